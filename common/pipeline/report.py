@@ -1,9 +1,10 @@
-"""Report on the ranks of a pipeline: when each worked on what, their idle shares, and a step as a picture."""
+"""Report on a pipeline's ranks: idle shares, and one step as diagram and picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,15 +14,13 @@ from common.distributed.rendezvous import World
 from common.measure import plots
 from common.pipeline import schedules
 from common.pipeline.executor import PipelineEngine
-from common.pipeline.schedules import Action, Schedule, Span
+from common.pipeline.schedules import Action, Schedule, Span, Timeline
 from common.runs.result import Facts
 from configs.pipeline import PipelineConfig
 
-Steps = Sequence[Sequence[Span]]  # the kept steps of one rank
-
 ENGINES = {"own": "built-in engine", "torch": "torch's engine"}
-FEW = 4  # layers of a stage that are named one by one
-WORK = {  # the name of a kind of action, and its colours for even and odd microbatches
+MAX_LISTED_LAYERS = 4  # of a stage; of more only the first and the last are named
+ACTION_STYLES = {  # the label of a kind of action, and its colours for even and odd microbatches
     "F": ("forward", ("#4878a8", "#7ba4cc")),
     "B": ("backward", ("#d1783a", "#e8a878")),
     "I": ("backward: gradient of the input", ("#d1783a", "#e8a878")),
@@ -30,51 +29,54 @@ WORK = {  # the name of a kind of action, and its colours for even and odd micro
 
 
 def draw_timeline(path: Path, lanes: Mapping[str, Sequence[Span]], title: str = "") -> None:
-    """Draw one lane for each stage, a bar for each action with its microbatch's number; empty is waiting.
+    """Draw one lane per stage, with a bar per action; gaps are waiting.
 
-    Where a bar is too narrow for its number, that of a forward stands above it and others below; numbers that would
-    overlap are left out.
+    A bar shows the number of its microbatch. If a bar is too narrow for its number, the number of a forward is above it
+    and others are below; numbers that would overlap are omitted.
     """
-    at = plots.make_axes(9.0, 1.4 + 0.55 * len(lanes))
-    start = min(span.start for spans in lanes.values() for span in spans)
-    length = max(span.end for spans in lanes.values() for span in spans) - start
+    axes = plots.make_axes(9.0, 1.4 + 0.55 * len(lanes))
+    timeline = list(lanes.values())
+    step_start = schedules.find_first_start(timeline)
+    length = schedules.compute_makespan(timeline)
     in_legend: set[str] = set()
-    for row, spans in enumerate(lanes.values()):
-        free = {-1: -1.0, 1: -1.0}  # where the next number above and below the lane may begin, in ms
-        for (kind, _, microbatch), begin, end in spans:
-            word, colours = WORK[kind]
-            left, width = (begin - start) * 1e3, (end - begin) * 1e3
-            label = None if word in in_legend else word
-            in_legend.add(word)
-            at.barh(row, width, left=left, height=0.7, color=colours[microbatch % 2], label=label)
-            number, middle, side = str(microbatch), left + width / 2, -1 if kind == "F" else 1
-            wide = 8.5 * length * len(number)  # ms that the number takes across, by a length in seconds
-            if width > wide:
+    for row, spans in enumerate(timeline):
+        next_free = {-1: -1.0, 1: -1.0}  # where the next number above and below the lane may start, in ms
+        for (kind, _, microbatch), start, end in spans:
+            name, colours = ACTION_STYLES[kind]
+            left = (start - step_start) * 1e3
+            width = (end - start) * 1e3
+            label = None if name in in_legend else name
+            in_legend.add(name)
+            axes.barh(row, width, left=left, height=0.7, color=colours[microbatch % 2], label=label)
+
+            number = str(microbatch)
+            number_width = 8.5 * length * len(number)  # in ms, for a length in seconds
+            middle = left + width / 2
+            side = -1 if kind == "F" else 1
+            if width > number_width:
                 colour = "black" if microbatch % 2 else "white"  # on the lighter and the darker colour
-                at.text(middle, row, number, ha="center", va="center", color=colour, fontsize=8)
-            elif middle - 0.4 * wide > free[side]:
-                at.text(middle, row + 0.42 * side, number, ha="center", va="center", fontsize=6)
-                free[side] = middle + 0.4 * wide
-    at.set_yticks(range(len(lanes)), list(lanes))
-    at.set(xlabel="ms", xlim=(0, length * 1e3), ylim=(len(lanes) - 0.45, -0.55))  # the first lane on top
-    at.set_title(title, fontsize=10)
-    at.legend(loc="upper center", bbox_to_anchor=(0.5, -0.32 if len(lanes) < 4 else -0.2), ncols=3, frameon=False)
-    plots.save_figure(at, path)
+                axes.text(middle, row, number, ha="center", va="center", color=colour, fontsize=8)
+            elif middle - 0.4 * number_width > next_free[side]:
+                axes.text(middle, row + 0.42 * side, number, ha="center", va="center", fontsize=6)
+                next_free[side] = middle + 0.4 * number_width
+    axes.set_yticks(range(len(lanes)), list(lanes))
+    axes.set(xlabel="ms", xlim=(0, length * 1e3), ylim=(len(lanes) - 0.45, -0.55))  # the first lane at the top
+    axes.set_title(title, fontsize=10)
+    legend_bottom = -0.32 if len(lanes) < 4 else -0.2
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, legend_bottom), ncols=3, frameon=False)
+    plots.save_figure(axes, path)
 
 
-def compute_idle_shares(steps: Sequence[Sequence[Sequence[Span]]]) -> list[float]:
-    """Return the fraction of a step that each rank waits, the median over steps.
-
-    `steps[i][p]` are the spans of rank p in step i.
-    """
-    shares = []
+def compute_idle_shares(steps: Sequence[Timeline]) -> list[float]:
+    """Return the fraction of a step that each rank waits, the median over steps."""
+    shares_of_steps = []
     for step in steps:
-        wall = schedules.compute_makespan(step)
-        shares.append([1 - sum(span.end - span.start for span in mine) / wall for mine in step])
-    return [median(own) for own in zip(*shares, strict=True)]
+        makespan = schedules.compute_makespan(step)
+        shares_of_steps.append([1 - schedules.sum_durations(spans) / makespan for spans in step])
+    return [median(shares) for shares in zip(*shares_of_steps, strict=True)]
 
 
-def select_median_step(steps: Sequence[Sequence[Sequence[Span]]]) -> Sequence[Sequence[Span]]:
+def select_median_step(steps: Sequence[Timeline]) -> Timeline:
     """Return the step of median length."""
     return sorted(steps, key=schedules.compute_makespan)[len(steps) // 2]
 
@@ -84,96 +86,128 @@ class PipelineReport:
     """The report on a pipeline's ranks, from the time stamps of all of them."""
 
     ideal: float
-    """The idle share of the schedule itself: equal stages, messages that take no time."""
+    """The idle share of the schedule itself, with equal stages and messages that take no time."""
     idle: list[float]
     """The idle share of each rank."""
-    step: Sequence[Sequence[Span]]
+    step: Timeline
     """The spans of each rank in the step of median length."""
     layers: Sequence[Sequence[str]] = ()
     """The names of each stage's layers."""
     schedule: str = ""
-    """The schedule in words."""
+    """Description of the schedule."""
     lane: str = "rank"
-    """The unit that works on its own: a rank, or with several devices in one process a stage."""
+    """The unit that works independently: a rank, or a stage if one process uses several devices."""
     picture: tuple[Path, str] | None = None
     """File and title of the drawing of one step; None for no drawing."""
 
     @classmethod
-    def from_spans(cls, gathered: Sequence[Steps], plan: Schedule, stages: int, **more: Any) -> PipelineReport:
-        """Make the report from the kept steps of all ranks: `gathered[p][i]` are the spans of rank p in step i."""
-        steps = list(zip(*gathered, strict=True))
+    def from_spans(
+        cls,
+        gathered: Sequence[Timeline],
+        plan: Schedule,
+        stages: int,
+        *,
+        layers: Sequence[Sequence[str]] = (),
+        schedule: str = "",
+        lane: str = "rank",
+        picture: tuple[Path, str] | None = None,
+    ) -> PipelineReport:
+        """Make the report from the recorded steps of all ranks.
+
+        `gathered[p][i]` are the spans of rank p in step i.
+        """
+        steps: list[Timeline] = list(zip(*gathered, strict=True))
         ideal = schedules.compute_bubble(schedules.simulate_schedule(plan, stages))
-        if not steps:  # resumed at its end
-            return cls(ideal, [], [], **more)
-        return cls(ideal, compute_idle_shares(steps), select_median_step(steps), **more)
+        # a run that is resumed at its end has no steps
+        idle = compute_idle_shares(steps) if steps else []
+        step = select_median_step(steps) if steps else []
+        return cls(ideal, idle, step, layers, schedule, lane, picture)
 
     @classmethod
     def gather(
         cls, pipe: PipelineEngine, group: World, cfg: PipelineConfig, folder: Path | None, model: str
     ) -> PipelineReport:
-        """Make the report on a pipeline of the ranks of a group, which call it together; complete on its rank 0.
+        """Make the report on the ranks of a group; all of them call it.
 
-        With a `folder` it draws one step there, as timeline.png; `model` are model and batch in the words of its title.
+        The report is complete on rank 0 of the group. With a `folder` it draws one step there, as timeline.png; `model`
+        describes model and batch in its title.
         """
         sizes = f"{format_count(cfg.stages, 'stage')}, {format_count(cfg.microbatches, 'microbatch')}"
         schedule = f"{cfg.schedule} ({ENGINES[cfg.engine]}), {sizes}"
         title = f"one step of {model}, {format_count(group.size, 'rank')}: {schedule}"
         picture = (folder / "timeline.png", title) if folder else None
-        own: Any = {"layers": pipe.layers, "schedule": schedule, "picture": picture}
-        mine = [[[*span.action, span.start, span.end] for span in step] for step in pipe.collect_spans()]
-        gathered = [
-            [[Span(Action(*action), start, end) for *action, start, end in step] for step in rank]
-            for rank in group.gather(mine)
-        ]
-        return cls.from_spans(gathered, pipe.plan, cfg.stages, **own)
+        packed = [list(map(pack_span, spans)) for spans in pipe.collect_spans()]
+        gathered = []
+        for steps in group.gather(packed):
+            gathered.append([list(map(unpack_span, spans)) for spans in steps])
+        return cls.from_spans(gathered, pipe.plan, cfg.stages, layers=pipe.layers, schedule=schedule, picture=picture)
 
     @property
     def by_stage(self) -> dict[int, list[Span]]:
         """The spans of each stage in the step of median length."""
-        spans = [span for mine in self.step for span in mine]
-        return {n: [s for s in spans if s.action.stage == n] for n in sorted({s.action.stage for s in spans})}
+        spans_by_stage: dict[int, list[Span]] = {}
+        for span in chain.from_iterable(self.step):
+            spans_by_stage.setdefault(span.action.stage, []).append(span)
+        return dict(sorted(spans_by_stage.items()))
 
     def draw(self) -> dict[str, str]:
-        """Draw the step of median length, if there is one and `picture`; returns the table's row for it."""
+        """Draw the step of median length, if any; return its row of the final table."""
         if self.picture is None or not self.step:
             return {}
         path, title = self.picture
-        draw_timeline(path, {f"stage {n}": spans for n, spans in self.by_stage.items()}, title)
+        lanes = {f"stage {stage}": spans for stage, spans in self.by_stage.items()}
+        draw_timeline(path, lanes, title)
         return {"timeline": path.absolute().as_uri()}
 
     def rows(self) -> dict[str, str]:
         """Return the rows of the final table; draws the picture."""
-        rows = {"schedule": self.schedule, "stages": "\n".join(map(describe_layers, self.layers))}
-        names = {name: words for name, words in rows.items() if words}
+        rows = {}
+        if self.schedule:
+            rows["schedule"] = self.schedule
+        if self.layers:
+            rows["stages"] = "\n".join(map(describe_layers, self.layers))
         if not self.step:
-            return names
-        lines = schedules.format_timeline(list(self.by_stage.values()))
-        lines = [f"stage {stage} |{line}|" for stage, line in zip(self.by_stage, lines, strict=True)]
-        seconds = schedules.compute_makespan(self.step)
-        split = any(span.action.kind == "W" for mine in self.step for span in mine)
-        capitals = " (capital: of the weights)" if split else ""
-        words = f"{seconds * 1e3:.2f} ms of a step, from its first forward to its last backward"
-        legend = f"digit: forward of that microbatch, letter: backward{capitals}, dot: waiting"
-        return {
-            **names,
-            "ideal bubble": f"{self.ideal:.1%}  (equal stages, messages that take no time)",
-            "idle share": "  ".join(f"{self.lane} {number}: {share:.1%}" for number, share in enumerate(self.idle)),
-            "pipeline": "\n".join([words, *lines, legend]),
-            **self.draw(),
-        }
+            return rows
+        rows["ideal bubble"] = f"{self.ideal:.1%}  (equal stages, messages that take no time)"
+        rows["idle share"] = "  ".join(f"{self.lane} {number}: {share:.1%}" for number, share in enumerate(self.idle))
+        rows["pipeline"] = self.format_step()
+        return rows | self.draw()
+
+    def format_step(self) -> str:
+        """Return the step of median length as a diagram in text, one line per stage."""
+        milliseconds = schedules.compute_makespan(self.step) * 1e3
+        lines = [f"{milliseconds:.2f} ms of a step, from its first forward to its last backward"]
+        by_stage = self.by_stage
+        for stage, line in zip(by_stage, schedules.format_timeline(list(by_stage.values())), strict=True):
+            lines.append(f"stage {stage} |{line}|")
+        is_split = any(span.action.kind == "W" for span in chain.from_iterable(self.step))
+        capitals = " (capital: of the weights)" if is_split else ""
+        lines.append(f"digit: forward of that microbatch, letter: backward{capitals}, dot: waiting")
+        return "\n".join(lines)
 
     def result(self) -> Facts:
         """Return the values for result.json; times in seconds from the start of the step."""
-        start = min((span.start for mine in self.step for span in mine), default=0.0)
-        timeline = [
-            {"rank": p, **s.action._asdict(), "start": round(s.start - start, 7), "end": round(s.end - start, 7)}
-            for p, mine in enumerate(self.step)
-            for s in mine
-        ]
+        step_start = schedules.find_first_start(self.step) if self.step else 0.0
+        timeline = []
+        for rank, spans in enumerate(self.step):
+            for span in spans:
+                times = {"start": round(span.start - step_start, 7), "end": round(span.end - step_start, 7)}
+                timeline.append({"rank": rank, **span.action._asdict(), **times})
         measured = {"idle_share": self.idle, "timeline": timeline, "stages": [list(names) for names in self.layers]}
         return Facts(outcome={"ideal_bubble": self.ideal}, measured=measured)
 
 
+def pack_span(span: Span) -> list[Any]:
+    """Return a span as a flat list, for JSON."""
+    return [*span.action, span.start, span.end]
+
+
+def unpack_span(packed: Sequence[Any]) -> Span:
+    """Return the span that `pack_span` has packed."""
+    *action, start, end = packed
+    return Span(Action(*action), start, end)
+
+
 def describe_layers(names: Sequence[str]) -> str:
-    """Return the layers of a stage in few words."""
-    return " ".join(names) if len(names) <= FEW else f"{names[0]} to {names[-1]}"
+    """Return a short description of the layers of a stage."""
+    return " ".join(names) if len(names) <= MAX_LISTED_LAYERS else f"{names[0]} to {names[-1]}"

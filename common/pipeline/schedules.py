@@ -1,11 +1,10 @@
-"""Pipeline schedules as plain data: for each rank, the ordered list of its actions.
+"""Pipeline schedules as data: the ordered actions of each rank. Imports no torch.
 
-An action is (kind, stage, microbatch). A kind is F, forward; B, backward; and, where a library splits the backward,
-I, the gradient of the input, and W, the gradient of the weights. Messages are not part of a schedule: they follow
-from it. Imports no torch.
+An action is (kind, stage, microbatch). Kinds are F, forward, and B, backward; a library may split the backward into I,
+the gradient of the input, and W, the gradient of the weights. Messages are not part of a schedule: they follow from it.
 
     python -m common.pipeline.schedules gpipe 2 4            print a schedule: name, ranks, microbatches
-    python -m common.pipeline.schedules mine.py:f 2 4 2      your own schedule, with two stages a rank
+    python -m common.pipeline.schedules mine.py:f 2 4 2      a custom schedule with two stages per rank
 
 GPipe is Huang et al. 2019 (arXiv 1811.06965); 1F1B is PipeDream-Flush, Narayanan et al. 2021 (arXiv 2006.09503),
 section 2.
@@ -14,9 +13,9 @@ section 2.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,17 +25,21 @@ from common.core.text import format_count
 from common.runs.provenance import keep_function_file
 from configs.pipeline import PipelineConfig, Stages
 
+ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
 
 class Action(NamedTuple):
-    """One unit of work: the forward (F), backward (B), or half a backward (I, W) of a microbatch on a stage."""
+    """One unit of work of a microbatch on a stage.
+
+    The kind is F (forward), B (backward), I or W (half a backward).
+    """
 
     kind: str
     stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        word = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}[self.kind]
-        return f"{word} of microbatch {self.microbatch} on stage {self.stage}"
+        return f"{ACTION_NAMES[self.kind]} of microbatch {self.microbatch} on stage {self.stage}"
 
 
 Schedule = list[list[Action]]
@@ -44,44 +47,67 @@ Maker = Callable[[int, int, int], Schedule]
 
 
 def list_local_stages(rank: int, ranks: int, stages: int) -> list[int]:
-    """Return the stages of a rank: every `ranks`-th one, so that a microbatch visits all ranks in turn."""
+    """Return the stages of a rank: every `ranks`-th one.
+
+    A microbatch visits all ranks in turn.
+    """
     return list(range(rank, stages, ranks))
 
 
 def make_naive(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Return the schedule without overlap: a microbatch passes all stages and back before the next one starts."""
-    single = make_gpipe(ranks, stages, 1)
-    return [[a._replace(microbatch=m) for m in range(microbatches) for a in actions] for actions in single]
+    """Return the schedule without overlap.
+
+    A microbatch passes all stages forward and backward before the next one starts.
+    """
+    plan: Schedule = []
+    for single_actions in make_gpipe(ranks, stages, 1):
+        actions = []
+        for microbatch in range(microbatches):
+            actions += [action._replace(microbatch=microbatch) for action in single_actions]
+        plan.append(actions)
+    return plan
 
 
 def make_gpipe(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Return GPipe's schedule: all forwards, then all backwards. Keeps the activations of every microbatch."""
+    """Return GPipe's schedule: all forwards, then all backwards. Stores the activations of every microbatch."""
     plan: Schedule = []
     for rank in range(ranks):
-        mine = list_local_stages(rank, ranks, stages)
-        plan.append([Action("F", s, m) for s in mine for m in range(microbatches)])
-        plan[-1] += [Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]
+        local_stages = list_local_stages(rank, ranks, stages)
+        actions = []
+        for stage in local_stages:
+            actions += [Action("F", stage, microbatch) for microbatch in range(microbatches)]
+        for stage in reversed(local_stages):
+            actions += [Action("B", stage, microbatch) for microbatch in range(microbatches)]
+        plan.append(actions)
     return plan
 
 
 def make_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Return the 1F1B schedule: a backward as soon as one is ready, at most `stages - s` in flight at stage s.
+    """Return the 1F1B schedule: a backward as soon as one is ready.
 
-    As long as GPipe, with less memory. Built by simulating ticks of equal length.
+    At most `stages - s` microbatches are in flight at stage s. It takes as long as GPipe with less memory. Built by
+    simulating ticks of equal length.
     """
     plan: Schedule = [[] for _ in range(ranks)]
     done: set[Action] = set()
-    flying = [0] * stages
+    in_flight = [0] * stages
+
+    def choose_action(rank: int) -> Action | None:
+        """Return an action of a rank that can start; backwards have priority."""
+        for kind in "BF":
+            for stage in reversed(list_local_stages(rank, ranks, stages)):
+                if kind == "F" and in_flight[stage] >= stages - stage:
+                    continue
+                for microbatch in range(microbatches):
+                    action = Action(kind, stage, microbatch)
+                    if action not in done and find_missing_dependency(action, stages, done) is None:
+                        return action
+        return None
+
     while len(done) < 2 * stages * microbatches:
-        tick: list[Action] = []
-        for rank in range(ranks):
-            mine = list_local_stages(rank, ranks, stages)
-            wanted = [Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]
-            wanted += [Action("F", s, m) for s in reversed(mine) for m in range(microbatches) if flying[s] < stages - s]
-            ready = (a for a in wanted if a not in done and all(n in done for n in find_dependencies(a, stages)))
-            tick.extend(islice(ready, 1))
+        tick = [action for rank in range(ranks) if (action := choose_action(rank))]
         for action in tick:
-            flying[action.stage] += 1 if action.kind == "F" else -1
+            in_flight[action.stage] += 1 if action.kind == "F" else -1
             plan[action.stage % ranks].append(action)
         done.update(tick)
     return plan
@@ -92,14 +118,24 @@ SCHEDULES: dict[str, Maker] = {"naive": make_naive, "gpipe": make_gpipe, "1f1b":
 
 
 def find_dependencies(action: Action, stages: int) -> list[Action]:
-    """Return the actions that must be done before an action can start (B stands for B or I)."""
-    kind, stage, m = action
+    """Return the actions that an action waits for (B stands for B or I)."""
+    kind, stage, microbatch = action
     if kind == "F":
-        return [Action("F", stage - 1, m)] if stage else []
+        return [Action("F", stage - 1, microbatch)] if stage else []
     if kind == "W":
-        return [Action("B", stage, m)]
-    before = [Action("F", stage, m)]
-    return [*before, Action("B", stage + 1, m)] if stage < stages - 1 else before
+        return [Action("B", stage, microbatch)]
+    forward = Action("F", stage, microbatch)
+    if stage == stages - 1:
+        return [forward]
+    return [forward, Action("B", stage + 1, microbatch)]
+
+
+def find_missing_dependency(action: Action, stages: int, done: Container[Action]) -> Action | None:
+    """Return an incomplete action that an action waits for, None without one."""
+    for dependency in find_dependencies(action, stages):
+        if dependency not in done:
+            return dependency
+    return None
 
 
 class Span(NamedTuple):
@@ -110,143 +146,168 @@ class Span(NamedTuple):
     end: float
 
 
-COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a kind of action, in units of one forward
+Timeline = Sequence[Sequence[Span]]  # the spans of each rank
+
+DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a kind of action, in units of one forward
 
 
 def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
-    """Return when each rank's actions run, in units of one forward, if messages take no time.
+    """Return when each rank's actions run, in units of one forward.
 
-    Raises ValueError, naming the action, on a deadlock.
+    Messages take no time. Raises ValueError on a deadlock, naming the action.
     """
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in plan]
-    while any(len(s) < len(p) for s, p in zip(spans, plan, strict=True)):
-        moved = False
-        for mine, actions in zip(spans, plan, strict=True):
-            for action in actions[len(mine) :]:
-                waits = find_dependencies(action, stages)
-                if not all(n in ends for n in waits):
+    has_progressed = True
+    while has_progressed:
+        has_progressed = False
+        for local_spans, actions in zip(spans, plan, strict=True):
+            for action in actions[len(local_spans) :]:
+                if find_missing_dependency(action, stages, ends) is not None:
                     break
-                start = max([ends[n] for n in waits] + [mine[-1].end if mine else 0.0])
-                mine.append(Span(action, start, start + COST[action.kind]))
-                ends[action._replace(kind="B") if action.kind == "I" else action] = mine[-1].end
-                moved = True
-        if not moved:
-            rank = next(i for i, p in enumerate(plan) if len(spans[i]) < len(p))
-            stuck = plan[rank][len(spans[rank])]
-            missing = next(n for n in find_dependencies(stuck, stages) if n not in ends)
-            raise ValueError(f"deadlock: rank {rank} waits at {stuck} for {missing}, which never comes before it")
+                start = local_spans[-1].end if local_spans else 0.0
+                for dependency in find_dependencies(action, stages):
+                    start = max(start, ends[dependency])
+                end = start + DURATIONS[action.kind]
+                local_spans.append(Span(action, start, end))
+                completed = action._replace(kind="B") if action.kind == "I" else action
+                ends[completed] = end
+                has_progressed = True
+
+    for rank, actions in enumerate(plan):
+        if len(spans[rank]) < len(actions):
+            action = actions[len(spans[rank])]
+            missing = find_missing_dependency(action, stages, ends)
+            raise ValueError(f"deadlock: rank {rank} waits at {action} for {missing}, which cannot complete before it")
     return spans
 
 
 def check_schedule(plan: Schedule, ranks: int, stages: int, microbatches: int) -> None:
     """Raise ValueError, naming the action, unless the plan trains every microbatch once and cannot deadlock."""
     if len(plan) != ranks:
-        raise ValueError(
-            f"has {format_count(len(plan), 'list')} of actions, needs one for each of {format_count(ranks, 'rank')}"
-        )
+        count = format_count(len(plan), "list")
+        raise ValueError(f"has {count} of actions, needs one for each of {format_count(ranks, 'rank')}")
+    expected_plan = make_gpipe(ranks, stages, microbatches)
     for rank, actions in enumerate(plan):
-        mine = list_local_stages(rank, ranks, stages)
-        expected = {Action(kind, s, m) for kind in "FB" for s in mine for m in range(microbatches)}
-        seen: set[Action] = set()
+        expected = set(expected_plan[rank])
+        done: set[Action] = set()
         for action in actions:
             if action not in expected:
-                raise ValueError(f"rank {rank} has no such work: {tuple(action)}; its stages are {mine}")
-            if action in seen:
+                local_stages = list_local_stages(rank, ranks, stages)
+                raise ValueError(f"rank {rank} has no action {tuple(action)}; its stages are {local_stages}")
+            if action in done:
                 raise ValueError(f"rank {rank} does the {action} twice")
-            seen.add(action)
-        if expected - seen:
-            raise ValueError(f"rank {rank} never does the {min(expected - seen)}")
+            done.add(action)
+        if expected - done:
+            raise ValueError(f"rank {rank} never does the {min(expected - done)}")
     simulate_schedule(plan, stages)
 
 
-def compute_makespan(spans: Sequence[Sequence[Span]]) -> float:
+def find_first_start(spans: Timeline) -> float:
+    """Return the time of the first start over all ranks."""
+    return min(span.start for span in chain.from_iterable(spans))
+
+
+def compute_makespan(spans: Timeline) -> float:
     """Return the time from the first start to the last end over all ranks."""
-    return max(span.end for mine in spans for span in mine) - min(span.start for mine in spans for span in mine)
+    return max(span.end for span in chain.from_iterable(spans)) - find_first_start(spans)
 
 
-def compute_bubble(spans: Sequence[Sequence[Span]]) -> float:
+def sum_durations(spans: Iterable[Span]) -> float:
+    """Return the total duration of actions."""
+    return sum(span.end - span.start for span in spans)
+
+
+def compute_bubble(spans: Timeline) -> float:
     """Return the bubble: the fraction of all ranks' time in which they are idle."""
-    busy = sum(span.end - span.start for mine in spans for span in mine)
-    return 1 - busy / (compute_makespan(spans) * len(spans))
+    return 1 - sum_durations(chain.from_iterable(spans)) / (compute_makespan(spans) * len(spans))
 
 
 def make_schedule(settings: PipelineConfig) -> Schedule:
-    """Return the schedule that the config names. Raises UserError for a custom one that cannot work."""
-    name, sizes = settings.schedule, (settings.processes, settings.stages, settings.microbatches)
+    """Return the schedule of a config. Raises UserError for a custom one that cannot work."""
+    name = settings.schedule
+    sizes = (settings.processes, settings.stages, settings.microbatches)
     if name in SCHEDULES:
         return SCHEDULES[name](*sizes)
     if settings.engine == "torch":
-        return [[] for _ in range(settings.processes)]  # the library makes the order itself
+        return [[] for _ in range(settings.processes)]  # the library determines the order
     return make_custom_schedule(name, sizes)
 
 
 def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
-    """Return what `FILE.py:function` gives for ranks, stages and microbatches. Raises UserError if it cannot work."""
+    """Return the schedule of `FILE.py:function` for ranks, stages and microbatches. Raises UserError."""
     maker = load_function("schedule", name, ", ".join(SCHEDULES))
     with locate_errors("schedule", name, maker, USAGE):
-        plan = [[Action(*action) for action in actions] for actions in maker(*sizes)]
+        plan = []
+        for actions in maker(*sizes):
+            plan.append([Action(*action) for action in actions])
         check_schedule(plan, *sizes)
     return plan
 
 
-def format_timeline(spans: Sequence[Sequence[Span]], width: int = 72) -> list[str]:
-    """Return one line of text a rank: a digit is a forward of that microbatch, a letter a backward, a dot is idle.
+def format_timeline(spans: Timeline, width: int = 72) -> list[str]:
+    """Return a diagram with one line of text per rank.
 
-    Microbatch 0 is shown as 0 and a, 1 as 1 and b, and so on, repeating after ten. Where the backward is split, the
-    gradient of the input is the small letter and that of the weights the capital.
+    A digit is a forward of that microbatch, a letter a backward, a dot is idle. Microbatch 0 is shown as 0 and a, 1 as
+    1 and b, and so on, repeating after ten. If the backward is split, a small letter is the gradient of the input and a
+    capital that of the weights.
     """
-    marks = {"F": "0123456789", "W": "ABCDEFGHIJ"}
-    start = min(span.start for mine in spans for span in mine)
+    symbols = {"F": "0123456789", "W": "ABCDEFGHIJ"}
+    step_start = find_first_start(spans)
     scale = width / compute_makespan(spans)
     lines = []
-    for mine in spans:
+    for local_spans in spans:
         line = ["."] * width
-        for action, begin, end in mine:
-            mark = marks.get(action.kind, "abcdefghij")[action.microbatch % 10]
-            first = round((begin - start) * scale)
-            last = min(width, max(first + 1, round((end - start) * scale)))
-            line[first:last] = mark * (last - first)
+        for action, start, end in local_spans:
+            symbol = symbols.get(action.kind, "abcdefghij")[action.microbatch % 10]
+            first = round((start - step_start) * scale)
+            last = min(width, max(first + 1, round((end - step_start) * scale)))
+            line[first:last] = symbol * (last - first)
         lines.append("".join(line))
     return lines
 
 
 def check_schedule_of_config(settings: object, code: Path | None = None) -> None:
-    """Raise UserError for a config whose schedule cannot work; configs without a pipeline pass.
+    """Raise UserError for a config whose schedule cannot work; accept configs without a pipeline.
 
-    `code` is the source of the run that has these settings already, for the file that it keeps.
+    `code` is the source folder of an existing run with this config, which may hold a copy of the custom file.
     """
-    if isinstance(settings, Stages) and settings.make_pipeline_config().engine == "own":
-        pipeline = settings.make_pipeline_config()
+    if not isinstance(settings, Stages):
+        return
+    pipeline = settings.make_pipeline_config()
+    if pipeline.engine == "own":
         make_schedule(use_kept_schedule_file(pipeline, code) if code else pipeline)
 
 
-# ---- the file of a custom schedule in the source of a run
+# ---- the file of a custom schedule in the source folder of a run
 
 
 def use_kept_schedule_file(settings: PipelineConfig, code: Path) -> PipelineConfig:
-    """Return the settings with the file of a custom schedule that a run keeps in its source, if it keeps one."""
+    """Return the settings with the run's copy of a custom schedule's file, if any."""
     name = settings.schedule
     return replace(settings, schedule=prefer_kept(name, find_kept_file("schedule", name, code)))
 
 
 def copy_schedule_file(settings: object, code: Path, *, anew: bool = False) -> None:
-    """Copy the file of a custom schedule into a run's source, if it is not there yet, or `anew`. Raises UserError."""
+    """Copy the file of a custom schedule into a run's source folder.
+
+    An existing copy is overwritten only with `anew`. Raises UserError.
+    """
     if isinstance(settings, Stages):
         keep_function_file("schedule", settings.make_pipeline_config().schedule, code, anew=anew)
 
 
 def main() -> None:
-    """Print a schedule as a diagram, one line a rank."""
+    """Print a schedule as a diagram, one line per rank."""
     parser = argparse.ArgumentParser(prog="python -m common.pipeline.schedules", description=main.__doc__)
     parser.add_argument("schedule", help=f"{', '.join(SCHEDULES)}, or FILE.py:function")
-    for number in ("ranks", "microbatches"):
-        parser.add_argument(number, type=int, choices=range(1, 65), metavar=number)
-    parser.add_argument("each", type=int, nargs="?", default=1, choices=range(1, 9), help="stages of each rank")
-    asked = parser.parse_args()
-    stages = asked.ranks * asked.each
+    for name in ("ranks", "microbatches"):
+        parser.add_argument(name, type=int, choices=range(1, 65), metavar=name)
+    parser.add_argument("each", type=int, nargs="?", default=1, choices=range(1, 9), help="stages per rank")
+    args = parser.parse_args()
+    stages = args.ranks * args.each
     settings = PipelineConfig(
-        schedule=asked.schedule, stages=stages, stages_per_process=asked.each, microbatches=asked.microbatches
+        schedule=args.schedule, stages=stages, stages_per_process=args.each, microbatches=args.microbatches
     )
     spans = simulate_schedule(make_schedule(settings), stages)
     for rank, line in enumerate(format_timeline(spans, width=round(compute_makespan(spans)))):

@@ -1,8 +1,8 @@
-"""Messages between ranks of one host: each has its slot of the host's memory, in which its tensor stays.
+"""Messages between ranks of one host, each in its slot of shared memory.
 
-What it buys: a twentieth of the latency of a gloo socket, which wakes two threads for each message, and no copy at the
-reader. Memory and its doorbell are those of the links (common/distributed/transport/memory_links.py). All of it stays
-behind `open_shared_memory`, which returns None where it cannot work; the messages then go through gloo.
+A message has a twentieth of the latency of a gloo socket, which wakes two threads for each message, and its reader
+needs no copy. Memory and notifications are those of the links (common/distributed/transport/memory_links.py). The
+entry point is `open_shared_memory`. It returns None if shared memory cannot be used; messages then go through gloo.
 
 A slot is reused in the next step. Its reader has finished with it by then: the sender of an activation continues only
 after it has received the gradient computed from it, the sender of a gradient only after the next activation.
@@ -25,12 +25,13 @@ from common.distributed.transport.connecting import Links, connect_ranks
 from common.distributed.transport.memory_links import MemoryStream, choose_polling_seconds
 from common.pipeline.schedules import Action
 
-ALIGN = 64  # bytes of a cache line, at which each slot begins
-SLOTS = READY = 0  # name of the memory of a link, and tag of its one message, before which the memory is handed over
+SLOT_ALIGNMENT_BYTES = 64  # bytes of a cache line
+SLOT_MEMORY_NAME = 0  # of the memory that a link passes
+READY_TAG = 0  # of the only message of a link, which follows the memory
 
 
-class Route(NamedTuple):
-    """A message: the action that consumes it, the ranks that send and receive it, and its shape [n, ...]."""
+class MessageRoute(NamedTuple):
+    """A message: its consumer, the ranks that send and receive it, its shape [n, ...]."""
 
     consumer: Action
     source: int
@@ -38,110 +39,124 @@ class Route(NamedTuple):
     shape: torch.Size
 
 
-def open_shared_memory(world: World, near: Sequence[Route], dtype: torch.dtype) -> SharedMemory | None:
-    """Open the memory for messages between ranks of the same host; None if the host lacks it. All ranks call it."""
+def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torch.dtype) -> SharedMemory | None:
+    """Open the memory for messages within hosts; None if a rank fails.
+
+    All ranks call it.
+    """
     if world.size == 1:
         return None
     name = world.broadcast(secrets.token_hex(8))
-    opened: SharedMemory | None = None
+    memory: SharedMemory | None = None
     with contextlib.suppress(OSError, Unreachable):
-        opened = SharedMemory(world, near, dtype, connect_ranks_of_host(world, name))
-    if world.broadcast(all(world.gather(opened is not None))):
-        return opened
-    if opened:
-        opened.links.close()
+        memory = SharedMemory(world, routes, dtype, connect_ranks_of_host(world, name))
+    if world.broadcast(all(world.gather(memory is not None))):
+        return memory
+    if memory:
+        memory.links.close()
     return None
 
 
 def connect_ranks_of_host(world: World, name: str) -> Links:
-    """Connect the ranks of this host with each other, by their ranks in this world. Raises OSError, Unreachable."""
-    members = [rank for rank in range(world.size) if world.hosts[rank] == world.hosts[world.rank]]
+    """Connect the ranks of this host.
+
+    The links are keyed by rank in `world`. Raises OSError, Unreachable.
+    """
+    host = world.hosts[world.rank]
+    members = [rank for rank in range(world.size) if world.hosts[rank] == host]
     assert world.store is not None
-    store, group = world.store, f"pipeline-{name}-{members[0]}"
-    seconds = world.timeout.total_seconds()
+    store = world.store
+    group = f"pipeline-{name}-{members[0]}"
+    timeout = world.timeout.total_seconds()
     links = connect_ranks(
         members.index(world.rank), len(members),
         lambda key, value: store.set(f"{group}/{key}", value), lambda key: store.get(f"{group}/{key}"),
-        group=group, address="127.0.0.1", host=world.hosts[world.rank], spin=choose_polling_seconds(world.local_size),
-        setup_timeout=seconds, timeout=seconds,
+        group=group, address="127.0.0.1", host=host, spin=choose_polling_seconds(world.local_size),
+        setup_timeout=timeout, timeout=timeout,
     )  # fmt: skip
     for link in (*links.outgoing.values(), *links.incoming.values()):
         link.peer = members[link.peer]
-    return Links(
-        {link.peer: link for link in links.outgoing.values()}, {link.peer: link for link in links.incoming.values()}
-    )
+    outgoing = {link.peer: link for link in links.outgoing.values()}
+    return Links(outgoing, {link.peer: link for link in links.incoming.values()})
 
 
-def count_slot_bytes(route: Route, dtype: torch.dtype) -> int:
-    """Return the bytes of a message's slot, a multiple of ALIGN."""
-    return -(-route.shape.numel() * dtype.itemsize // ALIGN) * ALIGN
+def count_slot_bytes(route: MessageRoute, dtype: torch.dtype) -> int:
+    """Return the size of a message's slot in bytes, a multiple of SLOT_ALIGNMENT_BYTES."""
+    nbytes = route.shape.numel() * dtype.itemsize
+    return -(-nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
 class SharedMemory:
-    """The slots of this rank's messages, and the doorbells of the ranks that share them. Raises OSError, LinkError."""
+    """The slots of this rank's messages, and the links that notify their readers.
 
-    def __init__(self, world: World, near: Sequence[Route], dtype: torch.dtype, links: Links) -> None:
-        self.world, self.links = world, links
+    Raises OSError, LinkError.
+    """
+
+    def __init__(self, world: World, routes: Sequence[MessageRoute], dtype: torch.dtype, links: Links) -> None:
+        self.world = world
+        self.links = links
+        self.dtype = dtype
         self.slots: dict[Action, Tensor] = {}
-        self.numbers = {route.consumer: number for number, route in enumerate(near)}
+        self.numbers = {route.consumer: number for number, route in enumerate(routes)}
         self.full: set[int] = set()
         self.targets: dict[int, MemoryStream] = {}
         self.sources: dict[int, MemoryStream] = {}
-        for peer, link in links.outgoing.items():
-            stream, memory = link.stream, None
-            routes = [route for route in near if (route.source, route.target) == (world.rank, peer)]
+        for peer, outgoing in links.outgoing.items():
+            sent = [route for route in routes if route.source == world.rank and route.target == peer]
+            size = sum(count_slot_bytes(route, dtype) for route in sent)
+            stream = outgoing.stream
             if isinstance(stream, MemoryStream):
                 with contextlib.suppress(OSError):
-                    memory = stream.share_memory(
-                        SLOTS, max(ALIGN, sum(count_slot_bytes(route, dtype) for route in routes))
-                    )
+                    memory = stream.share_memory(SLOT_MEMORY_NAME, max(SLOT_ALIGNMENT_BYTES, size))
                     self.targets[peer] = stream
-                    self._map_slots(memory, routes, dtype)
-            link.send(READY, bytes([memory is not None]))
+                    self._map_slots(memory, sent)
+            outgoing.send(READY_TAG, bytes([peer in self.targets]))
         for peer, incoming in links.incoming.items():
-            stream, answer = incoming.stream, bytearray(1)
-            routes = [route for route in near if (route.source, route.target) == (peer, world.rank)]
-            incoming.receive(READY, answer)
-            if answer[0] and isinstance(stream, MemoryStream):
+            received = [route for route in routes if route.source == peer and route.target == world.rank]
+            is_shared = bytearray(1)
+            incoming.receive(READY_TAG, is_shared)
+            stream = incoming.stream
+            if is_shared[0] and isinstance(stream, MemoryStream):
                 self.sources[peer] = stream
-                self._map_slots(stream.shared[SLOTS], routes, dtype)
+                self._map_slots(stream.shared[SLOT_MEMORY_NAME], received)
         if len(self.targets) < len(links.outgoing) or len(self.sources) < len(links.incoming):
             links.close()
-            raise OSError("this host has no memory left for messages")
+            raise OSError("this host has no free memory for messages")
 
-    def _map_slots(self, memory: mmap.mmap, routes: Sequence[Route], dtype: torch.dtype) -> None:
+    def _map_slots(self, memory: mmap.mmap, routes: Sequence[MessageRoute]) -> None:
         start = 0
-        for route in routes:  # no slot is a view of another: autograd takes a write to one view as a write to all
-            slot = torch.frombuffer(memory, dtype=dtype, count=route.shape.numel(), offset=start)
+        for route in routes:  # slots are not views of one tensor: autograd treats a write to one view as a write to all
+            slot = torch.frombuffer(memory, dtype=self.dtype, count=route.shape.numel(), offset=start)
             self.slots[route.consumer] = slot.view(route.shape)
-            start += count_slot_bytes(route, dtype)
+            start += count_slot_bytes(route, self.dtype)
 
-    def send(self, consumer: Action, value: Tensor) -> None:
+    def send(self, consumer: Action, tensor: Tensor) -> None:
         """Copy a tensor to its slot and notify the rank that consumes it. Raises LinkError."""
-        self.slots[consumer].copy_(value)
+        self.slots[consumer].copy_(tensor)
         target = consumer.stage % self.world.size
         try:
             self.targets[target].send_number(self.numbers[consumer])
         except OSError as error:
-            raise self.links.outgoing[target].explain(error) from None
+            raise self.links.outgoing[target].explain_error(error) from None
 
     def receive(self, consumer: Action) -> Tensor:
         """Wait for a message and return its slot. Raises LinkError, and TimeoutError after launch.step_timeout."""
         number = self.numbers[consumer]
         if number not in self.full:
-            self._wait(number, consumer)
+            self._wait_until_full(number, consumer)
         self.full.remove(number)
         return self.slots[consumer]
 
-    def _wait(self, number: int, consumer: Action) -> None:
-        source = (consumer.stage + (-1 if consumer.kind == "F" else 1)) % self.world.size
+    def _wait_until_full(self, number: int, consumer: Action) -> None:
+        source_stage = consumer.stage + (-1 if consumer.kind == "F" else 1)
+        source = source_stage % self.world.size
         try:
             while number not in self.full:
                 self.full.update(self.sources[source].receive_numbers())
         except BlockingIOError:
             raise TimeoutError(
-                f"rank {self.world.rank} waited {self.world.timeout.total_seconds():g} s for rank {source}: nothing "
-                f"came for the {consumer}; see its log, or raise launch.step_timeout"
+                f"rank {self.world.rank} waited {self.world.timeout.total_seconds():g} s for rank {source}: no message "
+                f"for the {consumer}; see its log, or raise launch.step_timeout"
             ) from None
         except (OSError, EOFError) as error:
-            raise self.links.incoming[source].explain(error) from None
+            raise self.links.incoming[source].explain_error(error) from None

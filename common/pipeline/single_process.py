@@ -1,4 +1,4 @@
-"""The pipeline of one process with several devices, one for each stage."""
+"""The pipeline of one process with several devices, one per stage."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from common.pipeline.stage_tracer import StageTracer
 
 
 class SingleProcessPipeline:
-    """All stages of a model in this process, each on a device of its own.
+    """All stages of a model in this process, each on its own device.
 
-    Work on a GPU is only queued: the call returns at once. Stages are queued last to first in each tick, so that no GPU
-    waits for the host (GPipe: Huang et al. 2019, arXiv 1811.06965).
+    Work on a GPU is only queued: the call returns at once. In each tick the stages are queued from last to first, so
+    that no GPU waits for the host (GPipe: Huang et al. 2019, arXiv 1811.06965).
     `loss` is a mean over samples; a batch has `microbatches` of `size` samples (`configs.batch_plan`).
     """
 
-    has_first = has_last = True
+    has_first = True
+    has_last = True
     last_rank = 0
 
     def __init__(
@@ -35,39 +36,52 @@ class SingleProcessPipeline:
         pipelined: bool,
         dtype: torch.dtype,
     ) -> None:
-        """If `pipelined` all stages work at the same time, else one does; `schedule` gives the ideal bubble."""
-        self.loss, self.size, self.pipelined = loss, size, pipelined
+        """If `pipelined`, all stages work at the same time, else one at a time.
+
+        The ideal bubble is that of `schedule`.
+        """
+        self.loss = loss
+        self.microbatch_size = size
+        self.pipelined = pipelined
         self.devices = [torch.device(name) for name in devices]
         self.stages = [stage.to(device, dtype) for stage, device in zip(stages, self.devices, strict=True)]
         self.local = dict(enumerate(self.stages))
-        self.layers = [[name for name, _ in stage.named_children()] for stage in stages]
-        self.plan = schedules.SCHEDULES[schedule](len(stages), len(stages), microbatches)
+        self.layers = [list(dict(stage.named_children())) for stage in stages]
+        count = len(stages)
+        self.plan = schedules.SCHEDULES[schedule](count, count, microbatches)
         self.module = nn.ModuleList(self.stages)
         self.tracer = StageTracer(self.stages, self.devices)
 
     def forward_stage(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
-        """Return the output [n, ...] of a stage for a microbatch x [n, ...], on the stage's device."""
+        """Return the output [n, ...] of a stage, on its device.
+
+        x [n, ...] is a microbatch.
+        """
         return self.tracer.forward(stage, microbatch, x.to(self.devices[stage]))
 
     def forward_naive(self, x: Tensor, microbatch: int = 0) -> Tensor:
-        """Return the model's output for x [n, ...], one stage after the other: while one works, the others idle."""
+        """Return the model's output for x [n, ...], one stage at a time."""
         for stage in range(len(self.stages)):
             x = self.forward_stage(stage, microbatch, x)
         return x
 
     def forward_pipelined(self, x: Tensor) -> Tensor:
-        """Return the model's output for x [N, ...]: at each tick stage s works on microbatch tick - s."""
-        parts = list(x.split(self.size))
+        """Return the model's output for x [N, ...].
+
+        In each tick stage s works on microbatch tick - s.
+        """
+        parts = list(x.split(self.microbatch_size))
         for tick in range(len(parts) + len(self.stages) - 1):
             for stage in reversed(range(len(self.stages))):  # the last one first: its microbatch is the oldest
-                if 0 <= tick - stage < len(parts):
-                    parts[tick - stage] = self.forward_stage(stage, tick - stage, parts[tick - stage])
+                microbatch = tick - stage
+                if 0 <= microbatch < len(parts):
+                    parts[microbatch] = self.forward_stage(stage, microbatch, parts[microbatch])
         return torch.cat(parts)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """Forward and backward of x [N, ...] with targets y [N]; returns the mean loss [].
+        """Train on x [N, ...] with targets y [N]; return the mean loss [].
 
-        Backward, too, visits the devices in the order of their dependencies.
+        Backward also visits the devices in the order of their dependencies.
         """
         self.tracer.begin_step()
         y = y.to(self.devices[-1])
@@ -75,11 +89,15 @@ class SingleProcessPipeline:
             loss = self.loss(self.forward_pipelined(x), y)
             loss.backward()
             return loss.detach()
-        losses, count = [], len(x) // self.size
-        for number, (part, target) in enumerate(zip(x.split(self.size), y.split(self.size), strict=True)):
-            losses.append(self.loss(self.forward_naive(part, number), target) / count)
-            losses[-1].backward()  # gradients add up
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        losses = []
+        count = len(x) // self.microbatch_size
+        inputs = x.split(self.microbatch_size)
+        targets = y.split(self.microbatch_size)
+        for microbatch, (part, target) in enumerate(zip(inputs, targets, strict=True)):
+            loss = self.loss(self.forward_naive(part, microbatch), target) / count
+            loss.backward()  # gradients are accumulated
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
     @torch.no_grad()
     def predict(self, x: Tensor | None, count: int) -> Tensor:
@@ -88,5 +106,5 @@ class SingleProcessPipeline:
         return self.forward_naive(x).to(x.device)
 
     def collect_spans(self) -> list[list[list[Span]]]:
-        """Return the kept steps of each stage, oldest first, with times in seconds."""
+        """Return the recorded steps of each stage, oldest first, with times in seconds."""
         return self.tracer.collect_spans()

@@ -1,4 +1,4 @@
-"""Timeline of the stages of one process, by time stamps that do not wait for the device."""
+"""Timeline of the stages of one process, from asynchronous time stamps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StageTracer:
         self.history: deque[dict[Action, list[Stamp]]] = deque(maxlen=HISTORY)
         # the input of the first stage has no gradient: hook its first layer instead
         next(stages[0].children()).register_forward_hook(self._hook_first_layer)
-        self.on_first = 0
+        self.current_microbatch = 0
 
     def begin_step(self) -> None:
         """Begin a step."""
@@ -35,34 +35,45 @@ class StageTracer:
         self.history.append({})
 
     def forward(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
-        """Return the stage's output [n, ...] for a microbatch x [n, ...], and record its forward and backward."""
+        """Return the stage's output [n, ...], and record its forward and backward.
+
+        x [n, ...] is a microbatch.
+        """
         if not torch.is_grad_enabled():
             return self.stages[stage](x)
         if stage and x.requires_grad:
-            x = x.view_as(x)  # a node of this stage alone
+            x = x.view_as(x)  # an autograd node that belongs only to this stage
             assert x.grad_fn is not None
-            x.grad_fn.register_hook(lambda *_: self._mark("B", stage, microbatch))
-        self.on_first = microbatch
-        self._mark("F", stage, microbatch)
-        out: Tensor = self.stages[stage](x)
-        self._mark("F", stage, microbatch)
-        if out.grad_fn is not None:
-            out.grad_fn.register_prehook(lambda _: self._mark("B", stage, microbatch))
-        return out
+            x.grad_fn.register_hook(lambda *_: self._record_stamp("B", stage, microbatch))
+        self.current_microbatch = microbatch
+        self._record_stamp("F", stage, microbatch)
+        output: Tensor = self.stages[stage](x)
+        self._record_stamp("F", stage, microbatch)
+        if output.grad_fn is not None:
+            output.grad_fn.register_prehook(lambda _: self._record_stamp("B", stage, microbatch))
+        return output
 
-    def _hook_first_layer(self, layer: nn.Module, given: Any, out: Tensor) -> None:
-        microbatch = self.on_first
-        if torch.is_grad_enabled() and out.grad_fn is not None:
-            out.grad_fn.register_hook(lambda *_: self._mark("B", 0, microbatch))
+    def _hook_first_layer(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        microbatch = self.current_microbatch
+        if torch.is_grad_enabled() and output.grad_fn is not None:
+            output.grad_fn.register_hook(lambda *_: self._record_stamp("B", 0, microbatch))
 
-    def _mark(self, kind: str, stage: int, microbatch: int) -> None:
-        self.history[-1].setdefault(Action(kind, stage, microbatch), []).append(self.clocks[stage].stamp())
+    def _record_stamp(self, kind: str, stage: int, microbatch: int) -> None:
+        stamps = self.history[-1].setdefault(Action(kind, stage, microbatch), [])
+        stamps.append(self.clocks[stage].stamp())
 
     def collect_spans(self) -> list[list[list[Span]]]:
         """Return each stage's newest steps, oldest first, with times in seconds."""
-        return [[self._make_spans(stage, step) for step in self.history] for stage in range(len(self.stages))]
+        stages = range(len(self.stages))
+        return [self._collect_stage_spans(stage) for stage in stages]
 
-    def _make_spans(self, stage: int, step: dict[Action, list[Stamp]]) -> list[Span]:
+    def _collect_stage_spans(self, stage: int) -> list[list[Span]]:
         seconds = self.clocks[stage].to_seconds
-        spans = [Span(a, seconds(s[0]), seconds(s[-1])) for a, s in step.items() if a.stage == stage]
-        return sorted(spans, key=lambda span: span.start)
+        steps = []
+        for stamps_by_action in self.history:
+            spans = []
+            for action, stamps in stamps_by_action.items():
+                if action.stage == stage:
+                    spans.append(Span(action, seconds(stamps[0]), seconds(stamps[-1])))
+            steps.append(sorted(spans, key=lambda span: span.start))
+        return steps

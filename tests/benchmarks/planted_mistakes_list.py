@@ -78,26 +78,26 @@ MISTAKES = [
     Mistake(
         "loss-divided-by-stages",
         "common/pipeline/executor.py",
-        "out = out / self.microbatches",
-        "out = out / self.count",
+        "output = output / self.microbatches",
+        "output = output / self.count",
     ),
     Mistake(
         "library-share-of-call",  # of the microbatches in one call, not in the batch
         "common/pipeline/torch_engine.py",
         "return self.loss(output, target) / self.microbatches",
-        "return self.loss(output, target) / self.at_once",
+        "return self.loss(output, target) / self.call_microbatches",
     ),
     Mistake(
         "one-more-in-flight",  # 1F1B keeps one microbatch's activations too many
         "common/pipeline/schedules.py",
-        "if flying[s] < stages - s]",
-        "if flying[s] <= stages - s]",
+        "in_flight[stage] >= stages - stage:",
+        "in_flight[stage] > stages - stage:",
     ),
     Mistake(
         "backward-in-forward-order",  # GPipe with several stages in a process
         "common/pipeline/schedules.py",
-        'Action("B", s, m) for s in reversed(mine) for m in range(microbatches)]\n    return plan',
-        'Action("B", s, m) for s in mine for m in range(microbatches)]\n    return plan',
+        'for stage in reversed(local_stages):\n            actions += [Action("B"',
+        'for stage in local_stages:\n            actions += [Action("B"',
     ),
     Mistake(
         "slot-stays-full",  # from the second step on nobody waits for a message

@@ -469,19 +469,22 @@ def refusals(world: rendezvous.World) -> None:
     fp8 = torch.zeros(2).to(torch.float8_e4m3fn)
     premultiplied: Any = dist._make_nccl_premul_sum(2.0)
     cases: list[tuple[str, Callable[[], object]]] = [
-        ("has no reduction PREMUL_SUM; it has SUM", lambda: dist.all_reduce(torch.zeros(2), premultiplied)),
-        ("AVG of torch.int64; use SUM, and divide", lambda: dist.all_reduce(torch.zeros(2).long(), dist.ReduceOp.AVG)),
+        (
+            "does not support the reduction PREMUL_SUM; supported: SUM",
+            lambda: dist.all_reduce(torch.zeros(2), premultiplied),
+        ),
+        ("AVG of torch.int64; use SUM, then divide", lambda: dist.all_reduce(torch.zeros(2).long(), dist.ReduceOp.AVG)),
         ("BAND of torch.float32", lambda: dist.all_reduce(torch.zeros(2), dist.ReduceOp.BAND)),
         ("SUM of torch.float8_e4m3fn", lambda: dist.reduce(fp8, 0)),
-        ("from a rank that is named", lambda: dist.recv(torch.zeros(2))),
+        ("receiving from any rank", lambda: dist.recv(torch.zeros(2))),
         ("sparse", lambda: dist.all_reduce(torch.zeros(2).to_sparse())),
         ("needs", lambda: dist.all_gather_into_tensor(torch.zeros(size + 1), torch.zeros(1))),
-        ("do not fit together", lambda: dist.all_gather([torch.zeros(2)] * size, torch.zeros(3))),
+        ("do not match", lambda: dist.all_gather([torch.zeros(2)] * size, torch.zeros(3))),
         ("does not support", lambda: dist.gather_into_tensor(torch.zeros(size), torch.zeros(1))),
     ]
     if size > 1:
         uneven = torch.zeros(size + 1)
-        cases.append(("cannot be shared evenly", lambda: dist.all_to_all_single(uneven, uneven)))
+        cases.append(("cannot be divided equally", lambda: dist.all_to_all_single(uneven, uneven)))
     for words, call in cases:
         try:
             call()

@@ -1,8 +1,8 @@
-"""The backend `builtin` of torch.distributed: what torch calls on a process group, on one rank.
+"""The backend `builtin` of torch.distributed: methods that torch calls on a process group.
 
-It is a subclass of torch's `Backend`, not of `ProcessGroup`: DeviceMesh, functional collectives, FSDP2 and tensor
-parallelism need the process group around it. Every call is honoured or raises; what is not overridden raises in torch
-("does not support"): sparse tensors, windows, splitting and shrinking of groups, monitored_barrier.
+It is a subclass of torch's `Backend`, not of `ProcessGroup`, because DeviceMesh, functional collectives, FSDP2 and
+tensor parallelism need the process group around it. Methods that are not overridden raise in torch ("does not
+support"): sparse tensors, windows, splitting and shrinking of groups, monitored_barrier.
 """
 
 from __future__ import annotations
@@ -22,236 +22,257 @@ from common.distributed.builtin.arguments import (
     check_same_size_and_type,
     cut_equally,
     cut_rows,
+    get_only_element,
     read_op,
-    take_only_element,
 )
 from common.distributed.builtin.communicator import Communicator
-from common.distributed.builtin.messages import Arriving, Attendant, Sent
-from common.distributed.builtin.worker import Job, Worker
-from common.distributed.transport.links import LinkError, LinkTimeout
+from common.distributed.builtin.messages import BackgroundReader, ReceiveWork, SendWork
+from common.distributed.builtin.worker import CollectiveExecutor, CollectiveWork
+from common.distributed.transport.links import LINK_ERRORS, LinkError, LinkTimeout
 
-NAME = "builtin"
-UNSET = datetime.timedelta(milliseconds=-1)  # torch's time limit of a call that has none of its own
-TAGS = 1 << 32
+Tensors = list[Tensor]
+Collective = Callable[..., None]
+ArgumentLists = list[tuple[Any, ...]]
+OptionalWork = CollectiveWork | None  # None for a collective that is complete
+
+BACKEND_NAME = "builtin"
+DEFAULT_TIMEOUT = datetime.timedelta(milliseconds=-1)  # torch's value for calls without timeout=
+TAG_COUNT = 1 << 32
 
 
 class BuiltinBackend(Backend):
     """Collectives and messages of one process group on one rank, as torch calls them."""
 
-    # torch's own properties would ask the subclass again, without end
-    supports_coalescing = supports_splitting = supports_shrinking = supports_reconfigure = supports_window = False
+    # torch's own properties would call the subclass again, endlessly
+    supports_coalescing = False
+    supports_splitting = False
+    supports_shrinking = False
+    supports_reconfigure = False
+    supports_window = False
     _supports_time_estimate = False
 
     def __init__(self, communicator: Communicator, members: Sequence[int], timeout: datetime.timedelta) -> None:
-        """`members` are the ranks in the run of those of this group."""
+        """`members` are the ranks of the group's members in the run."""
         super().__init__(communicator.rank, communicator.size)
-        self.communicator, self.members, self.timeout = communicator, members, timeout
-        self.worker = Worker("collectives")
-        self.attendants = {rank: Attendant(link) for rank, link in communicator.incoming.items()}
+        self.communicator = communicator
+        self.members = members
+        self.timeout = timeout
+        self.executor = CollectiveExecutor("collectives")
+        self.readers = {rank: BackgroundReader(link) for rank, link in communicator.incoming.items()}
 
     def getBackendName(self) -> str:
-        return NAME
+        return BACKEND_NAME
 
     @property
     def options(self) -> Backend.Options:
-        """Name and time limit, as torch asks for them."""
-        return Backend.Options(NAME, self.timeout)
+        """Name and time limit."""
+        return Backend.Options(BACKEND_NAME, self.timeout)
 
     # ---- reductions
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> Job | None:
+    def allreduce(self, tensors: Tensors, opts: Any) -> OptionalWork:
         """Reduce a tensor in place."""
-        return self.allreduce_coalesced([take_only_element(tensors)], opts)
+        return self.allreduce_coalesced([get_only_element(tensors)], opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Job | None:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> OptionalWork:
         """Reduce tensors in place."""
         op = read_op(opts, tensors)
+        return self._run_collective(self.communicator.all_reduce, [(tensor, op) for tensor in tensors], tensors, opts)
 
-        def run() -> None:
-            for tensor in tensors:
-                self.communicator.all_reduce(tensor, op)
-
-        return self._run("all_reduce", run, tensors, opts)
-
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Job | None:
+    def reduce(self, tensors: Tensors, opts: Any) -> OptionalWork:
         """Reduce a tensor into that of one rank."""
-        tensor, op, root = take_only_element(tensors), read_op(opts, tensors), opts.rootRank
-        return self._run("reduce", lambda: self.communicator.reduce(tensor, op, root), tensors, opts)
+        tensor = get_only_element(tensors)
+        op = read_op(opts, tensors)
+        return self._run_collective(self.communicator.reduce, [(tensor, op, opts.rootRank)], tensors, opts)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Job | None:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OptionalWork:
         """Reduce a list of tensors, one for each rank."""
-        output, op = take_only_element(outputs), read_op(opts, outputs)
-        blocks = self._check_blocks(take_only_element(inputs))
-        check_same_size_and_type(output, blocks[self.rank()])
-        return self._run("reduce_scatter", lambda: self.communicator.reduce_scatter(output, blocks, op), outputs, opts)
-
-    def reduce_scatter_single(self, output: Tensor, value: Tensor, opts: Any) -> Job | None:
-        """Reduce a tensor whose equal parts are for the ranks."""
-        return self.reduce_scatter_single_coalesced([output], [value], opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Job | None:
-        """Reduce tensors whose equal parts are for the ranks."""
+        output = get_only_element(outputs)
         op = read_op(opts, outputs)
-        cut = [cut_equally(value, self.size(), output) for output, value in zip(outputs, inputs, strict=True)]
+        blocks = check_blocks(get_only_element(inputs), self.size())
+        check_same_size_and_type(output, blocks[self.rank()])
+        return self._run_collective(self.communicator.reduce_scatter, [(output, blocks, op)], outputs, opts)
 
-        def run() -> None:
-            for output, blocks in zip(outputs, cut, strict=True):
-                self.communicator.reduce_scatter(output, blocks, op)
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> OptionalWork:
+        """Reduce a tensor that has one equal part for each rank."""
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
-        return self._run("reduce_scatter", run, outputs, opts)
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> OptionalWork:
+        """Reduce tensors that have one equal part for each rank."""
+        op = read_op(opts, outputs)
+        calls: ArgumentLists = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            calls.append((output, cut_equally(tensor, self.size(), output), op))
+        return self._run_collective(self.communicator.reduce_scatter, calls, outputs, opts)
 
     # ---- copies
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Job | None:
+    def broadcast(self, tensors: Tensors, opts: Any) -> OptionalWork:
         """Overwrite a tensor with that of one rank."""
-        tensor, root = take_only_element(tensors), opts.rootRank
+        tensor = get_only_element(tensors)
         check_dense(tensor)
-        return self._run("broadcast", lambda: self.communicator.broadcast(tensor, root), tensors, opts)
+        return self._run_collective(self.communicator.broadcast, [(tensor, opts.rootRank)], tensors, opts)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Job | None:
-        """Collect a tensor of each rank in a list."""
-        blocks, value = self._check_blocks(take_only_element(outputs)), take_only_element(inputs)
-        check_same_size_and_type(blocks[self.rank()], value)
-        return self._run("all_gather", lambda: self.communicator.all_gather(blocks, value), outputs, opts)
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OptionalWork:
+        """Collect one tensor per rank in a list."""
+        blocks = check_blocks(get_only_element(outputs), self.size())
+        tensor = get_only_element(inputs)
+        check_same_size_and_type(blocks[self.rank()], tensor)
+        return self._run_collective(self.communicator.all_gather, [(blocks, tensor)], outputs, opts)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Job | None:
-        """Collect several tensors of each rank; `outputs[r]` are those of rank r."""
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OptionalWork:
+        """Collect several tensors per rank; `outputs[r]` are those of rank r."""
         if len(outputs) != self.size():
             raise ValueError(f"there are {len(outputs)} lists, needs one for each of {self.size()} ranks")
         for blocks in outputs:
-            for block, value in zip(blocks, inputs, strict=True):
-                check_same_size_and_type(block, value)
+            for block, tensor in zip(blocks, inputs, strict=True):
+                check_same_size_and_type(block, tensor)
+        calls: ArgumentLists = [(blocks, tensor) for *blocks, tensor in zip(*outputs, inputs, strict=True)]
+        return self._run_collective(self.communicator.all_gather, calls, outputs, opts)
 
-        def run() -> None:
-            for *blocks, value in zip(*outputs, inputs, strict=True):
-                self.communicator.all_gather(blocks, value)
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> OptionalWork:
+        """Concatenate one tensor per rank."""
+        return self.all_gather_single_coalesced([output], [tensor], opts)
 
-        return self._run("all_gather", run, outputs, opts)
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> OptionalWork:
+        """Concatenate several tensors per rank, each in its own output."""
+        calls: ArgumentLists = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            calls.append((cut_equally(output, self.size(), tensor), tensor))
+        return self._run_collective(self.communicator.all_gather, calls, outputs, opts)
 
-    def all_gather_single(self, output: Tensor, value: Tensor, opts: Any) -> Job | None:
-        """Collect a tensor of each rank in one, part after part."""
-        return self.all_gather_single_coalesced([output], [value], opts)
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OptionalWork:
+        """Collect one tensor per rank in a list on one rank."""
+        tensor = get_only_element(inputs)
+        blocks = self._check_blocks_of_root(outputs, tensor, opts.rootRank)
+        return self._run_collective(self.communicator.gather, [(blocks, tensor, opts.rootRank)], outputs, opts)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Job | None:
-        """Collect tensors of each rank, each kind in one tensor."""
-        cut = [cut_equally(output, self.size(), value) for output, value in zip(outputs, inputs, strict=True)]
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OptionalWork:
+        """Send each rank one tensor of a list on one rank."""
+        output = get_only_element(outputs)
+        blocks = self._check_blocks_of_root(inputs, output, opts.rootRank)
+        return self._run_collective(self.communicator.scatter, [(output, blocks, opts.rootRank)], outputs, opts)
 
-        def run() -> None:
-            for blocks, value in zip(cut, inputs, strict=True):
-                self.communicator.all_gather(blocks, value)
+    def _check_blocks_of_root(self, lists: list[Tensors], tensor: Tensor, root: int) -> Sequence[Tensor]:
+        """Return the root's list of tensors, an empty one on other ranks.
 
-        return self._run("all_gather", run, outputs, opts)
+        Raises ValueError unless the tensors match `tensor`.
+        """
+        if self.rank() != root:
+            check_dense(tensor)
+            return []
+        blocks = check_blocks(get_only_element(lists), self.size())
+        check_same_size_and_type(tensor, blocks[root])
+        return blocks
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Job | None:
-        """Collect a tensor of each rank in a list on one rank."""
-        value, root = take_only_element(inputs), opts.rootRank
-        blocks = self._check_blocks(take_only_element(outputs)) if self.rank() == root else []
-        check_same_size_and_type(value, blocks[root] if blocks else value)
-        return self._run("gather", lambda: self.communicator.gather(blocks, value, root), outputs, opts)
-
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Job | None:
-        """Give each rank a tensor of a list on one rank."""
-        output, root = take_only_element(outputs), opts.rootRank
-        blocks = self._check_blocks(take_only_element(inputs)) if self.rank() == root else []
-        check_same_size_and_type(output, blocks[root] if blocks else output)
-        return self._run("scatter", lambda: self.communicator.scatter(output, blocks, root), outputs, opts)
-
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Job | None:
-        """Give each rank a tensor of a list on every rank."""
-        check_same_size_and_type(self._check_blocks(outputs)[self.rank()], self._check_blocks(inputs)[self.rank()])
-        return self._run("all_to_all", lambda: self.communicator.all_to_all(outputs, inputs), outputs, opts)
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> OptionalWork:
+        """Send each rank one tensor of a list on every rank."""
+        output_blocks = check_blocks(outputs, self.size())
+        input_blocks = check_blocks(inputs, self.size())
+        check_same_size_and_type(output_blocks[self.rank()], input_blocks[self.rank()])
+        return self._run_collective(self.communicator.all_to_all, [(outputs, inputs)], outputs, opts)
 
     def all_to_all_single(
-        self, output: Tensor, value: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
-    ) -> Job | None:
-        """Give each rank rows of a tensor: equal parts, or as many as the sizes say."""
-        size = self.size()
-        return self.alltoall(cut_rows(output, size, output_sizes), cut_rows(value, size, input_sizes), opts)
+        self, output: Tensor, tensor: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
+    ) -> OptionalWork:
+        """Send each rank rows of a tensor, equal parts unless sizes are specified."""
+        outputs = cut_rows(output, self.size(), output_sizes)
+        return self.alltoall(outputs, cut_rows(tensor, self.size(), input_sizes), opts)
 
-    def barrier(self, opts: Any) -> Job | None:
+    def barrier(self, opts: Any) -> OptionalWork:
         """Wait for all ranks."""
-        return self._run("barrier", self.communicator.barrier, [], opts)
+        return self._run_collective(self.communicator.barrier, [()], [], opts)
 
     # ---- messages
 
-    def send(self, tensors: list[Tensor], target: int, tag: int) -> Sent:
-        """Begin to send a tensor."""
-        tensor = take_only_element(tensors)
+    def send(self, tensors: Tensors, target: int, tag: int) -> SendWork:
+        """Start sending a tensor."""
+        tensor = get_only_element(tensors)
         check_dense(tensor)
         try:
-            return Sent(self.communicator.send(tensor, target, tag % TAGS), self._explain)
-        except (LinkError, LinkTimeout) as error:
-            raise self._explain("send", error) from error
+            pending = self.communicator.send(tensor, target, tag % TAG_COUNT)
+        except LINK_ERRORS as error:
+            raise self._convert_error("send", error) from error
+        return SendWork(pending, self._convert_error)
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Arriving:
-        """Begin to receive a tensor; messages with the same tag come in the order in which they were sent."""
-        tensor = take_only_element(tensors)
+    def recv(self, tensors: Tensors, source: int, tag: int) -> ReceiveWork:
+        """Start receiving a tensor; messages with one tag arrive in order."""
+        tensor = get_only_element(tensors)
         check_dense(tensor)
         try:
-            block, expected = self.communicator.expect(tensor, source, tag % TAGS)
-        except (LinkError, LinkTimeout) as error:
-            raise self._explain("recv", error) from error
-        self.attendants[source].read_in_background(expected)
-        return Arriving(self.communicator.incoming[source], block, expected, self._explain)
+            block, expected = self.communicator.expect_tensor(tensor, source, tag % TAG_COUNT)
+        except LINK_ERRORS as error:
+            raise self._convert_error("recv", error) from error
+        self.readers[source].read_in_background(expected)
+        return ReceiveWork(self.communicator.incoming[source], block, expected, self._convert_error)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> NoReturn:
-        """Raise: a message is read from the connection with its sender."""
-        raise NotImplementedError("builtin receives from a rank that is named: dist.recv(tensor, src=...)")
+    def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:
+        """Raise NotImplementedError: a message is read from the connection with its sender."""
+        raise NotImplementedError("builtin does not support receiving from any rank; call dist.recv(tensor, src=...)")
 
-    # ---- the end
+    # ---- closing
 
     def shutdown(self) -> None:
-        """Close all connections at once, from any thread; what waits for them fails."""
-        self._close(dist.DistNetworkError(f"the process group was destroyed on this rank{self._name_group()}"))
+        """Close all connections at once, from any thread; pending calls fail."""
+        self._close_group(
+            dist.DistNetworkError(f"the process group was destroyed on this rank{self._describe_group()}")
+        )
 
     def abort(self) -> None:
         """Do the same as `shutdown`."""
         self.shutdown()
 
-    def _close(self, error: BaseException) -> None:
-        self.worker.close(error)
-        for attendant in self.attendants.values():
-            attendant.close()
+    def _close_group(self, error: BaseException) -> None:
+        self.executor.close(error)
+        for reader in self.readers.values():
+            reader.close()
         self.communicator.close()
 
-    def _run(self, name: str, run: Callable[[], object], result: Any, opts: Any) -> Job | None:
-        """Execute a collective: at once and here where the caller waits for it anyway and nothing is before it."""
-        if opts.timeout not in (UNSET, self.timeout):
+    def _run_collective(self, collective: Collective, calls: ArgumentLists, tensors: Any, opts: Any) -> OptionalWork:
+        """Call a collective once per tuple of arguments.
+
+        `tensors`, which it fills, are the value of the future. The calling thread executes a synchronous collective
+        itself if no other one is pending.
+        """
+        if opts.timeout not in (DEFAULT_TIMEOUT, self.timeout):
             raise NotImplementedError(
-                f"{name}: all calls of a group have one time limit, timeout= of init_process_group or new_group"
+                f"{collective.__name__}: builtin has one time limit per group; set timeout= of init_process_group or "
+                "new_group"
             )
-        run = partial(self._try, name, run)
-        if not opts.asyncOp and self.worker.run_here_if_idle(run):
+        run = partial(self._run_or_close, collective, calls)
+        if not opts.asyncOp and self.executor.run_in_caller_if_idle(run):
             return None
-        job = self.worker.submit(Job(run, result))
+        work = self.executor.submit(CollectiveWork(run, tensors))
         if opts.asyncOp:
-            return job
-        job.wait()
+            return work
+        work.wait()
         return None
 
-    def _try(self, name: str, run: Callable[[], object]) -> None:
-        """Call `run`; after an error the group is closed, since other ranks and this one are at different calls."""
+    def _run_or_close(self, collective: Collective, calls: ArgumentLists) -> None:
+        """Execute a collective; after an error close the group.
+
+        Its ranks are then at different calls.
+        """
         try:
-            run()
-        except (LinkError, LinkTimeout) as error:
-            explained = self._explain(name, error)
-            self.worker.close(explained)
-            if isinstance(error, LinkError):  # others, too, may wait for the rank that is lost
-                self._close(explained)
+            for arguments in calls:
+                collective(*arguments)
+        except LINK_ERRORS as error:
+            explained = self._convert_error(collective.__name__, error)
+            self.executor.close(explained)
+            if isinstance(error, LinkError):  # other ranks may wait for the lost rank, too
+                self._close_group(explained)
             raise explained from error
         except BaseException as error:
-            self._close(dist.DistNetworkError(f"{name} was broken off on this rank: {type(error).__name__}: {error}"))
+            reason = f"{collective.__name__} failed on this rank: {type(error).__name__}: {error}"
+            self._close_group(dist.DistNetworkError(reason))
             raise
 
-    def _explain(self, name: str, error: BaseException) -> BaseException:
+    def _convert_error(self, name: str, error: BaseException) -> BaseException:
         """Return an error of a link as other backends raise it: a RuntimeError, or TimeoutError."""
-        text = f"{name}: {error}{self._name_group()}"
-        return TimeoutError(text) if isinstance(error, LinkTimeout) else dist.DistNetworkError(text)
+        message = f"{name}: {error}{self._describe_group()}"
+        return TimeoutError(message) if isinstance(error, LinkTimeout) else dist.DistNetworkError(message)
 
-    def _name_group(self) -> str:
-        """Return a note for errors of a subgroup, which numbers its ranks itself; empty for the whole world."""
+    def _describe_group(self) -> str:
+        """Return a note for errors of subgroups, which number their ranks from 0; else empty."""
         members = list(self.members)
-        return "" if members == list(range(len(members))) else f" (counted among the ranks {members} of the run)"
-
-    def _check_blocks(self, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
-        return check_blocks(blocks, self.communicator.size)
+        return "" if members == list(range(len(members))) else f" (rank numbers in the group of ranks {members})"

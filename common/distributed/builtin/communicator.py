@@ -1,13 +1,13 @@
-"""Collectives on tensors in main memory, among ranks that have a link to and one from each other.
+"""Collectives on tensors in main memory, over links between all pairs of ranks.
 
-An all-reduce makes the moves of its algorithm (common/distributed/transport/algorithms.py). In all other collectives a
-rank sends each block straight to the rank that needs it: n (p - 1) / p bytes leave and reach it in a reduce-scatter or
-all-to-all, as in a ring, but without waiting along one. A large broadcast is a scatter and an all-gather (Barnett et
-al. 1994, "Interprocessor collective communication library"), so that its root sends 2 n (p - 1) / p bytes, not
-(p - 1) n.
+An all-reduce executes the moves of its algorithm (common/distributed/transport/algorithms.py). In all other collectives
+a rank sends each block directly to the rank that needs it: in a reduce-scatter or all-to-all each rank sends and
+receives n (p - 1) / p bytes, as in a ring, but without its latency. A large broadcast is a scatter and an all-gather
+(Barnett et al. 1994, "Interprocessor collective communication library"), so that its root sends 2 n (p - 1) / p bytes,
+not (p - 1) n.
 
-Results are equal on all ranks and from run to run, to the bit: every number is reduced in one order, at one rank, and
-copied from there.
+Results are bitwise identical on all ranks and in all runs: each number is reduced in one order, on one rank, and copied
+from there.
 """
 
 from __future__ import annotations
@@ -22,60 +22,62 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.builtin.arguments import COMBINE, Combine, Operation, choose_precision
-from common.distributed.transport.incoming import Expected, Incoming
+from common.distributed.transport.incoming import ExpectedMessage, Incoming
 from common.distributed.transport.links import Outgoing
 from common.distributed.transport.moves import Algorithm, find_chunk
 
-SMALL = 1 << 16  # bytes up to which the root of a broadcast sends everything to everybody
-GRAIN = 1 << 15  # numbers that torch adds up in one thread: the group's would get a pool of threads of its own
-MESSAGE = 1 << 63  # bit of the tags of point-to-point messages, which are apart from those of collectives
+SMALL_BYTES = 1 << 16  # up to which the root of a broadcast sends the whole tensor to every rank
+GRAIN_ELEMENTS = 1 << 15  # elements that torch adds in one thread; above it, this thread would get its own thread pool
+MESSAGE_BIT = 1 << 63  # of a tag: separates point-to-point messages from collectives
 
 
-class Block:
-    """Bytes of a tensor in a row: its own memory, or a copy where that has gaps."""
+class TensorBytes:
+    """Contiguous bytes of a tensor: its memory, or a copy if not contiguous."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
         self.is_copy = not tensor.is_contiguous()
-        plain = self.tensor.contiguous() if self.is_copy else self.tensor
-        self.bytes: np.ndarray = plain.view(-1).view(torch.uint8).numpy()
+        contiguous = self.tensor.contiguous() if self.is_copy else self.tensor
+        self.bytes: np.ndarray = contiguous.view(-1).view(torch.uint8).numpy()
 
     @property
-    def values(self) -> Tensor:
-        """The bytes as numbers [n], apart from what autograd knows of the tensor."""
+    def elements(self) -> Tensor:
+        """The bytes as elements [n], without the tensor's autograd state."""
         dtype = self.tensor.dtype
         return torch.frombuffer(self.bytes, dtype=dtype) if len(self.bytes) else torch.empty(0, dtype=dtype)
 
-    def fill(self, values: Tensor) -> None:
-        """Write numbers [n] of any type, and store them."""
-        self.values.copy_(values)
-        self.store()
+    def fill(self, elements: Tensor) -> None:
+        """Write elements [n] of any type to the tensor."""
+        self.elements.copy_(elements)
+        self.write_back()
 
-    def store(self) -> None:
-        """Copy the bytes back to the tensor where they are not its own memory."""
+    def write_back(self) -> None:
+        """Copy the bytes to the tensor if they are not its own memory."""
         if self.is_copy:
-            with torch.inference_mode():  # which may write to every tensor
-                self.tensor.copy_(self.values.view(self.tensor.shape))
+            with torch.inference_mode():  # allows writing to every tensor
+                self.tensor.copy_(self.elements.view(self.tensor.shape))
 
 
-class Flying(NamedTuple):
-    """A message on its way out."""
+class PendingSend(NamedTuple):
+    """A message that is being sent."""
 
     link: Outgoing
     ticket: int
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until its bytes may change, with `seconds` so long at most. Raises LinkError, LinkTimeout."""
+        """Wait, for at most `seconds`, until its bytes may change. Raises LinkError, LinkTimeout."""
         self.link.wait(self.ticket, seconds)
 
 
-Parcel = tuple[int, np.ndarray]  # the other rank, and the bytes to send to it or to receive from it
+PeerBytes = tuple[int, np.ndarray]  # a peer, and the bytes to send to it or to receive from it
+ChunkSend = tuple[int, int, PendingSend]  # the first element, the one after the last, and the message
 
 
 class Communicator:
-    """Collectives among `size` ranks, which all call the same ones in the same order, from one thread at a time.
+    """Collectives among `size` ranks.
 
-    Point-to-point messages may be sent and received by other threads meanwhile. Ranks are those of the group.
+    All ranks call the same ones in the same order, from one thread at a time. Other threads may send and receive
+    point-to-point messages at the same time. Ranks are those of the group.
     """
 
     def __init__(
@@ -86,16 +88,19 @@ class Communicator:
         incoming: dict[int, Incoming],
         algorithms: Sequence[tuple[int, Algorithm]],
     ) -> None:
-        """`algorithms` are pairs (smallest vector in bytes, all-reduce), in ascending order; the first size is 0."""
-        self.rank, self.size = rank, size
-        self.outgoing, self.incoming, self.algorithms = outgoing, incoming, algorithms
+        """`algorithms` are pairs (smallest vector in bytes, all-reduce), ascending from 0 bytes."""
+        self.rank = rank
+        self.size = size
+        self.outgoing = outgoing
+        self.incoming = incoming
+        self.algorithms = algorithms
         self.tags = itertools.count()
-        # at any time each rank sends to another one
+        # at any time each rank sends to a different one
         self.targets = [(rank + distance) % size for distance in range(1, size)]
         self.sources = [(rank - distance) % size for distance in range(1, size)]
 
     def close(self) -> None:
-        """Close all links, from any thread: a collective that waits raises LinkError at once."""
+        """Close all links, from any thread; a waiting collective raises LinkError at once."""
         for link in (*self.outgoing.values(), *self.incoming.values()):
             link.close()
 
@@ -104,184 +109,245 @@ class Communicator:
     def all_reduce(self, tensor: Tensor, op: Operation) -> None:
         """Reduce a tensor of the same shape on all ranks, in place.
 
-        bfloat16 and float16 travel as float32, in which they are added up: twice their bytes.
+        bfloat16 and float16 are added and sent as float32: twice their bytes.
         """
-        block, precision = Block(tensor), choose_precision(op, tensor.dtype)
-        vector, data = block.values, block.bytes
+        block = TensorBytes(tensor)
+        precision = choose_precision(op, tensor.dtype)
+        vector = block.elements
+        data = block.bytes
         if precision != tensor.dtype:
             vector = vector.to(precision)
             data = vector.view(torch.uint8).numpy()
-        self._play_algorithm(vector, data, COMBINE[op])
+        self._execute_moves(vector, data, COMBINE[op])
         if op == dist.ReduceOp.AVG:
             divide_in_place(vector, self.size)
         if precision != tensor.dtype:
-            block.values.copy_(vector)
-        block.store()
+            block.elements.copy_(vector)
+        block.write_back()
 
     def reduce(self, tensor: Tensor, op: Operation, root: int) -> None:
-        """Reduce a tensor into that of `root`; the other ranks keep theirs."""
+        """Reduce a tensor into that of `root`; other ranks' tensors do not change."""
         self.all_reduce(tensor if self.rank == root else tensor.detach().clone(), op)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Operation) -> None:
-        """Reduce `inputs[r]` of all ranks into the output of rank r; both may share memory."""
-        tag, blocks = next(self.tags), [Block(value) for value in inputs]
-        flying = [self._send(peer, tag, blocks[peer].bytes) for peer in self.targets]
-        own = blocks[self.rank].values
-        total = own.to(choose_precision(op, own.dtype), copy=True)
+        """Reduce `inputs[r]` of all ranks into the output of rank r.
+
+        Output and inputs may share memory.
+        """
+        tag = next(self.tags)
+        blocks = [TensorBytes(tensor) for tensor in inputs]
+        sends = [self._send(peer, tag, blocks[peer].bytes) for peer in self.targets]
+        local = blocks[self.rank].elements
+        total = local.to(choose_precision(op, local.dtype), copy=True)
         for peer in self.sources:
-            self._combine(peer, tag, total, own.dtype, COMBINE[op])
+            self._receive_and_combine(peer, tag, total, local.dtype, COMBINE[op])
         if op == dist.ReduceOp.AVG:
             divide_in_place(total, self.size)
-        wait_for_all(flying)
-        Block(output).fill(total)
+        wait_for_all(sends)
+        TensorBytes(output).fill(total)
 
     # ---- copies
 
-    def all_gather(self, outputs: Sequence[Tensor], value: Tensor) -> None:
-        """Fill `outputs[r]` with the value of rank r, on all ranks; the value may share memory with outputs."""
-        blocks = [Block(output) for output in outputs]
-        own = copy_overlapping([Block(value)], [block for rank, block in enumerate(blocks) if rank != self.rank])[0]
-        self._exchange([(peer, own) for peer in self.targets], [(peer, blocks[peer].bytes) for peer in self.sources])
-        blocks[self.rank].bytes[:] = own
-        store_all(blocks)
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Fill `outputs[r]` with the tensor of rank r, on all ranks.
+
+        Tensor and outputs may share memory.
+        """
+        blocks = [TensorBytes(output) for output in outputs]
+        local = copy_if_overlapping(tensor, [blocks[peer] for peer in self.sources])
+        sends = [(peer, local) for peer in self.targets]
+        self._exchange_bytes(sends, self._list_receives(blocks))
+        blocks[self.rank].bytes[:] = local
+        write_back_all(blocks)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Fill `outputs[r]` with the input of rank r for this rank; blocks may share memory and differ in size."""
-        blocks = [Block(output) for output in outputs]
-        given = copy_overlapping([Block(value) for value in inputs], blocks)
-        self._exchange(
-            [(peer, given[peer]) for peer in self.targets], [(peer, blocks[peer].bytes) for peer in self.sources]
-        )
-        blocks[self.rank].bytes[:] = given[self.rank]
-        store_all(blocks)
+        """Fill `outputs[r]` with the input of rank r for this rank.
 
-    def gather(self, outputs: Sequence[Tensor], value: Tensor, root: int) -> None:
-        """Fill `outputs[r]` on rank `root` with the value of rank r; outputs are empty elsewhere."""
+        Blocks may share memory and differ in size.
+        """
+        blocks = [TensorBytes(output) for output in outputs]
+        local = [copy_if_overlapping(tensor, blocks) for tensor in inputs]
+        sends = [(peer, local[peer]) for peer in self.targets]
+        self._exchange_bytes(sends, self._list_receives(blocks))
+        blocks[self.rank].bytes[:] = local[self.rank]
+        write_back_all(blocks)
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+        """Fill `outputs[r]` on rank `root` with the tensor of rank r.
+
+        Outputs are empty on other ranks.
+        """
         if self.rank != root:
-            self._exchange([(root, Block(value).bytes)], [])
+            self._exchange_bytes([(root, TensorBytes(tensor).bytes)], [])
             return
-        blocks = [Block(output) for output in outputs]
-        (own,) = copy_overlapping([Block(value)], blocks)
-        self._exchange([], [(peer, blocks[peer].bytes) for peer in self.sources])
-        blocks[root].bytes[:] = own
-        store_all(blocks)
+        blocks = [TensorBytes(output) for output in outputs]
+        local = copy_if_overlapping(tensor, blocks)
+        self._exchange_bytes([], self._list_receives(blocks))
+        blocks[root].bytes[:] = local
+        write_back_all(blocks)
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
-        """Fill the output of rank r with `inputs[r]` of rank `root`; inputs are empty elsewhere."""
-        block = Block(output)
+        """Fill the output of rank r with `inputs[r]` of rank `root`.
+
+        Inputs are empty on other ranks.
+        """
+        block = TensorBytes(output)
         if self.rank == root:
-            self._exchange([(peer, Block(inputs[peer]).bytes) for peer in self.targets], [])
-            block.bytes[:] = Block(inputs[root]).bytes
+            self._exchange_bytes([(peer, TensorBytes(inputs[peer]).bytes) for peer in self.targets], [])
+            block.bytes[:] = TensorBytes(inputs[root]).bytes
         else:
-            self._exchange([], [(root, block.bytes)])
-        block.store()
+            self._exchange_bytes([], [(root, block.bytes)])
+        block.write_back()
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite a tensor with that of rank `root`."""
-        block = Block(tensor)
-        length = len(block.bytes)
-        cuts = [find_chunk(length, self.size, rank) if length > SMALL else (0, 0) for rank in range(self.size)]
-        parts = [block.bytes[begin:end] for begin, end in cuts]
-        if length <= SMALL:
-            parts[root] = block.bytes
-        to_others = [(peer, parts[self.rank]) for peer in self.targets if peer != root]
+        block = TensorBytes(tensor)
+        parts = self._divide_for_broadcast(block.bytes, root)
+        local_part = parts[self.rank]
+        sends = [(peer, local_part) for peer in self.targets if peer != root]
         if self.rank == root:
-            self._exchange([(peer, parts[peer]) for peer in self.targets], [])
-            self._exchange(to_others, [])
+            scattered = [(peer, parts[peer]) for peer in self.targets]
+            self._exchange_bytes(scattered, [])
+            self._exchange_bytes(sends, [])
         else:
-            self._exchange([], [(root, parts[self.rank])])
-            self._exchange(to_others, [(peer, parts[peer]) for peer in self.sources])
-        block.store()
+            self._exchange_bytes([], [(root, local_part)])
+            receives = [(peer, parts[peer]) for peer in self.sources]
+            self._exchange_bytes(sends, receives)
+        block.write_back()
+
+    def _divide_for_broadcast(self, data: np.ndarray, root: int) -> list[np.ndarray]:
+        """Return the part of the data that the root sends each rank.
+
+        Large data are divided into chunks. Small data are the root's part, and the other parts are empty.
+        """
+        length = len(data)
+        if length <= SMALL_BYTES:
+            return [data if rank == root else data[:0] for rank in range(self.size)]
+        parts = []
+        for rank in range(self.size):
+            start, end = find_chunk(length, self.size, rank)
+            parts.append(data[start:end])
+        return parts
 
     def barrier(self) -> None:
-        """Wait until all ranks have called it: log2(p) rounds, in each of which what a rank knows of doubles.
+        """Wait until all ranks have called it.
 
-        Hensgen, Finkel, Manber 1988, "Two algorithms for barrier synchronization" (doi:10.1007/BF01379320).
+        After round k of log2(p), a rank knows that 2^k ranks have called it. Hensgen, Finkel, Manber 1988, "Two
+        algorithms for barrier synchronization" (doi:10.1007/BF01379320).
         """
-        token, distance = np.zeros(1, np.uint8), 1
+        token = np.zeros(1, np.uint8)
+        distance = 1
         while distance < self.size:
-            self._exchange([(self.targets[distance - 1], token)], [(self.sources[distance - 1], token.copy())])
+            target = self.targets[distance - 1]
+            source = self.sources[distance - 1]
+            self._exchange_bytes([(target, token)], [(source, token.copy())])
             distance *= 2
 
     # ---- messages
 
-    def send(self, tensor: Tensor, target: int, tag: int) -> Flying:
-        """Begin to send a tensor; its bytes must not change before `wait` of what this returns."""
-        return self._send(target, MESSAGE | tag, Block(tensor).bytes)
+    def send(self, tensor: Tensor, target: int, tag: int) -> PendingSend:
+        """Start sending a tensor; it must not change until `wait` has returned."""
+        return self._send(target, MESSAGE_BIT | tag, TensorBytes(tensor).bytes)
 
-    def expect(self, tensor: Tensor, source: int, tag: int) -> tuple[Block, Expected]:
-        """Give memory for the next message of a tag, without waiting: `Incoming.wait_for`, then `Block.store`."""
-        block = Block(tensor)
-        return block, self.incoming[source].expect(MESSAGE | tag, block.bytes.data)
+    def expect_tensor(self, tensor: Tensor, source: int, tag: int) -> tuple[TensorBytes, ExpectedMessage]:
+        """Provide memory for the next message with a tag, without waiting.
 
-    def _send(self, target: int, tag: int, data: np.ndarray) -> Flying:
+        Call `Incoming.wait_for_message`, then `TensorBytes.write_back`.
+        """
+        block = TensorBytes(tensor)
+        return block, self.incoming[source].expect_message(MESSAGE_BIT | tag, block.bytes.data)
+
+    def _send(self, target: int, tag: int, data: np.ndarray) -> PendingSend:
         link = self.outgoing[target]
-        return Flying(link, link.send(tag, data.data))
+        return PendingSend(link, link.send(tag, data.data))
 
-    def _exchange(self, sends: Iterable[Parcel], receives: Iterable[Parcel]) -> None:
-        """Send and receive bytes; both sides know which are none, and leave those messages out."""
+    def _list_receives(self, blocks: Sequence[TensorBytes]) -> list[PeerBytes]:
+        """Return the blocks of the other ranks, to be received from them."""
+        return [(peer, blocks[peer].bytes) for peer in self.sources]
+
+    def _exchange_bytes(self, sends: Iterable[PeerBytes], receives: Iterable[PeerBytes]) -> None:
+        """Send and receive bytes; both sides omit empty messages."""
         tag = next(self.tags)
-        flying = [self._send(peer, tag, data) for peer, data in sends if len(data)]
+        pending = [self._send(peer, tag, data) for peer, data in sends if len(data)]
         for peer, data in receives:
             if len(data):
                 self.incoming[peer].receive(tag, data.data)
-        wait_for_all(flying)
+        wait_for_all(pending)
 
-    def _play_algorithm(self, vector: Tensor, data: np.ndarray, combine: Combine) -> None:
-        """Make this rank's moves on a vector [n] and its bytes; what is still being sent is not overwritten."""
-        tag, width, length = next(self.tags), vector.element_size(), vector.numel()
-        algorithm = next(one for least, one in reversed(self.algorithms) if len(data) >= least)
-        sending: list[tuple[int, int, Flying]] = []
+    def _execute_moves(self, vector: Tensor, data: np.ndarray, combine: Combine) -> None:
+        """Execute this rank's moves on a vector [n] and its bytes.
+
+        Chunks that are being sent are not overwritten.
+        """
+        tag = next(self.tags)
+        width = vector.element_size()
+        length = vector.numel()
+        algorithm = next(algorithm for smallest, algorithm in reversed(self.algorithms) if len(data) >= smallest)
+        sends: list[ChunkSend] = []
         for kind, chunk, peer, count in algorithm.moves[self.rank]:
-            begin, end = find_chunk(length, algorithm.chunks, chunk, count)
-            if begin == end:
+            start, end = find_chunk(length, algorithm.chunks, chunk, count)
+            if start == end:
                 continue
-            part = data[begin * width : end * width]
+            part = data[start * width : end * width]
             if kind == "send":
-                sending.append((begin, end, self._send(peer, tag, part)))
+                sends.append((start, end, self._send(peer, tag, part)))
                 continue
-            if sending:
-                wait_for_all(message for first, last, message in sending if first < end and begin < last)
-                sending = [one for one in sending if not (one[0] < end and begin < one[1])]
+            if sends:
+                sends = wait_for_overlapping(sends, start, end)
             if kind == "add":
-                self._combine(peer, tag, vector[begin:end], vector.dtype, combine)
+                self._receive_and_combine(peer, tag, vector[start:end], vector.dtype, combine)
             else:
                 self.incoming[peer].receive(tag, part.data)
-        wait_for_all(message for *_, message in sending)
+        wait_for_all(pending for _, _, pending in sends)
 
-    def _combine(self, source: int, tag: int, total: Tensor, dtype: torch.dtype, combine: Combine) -> None:
-        """Add a message of numbers of a type to a vector [n], piece by piece as they come in."""
-        begin, width = 0, dtype.itemsize
+    def _receive_and_combine(self, source: int, tag: int, total: Tensor, dtype: torch.dtype, combine: Combine) -> None:
+        """Add a message to a vector [n], piece by piece as it arrives.
+
+        The message has elements of type `dtype`.
+        """
+        start = 0
+        width = dtype.itemsize
+        grain_bytes = GRAIN_ELEMENTS * width
         for piece in self.incoming[source].receive_pieces(tag, total.numel() * width):
-            for start in range(0, len(piece), GRAIN * width):
-                values = torch.frombuffer(piece[start : start + GRAIN * width], dtype=dtype)
-                end = begin + values.numel()
-                part = total[begin:end]
-                combine(part, values, out=part)
-                begin = end
+            for offset in range(0, len(piece), grain_bytes):
+                received = torch.frombuffer(piece[offset : offset + grain_bytes], dtype=dtype)
+                end = start + received.numel()
+                part = total[start:end]
+                combine(part, received, out=part)
+                start = end
 
 
 def divide_in_place(total: Tensor, size: int) -> None:
-    """Divide numbers in place, complex ones as torch does it, whose all-reduce sees their two parts."""
+    """Divide numbers in place; complex ones by parts, as torch's all-reduce does."""
     (torch.view_as_real(total) if total.is_complex() else total).div_(size)
 
 
-def wait_for_all(messages: Iterable[Flying]) -> None:
+def wait_for_all(sends: Iterable[PendingSend]) -> None:
     """Wait until messages are sent."""
-    for message in messages:
-        message.wait()
+    for pending in sends:
+        pending.wait()
 
 
-def store_all(blocks: Iterable[Block]) -> None:
-    """Store the bytes of blocks that are copies."""
+def wait_for_overlapping(sends: Sequence[ChunkSend], start: int, end: int) -> list[ChunkSend]:
+    """Wait for the sends that overlap a range of elements; return the others."""
+    remaining = []
+    for send in sends:
+        first, last, pending = send
+        if first < end and start < last:
+            pending.wait()
+        else:
+            remaining.append(send)
+    return remaining
+
+
+def write_back_all(blocks: Iterable[TensorBytes]) -> None:
+    """Copy the bytes of blocks to their tensors, where they are copies."""
     for block in blocks:
-        block.store()
+        block.write_back()
 
 
-def copy_overlapping(sources: Sequence[Block], targets: Sequence[Block]) -> list[np.ndarray]:
-    """Return the bytes of the sources, copied where they lie in memory that is about to be received into."""
-    found = []
-    for source in sources:
-        shared = any(np.may_share_memory(source.bytes, target.bytes) for target in targets)
-        found.append(source.bytes.copy() if shared else source.bytes)
-    return found
+def copy_if_overlapping(tensor: Tensor, targets: Iterable[TensorBytes]) -> np.ndarray:
+    """Return the bytes of a tensor, copied if they share memory with a target."""
+    source = TensorBytes(tensor).bytes
+    overlaps = any(np.may_share_memory(source, target.bytes) for target in targets)
+    return source.copy() if overlaps else source

@@ -1,4 +1,4 @@
-"""Point-to-point messages as torch knows them: works that somebody may wait for."""
+"""torch Work handles of point-to-point sends and receives."""
 
 from __future__ import annotations
 
@@ -10,104 +10,115 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from common.distributed.builtin.communicator import Block, Flying
-from common.distributed.builtin.worker import FOREVER
-from common.distributed.transport.incoming import Expected, Incoming
-from common.distributed.transport.links import LinkError, LinkTimeout
+from common.distributed.builtin.communicator import PendingSend, TensorBytes
+from common.distributed.builtin.worker import NO_TIMEOUT
+from common.distributed.transport.incoming import ExpectedMessage, Incoming
+from common.distributed.transport.links import LINK_ERRORS
 
-PAUSE = 1e-3  # seconds in which whoever expects a message may begin to wait for it
-Explain = Callable[[str, BaseException], BaseException]
+GRACE_SECONDS = 1e-3  # in which the thread that expects a message may start to wait for it
+ExplainError = Callable[[str, BaseException], BaseException]
 
 
-class Message(dist.Work):
-    """Message to or from another rank. `explain` makes errors of links those of torch."""
+class MessageWork(dist.Work):
+    """Handle of a message to or from another rank.
 
-    def __init__(self, explain: Explain) -> None:
+    `explain` converts errors of links to errors of torch.
+    """
+
+    def __init__(self, explain: ExplainError) -> None:
         super().__init__()
         self.explain = explain
 
     def get_future(self) -> torch.futures.Future[object]:
-        """Raise: whoever reads a message has no thread for callbacks."""
-        raise NotImplementedError("builtin has no futures of messages; call wait()")
+        """Raise NotImplementedError: no thread would run the callbacks."""
+        raise NotImplementedError("builtin does not support futures of messages; call wait()")
 
 
-class Sent(Message):
-    """Message on its way out."""
+class SendWork(MessageWork):
+    """Handle of a message that is being sent."""
 
-    def __init__(self, flying: Flying, explain: Explain) -> None:
+    def __init__(self, pending: PendingSend, explain: ExplainError) -> None:
         super().__init__(explain)
-        self.flying = flying
+        self.pending = pending
 
-    def wait(self, timeout: datetime.timedelta = FOREVER) -> bool:
-        """Wait until the tensor may change, for `timeout` or else for the time limit of the group."""
+    def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
+        """Wait until the tensor may be modified.
+
+        `timeout` defaults to the group's time limit.
+        """
         try:
-            self.flying.wait(timeout.total_seconds() or None)
-        except (LinkError, LinkTimeout) as error:
+            self.pending.wait(timeout.total_seconds() or None)
+        except LINK_ERRORS as error:
             raise self.explain("send", error) from error
         return True
 
 
-class Arriving(Message):
-    """Message that is expected."""
+class ReceiveWork(MessageWork):
+    """Handle of a message that is expected."""
 
-    def __init__(self, link: Incoming, block: Block, expected: Expected, explain: Explain) -> None:
+    def __init__(self, link: Incoming, block: TensorBytes, expected: ExpectedMessage, explain: ExplainError) -> None:
         super().__init__(explain)
-        self.link, self.block, self.expected = link, block, expected
+        self.link = link
+        self.block = block
+        self.expected = expected
 
-    def wait(self, timeout: datetime.timedelta = FOREVER) -> bool:
-        """Wait until the tensor holds the message, for `timeout` or else for the time limit of the group."""
+    def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
+        """Wait until the tensor holds the message.
+
+        `timeout` defaults to the group's time limit.
+        """
         try:
-            self.link.wait_for(self.expected, seconds=timeout.total_seconds() or None)
-        except (LinkError, LinkTimeout) as error:
+            self.link.wait_for_message(self.expected, seconds=timeout.total_seconds() or None)
+        except LINK_ERRORS as error:
             raise self.explain("recv", error) from error
-        self.block.store()
+        self.block.write_back()
         return True
 
 
-class Attendant:
-    """Thread that reads the messages of a rank which are expected while nobody waits for them."""
+class BackgroundReader:
+    """Thread that reads expected messages of a rank while no other thread waits for them."""
 
     def __init__(self, link: Incoming) -> None:
         self.link = link
         self.changed = threading.Condition()
-        self.expected: deque[Expected] = deque()
+        self.expected: deque[ExpectedMessage] = deque()
         self.thread: threading.Thread | None = None
         self.closed = False
 
-    def read_in_background(self, expected: Expected) -> None:
-        """Let the thread read the connection until a message is here."""
-        if expected.is_here:
+    def read_in_background(self, expected: ExpectedMessage) -> None:
+        """Let the thread read the connection until a message has arrived."""
+        if expected.has_arrived:
             return
         with self.changed:
             self.expected.append(expected)
             if self.thread is None:
                 name = f"receive from rank {self.link.peer}"
-                self.thread = threading.Thread(target=self._attend, name=name, daemon=True)
+                self.thread = threading.Thread(target=self._read_messages, name=name, daemon=True)
                 self.thread.start()
             else:
                 self.changed.notify()
 
     def close(self) -> None:
-        """End the thread; whoever waits learns the reason from the link."""
+        """End the thread; threads that wait for messages get the reason from the link."""
         with self.changed:
             self.closed = True
             self.changed.notify()
 
-    def _attend(self) -> None:
-        while (first := self._find_first()) is not None:
+    def _read_messages(self) -> None:
+        while (expected := self._wait_for_oldest()) is not None:
             try:
-                self.link.wait_for(first, patient=True)
-            except (LinkError, LinkTimeout):
+                self.link.wait_for_message(expected, patient=True)
+            except LINK_ERRORS:
                 return
 
-    def _find_first(self) -> Expected | None:
-        """Wait for the oldest message that is expected; None at the end."""
+    def _wait_for_oldest(self) -> ExpectedMessage | None:
+        """Wait for an expected message; return the oldest, None once closed."""
         with self.changed:
             while not self.closed:
-                while self.expected and self.expected[0].is_here:
+                while self.expected and self.expected[0].has_arrived:
                     self.expected.popleft()
                 if self.expected:
                     return self.expected[0]
                 self.changed.wait()
-                self.changed.wait(PAUSE)
+                self.changed.wait(GRACE_SECONDS)
         return None

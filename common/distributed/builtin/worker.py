@@ -1,7 +1,7 @@
-"""Thread that executes collectives in the order of their calls.
+"""Execution of collectives in call order, in a thread or in the caller.
 
-A collective that its caller waits for is executed by the caller itself if nothing is before it: handing it over would
-cost more than a small one takes.
+The caller executes a synchronous collective itself if no other one is pending: passing it to another thread would take
+longer than a small collective.
 """
 
 from __future__ import annotations
@@ -15,154 +15,158 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-FOREVER = datetime.timedelta(0)  # torch's default for `wait`
+Task = Callable[[], object]
+NO_TIMEOUT = datetime.timedelta(0)  # torch's default for `wait`
 
 
-class Job(dist.Work):
-    """Work that a thread executes later; `wait` raises its error.
+class CollectiveWork(dist.Work):
+    """Handle of a collective that a thread executes later; `wait` raises its error.
 
-    torch passes on only `wait` and `get_future` of works written in Python: `is_completed` is False for ever.
+    torch forwards only `wait` and `get_future` to works written in Python: `is_completed` always returns False.
     """
 
-    def __init__(self, run: Callable[[], object], value: Any) -> None:
-        """`value` is that of the future: the tensors that `run` fills."""
+    def __init__(self, run: Task, tensors: Any) -> None:
+        """`tensors`, which `run` fills, are the value of the future."""
         super().__init__()
-        self.run, self.value = run, value
-        self.lock, self.done = threading.Lock(), threading.Event()
+        self.run = run
+        self.tensors = tensors
+        self.lock = threading.Lock()
+        self.done = threading.Event()
         self.error: BaseException | None = None
-        self.begun: torch.futures.Future[None] | None = None
-        self.outcome: torch.futures.Future[Any] | None = None
+        self.trigger: torch.futures.Future[None] | None = None
+        self.future: torch.futures.Future[Any] | None = None
 
     def execute(self) -> None:
-        """Run; an error is kept for those who wait."""
+        """Run the collective; an error is stored and raised by `wait`."""
         try:
             self.run()
-        except BaseException as error:  # noqa: BLE001 (raised again where the value is wanted)
+        except BaseException as error:  # noqa: BLE001 (`wait` raises it)
             self.error = error
-        del self.run  # and the tensors that it holds
+        del self.run  # frees its tensors
         self.done.set()
 
     def fail(self, error: BaseException) -> None:
-        """End without having been executed."""
+        """Complete with an error, without having been executed."""
         self.error = error
         self.done.set()
-        self.call_back()
+        self.run_callbacks()
 
-    def call_back(self) -> None:
-        """Complete the future, and so call whoever wants to be called."""
+    def run_callbacks(self) -> None:
+        """Complete the future and run its callbacks."""
         with self.lock:
-            begun = self.begun
-        if begun is not None:
-            begun.set_result(None)
+            trigger = self.trigger
+        if trigger is not None:
+            trigger.set_result(None)
 
-    def wait(self, timeout: datetime.timedelta = FOREVER) -> bool:
-        """Wait for the end. Raises the error of the work, and TimeoutError after `timeout`, if there is one."""
+    def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
+        """Wait for completion. Raises the error of the collective, or TimeoutError after a non-zero `timeout`."""
         if not self.done.wait(timeout.total_seconds() or None):
-            raise TimeoutError(f"the collective timed out: it did not end within {timeout.total_seconds():g} s")
-        self.get_value()
+            raise TimeoutError(f"the collective timed out: not finished after {timeout.total_seconds():g} s")
+        self.get_tensors()
         return True
 
-    def get_value(self) -> Any:
-        """Return the value of work that is done, or raise its error."""
+    def get_tensors(self) -> Any:
+        """Return the tensors of a completed collective, or raise its error."""
         if self.error is not None:
             raise self.error
-        return self.value
+        return self.tensors
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future with the value or the error."""
+        """Return a future with the tensors or the error."""
         with self.lock:
-            if self.outcome is None:
-                begun = torch.futures.Future[None]()
-                # what is waited for in C++, as by DDP's reducer, learns only of errors of callbacks
-                self.outcome = begun.then(lambda _: self.get_value())
+            if self.future is None:
+                trigger = torch.futures.Future[None]()
+                # C++ code that waits for the future, such as DDP's reducer, gets only errors of callbacks
+                self.future = trigger.then(lambda _: self.get_tensors())
                 if self.done.is_set():
-                    begun.set_result(None)
+                    trigger.set_result(None)
                 else:
-                    self.begun = begun
-            return self.outcome
+                    self.trigger = trigger
+            return self.future
 
 
-class Worker:
-    """Executes jobs one at a time, in the order of their calls."""
+class CollectiveExecutor:
+    """Executes collectives one at a time, in the order of their calls."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, thread_name: str) -> None:
+        self.thread_name = thread_name
         self.changed = threading.Condition()
-        self.jobs: deque[Job] = deque()
+        self.queue: deque[CollectiveWork] = deque()
         self.busy = False
-        """True while a job is executed, by whatever thread."""
-        self.idle = 0
-        """Threads that wait for a job, or are about to."""
-        self.closed: BaseException | None = None
+        """True while any thread executes a collective."""
+        self.idle_threads = 0
+        """Threads that wait for work, or are about to."""
+        self.closing_error: BaseException | None = None
 
-    def run_here_if_idle(self, run: Callable[[], object]) -> bool:
-        """Execute `run` in this thread and return True; do nothing and return False if another job is before it.
+    def run_in_caller_if_idle(self, run: Task) -> bool:
+        """Execute `run` in the calling thread and return True.
 
-        The same where the worker is closed.
+        Do nothing and return False if another collective is before it or the executor is closed.
         """
         with self.changed:
-            if self.busy or self.jobs or self.closed:
+            if self.busy or self.queue or self.closing_error:
                 return False
             self.busy = True
         try:
             run()
         finally:
-            self._release()
+            self._mark_idle()
         return True
 
-    def submit(self, job: Job) -> Job:
-        """Execute a job when those before it are done."""
+    def submit(self, work: CollectiveWork) -> CollectiveWork:
+        """Execute a collective after those before it. Raises the error of `close`."""
         with self.changed:
-            if self.closed is not None:
-                raise self.closed
-            self.jobs.append(job)
-            self._find_thread()
-        return job
+            if self.closing_error is not None:
+                raise self.closing_error
+            self.queue.append(work)
+            self._provide_thread()
+        return work
 
     def close(self, error: BaseException) -> None:
-        """Let all jobs fail that have not begun, and all later ones."""
+        """Fail all collectives that have not started, and all later ones, with an error."""
         with self.changed:
-            self.closed = self.closed or error
-            left, self.jobs = list(self.jobs), deque()
+            self.closing_error = self.closing_error or error
+            abandoned = self.queue
+            self.queue = deque()
             self.changed.notify_all()
-        for job in left:
-            job.fail(error)
+        for work in abandoned:
+            work.fail(error)
 
-    def _find_thread(self) -> None:
-        """Wake or start a thread if a job can begin."""
-        if self.busy or not self.jobs:
+    def _provide_thread(self) -> None:
+        """Wake or start a thread if a collective can start."""
+        if self.busy or not self.queue:
             return
-        if self.idle:
+        if self.idle_threads:
             self.changed.notify()
         else:
-            self.idle += 1
-            threading.Thread(target=self._work, name=self.name, daemon=True).start()
+            self.idle_threads += 1
+            threading.Thread(target=self._execute_queue, name=self.thread_name, daemon=True).start()
 
-    def _release(self) -> None:
+    def _mark_idle(self) -> None:
         with self.changed:
             self.busy = False
-            self._find_thread()
+            self._provide_thread()
 
-    def _work(self) -> None:
-        """Execute jobs until the worker is closed.
+    def _execute_queue(self) -> None:
+        """Execute collectives until the executor is closed.
 
-        A callback may wait for a later job, as PowerSGD's do: another thread then executes that one.
+        A callback may wait for a later collective, as PowerSGD's do: another thread then executes that one.
         """
-        while (job := self._take()) is not None:
-            job.execute()
-            self._release()
-            job.call_back()
-            del job  # its tensors
+        while (work := self._wait_for_work()) is not None:
+            work.execute()
+            self._mark_idle()
+            work.run_callbacks()
+            del work  # frees its tensors
             with self.changed:
-                self.idle += 1
+                self.idle_threads += 1
 
-    def _take(self) -> Job | None:
-        """Wait for a job; None once the worker is closed."""
+    def _wait_for_work(self) -> CollectiveWork | None:
+        """Return the next collective, waiting until it can start; None once the executor is closed."""
         with self.changed:
-            while self.busy or not self.jobs:
-                if self.closed is not None:
+            while self.busy or not self.queue:
+                if self.closing_error is not None:
                     return None
                 self.changed.wait()
-            self.idle -= 1
+            self.idle_threads -= 1
             self.busy = True
-            return self.jobs.popleft()
+            return self.queue.popleft()

@@ -1,10 +1,9 @@
-"""The built-in all-reduce algorithms, written as a function of one's own would be.
+"""The built-in all-reduce algorithms, in the same form as a custom function.
 
-A builder returns for each rank the ordered list of its moves. A move is (kind, chunk, peer), or (kind, chunk, peer,
-chunks) where one message holds several chunks from that one on; common/distributed/transport/moves.py says what they
-mean. Below, p is the number of ranks and n the bytes of the vector. Every chunk is added up in one order and copied
-from there, so that all ranks end with the same bits.
-Imports no torch.
+A builder returns the ordered list of moves of each rank. A move is (kind, chunk, peer), or (kind, chunk, peer, chunks)
+if one message holds several consecutive chunks; common/distributed/transport/moves.py defines the kinds. Below, p is
+the number of ranks and n the bytes of the vector. Every chunk is added up in one order and copied from there, so all
+ranks end with identical bits. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,60 +11,78 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 MoveTuple = tuple[str, int, int] | tuple[str, int, int, int]
-Plan = list[list[MoveTuple]]
+MovePlan = list[list[MoveTuple]]
+Hosts = Sequence[Hashable]  # of each rank
 
 
-def list_ring_moves(ring: Sequence[int], position: int, first: int = 0) -> list[MoveTuple]:
-    """Return the moves of one member of a ring of ranks, whose chunks begin at number `first`.
+def list_ring_moves(ring: Sequence[int], position: int, first_chunk: int = 0) -> list[MoveTuple]:
+    """Return the moves of one member of a ring of ranks.
 
-    In the first round each chunk travels once around and is added at every stop; in the second its sum does.
+    The chunks of the ring start at number `first_chunk`. In the first round each chunk travels once around the ring and
+    each member adds it; in the second round the sums travel.
     """
     count = len(ring)
-    left, right = ring[position - 1], ring[(position + 1) % count]
+    left = ring[position - 1]
+    right = ring[(position + 1) % count]
     moves: list[MoveTuple] = []
     for kind, shift in (("add", 0), ("receive", 1)):
         for step in range(count - 1):
-            leaves = position + shift - step
-            moves += [("send", first + leaves % count, right), (kind, first + (leaves - 1) % count, left)]
+            sent_chunk = position + shift - step
+            moves.append(("send", first_chunk + sent_chunk % count, right))
+            moves.append((kind, first_chunk + (sent_chunk - 1) % count, left))
     return moves
 
 
-def build_ring(size: int) -> Plan:
-    """Return the ring: each rank sends 2 (p - 1) / p n, the least there is, in 2 (p - 1) steps.
+def build_ring(size: int) -> MovePlan:
+    """Return the ring, in which each rank sends as few bytes as possible.
 
-    Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
-    (doi:10.1016/j.jpdc.2008.09.002); known in deep learning through Baidu's allreduce of 2017.
+    Each rank sends 2 (p - 1) / p n bytes in 2 (p - 1) steps. Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce
+    algorithms for clusters of workstations" (doi:10.1016/j.jpdc.2008.09.002); known in deep learning through Baidu's
+    allreduce of 2017.
     """
     return [list_ring_moves(range(size), rank) for rank in range(size)]
 
 
-def build_halving_doubling(size: int) -> Plan:
-    """Return recursive halving and doubling for a power of two ranks: the ring's bytes in only 2 log2(p) steps.
+def build_halving_doubling(size: int) -> MovePlan:
+    """Return recursive halving and doubling for a power of two ranks.
 
-    Ranks exchange halves, then quarters, ... of the vector with the rank p/2, p/4, ... away and add them; then they
-    go the same way back (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in
-    MPICH", doi:10.1177/1094342005051521).
+    It sends the ring's bytes in only 2 log2(p) steps. Each rank exchanges half of the vector with the rank p/2 away, a
+    quarter with the rank p/4 away, and so on, and adds what it receives; then the sums travel the same way back
+    (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
+    doi:10.1177/1094342005051521).
     """
-    distances = [1 << k for k in range((size - 1).bit_length())]
-    plan: Plan = [[] for _ in range(size)]
+    distances = list_powers_of_two(size)
+    plan: MovePlan = [[] for _ in range(size)]
     for rank, moves in enumerate(plan):
         for distance in reversed(distances):
-            kept, peer = rank - rank % distance, rank ^ distance
-            moves += [("send", kept ^ distance, peer, distance), ("add", kept, peer, distance)]
+            first_chunk = rank - rank % distance
+            peer = rank ^ distance
+            moves.append(("send", first_chunk ^ distance, peer, distance))
+            moves.append(("add", first_chunk, peer, distance))
         for distance in distances:
-            kept, peer = rank - rank % distance, rank ^ distance
-            moves += [("send", kept, peer, distance), ("receive", kept ^ distance, peer, distance)]
+            first_chunk = rank - rank % distance
+            peer = rank ^ distance
+            moves.append(("send", first_chunk, peer, distance))
+            moves.append(("receive", first_chunk ^ distance, peer, distance))
     return plan
 
 
-def build_tree(size: int) -> Plan:
-    """Return the binomial tree: 2 log2(p) steps (rounded up) of the whole vector, so the fastest for few bytes.
+def list_powers_of_two(size: int) -> list[int]:
+    """Return the powers of two below `size`, in ascending order."""
+    return [1 << exponent for exponent in range((size - 1).bit_length())]
 
-    Rank 0 gets the sum and spreads it (Thakur, Rabenseifner, Gropp 2005, doi:10.1177/1094342005051521).
+
+def build_tree(size: int) -> MovePlan:
+    """Return the binomial tree, which is the fastest for few bytes.
+
+    It sends the whole vector in 2 log2(p) steps (rounded up). Rank 0 collects the sum and broadcasts it (Thakur,
+    Rabenseifner, Gropp 2005, doi:10.1177/1094342005051521).
     """
-    distances = [1 << k for k in range((size - 1).bit_length())]
-    edges = [(parent, parent + d) for d in distances for parent in range(0, size - d, 2 * d)]
-    plan: Plan = [[] for _ in range(size)]
+    edges = []
+    for distance in list_powers_of_two(size):
+        for parent in range(0, size - distance, 2 * distance):
+            edges.append((parent, parent + distance))
+    plan: MovePlan = [[] for _ in range(size)]
     for parent, child in edges:
         plan[child].append(("send", 0, parent))
         plan[parent].append(("add", 0, child))
@@ -75,44 +92,59 @@ def build_tree(size: int) -> Plan:
     return plan
 
 
-def build_star(size: int) -> Plan:
-    """Return the star: rank 0 adds up all vectors and sends the sum, so 2 (p - 1) n pass through its cable."""
-    others = range(1, size)
-    centre: list[MoveTuple] = [("add", 0, rank) for rank in others]
-    centre += [("send", 0, rank) for rank in others]
-    leaf: list[MoveTuple] = [("send", 0, 0), ("receive", 0, 0)]
-    return [centre, *(list(leaf) for _ in others)]
+def build_star(size: int) -> MovePlan:
+    """Return the star: rank 0 adds up all vectors and sends the sum.
+
+    2 (p - 1) n bytes pass through the cable of rank 0.
+    """
+    leaves = range(1, size)
+    centre_moves: list[MoveTuple] = [("add", 0, rank) for rank in leaves]
+    centre_moves += [("send", 0, rank) for rank in leaves]
+    leaf_moves: list[MoveTuple] = [("send", 0, 0), ("receive", 0, 0)]
+    return [centre_moves, *(list(leaf_moves) for _ in leaves)]
 
 
-def build_sharded_star(size: int) -> Plan:
-    """Return p stars, each of one chunk around another rank: the ring's bytes, without waiting along a ring."""
+def build_sharded_star(size: int) -> MovePlan:
+    """Return p stars, one per chunk, each around another rank.
+
+    It sends the ring's bytes without the ring's latency.
+    """
     return build_two_level(["the same host"] * size)
 
 
-def build_two_level(hosts: Sequence[Hashable]) -> Plan:
-    """Return an all-reduce in which as few bytes as possible pass between hosts; `hosts` has the host of each rank.
+def build_two_level(hosts: Hosts) -> MovePlan:
+    """Return an all-reduce that sends as few bytes as possible between hosts.
 
-    The vector has as many slices as the smallest host has ranks. A host adds up slice i at its i-th rank, the i-th
-    ranks of all hosts make a ring for that slice, and then each of them gives the sum to its host. Between hosts each
-    host sends 2 (h - 1) / h n, h being the number of hosts; with p ranks on p hosts this is the ring.
+    `hosts` has the host of each rank. The vector has as many slices as the smallest host has ranks. Each host adds up
+    slice i at its i-th rank, the i-th ranks of all hosts form a ring for that slice, and each of them then distributes
+    the sum within its host. Each host sends 2 (h - 1) / h n to other hosts, where h is the number of hosts; with p
+    ranks on p hosts this is the ring.
     """
-    teams = [[rank for rank, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
-    slices, width = min(map(len, teams)), len(teams)  # a slice has a chunk for each host
-    plan: Plan = [[] for _ in hosts]
-    for team in teams:
+    teams_by_host: dict[Hashable, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        teams_by_host.setdefault(host, []).append(rank)
+    teams = list(teams_by_host.values())
+
+    slices = min(map(len, teams))
+    width = len(teams)  # a slice has one chunk per host
+    plan: MovePlan = [[] for _ in hosts]
+    for team_number, team in enumerate(teams):
         for position, rank in enumerate(team):
             moves = plan[rank]
-            after = [(position + k) % len(team) for k in range(1, len(team))]  # at any time each sends to another one
-            moves += [("send", width * i, team[i], width) for i in after if i < slices]
+            # at any time each member sends to a different one
+            peers = [(position + distance) % len(team) for distance in range(1, len(team))]
+            moves += [("send", width * i, team[i], width) for i in peers if i < slices]
             if position < slices:
-                moves += [("add", width * position, team[i], width) for i in reversed(after)]
-                moves += list_ring_moves([one[position] for one in teams], teams.index(team), width * position)
-                moves += [("send", width * position, team[i], width) for i in after]
-            moves += [("receive", width * i, team[i], width) for i in reversed(after) if i < slices]
+                first_chunk = width * position
+                moves += [("add", first_chunk, team[i], width) for i in reversed(peers)]
+                ring = [members[position] for members in teams]
+                moves += list_ring_moves(ring, team_number, first_chunk)
+                moves += [("send", first_chunk, team[i], width) for i in peers]
+            moves += [("receive", width * i, team[i], width) for i in reversed(peers) if i < slices]
     return plan
 
 
-BUILDERS: dict[str, Callable[[int], Plan]] = {
+BUILDERS: dict[str, Callable[[int], MovePlan]] = {
     "ring": build_ring,
     "halving_doubling": build_halving_doubling,
     "tree": build_tree,

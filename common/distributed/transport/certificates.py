@@ -1,7 +1,8 @@
-"""A key and a certificate for each attempt, and TLS contexts that accept nothing else. Imports no torch.
+"""Key and certificate of an attempt, and TLS contexts that accept no other.
 
-All ranks of an attempt share one self-signed certificate, which both sides of a connection show and expect: whoever can
-read the folder is a rank. Python's ssl cannot make certificates; the `openssl` program can. TLS 1.3 only (RFC 8446).
+All ranks of an attempt share one self-signed certificate, which both sides of a connection present and expect: any
+process that can read the folder is a rank. Python's ssl module cannot create certificates, so the `openssl` program
+does. TLS 1.3 only (RFC 8446). Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from typing import NamedTuple
 
 from common.core.errors import UserError, summarize_error
 from common.distributed.transport.socket_stream import TlsSocket
-from common.distributed.transport.welcome import Stranger
+from common.distributed.transport.welcome import UntrustedPeer
 
-KEY, CERTIFICATE = "key.pem", "certificate.pem"
-SKEW = 3600.0  # seconds by which the clocks of hosts may differ: a certificate is valid so much earlier and longer
-FOREIGN, EXPIRED, SILENT = (
-    "shows a certificate of another run",
-    "shows a certificate that has expired, or is not yet valid",
-    "shows no certificate",
-)
-CONFIG = """
+KEY = "key.pem"
+CERTIFICATE = "certificate.pem"
+CLOCK_SKEW_SECONDS = 3600.0  # by which hosts' clocks may differ: extends the validity at both ends
+OPENSSL_TIMEOUT = 60  # seconds
+FOREIGN_CERTIFICATE = "shows a certificate of another run"
+EXPIRED_CERTIFICATE = "shows a certificate that has expired, or is not yet valid"
+NO_CERTIFICATE = "shows no certificate"
+OPENSSL_CONFIG = """
 [req]
 distinguished_name = name
 prompt = no
@@ -52,47 +53,56 @@ subjectKeyIdentifier = hash
 
 
 class Identity(NamedTuple):
-    """TLS contexts and certificate by which a rank connects as a member of its attempt."""
+    """TLS contexts and certificate with which a rank connects as a member of its attempt."""
 
     client: ssl.SSLContext
     server: ssl.SSLContext
     certificate: bytes
-    """The one certificate that both sides show, in DER."""
+    """The certificate that both sides present, in DER."""
 
 
-# ---- making
+# ---- creating
 
 
 def make_identity(folder: Path, seconds: float, start: float | None = None) -> None:
-    """Make a key and a certificate for so many seconds from now (or from `start`, a Unix time) in a new private folder.
+    """Create a key and a certificate in a private folder, replacing its content.
 
-    What is in the folder is replaced. Raises UserError, such as where the `openssl` program is missing.
+    The certificate is valid for `seconds` from now, or from `start` (Unix time). Raises UserError, also if the
+    `openssl` program is missing.
     """
     begin = time.time() if start is None else start
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # mode 0700
     try:
-        (staging / "config").write_text(CONFIG)
-        (staging / "index").touch()
-        run_openssl(staging, "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-out", KEY)
-        run_openssl(staging, "req", "-new", "-config", "config", "-key", KEY, "-out", "request")
-        dates = ["-startdate", format_date(begin - SKEW), "-enddate", format_date(begin + seconds + SKEW)]
-        files = ["-config", "config", "-keyfile", KEY, "-in", "request", "-out", CERTIFICATE]
-        # not `req -x509`, which knows no earlier start before OpenSSL 3.4
-        run_openssl(staging, "ca", "-selfsign", "-batch", "-notext", *files, *dates)
-        for left in staging.iterdir():
-            if left.name not in (KEY, CERTIFICATE):
-                left.unlink()
-        (staging / KEY).chmod(0o600)
+        create_certificate(staging, begin - CLOCK_SKEW_SECONDS, begin + seconds + CLOCK_SKEW_SECONDS)
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     except OSError as error:
-        raise UserError(f"no key could be written to {folder}: {summarize_error(error)}") from None
+        raise UserError(f"cannot write a key to {folder}: {summarize_error(error)}") from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def create_certificate(folder: Path, begin: float, end: float) -> None:
+    """Create a key and a certificate in an empty folder.
+
+    The certificate is valid from `begin` to `end` (Unix times). Raises OSError, UserError.
+    """
+    (folder / "config").write_text(OPENSSL_CONFIG)
+    (folder / "index").touch()
+    run_openssl(folder, "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-out", KEY)
+    run_openssl(folder, "req", "-new", "-config", "config", "-key", KEY, "-out", "request")
+    files = ["-config", "config", "-keyfile", KEY, "-in", "request", "-out", CERTIFICATE]
+    dates = ["-startdate", format_date(begin), "-enddate", format_date(end)]
+    # `req -x509` accepts no start date before OpenSSL 3.4
+    run_openssl(folder, "ca", "-selfsign", "-batch", "-notext", *files, *dates)
+    for file in folder.iterdir():
+        if file.name not in (KEY, CERTIFICATE):
+            file.unlink()
+    (folder / KEY).chmod(0o600)
+
+
 def check_openssl() -> None:
-    """Raise UserError where the openssl program is missing."""
+    """Raise UserError if the openssl program is missing."""
     if shutil.which("openssl") is None:
         raise UserError(
             f"launch.tls=true needs the openssl program, which {socket.gethostname()} does not have; install it, or "
@@ -100,23 +110,25 @@ def check_openssl() -> None:
         )
 
 
-def run_openssl(folder: Path, *words: str) -> None:
-    """Run the openssl program in a folder. Raises UserError."""
+def run_openssl(folder: Path, command: str, *arguments: str) -> None:
+    """Run an openssl command in a folder. Raises UserError."""
     check_openssl()
     try:
-        done = subprocess.run(
-            ["openssl", *words], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
-            check=False,
+        process = subprocess.run(
+            ["openssl", command, *arguments], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=OPENSSL_TIMEOUT, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise UserError(f"openssl {words[0]} has not ended after 60 s; try `openssl version` by hand") from None
-    if done.returncode:
-        told = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
-        raise UserError(f"openssl {words[0]} made no certificate: {told[-1]}; see `openssl version`: 1.1.1 is needed")
+        raise UserError(
+            f"openssl {command} did not finish within {OPENSSL_TIMEOUT} s; run `openssl version` to check the program"
+        ) from None
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or [f"exit status {process.returncode}"]
+        raise UserError(f"openssl {command} failed: {lines[-1]}; check that `openssl version` is at least 1.1.1")
 
 
 def format_date(moment: float) -> str:
-    """Return a Unix time as a certificate's date."""
+    """Return a Unix time in the date format of certificates."""
     return datetime.datetime.fromtimestamp(moment, datetime.UTC).strftime("%Y%m%d%H%M%SZ")
 
 
@@ -124,52 +136,66 @@ def format_date(moment: float) -> str:
 
 
 def load_identity(folder: Path) -> Identity:
-    """Load what `make_identity` made. Raises UserError if it is missing, open to others, damaged or out of date."""
-    key, certificate = folder / KEY, folder / CERTIFICATE
-    client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    """Load the key and certificate of `make_identity`.
+
+    Raises UserError if they are missing, readable by other users, damaged or out of date.
+    """
+    key_file = folder / KEY
+    certificate_file = folder / CERTIFICATE
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        if (folder.stat().st_mode | key.stat().st_mode) & 0o077:
-            raise UserError(f"{key} can be read by others: chmod 700 {folder}, chmod 600 {key}, and start anew")
+        if (folder.stat().st_mode | key_file.stat().st_mode) & 0o077:
+            raise UserError(
+                f"{key_file} can be read by other users; run chmod 700 {folder} and chmod 600 {key_file}, then restart"
+            )
         for context in (client, server):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.check_hostname = False  # the certificate itself is compared
             context.verify_mode = ssl.CERT_REQUIRED
-            context.load_cert_chain(certificate, key)
-            context.load_verify_locations(certificate)
-        server.num_tickets = 0  # nobody resumes; unread tickets would reset a connection that is closed
-        own = ssl.PEM_cert_to_DER_cert(certificate.read_text())
+            context.load_cert_chain(certificate_file, key_file)
+            context.load_verify_locations(certificate_file)
+        server.num_tickets = 0  # no session is resumed; unread tickets would reset a connection that is closed
+        certificate = ssl.PEM_cert_to_DER_cert(certificate_file.read_text())
     except ssl.SSLError as error:
         raise UserError(f"the certificate in {folder} is damaged ({error.reason}); start again") from None
     except (OSError, ValueError) as error:
         raise UserError(f"no certificate in {folder}: {summarize_error(error)}; start again") from None
-    (facts,) = client.get_ca_certs()
-    begin, end = (ssl.cert_time_to_seconds(str(facts[name])) for name in ("notBefore", "notAfter"))
-    if not begin <= time.time() <= end:
+    check_validity(client, folder)
+    return Identity(client, server, certificate)
+
+
+def check_validity(context: ssl.SSLContext, folder: Path) -> None:
+    """Raise UserError unless the certificate of a context is valid now."""
+    (fields,) = context.get_ca_certs()
+    first = str(fields["notBefore"])
+    last = str(fields["notAfter"])
+    if not ssl.cert_time_to_seconds(first) <= time.time() <= ssl.cert_time_to_seconds(last):
         now = time.strftime("%b %d %H:%M:%S %Y GMT", time.gmtime())
         raise UserError(
-            f"the certificate in {folder} is valid from {facts['notBefore']} to {facts['notAfter']}, and on "
-            f"{socket.gethostname()} it is {now}; check the clock, or start again"
+            f"the certificate in {folder} is valid from {first} to {last}, but the clock of {socket.gethostname()} "
+            f"shows {now}; check the clock, or start again"
         )
-    return Identity(client, server, own)
 
 
 def check_peer(connection: TlsSocket, identity: Identity) -> None:
-    """Raise Stranger unless the other side has shown this run's own certificate."""
+    """Raise UntrustedPeer unless the peer has presented this run's certificate."""
     if connection.get_certificate() != identity.certificate:
-        raise Stranger(FOREIGN)
+        raise UntrustedPeer(FOREIGN_CERTIFICATE)
 
 
 def describe_refusal(error: Exception) -> str:
-    """Return what is wrong with the other side of a connection that failed, as the end of `which ...`."""
+    """Return why the handshake with a peer failed; completes `a connection from ADDRESS, which ...`."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return EXPIRED if error.verify_code in (9, 10) else FOREIGN  # X509_V_ERR_CERT_NOT_YET_VALID, _HAS_EXPIRED
+        # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+        return EXPIRED_CERTIFICATE if error.verify_code in (9, 10) else FOREIGN_CERTIFICATE
     if isinstance(error, ssl.SSLError):
         reason = str(error.reason)
         if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-            return SILENT
+            return NO_CERTIFICATE
         if "ALERT" in reason and ("CA" in reason.split("_") or "CERT" in reason):
             return "does not accept this run's certificate"
         return f"does not speak TLS 1.3 ({reason.lower().replace('_', ' ')})"
     if isinstance(error, ConnectionError):
-        return "left before it had said who it is"
-    return f"broke off: {summarize_error(error)}"
+        return "closed the connection before the handshake"
+    return f"failed during the handshake: {summarize_error(error)}"

@@ -1,7 +1,7 @@
-"""Connections between all ranks of a group, one for each direction. Imports no torch.
+"""Connections between all ranks of a group, one per direction. Imports no torch.
 
 Each rank opens a port that the kernel chooses, publishes it with a random token through the rendezvous, and connects to
-all others. A connection counts when both sides have proven that they belong to this group (welcome.py).
+all other ranks. A connection is accepted when both sides have proven that they belong to the group (welcome.py).
 """
 
 from __future__ import annotations
@@ -23,34 +23,38 @@ from common.distributed.transport.certificates import Identity, check_peer, desc
 from common.distributed.transport.incoming import Incoming
 from common.distributed.transport.links import Outgoing
 from common.distributed.transport.memory_links import MemoryStream
-from common.distributed.transport.reception import Reception, read_peer_user_id
+from common.distributed.transport.reception import Acceptor, Warn, read_peer_user_id
 from common.distributed.transport.socket_stream import SocketStream, TlsSocket, pack_seconds
-from common.distributed.transport.welcome import ANSWER, Direction, Stranger, make_answer, make_hello
+from common.distributed.transport.welcome import ANSWER_BYTES, Direction, UntrustedPeer, make_answer, make_hello
 
-RETRY = 0.05  # seconds between two attempts to connect
+RETRY_SECONDS = 0.05  # between two attempts to connect
+Lookup = Callable[[str], str | bytes]
 
 
 class Links(NamedTuple):
-    """The links of one rank, by the other rank."""
+    """The links of one rank, by the peer's rank."""
 
     outgoing: dict[int, Outgoing]
     incoming: dict[int, Incoming]
 
     def close(self) -> None:
-        """End all links, and at once whatever waits for them. What was sent and waited for still arrives."""
+        """Close all links; threads that wait for them fail at once.
+
+        Messages that `wait` has confirmed still arrive.
+        """
         for link in (*self.outgoing.values(), *self.incoming.values()):
             link.close()
 
 
 class Published(NamedTuple):
-    """Address, host and token of a rank, as it publishes them."""
+    """Address, host and token that a rank publishes."""
 
     address: str
     port: int
     token: str
     host: str
     local: str
-    """Abstract name of a Unix socket for ranks of the same host, empty if there is none."""
+    """Abstract name of a Unix socket for ranks of the same host; empty if there is none."""
 
 
 def print_warning(line: str) -> None:
@@ -62,7 +66,7 @@ def connect_ranks(
     rank: int,
     size: int,
     publish: Callable[[str, str], object],
-    lookup: Callable[[str], str | bytes],
+    lookup: Lookup,
     *,
     group: str,
     address: str,
@@ -71,55 +75,59 @@ def connect_ranks(
     identity: Identity | None = None,
     host: str = "",
     spin: float = 0.0,
-    tell: Callable[[str], object] = print_warning,
+    tell: Warn = print_warning,
 ) -> Links:
     """Connect the ranks of a group with each other; all of them call it.
 
-    `publish(key, value)` and `lookup(key)`, which waits, are those of the rendezvous, such as `set` and `get` of a
-    store of this group. `group` names run, attempt and group; `address` is the IPv4 address of this rank's network
-    interface. `setup_timeout` seconds are for this call, `timeout` seconds without progress for each message.
-    With an identity all connections between hosts are TLS. Ranks that give the same name of their host are connected
-    through its memory (memory_links.py), and poll for `spin` seconds before they sleep. Raises Unreachable.
+    `publish(key, value)` and the blocking `lookup(key)` access the rendezvous, for example `set` and `get` of a store
+    of this group. `group` identifies run, attempt and group; `address` is the IPv4 address of this rank's network
+    interface. `setup_timeout` is the time limit of this call in seconds, `timeout` the seconds without progress after
+    which a message fails.
+    With an identity all connections between hosts use TLS. Ranks that pass the same `host` are connected through its
+    memory (memory_links.py) and poll for `spin` seconds before they sleep. `tell` prints a warning.
+    Raises Unreachable.
     """
     if size == 1:
         return Links({}, {})
     deadline = time.monotonic() + setup_timeout
     token = secrets.token_bytes(16)
-    reception = Reception(
-        group, rank, size, token=token, address=address, is_local=bool(host) and sys.platform == "linux",
-        identity=identity, tell=tell,
-    )  # fmt: skip
+    is_local = bool(host) and sys.platform == "linux"
+    acceptor = Acceptor(
+        group, rank, size, token=token, address=address, is_local=is_local, identity=identity, warn=tell
+    )
     links = Links({}, {})
     try:
-        own = Published(address, reception.port, token.hex(), host, reception.local)
-        publish(f"link/{rank}", json.dumps(own))
-        for peer in ((rank + step) % size for step in range(1, size)):  # not all to the same one at first
+        published = Published(address, acceptor.port, token.hex(), host, acceptor.unix_socket_name)
+        publish(f"link/{rank}", json.dumps(published))
+        for step in range(1, size):  # start with different peers, so that not all ranks connect to the same one
+            peer = (rank + step) % size
             target = wait_for_rank_address(peer, lookup)
             if target.host != host:
                 target = target._replace(local="")
             connection = connect_to_rank(Direction(group, rank, peer), target, deadline, identity, tell)
-            links.outgoing[peer] = Outgoing(choose_stream(connection, timeout, spin), peer)
-        for peer, connection in reception.wait_for_ranks(deadline).items():
-            links.incoming[peer] = Incoming(choose_stream(connection, timeout, spin), peer)
+            links.outgoing[peer] = Outgoing(make_stream(connection, timeout, spin), peer)
+        for peer, connection in acceptor.wait_for_ranks(deadline).items():
+            links.incoming[peer] = Incoming(make_stream(connection, timeout, spin), peer)
     except BaseException:
         links.close()
         raise
     finally:
-        reception.close()
+        acceptor.close()
     return links
 
 
-def choose_stream(connection: socket.socket, timeout: float, spin: float) -> SocketStream:
-    """Return how messages go over a connection."""
-    is_local = connection.family == socket.AF_UNIX
-    return MemoryStream(connection, timeout, spin) if is_local else SocketStream(connection, timeout)
+def make_stream(connection: socket.socket, timeout: float, polling_seconds: float) -> SocketStream:
+    """Return a memory stream for a Unix socket, else a socket stream."""
+    if connection.family == socket.AF_UNIX:
+        return MemoryStream(connection, timeout, polling_seconds)
+    return SocketStream(connection, timeout)
 
 
-def wait_for_rank_address(peer: int, lookup: Callable[[str], str | bytes]) -> Published:
-    """Wait until a rank has published its address; return that. Raises Unreachable."""
+def wait_for_rank_address(peer: int, lookup: Lookup) -> Published:
+    """Wait until a rank has published its address, and return it. Raises Unreachable."""
     try:
         return Published(*json.loads(lookup(f"link/{peer}")))
-    except (RuntimeError, OSError, ValueError, TypeError) as error:  # a store's errors are RuntimeErrors
+    except (RuntimeError, OSError, ValueError, TypeError) as error:  # a store raises RuntimeError
         raise Unreachable(
             f"rank {peer} has not published its address: {summarize_error(error)}; see its log, or raise "
             "launch.setup_timeout"
@@ -131,72 +139,79 @@ def connect_to_rank(
     target: Published,
     deadline: float,
     identity: Identity | None,
-    tell: Callable[[str], object],
+    warn: Warn,
 ) -> socket.socket:
-    """Connect to a rank until it has welcomed this one. Raises Unreachable."""
-    start, told = time.monotonic(), ""
-    where = f"rank {direction.target} at {target.address}:{target.port}"
+    """Connect to a rank, retrying until it accepts this one. Raises Unreachable."""
+    start = time.monotonic()
+    last_reason = ""
+    description = f"rank {direction.target} at {target.address}:{target.port}"
     while True:
         limit = deadline
         try:
-            return exchange_welcome(direction, target, deadline, identity)
-        except Stranger as error:
+            return connect_once(direction, target, deadline, identity)
+        except UntrustedPeer as error:
             reason = str(error)
         except ssl.SSLError as error:
             reason = describe_refusal(error)
         except OSError as error:
-            reason = (told or "it does not answer") if isinstance(error, TimeoutError) else summarize_error(error)
-            if not isinstance(error, ConnectionResetError | BrokenPipeError):  # it had so many guests
-                limit = min(deadline, start + network.UNREACHABLE_SECONDS)  # a port is published after it is open
+            reason = summarize_error(error)
+            if isinstance(error, TimeoutError):
+                reason = last_reason or "it does not answer"
+            # an overloaded rank resets connections; with other errors waiting is pointless, since the port is open
+            # before it is published
+            if not isinstance(error, ConnectionResetError | BrokenPipeError):
+                limit = min(deadline, start + network.UNREACHABLE_SECONDS)
         if time.monotonic() > limit:
             raise Unreachable(
-                f"rank {direction.source} cannot connect to {where}: {reason}; see the log there, check the firewall, "
-                "or raise launch.setup_timeout"
+                f"rank {direction.source} cannot connect to {description}: {reason}; see its log, check the "
+                "firewall, or raise launch.setup_timeout"
             )
-        if reason != told:
-            told = reason
-            tell(f"rank {direction.source} waits for {where}: {reason}")
-        time.sleep(RETRY)
+        if reason != last_reason:
+            last_reason = reason
+            warn(f"rank {direction.source} is waiting for {description}: {reason}")
+        time.sleep(RETRY_SECONDS)
 
 
-def exchange_welcome(
-    direction: Direction, target: Published, deadline: float, identity: Identity | None
-) -> socket.socket:
-    """Connect once. Raises OSError, ssl.SSLError, Stranger."""
-    token = bytes.fromhex(target.token)
-    left = max(RETRY, deadline - time.monotonic())
-    connection = connect_to_local_rank(target.local, left) if target.local else None
+def connect_once(direction: Direction, target: Published, deadline: float, identity: Identity | None) -> socket.socket:
+    """Connect to a rank and perform the handshake. Raises OSError, ssl.SSLError, UntrustedPeer."""
+    remaining = max(RETRY_SECONDS, deadline - time.monotonic())
+    connection = connect_to_local_rank(target.local, remaining) if target.local else None
     if connection is None:
-        seconds = min(left, network.UNREACHABLE_SECONDS)
-        connection = socket.create_connection((target.address, target.port), timeout=seconds)
-    connection.settimeout(left)
+        timeout = min(remaining, network.UNREACHABLE_SECONDS)
+        connection = socket.create_connection((target.address, target.port), timeout=timeout)
+    connection.settimeout(remaining)
     try:
         if identity and connection.family != socket.AF_UNIX:
             connection = TlsSocket(connection, identity.client)
             connection.do_handshake()
             check_peer(connection, identity)
-        connection.sendall(make_hello(direction, token))
-        answer = b""
-        while len(answer) < ANSWER:
-            data = connection.recv(ANSWER - len(answer))
-            if not data:
-                raise ConnectionResetError("it closed the connection without a welcome; its log says why")
-            answer += data
-        if not secrets.compare_digest(answer, make_answer(direction, token)):
-            raise Stranger("another program answers there")
+        exchange_proofs(connection, direction, bytes.fromhex(target.token))
     except BaseException:
         connection.close()
         raise
     return connection
 
 
+def exchange_proofs(connection: socket.socket, direction: Direction, token: bytes) -> None:
+    """Prove this rank's identity to the peer and check the peer's answer. Raises OSError, UntrustedPeer."""
+    connection.sendall(make_hello(direction, token))
+    answer = b""
+    while len(answer) < ANSWER_BYTES:
+        data = connection.recv(ANSWER_BYTES - len(answer))
+        if not data:
+            raise ConnectionResetError("it closed the connection during the handshake; see its log")
+        answer += data
+    if not secrets.compare_digest(answer, make_answer(direction, token)):
+        raise UntrustedPeer("another program answers there")
+
+
 def connect_to_local_rank(name: str, seconds: float) -> socket.socket | None:
-    """Connect to a rank of this host; None if none listens here or it is another user's.
+    """Connect to a rank of this host; None if no process of this user listens.
 
     Another host may have the same name.
     """
     connection = socket.socket(socket.AF_UNIX)
-    # with a time limit of Python's own it would not wait where others wait, too
+    # with a Python timeout, connect fails at once if the queue is full, instead of waiting
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pack_seconds(seconds))
     with contextlib.suppress(OSError):
         connection.connect("\0" + name)

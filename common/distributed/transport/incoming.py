@@ -1,7 +1,7 @@
-"""The direction of messages that come from another rank. Imports no torch.
+"""The direction from another rank. Imports no torch.
 
-Whoever waits for a message reads the connection. What it reads for others goes to where they expect it, or is kept
-until they do.
+The thread that waits for a message reads the connection. Messages for other threads are written to the memory where
+they are expected, or stored until they are.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from common.distributed.transport.links import Link, LinkError, LinkTimeout, view_bytes
-from common.distributed.transport.socket_stream import PIECE, SocketStream
+from common.distributed.transport.socket_stream import PIECE_BYTES, SocketStream
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 
-class Expected:
-    """A message for which there is memory before it comes."""
+class ExpectedMessage:
+    """A message whose memory is known before it arrives."""
 
     def __init__(self, target: memoryview) -> None:
-        self.target, self.is_here = target, False
+        self.target = target
+        self.has_arrived = False
 
 
 class Incoming(Link):
@@ -30,82 +31,83 @@ class Incoming(Link):
 
     def __init__(self, stream: SocketStream, peer: int) -> None:
         super().__init__(stream, peer)
-        self.bytes_received = 0
-        """Bytes of all messages, without headers."""
-        self._inbox: dict[int, deque[bytearray]] = {}  # messages that nobody expected when they came, by tag
-        self._expected: dict[int, deque[Expected]] = {}  # in the order in which they come
+        self._inbox: dict[int, deque[bytearray]] = {}  # messages that arrived before they were expected, by tag
+        self._expected: dict[int, deque[ExpectedMessage]] = {}  # in order of arrival, by tag
 
     def receive(self, tag: int, into: WriteableBuffer, *, patient: bool = False) -> None:
-        """Wait for the next message with a tag and write it to contiguous memory of its size.
+        """Receive the next message with a tag into contiguous memory of its size.
 
-        `patient` is for a message that nobody waits for yet: it may begin after any time. Raises LinkError, also where
-        the sizes differ, and LinkTimeout.
+        With `patient` there is no time limit for its start. Raises LinkError, also if the sizes differ, and
+        LinkTimeout.
         """
-        self.wait_for(self.expect(tag, into), patient=patient)
+        self.wait_for_message(self.expect_message(tag, into), patient=patient)
 
-    def expect(self, tag: int, into: WriteableBuffer) -> Expected:
-        """Give contiguous memory for the next message with a tag, to be filled when it comes. Never blocks.
+    def expect_message(self, tag: int, into: WriteableBuffer) -> ExpectedMessage:
+        """Provide contiguous memory for the next message with a tag, without blocking.
 
-        Somebody must read the connection meanwhile, or `wait_for` the message. Raises LinkError where the sizes differ.
+        Raises LinkError if the sizes differ. The memory is filled while another thread reads the connection, or by
+        `wait_for_message`.
         """
-        expected = Expected(view_bytes(into))
+        expected = ExpectedMessage(view_bytes(into))
         with self._lock:
             stored = self._take_stored(tag, len(expected.target))
             if stored is None:
                 self._expected.setdefault(tag, deque()).append(expected)
             else:
                 expected.target[:] = stored
-                expected.is_here = True
+                expected.has_arrived = True
         return expected
 
-    def wait_for(self, expected: Expected, *, patient: bool = False, seconds: float | None = None) -> None:
-        """Wait for a message, reading the connection if nobody else does.
+    def wait_for_message(
+        self, expected: ExpectedMessage, *, patient: bool = False, seconds: float | None = None
+    ) -> None:
+        """Wait for a message; read the connection if no other thread does.
 
-        With `seconds` it does not read, but waits at most so long for another thread to do it.
+        With `seconds` it does not read, but waits at most that long for another thread to do so.
         Raises LinkError, LinkTimeout.
         """
-        end = time.monotonic() + (seconds or 0.0)
+        deadline = time.monotonic() + (seconds or 0.0)
         with self._lock:
-            while not expected.is_here:
+            while not expected.has_arrived:
                 if self._problem is not None:
                     raise self._copy_problem()
                 if seconds is None and not self._busy:
                     self._busy = True
                     break
-                limit = self.stream.timeout if seconds is None else max(0.0, end - time.monotonic())
-                if not self._wait(limit) and not patient and not expected.is_here:
+                limit = self.stream.timeout if seconds is None else max(0.0, deadline - time.monotonic())
+                if not self._wait_for_change(limit) and not patient and not expected.has_arrived:
                     if seconds is None:
-                        raise self.explain(TimeoutError())
+                        raise self.explain_error(TimeoutError())
                     raise LinkTimeout(f"rank {self.peer} did not send the message within {seconds:g} s")
             else:
                 return
         try:
-            while not expected.is_here:
+            while not expected.has_arrived:
                 self._read_message(*self.stream.read_header(patient))
-        except BaseException as error:  # noqa: BLE001 (the next header could no longer be found)
-            raise self._fail(error) from None
-        self._release()
+        except BaseException as error:  # noqa: BLE001 (the position of the next header is lost)
+            raise self._end_after_error(error) from None
+        self._stop_reading()
 
     def receive_pieces(self, tag: int, length: int) -> Iterator[memoryview]:
-        """Yield the next message with a tag, of `length` bytes, in pieces of PIECE bytes and a last one.
+        """Yield the next message with a tag in pieces of at most PIECE_BYTES bytes.
 
-        Each is valid until the next one. A message that is not read to its end ends the link.
-        Raises LinkError, also where the sizes differ, and LinkTimeout.
+        The message has `length` bytes. Each piece is valid until the next one. Abandoning a message before its last
+        piece ends the link. Raises LinkError, also if the sizes differ, and LinkTimeout.
         """
-        stored = self._claim(tag, length)
+        stored = self._take_stored_or_start_reading(tag, length)
         if stored is not None:
-            for begin in range(0, length, PIECE):
-                yield memoryview(stored)[begin : begin + PIECE]
+            for start in range(0, length, PIECE_BYTES):
+                yield memoryview(stored)[start : start + PIECE_BYTES]
             return
         try:
-            self._find(tag, length)
+            self._read_up_to(tag, length)
             yield from self.stream.read_pieces(length)
-        except BaseException as error:  # noqa: BLE001 (the next header could no longer be found)
-            raise self._fail(error) from None
-        self._release(length)
+        except BaseException as error:  # noqa: BLE001 (the position of the next header is lost)
+            raise self._end_after_error(error) from None
+        self._stop_reading()
 
     def _take_stored(self, tag: int, length: int) -> bytearray | None:
-        """Return the oldest message of a tag that came before it was expected. Called under the lock."""
+        """Return the oldest stored message with a tag. The caller holds the lock."""
         queue = self._inbox.get(tag)
         if not queue:
             return None
@@ -115,8 +117,8 @@ class Incoming(Link):
             del self._inbox[tag]
         return stored
 
-    def _claim(self, tag: int, length: int) -> bytearray | None:
-        """Return a message that is there; None if this thread is to read the connection."""
+    def _take_stored_or_start_reading(self, tag: int, length: int) -> bytearray | None:
+        """Return a stored message, or None once this thread may read the connection."""
         with self._lock:
             while True:
                 stored = self._take_stored(tag, length)
@@ -127,20 +129,20 @@ class Incoming(Link):
                 if not self._busy:
                     self._busy = True
                     return None
-                if not self._wait(self.stream.timeout):
-                    raise self.explain(TimeoutError())
+                if not self._wait_for_change(self.stream.timeout):
+                    raise self.explain_error(TimeoutError())
 
-    def _find(self, tag: int, length: int) -> None:
-        """Read until the message with a tag begins; keep those before it."""
+    def _read_up_to(self, tag: int, length: int) -> None:
+        """Read the header of the next message with a tag, and all messages before it."""
         while True:
-            found, size = self.stream.read_header()
-            if found == tag:
+            next_tag, size = self.stream.read_header()
+            if next_tag == tag:
                 self._check_length(tag, size, length)
                 return
-            self._read_message(found, size)
+            self._read_message(next_tag, size)
 
     def _read_message(self, tag: int, size: int) -> None:
-        """Read a message to where it is expected, or store it."""
+        """Read a message into the memory where it is expected, or store it."""
         with self._lock:
             expected = self._take_expected(tag)
         stored = bytearray(0 if expected else size)
@@ -148,18 +150,17 @@ class Incoming(Link):
             self._check_length(tag, size, len(expected.target))
         self.stream.read_into(expected.target if expected else memoryview(stored))
         with self._lock:
-            if expected is None and (expected := self._take_expected(tag)):  # since the message began
+            if expected is None and (expected := self._take_expected(tag)):  # expected since the message began
                 self._check_length(tag, size, len(expected.target))
                 expected.target[:] = stored
             if expected is None:
                 self._inbox.setdefault(tag, deque()).append(stored)
             else:
-                expected.is_here = True
-            self.bytes_received += size
-            self._wake()
+                expected.has_arrived = True
+            self._wake_waiting_threads()
 
-    def _take_expected(self, tag: int) -> Expected | None:
-        """Return what is expected first with a tag. Called under the lock."""
+    def _take_expected(self, tag: int) -> ExpectedMessage | None:
+        """Return the first expected message with a tag. The caller holds the lock."""
         queue = self._expected.get(tag)
         if not queue:
             return None
@@ -171,14 +172,14 @@ class Incoming(Link):
     def _check_length(self, tag: int, size: int, length: int) -> None:
         if size != length:
             raise LinkError(
-                f"rank {self.peer} sent {size} bytes where {length} were expected (tag {tag}): the ranks call "
-                "different collectives, or with tensors of different sizes"
+                f"rank {self.peer} sent {size} bytes, expected {length} (tag {tag}): the ranks call different "
+                "collectives, or pass tensors of different sizes"
             )
 
-    def _release(self, length: int = 0) -> None:
+    def _stop_reading(self) -> None:
+        """Let another thread read the connection."""
         with self._lock:
-            self.bytes_received += length
             self._busy = False
             if self._problem is not None:
-                self._end(self._problem)
-            self._wake()
+                self._end_link(self._problem)
+            self._wake_waiting_threads()

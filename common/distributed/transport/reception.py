@@ -1,8 +1,8 @@
-"""Accepting the connections of the other ranks, and theirs only. Imports no torch.
+"""Accepting the connections of the other ranks, and no others. Imports no torch.
 
-One thread waits for all at once. Whoever does not prove within two seconds that it is a rank of this group is closed
-and named; of more than 64 at a time the oldest goes. So strangers cannot delay a rank by more than these two seconds,
-nor end it.
+One thread serves all connections. A connection that does not prove within two seconds that it belongs to a rank of this
+group is closed, and its address is printed. Of more than 64 pending connections the oldest is closed. Other programs
+can therefore neither stop a rank nor delay it by more than these two seconds.
 """
 
 from __future__ import annotations
@@ -24,174 +24,201 @@ from common.core.errors import Unreachable
 from common.distributed.transport.certificates import Identity, check_peer, describe_refusal
 from common.distributed.transport.socket_stream import TlsSocket
 from common.distributed.transport.welcome import (
-    LENGTH,
+    HELLO_HEADER,
     Direction,
-    Stranger,
+    UntrustedPeer,
     make_answer,
     parse_hello,
-    parse_length,
+    parse_hello_length,
 )
 
-SECONDS = 2.0  # until a guest must have proven who it is
-GUESTS = 64  # at a time
-BACKLOG = 1024  # connections that wait for their turn in the kernel; more would try again a second later
-TOLD = 20  # strangers' addresses that are printed
-PAUSE = 0.05  # seconds between two looks at the clock
+HANDSHAKE_SECONDS = 2.0  # time limit of a handshake
+MAX_PENDING = 64  # connections at a time
+BACKLOG = 1024  # connections in the kernel's queue; a connection beyond it would retry a second later
+MAX_PRINTED_HOSTS = 20  # hosts of refused connections that are printed
+POLL_SECONDS = 0.05  # between two checks of the time
+Warn = Callable[[str], object]  # prints a line
 
 
 @dataclass(eq=False)
-class Guest:
-    """A connection that has not yet proven whose it is."""
+class PendingConnection:
+    """A connection whose peer has not yet proven its identity."""
 
     socket: socket.socket
     host: str
-    where: str
+    address: str
     deadline: float
-    shaken: bool
-    """True when the TLS handshake is over, or without TLS."""
+    is_encrypted: bool
+    """True once the TLS handshake is complete; always true without TLS."""
     received: bytearray = field(default_factory=bytearray)
 
 
-class Reception:
-    """The open port of a rank, until all other ranks have connected to it."""
+class Acceptor:
+    """The open port of a rank until all other ranks have connected to it."""
 
     def __init__(
         self, group: str, rank: int, size: int, *, token: bytes, address: str, is_local: bool,
-        identity: Identity | None, tell: Callable[[str], object],
+        identity: Identity | None, warn: Warn,
     ) -> None:  # fmt: skip
-        self.group, self.rank, self.size, self.token = group, rank, size, token
-        self.identity, self.tell = identity, tell
-        self.arrived: dict[int, socket.socket] = {}
-        self._guests: dict[socket.socket, Guest] = {}  # oldest first
-        self._told: set[str] = set()
+        self.group = group
+        self.rank = rank
+        self.size = size
+        self.token = token
+        self.identity = identity
+        self.warn = warn
+        self.accepted: dict[int, socket.socket] = {}
+        self._pending: dict[socket.socket, PendingConnection] = {}  # oldest first
+        self._printed_hosts: set[str] = set()
         self._closing = False
         self._selector = selectors.DefaultSelector()
         listener = socket.create_server((address, 0), backlog=BACKLOG)
         self.port: int = listener.getsockname()[1]
-        self.local = secrets.token_hex(16) if is_local else ""
-        """Abstract name of the Unix socket for ranks of this host, empty if there is none."""
+        self.unix_socket_name = secrets.token_hex(16) if is_local else ""
+        """Abstract name of the Unix socket for ranks of this host; empty if there is none."""
         self._listeners = [listener]
         if is_local:
-            self._listeners.append(socket.socket(socket.AF_UNIX))
-            self._listeners[1].bind("\0" + self.local)
-            self._listeners[1].listen(BACKLOG)
+            unix_listener = socket.socket(socket.AF_UNIX)
+            unix_listener.bind("\0" + self.unix_socket_name)
+            unix_listener.listen(BACKLOG)
+            self._listeners.append(unix_listener)
         for listener in self._listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._receive_all, name="reception", daemon=True)
+        self._thread = threading.Thread(target=self._accept_ranks, name="reception", daemon=True)
         self._thread.start()
 
     def wait_for_ranks(self, deadline: float) -> dict[int, socket.socket]:
-        """Return the connection of each other rank. Raises Unreachable naming those that have not come by then."""
+        """Return the connection of each other rank.
+
+        Raises Unreachable, naming the ranks that are missing.
+        """
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        absent = [str(rank) for rank in range(self.size) if rank != self.rank and rank not in self.arrived]
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        absent = [str(rank) for rank in peers if rank not in self.accepted]
         if absent:
+            noun = "ranks" if len(absent) > 1 else "rank"
             raise Unreachable(
-                f"{'ranks' if len(absent) > 1 else 'rank'} {', '.join(absent)} did not connect to rank {self.rank} in "
-                f"time; see the logs there, check the firewall for port {self.port}, or raise launch.setup_timeout"
+                f"{noun} {', '.join(absent)} did not connect to rank {self.rank} in time; see the logs there, check "
+                f"the firewall for port {self.port}, or raise launch.setup_timeout"
             )
-        arrived, self.arrived = self.arrived, {}
-        return arrived
+        accepted = self.accepted
+        self.accepted = {}
+        return accepted
 
     def close(self) -> None:
-        """Close the port and all connections that nobody has taken."""
+        """Close the port, and all connections that `wait_for_ranks` has not returned."""
         self._closing = True
         self._thread.join()
-        for connection in self.arrived.values():
+        for connection in self.accepted.values():
             connection.close()
 
-    def _receive_all(self) -> None:
+    def _accept_ranks(self) -> None:
         with self._selector:
-            while len(self.arrived) < self.size - 1 and not self._closing:
-                for key, _ in self._selector.select(PAUSE):
+            while len(self.accepted) < self.size - 1 and not self._closing:
+                for key, _ in self._selector.select(POLL_SECONDS):
                     if key.data is None:
-                        self._admit_guest(cast(socket.socket, key.fileobj))
-                    elif key.data.socket in self._guests:  # not sent away a moment ago
-                        self._read_guest(key.data)
-                for guest in [guest for guest in self._guests.values() if guest.deadline < time.monotonic()]:
-                    self._refuse_guest(guest, f"had not proven within {SECONDS:g} s that it is a rank of this run")
-            for guest in list(self._guests.values()):
-                self._remove_guest(guest).close()
+                        self._accept_connection(cast(socket.socket, key.fileobj))
+                    elif key.data.socket in self._pending:  # not closed by an earlier event
+                        self._continue_handshake(key.data)
+                self._refuse_overdue()
+            for pending in list(self._pending.values()):
+                self._remove_pending(pending).close()
         for listener in self._listeners:
             listener.close()
 
-    def _admit_guest(self, listener: socket.socket) -> None:
-        if len(self._guests) >= GUESTS:
-            self._refuse_guest(next(iter(self._guests.values())), f"is one of more than {GUESTS} that say nothing")
+    def _refuse_overdue(self) -> None:
+        now = time.monotonic()
+        for pending in list(self._pending.values()):
+            if pending.deadline < now:
+                self._refuse_connection(
+                    pending, f"did not prove within {HANDSHAKE_SECONDS:g} s that it is a rank of this run"
+                )
+
+    def _accept_connection(self, listener: socket.socket) -> None:
+        if len(self._pending) >= MAX_PENDING:
+            oldest = next(iter(self._pending.values()))
+            self._refuse_connection(oldest, f"is one of more than {MAX_PENDING} without a complete handshake")
         try:
             connection, address = listener.accept()
-        except OSError as error:  # it has left, or no more files can be opened
+        except OSError as error:  # the peer has left, or no more files can be opened
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(PAUSE)
+                time.sleep(POLL_SECONDS)
             return
         connection.setblocking(False)
         is_local = connection.family == socket.AF_UNIX
-        host, where = ("this host", "this host") if is_local else (address[0], f"{address[0]}:{address[1]}")
-        guest = Guest(connection, host, where, time.monotonic() + SECONDS, shaken=is_local or self.identity is None)
+        host = "this host" if is_local else address[0]
+        pending = PendingConnection(
+            connection,
+            host,
+            address=host if is_local else f"{host}:{address[1]}",
+            deadline=time.monotonic() + HANDSHAKE_SECONDS,
+            is_encrypted=is_local or self.identity is None,
+        )
         try:
-            if not guest.shaken:
+            if not pending.is_encrypted:
                 assert self.identity
-                guest.socket = TlsSocket(connection, self.identity.server, server_side=True)
-            self._selector.register(guest.socket, selectors.EVENT_READ, guest)
+                pending.socket = TlsSocket(connection, self.identity.server, server_side=True)
+            self._selector.register(pending.socket, selectors.EVENT_READ, pending)
         except (OSError, ValueError):
-            guest.socket.close()
+            pending.socket.close()
             return
-        self._guests[guest.socket] = guest
-        # what TLS does between hosts the kernel does within one
+        self._pending[pending.socket] = pending
+        # within a host the kernel identifies the peer, so TLS is not needed
         if is_local and read_peer_user_id(connection) != os.getuid():
-            self._refuse_guest(guest, "belongs to another user")
+            self._refuse_connection(pending, "belongs to another user")
             return
-        self._read_guest(guest)
+        self._continue_handshake(pending)
 
-    def _read_guest(self, guest: Guest) -> None:
-        """Read what a guest has sent so far; accept or refuse it where that is enough to judge."""
+    def _continue_handshake(self, pending: PendingConnection) -> None:
+        """Read the available bytes; accept or refuse the peer once they suffice."""
         try:
-            if not guest.shaken:
-                assert self.identity and isinstance(guest.socket, TlsSocket)
-                guest.socket.do_handshake()
-                check_peer(guest.socket, self.identity)
-                guest.shaken = True
-            self._read_until(guest, LENGTH.size)
-            self._read_until(guest, LENGTH.size + parse_length(bytes(guest.received[: LENGTH.size])))
-            self._accept_guest(guest)
+            if not pending.is_encrypted:
+                assert self.identity and isinstance(pending.socket, TlsSocket)
+                pending.socket.do_handshake()
+                check_peer(pending.socket, self.identity)
+                pending.is_encrypted = True
+            self._read_bytes(pending, HELLO_HEADER.size)
+            length = parse_hello_length(bytes(pending.received[: HELLO_HEADER.size]))
+            self._read_bytes(pending, HELLO_HEADER.size + length)
+            self._accept_pending(pending)
         except BlockingIOError:
-            return  # more is to come
-        except Stranger as error:
-            self._refuse_guest(guest, str(error))
-        except Exception as error:  # noqa: BLE001 (whatever a stranger sends, this rank goes on)
-            self._refuse_guest(guest, describe_refusal(error))
+            return  # the peer has not sent everything yet
+        except UntrustedPeer as error:
+            self._refuse_connection(pending, str(error))
+        except Exception as error:  # noqa: BLE001 (no input of a peer may stop this rank)
+            self._refuse_connection(pending, describe_refusal(error))
 
-    def _read_until(self, guest: Guest, wanted: int) -> None:
-        """Read until `wanted` bytes are there, and not further: messages may follow."""
-        while len(guest.received) < wanted:
-            data = guest.socket.recv(wanted - len(guest.received))
+    def _read_bytes(self, pending: PendingConnection, count: int) -> None:
+        """Read until `count` bytes have arrived, and no further: messages may follow."""
+        while len(pending.received) < count:
+            data = pending.socket.recv(count - len(pending.received))
             if not data:
-                raise Stranger("left before it had said who it is")
-            guest.received += data
+                raise UntrustedPeer("closed the connection before the handshake")
+            pending.received += data
 
-    def _accept_guest(self, guest: Guest) -> None:
-        source = parse_hello(bytes(guest.received[LENGTH.size :]), self.group, self.rank, self.token)
-        if source in self.arrived or not 0 <= source < self.size or source == self.rank:
-            raise Stranger(f"says that it is rank {source}, which is here already")
-        guest.socket.sendall(make_answer(Direction(self.group, source, self.rank), self.token))
-        self.arrived[source] = self._remove_guest(guest)
+    def _accept_pending(self, pending: PendingConnection) -> None:
+        source = parse_hello(bytes(pending.received[HELLO_HEADER.size :]), self.group, self.rank, self.token)
+        if source in self.accepted or source == self.rank or not 0 <= source < self.size:
+            raise UntrustedPeer(f"claims to be rank {source}, which is already connected or does not exist")
+        pending.socket.sendall(make_answer(Direction(self.group, source, self.rank), self.token))
+        self.accepted[source] = self._remove_pending(pending)
 
-    def _refuse_guest(self, guest: Guest, reason: str) -> None:
-        if guest.host not in self._told and len(self._told) < TOLD:
-            self._told.add(guest.host)
+    def _refuse_connection(self, pending: PendingConnection, reason: str) -> None:
+        if pending.host not in self._printed_hosts and len(self._printed_hosts) < MAX_PRINTED_HOSTS:
+            self._printed_hosts.add(pending.host)
             with contextlib.suppress(OSError):
-                self.tell(
-                    f"rank {self.rank} refused a connection from {guest.where}, which {reason}; "
-                    "others from there are not mentioned"
+                self.warn(
+                    f"rank {self.rank} refused a connection from {pending.address}, which {reason}; further ones "
+                    "from there are not reported"
                 )
-        self._remove_guest(guest).close()
+        self._remove_pending(pending).close()
 
-    def _remove_guest(self, guest: Guest) -> socket.socket:
-        self._selector.unregister(guest.socket)
-        return self._guests.pop(guest.socket).socket
+    def _remove_pending(self, pending: PendingConnection) -> socket.socket:
+        self._selector.unregister(pending.socket)
+        return self._pending.pop(pending.socket).socket
 
 
 def read_peer_user_id(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end of a Unix socket, as the kernel knows it."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(user)
+    """Return the user id of the peer of a Unix socket, from the kernel."""
+    _, user_id, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(user_id)

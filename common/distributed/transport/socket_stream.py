@@ -1,4 +1,4 @@
-"""One end of a connection between two ranks: how messages become bytes of a socket, plain or TLS. Imports no torch."""
+"""Messages over one end of a socket, plain or TLS. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,31 +16,35 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 T = TypeVar("T")
-NOTHING = memoryview(bytearray())
+EMPTY_VIEW = memoryview(bytearray())
 
-HEADER = struct.Struct("<QQ")  # tag and bytes of a message
-SMALL = 1 << 16  # bytes up to which a message is copied where the kernel does not take it at once
-EAGER = 1 << 21  # bytes of it that the caller writes if the kernel takes them: waking a thread may take milliseconds
-PIECE = 1 << 18  # bytes of a large message that are handled at once: they stay in a core's cache
-Rest = Callable[[], None]
+HEADER = struct.Struct("<QQ")  # tag and length in bytes of a message
+SMALL_BYTES = 1 << 16  # bytes up to which a message that the kernel does not accept at once is copied
+EAGER_BYTES = 1 << 21  # bytes of a message that the calling thread writes: waking a thread may take milliseconds
+PIECE_BYTES = 1 << 18  # bytes of a large message that are processed at a time: they fit in a core's cache
+FinishWrite = Callable[[], None]
 
 
 def pack_seconds(seconds: float) -> bytes:
-    """Return a time limit as the kernel takes it."""
-    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    """Return a time limit as a C timeval, the format of socket options."""
+    microseconds = int(seconds % 1 * 1e6)
+    return struct.pack("ll", int(seconds), microseconds)
 
 
 def copy_if_small(data: memoryview) -> memoryview:
-    """Return a copy of at most SMALL bytes, whose memory the caller may change at once; more as they are."""
-    return data if len(data) > SMALL else memoryview(bytes(data))
+    """Return a copy of at most SMALL_BYTES bytes, longer data unchanged.
+
+    The caller may reuse the memory of copied data.
+    """
+    return data if len(data) > SMALL_BYTES else memoryview(bytes(data))
 
 
-OPEN: weakref.WeakSet[SocketStream] = weakref.WeakSet()
+OPEN_STREAMS: weakref.WeakSet[SocketStream] = weakref.WeakSet()
 
 
 def close_inherited_sockets() -> None:
-    """Close the sockets that a forked process has inherited: a connection would outlive its rank."""
-    for stream in OPEN:
+    """Close the sockets that a forked process inherits; otherwise a connection would outlive its rank."""
+    for stream in OPEN_STREAMS:
         stream.close()
 
 
@@ -48,34 +52,35 @@ os.register_at_fork(after_in_child=close_inherited_sockets)
 
 
 class TlsSocket(socket.socket):
-    """TLS over a connected socket, of which it takes hold. One thread at a time may use it.
+    """TLS over a connected socket, whose file descriptor it takes over. Not thread-safe.
 
-    ssl.SSLSocket calls the kernel for each record of 16 kB; here one call carries as many as there are.
+    ssl.SSLSocket makes one system call per record of 16 kB; this class passes many records to one call.
     """
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, server_side: bool = False) -> None:
-        seconds = connection.gettimeout()
+        timeout = connection.gettimeout()
         super().__init__(fileno=connection.detach())
-        self.settimeout(seconds)
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.settimeout(timeout)
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
-        self._records = memoryview(bytearray(PIECE))
+        self._records = memoryview(bytearray(PIECE_BYTES))
 
     def do_handshake(self) -> None:
-        """Agree on keys. Raises ssl.SSLError, and BlockingIOError where the socket does not wait: call it again."""
-        self._repeat(self._tls.do_handshake)
+        """Perform the TLS handshake. Raises ssl.SSLError; on a non-blocking socket BlockingIOError: call it again."""
+        self._call_until_complete(self._tls.do_handshake)
         self._flush()
 
     def get_certificate(self) -> bytes | None:
-        """Return the certificate of the other side (DER)."""
+        """Return the peer's certificate (DER)."""
         return self._tls.getpeercert(binary_form=True)
 
     def version(self) -> str | None:
-        """Return the version of the protocol."""
+        """Return the version of the TLS protocol."""
         return self._tls.version()
 
     def encrypt(self, data: ReadableBuffer) -> bytes:
-        """Return what must be sent to the other side, in the order of the calls, for it to read these bytes."""
+        """Return the encrypted bytes of `data`, to be sent in call order."""
         self._tls.write(data)
         return self._outgoing.read()
 
@@ -84,19 +89,20 @@ class TlsSocket(socket.socket):
 
     def recv(self, count: int, flags: int = 0) -> bytes:
         try:
-            return self._repeat(self._tls.read, count)
+            return self._call_until_complete(self._tls.read, count)
         except ssl.SSLEOFError:
             return b""
 
     def recv_into(self, target: WriteableBuffer, count: int = 0, flags: int = 0) -> int:
-        """Return how many bytes were read: with or without MSG_WAITALL at most those of one record."""
+        """Return the number of bytes read, at most one TLS record, even with MSG_WAITALL."""
         try:
-            return cast(int, self._repeat(self._tls.read, count or len(memoryview(target)), target))
+            limit = count or len(memoryview(target))
+            return cast(int, self._call_until_complete(self._tls.read, limit, target))
         except ssl.SSLEOFError:
             return 0
 
-    def _repeat(self, call: Callable[..., T], *arguments: object) -> T:
-        """Call until that needs nothing more from the other side."""
+    def _call_until_complete(self, call: Callable[..., T], *arguments: object) -> T:
+        """Repeat a call of the TLS object until it needs no more records."""
         while True:
             try:
                 return call(*arguments)
@@ -109,7 +115,7 @@ class TlsSocket(socket.socket):
                     self._incoming.write_eof()
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
-                    self._flush()  # tells the other side why
+                    self._flush()  # sends the alert, so that the peer can log the reason
                 raise
 
     def _flush(self) -> None:
@@ -118,57 +124,70 @@ class TlsSocket(socket.socket):
 
 
 class SocketStream:
-    """One end of a connection, plain or TLS, on which messages go in one direction."""
+    """One end of a connection, plain or TLS, that carries messages in one direction."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
-        self.socket, self.timeout = connection, timeout
+        self.socket = connection
+        self.timeout = timeout
         self._scratch = bytearray()
-        OPEN.add(self)
+        OPEN_STREAMS.add(self)
         if connection.family == socket.AF_INET:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(None)  # with a limit of Python's own, each call would poll first
+        connection.settimeout(None)  # with a Python timeout, each call would poll first
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, pack_seconds(timeout))
 
     # ---- writing
 
-    def begin_message(self, tag: int, data: memoryview) -> Rest | None:
-        """Write what needs no waiting; return what writes the rest and may block, None if nothing is left."""
+    def begin_message(self, tag: int, data: memoryview) -> FinishWrite | None:
+        """Start writing a message without blocking.
+
+        Return a function that writes the remainder and may block, None if nothing remains.
+        """
         header = HEADER.pack(tag, len(data))
         if isinstance(self.socket, TlsSocket):
             return self._begin_encrypted(self.socket, header, data)
-        now, later = data[:EAGER], data[EAGER:]
-        sent = self._write_now(header, now)
+        eager = data[:EAGER_BYTES]
+        sent = self._write_now(header, eager)
         if sent == HEADER.size + len(data):
             return None
-        left = header[sent:], copy_if_small(now[max(0, sent - HEADER.size) :]), copy_if_small(later)
-        return functools.partial(self._write_rest, *left)
+        unsent = copy_if_small(eager[max(0, sent - HEADER.size) :])
+        deferred = copy_if_small(data[EAGER_BYTES:])
+        return functools.partial(self._write_remainder, header[sent:], unsent, deferred)
 
-    def _begin_encrypted(self, to: TlsSocket, header: bytes, data: memoryview) -> Rest | None:
-        begun, left = to.encrypt(header + data[:SMALL]), data[SMALL:]
-        while (sent := self._write_now(begun)) == len(begun) and len(left) > max(0, len(data) - EAGER):
-            begun, left = to.encrypt(left[:PIECE]), left[PIECE:]
-        begun = begun[sent:]
-        return functools.partial(self._write_rest, begun, NOTHING, copy_if_small(left)) if begun or left else None
+    def _begin_encrypted(self, tls_socket: TlsSocket, header: bytes, data: memoryview) -> FinishWrite | None:
+        encrypted = tls_socket.encrypt(header + data[:SMALL_BYTES])
+        remaining = data[SMALL_BYTES:]
+        deferred_bytes = max(0, len(data) - EAGER_BYTES)
+        while (sent := self._write_now(encrypted)) == len(encrypted) and len(remaining) > deferred_bytes:
+            encrypted = tls_socket.encrypt(remaining[:PIECE_BYTES])
+            remaining = remaining[PIECE_BYTES:]
+        unsent = encrypted[sent:]
+        if not unsent and not remaining:
+            return None
+        return functools.partial(self._write_remainder, unsent, EMPTY_VIEW, copy_if_small(remaining))
 
     def _write_now(self, *parts: ReadableBuffer) -> int:
-        """Return how many bytes the kernel took at once."""
+        """Return how many bytes the kernel accepted without blocking."""
         try:
             return self.socket.sendmsg(parts, [], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
 
-    def _write_rest(self, begun: bytes, now: memoryview, later: memoryview) -> None:
-        """Write what is left of bytes that are encrypted where they must be, and the data after them."""
-        socket.socket.sendall(self.socket, begun + now[:SMALL])  # no packet for a header alone
-        for data in (now[SMALL:], later):
-            for begin in range(0, len(data), PIECE):  # the time limit counts for a call
-                self.socket.sendall(data[begin : begin + PIECE])
+    def _write_remainder(self, encoded: bytes, unsent: memoryview, deferred: memoryview) -> None:
+        """Write `encoded` (a header or encrypted bytes), then data not yet encrypted."""
+        socket.socket.sendall(self.socket, encoded + unsent[:SMALL_BYTES])  # no packet with a header only
+        for data in (unsent[SMALL_BYTES:], deferred):
+            for start in range(0, len(data), PIECE_BYTES):  # the time limit applies to each call
+                self.socket.sendall(data[start : start + PIECE_BYTES])
 
     # ---- reading
 
     def read_header(self, patient: bool = False) -> tuple[int, int]:
-        """Wait for a message, without a time limit if `patient`; return its tag and length. Raises EOFError."""
+        """Wait for a message and return its tag and length. Raises EOFError.
+
+        With `patient` there is no time limit.
+        """
         header = self.read_some(HEADER.size, patient)
         while len(header) < HEADER.size:
             header += self.read_some(HEADER.size - len(header))
@@ -176,7 +195,7 @@ class SocketStream:
         return tag, length
 
     def read_some(self, count: int, patient: bool = False) -> bytes:
-        """Wait for at most `count` bytes, at least one. Raises EOFError if the other side has closed."""
+        """Wait for 1 to `count` bytes. Raises EOFError if the peer closed the connection."""
         while True:
             try:
                 data = self.socket.recv(count)
@@ -189,7 +208,7 @@ class SocketStream:
             return data
 
     def read_into(self, target: memoryview) -> None:
-        """Fill `target`. Raises EOFError if the other side closes before."""
+        """Fill `target`. Raises EOFError if the peer closes the connection first."""
         while len(target):
             count = self.socket.recv_into(target, 0, socket.MSG_WAITALL)
             if not count:
@@ -197,22 +216,25 @@ class SocketStream:
             target = target[count:]
 
     def read_pieces(self, length: int) -> Iterator[memoryview]:
-        """Yield `length` bytes in pieces, all but the last of PIECE bytes, each valid until the next one."""
-        if len(self._scratch) < min(length, PIECE):
-            self._scratch = bytearray(PIECE)
+        """Yield `length` bytes in pieces of PIECE_BYTES; the last may be shorter.
+
+        Each piece is valid until the next one.
+        """
+        if len(self._scratch) < min(length, PIECE_BYTES):
+            self._scratch = bytearray(PIECE_BYTES)
         scratch = memoryview(self._scratch)
-        for begin in range(0, length, PIECE):
-            piece = scratch[: min(PIECE, length - begin)]
+        for start in range(0, length, PIECE_BYTES):
+            piece = scratch[: min(PIECE_BYTES, length - start)]
             self.read_into(piece)
             yield piece
 
-    # ---- the end
+    # ---- closing
 
-    def end_calls(self) -> None:
-        """End what any thread reads or writes here."""
-        with contextlib.suppress(OSError):  # the other side was faster
+    def interrupt_calls(self) -> None:
+        """Make pending reads and writes of all threads return."""
+        with contextlib.suppress(OSError):  # the peer may have closed the connection
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the socket back; no thread may be reading or writing."""
+        """Close the socket; no thread may be reading or writing."""
         self.socket.close()

@@ -1,9 +1,10 @@
-"""The welcome of a connection: what both ranks prove before it counts. Imports no torch.
+"""Handshake in which two ranks prove that they belong to the same group.
 
-The rank that connects says who it is, and both prove that they know a random token that the other published through the
-rendezvous. So no run is joined by accident or by a port scanner. It is no protection against whoever reads the network
-or the rendezvous: that is what TLS is for, under which the same welcome follows the handshake. (Under TLS 1.3 the
-handshake of a client succeeds before the server has judged its certificate: only the answer says that it did.)
+The connecting rank sends its identity. Both ranks then prove that they know a random token that the accepting rank
+published through the rendezvous, so neither a misdirected rank nor a port scanner can join a run. The handshake does
+not protect against an attacker who reads the network or the rendezvous. TLS does; the same handshake then follows the
+TLS handshake. (In TLS 1.3 the client's handshake completes before the server has verified its certificate. Only the
+answer confirms that the server accepted it.) Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ import json
 import struct
 from typing import NamedTuple
 
-LENGTH = struct.Struct("!I")  # of a hello, before it
-LONGEST = 4096  # bytes of a hello
-ANSWER = hashlib.sha256().digest_size  # bytes of an answer
+HELLO_HEADER = struct.Struct("!I")  # length in bytes of the hello that follows
+MAX_HELLO_BYTES = 4096
+ANSWER_BYTES = hashlib.sha256().digest_size
+INVALID_HELLO = "sent an invalid handshake"
 
 
-class Stranger(Exception):
-    """Somebody who does not belong here; the text completes `a connection from ADDRESS, which ...`."""
+class UntrustedPeer(Exception):
+    """The peer is not a rank of this group.
+
+    The message completes `a connection from ADDRESS, which ...`.
+    """
 
 
 class Direction(NamedTuple):
-    """Subject of a welcome: a connection of a run, an attempt and a group, from one rank to another."""
+    """Identity of a connection: run, attempt and group, and the ranks that it connects."""
 
     group: str
     """Run, attempt and process group."""
@@ -33,42 +38,49 @@ class Direction(NamedTuple):
 
 
 def make_hello(direction: Direction, token: bytes) -> bytes:
-    """Return what the source sends first; `token` is that of the target."""
-    text = json.dumps([*direction, compute_proof("hello", direction, token).hex()]).encode()
-    return LENGTH.pack(len(text)) + text
+    """Return the first message of the source; `token` is the one that the target published."""
+    proof = compute_proof("hello", direction, token).hex()
+    text = json.dumps([*direction, proof]).encode()
+    return HELLO_HEADER.pack(len(text)) + text
 
 
 def make_answer(direction: Direction, token: bytes) -> bytes:
-    """Return what the target answers."""
+    """Return the target's answer."""
     return compute_proof("welcome", direction, token)
 
 
-def compute_proof(word: str, direction: Direction, token: bytes) -> bytes:
-    """Return what only who knows the token can know."""
-    return hmac.digest(token, json.dumps([word, *direction]).encode(), "sha256")
+def compute_proof(purpose: str, direction: Direction, token: bytes) -> bytes:
+    """Return an HMAC that proves knowledge of the token."""
+    message = json.dumps([purpose, *direction]).encode()
+    return hmac.digest(token, message, "sha256")
 
 
-def parse_length(head: bytes) -> int:
-    """Return the length of a hello. Raises Stranger."""
-    (length,) = LENGTH.unpack(head)
-    if not 0 < length <= LONGEST:
-        raise Stranger("sent what is no welcome")
+def parse_hello_length(header: bytes) -> int:
+    """Return the length in bytes of a hello. Raises UntrustedPeer."""
+    (length,) = HELLO_HEADER.unpack(header)
+    if not 0 < length <= MAX_HELLO_BYTES:
+        raise UntrustedPeer(INVALID_HELLO)
     return int(length)
 
 
 def parse_hello(body: bytes, group: str, target: int, token: bytes) -> int:
-    """Return the rank that sent a hello. Raises Stranger if it does not belong to this group, or cannot prove it."""
+    """Return the rank that sent a hello.
+
+    Raises UntrustedPeer for another group, another target or a wrong proof.
+    """
     try:
-        theirs, source, wanted, proof = json.loads(body)
+        peer_group, source, peer_target, proof = json.loads(body)
     except (ValueError, TypeError, RecursionError):
-        raise Stranger("sent what is no welcome") from None
-    if not (isinstance(theirs, str) and isinstance(proof, str) and type(source) is int and type(wanted) is int):
-        raise Stranger("sent what is no welcome")
-    if theirs != group:
-        raise Stranger(f"belongs to {theirs[:80]!a}, not to {group}")
-    if wanted != target:
-        raise Stranger(f"looks for rank {wanted}")
+        raise UntrustedPeer(INVALID_HELLO) from None
+    are_strings = isinstance(peer_group, str) and isinstance(proof, str)
+    if not (are_strings and type(source) is int and type(peer_target) is int):
+        raise UntrustedPeer(INVALID_HELLO)
+
+    if peer_group != group:
+        raise UntrustedPeer(f"belongs to {peer_group[:80]!a}, not to {group}")
+    if peer_target != target:
+        raise UntrustedPeer(f"is looking for rank {peer_target}")
     expected = compute_proof("hello", Direction(group, source, target), token).hex()
     if not hmac.compare_digest(proof.encode(errors="replace"), expected.encode()):
-        raise Stranger("does not know the token that this rank published")
+        raise UntrustedPeer("does not know the token that this rank published")
     return source

@@ -10,7 +10,7 @@ SAID = {
     "[transport/tcp/unbound_buffer.cc:84] Timed out waiting 1800000ms for recv operation to complete": True,
     "Application timeout caused pair closure": True,
     "[transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3141": False,
-    "all_reduce: rank 1 neither sent nor took anything for 120 s; see its log, or raise launch.step_timeout": True,
+    "all_reduce: rank 1 does not answer (no progress for 120 s); see its log, or raise launch.step_timeout": True,
     "all_reduce: rank 1 has closed its connection; see its log": False,
 }
 

@@ -16,14 +16,12 @@ from common.core.errors import UserError
 from common.distributed.transport import algorithms
 from common.distributed.transport.algorithms import (
     NAMES,
-    Algorithm,
-    Move,
     build_algorithm,
     build_by_size,
     check_algorithm,
     count_bytes,
-    find_chunk,
 )
+from common.distributed.transport.moves import Algorithm, Move, find_chunk
 from tests.harness.warm import ROOT
 
 SIZES = (*range(1, 9), 16)
@@ -105,7 +103,7 @@ def test_chunks_are_nearly_equal_and_leave_nothing_out() -> None:
 def test_three_ranks_cannot_halve_and_are_told_so() -> None:
     algorithm = build_algorithm("halving_doubling", 3)
     assert replace(algorithm, note="") == build_algorithm("ring", 3)
-    assert algorithm.note == "halving_doubling needs a power of two ranks, not 3: the ring is taken instead"
+    assert algorithm.note == "halving_doubling needs a power of two ranks, got 3; using ring instead"
     assert not build_algorithm("halving_doubling", 4).note
 
 
@@ -150,18 +148,18 @@ def pass_on(kind: str) -> list[list[tuple[str, int, int]]]:
 MISTAKES: dict[str, tuple[Any, str]] = {
     "all wait first": (
         [[("add", 0, 1), ("send", 0, 1)], [("add", 0, 0), ("send", 0, 0)]],
-        "deadlock: rank 0, move 0 (add chunk 0 from rank 1) waits for what rank 1 sends at its move 1, but rank 1, "
-        "move 0 (add chunk 0 from rank 0) comes first and waits too (rank 0 for rank 1 for rank 0)",
+        "deadlock: rank 0, move 0 (add chunk 0 from rank 1) waits for the message that rank 1 sends at its move 1, but "
+        "rank 1, move 0 (add chunk 0 from rank 0) comes first and waits too (rank 0 for rank 1 for rank 0)",
     ),
     "a circle of some": (
         [[("add", 0, 1)], [("add", 0, 2), ("send", 0, 0), ("send", 0, 2)], [("add", 0, 1), ("send", 0, 1)]],
-        "deadlock: rank 1, move 0 (add chunk 0 from rank 2) waits for what rank 2 sends at its move 1, but rank 2, "
-        "move 0 (add chunk 0 from rank 1) comes first and waits too (rank 1 for rank 2 for rank 1)",
+        "deadlock: rank 1, move 0 (add chunk 0 from rank 2) waits for the message that rank 2 sends at its move 1, but "
+        "rank 2, move 0 (add chunk 0 from rank 1) comes first and waits too (rank 1 for rank 2 for rank 1)",
     ),
     # the ring of PyTorch's first tutorial got every message and added none (pytorch#31572)
     "the old tutorial's ring": (
         pass_on("receive"),
-        "rank 0 ends without the values of rank 0, 2 in chunk 0, as left by its move 3 (receive chunk 0 from rank 2)",
+        "rank 0 ends without the values of rank 0, 2 in chunk 0, written by its move 3 (receive chunk 0 from rank 2)",
     ),
     "whole sums around the ring": (
         pass_on("add"),
@@ -169,7 +167,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "a chunk that nobody adds": (
         [[("send", 0, 1), ("send", 2, 1), *SUM[0][1:]], [SUM[1][0], ("receive", 2, 0), SUM[1][1]]],
-        "rank 0 ends without the values of rank 1 in chunk 1, which no move of it writes",
+        "rank 0 ends without the values of rank 1 in chunk 1, which none of its moves writes",
     ),
     "another chunk": (
         [[("send", 0, 1), ("send", 1, 1)], [("add", 1, 0), ("add", 0, 0)]],
@@ -180,20 +178,20 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         "rank 1, move 0 (add chunk 0 from rank 0) gets another chunk: the next message is rank 0, move 0 (send chunks "
         "0-1 to rank 1)",
     ),
-    "to itself": ([[("send", 0, 0)], []], "rank 0, move 0 (send chunk 0 to rank 0) is a message of a rank to itself"),
+    "to itself": ([[("send", 0, 0)], []], "rank 0, move 0 (send chunk 0 to rank 0) is a message from a rank to itself"),
     "to nobody": ([[], [("send", 0, 2)]], "rank 1, move 0 (send chunk 0 to rank 2) names a rank that does not exist"),
     "never sent": (
         [[SUM[0][0]], [*SUM[1], ("add", 0, 0)]],
-        "rank 1, move 2 (add chunk 0 from rank 0) waits for ever: rank 0 sends it no further message",
+        "rank 1, move 2 (add chunk 0 from rank 0) waits forever: rank 0 sends it no further message",
     ),
     "never taken": (
         [[*SUM[0]], [*SUM[1], ("send", 0, 0)]],
-        "rank 1, move 2 (send chunk 0 to rank 0) is never taken by rank 0",
+        "rank 1, move 2 (send chunk 0 to rank 0) is never received by rank 0",
     ),
     "in its own order": (
         [[("send", 0, a), ("send", 0, b), ("add", 0, a), ("add", 0, b)] for a, b in ((1, 2), (0, 2), (0, 1))],
-        "rank 2 ends with chunk 0 added up in another order than on rank 0, as left by its move 3 (add chunk 0 from "
-        "rank 1): they would round differently; add it up on one rank and send the sum",
+        "rank 2 adds up chunk 0 in a different order than rank 0, written by its move 3 (add chunk 0 from rank 1): the "
+        "sums would round differently; add it up on one rank and send the sum",
     ),
     "no such kind": ([[("give", 0, 1)], []], "rank 0, move 0 (give chunk 0 from rank 1) is none of send, receive, add"),
     "below the first chunk": ([[("send", -1, 1)], []], "rank 0, move 0 (send chunk -1 to rank 1) names a chunk that"),
@@ -233,7 +231,7 @@ def test_algorithms_by_size_are_read() -> None:
     "names", ["tree<ring", "tree<64", "tree<9<ring<9<star", "tree<0<ring", "tree<x<ring", "tree<4<oak", "<4<ring"]
 )
 def test_algorithms_by_size_that_cannot_be_read_are_refused(names: str) -> None:
-    with pytest.raises(UserError, match=f"launch.algorithm={names}: .* as in tree<65536<ring; there are ring, "):
+    with pytest.raises(UserError, match=f"launch.algorithm={names}: .* as in tree<65536<ring; available: ring, "):
         build_by_size(names, 4)
 
 
@@ -272,7 +270,7 @@ def test_drawings_show_hosts_whole_vectors_and_what_is_taken_instead(
     assert lines[3].split("   ")[-1] == "rank 3, host 1" and lines[4].startswith("step 1   c2-3 +> r1   ")
     lines = draw(monkeypatch, capsys, "star", "3")
     assert lines[4:6] == ["step 1   .           all +> r0   .", "step 2   .           .           all +> r0"]
-    assert draw(monkeypatch, capsys, "halving_doubling", "3")[0].endswith("not 3: the ring is taken instead")
+    assert draw(monkeypatch, capsys, "halving_doubling", "3")[0].endswith("got 3; using ring instead")
     assert draw(monkeypatch, capsys, "tree", "1")[0] == "tree: 1 rank, 1 chunk, 0 steps"
 
 
@@ -280,9 +278,9 @@ def test_drawings_show_hosts_whole_vectors_and_what_is_taken_instead(
     ("words", "message"),
     [
         ("", "the following arguments are required: algorithm, ranks; usage: python -m common.distributed.transport"),
-        ("ring 0", "argument ranks: '0' is no number from 1 to 64; usage: "),
-        ("ring many", "argument ranks: 'many' is no number from 1 to 64; usage: "),
-        ("ring 4 65", "argument each: '65' is no number from 1 to 64; usage: "),
+        ("ring 0", "argument ranks: expected a number from 1 to 64, got '0'; usage: "),
+        ("ring many", "argument ranks: expected a number from 1 to 64, got 'many'; usage: "),
+        ("ring 4 65", "argument each: expected a number from 1 to 64, got '65'; usage: "),
         ("ring 4 2 1", "unrecognized arguments: 1; usage: "),
         ("rng 4", "launch.algorithm=rng is neither FILE.py:function nor one of ring, "),
         ("nowhere.py:f 4", "launch.algorithm=nowhere.py:f: there is no file "),
@@ -300,4 +298,4 @@ def test_bad_arguments_end_with_one_line(
 def test_a_refused_drawing_has_status_2_and_no_traceback() -> None:
     done = subprocess.run([*WORDS, "ring", "0"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith("error: argument ranks: '0' is no") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: argument ranks: expected a number") and done.stderr.count("\n") == 1

@@ -57,10 +57,10 @@ def begin_tomorrow(folder: Path) -> None:
     [
         (lambda folder: (folder / "key.pem").unlink(), r"no certificate in .*: No such file or directory"),
         (lambda folder: (folder / "certificate.pem").write_text("x"), "the certificate in .* is damaged"),
-        (lambda folder: folder.chmod(0o755), "key.pem can be read by others: chmod 700"),
-        (lambda folder: (folder / "key.pem").chmod(0o640), "key.pem can be read by others: chmod 700"),
-        (expire, "is valid from .* to .*, and on .* it is .*; check the clock, or start again"),
-        (begin_tomorrow, "is valid from .* to .*, and on .* it is .*; check the clock, or start again"),
+        (lambda folder: folder.chmod(0o755), "key.pem can be read by other users; run chmod 700"),
+        (lambda folder: (folder / "key.pem").chmod(0o640), "key.pem can be read by other users; run chmod 700"),
+        (expire, "is valid from .* to .*, but the clock of .* shows .*; check the clock, or start again"),
+        (begin_tomorrow, "is valid from .* to .*, but the clock of .* shows .*; check the clock, or start again"),
     ],
     ids=["missing", "damaged", "folder", "key", "expired", "early"],
 )
@@ -133,4 +133,4 @@ def test_a_rank_waits_when_a_stranger_answers_in_place_of_another(identity: Iden
                 other.server.wrap_socket(connection, server_side=True).close()
         with pytest.raises(Unreachable, match=f"at 127.0.0.1:{port}: shows a certificate of another run"):
             waiting.result()
-    assert meeting.lines == [f"rank 0 waits for rank 1 at 127.0.0.1:{port}: shows a certificate of another run"]
+    assert meeting.lines == [f"rank 0 is waiting for rank 1 at 127.0.0.1:{port}: shows a certificate of another run"]

@@ -74,7 +74,7 @@ def test_neither_part_of_a_line_is_negative() -> None:
 
 @pytest.mark.parametrize("measured", [[], [(4, 1e-4)], [(4, 1e-4), (4, 2e-4)], [(4, 0.0), (8, 1e-4)]])
 def test_too_few_times_are_refused(measured: list[tuple[float, float]]) -> None:
-    with pytest.raises(UserError, match="a line needs times above 0 of at least two sizes"):
+    with pytest.raises(UserError, match="fitting a line needs positive times of at least two sizes"):
         fit_line(measured)
 
 
@@ -98,9 +98,9 @@ def test_the_choice_follows_the_size() -> None:
 def test_with_many_ranks_less_is_simulated_and_the_choice_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 chooses while the others wait; a ring of p ranks has 4 p (p - 1) moves."""
     simulated = choose_by_size(LINES, NAMES, 12, "aaabbbcccddd")
-    monkeypatch.setattr(cost, "MOST_MOVES", 0)
+    monkeypatch.setattr(cost, "MAX_MOVES", 0)
     assert choose_by_size(LINES, NAMES, 12, "aaabbbcccddd") == simulated, "two sizes and a line say the same"
-    monkeypatch.setattr(cost, "LONGEST", 11)
+    monkeypatch.setattr(cost, "MAX_RANKS", 11)
     assert "ring" not in choose_by_size(LINES, ("ring", "tree"), 12)
     assert choose_by_size(LINES, ("two_level", "tree"), 12).endswith("tree")
     assert choose_by_size(LINES, ("two_level", "tree"), 12, "aaaaaabbbbbb").endswith("two_level")

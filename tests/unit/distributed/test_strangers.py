@@ -14,8 +14,8 @@ import pytest
 from common.core.errors import Unreachable
 from common.distributed.transport import reception
 from common.distributed.transport.connecting import Links, Published
-from common.distributed.transport.reception import GUESTS
-from common.distributed.transport.welcome import ANSWER, Direction, make_hello
+from common.distributed.transport.reception import MAX_PENDING
+from common.distributed.transport.welcome import ANSWER_BYTES, Direction, make_hello
 from tests.harness.chance import draw_seed
 from tests.harness.processes import PATIENCE
 from tests.harness.strangers import attack
@@ -79,10 +79,10 @@ TOKEN = b"a guess, not the token"
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "sent what is no welcome"),
+        (b"GET / HTTP/1.1\r\n\r\n", "sent an invalid handshake"),
         (make_hello(Direction("run", 1, 0), TOKEN), "does not know the token that this rank published"),
         (make_hello(Direction("last week's", 1, 0), TOKEN), 'belongs to "last week\'s", not to run'),
-        (make_hello(Direction("run", 0, 1), TOKEN), "looks for rank 1"),
+        (make_hello(Direction("run", 0, 1), TOKEN), "is looking for rank 1"),
     ],
     ids=["http", "token", "run", "rank"],
 )
@@ -97,7 +97,7 @@ def test_a_stranger_is_refused_and_named(waiting: Waiting, data: bytes, reason: 
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reception, "SECONDS", 0.2)
+    monkeypatch.setattr(reception, "HANDSHAKE_SECONDS", 0.2)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -124,7 +124,7 @@ def test_a_program_that_cannot_prove_the_token_is_not_taken_for_a_rank(meeting: 
         while not waiting.done():
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
-                connection.sendall(bytes(ANSWER))
+                connection.sendall(bytes(ANSWER_BYTES))
                 connection.recv(1000)
                 connection.close()
         with pytest.raises(Unreachable, match=f"rank 1 at 127.0.0.1:{port}: another program answers there"):
@@ -138,7 +138,7 @@ def test_silence_and_half_a_welcome_end_after_their_time(brief: None, waiting: W
         assert silent.recv(1) == b""
         with contextlib.suppress(ConnectionResetError):  # not all that it had sent was read
             assert half.recv(1) == b""
-    assert any("had not proven within 0.2 s that it is a rank of this run" in line for line in waiting.meeting.lines)
+    assert any("did not prove within 0.2 s that it is a rank of this run" in line for line in waiting.meeting.lines)
 
 
 @pytest.mark.parametrize("meeting", ["tcp"], indirect=True)
@@ -148,22 +148,22 @@ def test_the_position_of_a_rank_that_is_here_is_taken(meeting: Meeting) -> None:
         found = Published(*json.loads(meeting.get("link/0")))
         with socket.create_connection((found.address, found.port)) as first:
             first.sendall(make_hello(Direction("run", 1, 0), bytes.fromhex(found.token)))
-            assert len(first.recv(100)) == ANSWER
+            assert len(first.recv(100)) == ANSWER_BYTES
             with socket.create_connection((found.address, found.port)) as second:
                 second.sendall(make_hello(Direction("run", 1, 0), bytes.fromhex(found.token)))
                 assert second.recv(100) == b""
         with pytest.raises(Unreachable, match="rank 1 has not published its address"):
             zero.result(PATIENCE)
-    assert "says that it is rank 1, which is here already" in meeting.lines[0]
+    assert "claims to be rank 1, which is already connected" in meeting.lines[0]
 
 
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reception, "SECONDS", 10 * PATIENCE)
+    monkeypatch.setattr(reception, "HANDSHAKE_SECONDS", 10 * PATIENCE)
 
 
 def test_more_connections_than_are_heard_at_a_time_keep_nobody_out(endless: None, waiting: Waiting) -> None:
-    waiting.held += [waiting.connect() for _ in range(3 * GUESTS)]
+    waiting.held += [waiting.connect() for _ in range(3 * MAX_PENDING)]
 
 
 def test_random_input_ends_nobody(waiting: Waiting) -> None:
@@ -175,6 +175,6 @@ def test_ranks_that_do_not_come_are_named(meeting: Meeting) -> None:
         meeting.join(0, 2, setup_timeout=0.1)
     one = Published("127.0.0.1", 1, "00", "", "")
     meeting.set("link/1", json.dumps(one))
-    told = "rank 0 cannot connect to rank 1 at 127.0.0.1:1: Connection refused; see the log there, check the firewall"
+    told = "rank 0 cannot connect to rank 1 at 127.0.0.1:1: Connection refused; see its log, check the firewall"
     with pytest.raises(Unreachable, match=told):
         meeting.join(0, 2, setup_timeout=0.1)

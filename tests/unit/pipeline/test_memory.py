@@ -28,15 +28,15 @@ def test_ranks_sleep_at_once_where_they_are_more_than_the_allowed_cores(monkeypa
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
-    assert [memory_links.choose_polling_seconds(ranks) for ranks in (2, 3)] == [memory_links.SPIN, 0.0]
+    assert [memory_links.choose_polling_seconds(ranks) for ranks in (2, 3)] == [memory_links.POLLING_SECONDS, 0.0]
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")  # each rank is bound to its own
-    assert [memory_links.choose_polling_seconds(ranks) for ranks in (4, 5)] == [memory_links.SPIN, 0.0]
+    assert [memory_links.choose_polling_seconds(ranks) for ranks in (4, 5)] == [memory_links.POLLING_SECONDS, 0.0]
 
 
 def test_silence_ends_with_the_time_out_and_names_the_rank() -> None:
     done = exchange("silent")
     assert done.returncode == 1
-    assert "rank 0 waited 2 s for rank 1: nothing came for the backward of microbatch 0 on stage 0" in done.stderr
+    assert "rank 0 waited 2 s for rank 1: no message for the backward of microbatch 0 on stage 0" in done.stderr
 
 
 def test_a_rank_that_has_ended_is_noticed_before_the_time_out() -> None:

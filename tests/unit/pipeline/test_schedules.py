@@ -82,8 +82,8 @@ GOOD = '[("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("B", 1, 1)]'
             "rank 0 never does the backward of microbatch 1 on stage 0",
         ),
         ('[("F", 0, 0), ("F", 0, 0)]', GOOD, "rank 0 does the forward of microbatch 0 on stage 0 twice"),
-        ('[("F", 1, 0)]', GOOD, "rank 0 has no such work: ('F', 1, 0)"),
-        ('[("F", 0, 0), ("X", 0, 0)]', GOOD, "rank 0 has no such work: ('X', 0, 0)"),
+        ('[("F", 1, 0)]', GOOD, "rank 0 has no action ('F', 1, 0)"),
+        ('[("F", 0, 0), ("X", 0, 0)]', GOOD, "rank 0 has no action ('X', 0, 0)"),
         (
             '[("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)]',
             GOOD,
