@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from common.checkpoint import state_dicts
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
-from common.data.accumulation import AccumulationLoader
 from common.data.loader import Loader
 from common.data.rounds import Rounds
 from common.distributed import ddp, sync_batchnorm
@@ -45,7 +44,7 @@ class TrainState:
         self,
         parts: Sequence[nn.Module],
         optimizer: Optimizer | None,
-        loader: Loader | AccumulationLoader | Rounds[Any],
+        loader: Loader | Rounds[Any],
         world: World,
         *,
         replicated: bool = False,

@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.data.accumulation import AccumulationLoader
 from common.data.loader import Loader
 from common.distributed.rendezvous import World
 
@@ -66,9 +65,7 @@ def choose_counts(speeds: Sequence[Speed], batch: int) -> tuple[int, ...]:
 class AutoShards:
     """Shards that follow the speed of the ranks. All ranks choose the same ones, from the same numbers."""
 
-    def __init__(
-        self, loader: Loader | AccumulationLoader, world: World, own: Speed, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, loader: Loader, world: World, own: Speed, say: Callable[[str], None]) -> None:
         """`own` is the speed of this rank, measured while the others were, too. All ranks call it."""
         self.loader, self.world, self.say = loader, world, say
         self.speeds = [Speed(*line) for line in world.all_gather([own.base, own.each])]

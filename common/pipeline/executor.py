@@ -110,7 +110,7 @@ class PipelineEngine:
     def _split_batch(self, batch: Tensor) -> tuple[Tensor, ...]:
         """Return the microbatches of a batch; a single one is the batch itself: operations on a view are slower.
 
-        Their size is that of `configs.batch_plan`. `AccumulationLoader` makes those whose gradients are accumulated.
+        Their size is that of `configs.batch_plan`. `Loader` makes those whose gradients are accumulated.
         """
         return batch.chunk(self.microbatches) if self.microbatches > 1 else (batch,)
 

@@ -17,7 +17,6 @@ from common.checkpoint.saver import Saver
 from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
 from common.core.errors import MachineError, UserError
-from common.data.accumulation import AccumulationLoader
 from common.data.loader import Images, Loader, draw_order
 from common.data.prepare import Prepared
 from common.data.rounds import Rounds
@@ -128,12 +127,12 @@ class RunContext:
         parts = {"inputs": inputs, "targets": targets, "drop_last": not keep_partial}
         return self._make_loader(shard, **parts)
 
-    def microbatches(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> AccumulationLoader:
+    def microbatches(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> Loader:
         """Return the batches in `count` microbatches each, whose gradients one optimizer step adds up.
 
         Their sizes are those of `cfg.batch_plan`. A pipeline takes `batches`, which its engine splits.
         """
-        return AccumulationLoader(self._make_loader(shard, batch=self.cfg.batch // count), count)
+        return self._make_loader(shard, batch=self.cfg.batch // count, microbatches=count)
 
     def _make_loader(self, shard: tuple[int, int], **options: Any) -> Loader:
         weights = self.cfg.batch_plan.weights if shard == self.shard else ()

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.data.accumulation import AccumulationLoader
 from common.data.loader import Loader
 from common.data.rounds import Rounds
 from common.data.shards import AutoShards, Speed
@@ -94,7 +93,7 @@ def compare_sides(run: RunContext, sides: Sequence[Side]) -> dict[str, list[floa
     return rates
 
 
-def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader | AccumulationLoader, model: nn.Module) -> None:
+def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader, model: nn.Module) -> None:
     """Prepare the model of each rank, without its wrapper, for unequal shards. All ranks call it.
 
     With shards=auto, measure what a step takes each rank, in the autocast of the caller, and choose them accordingly.

@@ -29,9 +29,9 @@ MISTAKES = [
     ),
     Mistake(
         "last-window-dropped",  # an epoch's last microbatches are no step
-        "common/data/accumulation.py",
-        "return -(-self.loader.steps // self.count)",
-        "return self.loader.steps // self.count",
+        "common/data/loader.py",
+        "return -(-self.epoch_samples // self.step_samples)",
+        "return self.epoch_samples // self.step_samples",
     ),
     Mistake(
         "last-test-batch-dropped",
