@@ -20,7 +20,8 @@ class Augment:
     def __init__(self, kind: str, size: Sequence[int], seed: int) -> None:
         from torchvision.transforms import v2  # takes a second to import
 
-        transforms: list[torch.nn.Module] = [v2.RandomCrop(size, padding=max(1, min(size) // 8))]
+        padding = max(1, min(size) // 8)
+        transforms: list[torch.nn.Module] = [v2.RandomCrop(size, padding=padding)]
         if kind == "crop_flip":
             transforms.append(v2.RandomHorizontalFlip())
         self.transform = v2.Compose(transforms)

@@ -24,6 +24,7 @@ CLASSES_FILE = "classes.json"  # the names of the classes, in the order of the l
 SKIPPED_FILE = "left_out.txt"
 MAX_FILES_IN_MESSAGE = 5
 Sample = tuple[str, int]  # a file's path in train or val, and its label
+DecodedImage = tuple[np.ndarray | None, str]  # pixels uint8 [3, side, side], or None and the reason
 
 
 def write_folder_as_arrays(
@@ -42,7 +43,8 @@ def write_folder_as_arrays(
     classes, train_samples, train_non_images = list_samples(root / "train")
     val_classes, val_samples, val_non_images = list_samples(root / "val")
     if classes != val_classes:
-        names = ", ".join(sorted(set(classes) ^ set(val_classes))[:MAX_FILES_IN_MESSAGE])
+        differing = sorted(set(classes) ^ set(val_classes))
+        names = ", ".join(differing[:MAX_FILES_IN_MESSAGE])
         raise UserError(to_printable(f"{root}/train and val have different classes: {names}"))
     total = len(train_samples) + len(val_samples)
     check_disk_space(root, folder.parent, total, side)
@@ -141,8 +143,8 @@ def write_npy_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
 
 
-def decode_images(folder: Path, samples: list[Sample], side: int) -> Iterator[tuple[np.ndarray | None, str]]:
-    """Decode on all cores; yield each sample's pixels uint8 [3, side, side] in order, or None and the reason."""
+def decode_images(folder: Path, samples: list[Sample], side: int) -> Iterator[DecodedImage]:
+    """Decode images on all cores; yield them in the order of the samples."""
     import torch
     from PIL import Image
     from torchvision.datasets.folder import default_loader
@@ -152,7 +154,7 @@ def decode_images(folder: Path, samples: list[Sample], side: int) -> Iterator[tu
     torch.set_num_threads(1)  # the cores work on different images
     transform = v2.Compose([v2.PILToTensor(), v2.Resize(side, antialias=True), v2.CenterCrop(side)])
 
-    def decode_image(path: Path) -> tuple[np.ndarray | None, str]:
+    def decode_image(path: Path) -> DecodedImage:
         try:
             if not path.is_file():  # a broken link, or a pipe, which would block on opening
                 raise OSError("no file")
@@ -163,7 +165,7 @@ def decode_images(folder: Path, samples: list[Sample], side: int) -> Iterator[tu
             return None, describe_error(error, path)
 
     cores = len(os.sched_getaffinity(0))
-    pending: collections.deque[Future[tuple[np.ndarray | None, str]]] = collections.deque()
+    pending: collections.deque[Future[DecodedImage]] = collections.deque()
     with ThreadPoolExecutor(cores) as pool:
         for name, _ in samples:
             pending.append(pool.submit(decode_image, folder / name))
@@ -187,5 +189,6 @@ def describe_error(error: Exception, path: Path) -> str:
 
     if isinstance(error, UnidentifiedImageError):
         return "not an image, or truncated"
-    lines = str(error).replace(repr(str(path)), "it").strip().splitlines()
+    message = str(error).replace(repr(str(path)), "it")
+    lines = message.strip().splitlines()
     return lines[0] if lines else type(error).__name__

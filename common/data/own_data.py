@@ -39,7 +39,8 @@ def write_arrays(function_name: str, root: Path, files: Sequence[Path]) -> str:
         for file, array in zip(files, arrays, strict=True):
             np.save(file, np.ascontiguousarray(array))
         shutil.copyfile(function_name.rpartition(":")[0], folder / SOURCE_FILE)
-        (folder / STATISTICS_FILE).write_text(json.dumps({"mean": mean, "std": std}) + "\n")
+        statistics = {"mean": mean, "std": std}
+        (folder / STATISTICS_FILE).write_text(json.dumps(statistics) + "\n")
     return ""
 
 
@@ -71,7 +72,8 @@ def check_part(part: str, images: np.ndarray, labels: np.ndarray) -> None:
     """Raise ValueError unless images and labels have valid types, shapes and values."""
     if images.dtype != np.uint8:
         raise ValueError(f"the {part} images have dtype {images.dtype}; return uint8, from 0 to 255")
-    if images.ndim not in (2, 3) and not (images.ndim == 4 and images.shape[1] == 3):
+    is_colour = images.ndim == 4 and images.shape[1] == 3
+    if images.ndim not in (2, 3) and not is_colour:
         has_colours_last = images.ndim == 4 and images.shape[3] == 3
         hint = "; .transpose(0, 3, 1, 2) puts colours first" if has_colours_last else ""
         raise ValueError(f"the {part} images have shape {list(images.shape)}; return {SHAPES}{hint}")

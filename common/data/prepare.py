@@ -57,7 +57,8 @@ class Prepared:
     def classes(self) -> list[str] | None:
         """Names of the classes in the order of their labels; None if the set has none."""
         try:
-            return [str(name) for name in json.loads((self.path / image_folder.CLASSES_FILE).read_text())]
+            names = json.loads((self.path / image_folder.CLASSES_FILE).read_text())
+            return [str(name) for name in names]
         except (OSError, ValueError, TypeError):
             return None
 
@@ -65,7 +66,9 @@ class Prepared:
     def statistics(self) -> tuple[Any, Any] | None:
         """Mean and standard deviation of the training images, of each colour or of all, if they are stored."""
         statistics = read_json(self.path / own_data.STATISTICS_FILE)
-        return (statistics["mean"], statistics["std"]) if statistics.keys() >= {"mean", "std"} else None
+        if statistics.keys() >= {"mean", "std"}:
+            return statistics["mean"], statistics["std"]
+        return None
 
     def copy_own_data_file(self, code: Path) -> None:
         """Copy the user's file of a custom set into the source of a run. Raises UserError."""
@@ -130,6 +133,7 @@ def prepare_mnist(data: Data, fallback: bool) -> Prepared:
     Digits replace it only if data.root is the default: another folder without MNIST is most likely a typing error.
     """
     root = Path(data.root)
+    cache = Path(data.cache)
     is_default_root = data.root in (Data.root, os.environ.get("DATA_ROOT"))
     if not is_default_root and not root.is_dir():
         remedy = "name a folder with MNIST/raw, make this one to download MNIST into it, or set data.name=digits"
@@ -142,12 +146,10 @@ def prepare_mnist(data: Data, fallback: bool) -> Prepared:
             if not is_default_root or data.fallback == "none" or not fallback:
                 raise UserError(f"{notice}; set data.root to a folder with MNIST/raw, or data.name=digits")
             notice += ": training on the built-in digits set instead"
-            return dataclasses.replace(prepare_digits(Path(data.cache)), notice=notice)
+            return dataclasses.replace(prepare_digits(cache), notice=notice)
     sources.check_mnist(raw)
     state = sources.fingerprint_mnist(raw)
-    return find_or_store_arrays(
-        Path(data.cache), "mnist", state, lambda: sources.call_in_subprocess(sources.read_mnist, root)
-    )
+    return find_or_store_arrays(cache, "mnist", state, lambda: sources.call_in_subprocess(sources.read_mnist, root))
 
 
 def prepare_digits(cache: Path) -> Prepared:
@@ -232,7 +234,8 @@ def prepare_own_set(data: Data, code: Path | None) -> Prepared:
         files = [folder / f"{part}.npy" for part in PARTS]
         return str(sources.call_in_subprocess(own_data.write_arrays, function, root, files, limit=READ_SECONDS))
 
-    return dataclasses.replace(find_or_make_set(Path(data.cache), "own", state, write), name=data.name)
+    prepared = find_or_make_set(Path(data.cache), "own", state, write)
+    return dataclasses.replace(prepared, name=data.name)
 
 
 def find_or_store_arrays(cache: Path, name: str, state: str, make_arrays: Callable[[], Arrays]) -> Prepared:

@@ -73,12 +73,13 @@ class AutoShards:
         self.loader = loader
         self.world = world
         self.log_message = log_message
-        self.speeds = [Speed(*line) for line in world.all_gather([speed.base, speed.per_sample])]
+        lines = world.all_gather([speed.base, speed.per_sample])
+        self.speeds = [Speed(*line) for line in lines]
         self.history = [(1, loader.counts)]
         """Pairs of shards and the first step of this attempt with them."""
-        lines = ", ".join(f"rank {rank} {speed}" for rank, speed in enumerate(self.speeds))
-        if not self._improve(1, f"n samples take {lines}"):
-            self.log_message(f"shards=auto: equal shards, because n samples take {lines}")
+        measured = ", ".join(f"rank {rank} {speed}" for rank, speed in enumerate(self.speeds))
+        if not self._improve(1, f"n samples take {measured}"):
+            self.log_message(f"shards=auto: equal shards, because n samples take {measured}")
 
     @property
     def own_samples(self) -> int:
@@ -111,8 +112,8 @@ class AutoShards:
         counts = self.loader.counts
         for rank, duration in enumerate(durations):
             self.speeds[rank] = self.speeds[rank].correct(counts[rank], duration)
-        lines = ", ".join(f"rank {rank} {duration * 1e3:.3g} ms" for rank, duration in enumerate(durations))
-        return self._improve(step + 1, f"a step takes, without waiting, {lines}")
+        measured = ", ".join(f"rank {rank} {duration * 1e3:.3g} ms" for rank, duration in enumerate(durations))
+        return self._improve(step + 1, f"a step takes, without waiting, {measured}")
 
     def _improve(self, step: int, reason: str) -> bool:
         """Change and report the shards if others make the slowest rank clearly faster."""

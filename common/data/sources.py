@@ -153,7 +153,8 @@ def read_cifar10(root: Path) -> Arrays:
 
     def read(train: bool) -> tuple[np.ndarray, np.ndarray]:
         part = CIFAR10(str(root), train=train)
-        return np.ascontiguousarray(part.data.transpose(0, 3, 1, 2)), np.asarray(part.targets, np.uint8)
+        images = np.ascontiguousarray(part.data.transpose(0, 3, 1, 2))
+        return images, np.asarray(part.targets, np.uint8)
 
     return *read(train=True), *read(train=False)
 
@@ -199,8 +200,8 @@ def fingerprint_folder(folder: Path) -> str:
             lines.append(f"{name} cannot be read: {error.errno}\n")
         else:
             lines.append(f"{name} {status.st_size} {status.st_mtime_ns}\n")
-    digest = hashlib.sha256(os.fsencode("".join(lines))).hexdigest()
-    return f"{folder.resolve()} {digest}"
+    listing = os.fsencode("".join(lines))
+    return f"{folder.resolve()} {hashlib.sha256(listing).hexdigest()}"
 
 
 def to_printable(text: str) -> str:

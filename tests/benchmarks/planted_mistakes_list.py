@@ -120,8 +120,8 @@ MISTAKES = [
     Mistake(
         "saves-by-last-look",  # the clock of saving begins anew at every look
         "common/checkpoint/save_or_stop.py",
-        "<= now - self.saved",
-        "<= now - self.voted",
+        "<= now - self.saved_at",
+        "<= now - self.voted_at",
     ),
     Mistake(
         "killed-rank-ignored",  # only exit statuses count, not signals
