@@ -128,8 +128,8 @@ class Checkpointer:
     def report_failed_save(self, step: int, problem: str, *, is_known: bool = False) -> None:
         """Report that no checkpoint was written after a step: the first of consecutive failures, unless `is_known`."""
         if not (self.problem or is_known):
-            older = "this attempt has no older one" if self.saved is None else f"the newest is of step {self.saved}"
-            self.log_message(f"WARNING: no checkpoint of step {step}: {problem}; training continues, {older}")
+            newest = "this attempt has no older one" if self.saved is None else f"the newest is of step {self.saved}"
+            self.log_message(f"WARNING: no checkpoint of step {step}: {problem}; training continues ({newest})")
         self.problem = problem
 
     def _collect_rank_content(self, step: int, state: CheckpointState) -> dict[str, Any]:
@@ -140,10 +140,9 @@ class Checkpointer:
             "rank": self.world.rank,
             "processes": self.world.size,
         }
-        for name, values in vars(state).items():
-            content[name] = to_plain(values, name)
-        if not self.world.is_main:
-            content["common"] = {}
+        for name, part in vars(state).items():
+            is_saved = name != "common" or self.world.is_main
+            content[name] = to_plain(part, name) if is_saved else {}
         return content
 
     def _try_write(self, step: int, state: CheckpointState, content: dict[str, Any]) -> str | None:
@@ -322,7 +321,7 @@ def read_checkpoint(checkpoint: CheckpointPath, manifest: Manifest, world: World
         origin = [part.get(name) for name in ("step", "attempt", "rank", "processes")]
         if origin != [manifest.step, manifest.attempt, rank, manifest.processes]:
             raise InvalidCheckpoint(
-                "{} is that of step {}, attempt {}, rank {} of {}".format(storage.make_rank_file_name(rank), *origin)
+                "{} belongs to step {}, attempt {}, rank {} of {}".format(storage.make_rank_file_name(rank), *origin)
             )
         loaded.model |= part["model"]
         loaded.optimizer |= part["optimizer"]

@@ -57,6 +57,6 @@ class ServedState(TrainState):
         """Stop the messages between workers and servers."""
         self.worker.stop_serving(together=together)
 
-    def enter_group(self, done: int) -> None:
+    def enter_group(self, completed_steps: int) -> None:
         """Restart the messages; a server drops the pushes of a failed step."""
-        self.worker.start_serving(done)
+        self.worker.start_serving(completed_steps)

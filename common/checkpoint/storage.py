@@ -229,7 +229,7 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
     if len(manifest.files) != manifest.processes or list(manifest.files) != expected_names:
         raise InvalidCheckpoint(f"{MANIFEST} does not name one file for each of {manifest.processes} ranks")
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt.number):
-        raise InvalidCheckpoint(f"it is that of step {manifest.step} of attempt {manifest.attempt}")
+        raise InvalidCheckpoint(f"it belongs to step {manifest.step} of attempt {manifest.attempt}")
     return manifest
 
 
@@ -297,8 +297,10 @@ def retire_old_checkpoints(attempt: Folder, keep: int, best: int | None) -> list
         folders += checkpoints_dir(earlier).glob(".step-*")  # half-written
 
     candidates = list_resumable_checkpoints(attempt)
-    best_ones = [checkpoint for checkpoint in candidates if read_pointer(checkpoint.attempt, "best") == checkpoint.name]
-    kept_paths = {checkpoint.path for checkpoint in best_ones[:1]}
+    best_checkpoints = [
+        checkpoint for checkpoint in candidates if read_pointer(checkpoint.attempt, "best") == checkpoint.name
+    ]
+    kept_paths = {checkpoint.path for checkpoint in best_checkpoints[:1]}
     if best is not None:
         kept_paths = {CheckpointPath(attempt, best).path}
     complete = 0

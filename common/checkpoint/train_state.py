@@ -23,7 +23,8 @@ def get_recipe(model: nn.Module) -> dict[str, Any]:
 
     A recipe inherited from the parent class is ignored: it would build the parent.
     """
-    classes = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed.")]  # FSDP2's
+    # FSDP2 inserts a class of torch.distributed before the model's class
+    classes = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed.")]
     names = [kind.__name__ for kind in classes]
     recipe: dict[str, Any] | None = getattr(model, "recipe", None)
     if recipe is None or recipe["class"] in names[1:]:
@@ -172,6 +173,6 @@ class TrainState:
         With `together` all ranks leave it after the same step; otherwise the connections are cut.
         """
 
-    def enter_group(self, done: int) -> None:
-        """Continue after `done` steps in the new default process group, which has other ranks."""
+    def enter_group(self, completed_steps: int) -> None:
+        """Continue after `completed_steps` in the new default process group, which has other ranks."""
         ddp.rewrap_ddp(self.replica)

@@ -17,13 +17,13 @@ import numpy as np
 from common.core import seeds
 from common.core.errors import UserError
 from common.core.text import format_count
-from common.data.sources import list_files, to_printable
+from common.data.sources import list_files, make_printable
 from common.runs.folder import disk_errors
 
 CLASSES_FILE = "classes.json"  # the names of the classes, in the order of the labels
 SKIPPED_FILE = "left_out.txt"
 MAX_FILES_IN_MESSAGE = 5
-Sample = tuple[str, int]  # a file's path in train or val, and its label
+LabelledFile = tuple[str, int]  # a file's path in train or val, and its label
 DecodedImage = tuple[np.ndarray | None, str]  # pixels uint8 [3, side, side], or None and the reason
 
 
@@ -45,7 +45,7 @@ def write_folder_as_arrays(
     if classes != val_classes:
         differing = sorted(set(classes) ^ set(val_classes))
         names = ", ".join(differing[:MAX_FILES_IN_MESSAGE])
-        raise UserError(to_printable(f"{root}/train and val have different classes: {names}"))
+        raise UserError(make_printable(f"{root}/train and val have different classes: {names}"))
     total = len(train_samples) + len(val_samples)
     check_disk_space(root, folder.parent, total, side)
     with disk_errors(folder.parent):
@@ -73,7 +73,7 @@ def write_folder_as_arrays(
         empty = sorted(set(range(len(classes))) - set(labels))
         if empty and unreadable == "skip":
             class_folder = root / part / classes[empty[0]]
-            raise UserError(to_printable(f"no image of {class_folder} can be read: {summarize_files(broken)}"))
+            raise UserError(make_printable(f"no image of {class_folder} can be read: {summarize_files(broken)}"))
 
     if broken and unreadable == "refuse":
         raise UserError(f"{summarize_files(broken)} cannot be read; repair or remove them, or set data.unreadable=skip")
@@ -98,7 +98,7 @@ def record_skipped_files(folder: Path, reasons: dict[str, list[str]]) -> str:
     return "; ".join(notes)
 
 
-def list_samples(folder: Path) -> tuple[list[str], list[Sample], list[str]]:
+def list_samples(folder: Path) -> tuple[list[str], list[LabelledFile], list[str]]:
     """Return the classes (the sub-folders, sorted), the samples, and all files without an image's extension.
 
     Raises UserError if there are fewer than two classes, or a class has no image.
@@ -110,7 +110,7 @@ def list_samples(folder: Path) -> tuple[list[str], list[Sample], list[str]]:
         raise UserError(f"{folder} contains no folders; it needs one folder of images for each class")
     if len(classes) == 1:
         remedy = "training needs two or more; set data.root to a folder with train/<class>/* for each"
-        raise UserError(to_printable(f"{folder} contains one class, {classes[0]}; {remedy}"))
+        raise UserError(make_printable(f"{folder} contains one class, {classes[0]}; {remedy}"))
     labels = {name: label for label, name in enumerate(classes)}
     samples = []
     non_images = []
@@ -123,7 +123,7 @@ def list_samples(folder: Path) -> tuple[list[str], list[Sample], list[str]]:
     empty = sorted(set(labels.values()) - {label for _, label in samples})
     if empty:
         extensions = ", ".join(IMG_EXTENSIONS)
-        raise UserError(to_printable(f"{folder / classes[empty[0]]} contains no image ({extensions}); remove it"))
+        raise UserError(make_printable(f"{folder / classes[empty[0]]} contains no image ({extensions}); remove it"))
     return classes, samples, non_images
 
 
@@ -143,7 +143,7 @@ def write_npy_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
 
 
-def decode_images(folder: Path, samples: list[Sample], side: int) -> Iterator[DecodedImage]:
+def decode_images(folder: Path, samples: list[LabelledFile], side: int) -> Iterator[DecodedImage]:
     """Decode images on all cores; yield them in the order of the samples."""
     import torch
     from PIL import Image
@@ -180,7 +180,7 @@ def summarize_files(files: list[str]) -> str:
     names = ", ".join(sorted(files)[:MAX_FILES_IN_MESSAGE])
     hidden = len(files) - MAX_FILES_IN_MESSAGE
     suffix = f" and {hidden} more" if hidden > 0 else ""
-    return to_printable(f"{format_count(len(files), 'file')}: {names}{suffix}")
+    return make_printable(f"{format_count(len(files), 'file')}: {names}{suffix}")
 
 
 def describe_error(error: Exception, path: Path) -> str:

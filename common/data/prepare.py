@@ -37,7 +37,7 @@ DATA_SEED = 0  # of drawn sets, equal for all runs: `seed` sets initialisation a
 # Raise a version when the same settings and files give different arrays than before.
 DIGITS_VERSION = 1
 FOLDER_VERSION = 2
-READ_SECONDS = 24 * 3600.0  # limit for reading an image folder or a custom set
+READ_TIMEOUT = 24 * 3600.0  # seconds for reading an image folder or a custom set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, c
             return prepare_cifar10(data)
         case "imagefolder":
             return prepare_image_folder(data, log or Log(progress="none"))
-    return prepare_own_set(data, code) if ":" in data.name else prepare_mnist(data, fallback)
+    return prepare_custom_set(data, code) if ":" in data.name else prepare_mnist(data, fallback)
 
 
 def check_model_fits_data(cfg: Experiment, prepared: Prepared) -> None:
@@ -213,16 +213,17 @@ def prepare_image_folder(data: Data, log: Log) -> Prepared:
             show(0, 0)  # until the files are counted
             function = image_folder.write_folder_as_arrays
             settings = (root, folder, data.image_size, data.unreadable, DATA_SEED)
-            return str(sources.call_in_subprocess(function, *settings, limit=READ_SECONDS, show=show))
+            return str(sources.call_in_subprocess(function, *settings, limit=READ_TIMEOUT, show=show))
 
     prepared = find_or_make_set(Path(data.cache), "imagefolder", state, write)
     skipped = prepared.path / image_folder.SKIPPED_FILE
     if not skipped.exists():
         return prepared
-    return dataclasses.replace(prepared, notice=f"{prepared.notice}; all of them: {sources.to_printable(str(skipped))}")
+    notice = f"{prepared.notice}; all of them: {sources.make_printable(str(skipped))}"
+    return dataclasses.replace(prepared, notice=notice)
 
 
-def prepare_own_set(data: Data, code: Path | None) -> Prepared:
+def prepare_custom_set(data: Data, code: Path | None) -> Prepared:
     """Find or prepare the set that `FILE.py:function` returns (see own_data.py). Raises UserError."""
     function = prefer_kept(data.name, code and code / own_data.RUN_SOURCE_FILE)
     file = Path(locate_function_file("data.name", function, own_data.SET_NAMES))
@@ -232,7 +233,7 @@ def prepare_own_set(data: Data, code: Path | None) -> Prepared:
 
     def write(folder: Path) -> str:
         files = [folder / f"{part}.npy" for part in PARTS]
-        return str(sources.call_in_subprocess(own_data.write_arrays, function, root, files, limit=READ_SECONDS))
+        return str(sources.call_in_subprocess(own_data.write_arrays, function, root, files, limit=READ_TIMEOUT))
 
     prepared = find_or_make_set(Path(data.cache), "own", state, write)
     return dataclasses.replace(prepared, name=data.name)

@@ -167,7 +167,7 @@ def list_files(folder: Path) -> list[str]:
     """
 
     def refuse(error: OSError) -> None:
-        name = to_printable(str(error.filename))
+        name = make_printable(str(error.filename))
         raise UserError(f"{name} cannot be listed ({error.strerror}); repair or remove it")
 
     relative_paths: list[str] = []
@@ -204,7 +204,7 @@ def fingerprint_folder(folder: Path) -> str:
     return f"{folder.resolve()} {hashlib.sha256(listing).hexdigest()}"
 
 
-def to_printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Escape the bytes of a file name that are not valid text, so that it can be printed."""
     return text.encode(errors="backslashreplace").decode()
 

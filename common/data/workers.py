@@ -43,7 +43,7 @@ class DataWorkerError(MachineError):
     """A data worker has exited, or has returned no block within its time limit."""
 
 
-class Worker:
+class DataWorker:
     """Handle of a forked process that prepares every `stride`-th block, starting with block `number`."""
 
     def __init__(
@@ -129,13 +129,13 @@ class WorkerPool:
         """
         self.indices = indices
         self.timeout = timeout
-        self.workers: list[Worker] = []
+        self.workers: list[DataWorker] = []
         largest = max((block[0].size for block in indices), default=0)
         stride = min(workers, len(indices))
         try:
             for number in range(stride):
                 slots = [allocate_samples(example, largest) for _ in range(SLOTS)]
-                self.workers.append(Worker(number, stride, load, indices, slots))
+                self.workers.append(DataWorker(number, stride, load, indices, slots))
         except BaseException:
             self.end()
             raise
@@ -154,7 +154,7 @@ class WorkerPool:
         finally:
             self.end()
 
-    def _wait_for_block(self, worker: Worker, stop_requested: Callable[[], bool]) -> bool:
+    def _wait_for_block(self, worker: DataWorker, stop_requested: Callable[[], bool]) -> bool:
         """Wait for the worker's next block; return False if a stop is requested first."""
         poll_seconds = min(POLL_SECONDS, self.timeout)
         polls = 0  # counted, because a clock advances while the whole job is suspended

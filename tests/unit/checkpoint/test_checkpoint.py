@@ -383,7 +383,7 @@ DAMAGES: dict[str, tuple[Callable[[Disk], Any], str]] = {
         lambda d: damage_manifest(d, files={"../../x.pt": {"bytes": 1, "sha256": ""}}),
         "does not name one file for each",
     ),
-    "steps swapped": (lambda d: swap(d.at(1), d.at(2)), "it is that of step 1 of attempt 1"),
+    "steps swapped": (lambda d: swap(d.at(1), d.at(2)), "it belongs to step 1 of attempt 1"),
     "files of another step": (lambda d: swap(d.at(1, "rank-0.pt"), d.at(2, "rank-0.pt")), "wrong checksum"),
     "a link": (lambda d: link(d.at(2, "rank-0.pt")), "rank-0.pt is a link"),
     "a linked manifest": (lambda d: link(d.at(2, "manifest.json")), "manifest.json is a link"),
@@ -444,7 +444,7 @@ def test_without_what_a_file_says_of_itself_wrong_weights_are_loaded(
     disk.at(2, "rank-0.pt").write_bytes(disk.at(1, "rank-0.pt").read_bytes())
     damage_manifest(disk, files=json.loads(disk.at(1, "manifest.json").read_text())["files"])
     assert disk.load() == 1
-    assert "rank-0.pt is that of step 1, attempt 1, rank 0 of 1" in disk.said[0]
+    assert "rank-0.pt belongs to step 1, attempt 1, rank 0 of 1" in disk.said[0]
     read = rank_file.read_rank_file
     monkeypatch.setattr(checkpointer, "read_rank_file", lambda *where: read(*where) | {"step": 2})
     loaded = disk.checkpoints.load()
