@@ -51,25 +51,15 @@ def write_folder_as_arrays(
     with disk_errors(folder.parent):
         (folder / CLASSES_FILE).write_text(json.dumps(classes) + "\n")
 
-    finished = itertools.count(1)
+    counter = itertools.count(1)
     broken: list[str] = []
-    for part, array_part, sorted_samples in (("train", "train", train_samples), ("val", "test", val_samples)):
-        order = seeds.make_generator(seed, "imagefolder", part).permutation(len(sorted_samples))
-        samples = [sorted_samples[index] for index in order]
-        labels: list[int] = []
-        with disk_errors(folder.parent), open(folder / f"{array_part}_images.npy", "wb") as file:
-            write_npy_header(file, (len(samples), 3, side, side))
-            decoded = decode_images(root / part, samples, side)
-            for (name, label), (pixels, problem) in zip(samples, decoded, strict=True):
-                report(next(finished), total)
-                if pixels is None:
-                    broken.append(f"{part}/{name} ({problem})")
-                    continue
-                file.write(pixels.data)
-                labels.append(label)
-            file.seek(0)
-            write_npy_header(file, (len(labels), 3, side, side))  # as many bytes as the first header
-            np.save(folder / f"{array_part}_labels.npy", np.asarray(labels, np.int32))
+    for part, array_part, samples in (("train", "train", train_samples), ("val", "test", val_samples)):
+        order = seeds.make_generator(seed, "imagefolder", part).permutation(len(samples))
+        shuffled = [samples[index] for index in order]
+        labels, problems = write_part(
+            root / part, shuffled, folder, array_part, side, lambda: report(next(counter), total)
+        )
+        broken += [f"{part}/{problem}" for problem in problems]
         empty = sorted(set(range(len(classes))) - set(labels))
         if empty and unreadable == "skip":
             class_folder = root / part / classes[empty[0]]
@@ -79,6 +69,31 @@ def write_folder_as_arrays(
         raise UserError(f"{summarize_files(broken)} cannot be read; repair or remove them, or set data.unreadable=skip")
     non_images = [f"train/{name}" for name in train_non_images] + [f"val/{name}" for name in val_non_images]
     return record_skipped_files(folder, {"cannot be read": broken, "no image extension": non_images})
+
+
+def write_part(
+    source: Path, samples: list[LabelledFile], folder: Path, array_part: str, side: int, report: Callable[[], None]
+) -> tuple[list[int], list[str]]:
+    """Write the images and labels of one part into `folder`; call `report` after each file.
+
+    Returns the labels of the written images, and the other files with the reason in parentheses. Raises UserError for
+    a full disk.
+    """
+    labels: list[int] = []
+    problems: list[str] = []
+    with disk_errors(folder.parent), open(folder / f"{array_part}_images.npy", "wb") as file:
+        write_npy_header(file, (len(samples), 3, side, side))
+        for (name, label), (pixels, problem) in zip(samples, decode_images(source, samples, side), strict=True):
+            report()
+            if pixels is None:
+                problems.append(f"{name} ({problem})")
+                continue
+            file.write(pixels.data)
+            labels.append(label)
+        file.seek(0)
+        write_npy_header(file, (len(labels), 3, side, side))  # as many bytes as the first header
+        np.save(folder / f"{array_part}_labels.npy", np.asarray(labels, np.int32))
+    return labels, problems
 
 
 def record_skipped_files(folder: Path, reasons: dict[str, list[str]]) -> str:
