@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class BatchPlan:
     """Division of the samples of one optimizer step: shards for the replicas, and microbatches of these.
 
-    These are the sizes. `Loader` makes a rank's shards, `AccumulationLoader` its microbatches, and the `step` of a
+    These are the sizes. `Loader` makes a rank's shards and microbatches, and the `step` of a
     pipeline's engine splits its batch into microbatches itself.
     """
 

@@ -1,4 +1,4 @@
-"""A file whose checksum is taken while it is written, past the page cache where the disk allows it. Without torch."""
+"""A file that is hashed while it is written, past the page cache if the disk supports it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 CHUNK_BYTES = 4 << 20  # bytes that are hashed and written at once
-CHUNKS = 3  # one is filled while another is written and hashed
-O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it
+CHUNKS = 3  # one is filled while another one is written and hashed
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 
 
 class HashingWriter:
     """A file for torch.save: data is copied into chunks, which one thread writes and another one hashes.
 
-    Direct writes (O_DIRECT) from these chunks need no page cache, whose memory would have to be found while training
-    waits, for content that nobody reads again. They need chunks of whole pages, so the file is truncated at the end.
-    Where the disk refuses, writes are ordinary ones.
+    Direct writes (O_DIRECT) from these chunks bypass the page cache. The kernel would have to free memory for it while
+    training waits, and the content is not read again. Direct writes need chunks of whole pages, so the file is
+    truncated at the end. If the disk does not support them, ordinary writes are used.
     """
 
     def __init__(self, file: io.FileIO) -> None:
-        self.file, self.size, self.digest = file, 0, hashlib.sha256()
+        self.file = file
+        self.size = 0
+        self.digest = hashlib.sha256()
         self.error: OSError | None = None
+        """The first error of the disk. The caller raises it."""
         self.chunks = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(CHUNKS)]
-        self.busy: list[list[Future[Any]]] = [[] for _ in self.chunks]
-        self.index = self.filled = 0
-        self.writer, self.hasher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.pending: list[list[Future[Any]]] = [[] for _ in self.chunks]
+        self.index = 0
+        self.filled = 0
+        self.writer = ThreadPoolExecutor(1)
+        self.hasher = ThreadPoolExecutor(1)
 
     def __enter__(self) -> HashingWriter:
         self._set_direct(O_DIRECT)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write the rest; the caller brings it to the disk (fsync), and raises `error` if there is one."""
+        """Write the last chunks. The caller syncs the file to the disk."""
         with self.writer, self.hasher:
             if kind is None:
                 self._submit_chunk()
@@ -51,13 +56,15 @@ class HashingWriter:
                 self.error = error
 
     def write(self, data: memoryview) -> int:
-        """Add data; after an error it is ignored, because torch cannot be stopped in the middle of a file."""
-        rest = memoryview(data).cast("B")
-        length = len(rest)
-        while self.error is None and rest:
-            count = min(len(rest), CHUNK_BYTES - self.filled)
-            self.chunks[self.index][self.filled : self.filled + count] = rest[:count]
-            rest, self.filled, self.size = rest[count:], self.filled + count, self.size + count
+        """Append data. After an error it is ignored, because torch.save cannot be stopped in the middle of a file."""
+        remaining = memoryview(data).cast("B")
+        length = len(remaining)
+        while self.error is None and remaining:
+            count = min(len(remaining), CHUNK_BYTES - self.filled)
+            self.chunks[self.index][self.filled : self.filled + count] = remaining[:count]
+            remaining = remaining[count:]
+            self.filled += count
+            self.size += count
             if self.filled == CHUNK_BYTES:
                 self._submit_chunk()
         return length
@@ -66,37 +73,37 @@ class HashingWriter:
         """Do nothing; torch.save calls it."""
 
     def _submit_chunk(self) -> None:
-        """Have the chunk written and hashed, and take the next one when it is free."""
+        """Submit the chunk for writing and hashing, and wait until the next chunk is free."""
         padded = -(-self.filled // mmap.PAGESIZE) * mmap.PAGESIZE
         view = memoryview(self.chunks[self.index])
-        self.busy[self.index] = [
-            self.writer.submit(self._write, view[:padded]),
-            self.hasher.submit(self.digest.update, view[: self.filled]),
-        ]
-        self.index, self.filled = (self.index + 1) % CHUNKS, 0
+        writing = self.writer.submit(self._write, view[:padded])
+        hashing = self.hasher.submit(self.digest.update, view[: self.filled])
+        self.pending[self.index] = [writing, hashing]
+        self.index = (self.index + 1) % CHUNKS
+        self.filled = 0
         self._wait_for_chunk(self.index)
 
     def _wait_for_chunk(self, index: int) -> None:
-        for work in self.busy[index]:
+        for future in self.pending[index]:
             try:
-                work.result()
+                future.result()
             except OSError as error:
                 self.error = self.error or error
-        self.busy[index] = []
+        self.pending[index] = []
 
-    def _write(self, rest: memoryview) -> None:
-        while rest:
+    def _write(self, remaining: memoryview) -> None:
+        while remaining:
             try:
-                rest = rest[os.write(self.file.fileno(), rest) :]
+                remaining = remaining[os.write(self.file.fileno(), remaining) :]
             except OSError as error:
+                # the disk does not support direct writes: try again with ordinary ones
                 if error.errno != errno.EINVAL or not self._set_direct(0):
                     raise
 
     def _set_direct(self, direct: int) -> bool:
-        """Set or clear O_DIRECT (`direct`); return True if that is a change."""
-        handle = self.file.fileno()
-        flags = fcntl.fcntl(handle, fcntl.F_GETFL)
-        wanted = flags & ~O_DIRECT | direct
+        """Set the flag O_DIRECT to `direct` (O_DIRECT or 0); return True if it has changed."""
+        fd = self.file.fileno()
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         with contextlib.suppress(OSError):
-            fcntl.fcntl(handle, fcntl.F_SETFL, wanted)
-        return fcntl.fcntl(handle, fcntl.F_GETFL) != flags
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~O_DIRECT | direct)
+        return fcntl.fcntl(fd, fcntl.F_GETFL) != flags

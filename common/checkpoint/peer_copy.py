@@ -1,9 +1,8 @@
-"""Copy of one rank's state to others, from memory to memory, as a checkpoint would bring it."""
+"""Copy of one rank's state to other ranks, from memory to memory, in the form of a checkpoint."""
 
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import torch
 
@@ -15,15 +14,26 @@ from common.distributed.rendezvous import World
 
 
 def copy_state(state: TrainState, source: int, world: World, step: int, *, loads: bool) -> None:
-    """Send the state of the rank `source`, after `step`; ranks that are to load it do. All ranks call it.
+    """Send the state of rank `source` after `step`; ranks with `loads` load it. All ranks call it.
 
-    What arrives is loaded once all of it is there. It holds tensors and primitives: nothing in it is executed.
+    It is loaded after all of it has arrived. It contains tensors and primitives only, so nothing in it is executed.
     """
-    own = io.BytesIO()
+    buffer = io.BytesIO()
     if world.rank == source:
-        parts = vars(state.collect_own_state())
-        torch.save({name: to_plain(value, name) for name, value in parts.items()}, own)
-    found = objects.broadcast_bytes(own.getvalue(), source, world.device)
-    if loads:
-        content: dict[str, Any] = torch.load(io.BytesIO(found), weights_only=True, map_location="cpu")
-        state.load_copy(LoadedCheckpoint(step, 0, world.size, **content))
+        parts = vars(state.collect_own_state()).items()
+        torch.save({name: to_plain(part, name) for name, part in parts}, buffer)
+    received = objects.broadcast_bytes(buffer.getvalue(), source, world.device)
+    if not loads:
+        return
+    content = torch.load(io.BytesIO(received), weights_only=True, map_location="cpu")
+    state.load_copy(
+        LoadedCheckpoint(
+            step,
+            attempt=0,
+            processes=world.size,
+            model=content["model"],
+            optimizer=content["optimizer"],
+            common=content["common"],
+            local=content["local"],
+        )
+    )

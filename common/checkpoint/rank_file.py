@@ -19,25 +19,26 @@ PARTS = ("model", "optimizer", "common", "local")
 
 
 def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:
-    """Write a file, hash it meanwhile, and wait until it is on the disk. Raises OSError."""
+    """Write, hash and sync a file; return its size and checksum. Raises OSError."""
     with open(path, "xb", buffering=0) as file:
-        with HashingWriter(file) as hashed:
-            torch.save(content, cast(IO[bytes], hashed))
-        if hashed.error is not None:
-            raise hashed.error
+        with HashingWriter(file) as writer:
+            torch.save(content, cast(IO[bytes], writer))
+        if writer.error is not None:
+            raise writer.error
         os.fsync(file.fileno())
-    return ManifestEntry(hashed.size, hashed.digest.hexdigest())
+    return ManifestEntry(writer.size, writer.digest.hexdigest())
 
 
 def read_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) -> dict[str, Any]:
-    """Return the tensors and primitives in a rank's file, which agrees with the manifest. Raises InvalidCheckpoint."""
-    name, content = storage.make_rank_file_name(rank), storage.read_verified_rank_file(checkpoint, manifest, rank)
+    """Return the tensors and primitives of a rank's file if it matches the manifest. Raises InvalidCheckpoint."""
+    name = storage.make_rank_file_name(rank)
+    content = storage.read_verified_rank_file(checkpoint, manifest, rank)
     try:
         part = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError:  # torch then advises to read what could execute anything
-        raise InvalidCheckpoint(f"{name} holds more than tensors, numbers and text, or is damaged") from None
-    except Exception as error:  # noqa: BLE001 (torch raises many kinds for what it cannot read)
+    except pickle.UnpicklingError:  # torch's message advises to load it in a way that may execute code
+        raise InvalidCheckpoint(f"{name} contains more than tensors, numbers and text, or is damaged") from None
+    except Exception as error:  # noqa: BLE001 (torch raises many kinds for unreadable files)
         raise InvalidCheckpoint(f"{name} cannot be read: {summarize_error(error)}") from None
     if not isinstance(part, dict) or any(not isinstance(part.get(key), dict) for key in PARTS):
-        raise InvalidCheckpoint(f"{name} does not hold the state of a rank")
+        raise InvalidCheckpoint(f"{name} does not contain the state of a rank")
     return part

@@ -1,4 +1,4 @@
-"""The decision after a step whether a checkpoint is written, and whether the run stops: a vote of all ranks."""
+"""The decision after a step whether to save a checkpoint and whether to stop the run: a vote of all ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from common.checkpoint.stop_request import StopRequest
 from common.distributed.rendezvous import World
 from configs.shared import Checkpoint
 
-POLL_SECONDS = 0.5  # between two votes: an all-reduce each
-LONGEST_POLL_SECONDS = 2.0  # where ranks wait for each other at a vote
-WAIT_SHARE = 0.05  # of the time, at most, that a rank may wait at votes
+POLL_SECONDS = 0.5  # between two votes: each is an all-reduce
+MAX_POLL_SECONDS = 2.0  # if ranks wait long for each other at a vote
+MAX_WAIT_SHARE = 0.05  # of the time that a rank may wait at votes
 
 
 class Decision(NamedTuple):
@@ -24,84 +24,107 @@ class Decision(NamedTuple):
     stop: bool
     save: bool
     diverged: bool
-    lost: bool = False
-    """True where another attempt has the run, or the attempt's folder is gone."""
+    run_taken: bool = False
+    """True if another attempt has taken over the run, or the attempt's folder was deleted."""
+
+
+class Ballot(NamedTuple):
+    """Votes of one rank. The maximum of each field over all ranks counts."""
+
+    stop: int
+    save: int = 0
+    diverged: int = 0
+    run_taken: int = 0
+    next_vote: int = 0
+    """Step or call of the next vote."""
+    wait_us: int = 0
+    """Microseconds that the rank waited at its previous vote."""
+
+    def reduce_max(self, world: World) -> Ballot:
+        """Return the maximum over all ranks."""
+        table = torch.tensor(self, dtype=torch.int64, device=world.device)
+        if world.size > 1:
+            dist.all_reduce(table, dist.ReduceOp.MAX)
+        return Ballot(*table.tolist())
 
 
 class SaveOrStopVote:
-    """Vote of all ranks between steps: whether to save a checkpoint, and whether to stop. `Saver` does what it decides.
+    """Vote of all ranks between steps: whether to save a checkpoint, and whether to stop. `Saver` carries it out.
 
     It costs an all-reduce, so ranks vote only after every `checkpoint.every_steps` steps, and about every POLL_SECONDS
-    by rank 0's clock; more seldom where a rank waits long for the others, up to LONGEST_POLL_SECONDS.
+    by rank 0's clock. If a rank waits long for the others, they vote less often, up to every MAX_POLL_SECONDS.
     """
 
     def __init__(self, world: World, settings: Checkpoint, stop_request: StopRequest) -> None:
-        self.world, self.settings, self.stop_request = world, settings, stop_request
+        self.world = world
+        self.settings = settings
+        self.stop_request = stop_request
         self.begin_after(0)
 
     def begin_after(self, step: int) -> None:
-        """Vote from the step after this one on; the time until the next save begins now."""
+        """Vote from the step after this one on; the time until the next save starts now."""
         self.restart_after(step)
-        self.saved = self.voted
+        self.saved_at = self.voted_at
 
     def restart_after(self, step: int) -> None:
-        """Vote from the step after this one on, and at the next call in work without steps, on all ranks alike."""
-        self.next_step = self.last_step = step
-        self.calls, self.next_call = 0, 1
-        self.voted = time.perf_counter()
-        self.waited = self.own_wait = 0.0
+        """Vote from the step after this one on, and at the next call in an evaluation; the same on all ranks."""
+        self.next_step = step
+        self.last_step = step
+        self.calls = 0
+        self.next_call = 1
+        self.voted_at = time.perf_counter()
+        self.local_wait = 0.0  # seconds at the previous vote
+        self.max_wait = 0.0  # over all ranks, at the vote before that
 
     def is_due(self, step: int) -> bool:
-        """Check whether the ranks vote after this step; the same on all ranks."""
+        """Return True if the ranks vote after this step; the same on all ranks."""
         return step >= self.next_step or self._is_save_step(step)
 
     def _is_save_step(self, step: int) -> bool:
         return bool(self.settings.every_steps) and step % self.settings.every_steps == 0
 
-    def vote_in_evaluation(self, find_loss: Callable[[], str]) -> Decision:
+    def vote_in_evaluation(self, find_stop_reason: Callable[[], str]) -> Decision:
         """Decide by a vote whether to stop, in work without steps. All ranks call it equally often.
 
-        `find_loss` says on rank 0 why the attempt must stop; it is called only where the ranks vote.
+        If the ranks vote, rank 0 calls `find_stop_reason`, which returns why the attempt must stop.
         """
         self.calls += 1
         if self.calls < self.next_call:
             return Decision(stop=False, save=False, diverged=False)
-        count = self._choose_interval(self.calls, time.perf_counter())
+        ballot = Ballot(stop=bool(self.stop_request.number))
+        interval = self._choose_interval(self.calls, time.perf_counter())
+        if self.world.is_main:
+            ballot = ballot._replace(run_taken=bool(find_stop_reason()), next_vote=interval)
+        outcome = ballot.reduce_max(self.world)
         self.calls = 0
-        is_lost = self.world.is_main and bool(find_loss())
-        has_request = bool(self.stop_request.number)
-        stop, lost, self.next_call = self._reduce_max(has_request, is_lost, self.world.is_main * count)
-        return Decision(bool(stop), False, False, bool(lost))
+        self.next_call = outcome.next_vote
+        return Decision(bool(outcome.stop), save=False, diverged=False, run_taken=bool(outcome.run_taken))
 
-    def _choose_interval(self, done: int, now: float) -> int:
-        """Return the steps or calls until the next vote, at most four times those just done."""
-        seconds = min(max(POLL_SECONDS, self.waited / WAIT_SHARE), LONGEST_POLL_SECONDS)
-        count = int(done * seconds / max(now - self.voted, 1e-6))
-        self.voted = now
-        return min(max(1, count), 4 * done)
+    def _choose_interval(self, count: int, now: float) -> int:
+        """Return the steps or calls until the next vote, at most four times the `count` since the previous one."""
+        seconds = min(max(POLL_SECONDS, self.max_wait / MAX_WAIT_SHARE), MAX_POLL_SECONDS)
+        interval = int(count * seconds / max(now - self.voted_at, 1e-6))
+        self.voted_at = now
+        return min(max(1, interval), 4 * count)
 
-    def _reduce_max(self, *values: int) -> list[int]:
-        """Return the maximum of each value over all ranks."""
-        table = torch.tensor(values, dtype=torch.int64, device=self.world.device)
-        if self.world.size > 1:
-            dist.all_reduce(table, dist.ReduceOp.MAX)
-        return table.tolist()
+    def decide(self, step: int, diverged: bool, wait_start: float, *, run_taken: bool = False) -> Decision:
+        """Decide by a vote after a step. All ranks call it. Rank 0's clock, loss and view of the folder count.
 
-    def decide(self, step: int, diverged: bool, came: float, *, lost: bool = False) -> Decision:
-        """Decide by a vote; all ranks call it after the same step. Rank 0's clock, loss and view of the folder count.
-
-        `came` is when this rank began to wait for the others, by time.perf_counter().
+        `wait_start` is the time.perf_counter() when this rank started to wait for the others.
         """
         now = time.perf_counter()
-        following = step + self._choose_interval(max(1, step - self.last_step), now)
-        late = 0 < self.settings.every_seconds <= now - self.saved
-        main = self.world.is_main
-        votes = bool(self.stop_request.number), main and late, main and diverged, main and lost, main * following
-        *answers, self.next_step, waited = self._reduce_max(*votes, int(1e6 * self.own_wait))
-        self.waited, self.own_wait = waited / 1e6, time.perf_counter() - came
-        stop, by_time, diverged, lost = (bool(answer) for answer in answers)
+        is_save_due = 0 < self.settings.every_seconds <= now - self.saved_at
+        next_step = step + self._choose_interval(max(1, step - self.last_step), now)
+        ballot = Ballot(stop=bool(self.stop_request.number), wait_us=int(1e6 * self.local_wait))
+        if self.world.is_main:
+            ballot = ballot._replace(save=is_save_due, diverged=diverged, run_taken=run_taken, next_vote=next_step)
+        outcome = ballot.reduce_max(self.world)
+
+        self.max_wait = outcome.wait_us / 1e6
+        self.local_wait = time.perf_counter() - wait_start
+        self.next_step = outcome.next_vote
         self.last_step = step
-        save = stop or by_time or self._is_save_step(step)
+        save = bool(outcome.stop or outcome.save) or self._is_save_step(step)
         if save:
-            self.saved = now
-        return Decision(stop, save, diverged, lost)
+            self.saved_at = now
+        return Decision(bool(outcome.stop), save, bool(outcome.diverged), bool(outcome.run_taken))

@@ -1,4 +1,4 @@
-"""Checkpointer of a run as training goes on: saved when it is time, at the best evaluation, and on a stop request."""
+"""Saves the checkpoints of a run: at intervals, after the best evaluation, and before a stop."""
 
 from __future__ import annotations
 
@@ -23,32 +23,35 @@ from configs.shared import Experiment
 
 
 class Saver:
-    """Saver of the state of a run, which also ends it after a checkpoint when any rank has a stop request.
+    """Save the state of a run, and stop the run after saving if any rank has a stop request.
 
-    Every method is called by all ranks, after the same step.
+    All ranks call every method, after the same step.
     """
 
     def __init__(
         self, cfg: Experiment, folder: Folder, world: World, stop: StopRequest | None, log_message: Callable[..., None]
     ) -> None:
-        self.cfg, self.folder, self.world, self.log_message = cfg, folder, world, log_message
+        self.cfg = cfg
+        self.folder = folder
+        self.world = world
+        self.log_message = log_message
         self.stop = stop or StopRequest(cfg.checkpoint.grace, sys.stderr)
         self.vote = SaveOrStopVote(world, cfg.checkpoint, self.stop)
         self.watch = AttemptWatch(folder)
         self.step = 0
-        """The newest step that was voted on, or saved."""
-        self.loss = ""
-        """On rank 0, why this attempt must stop: another one has the run, or the folder is gone."""
-        self.checkpointer = Checkpointer(folder, world, cfg.checkpoint, log_message, self._find_loss)
-        self.silence: SilenceWatch | None = None
+        """The newest step after which the ranks voted or saved."""
+        self.stop_reason = ""
+        """On rank 0, why this attempt must stop: another attempt has taken over the run, or its folder was deleted."""
+        self.checkpointer = Checkpointer(folder, world, cfg.checkpoint, log_message, self._find_stop_reason)
+        self.silence_watch: SilenceWatch | None = None
         self.state: TrainState | None = None
         self.metrics: MetricsLog | None = None
         self.began = time.perf_counter()
-        """Start of the run by time.perf_counter(), earlier by the seconds that former attempts took."""
+        """Start of the run by time.perf_counter(), moved back by the seconds of former attempts."""
         self.best: float | None = None
-        """The score that `checkpoint.best` names, in the best evaluation so far."""
+        """The score named by `checkpoint.best` in the best evaluation so far."""
         self.unevaluated = False
-        """True until the evaluation after the newest step is done."""
+        """True until the evaluation after the newest step has finished."""
 
     def load(self, state: TrainState) -> LoadedCheckpoint | None:
         """Load the newest checkpoint of the run into `state`, if there is one."""
@@ -63,35 +66,35 @@ class Saver:
         self.restart_watchdogs()
         return loaded
 
-    def start_silence_watch(self, tell: Callable[[str], None]) -> None:
-        """Name the ranks that do not answer before NCCL's time-out ends this process."""
-        allowed = self.cfg.launch.step_timeout
-        self.silence = SilenceWatch(self.world, 0.7 * allowed, 0.1 * allowed, tell)
+    def start_silence_watch(self, log_failure: Callable[[str], None]) -> None:
+        """Report the ranks that do not answer, before NCCL's time-out ends this process."""
+        timeout = self.cfg.launch.step_timeout
+        self.silence_watch = SilenceWatch(self.world, 0.7 * timeout, 0.1 * timeout, log_failure)
 
     def restart_watchdogs(self) -> None:
-        """Restart the time after which a step's stacks are written to the log and silent ranks are named."""
+        """Restart the timers that write the stacks of a hanging step to the log and report silent ranks."""
         self.stop.dump_stacks_after(0.9 * self.cfg.launch.step_timeout)
-        if self.silence is not None:
-            self.silence.restart()
+        if self.silence_watch is not None:
+            self.silence_watch.restart()
 
     def checkpoint_or_stop(self, step: int, *, now: bool = False) -> bool:
         """Save if it is time; if any rank has a stop request, save and stop. Return True if it was time to save.
 
-        Raises StopRequested after saving, and UserError when the loss is no finite number any more or the checkpoint
-        of a stop request could not be written.
+        With `now` the ranks vote even if no vote is due. Raises StopRequested after saving, and UserError if the loss
+        is NaN or infinite, or if the checkpoint of a stop request could not be written.
         """
         if not now and not self.vote.is_due(step):
             return False
         assert self.metrics is not None
-        came = time.perf_counter()
-        self.metrics.flush()  # ranks may wait for each other here already
+        wait_start = time.perf_counter()
+        self.metrics.flush()  # ranks may already wait for each other here
         self.step = step
-        loss = self._find_loss() if self.world.is_main else ""
-        decision = self.vote.decide(step, bool(self.metrics.diverged), came, lost=bool(loss))
+        run_taken = self.world.is_main and bool(self._find_stop_reason())
+        decision = self.vote.decide(step, bool(self.metrics.diverged), wait_start, run_taken=run_taken)
         self.metrics.drop_kept_rows()
         self.restart_watchdogs()
-        if decision.lost:
-            self._stop_lost()
+        if decision.run_taken:
+            self._raise_run_taken()
         if decision.diverged:
             self.raise_if_diverged()
         saved = decision.save and self.save(step)
@@ -100,103 +103,110 @@ class Saver:
         return decision.save
 
     def stop_in_evaluation(self, step: int) -> None:
-        """Between two batches of an evaluation: if any rank has a stop request, save the state before it and stop.
+        """If any rank has a stop request, save the state before the evaluation and stop.
 
-        Raises StopRequested after saving, and UserError if the checkpoint could not be written.
+        Called between two batches of an evaluation. Raises StopRequested after saving, and UserError if the checkpoint
+        could not be written.
         """
         self.restart_watchdogs()
         self.step = step
-        decision = self.vote.vote_in_evaluation(self._find_loss)
-        if decision.lost:
-            self._stop_lost()
+        decision = self.vote.vote_in_evaluation(self._find_stop_reason)
+        if decision.run_taken:
+            self._raise_run_taken()
         if decision.stop:
             self._stop(step, self.save(step))
 
     def raise_if_diverged(self) -> None:
-        """Raise UserError with the same words on all ranks where the loss is no finite number any more."""
+        """Raise UserError with the same message on all ranks if the loss is NaN or infinite."""
         assert self.metrics is not None
-        why = self.world.broadcast(self.metrics.diverged)
-        if why:
-            raise UserError(why)
+        problem = self.world.broadcast(self.metrics.diverged)
+        if problem:
+            raise UserError(problem)
 
-    def _find_loss(self) -> str:
-        """Find, on rank 0, why this attempt must stop without saving; empty where it may go on."""
-        self.loss = self.watch.find_problem(self.step)
-        return self.loss
+    def _find_stop_reason(self) -> str:
+        """Return, on rank 0, why this attempt must stop without saving; empty if it may continue."""
+        self.stop_reason = self.watch.find_problem(self.step)
+        return self.stop_reason
 
-    def _stop_lost(self) -> NoReturn:
-        """Raise RunTaken with the same words on all ranks."""
-        raise RunTaken(self.world.broadcast(self.loss))
+    def _raise_run_taken(self) -> NoReturn:
+        """Raise RunTaken with the same message on all ranks."""
+        raise RunTaken(self.world.broadcast(self.stop_reason))
 
     def _stop(self, step: int, saved: bool) -> NoReturn:
         if not saved:
-            raise UserError(f"stop request after step {step}, which could not be saved: {self._describe_refusal()}")
-        self.log_message(f"stop request: saved after step {step}, to be continued")
+            raise UserError(f"stop request: step {step} could not be saved: {self._describe_failed_save()}")
+        self.log_message(f"stopped on request; checkpoint saved at step {step}")
         raise StopRequested
 
     def raise_if_lost(self, step: int) -> None:
-        """Raise RunTaken where this attempt must stop; rank 0 alone calls it."""
+        """Raise RunTaken if this attempt must stop. Only rank 0 calls it."""
         self.step = step
-        if self._find_loss():
-            raise RunTaken(self.loss)
+        if self._find_stop_reason():
+            raise RunTaken(self.stop_reason)
 
     def save(self, step: int, *, best: bool = False) -> bool:
-        """Write a checkpoint; return False if the disk refuses. Raises UserError if a parameter is NaN or infinite."""
+        """Write a checkpoint; return False if writing fails. Raises UserError if a parameter is NaN or infinite."""
         assert self.state is not None and self.metrics is not None
         self.step = step
         writer = self.metrics.writer
         if self.world.broadcast(bool(writer.waiting)):  # the next attempt would miss these rows
-            if self.world.broadcast(bool(self._find_loss()) if self.world.is_main else False):
-                self._stop_lost()
+            if self.world.broadcast(self.world.is_main and bool(self._find_stop_reason())):
+                self._raise_run_taken()
             problem = f"cannot write {self.folder.metrics_file}; free disk space"
-            self.checkpointer.report_refusal(step, problem, is_known=True)
+            self.checkpointer.report_failed_save(step, problem, is_known=True)
             return False
         state = self.state.collect_state()
-        finite = all(bool(value.isfinite().all()) for value in state.model.values())
-        if not self.world.broadcast(all(self.world.gather(finite))):
+        is_finite = all(bool(tensor.isfinite().all()) for tensor in state.model.values())
+        if not self.world.broadcast(all(self.world.gather(is_finite))):
             raise UserError(f"a parameter is no finite number after step {step}; lower optim.lr")
-        wandb = read_json(self.folder.path / "wandb" / "id.json").get("id")
-        state.common |= {"rows": writer.written, "seconds": time.perf_counter() - self.began, "wandb": wandb}
-        state.common |= {"best": self.best, "unevaluated": self.unevaluated}
+        state.common["rows"] = writer.written
+        state.common["seconds"] = time.perf_counter() - self.began
+        state.common["wandb"] = read_json(self.folder.path / "wandb" / "id.json").get("id")
+        state.common["best"] = self.best
+        state.common["unevaluated"] = self.unevaluated
         return self.checkpointer.save(step, state, best=best)
 
     def save_best(self, step: int, scores: dict[str, float]) -> None:
-        """Keep the state of an evaluation that is the best so far."""
+        """Save the state after an evaluation if its score is the best so far."""
         name = self.cfg.checkpoint.best
-        value = self.world.broadcast(scores.get(name)) if name != "none" else None
-        if value is None:
+        score = self.world.broadcast(scores.get(name)) if name != "none" else None
+        if score is None:
             return
-        if self.best is None or (value > self.best if name == "test_accuracy" else value < self.best):
-            before, self.best = self.best, value
-            try:
-                self.save(step, best=True)
-            except RuntimeError:  # it is not saved, and an elastic run evaluates again
-                self.best = before
-                raise
+        previous = self.best
+        if previous is not None:
+            is_better = score > previous if name == "test_accuracy" else score < previous
+            if not is_better:
+                return
+        self.best = score
+        try:
+            self.save(step, best=True)
+        except RuntimeError:  # it was not saved, and an elastic run evaluates again
+            self.best = previous
+            raise
 
     def save_last(self, step: int) -> None:
-        """Save the trained model. Raises UserError, with the same words on all ranks, where that fails."""
+        """Save the trained model. Raises UserError with the same message on all ranks if that fails."""
         if self.save(step):
             return
-        why = f"the model after step {step}, the last one, could not be saved: {self._describe_refusal()}"
+        problem = f"the final model (step {step}) could not be saved: {self._describe_failed_save()}"
         if self.world.is_main:
             assert self.metrics is not None
             try:
                 self.metrics.writer.flush()
             except UserError as error:
-                why = str(error)
-        raise UserError(self.world.broadcast(why))
+                problem = str(error)
+        raise UserError(self.world.broadcast(problem))
 
-    def _describe_refusal(self) -> str:
+    def _describe_failed_save(self) -> str:
         """Return why the newest checkpoint could not be written, with the remedy."""
         problem = self.checkpointer.problem
         remedy = "raise ulimit -f" if os.strerror(errno.EFBIG) in problem else "free space"
         return f"{problem}; {remedy}"
 
     def close(self) -> None:
-        """End the watchdogs, and wait until old checkpoints are deleted."""
+        """Stop the watchdogs, and wait until old checkpoints are deleted."""
         self.stop.cancel_watchdog()
-        if self.silence is not None:
-            self.silence.close()
+        if self.silence_watch is not None:
+            self.silence_watch.close()
         self.checkpointer.wait_for_deletions()
         self.watch.close()

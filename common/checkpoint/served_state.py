@@ -1,4 +1,4 @@
-"""State of a training whose parameters and optimizer state servers keep, under the names of the full model."""
+"""State of a training whose parameters and optimizer state are stored on servers, by the full model's names."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from common.distributed.parameter_server.worker import Worker
 
 
 class ServedState(TrainState):
-    """State of the network of a worker, as every other one has it between steps, when all pushes are applied.
+    """State of a parameter-server worker's network; equal on all workers between steps, after all pushes are applied.
 
-    The `optimizer`, of the network's parameters, takes no step itself: it has the learning rate, and the servers' state
-    while that is saved or loaded. So the number of servers may change from one attempt to the next.
+    The `optimizer` of the network's parameters takes no steps. It holds the learning rate, and the servers' state while
+    that is saved or loaded, so the number of servers may change between attempts.
     """
 
     optimizer: Optimizer
 
-    def __init__(self, worker: Worker, optimizer: Optimizer, loader: Loader, **more: Any) -> None:
-        super().__init__([worker.network], optimizer, loader, worker.world, replicated=True, **more)
+    def __init__(self, worker: Worker, optimizer: Optimizer, loader: Loader, **options: Any) -> None:
+        super().__init__([worker.network], optimizer, loader, worker.world, replicated=True, **options)
         self.worker = worker
 
     @property
     def irreplaceable(self) -> bool:
-        """True where this rank has a shard, which is lost with it."""
+        """True if this rank holds a shard, which no other rank has."""
         return self.worker.server is not None
 
     def collect_state(self) -> CheckpointState:
@@ -46,17 +46,17 @@ class ServedState(TrainState):
         self.optimizer.state.clear()
 
     def load_copy(self, loaded: LoadedCheckpoint) -> None:
-        """Load all but the shards from another rank, whose network is older than the shards; the next pull brings them.
+        """Load another rank's state except the shards, which are newer; the next pull updates the network.
 
-        Where that rank has taken a step more, this rank's server has all pushes of it, and takes it now.
+        If that rank has taken one more step, this rank's server has received all pushes of it, and takes it now.
         """
         super().load(loaded)
         self.worker.take_prepared_step()
 
     def leave_group(self, *, together: bool) -> None:
-        """End the messages between workers and servers."""
+        """Stop the messages between workers and servers."""
         self.worker.stop_serving(together=together)
 
-    def enter_group(self, done: int) -> None:
-        """Begin them anew; of a step that has failed a server drops the pushes."""
-        self.worker.start_serving(done)
+    def enter_group(self, completed_steps: int) -> None:
+        """Restart the messages; a server drops the pushes of a failed step."""
+        self.worker.start_serving(completed_steps)

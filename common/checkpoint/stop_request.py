@@ -1,7 +1,7 @@
 """Stop requests: signals set a flag, on which all ranks vote between two steps (`save_or_stop.SaveOrStopVote`).
 
 A stop request is SIGUSR2 (a time limit is near, or SLURM preempts), SIGTERM (a requeue, or a site that preempts without
-more) or Ctrl-C. A rank that has not ended within the grace time, or is signalled again, ends at once.
+SIGUSR2) or Ctrl-C. A rank that has not exited within the grace time, or is signalled again, exits immediately.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
 
 
 class StopRequested(SystemExit):
-    """Exit with status 75 after saving: the next attempt resumes the run.
+    """Resumable exit (status 75) after saving: the next attempt resumes the run.
 
-    With `together` all ranks have voted for it. Otherwise each stops where it is, and others may wait for its messages.
+    With `together` all ranks exit after the same vote. Otherwise this rank exits alone, and others may wait for its
+    messages.
     """
 
     def __init__(self, together: bool = True) -> None:
@@ -32,21 +33,23 @@ class StopRequested(SystemExit):
 
 
 class StopRequest:
-    """Flag of a stop request. `log` receives the stacks of all threads if this process has to be ended.
+    """Flag of a stop request. `log` receives the stacks of all threads if the grace time runs out.
 
-    A thread receives the signals: the main one may be blocked in a collective, where no handler of Python runs.
+    A thread receives the signals: the main thread may be blocked in a collective, where no Python handler runs.
     """
 
     def __init__(self, grace: float, log: IO[str]) -> None:
-        self.grace, self.log = grace, log
+        self.grace = grace
+        self.log = log
         self.number = 0
+        """Signal of the first request; 0 if there is none."""
         self.received = 0.0
         """Time of the first request, by time.monotonic()."""
         self.all_saved = False
-        """True while nothing would be lost: the main thread then stops at the next request, wherever it is."""
+        """True while no unsaved state exists: the main thread then stops immediately at the next request."""
 
     def listen(self) -> None:
-        """Let signals only set the flag from now on. An ignored SIGINT stays ignored: the launcher forwards it."""
+        """Handle signals by setting the flag. An ignored SIGINT stays ignored: the launcher forwards it."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -57,7 +60,7 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self.all_saved:
-            self.all_saved = False  # the same request may come twice
+            self.all_saved = False  # the same request may arrive twice
             raise StopRequested(together=False)
 
     def _listen(self, reader: int) -> None:
@@ -68,40 +71,44 @@ class StopRequest:
     def _receive(self, number: int) -> None:
         now = time.monotonic()
         if not self.number:
-            self.number, self.received = number, now
-            self._start_watchdog(self.grace, ends=True)
+            self.number = number
+            self.received = now
+            self._start_watchdog(self.grace, exits=True)
         elif number == signal.SIGINT or now - self.received > REPEAT_SECONDS:
             os._exit(128 + number)
 
     def await_request(self) -> bool:
-        """Wait up to a second for a stop request, which other ranks may receive earlier; return True if one came."""
+        """Wait up to a second for a stop request, which other ranks may receive first; return True if there is one."""
         deadline = time.monotonic() + 1.0
         while not self.number and time.monotonic() < deadline:
             time.sleep(0.02)
         return bool(self.number)
 
     def dump_stacks_after(self, seconds: float | None) -> None:
-        """Write the stacks of all threads to the log unless this is called within `seconds`; None cancels it."""
+        """Write the stacks of all threads to the log unless this is called again within `seconds`; None cancels it.
+
+        After a stop request the watchdog of the grace time runs instead.
+        """
         if not self.number and seconds is None:
             faulthandler.cancel_dump_traceback_later()
         elif not self.number and seconds is not None:
-            self._start_watchdog(seconds, ends=False)
-        if self.number:  # received just now
-            self._start_watchdog(self.grace, ends=True)
+            self._start_watchdog(seconds, exits=False)
+        if self.number:  # also if the signal has arrived in the meantime
+            self._start_watchdog(self.grace, exits=True)
 
-    def _start_watchdog(self, seconds: float, *, ends: bool) -> None:
-        with contextlib.suppress(RuntimeError):  # no thread can be started now, and a run is better than its watchdog
-            faulthandler.dump_traceback_later(seconds, exit=ends, file=self.log)
+    def _start_watchdog(self, seconds: float, *, exits: bool) -> None:
+        with contextlib.suppress(RuntimeError):  # if no thread can be started, continue without a watchdog
+            faulthandler.dump_traceback_later(seconds, exit=exits, file=self.log)
 
     def cancel_watchdog(self) -> None:
-        """Cancel the dump of stacks, and the exit that was to follow it after `grace`."""
+        """Cancel the dump of stacks and the exit after the grace time."""
         faulthandler.cancel_dump_traceback_later()
 
 
 def synchronize_exit() -> None:
-    """Wait for all ranks before they exit, so that each ends with its own exit status; all ranks call it.
+    """Wait for all ranks before they exit, so that each rank reports its exit status. All ranks call it.
 
-    srun and torchrun end the others as soon as one has ended, and then report a signal.
+    srun and torchrun terminate the other ranks as soon as one has exited, and then report a signal.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.barrier()

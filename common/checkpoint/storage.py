@@ -1,11 +1,11 @@
 """Checkpoint folders on disk: names, manifest, publishing and deleting. Imports no torch.
 
 attempts/0002/checkpoints/
-  step-00000400/        complete: renamed to this name after all of it had reached the disk
+  step-00000400/        complete: renamed to this name after all files had been synced to the disk
     rank-0.pt ...       one file per rank
     manifest.json       format, step, attempt, processes, facts; size and SHA-256 of each file and of itself
-  .step-00000500.new/   staging folder, or left by a rank that was killed; never read
-  latest, best          names, for people; where no checkpoint is left, `latest` tells that there were some
+  .step-00000500.new/   staging folder, in use or left over from a killed rank; never read
+  latest, best          names of checkpoints, for users; `latest` also shows that deleted checkpoints existed
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from common.runs.folder import Folder, fsync_path
 FORMAT = 1
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile("step-[0-9]{8,15}")
-LONGEST = 1 << 24  # bytes of a manifest; a longer one is invalid
+MAX_MANIFEST_BYTES = 1 << 24
 
 
 class InvalidCheckpoint(Exception):
-    """Error of a checkpoint that cannot be used; its text is the reason."""
+    """The checkpoint cannot be used; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,23 @@ class Manifest:
     attempt: int
     processes: int
     files: dict[str, ManifestEntry]
-    """The files of the ranks, in their order."""
+    """The files of the ranks, in the order of the ranks."""
     facts: dict[str, Any]
-    """Common values of the state, such as epoch and W&B id, for a reader without torch."""
+    """Common values of the state, such as epoch and W&B id, for readers without torch."""
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Manifest:
-        """Make a manifest from its values as JSON has them. Raises ValueError, TypeError, KeyError or OverflowError."""
-        files = {name: ManifestEntry(int(e["bytes"]), str(e["sha256"])) for name, e in content["files"].items()}
-        step, attempt, processes = (int(content[name]) for name in ("step", "attempt", "processes"))
-        return cls(step, attempt, processes, files, dict(content["facts"]))
+        """Create a manifest from its JSON object. Raises ValueError, TypeError, KeyError or OverflowError."""
+        files = {}
+        for name, entry in content["files"].items():
+            files[name] = ManifestEntry(int(entry["bytes"]), str(entry["sha256"]))
+        return cls(
+            step=int(content["step"]),
+            attempt=int(content["attempt"]),
+            processes=int(content["processes"]),
+            files=files,
+            facts=dict(content["facts"]),
+        )
 
     def to_json(self) -> str:
         """Return the manifest as JSON, with its own checksum."""
@@ -71,7 +78,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """Path of one checkpoint, which may exist or not."""
+    """Path of a checkpoint, which may not exist."""
 
     attempt: Folder
     step: int
@@ -103,27 +110,33 @@ def hash_manifest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-# ---- finding
+# ---- listing
 
 
 def list_checkpoints(attempt: Folder) -> list[CheckpointPath]:
-    """Return the checkpoints of an attempt by name, oldest first; reading them shows whether they are valid."""
-    names = [path.name for path in checkpoints_dir(attempt).glob("step-*")]
-    steps = {int(name[5:]) for name in names if STEP_NAME.fullmatch(name)}
-    found = [CheckpointPath(attempt, step) for step in sorted(steps)]
-    return [checkpoint for checkpoint in found if checkpoint.name in names]
+    """Return the checkpoints of an attempt by name, oldest first. They may be invalid."""
+    checkpoints = []
+    for path in checkpoints_dir(attempt).glob("step-*"):
+        if not STEP_NAME.fullmatch(path.name):
+            continue
+        checkpoint = CheckpointPath(attempt, int(path.name[5:]))
+        if checkpoint.name == path.name:  # not written with more zeros
+            checkpoints.append(checkpoint)
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
 
 def list_resumable_checkpoints(folder: Folder) -> list[CheckpointPath]:
-    """Return all checkpoints that a new attempt may resume, the best choice first."""
-    found: list[CheckpointPath] = []
-    for attempt, bound in folder.trace_attempts():
-        found += [c for c in reversed(list_checkpoints(attempt)) if bound is None or c.step <= bound]
-    return found
+    """Return all checkpoints that a new attempt may resume, in order of preference."""
+    resumable: list[CheckpointPath] = []
+    for attempt, last_step in folder.trace_attempts():
+        for checkpoint in reversed(list_checkpoints(attempt)):
+            if last_step is None or checkpoint.step <= last_step:
+                resumable.append(checkpoint)
+    return resumable
 
 
 def list_lost_checkpoints(folder: Folder) -> list[CheckpointPath]:
-    """Return the newest checkpoint of the run in a list, if its folder is missing.
+    """Return a list of the newest checkpoint of the run if its folder is missing, else an empty list.
 
     Older ones do not count: a newer checkpoint may have replaced them (checkpoint.keep).
     """
@@ -137,60 +150,65 @@ def list_lost_checkpoints(folder: Folder) -> list[CheckpointPath]:
 
 def list_staging_dirs(folder: Folder) -> list[Path]:
     """Return the staging folders that killed ranks left."""
-    return [
-        path for attempt, _ in folder.trace_attempts() for path in sorted(checkpoints_dir(attempt).glob(".step-*.new"))
-    ]
+    paths: list[Path] = []
+    for attempt, _ in folder.trace_attempts():
+        paths += sorted(checkpoints_dir(attempt).glob(".step-*.new"))
+    return paths
 
 
 # ---- reading
 
 
 @contextlib.contextmanager
-def open_owned(name: str | Path, flags: int, what: str, within: int | None = None) -> Iterator[int]:
-    """Open a file or folder that belongs to this user or root and is no link. Raises InvalidCheckpoint."""
+def open_owned(path: str | Path, flags: int, label: str, parent_fd: int | None = None) -> Iterator[int]:
+    """Open a file or folder that is not a link and belongs to this user or root. Raises InvalidCheckpoint."""
+    flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=within)
+        fd = os.open(path, flags, dir_fd=parent_fd)
     except FileNotFoundError:
-        raise InvalidCheckpoint(f"{what} is missing") from None
+        raise InvalidCheckpoint(f"{label} is missing") from None
     except OSError as error:
-        linked = error.errno == errno.ELOOP or (within is None and Path(name).is_symlink())
-        raise InvalidCheckpoint(f"{what} is a link" if linked else f"{what}: {error.strerror}") from None
+        is_link = error.errno == errno.ELOOP or (parent_fd is None and Path(path).is_symlink())
+        raise InvalidCheckpoint(f"{label} is a link" if is_link else f"{label}: {error.strerror}") from None
     try:
-        owner = os.fstat(handle).st_uid
+        owner = os.fstat(fd).st_uid
         if owner not in (os.geteuid(), 0):
-            raise InvalidCheckpoint(f"{what} belongs to user {owner}, not to you ({os.geteuid()})")
-        yield handle
+            raise InvalidCheckpoint(f"{label} belongs to user {owner}, not to you ({os.geteuid()})")
+        yield fd
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 def read_owned_file(checkpoint: CheckpointPath, name: str, size: int | None = None) -> bytes:
-    """Return the bytes of a checkpoint's file, read once: they are what is checked. Raises InvalidCheckpoint."""
+    """Read a checkpoint's file once, so that the checked bytes are the loaded ones. Raises InvalidCheckpoint.
+
+    The file must have `size` bytes, or without `size` at most those of the largest manifest.
+    """
     with (
-        open_owned(checkpoint.path, os.O_DIRECTORY, "the folder") as folder,
-        open_owned(name, 0, name, folder) as handle,
+        open_owned(checkpoint.path, os.O_DIRECTORY, "the folder") as folder_fd,
+        open_owned(name, 0, name, folder_fd) as fd,
     ):
-        status = os.fstat(handle)
+        status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise InvalidCheckpoint(f"{name} is no file")
+            raise InvalidCheckpoint(f"{name} is not a regular file")
         if size is not None and status.st_size != size:
             raise InvalidCheckpoint(f"{name} has {status.st_size} bytes instead of {size}")
-        if size is None and status.st_size > LONGEST:
-            raise InvalidCheckpoint(f"{name} has {status.st_size} bytes")
+        if size is None and status.st_size > MAX_MANIFEST_BYTES:
+            raise InvalidCheckpoint(f"{name} has {status.st_size} bytes, more than {MAX_MANIFEST_BYTES}")
         try:
-            with open(handle, "rb", closefd=False) as file:
+            with open(fd, "rb", closefd=False) as file:
                 return file.read(status.st_size)
         except OSError as error:
             raise InvalidCheckpoint(f"{name}: {error.strerror}") from None
 
 
 def read_verified_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) -> bytes:
-    """Return the bytes of a rank's file, compared with the manifest. Raises InvalidCheckpoint."""
+    """Return the bytes of a rank's file if they match the manifest. Raises InvalidCheckpoint."""
     name = make_rank_file_name(rank)
     entry = manifest.files[name]
     content = read_owned_file(checkpoint, name, entry.bytes)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise InvalidCheckpoint(f"{name} has another checksum")
+        raise InvalidCheckpoint(f"{name} has a wrong checksum")
     return content
 
 
@@ -200,18 +218,18 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
     try:
         content = json.loads(raw)
         if content["format"] != FORMAT:
-            found = str(content["format"])[:20]
-            raise InvalidCheckpoint(f"it has format {found}, and this version of the code reads {FORMAT}")
+            file_format = str(content["format"])[:20]
+            raise InvalidCheckpoint(f"it has format {file_format}, and this version of the code reads {FORMAT}")
         if content.pop("sha256") != hash_manifest(content):
-            raise InvalidCheckpoint(f"{MANIFEST} has another checksum")
+            raise InvalidCheckpoint(f"{MANIFEST} has a wrong checksum")
         manifest = Manifest.from_content(content)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise InvalidCheckpoint(f"{MANIFEST} cannot be read") from None
-    names = list(manifest.files)
-    if names != [make_rank_file_name(rank) for rank in range(len(names))] or len(names) != manifest.processes:
+    expected_names = [make_rank_file_name(rank) for rank in range(len(manifest.files))]
+    if len(manifest.files) != manifest.processes or list(manifest.files) != expected_names:
         raise InvalidCheckpoint(f"{MANIFEST} does not name one file for each of {manifest.processes} ranks")
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt.number):
-        raise InvalidCheckpoint(f"it is that of step {manifest.step} of attempt {manifest.attempt}")
+        raise InvalidCheckpoint(f"it belongs to step {manifest.step} of attempt {manifest.attempt}")
     return manifest
 
 
@@ -219,10 +237,7 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
 
 
 class StagingDir:
-    """Folder in which a checkpoint is written before it is published.
-
-    One rank calls the methods, which raise OSError.
-    """
+    """Folder in which a checkpoint is written before it is published. Rank 0 calls the methods; they raise OSError."""
 
     def __init__(self, attempt: Folder, step: int) -> None:
         self.target = CheckpointPath(attempt, step)
@@ -230,29 +245,29 @@ class StagingDir:
         self.path = self.parent / f".{self.target.name}.new"
 
     def create(self) -> None:
-        """Make the folder, and delete staging folders and tombstones that earlier failures left."""
+        """Create the folder, and delete staging folders and tombstones left by earlier failures."""
         if not self.parent.exists():
             self.parent.mkdir()
             fsync_path(self.parent.parent)
-        for left in self.parent.glob(".step-*"):
-            shutil.rmtree(left)
+        for leftover in self.parent.glob(".step-*"):
+            shutil.rmtree(leftover)
         self.path.mkdir()
 
     def publish(self, manifest: Manifest) -> None:
-        """Write the manifest once all files are on the disk, and publish the checkpoint by one rename.
+        """Write the manifest after all files, and publish the checkpoint by one rename.
 
-        Raises RunTaken where a newer attempt has begun.
+        Raises RunTaken if a newer attempt has started.
         """
         for name, entry in manifest.files.items():
             if (self.path / name).stat().st_size != entry.bytes:
-                raise OSError(errno.EIO, f"{name} is shorter here than where it was written")
+                raise OSError(errno.EIO, f"{name} has fewer bytes on this host than were written")
         with open(self.path / MANIFEST, "x") as file:
             file.write(manifest.to_json())
             file.flush()
             os.fsync(file.fileno())
         fsync_path(self.path)
         check_still_current(self.target.attempt)
-        if self.target.path.exists():  # renamed before, but then the disk failed
+        if self.target.path.exists():  # an earlier try was renamed before the disk failed
             shutil.rmtree(rename_to_tombstone(self.target))
         self.path.rename(self.target.path)
         fsync_path(self.parent)
@@ -263,46 +278,59 @@ class StagingDir:
 
 
 def rename_to_tombstone(checkpoint: CheckpointPath) -> Path:
-    """Rename a checkpoint to a tombstone, which is never read: a half-deleted one cannot be loaded. Raises OSError."""
+    """Rename a checkpoint so that a half-deleted one is never loaded; return the new path. Raises OSError."""
     return checkpoint.path.rename(checkpoint.path.with_name(f".{checkpoint.name}.old"))
 
 
 def retire_old_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path]:
     """Rename old checkpoints to tombstones; return the folders to delete. Raises OSError.
 
-    The newest `keep` complete ones of the run stay, at least 2, and what is newer than these; so does that of step
-    `best`, or the best one of an earlier attempt until this has a better. Once a newer attempt exists all stay: it may
-    have resumed from any of these.
+    The newest `keep` complete checkpoints of the run stay, at least 2, and any newer incomplete ones. The one of step
+    `best` stays, or, until this attempt has one, the best of an earlier attempt. If a newer attempt exists, all stay:
+    it may have resumed from any of them.
     """
-    if attempt.is_superseded or attempt.parent_record is None:  # without a record nobody resumes this one
+    if attempt.is_superseded or attempt.parent_record is None:  # nothing resumes an attempt without a record
         return []
-    attempts = [one for one in attempt.attempts() if one.number <= attempt.number]
-    left = [path for one in attempts[:-1] for path in checkpoints_dir(one).glob(".step-*")]  # half-written
+    attempts = [other for other in attempt.attempts() if other.number <= attempt.number]
+    folders: list[Path] = []
+    for earlier in attempts[:-1]:
+        folders += checkpoints_dir(earlier).glob(".step-*")  # half-written
+
     candidates = list_resumable_checkpoints(attempt)
-    spared = [candidate for candidate in candidates if read_pointer(candidate.attempt, "best") == candidate.name][:1]
-    kept = {one.path for one in ([CheckpointPath(attempt, best)] if best is not None else spared)}
+    best_checkpoints = [
+        checkpoint for checkpoint in candidates if read_pointer(checkpoint.attempt, "best") == checkpoint.name
+    ]
+    kept_paths = {checkpoint.path for checkpoint in best_checkpoints[:1]}
+    if best is not None:
+        kept_paths = {CheckpointPath(attempt, best).path}
     complete = 0
     for candidate in candidates:
         if complete < max(2, keep):
-            kept.add(candidate.path)
+            kept_paths.add(candidate.path)
             complete += is_complete(candidate)
     if complete < max(2, keep):
-        return left
-    old = [checkpoint for one in attempts for checkpoint in list_checkpoints(one) if checkpoint.path not in kept]
-    return [rename_to_tombstone(checkpoint) for checkpoint in old] + left
+        return folders
+
+    for other in attempts:
+        for checkpoint in list_checkpoints(other):
+            if checkpoint.path not in kept_paths:
+                folders.append(rename_to_tombstone(checkpoint))
+    return folders
 
 
 def is_complete(checkpoint: CheckpointPath) -> bool:
-    """Check that all files are there and as long as the manifest says, without reading them."""
+    """Return True if all files exist with the sizes in the manifest; their content is not read."""
     try:
-        files = read_manifest(checkpoint).files
-        return all((checkpoint.path / name).stat().st_size == entry.bytes for name, entry in files.items())
+        for name, entry in read_manifest(checkpoint).files.items():
+            if (checkpoint.path / name).stat().st_size != entry.bytes:
+                return False
     except (InvalidCheckpoint, OSError):
         return False
+    return True
 
 
 def read_pointer(attempt: Folder, pointer: str) -> str | None:
-    """Return the name of the checkpoint that `latest` or `best` points to."""
+    """Return the name of the checkpoint in the file `latest` or `best`; None if it cannot be read."""
     try:
         return (checkpoints_dir(attempt) / pointer).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -310,6 +338,6 @@ def read_pointer(attempt: Folder, pointer: str) -> str | None:
 
 
 def delete_folders(paths: list[Path]) -> None:
-    """Delete folders, as far as the disk allows it."""
+    """Delete folders; ignore errors of the disk."""
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)

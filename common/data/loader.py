@@ -1,12 +1,13 @@
-"""Batches of a prepared set, in an order that is a pure function of (seed, epoch, position).
+"""Batches of a prepared data set, in an order that is a pure function of (seed, epoch, position).
 
-Images stay uint8 in memory, shared by all ranks of a host. Several batches at a time are gathered,
-moved to the device and normalised in one vectorised step, and then handed out as views.
+Images stay uint8 in memory, shared by all ranks of a host. Several batches at a time are gathered, moved to the device
+and normalised in one vectorised step, and then returned as views.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,12 +19,12 @@ from common.core import seeds
 from common.core.errors import UserError
 from common.data.augment import Augment
 from common.data.prepare import Prepared
-from common.data.workers import DataWorkerError as DataWorkerError  # noqa: PLC0414 (what iterating a Loader raises)
+from common.data.workers import DataWorkerError as DataWorkerError  # noqa: PLC0414 (raised while iterating a Loader)
 from common.data.workers import Samples, WorkerPool
 from configs.batch_plan import cut_batch
 from configs.shared import Experiment
 
-# mean and standard deviation of the training pixels, scaled to [0, 1]; of each colour, where there are colours
+# Mean and standard deviation of the training pixels, scaled to [0, 1]; one of each per colour for colour images.
 STATISTICS: dict[str, tuple[Any, Any]] = {
     "mnist": (0.1307, 0.3081),
     "digits": (0.1699, 0.3058),
@@ -32,34 +33,35 @@ STATISTICS: dict[str, tuple[Any, Any]] = {
     "generated": ((0.5, 0.5, 0.5), (0.29, 0.29, 0.29)),
     "vectors": (0.5, 0.29),
 }
-IMAGE = (28, 28)  # of mnist and digits
-# inputs and targets of several batches, number of batches, samples of this rank in each
-Block = tuple[Tensor | None, Tensor | None, int, int]
 
 
 def get_statistics(prepared: Prepared) -> tuple[Any, Any]:
-    """Return mean and standard deviation of the training images: a number each, or one for each colour.
+    """Return mean and standard deviation of the training images: one number each, or one per colour.
 
-    Raises UserError where they are lost.
+    Raises UserError if the file with the statistics is missing.
     """
-    known = prepared.statistics or STATISTICS.get(prepared.name)
-    if known is None:
+    statistics = prepared.statistics or STATISTICS.get(prepared.name)
+    if statistics is None:
         raise UserError(f"{prepared.path} is damaged: it has no statistics; delete it and start again")
-    return known
+    return statistics
 
 
 class Images:
     """The train or test part of a prepared set: images uint8 [N, H, W] (grey) or [N, 3, H, W], labels int64 [N]."""
 
     def __init__(self, prepared: Prepared, part: str, limit: int = 0) -> None:
+        """Map the arrays of `part` into memory; `limit` is the number of samples to use, 0 for all."""
         images = torch.from_numpy(prepared.map_array(f"{part}_images"))
         labels = torch.from_numpy(prepared.map_array(f"{part}_labels")).long()
         self.classes = int(labels.max()) + 1
-        self.images, self.labels = (images[:limit], labels[:limit]) if limit else (images, labels)
-        self.mean, self.std = (to_channel_tensor(values) for values in get_statistics(prepared))
+        self.images = images[: limit or None]
+        self.labels = labels[: limit or None]
+        mean, std = get_statistics(prepared)
+        self.mean = to_channel_tensor(mean)
+        self.std = to_channel_tensor(std)
 
     def __len__(self) -> int:
-        return self.labels.shape[0]  # each step asks several times, and len() of a tensor runs Python code of torch
+        return self.labels.shape[0]  # called several times per step; len() of a tensor runs Python code of torch
 
     @property
     def shape(self) -> torch.Size:
@@ -68,44 +70,53 @@ class Images:
 
     def load_inputs(self, index: Tensor | slice, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return the images at `index` (int64 [n] or a slice), normalised, on the device: [n, H, W] or [n, 3, H, W]."""
-        picked = self.images[index] if isinstance(index, slice) else self.images.index_select(0, index)
-        return self.normalize(picked, device, dtype)
+        pixels = self.images[index] if isinstance(index, slice) else self.images.index_select(0, index)
+        return self.normalize(pixels, device, dtype)
 
     def normalize(self, pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return (pixel / 255 - mean) / std of uint8 images [n, H, W] or [n, 3, H, W], on the device."""
-        x = pixels.to(device).to(dtype)
-        mean, std = (value.to(x) if isinstance(value, Tensor) else value for value in (self.mean, self.std))
-        return x.sub_(255 * mean).mul_(1 / (255 * std))
+        inputs = pixels.to(device).to(dtype)
+        mean = self.mean.to(inputs) if isinstance(self.mean, Tensor) else self.mean
+        std = self.std.to(inputs) if isinstance(self.std, Tensor) else self.std
+        return inputs.sub_(255 * mean).mul_(1 / (255 * std))
 
     def load_targets(self, index: Tensor | slice, device: torch.device) -> Tensor:
         """Return the labels int64 [n] at `index` (int64 [n] or a slice) on the device."""
         return self.labels[index].to(device)
 
 
-def to_channel_tensor(values: Any) -> Any:
-    """Return a number unchanged, and several, one for each channel, as a float64 tensor [C, 1, 1]."""
-    return values if isinstance(values, float) else torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
+def to_channel_tensor(statistic: Any) -> Any:
+    """Return a single number unchanged, and one number per colour as a float64 tensor [C, 1, 1]."""
+    if isinstance(statistic, float):
+        return statistic
+    return torch.tensor(statistic, dtype=torch.float64).view(-1, 1, 1)
 
 
 def draw_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Draw the permutation int64 [count] of an epoch: a function of seed and epoch, not of the number of ranks."""
+    """Draw the permutation int64 [count] of an epoch. It does not depend on the number of ranks."""
     return seeds.make_generator(seed, "order", epoch).permutation(count)
 
 
 @dataclasses.dataclass(eq=False)
 class Loader:
-    """Training batches (x, y), epoch after epoch, from any position on: x [n, H, W] or [n, 3, H, W], y int64 [n].
+    """Training batches (x, y), epoch after epoch, from any position: x [n, H, W] or [n, 3, H, W], y int64 [n].
 
-    With `drop_last` every batch is full, and the last partial batch of an epoch (other samples in each epoch) is left
-    out. `epoch` and `position` (samples of this epoch already handed out) are the whole state, and `size` is the
-    number of samples in the newest batch, over all ranks. Without `inputs` or `targets`, as in a pipeline's last and
-    first stage, x or y is None. With `shard` = (r, n), rank r of n gets the r-th of n slices of every batch: together
-    they see the batches that one rank would see. The slices are in proportion to `weights`, by default equal; those of
-    a partial batch, too, as far as whole samples can be. Some may be empty. `augment` is data.augment (see `Augment`).
+    `epoch` and `position` (samples of this epoch already returned) are the whole state. `size` is the number of samples
+    in the newest batch, over all ranks.
 
-    With `workers` other processes make blocks of batches ahead; iterating raises DataWorkerError where one ends, or
-    makes none within `worker_timeout` seconds. Where `stop_requested` is true while the rank waits for one, the rank
-    makes the rest of the epoch itself: the step is then completed, and a checkpoint can follow.
+    `batch`: samples of a batch over all ranks.
+    `block`: batches that are gathered at once.
+    `inputs`, `targets`: False replaces x or y by None, as in the last and first stage of a pipeline.
+    `shard`: (r, n) returns the r-th of n slices of every batch. Together the ranks see the batches of a single rank.
+    `weights`: proportions of the slices, by default equal. A partial batch is cut in the same proportions, rounded to
+        samples. Slices may be empty.
+    `microbatches`: if set, yield lists of so many batches: the microbatches of one optimizer step, `batch` samples
+        each. The last list of an epoch may be shorter. (A pipeline's engine splits a batch itself.)
+    `workers`: processes that prepare blocks ahead. Iterating raises DataWorkerError if one exits, or returns no block
+        within `worker_timeout` seconds. If `stop_requested()` becomes true while the rank waits for a block, the rank
+        prepares the remaining batches of the epoch itself, so that the step completes and a checkpoint can be saved.
+    `drop_last`: skip the last partial batch of an epoch (different samples in each epoch).
+    `augment`: value of data.augment (see `Augment`).
 
     Raises UserError if no batch is full, if the ranks cannot share a batch evenly and there are no weights, or if
     vectors would be augmented.
@@ -122,6 +133,7 @@ class Loader:
     targets: bool = True
     shard: tuple[int, int] = (0, 1)
     weights: tuple[int, ...] = ()
+    microbatches: int = 0
     workers: int = 0
     worker_timeout: float = 60.0
     stop_requested: Callable[[], bool] = bool
@@ -134,25 +146,50 @@ class Loader:
         rank, ranks = self.shard
         if not self.weights and self.batch % ranks:
             raise UserError(f"batch={self.batch} cannot be shared evenly by {ranks} ranks")
-        self.epoch = self.position = 0
+        self.epoch = 0
+        self.position = 0
         self.size = self.batch
         self.set_shards(rank, cut_batch(self.batch, self.weights or (1,) * ranks))
-        if self.augment != "none" and len(self.data.shape) < 2:
+        self.transform: Augment | None = None
+        if self.augment == "none":
+            return
+        if len(self.data.shape) < 2:
             raise UserError(f"data.augment={self.augment} changes images, and this set has vectors; leave it out")
-        self.transform = Augment(self.augment, self.data.shape[-2:], self.seed) if self.augment != "none" else None
+        self.transform = Augment(self.augment, self.data.shape[-2:], self.seed)
 
     @classmethod
-    def from_config(cls, data: Images, cfg: Experiment, device: torch.device, **more: Any) -> Loader:
-        """Create the loader that a config describes. Raises UserError where it does not fit the data."""
-        options: dict[str, Any] = {name: getattr(cfg.data, name) for name in ("block", "workers", "augment")}
-        options |= {"batch": cfg.batch, "seed": cfg.seed, "device": device, "dtype": getattr(torch, cfg.dtype)}
-        options["worker_timeout"] = cfg.launch.step_timeout / 2  # before other ranks give up waiting for this one
-        return cls(data, **(options | more))
+    def from_config(
+        cls, data: Images, cfg: Experiment, device: torch.device, *, batch: int | None = None, **options: Any
+    ) -> Loader:
+        """Create the loader of a config. Raises UserError if the config does not fit the data."""
+        return cls(
+            data,
+            batch or cfg.batch,
+            cfg.seed,
+            device,
+            getattr(torch, cfg.dtype),
+            block=cfg.data.block,
+            workers=cfg.data.workers,
+            augment=cfg.data.augment,
+            worker_timeout=cfg.launch.step_timeout / 2,  # before the other ranks time out waiting for this one
+            **options,
+        )
+
+    @property
+    def epoch_samples(self) -> int:
+        """Number of samples in an epoch, over all ranks."""
+        samples = len(self.data)
+        return samples - samples % self.batch if self.drop_last else samples
+
+    @property
+    def step_samples(self) -> int:
+        """Number of samples in a full optimizer step, over all ranks."""
+        return self.batch * (self.microbatches or 1)
 
     @property
     def steps(self) -> int:
-        """Number of batches in an epoch."""
-        return len(self.data) // self.batch if self.drop_last else -(-len(self.data) // self.batch)
+        """Number of optimizer steps in an epoch."""
+        return -(-self.epoch_samples // self.step_samples)
 
     @property
     def own_samples(self) -> int:
@@ -161,100 +198,118 @@ class Loader:
 
     @property
     def mean_shard(self) -> float:
-        """Samples of the newest batch, over all ranks, by the number of ranks."""
+        """Mean number of samples per rank in the newest batch."""
         return self.size / len(self.counts)
 
     @property
     def weight(self) -> float:
-        """Samples of this rank in a full batch by those of an equal shard: 1 where all are equal."""
+        """Samples of this rank in a full batch divided by those of an equal shard."""
         return self.own_samples * len(self.counts) / self.batch
 
     def set_shards(self, rank: int, counts: Sequence[int]) -> None:
-        """Cut full batches from the next one on by `counts`, samples of each rank; this one is `rank` of them.
+        """Cut full batches into shards of `counts` samples from the next step on; this rank has index `rank`.
 
-        All ranks call it between the same two steps. Batches and their order stay; what was read ahead is read anew.
+        All ranks call it between the same two steps. The batches and their order stay; blocks read ahead are read
+        again.
         """
         if sum(counts) != self.batch:
             raise ValueError(f"shards {counts} do not add up to the batch of {self.batch}")
-        self.rank, self.counts, self.moved = rank, tuple(counts), True
-
-    @property
-    def epoch_samples(self) -> int:
-        """Number of samples in an epoch, over all ranks."""
-        return min(self.steps * self.batch, len(self.data))
+        self.rank = rank
+        self.counts = tuple(counts)
+        self.is_stale = True
 
     def count_samples(self, steps: int) -> int:
-        """Return the number of samples in the first `steps` steps, over all ranks."""
-        epochs, rest = divmod(steps, self.steps)
-        whole = self.epoch_samples
-        return epochs * whole + min(rest * self.batch, whole)
+        """Return the number of samples in the first `steps` steps of a run, over all ranks."""
+        epochs, last_steps = divmod(steps, self.steps)
+        return epochs * self.epoch_samples + min(last_steps * self.step_samples, self.epoch_samples)
 
     def list_positions(self, step: int) -> list[range]:
-        """Return the positions in the epoch of this rank's samples of a step, from 0, as one microbatch."""
-        start = step * self.batch
-        size = min(self.batch, len(self.data) - start)
-        counts = self.counts if size == self.batch else cut_batch(size, self.counts)
-        first = start + sum(counts[: self.rank])
-        return [range(first, first + counts[self.rank])]
+        """Return this rank's positions in the epoch at a step (counted from 0), one range per microbatch."""
+        start = step * self.step_samples
+        positions = []
+        for batch_start in range(start, min(start + self.step_samples, self.epoch_samples), self.batch):
+            size = min(self.batch, len(self.data) - batch_start)
+            counts = self.counts if size == self.batch else cut_batch(size, self.counts)
+            first = batch_start + sum(counts[: self.rank])
+            positions.append(range(first, first + counts[self.rank]))
+        return positions
 
     def state_dict(self) -> dict[str, int]:
         """Return epoch and position."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a position, also between two batches."""
-        self.epoch, self.position, self.moved = state["epoch"], state["position"], True
+        """Move to a position. It may be called between two steps of an iteration."""
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+        self.is_stale = True
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the rest of the current epoch; at its end the next epoch begins."""
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the remaining steps of the current epoch, then move to the next epoch."""
+        batches = self._iterate_batches()
+        return self._group_microbatches(batches) if self.microbatches else batches
+
+    def _iterate_batches(self) -> Iterator[tuple[Any, Any]]:
         while self.position < self.epoch_samples:
-            self.moved = False
+            self.is_stale = False
             for batch in self._read_batches():
                 self.size = min(self.batch, len(self.data) - self.position)
                 self.position += self.size
                 yield batch
-                if self.moved:
+                if self.is_stale:  # the shards or the position have changed: read again from the position
                     break
-        self.epoch, self.position = self.epoch + 1, 0
+        self.epoch += 1
+        self.position = 0
+
+    def _group_microbatches(self, batches: Iterator[tuple[Any, Any]]) -> Iterator[list[tuple[Any, Any]]]:
+        """Yield the microbatches of one optimizer step at a time."""
+        while (samples_left := self.epoch_samples - self.position) > 0:
+            batches_left = -(-samples_left // self.batch)
+            yield list(itertools.islice(batches, min(self.microbatches, batches_left)))
+        next(batches, None)  # moves to the next epoch, after the last microbatches were used
 
     def _read_batches(self) -> Iterator[tuple[Any, Any]]:
-        """Yield this rank's shards of the rest of the epoch, from the current position on, a block read ahead."""
-        for x, y, count, own in self._iterate_blocks():
+        """Yield this rank's shards of the epoch's remaining batches, from the current position."""
+        for x, y, (count, shard_samples) in self._iterate_blocks():
             for number in range(count):
-                rows = slice(number * own, (number + 1) * own)
+                rows = slice(number * shard_samples, (number + 1) * shard_samples)
                 yield (None if x is None else x[rows]), (None if y is None else y[rows])
 
-    def _iterate_blocks(self) -> Iterator[Block]:
-        """Yield blocks of batches, from the current position on."""
-        indices = list(self._iterate_block_indices())
-        made = 0
+    def _iterate_blocks(self) -> Iterator[tuple[Tensor | None, Tensor | None, tuple[int, ...]]]:
+        """Yield inputs, targets and shape (batches, samples of this rank in each) of the remaining blocks."""
+        blocks = list(self._iterate_block_indices())
+        finished = 0
         if self.workers:
-            pool = WorkerPool(self._load_on_cpu, indices, self.workers, self._make_example(), self.worker_timeout)
-            for samples in pool.iterate_blocks(self.device, self.stop_requested):
-                yield *samples, *indices[made].shape[1:]
-                made += 1
-        for block in indices[made:]:
-            yield *self._load_samples(block, self.device), *block.shape[1:]
+            pool = WorkerPool(self._load_on_cpu, blocks, self.workers, self._make_example(), self.worker_timeout)
+            for x, y in pool.iterate_blocks(self.device, self.stop_requested):
+                yield x, y, blocks[finished].shape[1:]
+                finished += 1
+        for indices in blocks[finished:]:
+            yield *self._load_samples(indices, self.device), indices.shape[1:]
 
     def _make_example(self) -> Samples:
-        """Return inputs and targets of no samples, with the types of those of a block on the CPU."""
+        """Return inputs and targets of zero samples, with the types of a block on the CPU."""
         inputs = torch.empty(0, *self.data.shape, dtype=self.dtype) if self.inputs else None
         targets = torch.empty(0, dtype=torch.int64) if self.targets else None
         return inputs, targets
 
     def _iterate_block_indices(self) -> Iterator[np.ndarray]:
-        """Yield this rank's samples of each block, int64 [2, batches, own]: index and position in the epoch."""
-        index, rank, counts = draw_order(len(self.data), self.seed, self.epoch), self.rank, self.counts
-        both = np.stack([index, np.arange(len(index))])
-        end = len(index) // self.batch * self.batch
-        for start in range(self.position, end, self.block * self.batch):
-            full = both[:, start : min(start + self.block * self.batch, end)]
-            yield take_shard(full.reshape(2, -1, self.batch), rank, counts)
-        if not self.drop_last and max(self.position, end) < len(index):
-            yield take_shard(both[:, None, end:], rank, cut_batch(len(index) - end, counts))
+        """Yield this rank's samples of each block, int64 [2, batches, samples]: index and position in the epoch."""
+        order = draw_order(len(self.data), self.seed, self.epoch)
+        table = np.stack([order, np.arange(len(order))])
+        full_end = len(order) // self.batch * self.batch
+        block_samples = self.block * self.batch
+        for start in range(self.position, full_end, block_samples):
+            block = table[:, start : min(start + block_samples, full_end)]
+            yield take_shard(block.reshape(2, -1, self.batch), self.rank, self.counts)
+
+        # the last batch of the epoch, if it is partial
+        if not self.drop_last and max(self.position, full_end) < len(order):
+            counts = cut_batch(len(order) - full_end, self.counts)
+            yield take_shard(table[:, None, full_end:], self.rank, counts)
 
     def _load_samples(self, indices: np.ndarray, device: torch.device) -> Samples:
-        """Gather the samples of a block of `_iterate_block_indices` on a device."""
+        """Gather the samples of one block of `_iterate_block_indices` on a device."""
         rows, positions = torch.from_numpy(indices).flatten(1)
         x = None
         if self.inputs:
@@ -270,6 +325,6 @@ class Loader:
 
 
 def take_shard(batches: np.ndarray, rank: int, counts: Sequence[int]) -> np.ndarray:
-    """Return one rank's slice of batches [..., sum(counts)]: behind those of the ranks before it."""
+    """Return the slice of one rank in batches [..., sum(counts)]; slices are in the order of the ranks."""
     first = sum(counts[:rank])
     return batches[..., first : first + counts[rank]]

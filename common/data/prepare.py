@@ -1,7 +1,7 @@
 """Preparation of a data set, once and before any rank starts, as uint8 arrays that every rank maps into memory.
 
-Imports torchvision only to read or download raw files, and then in a process of its own: a set that is prepared
-already costs no import, and a download that hangs can be ended.
+torchvision is imported only to read or download raw files, and then in a subprocess: a prepared set needs no import,
+and a download that hangs can be killed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/train-labels-idx1-
 CIFAR_MIRROR = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 CIFAR_FOLDER = "cifar-10-batches-py"
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
-DATA_SEED = 0  # of drawn sets, the same for every run: `seed` sets initialisation and order, not the data
+DATA_SEED = 0  # of drawn sets, equal for all runs: `seed` sets initialisation and order, not the data
+# Raise a version when the same settings and files give different arrays than before.
 DIGITS_VERSION = 1
-FOLDER_VERSION = 2  # raise these when the same settings and files would give other arrays than before
+FOLDER_VERSION = 2
+READ_TIMEOUT = 24 * 3600.0  # seconds for reading an image folder or a custom set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,29 +50,34 @@ class Prepared:
     notice: str = ""
 
     def map_array(self, part: str) -> np.ndarray:
-        """Map one of PARTS into memory, copy on write; ranks on one host share the pages. Shapes: see sources.py."""
+        """Map one of PARTS into memory, copy on write; ranks on a host share the pages. Shapes: see sources.py."""
         return np.load(self.path / f"{part}.npy", mmap_mode="c")
 
     @property
     def classes(self) -> list[str] | None:
         """Names of the classes in the order of their labels; None if the set has none."""
         try:
-            return [str(name) for name in json.loads((self.path / image_folder.CLASSES).read_text())]
+            names = json.loads((self.path / image_folder.CLASSES_FILE).read_text())
+            return [str(name) for name in names]
         except (OSError, ValueError, TypeError):
             return None
 
     @property
     def statistics(self) -> tuple[Any, Any] | None:
-        """Mean and standard deviation of the training images, of each colour or of all, where they are stored."""
-        known = read_json(self.path / own_data.STATISTICS)
-        return (known["mean"], known["std"]) if known.keys() >= {"mean", "std"} else None
+        """Mean and standard deviation of the training images, of each colour or of all, if they are stored."""
+        statistics = read_json(self.path / own_data.STATISTICS_FILE)
+        if statistics.keys() >= {"mean", "std"}:
+            return statistics["mean"], statistics["std"]
+        return None
 
     def copy_own_data_file(self, code: Path) -> None:
-        """Copy the file of a set of one's own into the source of a run, which reads it there. Raises UserError."""
-        if (self.path / own_data.SOURCE).is_file():
+        """Copy the user's file of a custom set into the source of a run. Raises UserError."""
+        source = self.path / own_data.SOURCE_FILE
+        if source.is_file():
+            target = code / own_data.RUN_SOURCE_FILE
             with disk_errors(code):
-                (code / own_data.KEPT).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self.path / own_data.SOURCE, code / own_data.KEPT)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
 
     def verify_checksums(self) -> None:
         """Raise UserError if an array has changed since it was prepared."""
@@ -80,21 +87,21 @@ class Prepared:
                 raise UserError(f"{file} is damaged (checksum differs); delete {self.path} and start again")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entries of meta.json on the set."""
+        """Return the entries of meta.json that describe the set."""
         return {"name": self.name, "path": str(self.path), "sha256": self.sha256}
 
 
 NO_DATA = Prepared("none", Path(os.devnull), {})
-"""What a run that trains nothing has in the place of a set."""
+"""The data set of a run that trains nothing."""
 
 
 def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, code: Path | None = None) -> Prepared:
-    """Find or make the set that `data` asks for; digits replace a missing MNIST if `fallback` and the config allow it.
+    """Find or prepare the set of `data`; digits replace a missing MNIST if `fallback` and the config allow it.
 
-    The progress of what takes long is shown as `log` asks, without it not at all. `code` is the source of the run that
-    has this set already: the file of a set of one's own is read there.
+    The progress of long preparations is shown as set in `log`; without `log` it is hidden. `code` is the source of the
+    run that resumes: the user's file of a custom set is read from there.
 
-    Raises UserError, naming the remedy, for missing or damaged files and for a disk that cannot be written.
+    Raises UserError, with the remedy, for missing or damaged files and for a disk that cannot be written.
     """
     match data.name:
         case "none":
@@ -107,70 +114,70 @@ def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, c
             return prepare_cifar10(data)
         case "imagefolder":
             return prepare_image_folder(data, log or Log(progress="none"))
-    return prepare_own_set(data, code) if ":" in data.name else prepare_mnist(data, fallback)
+    return prepare_custom_set(data, code) if ":" in data.name else prepare_mnist(data, fallback)
 
 
-def check_model_fits_data(cfg: Experiment, found: Prepared) -> None:
-    """Raise UserError where the model of a config does not take the samples of a set."""
+def check_model_fits_data(cfg: Experiment, prepared: Prepared) -> None:
+    """Raise UserError if the model of a config does not accept the samples of a set."""
     if not cfg.trains:
         return
     try:
-        cfg.check_shape(found.map_array("train_images").shape[1:])
+        cfg.check_shape(prepared.map_array("train_images").shape[1:])
     except ValueError as error:
         raise UserError(str(error)) from None
 
 
 def prepare_mnist(data: Data, fallback: bool) -> Prepared:
-    """Find or make MNIST, downloading it if it is missing; only the default folder may lack it. Raises UserError."""
+    """Find or prepare MNIST; download it if it is missing. Raises UserError.
+
+    Digits replace it only if data.root is the default: another folder without MNIST is most likely a typing error.
+    """
     root = Path(data.root)
-    is_given = data.root not in (Data.root, os.environ.get("DATA_ROOT"))  # without MNIST it is mistyped, most likely
-    if is_given and not root.is_dir():
+    cache = Path(data.cache)
+    is_default_root = data.root in (Data.root, os.environ.get("DATA_ROOT"))
+    if not is_default_root and not root.is_dir():
         remedy = "name a folder with MNIST/raw, make this one to download MNIST into it, or set data.name=digits"
         raise UserError(f"data.root={root}: there is no such folder; {remedy}")
     raw = root / "MNIST" / "raw"
-    notice = ""
     if not any((raw / name).exists() for name in sources.MNIST_FILES):
         problem = sources.try_download("MNIST", root, "MNIST", MNIST_MIRROR, data.download_timeout)
         if problem:
             notice = f"MNIST is not in the folder {root} and cannot be downloaded ({problem})"
-            if is_given or data.fallback == "none" or not fallback:
+            if not is_default_root or data.fallback == "none" or not fallback:
                 raise UserError(f"{notice}; set data.root to a folder with MNIST/raw, or data.name=digits")
             notice += ": training on the built-in digits set instead"
-            return dataclasses.replace(prepare_digits(Path(data.cache)), notice=notice)
+            return dataclasses.replace(prepare_digits(cache), notice=notice)
     sources.check_mnist(raw)
     state = sources.fingerprint_mnist(raw)
-    return find_or_store_arrays(
-        Path(data.cache), "mnist", state, lambda: sources.call_in_subprocess(sources.read_mnist, root)
-    )
+    return find_or_store_arrays(cache, "mnist", state, lambda: sources.call_in_subprocess(sources.read_mnist, root))
 
 
 def prepare_digits(cache: Path) -> Prepared:
-    """Find or draw the built-in digits: 60,000 for training and 10,000 for the test, as MNIST has."""
+    """Find or draw the built-in digits: 60,000 for training and 10,000 for the test, like MNIST."""
 
-    def make() -> Arrays:
-        train, test = (
-            synthetic_digits.generate_digits(count, DATA_SEED, part)
-            for part, count in (("train", 60_000), ("test", 10_000))
-        )
+    def draw() -> Arrays:
+        train = synthetic_digits.generate_digits(60_000, DATA_SEED, "train")
+        test = synthetic_digits.generate_digits(10_000, DATA_SEED, "test")
         return *train, *test
 
-    return find_or_store_arrays(cache, "digits", f"seed {DATA_SEED} version {DIGITS_VERSION}", make)
+    return find_or_store_arrays(cache, "digits", f"seed {DATA_SEED} version {DIGITS_VERSION}", draw)
 
 
 def prepare_generated(data: Data) -> Prepared:
     """Find or draw `data.samples` images of random pixels, or vectors."""
-    cache, count = Path(data.cache), data.samples
+    cache = Path(data.cache)
     if data.name == "vectors":
-        state = f"seed {DATA_SEED} samples {count}"
-        return find_or_store_arrays(cache, "vectors", state, lambda: sources.generate_vectors(count, DATA_SEED))
-    sizes = count, data.image_size, data.classes
+        state = f"seed {DATA_SEED} samples {data.samples}"
+        return find_or_store_arrays(cache, "vectors", state, lambda: sources.generate_vectors(data.samples, DATA_SEED))
+    sizes = (data.samples, data.image_size, data.classes)
     state = f"seed {DATA_SEED} sizes {sizes}"
-    made = find_or_store_arrays(cache, "generated", state, lambda: sources.generate_images(*sizes, DATA_SEED))
-    return dataclasses.replace(made, notice="generated images: random pixels and labels, good for throughput only")
+    prepared = find_or_store_arrays(cache, "generated", state, lambda: sources.generate_images(*sizes, DATA_SEED))
+    notice = "generated images: random pixels and labels, suitable for measuring throughput only"
+    return dataclasses.replace(prepared, notice=notice)
 
 
 def prepare_cifar10(data: Data) -> Prepared:
-    """Find or make CIFAR-10, downloading it if it is missing. Raises UserError."""
+    """Find or prepare CIFAR-10; download it if it is missing. Raises UserError."""
     root = Path(data.root)
     remedy = f"set data.root to a folder with {CIFAR_FOLDER}, or data.name=generated"
     if not (root / CIFAR_FOLDER).exists():
@@ -187,52 +194,56 @@ def prepare_cifar10(data: Data) -> Prepared:
 
 
 def prepare_image_folder(data: Data, log: Log) -> Prepared:
-    """Find or make the set of an image folder (see image_folder.py). Raises UserError."""
+    """Find or prepare the set of an image folder (see image_folder.py). Raises UserError."""
     root = Path(data.root)
-    absent = [name for name in ("train", "val") if not (root / name).is_dir()]
-    if absent:
-        raise UserError(
-            f"{root / absent[0]} is missing; set data.root to a folder with train/<class>/* and val/<class>/*, "
-            "or data.name=generated"
-        )
-    state = f"{sources.fingerprint_folder(root / 'train')} {sources.fingerprint_folder(root / 'val')} {data.image_size}"
+    train = root / "train"
+    val = root / "val"
+    for folder in (train, val):
+        if not folder.is_dir():
+            remedy = "set data.root to a folder with train/<class>/* and val/<class>/*, or data.name=generated"
+            raise UserError(f"{folder} is missing; {remedy}")
+    state = f"{sources.fingerprint_folder(train)} {sources.fingerprint_folder(val)} {data.image_size}"
     state += f" version {FOLDER_VERSION}"
-    state += " skip" if data.unreadable == "skip" else ""  # changing the setting reads again what was left out
-
-    def write(beside: Path) -> str:
-        how = (root, beside, data.image_size, data.unreadable, DATA_SEED)
-        with contextlib.closing(Screen(log, silent=False)) as screen:
-            show = functools.partial(screen.show_progress, "preparation")
-            show(0, 0)  # before the files are counted
-            return str(
-                sources.call_in_subprocess(image_folder.write_folder_as_arrays, *how, limit=24 * 3600, show=show)
-            )
-
-    made = find_or_make_set(Path(data.cache), "imagefolder", state, write)
-    listed = made.path / image_folder.LEFT_OUT
-    more = f"; all of them: {sources.to_printable(str(listed))}" if listed.exists() else ""
-    return dataclasses.replace(made, notice=made.notice + more)
-
-
-def prepare_own_set(data: Data, code: Path | None) -> Prepared:
-    """Find or make the set that `FILE.py:function` returns (see own_data.py). Raises UserError."""
-    value, root = prefer_kept(data.name, code and code / own_data.KEPT), Path(data.root)
-    file = Path(locate_function_file("data.name", value, own_data.KNOWN))
-    with locate_errors("data.name", value):
-        state = f"{hash_file(file)} {value.rpartition(':')[2]} {root.resolve()}"
-
-    def write(beside: Path) -> str:
-        files = [beside / f"{part}.npy" for part in PARTS]
-        return str(sources.call_in_subprocess(own_data.write_arrays, value, root, files, limit=24 * 3600))
-
-    return dataclasses.replace(find_or_make_set(Path(data.cache), "own", state, write), name=data.name)
-
-
-def find_or_store_arrays(cache: Path, name: str, state: str, make: Callable[[], Arrays]) -> Prepared:
-    """Find the set prepared from a state of its source, or store the arrays that `make` returns. Raises UserError."""
+    if data.unreadable == "skip":  # another setting reads the skipped files again
+        state += " skip"
 
     def write(folder: Path) -> str:
-        for part, array in zip(PARTS, make(), strict=True):
+        with contextlib.closing(Screen(log, silent=False)) as screen:
+            show = functools.partial(screen.show_progress, "preparation")
+            show(0, 0)  # until the files are counted
+            function = image_folder.write_folder_as_arrays
+            settings = (root, folder, data.image_size, data.unreadable, DATA_SEED)
+            return str(sources.call_in_subprocess(function, *settings, limit=READ_TIMEOUT, show=show))
+
+    prepared = find_or_make_set(Path(data.cache), "imagefolder", state, write)
+    skipped = prepared.path / image_folder.SKIPPED_FILE
+    if not skipped.exists():
+        return prepared
+    notice = f"{prepared.notice}; all of them: {sources.make_printable(str(skipped))}"
+    return dataclasses.replace(prepared, notice=notice)
+
+
+def prepare_custom_set(data: Data, code: Path | None) -> Prepared:
+    """Find or prepare the set that `FILE.py:function` returns (see own_data.py). Raises UserError."""
+    function = prefer_kept(data.name, code and code / own_data.RUN_SOURCE_FILE)
+    file = Path(locate_function_file("data.name", function, own_data.SET_NAMES))
+    root = Path(data.root)
+    with locate_errors("data.name", function):
+        state = f"{hash_file(file)} {function.rpartition(':')[2]} {root.resolve()}"
+
+    def write(folder: Path) -> str:
+        files = [folder / f"{part}.npy" for part in PARTS]
+        return str(sources.call_in_subprocess(own_data.write_arrays, function, root, files, limit=READ_TIMEOUT))
+
+    prepared = find_or_make_set(Path(data.cache), "own", state, write)
+    return dataclasses.replace(prepared, name=data.name)
+
+
+def find_or_store_arrays(cache: Path, name: str, state: str, make_arrays: Callable[[], Arrays]) -> Prepared:
+    """Find the set prepared from this state of its source, or store the arrays of `make_arrays`. Raises UserError."""
+
+    def write(folder: Path) -> str:
+        for part, array in zip(PARTS, make_arrays(), strict=True):
             with disk_errors(folder.parent):
                 np.save(folder / f"{part}.npy", array)
         return ""
@@ -241,25 +252,28 @@ def find_or_store_arrays(cache: Path, name: str, state: str, make: Callable[[], 
 
 
 def find_or_make_set(cache: Path, name: str, state: str, write: Callable[[Path], str]) -> Prepared:
-    """Find the set prepared from a state of its source, or make it under a lock.
+    """Find the set prepared from this state of its source, or make it under a lock.
 
     `write` saves an array for each of PARTS into a folder, and returns a notice that every run with this set shows.
     """
     path = cache / f"{name}-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"
     if read_prepared(name, path) is None:
         with sources.hold_folder_lock(cache):
-            if read_prepared(name, path) is None:  # another run may have been faster
+            if read_prepared(name, path) is None:  # no other run has made it while this one waited for the lock
                 write_prepared(path, write)
-    found = read_prepared(name, path)
-    assert found is not None
-    return found
+    prepared = read_prepared(name, path)
+    assert prepared is not None
+    return prepared
 
 
 def read_prepared(name: str, path: Path) -> Prepared | None:
-    """Return the prepared set in a folder, or None unless it is complete."""
+    """Return the prepared set in a folder, or None if it is incomplete."""
     manifest = read_json(path / "manifest.json")
-    sizes, hashes = manifest.get("bytes"), manifest.get("sha256")
-    if not (isinstance(sizes, dict) and isinstance(hashes, dict) and set(sizes) == set(hashes) == set(PARTS)):
+    sizes = manifest.get("bytes")
+    hashes = manifest.get("sha256")
+    if not isinstance(sizes, dict) or not isinstance(hashes, dict):
+        return None
+    if not set(sizes) == set(hashes) == set(PARTS):
         return None
     for part, size in sizes.items():
         file = path / f"{part}.npy"
@@ -269,28 +283,29 @@ def read_prepared(name: str, path: Path) -> Prepared | None:
 
 
 def write_prepared(path: Path, write: Callable[[Path], str]) -> None:
-    """Write all arrays to a temporary folder, then rename it: atomic. The caller holds the cache's lock."""
-    host = socket.gethostname()  # on some network disks a lock holds on one host only
-    for left in path.parent.glob(f".{path.name.rpartition('-')[0]}-*-{host}-*"):
-        shutil.rmtree(left, ignore_errors=True)  # of a killed run: no other writer holds the lock
+    """Write all arrays to a temporary folder, then rename it atomically. The caller holds the cache's lock."""
+    host = socket.gethostname()  # on some network disks a lock is valid on one host only
+    name = path.name
+    for leftover in path.parent.glob(f".{name.rpartition('-')[0]}-*-{host}-*"):  # of killed runs
+        shutil.rmtree(leftover, ignore_errors=True)
     with disk_errors(path):
-        made = Path(tempfile.mkdtemp(prefix=f".{path.name}-{host}-", dir=path.parent))
-    beside = path.parent / made.name  # as the user wrote it; from Python 3.12 on mkdtemp returns an absolute path
+        temporary = Path(tempfile.mkdtemp(prefix=f".{name}-{host}-", dir=path.parent))
+    folder = path.parent / temporary.name  # relative if `path` is: from Python 3.12 mkdtemp returns an absolute path
     try:
-        notice = write(beside)
+        notice = write(folder)
         with disk_errors(path):
-            files = {part: beside / f"{part}.npy" for part in PARTS}
+            files = {part: folder / f"{part}.npy" for part in PARTS}
             manifest = {
                 "bytes": {part: file.stat().st_size for part, file in files.items()},
                 "sha256": {part: hash_file(file) for part, file in files.items()},
                 "notice": notice,
             }
-            (beside / "manifest.json").write_text(json.dumps(manifest, indent=2))
-            beside.chmod(0o755)
+            (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
+            folder.chmod(0o755)
             shutil.rmtree(path, ignore_errors=True)
-            beside.rename(path)
+            folder.rename(path)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def hash_file(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Points that are measured in turn, round after round, from any position on."""
+"""Points of a measurement, one per step, measured once per round from any position."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ T = TypeVar("T")
 
 @dataclass
 class Rounds(Generic[T]):
-    """The points of a measurement in the place of a training's batches: one a step, and an epoch is a round.
+    """Points of a measurement, with the interface of a `Loader`: one point per step, one round per epoch.
 
-    `epoch` and `position` (points of this round already handed out) are the whole state.
+    `epoch` and `position` (points of this round already returned) are the whole state.
     """
 
     points: Sequence[T]
 
     def __post_init__(self) -> None:
-        self.epoch = self.position = 0
+        self.epoch = 0
+        self.position = 0
 
     @property
     def steps(self) -> int:
@@ -27,7 +28,7 @@ class Rounds(Generic[T]):
         return len(self.points)
 
     def count_samples(self, steps: int) -> int:
-        """Return the number of points in the first `steps` steps: as many."""
+        """Return the number of points in the first `steps` steps, which is `steps`."""
         return steps
 
     def state_dict(self) -> dict[str, int]:
@@ -35,12 +36,14 @@ class Rounds(Generic[T]):
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a position."""
-        self.epoch, self.position = state["epoch"], state["position"]
+        """Move to a position."""
+        self.epoch = state["epoch"]
+        self.position = state["position"]
 
     def __iter__(self) -> Iterator[T]:
-        """Yield the rest of the current round; at its end the next round begins."""
+        """Yield the remaining points of the current round, then move to the next round."""
         while self.position < len(self.points):
             self.position += 1
             yield self.points[self.position - 1]
-        self.epoch, self.position = self.epoch + 1, 0
+        self.epoch += 1
+        self.position = 0

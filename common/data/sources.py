@@ -1,7 +1,7 @@
 """Image sets as uint8 arrays, read from torchvision's files or drawn from a random stream.
 
 Each reader returns train images, train labels, test images, test labels: images uint8 [N, H, W] or [N, 3, H, W],
-labels [N]. The caller stores the result (common/data/prepare.py), so nothing is decoded twice.
+labels [N]. common/data/prepare.py stores the arrays, so files are decoded once.
 """
 
 from __future__ import annotations
@@ -34,39 +34,41 @@ MNIST_FILES = {  # uncompressed sizes in bytes
     "t10k-labels-idx1-ubyte": 10_008,
 }
 MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}  # uint8 in three dimensions, in one
-LINGER = 5.0  # seconds for a process that has answered to exit
+EXIT_TIMEOUT = 5.0  # seconds for a subprocess to exit after its answer
 
 
 def generate_images(count: int, side: int, classes: int, seed: int) -> Arrays:
-    """Draw random pixels [count, 3, side, side] with random labels: useless to learn from, realistic in step time.
+    """Draw random pixels [count, 3, side, side] with random labels, for measuring step times.
 
     The test part has count // 5 samples.
     """
 
-    def part(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
-        rng = seeds.make_generator(seed, "generated", name)
-        labels = np.arange(size, dtype=np.int32) % classes  # every class is there
-        return rng.integers(0, 256, (size, 3, side, side), dtype=np.uint8), rng.permutation(labels)
+    def draw(part: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = seeds.make_generator(seed, "generated", part)
+        images = rng.integers(0, 256, (size, 3, side, side), dtype=np.uint8)
+        labels = np.arange(size, dtype=np.int32) % classes  # covers all classes
+        return images, rng.permutation(labels)
 
-    return (*part("train", count), *part("test", max(1, count // 5)))
+    return *draw("train", count), *draw("test", max(1, count // 5))
 
 
 def generate_vectors(count: int, seed: int) -> Arrays:
-    """Draw vectors [count, 10]; the class is the one of 5 fixed directions with the largest projection.
+    """Draw vectors [count, 10]; the class is the index of the fixed direction, of 5, with the largest projection.
 
     The test part has count // 5 samples.
     """
     directions = seeds.make_generator(seed, "vectors", "directions").standard_normal((10, 5))
 
-    def part(name: str, size: int) -> tuple[np.ndarray, np.ndarray]:
-        numbers = seeds.make_generator(seed, "vectors", name).integers(0, 256, (size, 10), dtype=np.uint8)
-        return numbers, ((numbers - 127.5) @ directions).argmax(1).astype(np.int32)
+    def draw(part: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+        vectors = seeds.make_generator(seed, "vectors", part).integers(0, 256, (size, 10), dtype=np.uint8)
+        labels = ((vectors - 127.5) @ directions).argmax(1)
+        return vectors, labels.astype(np.int32)
 
-    return (*part("train", count), *part("test", max(1, count // 5)))
+    return *draw("train", count), *draw("test", max(1, count // 5))
 
 
 def download_dataset(name: str, root: Path, timeout: float) -> None:
-    """Download torchvision's data set `name` into `root`; `timeout` in seconds for one silent connection."""
+    """Download torchvision's data set `name` into `root`; `timeout`: seconds a connection may be silent."""
     from torchvision import datasets
 
     socket.setdefaulttimeout(timeout)
@@ -75,7 +77,7 @@ def download_dataset(name: str, root: Path, timeout: float) -> None:
 
 @contextlib.contextmanager
 def hold_folder_lock(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, so that runs that start together download or prepare a set once."""
+    """Hold a folder's lock, so that concurrent runs download or prepare a set once."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
@@ -85,26 +87,27 @@ def hold_folder_lock(folder: Path) -> Iterator[None]:
 
 
 def try_download(name: str, root: Path, folder: str, mirror: str, timeout: float) -> str:
-    """Try to download torchvision's data set `name` into its `folder` in `root`; return why not, empty on success.
+    """Download torchvision's data set `name` to root/folder; return the problem, or an empty text on success.
 
-    `timeout` is in seconds for one silent connection; 0 forbids downloading.
+    `timeout` is the number of seconds that a connection may be silent; 0 disables downloads.
     """
     if timeout == 0:
         return "data.download_timeout=0"
-    silent = network.find_url_problem(mirror, timeout)
-    if silent:
-        return f"no connection: {silent}"
+    problem = network.find_url_problem(mirror, timeout)
+    if problem:
+        return f"no connection: {problem}"
     print(f"downloading {folder} into {root}", flush=True)
     try:
         with disk_errors(root):
             root.mkdir(parents=True, exist_ok=True)
         with hold_folder_lock(root):
-            if any((root / folder).glob("**/*.*")) or any((root / folder).glob("**/*-ubyte")):
-                return ""  # another run was faster
-            with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as beside:
-                # the time-out is for one silent connection; a slow but steady download may take longer
-                call_in_subprocess(download_dataset, name, Path(beside), timeout, limit=60 * timeout)
-                shutil.copytree(Path(beside) / folder, root / folder, dirs_exist_ok=True)
+            target = root / folder
+            if any(target.glob("**/*.*")) or any(target.glob("**/*-ubyte")):
+                return ""  # another run has downloaded it while this one waited for the lock
+            with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as temporary:
+                # a slow but steady download may take longer than the time-out of a silent connection
+                call_in_subprocess(download_dataset, name, Path(temporary), timeout, limit=60 * timeout)
+                shutil.copytree(Path(temporary) / folder, target, dirs_exist_ok=True)
     except (UserError, OSError, shutil.Error) as error:
         return str(error)
     return ""
@@ -114,9 +117,11 @@ def read_mnist(root: Path) -> Arrays:
     """Read MNIST: images uint8 [60000 or 10000, 28, 28], labels uint8 [60000 or 10000]."""
     from torchvision.datasets import MNIST
 
-    train, test = MNIST(str(root), train=True), MNIST(str(root), train=False)
-    labels = [part.targets.numpy().astype(np.uint8) for part in (train, test)]
-    return train.data.numpy(), labels[0], test.data.numpy(), labels[1]
+    train = MNIST(str(root), train=True)
+    test = MNIST(str(root), train=False)
+    train_labels = train.targets.numpy().astype(np.uint8)
+    test_labels = test.targets.numpy().astype(np.uint8)
+    return train.data.numpy(), train_labels, test.data.numpy(), test_labels
 
 
 def check_mnist(raw: Path) -> None:
@@ -130,49 +135,58 @@ def check_mnist(raw: Path) -> None:
             raise UserError(f"{file} is damaged: {file.stat().st_size} bytes, expected {size}; {remedy}")
         with open(file, "rb") as opened:
             if opened.read(4) != MAGIC[name.split("-")[1]]:
-                raise UserError(f"{file} is damaged: it does not begin like a file of MNIST; {remedy}")
+                raise UserError(f"{file} is damaged: it does not start with the header of an MNIST file; {remedy}")
 
 
 def fingerprint_mnist(raw: Path) -> str:
     """Return a text that changes whenever a raw file is replaced."""
-    stats = [(raw / name).stat() for name in MNIST_FILES]
-    return " ".join([str(raw.resolve())] + [f"{s.st_size}:{s.st_mtime_ns}" for s in stats])
+    parts = [str(raw.resolve())]
+    for name in MNIST_FILES:
+        status = (raw / name).stat()
+        parts.append(f"{status.st_size}:{status.st_mtime_ns}")
+    return " ".join(parts)
 
 
 def read_cifar10(root: Path) -> Arrays:
     """Read CIFAR-10: images uint8 [50000 or 10000, 3, 32, 32], labels uint8; torchvision verifies the checksums."""
     from torchvision.datasets import CIFAR10
 
-    train, test = CIFAR10(str(root), train=True), CIFAR10(str(root), train=False)
-    images = [np.ascontiguousarray(part.data.transpose(0, 3, 1, 2)) for part in (train, test)]
-    labels = [np.asarray(part.targets, np.uint8) for part in (train, test)]
-    return images[0], labels[0], images[1], labels[1]
+    def read(train: bool) -> tuple[np.ndarray, np.ndarray]:
+        part = CIFAR10(str(root), train=train)
+        images = np.ascontiguousarray(part.data.transpose(0, 3, 1, 2))
+        return images, np.asarray(part.targets, np.uint8)
+
+    return *read(train=True), *read(train=False)
 
 
 def list_files(folder: Path) -> list[str]:
     """Return the paths of all files below a folder, relative to it and sorted.
 
-    Links are followed, except back to a folder they lie in. Whatever is no folder counts as a file, broken links too.
-    Raises UserError for a folder that cannot be listed.
+    Links are followed, except links back to a folder that contains them. Anything but a folder counts as a file,
+    including broken links. Raises UserError for a folder that cannot be listed.
     """
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"{to_printable(str(error.filename))} cannot be listed ({error.strerror}); mend or remove it")
+        name = make_printable(str(error.filename))
+        raise UserError(f"{name} cannot be listed ({error.strerror}); repair or remove it")
 
-    found: list[str] = []
-    # of each folder still to come: the real paths of it and of the folders above it
-    within: dict[str, list[str]] = {str(folder): [os.path.realpath(folder)]}
+    relative_paths: list[str] = []
+    real_parents = {str(folder): [os.path.realpath(folder)]}  # the real paths of a pending folder and its parents
     for path, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
-        above = within.pop(path)
-        real = {name: os.path.realpath(f"{path}/{name}") for name in folders}
-        folders[:] = [name for name in folders if not any(is_inside(outer, real[name]) for outer in above)]
-        within |= {f"{path}/{name}": [*above, real[name]] for name in folders}
-        found += [f"{path}/{name}"[len(f"{folder}/") :] for name in files]
-    return sorted(found)
+        parents = real_parents.pop(path)
+        for name in list(folders):
+            real_path = os.path.realpath(f"{path}/{name}")
+            if any(is_inside(parent, real_path) for parent in parents):
+                folders.remove(name)
+            else:
+                real_parents[f"{path}/{name}"] = [*parents, real_path]
+        for name in files:
+            relative_paths.append(f"{path}/{name}".removeprefix(f"{folder}/"))
+    return sorted(relative_paths)
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Check whether a real path is the folder or below it."""
+    """Return True if a real path is the folder or below it."""
     return os.path.commonpath([path, folder]) == folder
 
 
@@ -181,16 +195,17 @@ def fingerprint_folder(folder: Path) -> str:
     lines = []
     for name in list_files(folder):
         try:
-            found = (folder / name).stat()
+            status = (folder / name).stat()
         except OSError as error:
             lines.append(f"{name} cannot be read: {error.errno}\n")
         else:
-            lines.append(f"{name} {found.st_size} {found.st_mtime_ns}\n")
-    return f"{folder.resolve()} {hashlib.sha256(os.fsencode(''.join(lines))).hexdigest()}"
+            lines.append(f"{name} {status.st_size} {status.st_mtime_ns}\n")
+    listing = os.fsencode("".join(lines))
+    return f"{folder.resolve()} {hashlib.sha256(listing).hexdigest()}"
 
 
-def to_printable(text: str) -> str:
-    """Escape the bytes of a file name that are not valid text, so that it can be printed and written anywhere."""
+def make_printable(text: str) -> str:
+    """Escape the bytes of a file name that are not valid text, so that it can be printed."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -202,42 +217,46 @@ def call_in_subprocess(
 ) -> Any:
     """Call a function in a forked process and return its value; its imports and threads end with that process.
 
-    With `show` the function gets one more argument, a function `report(done, total)`, and each report is shown here.
+    With `show` the function gets another argument, a function `report(done, total)`; each report is passed to `show` in
+    this process.
 
     Raises UserError if the function fails, or takes longer than `limit` seconds.
     """
     context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)  # messages (kind, content)
 
-    def body() -> None:
+    def report(done: int, total: int) -> None:
+        sender.send(("progress", (done, total)))
+
+    def run_child() -> None:
         die_with_parent()
-        reports = () if show is None else (lambda done, total: sender.send((None, (done, total))),)
+        reporters = () if show is None else (report,)
         try:
-            sender.send((True, function(*arguments, *reports)))
+            sender.send(("value", function(*arguments, *reporters)))
         except UserError as error:
-            sender.send((False, str(error)))
+            sender.send(("error", str(error)))
         except BaseException as error:  # noqa: BLE001 (the parent reports it)
-            sender.send((False, f"{function.__name__} failed: {type(error).__name__}: {error}"))
+            sender.send(("error", f"{function.__name__} failed: {type(error).__name__}: {error}"))
         os._exit(0)
 
-    process = context.Process(target=body)
+    process = context.Process(target=run_child)
     process.start()
     sender.close()
-    end = time.monotonic() + limit
+    deadline = time.monotonic() + limit
     try:
-        good = None
-        while good is None:
-            if not receiver.poll(max(0, end - time.monotonic())):
+        kind = "progress"
+        while kind == "progress":
+            if not receiver.poll(max(0, deadline - time.monotonic())):
                 raise UserError(f"{function.__name__} took longer than {limit:.0f} s")
-            good, value = receiver.recv()
-            if good is None and show is not None:
-                show(*value)
-        process.join(LINGER)
+            kind, content = receiver.recv()
+            if kind == "progress" and show is not None:
+                show(*content)
+        process.join(EXIT_TIMEOUT)
     except EOFError:
-        raise UserError(f"{function.__name__} ended without an answer") from None
+        raise UserError(f"{function.__name__} exited without a result") from None
     finally:
         process.kill()
         process.join()
-    if not good:
-        raise UserError(value)
-    return value
+    if kind == "error":
+        raise UserError(content)
+    return content

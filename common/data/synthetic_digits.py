@@ -1,7 +1,7 @@
 """The built-in data set: grey 28x28 digits drawn with Pillow's scalable font, in MNIST's shape and size.
 
-For machines without MNIST and without a network. Each image is a glyph with random stroke, rotation, scale, shear and
-shift, and noise; one seed always gives the same bytes.
+It serves machines without MNIST and without a network. Each image is a glyph with random stroke, rotation, scale, shear
+and shift, and noise. The same seed gives the same bytes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from common.core import seeds
 
-SIDE = 28
-CANVAS = 40  # glyphs are drawn somewhat larger, so that shrinking them smooths their edges
-STROKES = (0, 1, 2)
+SIDE = 28  # pixels of an image
+CANVAS = 40  # pixels of a glyph before it is scaled down, which smooths its edges
+STROKES = (0, 1, 2)  # widths in pixels
 
 
 @functools.cache
@@ -34,16 +34,23 @@ def compute_affine_coefficients(angle: float, scale: float, shear: float, dx: fl
 
     `angle` in radians, `dx` and `dy` in pixels.
     """
-    cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
-    a, b, d, e = cos, sin + shear * cos, -sin, cos - shear * sin
-    x, y = SIDE / 2 + dx, SIDE / 2 + dy
-    return (a, b, CANVAS / 2 - a * x - b * y, d, e, CANVAS / 2 - d * x - e * y)
+    cos = math.cos(angle) / scale
+    sin = math.sin(angle) / scale
+    xx = cos
+    xy = sin + shear * cos
+    yx = -sin
+    yy = cos - shear * sin
+    centre_x = SIDE / 2 + dx
+    centre_y = SIDE / 2 + dy
+    offset_x = CANVAS / 2 - xx * centre_x - xy * centre_y
+    offset_y = CANVAS / 2 - yx * centre_x - yy * centre_y
+    return xx, xy, offset_x, yx, yy, offset_y
 
 
 def generate_digits(count: int, seed: int, part: str) -> tuple[np.ndarray, np.ndarray]:
     """Draw images [count, 28, 28] and labels [count], both uint8; labels balanced within one, in random order.
 
-    `part` ("train" or "test") names the random stream: the two parts have no image in common.
+    `part` ("train" or "test") names the random stream: the two parts share no image.
     """
     rng = seeds.make_generator(seed, "digits", part)
     labels = rng.permutation(np.arange(count) % 10).astype(np.uint8)
@@ -55,11 +62,11 @@ def generate_digits(count: int, seed: int, part: str) -> tuple[np.ndarray, np.nd
     images = np.empty((count, SIDE, SIDE), np.uint8)
     for i in range(count):
         coefficients = compute_affine_coefficients(angle[i], scale[i], shear[i], shift[0, i], shift[1, i])
-        drawn = draw_glyph(int(labels[i]), STROKES[stroke[i]])
-        moved = drawn.transform((SIDE, SIDE), Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR)
-        images[i] = np.asarray(moved)
-    for block in range(0, count, 10_000):
-        part_of = images[block : block + 10_000]
-        noise = rng.integers(-40, 41, part_of.shape, dtype=np.int16)
-        part_of[:] = (part_of + noise).clip(0, 255)
+        glyph = draw_glyph(int(labels[i]), STROKES[stroke[i]])
+        image = glyph.transform((SIDE, SIDE), Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR)
+        images[i] = np.asarray(image)
+    for start in range(0, count, 10_000):
+        block = images[start : start + 10_000]
+        noise = rng.integers(-40, 41, block.shape, dtype=np.int16)
+        block[:] = (block + noise).clip(0, 255)
     return images, labels

@@ -120,7 +120,7 @@ class PipelineEngine:
         """Return the microbatches of a batch.
 
         A single microbatch is the batch itself, because views are slower. Their size is that of `configs.batch_plan`.
-        Batches for gradient accumulation come from `AccumulationLoader`.
+        `Loader` makes the microbatches of gradient accumulation.
         """
         return batch.chunk(self.microbatches) if self.microbatches > 1 else (batch,)
 

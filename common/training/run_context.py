@@ -17,7 +17,6 @@ from common.checkpoint.saver import Saver
 from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
 from common.core.errors import MachineError, UserError
-from common.data.accumulation import AccumulationLoader
 from common.data.loader import Images, Loader, draw_order
 from common.data.prepare import Prepared
 from common.data.rounds import Rounds
@@ -132,12 +131,12 @@ class RunContext:
         """
         return self._make_loader(shard, inputs=inputs, targets=targets, drop_last=not keep_partial)
 
-    def microbatches(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> AccumulationLoader:
+    def microbatches(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> Loader:
         """Return batches of `count` microbatches, whose gradients one optimizer step accumulates.
 
         Their sizes are those of `cfg.batch_plan`. A pipeline uses `batches` instead, which its engine splits.
         """
-        return AccumulationLoader(self._make_loader(shard, batch=self.cfg.batch // count), count)
+        return self._make_loader(shard, batch=self.cfg.batch // count, microbatches=count)
 
     def _make_loader(self, shard: tuple[int, int], **options: Any) -> Loader:
         return Loader.from_config(

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.data.accumulation import AccumulationLoader
 from common.data.loader import Loader
 from common.data.rounds import Rounds
 from common.data.shards import AutoShards, Speed
@@ -105,7 +104,7 @@ def compare_sides(run: RunContext, sides: Sequence[Side]) -> dict[str, list[floa
     return rates
 
 
-def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader | AccumulationLoader, model: nn.Module) -> None:
+def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader, model: nn.Module) -> None:
     """Prepare each rank's model, without its wrapper, for unequal shards. All ranks call it.
 
     With shards=auto, measure the step time of each rank, in the autocast of the caller, and choose the shards.

@@ -29,9 +29,9 @@ MISTAKES = [
     ),
     Mistake(
         "last-window-dropped",  # an epoch's last microbatches are no step
-        "common/data/accumulation.py",
-        "return -(-self.loader.steps // self.count)",
-        "return self.loader.steps // self.count",
+        "common/data/loader.py",
+        "return -(-self.epoch_samples // self.step_samples)",
+        "return self.epoch_samples // self.step_samples",
     ),
     Mistake(
         "last-test-batch-dropped",
@@ -120,8 +120,8 @@ MISTAKES = [
     Mistake(
         "saves-by-last-look",  # the clock of saving begins anew at every look
         "common/checkpoint/save_or_stop.py",
-        "<= now - self.saved",
-        "<= now - self.voted",
+        "<= now - self.saved_at",
+        "<= now - self.voted_at",
     ),
     Mistake(
         "killed-rank-ignored",  # only exit statuses count, not signals

@@ -68,7 +68,7 @@ def test_ctrl_c_in_training_ends_both_with_the_same_words(tmp_path: Path, quick:
         told = re.sub(rf"\bstep {last}\b", "step LAST", re.sub(r"^epoch .*\n", "", told, flags=re.MULTILINE))
         found.append((process.returncode, told, sorted(files)))
     assert found[0] == found[1]
-    assert found[0][0] == 128 + signal.SIGINT and "saved after step LAST" in found[0][1]
+    assert found[0][0] == 128 + signal.SIGINT and "saved at step LAST" in found[0][1]
 
 
 @pytest.mark.parametrize(

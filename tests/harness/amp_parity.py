@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common.core import config
-from common.data.accumulation import AccumulationLoader
+from common.data.loader import Loader
 from common.data.prepare import Prepared
 from common.distributed.rendezvous import World
 from common.models import networks
@@ -95,16 +95,18 @@ def add_up_with_one_divisor(right: Any, cfg: Config, model: nn.Module, scaler: A
         return right(cfg, model, scaler, step, *rest)
 
 
-class FullWindows(AccumulationLoader):
+class FullWindows(Loader):
     """Leaves out what an epoch has beyond its full windows."""
 
     def __iter__(self) -> Iterator[list[tuple[Any, Any]]]:
-        return (window for window in super().__iter__() if len(window) == self.count)
+        return (window for window in super().__iter__() if len(window) == self.microbatches)
 
 
 class FullWindowsRun(Run):
-    def microbatches(self, count: int, **options: Any) -> AccumulationLoader:
-        return FullWindows(super().microbatches(count, **options).loader, count)
+    def microbatches(self, count: int, **options: Any) -> Loader:
+        loader = super().microbatches(count, **options)
+        loader.__class__ = FullWindows
+        return loader
 
 
 class Reluctant:

@@ -35,7 +35,9 @@ def drop_attempts() -> None:
 def drop_vote() -> None:
     """Each rank leaves when it is told, without asking the others."""
 
-    def decide_alone(vote: SaveOrStopVote, step: int, diverged: bool, came: float, *, lost: bool = False) -> Decision:
+    def decide_alone(
+        vote: SaveOrStopVote, step: int, diverged: bool, came: float, *, run_taken: bool = False
+    ) -> Decision:
         vote.next_step = step + 1
         told = bool(vote.stop_request.number)
         return Decision(told, told, diverged)

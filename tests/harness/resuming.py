@@ -129,7 +129,7 @@ def check_notice_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path
         began = time.monotonic()
         out, err = process.communicate(PATIENCE)
         seconds = time.monotonic() - began
-    assert process.returncode == EXIT_RESUMABLE and "stop request: saved after step 20" in out, out + err
+    assert process.returncode == EXIT_RESUMABLE and "stopped on request; checkpoint saved at step 20" in out, out + err
     assert len(folder.metrics()) == 20 and [s.step for s in storage.list_resumable_checkpoints(folder)] == [20]
     assert seconds < 60, "far less than the evaluation would have taken"
     done = resume(entry, folder, "data.test_limit=100")

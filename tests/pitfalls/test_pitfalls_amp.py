@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from common.data import loader
-from common.data.accumulation import AccumulationLoader
 from common.data.prepare import prepare_digits
 from common.measure.memory import Footprint
 from common.models.networks import SimpleNN
@@ -69,7 +68,7 @@ def test_a_step_every_n_batches_leaks_the_last_window_into_the_next_epoch(cache:
                 layer.zero_grad()
     assert added == [4, 4, 6, 4], "two microbatches of the first epoch come a whole epoch late, with too long a step"
     images = loader.Images(prepare_digits(cache), "train", limit=105)
-    windows = AccumulationLoader(loader.Loader(images, 10, 0, torch.device("cpu"), torch.float32), 4)
+    windows = loader.Loader(images, 10, 0, torch.device("cpu"), torch.float32, microbatches=4)
     assert [[len(window) for window in windows] for _ in range(2)] == [[4, 4, 2]] * 2
     assert windows.steps == 3 and windows.count_samples(5) == 100 + 80
 

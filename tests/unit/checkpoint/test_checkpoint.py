@@ -366,7 +366,7 @@ def plant(disk: Disk) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Disk], Any], str]] = {
-    "a flipped bit": (lambda d: flip(d.at(2, "rank-0.pt"), 700), "rank-0.pt has another checksum"),
+    "a flipped bit": (lambda d: flip(d.at(2, "rank-0.pt"), 700), "rank-0.pt has a wrong checksum"),
     "cut off": (lambda d: os.truncate(d.at(2, "rank-0.pt"), 999), "rank-0.pt has 999 bytes instead of"),
     "empty": (lambda d: os.truncate(d.at(2, "rank-0.pt"), 0), "rank-0.pt has 0 bytes instead of"),
     "no file": (lambda d: d.at(2, "rank-0.pt").unlink(), "rank-0.pt is missing"),
@@ -376,21 +376,21 @@ DAMAGES: dict[str, tuple[Callable[[Disk], Any], str]] = {
     "a list": (lambda d: d.at(2, "manifest.json").write_text("[1]"), "manifest.json cannot be read"),
     "a changed manifest": (
         lambda d: d.at(2, "manifest.json").write_text(d.at(2, "manifest.json").read_text().replace(': 2,', ': 3,')),
-        "manifest.json has another checksum",
+        "manifest.json has a wrong checksum",
     ),
     "a later format": (lambda d: damage_manifest(d, format=9), "it has format 9, and this version of the code reads 1"),
     "a name outside": (
         lambda d: damage_manifest(d, files={"../../x.pt": {"bytes": 1, "sha256": ""}}),
         "does not name one file for each",
     ),
-    "steps swapped": (lambda d: swap(d.at(1), d.at(2)), "it is that of step 1 of attempt 1"),
-    "files of another step": (lambda d: swap(d.at(1, "rank-0.pt"), d.at(2, "rank-0.pt")), "another checksum"),
+    "steps swapped": (lambda d: swap(d.at(1), d.at(2)), "it belongs to step 1 of attempt 1"),
+    "files of another step": (lambda d: swap(d.at(1, "rank-0.pt"), d.at(2, "rank-0.pt")), "wrong checksum"),
     "a link": (lambda d: link(d.at(2, "rank-0.pt")), "rank-0.pt is a link"),
     "a linked manifest": (lambda d: link(d.at(2, "manifest.json")), "manifest.json is a link"),
     "a linked folder": (lambda d: link(d.at(2)), "the folder is a link"),
-    "a pipe": (lambda d: fifo(d.at(2, "rank-0.pt")), "rank-0.pt is no file"),
+    "a pipe": (lambda d: fifo(d.at(2, "rank-0.pt")), "rank-0.pt is not a regular file"),
     "a file for a folder": (lambda d: file_for_folder(d.at(2)), "the folder: Not a directory"),
-    "a planted program": (plant, "rank-0.pt holds more than tensors, numbers and text"),
+    "a planted program": (plant, "rank-0.pt contains more than tensors, numbers and text"),
 }  # fmt: skip
 
 
@@ -444,7 +444,7 @@ def test_without_what_a_file_says_of_itself_wrong_weights_are_loaded(
     disk.at(2, "rank-0.pt").write_bytes(disk.at(1, "rank-0.pt").read_bytes())
     damage_manifest(disk, files=json.loads(disk.at(1, "manifest.json").read_text())["files"])
     assert disk.load() == 1
-    assert "rank-0.pt is that of step 1, attempt 1, rank 0 of 1" in disk.said[0]
+    assert "rank-0.pt belongs to step 1, attempt 1, rank 0 of 1" in disk.said[0]
     read = rank_file.read_rank_file
     monkeypatch.setattr(checkpointer, "read_rank_file", lambda *where: read(*where) | {"step": 2})
     loaded = disk.checkpoints.load()
@@ -503,7 +503,7 @@ def test_a_half_written_one_is_never_read(disk: Disk) -> None:
     (disk.at(1).parent / "latest").unlink()  # it is written later
     disk.at(1).rename(disk.at(1).with_name(".step-00000001.new"))
     assert disk.load() is None
-    assert disk.said == ["not used: 1 half-written checkpoint; there is no complete one"]
+    assert disk.said == ["ignoring 1 half-written checkpoint; there is no complete one"]
     disk.checkpoints = disk.start()
     disk.save(2)
     assert disk.names() == ["latest", "step-00000002"], "the next one clears up"
@@ -550,7 +550,7 @@ def test_a_full_disk_is_told_and_training_goes_on(small: Disk, free: int) -> Non
     content = CheckpointState({"w": torch.rand(20_000)}, {}, {})
     assert small.checkpoints.save(3, content) is False
     assert small.said[0].startswith("WARNING: no checkpoint of step 3: ")
-    assert os.strerror(errno.ENOSPC) in small.said[0] and "the last is of step 2" in small.said[0]
+    assert os.strerror(errno.ENOSPC) in small.said[0] and "the newest is of step 2" in small.said[0]
     assert small.names() == ["latest", "step-00000001", "step-00000002"], "nothing half-written"
     assert small.load() == 2
     said = len(small.said)
@@ -572,7 +572,7 @@ def test_a_read_only_disk_is_told_and_training_goes_on(small: Disk) -> None:
 
 def test_writing_is_tried_again(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in the way goes away during the pause."""
-    monkeypatch.setattr(checkpointer, "PAUSE", 0.3)
+    monkeypatch.setattr(checkpointer, "RETRY_SECONDS", 0.3)
     saved = storage.checkpoints_dir(disk.folder)
     saved.write_text("in the way")
     assert not disk.start(retries=0).save(1, state_of(1))
@@ -639,7 +639,7 @@ def test_all_take_what_all_can_read(two: Any) -> None:
     both = found(two, "one_rank_sees_less")
     assert [(one["agreed"], one["right"]) for one in both] == [(1, True)] * 2
     assert [one["parted"] for one in both] == [2, 1]
-    assert " finds: rank-0.pt is missing" in two[1][0]["one_rank_sees_less"]["said"][0]
+    assert " reports: rank-0.pt is missing" in two[1][0]["one_rank_sees_less"]["said"][0]
 
 
 def test_a_name_that_two_ranks_give_is_refused(two: Any) -> None:

@@ -39,7 +39,7 @@ def prepared(place: Path, body: str, name: str = "f") -> Prepared:
         ("return X[..., None], Y, X, Y", 6, "[40, 8, 8, 1]; return [N, H, W], [N, 3, H, W]"),
         ("return np.stack([X] * 3, 3), Y, X, Y", 6, "[40, 8, 8, 3]; return .*transpose(0, 3, 1, 2) puts colours first"),
         ("return X, Y[:3], X, Y", 6, "there are 40 train images and 3 train labels"),
-        ("return X, Y, X, Y[:, None]", 6, "the test labels have dtype int64 and shape [40, 1]; return whole numbers"),
+        ("return X, Y, X, Y[:, None]", 6, "the test labels have dtype int64 and shape [40, 1]; return one integer"),
         ("return X, Y / 2, X, Y", 6, "the train labels have dtype float64"),
         ("return X, Y - 1, X, Y", 6, "the train labels go from -1 to 1; return 0 to classes - 1"),
         ("return X, Y * 5000, X, Y", 6, "the train labels go from 0 to 10000; return"),

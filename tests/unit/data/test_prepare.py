@@ -111,7 +111,7 @@ def test_a_change_in_a_linked_folder_is_seen(linked: Path) -> None:
     (linked / "train" / "red" / "notes.txt").touch()
     second = prepare.prepare_dataset(settings)
     assert second.path != first.path and len(load_train_test(second, settings)[0]) == 3
-    assert second.notice == "left out, no images by their names: 1 file: train/red/notes.txt"
+    assert second.notice == "skipped, no image extension: 1 file: train/red/notes.txt"
 
 
 def test_the_first_samples_of_an_image_folder_are_of_all_classes(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_links_that_lead_back_and_links_to_nowhere(linked: Path) -> None:
     (linked / "val" / "blue" / "itself.txt").symlink_to("itself.txt")
     settings = Data(name="imagefolder", root=str(linked / "set"), cache=str(linked / "cache"), image_size=8)
     found = prepare.prepare_dataset(settings)
-    assert found.notice == "left out, no images by their names: 1 file: val/blue/itself.txt"
+    assert found.notice == "skipped, no image extension: 1 file: val/blue/itself.txt"
     assert len(load_train_test(found, settings)[0]) == 4, "each class has its own image and, once, the other's"
     (linked / "val" / "red" / "gone.png").symlink_to("nowhere.png")
     with pytest.raises(UserError, match=r"1 file: val/red/gone.png \(no file\) cannot be read"):
@@ -185,7 +185,7 @@ def test_an_image_folder_with_one_class_is_refused(damaged: Path) -> None:
     for part in ("train", "val"):
         shutil.rmtree(damaged / part / "blue")
     settings = Data(name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), image_size=8)
-    with pytest.raises(UserError, match=r"train holds one class, red; .*; set data.root"):
+    with pytest.raises(UserError, match=r"train contains one class, red; .*; set data.root"):
         prepare.prepare_dataset(settings)
 
 
@@ -195,7 +195,7 @@ def test_files_that_cannot_be_read_are_named_and_refused(damaged: Path) -> None:
         prepare.prepare_dataset(settings)
     told = str(caught.value)
     assert "3 files: train/red/0.jpg (" in told and "train/red/1.png (" in told and "val/blue/2.png (" in told
-    assert "val/blue/2.png (no image, or cut off)" in told and "train/red/1.png (image file is truncated)" in told
+    assert "val/blue/2.png (not an image, or truncated)" in told and "train/red/1.png (image file is truncated)" in told
     assert "data.unreadable=skip" in told and "\n" not in told
     assert not list((damaged / "cache").glob("imagefolder*"))
 
@@ -206,7 +206,7 @@ def test_files_that_cannot_be_read_are_skipped_if_asked_and_told_of_every_time(d
     for _ in range(2):  # when it is prepared, and when it lies there
         found = prepare.prepare_dataset(settings)
         assert "cannot be read: 3 files: train/red/0.jpg" in found.notice
-        assert "no images by their names: 1 file: train/blue/notes.txt" in found.notice
+        assert "no image extension: 1 file: train/blue/notes.txt" in found.notice
         train_set, test_set = load_train_test(found, settings)
         assert sorted(train_set.labels.tolist()) == [0, 0, 0, 1]
         assert sorted(test_set.labels.tolist()) == [0, 0, 1, 1, 1]
@@ -241,7 +241,7 @@ def test_many_files_left_out_are_listed_beside_the_arrays_whatever_their_names(d
     more = [f"val/red/more{number}.png".encode() for number in range(3)]
     unreadable = [b"train/blue/\xff.png", b"train/red/0.jpg", b"train/red/1.png", b"val/blue/2.png", *more]
     assert names == [*unreadable, b"train/blue/notes.txt"]
-    assert lines[-1] == b"train/blue/notes.txt: no images by their names"
+    assert lines[-1] == b"train/blue/notes.txt: no image extension"
 
 
 def test_a_class_without_a_readable_image_is_refused(damaged: Path) -> None:

@@ -20,7 +20,7 @@ class Simulated:
     def __init__(self, *measured: Speed) -> None:
         self.real, self.said = [QUICK, QUICK], list[str]()
         self.counts: tuple[int, ...] = (48, 48)
-        lines = [[speed.base, speed.each] for speed in measured]
+        lines = [[speed.base, speed.per_sample] for speed in measured]
         world = SimpleNamespace(rank=0, all_gather=lambda _: lines)
         self.auto = AutoShards(cast(Any, self), cast(Any, world), measured[0], self.said.append)
         world.all_gather = lambda _: [s.predict(n) for s, n in zip(self.real, self.counts, strict=True)]
@@ -51,14 +51,14 @@ def test_the_chosen_shards_are_the_best_of_all() -> None:
 )
 def test_the_line_of_two_sizes_has_no_negative_part(seconds: tuple[float, float], speed: tuple[float, float]) -> None:
     found = Speed.fit(2, 8, seconds)
-    assert (found.base, found.each) == pytest.approx(speed)
+    assert (found.base, found.per_sample) == pytest.approx(speed)
 
 
 def test_equally_fast_ranks_keep_equal_shards() -> None:
     run = Simulated(QUICK, Speed(0.0041, 0.00103))  # 3 % slower is noise
     run.train(1, 100)
     assert run.counts == (48, 48) and run.auto.history == [(1, (48, 48))]
-    assert run.said == ["shards=auto: equal ones, because n samples take rank 0 4 + 1 n ms, rank 1 4.1 + 1.03 n ms"]
+    assert run.said == ["shards=auto: equal shards, because n samples take rank 0 4 + 1 n ms, rank 1 4.1 + 1.03 n ms"]
 
 
 def test_a_rank_that_is_half_as_fast_gets_about_half_as_much() -> None:
@@ -66,7 +66,7 @@ def test_a_rank_that_is_half_as_fast_gets_about_half_as_much() -> None:
     run.real = [QUICK, HALF]
     assert run.counts == (66, 30) and run.auto.history[-1] == (1, (66, 30))
     assert run.said[0].startswith("shards=auto: [66,30] from step 1 on, because n samples take rank 0 4 + 1 n ms, rank")
-    assert run.said[0].endswith("the slowest then takes 67% of its time")
+    assert run.said[0].endswith("the slowest rank then takes 67% of its time")
     run.train(1, 100)
     assert len(run.said) == 1
     run.auto.history = [(1, (48, 48)), (11, (66, 30))]
