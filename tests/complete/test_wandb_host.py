@@ -94,7 +94,7 @@ def tracked(folder: Folder, env: dict[str, str]) -> Folder:
 
 def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    idle = {"idle_share": [0.1, 0.3]}
+    idle = {"measured": {"idle_share": [0.1, 0.3]}}
     twice = tracked(
         Made("mnist_pipeline", 0, 40, attempts=2, step_seconds=0.2, result=idle).write(runs), host.environment
     )
