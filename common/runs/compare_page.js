@@ -22,7 +22,7 @@ const formatValue = (value, percent) => percent ? (100 * value).toFixed(2) + " %
 
 // ---- curves
 function smoothCurve(curve) { // exponential mean, freed of its start; its memory is in steps, so that thinning changes nothing
-  const at = curve.at[0], usual = (at.at(-1) - at[0]) / (at.length - 1) || 1;
+  const at = curve.positions[0], usual = (at.at(-1) - at[0]) / (at.length - 1) || 1;
   let sum = 0, weight = 0;
   return curve.y.map((value, i) => {
     const keep = view.smooth ** (i ? (at[i] - at[i - 1]) / usual : 1);
@@ -33,8 +33,8 @@ function smoothCurve(curve) { // exponential mean, freed of its start; its memor
   });
 }
 function placeAlong(curve) {
-  const [steps] = curve.at;
-  return view.along < 3 ? curve.at[view.along] : steps.map(step => step / steps.at(-1));
+  const [steps] = curve.positions;
+  return view.along < 3 ? curve.positions[view.along] : steps.map(step => step / steps.at(-1));
 }
 function extent(values) {
   let low = Infinity, high = -Infinity;
@@ -179,7 +179,7 @@ function showTip(chart, event) {
   const {curve: c, i} = found, percent = chart.kind === "percent", value = v => formatValue(v, percent);
   setHot(c.run);
   const spread = c.low && c.low[i] !== c.high[i] ? `\n${value(c.low[i])} to ${value(c.high[i])}` : "";
-  const [step, samples, seconds] = c.at.map(values => long.format(values[i]));
+  const [step, samples, seconds] = c.positions.map(values => long.format(values[i]));
   tip.textContent = `${runs[c.run].name}\n${chart.title} ${value(c.y[i])}${spread}\nstep ${step}, ${samples} samples, ${seconds} s`;
   tip.hidden = false;
   const {width, height} = tip.getBoundingClientRect(), beyond = event.clientX + 14 + width > innerWidth;

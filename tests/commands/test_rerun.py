@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,7 +226,7 @@ def test_a_run_that_goes_on_is_neither_repeated_nor_resumed(tmp_path: Path) -> N
 
 
 ENDING = {"format": 2, "state": "finished", "exit_status": 0, "data": "digits"}
-MEASURED = {
+MEASURED: dict[str, dict[str, Any]] = {
     "timings": {"samples_per_second": 1.0, "step_seconds": 1.0}, "memory": {"rank 0": 1},
     "measured": {"idle_share": [0.1], "timeline": [{"start": 0.0}], "export": "/runs/a/model.pt2", "export_bytes": 1},
 }  # fmt: skip

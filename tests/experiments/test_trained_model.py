@@ -94,7 +94,7 @@ def test_another_model_gives_other_numbers(finished: Make, tmp_path: Path) -> No
 def test_other_samples_are_measured_and_not_compared(
     finished: Make, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "LINE_EVERY", 0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     folder = finished(REPLICATED).folder
     done = evaluate(folder, "--args=data.test_limit=100 eval_batch=30")
     assert done.returncode == 0 and " of 100 (" in done.stdout and "not compared" in done.stdout
