@@ -205,7 +205,7 @@ def test_an_error_of_the_source_is_not_to_be_run_again(tmp_path: Path, error: st
     folder = Made(state="failed", result={"reason": ""}).write(tmp_path)
     folder.attempts()[-1].log_file(1).write_text(f"2026-01-01 09:00:02,500 ERROR after step 3: {error}\n")
     (advice,) = (line for line in doctor(f"--run={folder.path}").splitlines() if "go on  " in line)
-    new = 'make exp NAME=ddp_multinode ARGS="...", a new run, once the error is mended: RESUME would run '
+    new = 'make exp NAME=ddp_multinode ARGS="..." (a new run) after fixing the error; RESUME= would run the old source in '
     resumed = f"make exp RESUME={folder.path}; no checkpoint found, it restarts from step 0"
     assert advice.strip().removeprefix("go on  ").startswith(f"{new}{folder.path}/code" if mended else resumed)
 
