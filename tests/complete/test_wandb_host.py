@@ -388,7 +388,7 @@ def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Pa
     time.sleep(1)
     live.write(1000)
     live.finish()
-    assert "it is started again" in (first.attempt / "logs" / "tracker.log").read_text()
+    assert "restarting W&B's client" in (first.attempt / "logs" / "tracker.log").read_text()
     assert steps_of(host) == [row["global_step"] for row in first.read_own_rows()]
 
     note.write_text(begun)
