@@ -44,7 +44,8 @@ def write_and_run_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tenso
 def make_export_inputs(x: Tensor) -> dict[str, Any]:
     """Return the arguments of an export for inputs [any N, ...] like x [n, ...]; one sample would fix N at 1."""
     zeros = torch.zeros(2, *x.shape[1:], dtype=x.dtype)
-    return {"args": (zeros,), "dynamic_shapes": ({0: torch.export.Dim("samples", min=1)},)}
+    samples = torch.export.Dim("samples", min=1)
+    return {"args": (zeros,), "dynamic_shapes": ({0: samples},)}
 
 
 def run_in_new_process(path: Path, x: Tensor) -> Tensor:
@@ -54,8 +55,8 @@ def run_in_new_process(path: Path, x: Tensor) -> Tensor:
     """
     input_file = path.with_suffix(".in.pt")
     output_file = path.with_suffix(".out.pt")
-    files = [str(file.absolute()) for file in (path, input_file, output_file)]
-    command = [sys.executable, "-P", "-c", RUN_PROGRAM, *files]
+    files = (path.absolute(), input_file.absolute(), output_file.absolute())
+    command = [sys.executable, "-P", "-c", RUN_PROGRAM, *map(str, files)]
     try:
         torch.save(x.cpu().clone(), input_file)
         completed = subprocess.run(  # outside this project's folder
@@ -89,7 +90,8 @@ def write_and_run_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
     program.save(path)
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     input_name = session.get_inputs()[0].name
-    return torch.from_numpy(session.run(None, {input_name: x.numpy()})[0])
+    (outputs,) = session.run(None, {input_name: x.numpy()})
+    return torch.from_numpy(outputs)
 
 
 WRITERS: dict[str, Callable[[nn.Module, Tensor, Path], Tensor]] = {

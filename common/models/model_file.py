@@ -203,8 +203,9 @@ def read_model_of_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
     """
     try:
         path = path.absolute()
-        attempt = Folder(path.parents[3], int(path.parents[1].name))
+        attempt_number = int(path.parents[1].name)
         step = int(path.name.removeprefix("step-"))
+        attempt = Folder(path.parents[3], attempt_number)
         return checkpointer.read_full_model(CheckpointPath(attempt, step))
     except (ValueError, IndexError):
         raise UserError(f"weights={text}: neither a run folder nor a checkpoint folder of a run") from None

@@ -147,7 +147,8 @@ def make_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module
     """Return a residual block's shortcut: the identity, or a 1x1 convolution if channels or sizes differ."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
-    return nn.Sequential(nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))
+    projection = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+    return nn.Sequential(projection, nn.BatchNorm2d(out_channels))
 
 
 class BasicBlock(nn.Module):
@@ -281,8 +282,9 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], file: str) -> 
     expected = model.state_dict()
     state = {name: tensor for name, tensor in expected.items() if name.endswith(".num_batches_tracked")}
     state |= convert_parameter_names(weights)
-    problems = {"missing": expected.keys() - state.keys(), "unexpected": state.keys() - expected.keys()}
-    for problem, names in problems.items():
+    missing = expected.keys() - state.keys()
+    unexpected = state.keys() - expected.keys()
+    for problem, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             raise UserError(
                 f"weights={file}: {problem} {min(names)} ({len(names)} in total); the file is from another model"

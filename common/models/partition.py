@@ -66,7 +66,8 @@ def balance_stages(costs: Mapping[str, float], stages: int) -> list[str]:
             candidates: list[Split] = []
             for start in range(count - 1, n):
                 max_cost, starts = previous[start]
-                candidates.append((max(max_cost, sum(layer_costs[start:n])), [*starts, start]))
+                last_cost = sum(layer_costs[start:n])
+                candidates.append((max(max_cost, last_cost), [*starts, start]))
             best[n] = min(candidates)
     _, starts = best[len(names)]
     return [names[start] for start in starts[1:]]
@@ -91,7 +92,8 @@ def time_layers(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str,
         layer_copy = copy.deepcopy(layer).to(x.device).train()  # BatchNorm updates its statistics
         keep_input_unchanged(layer_copy)
         x = x.detach().requires_grad_(number > 0 and x.is_floating_point())
-        costs[name] = median(time_calls(partial(run_forward_backward, layer_copy, x), x.device, repeats))
+        seconds = time_calls(partial(run_forward_backward, layer_copy, x), x.device, repeats)
+        costs[name] = median(seconds)
         x = layer_copy(x)
     return costs
 

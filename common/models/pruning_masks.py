@@ -49,7 +49,8 @@ def find_kth_smallest(parts: Sequence[Tensor], k: int) -> Tensor:
     total = count_elements(parts)
     if total <= 16 * SAMPLE_SIZE:
         return torch.cat(flat_parts).kthvalue(k).values
-    sample = torch.cat([part[:: total // SAMPLE_SIZE] for part in flat_parts]).sort().values
+    stride = total // SAMPLE_SIZE
+    sample = torch.cat([part[::stride] for part in flat_parts]).sort().values
     middle = k * len(sample) // total
     margin = 2 * math.isqrt(len(sample))  # four standard deviations
     lower_bound = sample[max(0, middle - margin)]
@@ -76,7 +77,8 @@ def select_lowest(parts: Sequence[Tensor], number: int) -> list[Tensor]:
     surplus = sum(map(count_nonzero, selected)) - number
     for part, mask in zip(reversed(parts), reversed(selected), strict=True):
         if surplus > 0:
-            ties = (part.flatten() == threshold).nonzero().flatten()[-surplus:]
+            is_tie = part.flatten() == threshold
+            ties = is_tie.nonzero().flatten()[-surplus:]
             mask.view(-1)[ties] = False
             surplus -= len(ties)
     return selected
@@ -129,7 +131,8 @@ def make_group_masks(scores: Sequence[Tensor], sparsity: float, size: int) -> li
         end = score[0].numel() // size * size
         groups = score.flatten(1)[:, :end].reshape(len(score), -1, size)
         order = groups.argsort(dim=2, stable=True)
-        group_masks = torch.ones_like(order, dtype=torch.bool).scatter_(2, order[..., :drop_count], False)
+        group_masks = torch.ones_like(order, dtype=torch.bool)
+        group_masks.scatter_(2, order[..., :drop_count], False)
         rows[:, :end] = group_masks.flatten(1)
         masks.append(mask)
     return masks
@@ -146,7 +149,8 @@ def allocate_erdos_renyi(shapes: Sequence[torch.Size], sparsity: float) -> list[
     dense_weights = 0
     sparse_layers = list(range(len(shapes)))
     while True:
-        factor = (nonzero_budget - dense_weights) / max(1, sum(sum(shapes[i]) for i in sparse_layers))
+        dimension_sum = sum(sum(shapes[i]) for i in sparse_layers)
+        factor = (nonzero_budget - dense_weights) / max(1, dimension_sum)
         full_layers = [i for i in sparse_layers if factor * sum(shapes[i]) >= shapes[i].numel()]
         if not full_layers:
             break
@@ -218,12 +222,14 @@ class Masks:
         """Return the SHA-256 of all masks, independent of the device."""
         digest = hashlib.sha256()
         for name, mask in zip(self.layers, self.kept, strict=True):
-            digest.update(name.encode() + np.packbits(mask.cpu().numpy()).tobytes())
+            packed_mask = np.packbits(mask.cpu().numpy())
+            digest.update(name.encode() + packed_mask.tobytes())
         return digest.hexdigest()
 
     def assert_equal_on_ranks(self) -> str:
         """Return the digest of the masks. Called by all ranks. Raises RuntimeError if their masks differ."""
-        digests: list[str] = objects.all_gather_json(self.compute_digest(), self.weights[0].device)
+        device = self.weights[0].device
+        digests: list[str] = objects.all_gather_json(self.compute_digest(), device)
         wrong_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if wrong_ranks:
             raise RuntimeError(

@@ -76,7 +76,8 @@ class CsrLinear(nn.Module):
         self.relu = isinstance(layer, LinearReLU)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = (self.get_buffer("weight") @ x.flatten(1).t()).t() + self.bias
+        weight = self.get_buffer("weight")
+        logits = (weight @ x.flatten(1).t()).t() + self.bias
         return logits.relu() if self.relu else logits
 
 
@@ -242,4 +243,5 @@ def report_savings(
         "weights": f"{nonzero:,} of {masks.total:,} are not zero; {masks.sparsity:.2%} are masked",
         "masks": digest[:16] + (f", the same on {cfg.processes} ranks" if cfg.processes > 1 else ""),
     }
-    return Facts(rows | format_savings(sizes | measured, len(x), cfg.int8), outcome | sizes, measured)
+    rows |= format_savings(sizes | measured, len(x), cfg.int8)
+    return Facts(rows, outcome | sizes, measured)

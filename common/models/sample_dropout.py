@@ -49,14 +49,16 @@ class SampleDropout(nn.Module):
                 f"dropout got {len(input)} samples for a microbatch of {len(positions)}; call the model once for each "
                 "microbatch of the step, with all of its samples"
             )
-        mask = self.draw_mask(positions, input[0].numel() if len(input) else 0)
-        return input * mask.to(input.device).view_as(input) / (1 - self.rate)
+        size = input[0].numel() if len(input) else 0
+        mask = self.draw_mask(positions, size).to(input.device).view_as(input)
+        return input * mask / (1 - self.rate)
 
     def draw_mask(self, positions: range, size: int) -> Tensor:
         """Draw the mask, bool [n, size], of samples at consecutive positions; true where an input is kept."""
         earlier_draws = positions.start * size  # one per input of the preceding samples
         generator = seeds.make_generator(self.seed, self.name, self.epoch, skip=earlier_draws)
-        return torch.from_numpy(generator.random((len(positions), size)) >= self.rate)
+        draws = generator.random((len(positions), size))
+        return torch.from_numpy(draws >= self.rate)
 
     def extra_repr(self) -> str:
         """Return the rate, for the model's printed form."""

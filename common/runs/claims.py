@@ -69,7 +69,9 @@ class Claim:
             return None
         if not all(isinstance(process.get(name), int) for name in ("pid", "pid_started")):
             return None
-        return cls(attempt, process, str(content.get("starter") or ""), restart, bool(content.get("ended")))
+        starter = str(content.get("starter") or "")
+        ended = bool(content.get("ended"))
+        return cls(attempt, process, starter, restart, ended)
 
     @property
     def job(self) -> str:
@@ -227,7 +229,8 @@ def find_recorded_process(attempt: Folder) -> Claim | None:
     process = history[-1] if history else {}
     if process.get("attempt") != attempt.number or not is_process_alive(process):
         return None
-    return Claim(attempt, process, str(process.get("starter") or ""), restart=0, ended=False)
+    starter = str(process.get("starter") or "")
+    return Claim(attempt, process, starter, restart=0, ended=False)
 
 
 def read_step_timeout(folder: Folder) -> float:
@@ -250,13 +253,16 @@ def is_replaced_by_this_process(claim: Claim) -> bool:
     kind, name, *_ = starter.split(" ")
     has_name = kind == "torchrun" and name != UNNAMED_LAUNCH
     is_other_host = claim.process.get("host") != socket.gethostname()
-    return has_name and is_other_host and claim.starter.split(" ")[:2] == [kind, name]
+    is_same_launch = claim.starter.startswith(f"{kind} {name} ")
+    return has_name and is_other_host and is_same_launch
 
 
 def is_known_to_have_ended(folder: Folder) -> bool:
     """Return whether an attempt wrote a result at its end; `make cancel` writes one before the end."""
     result = folder.result
-    return bool(result) and (result.get("state") != "cancelled" or bool(result.get("reason")))
+    if not result:
+        return False
+    return result.get("state") != "cancelled" or bool(result.get("reason"))
 
 
 def measure_silence(attempt: Folder) -> float:

@@ -85,7 +85,8 @@ class DrawnRun:
         """Text that the filter searches."""
         run = self.run
         settings = [f"{key}={text}" for key, text in run.settings.items()]
-        return " ".join([run.experiment, run.label, run.key, run.state, *settings]).lower()
+        words = [run.experiment, run.label, run.key, run.state, *settings]
+        return " ".join(words).lower()
 
 
 BAR_MAXIMA = {"accuracy": 1.0, "efficiency": 1.0, "waiting": 1.0, "test loss": None, "samples/s": None, "peak MB": None}
@@ -175,9 +176,8 @@ def allow_line_breaks(text: str) -> Markup:
 
 def make_environment() -> jinja2.Environment:
     """Return the Jinja2 environment of the template; it escapes every value that is not marked as safe."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(PAGE_FOLDER), autoescape=True, undefined=jinja2.StrictUndefined
-    )
+    loader = jinja2.FileSystemLoader(PAGE_FOLDER)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["break_lines"] = allow_line_breaks
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment
@@ -192,14 +192,14 @@ def render_page(runs: Sequence[ComparedRun], settings: Sequence[str], experiment
     colours = choose_colours(len(runs))
     drawn_runs = [DrawnRun(number, run, colours[number]) for number, run in enumerate(runs)]
     groups: dict[str, list[DrawnRun]] = {}
-    for drawn in drawn_runs:
-        groups.setdefault(drawn.run.experiment, []).append(drawn)
+    for drawn_run in drawn_runs:
+        groups.setdefault(drawn_run.run.experiment, []).append(drawn_run)
 
     curve_styles = []
-    for drawn in drawn_runs:
-        run = drawn.run
+    for drawn_run in drawn_runs:
+        run = drawn_run.run
         name = f"{run.experiment} {run.label}" if len(groups) > 1 else run.label
-        curve_styles.append({"name": name, "colour": drawn.colour, "dash": drawn.dash})
+        curve_styles.append({"name": name, "colour": drawn_run.colour, "dash": drawn_run.dash})
 
     script = (PAGE_FOLDER / "compare_page.js").read_text()
     return (

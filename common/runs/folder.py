@@ -305,7 +305,8 @@ class Folder:
 
     def write_heartbeat(self, rank: int, step: int, time: float, **measured: float | None) -> None:
         """Write a rank's newest step, the time since 1970, and measurements of its steps. Raises UserError."""
-        beat = {"step": step, "time": time} | {name: number for name, number in measured.items() if number}
+        beat = {"step": step, "time": time}
+        beat |= {name: number for name, number in measured.items() if number}
         write_json(self.attempt / f"heartbeat-{rank}.json", beat)
 
     def find_last_write(self) -> float:
@@ -341,7 +342,9 @@ class Folder:
             # An evaluation after the last step that counts is repeated: the number of rows decides, too.
             successor = read_json(parts[-1].attempt.attempt / "attempt.json") if parts else {}
             rows = successor.get("rows")
-            parts.append(Part(attempt, last_step, rows if isinstance(rows, int) and rows >= 0 else None))
+            if not isinstance(rows, int) or rows < 0:
+                rows = None
+            parts.append(Part(attempt, last_step, rows))
         return parts[::-1]
 
     def read_own_rows(self) -> Iterator[dict[str, Any]]:

@@ -81,8 +81,13 @@ def drop_non_numeric_rows(rows: list[tuple[float, ...]], columns: int) -> Number
     try:
         return np.array(rows, dtype=np.float64).reshape(len(rows), columns)
     except (TypeError, ValueError):
-        numeric_rows = [row for row in rows if all(isinstance(number, int | float) for number in row)]
-        return np.array(numeric_rows, dtype=np.float64).reshape(len(numeric_rows), columns)
+        rows = [row for row in rows if has_only_numbers(row)]
+        return np.array(rows, dtype=np.float64).reshape(len(rows), columns)
+
+
+def has_only_numbers(row: tuple[float, ...]) -> bool:
+    """Return whether all elements of a row are numbers."""
+    return all(isinstance(element, int | float) for element in row)
 
 
 def compute_group_bounds(count: int) -> NDArray[np.int64]:
@@ -99,7 +104,8 @@ def average_step_groups(positions: Numbers, numerators: Numbers, denominators: N
     bounds = compute_group_bounds(len(positions))
     first_rows = bounds[:-1]
     if not len(first_rows):
-        return Curve(np.empty((0, 3)), np.empty(0), np.empty(0), np.empty(0))
+        empty = np.empty(0)
+        return Curve(np.empty((0, 3)), empty, empty, empty)
     last_rows = bounds[1:] - 1
     ratios = numerators / denominators
     means = np.add.reduceat(numerators, first_rows) / np.add.reduceat(denominators, first_rows)
@@ -118,4 +124,5 @@ def compute_speed_curve(table: Numbers) -> Curve:
     samples = np.diff(table[:, 1])
     seconds = np.diff(table[:, 2])
     is_counted = (table[1:, 4] == 0) & (seconds > 0)
-    return average_step_groups(table[1:, :3][is_counted], samples[is_counted], seconds[is_counted])
+    positions = table[1:, :3][is_counted]
+    return average_step_groups(positions, samples[is_counted], seconds[is_counted])

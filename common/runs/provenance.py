@@ -93,7 +93,8 @@ def count_visible_gpus() -> int:
     """Return the number of GPUs visible to a child process, without CUDA: a process that used CUDA cannot fork."""
     if (read_package_version("torch") or "").endswith("+cpu"):  # this build cannot use GPUs
         return 0
-    device_count = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+    device_files = Path("/dev").glob("nvidia*")
+    device_count = sum(path.name[6:].isdigit() for path in device_files)
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     if mask is None:
         return device_count

@@ -120,7 +120,8 @@ class Result:
     def format_shards(self) -> str | None:
         """Return the number of samples of each rank in the last batch; None for a run with equal shards."""
         try:
-            return "+".join(str(int(count)) for count in self.measured["shards"][-1][1])
+            counts = self.measured["shards"][-1][1]
+            return "+".join(str(int(count)) for count in counts)
         except (LookupError, TypeError, ValueError):
             return None
 

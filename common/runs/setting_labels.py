@@ -30,7 +30,8 @@ def list_differing_settings(runs: Sequence[Settings]) -> list[str]:
     differing = []
     for key in list_keys(runs):
         is_irrelevant = any(matches_setting(key, name) for name in IRRELEVANT_SETTINGS)
-        if not is_irrelevant and len({run[key] for run in runs if key in run}) > 1:
+        texts = {run[key] for run in runs if key in run}
+        if len(texts) > 1 and not is_irrelevant:
             differing.append(key)
     return differing
 

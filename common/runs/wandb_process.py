@@ -99,7 +99,8 @@ class Forwarder:
             note = self.notes[attempt.number]
             note.online = True
             write_note(attempt, note)
-            self.journal.add(Mark(self.step, attempt.number, note.rows, note.media))
+            mark = Mark(self.step, attempt.number, note.rows, note.media)
+            self.journal.add(mark)
 
     def forward_row(self, attempt: Folder, number: int, row: dict[str, Any], start_time: float | None) -> None:
         """Send a row unless W&B has it, including an identical row of a step repeated by a later attempt.
@@ -125,7 +126,8 @@ class Forwarder:
         reader = self.media.setdefault(number, MediaReader(part.attempt, note.media))
         rows = [row for row in reader.read() if part.counts(row["global_step"])]
         if rows and self.journal is not None:
-            self.journal.add(Mark(self.step, number, note.rows, note.media, len(rows)))
+            mark = Mark(self.step, number, note.rows, note.media, len(rows))
+            self.journal.add(mark)
         for row in rows:
             self.run.log(row)
         self.step += len(rows)
@@ -156,7 +158,8 @@ class Forwarder:
         result = self.folder.result
         log_model_artifact(self.run, self.folder)
         restarts = len(self.folder.attempts()) - 1
-        self.run.summary.update(parse_result(result).list_columns() | {"restarts": restarts})
+        columns = parse_result(result).list_columns()
+        self.run.summary.update(columns | {"restarts": restarts})
         self.run.finish(exit_code=int(result.get("exit_status", 1)))
         for note in self.notes.values():
             note.complete = note.complete or not note.online or self.journal is not None

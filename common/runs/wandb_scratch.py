@@ -48,7 +48,8 @@ def locked_tracking(folder: Folder, *, wait: bool = True) -> Iterator[bool]:
 def open_temporary_folder(folder: Folder) -> Path:
     """Create and return a temporary folder for this process and its children. Raises UserError."""
     path = Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(4)}"
-    write_json(_record_file(folder), {"path": str(path), "host": os.uname().nodename})  # first: it may be killed
+    record = {"path": str(path), "host": os.uname().nodename}
+    write_json(_record_file(folder), record)  # before the folder exists: this process may be killed
     try:
         path.mkdir(mode=0o700)
     except OSError as error:

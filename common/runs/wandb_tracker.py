@@ -49,7 +49,8 @@ class Tracker:
             if read_note(folder) is None:
                 write_note(folder, Note())
             if mode != "offline" and not reason:
-                return cls(folder, start_process(folder, "online", subprocess.PIPE, cfg.wandb.finish_timeout))
+                process = start_process(folder, "online", subprocess.PIPE, cfg.wandb.finish_timeout)
+                return cls(folder, process)
             note_offline(folder, reason)
         except (OSError, UserError) as error:
             print(f"W&B: tracking could not be started: {error}", flush=True)
@@ -67,7 +68,8 @@ class Tracker:
                 self.process.stdin.close()
                 status = wait_for_process(self.process, deadline)
             if status == NO_HOST:
-                self.process = start_process(self.folder, "offline", subprocess.DEVNULL, deadline - time.monotonic())
+                seconds = deadline - time.monotonic()
+                self.process = start_process(self.folder, "offline", subprocess.DEVNULL, seconds)
                 status = wait_for_process(self.process, deadline)
             problem = describe_process_end(status, timeout)
         except KeyboardInterrupt:
