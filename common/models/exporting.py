@@ -42,14 +42,19 @@ def write_and_run_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tenso
 
 
 def make_export_inputs(x: Tensor) -> dict[str, Any]:
-    """Return the arguments of an export for inputs [any N, ...] like x [n, ...]; one sample would fix N at 1."""
+    """Return the arguments of an export for inputs [any N, ...] like x [n, ...].
+
+    One sample would fix N at 1.
+    """
     zeros = torch.zeros(2, *x.shape[1:], dtype=x.dtype)
     samples = torch.export.Dim("samples", min=1)
     return {"args": (zeros,), "dynamic_shapes": ({0: samples},)}
 
 
 def run_in_new_process(path: Path, x: Tensor) -> Tensor:
-    """Return a program's outputs for x [n, ...], computed by a new process that imports nothing of this project.
+    """Return an exported program's outputs for x [n, ...], computed in a new process.
+
+    The process imports nothing of this project.
 
     Raises RuntimeError if that fails, subprocess.TimeoutExpired after PROCESS_TIMEOUT seconds.
     """
@@ -72,7 +77,9 @@ def run_in_new_process(path: Path, x: Tensor) -> Tensor:
 
 
 def write_and_run_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
-    """Export a model in eval mode as ONNX, for inputs [any N, ...]; return onnxruntime's outputs for x [n, ...].
+    """Export a model in eval mode as ONNX, for inputs [any N, ...].
+
+    Returns onnxruntime's outputs for x [n, ...].
 
     Raises UserError if the optional packages are missing.
     """

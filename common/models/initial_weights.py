@@ -13,7 +13,9 @@ SHORT_ID_LENGTH = 4  # characters
 
 
 def find_weights(text: str, runs: Path) -> Path:
-    """Return the file or folder named by `weights=`; for a run, its id or the last four characters of the id.
+    """Return the file or folder named by `weights=`.
+
+    A run is named by its id or the last four characters of the id.
 
     Raises UserError.
     """
@@ -35,6 +37,9 @@ def check_weights_of_config(settings: object) -> None:
 
 
 def leave_out_replaced_weights(settings: object, run: Folder) -> None:
-    """Set `weights` to none if the run has a checkpoint, which replaces them; their file may be gone by then."""
+    """Set `weights` to none if the run has a checkpoint, which replaces them.
+
+    Their file may be gone by then.
+    """
     if isinstance(settings, InitialWeights) and storage.list_resumable_checkpoints(run):
         settings.weights = "none"

@@ -66,7 +66,10 @@ def list_shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def read_model(folder: Folder) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return model.json and the tensors of a run's model. Raises UserError if they are missing or damaged."""
+    """Return model.json and the tensors of a run's model.
+
+    Raises UserError if they are missing or damaged.
+    """
     file = folder.path / MODEL
     facts_file = folder.path / MODEL_FACTS
     facts = read_json(facts_file)
@@ -129,7 +132,10 @@ def build_model(recipe: Mapping[str, Any], device: torch.device | None = None) -
 
 
 def load_model(folder: Folder) -> tuple[dict[str, Any], nn.Module]:
-    """Return model.json and the trained model of a run, in eval mode and in its dtype. Raises UserError."""
+    """Return model.json and the trained model of a run, in eval mode and in its dtype.
+
+    Raises UserError.
+    """
     facts, state = read_model(folder)
     model = build_model(facts, torch.device("meta"))
     try:
@@ -144,7 +150,10 @@ def load_model(folder: Folder) -> tuple[dict[str, Any], nn.Module]:
 
 
 def load_initial_weights(model: nn.Sequential, weights: str, runs: str) -> None:
-    """Load the weights named by `weights=` into a model of any device and dtype, unless none. Raises UserError."""
+    """Load the weights named by `weights=` into a model of any device and dtype, unless none.
+
+    Raises UserError.
+    """
     if weights != "none":
         networks.load_weights(model, read_weights(weights, Path(runs)), weights)
 

@@ -28,7 +28,10 @@ def make_recipe(kind: str, **arguments: Any) -> Recipe:
 
 
 class LinearReLU(nn.Linear):
-    """A linear layer and its ReLU as one layer, [N, in] -> [N, out], so that no stage boundary separates them."""
+    """A linear layer and its ReLU as one layer, [N, in] -> [N, out].
+
+    No stage boundary separates them.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
@@ -60,7 +63,10 @@ class SimpleNN(nn.Sequential):
 
 
 class Toy(nn.Sequential):
-    """Two linear layers with 10 hidden units, for inputs of any shape; 10-10-5 for the data set `vectors`."""
+    """Two linear layers with 10 hidden units, for inputs of any shape.
+
+    It is 10-10-5 for the data set `vectors`.
+    """
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
         super().__init__()
@@ -70,7 +76,10 @@ class Toy(nn.Sequential):
 
 
 def count_channels(shape: Sequence[int]) -> int:
-    """Return C of one image's shape [C, H, W]; 1 for [H, W]. Raises UserError for a vector."""
+    """Return C of one image's shape [C, H, W].
+
+    Returns 1 for [H, W]. Raises UserError for a vector.
+    """
     if len(shape) < 2:
         raise UserError(f"this network takes images, got vectors of {shape[0]} numbers; use another network")
     return shape[0] if len(shape) == 3 else 1
@@ -275,7 +284,9 @@ def convert_parameter_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], file: str) -> None:
-    """Copy the state dict of a file into a model. Raises UserError with the name of a tensor that does not match.
+    """Copy the state dict of a file into a model.
+
+    Raises UserError with the name of a tensor that does not match.
 
     Old files lack BatchNorm's num_batches_tracked; then the model keeps its value.
     """

@@ -26,7 +26,9 @@ def keep_input_unchanged(layer: nn.Module) -> None:
 
 
 def split_into_stages(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Sequential]:
-    """Split a model into stages; `starts` are the names of the layers that begin a new stage, in order.
+    """Split a model into stages.
+
+    `starts` are the names of the layers that begin a new stage, in order.
 
     The stages share the model's layers and do not overwrite their inputs. Raises ValueError for a name that is not a
     layer, is the first layer, or is out of order.
@@ -99,7 +101,10 @@ def time_layers(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str,
 
 
 def run_forward_backward(layer: nn.Module, x: Tensor) -> None:
-    """Compute the output of a layer for x [N, ...], and the gradients of its parameters and of x if it requires one."""
+    """Compute a layer's output for x [N, ...] and the gradients of its parameters.
+
+    The gradient of x is computed, too, if x requires one.
+    """
     outputs = layer(x)
     inputs = [tensor for tensor in (x, *layer.parameters()) if tensor.requires_grad]
     if inputs:  # empty for a first layer without parameters

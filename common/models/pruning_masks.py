@@ -35,12 +35,17 @@ def count_elements(tensors: Sequence[Tensor]) -> int:
 
 
 def count_nonzero(tensor: Tensor) -> int:
-    """Return the number of elements that are true or not zero; 20 times as fast as `sum` of a bool tensor."""
+    """Return the number of elements that are true or not zero.
+
+    This is 20 times as fast as `sum` of a bool tensor.
+    """
     return int(tensor.count_nonzero())
 
 
 def find_kth_smallest(parts: Sequence[Tensor], k: int) -> Tensor:
-    """Return the exact k-th smallest of all n numbers in the parts (any shapes), 1 <= k <= n, as a 0-d tensor.
+    """Return the exact k-th smallest of all n numbers in the parts, as a 0-d tensor.
+
+    The parts have any shapes; 1 <= k <= n.
 
     In a large set, a sorted sample gives two bounds: one pass counts the numbers below the bounds, and only those
     between them are sorted. If the bounds do not enclose the result, all numbers are sorted.
@@ -69,7 +74,10 @@ def find_kth_smallest(parts: Sequence[Tensor], k: int) -> Tensor:
 
 
 def select_lowest(parts: Sequence[Tensor], number: int) -> list[Tensor]:
-    """Return bool tensors, true for exactly the `number` lowest scores of all parts; the first of equal scores."""
+    """Return bool tensors, true for exactly the `number` lowest scores of all parts.
+
+    Of equal scores, the first are selected.
+    """
     if number <= 0:
         return [torch.zeros_like(part, dtype=torch.bool) for part in parts]
     threshold = find_kth_smallest(parts, min(number, count_elements(parts)))
@@ -91,7 +99,10 @@ def make_global_masks(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]
 
 
 def make_layer_masks(scores: Sequence[Tensor], sparsity: Sequence[float]) -> list[Tensor]:
-    """Return masks that drop each layer's lowest scores at the layer's sparsity; only the total is rounded."""
+    """Return masks that drop each layer's lowest scores at the layer's sparsity.
+
+    Only the total is rounded.
+    """
     exact_counts = [fraction * score.numel() for score, fraction in zip(scores, sparsity, strict=True)]
     counts = list(map(math.floor, exact_counts))
     by_remainder = sorted(range(len(counts)), key=lambda layer: counts[layer] - exact_counts[layer])
@@ -227,7 +238,10 @@ class Masks:
         return digest.hexdigest()
 
     def assert_equal_on_ranks(self) -> str:
-        """Return the digest of the masks. Called by all ranks. Raises RuntimeError if their masks differ."""
+        """Return the digest of the masks.
+
+        All ranks call it. Raises RuntimeError if their masks differ.
+        """
         device = self.weights[0].device
         digests: list[str] = objects.all_gather_json(self.compute_digest(), device)
         wrong_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]

@@ -93,7 +93,10 @@ def convert_to_csr(model: nn.Module) -> nn.Module:
 
 
 def is_two_of_four(weight: Tensor) -> bool:
-    """Return whether a weight [out, in] is 2:4: at most two of each four neighbours in a row are not zero."""
+    """Return whether a weight [out, in] is 2:4.
+
+    In a 2:4 weight, at most two of each four neighbours in a row are not zero.
+    """
     if weight.size(1) % 4:
         return False
     counts = weight.unflatten(1, (-1, 4)).count_nonzero(2)
@@ -101,7 +104,9 @@ def is_two_of_four(weight: Tensor) -> bool:
 
 
 def convert_to_two_of_four(model: nn.Module) -> nn.Module:
-    """Return a float16 copy whose 2:4 linear layers use the sparse tensor cores of an NVIDIA GPU (Ampere or newer).
+    """Return a float16 copy whose 2:4 linear layers use sparse tensor cores.
+
+    They exist in NVIDIA GPUs since Ampere.
 
     Layers that are not 2:4, or have a shape that the kernels do not support, stay dense. 2:4: Mishra et al. 2021, arXiv
     2104.08378.
@@ -120,7 +125,10 @@ def convert_to_two_of_four(model: nn.Module) -> nn.Module:
 
 
 def time_in_turns(variants: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
-    """Return the median seconds of one call of each variant; the variants take turns. Slow ones have fewer rounds."""
+    """Return the median seconds of one call of each variant.
+
+    The variants take turns. Slow ones have fewer rounds.
+    """
 
     def time_turn(variant: Callable[[], Tensor], count: int) -> float:
         def repeat() -> None:
@@ -144,7 +152,9 @@ def time_in_turns(variants: Mapping[str, Callable[[], Tensor]], device: torch.de
 
 
 def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
-    """Return the seconds of a forward on x [N, ...]: dense in float32 and bf16, and with linear layers in CSR.
+    """Return the seconds of a forward on x [N, ...] by variant.
+
+    The variants are dense in float32 and bf16, and with linear layers in CSR.
 
     On a GPU with sparse tensor cores also in float16, dense and with 2:4 linear layers. `model` has no masks.
     """
@@ -179,7 +189,10 @@ def measure_sizes(model: nn.Module, accuracy: Callable[[nn.Module], float] | Non
 
 
 def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
-    """Export a model and compare its outputs in a new process; a failure is reported and does not stop the run."""
+    """Export a model and compare its outputs in a new process.
+
+    A failure is reported and does not stop the run.
+    """
     try:
         with torch.no_grad():
             expected = model(x).cpu()
@@ -191,7 +204,10 @@ def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any
 
 
 def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> dict[str, str]:
-    """Return the rows of the final table; `facts` are sizes and measured values, times of `samples` samples."""
+    """Return the rows of the final table.
+
+    `facts` are sizes and measured values, times of `samples` samples.
+    """
     csr = facts["csr_seconds"]
     fp32 = facts["fp32_seconds"]
     bf16 = facts["bf16_seconds"]
@@ -226,7 +242,9 @@ def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> d
 def report_savings(
     cfg: Config, model: nn.Module, masks: Masks, x: Tensor, accuracy: Callable[[nn.Module], float], path: Path
 ) -> Facts:
-    """Return the report of a pruned model: its remaining weights and the savings, timed on samples x [N, ...].
+    """Return the report of a pruned model: its remaining weights and the savings.
+
+    Times are measured on samples x [N, ...].
 
     `accuracy` returns a model's test accuracy; the exported model is written to `path`.
     """

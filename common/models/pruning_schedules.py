@@ -6,7 +6,9 @@ from configs.sparse_prune import Config
 
 
 def compute_sparsity(cfg: Config, step: int, total: int) -> float | None:
-    """Return the sparsity (0 to 1) of the masks after `step` of `total` steps; None if they do not change.
+    """Return the sparsity (0 to 1) of the masks after `step` of `total` steps.
+
+    Returns None if they do not change.
 
     oneshot prunes once, at cfg.begin; iterative prunes the same fraction of the remaining weights in each of cfg.rounds
     rounds (Han et al. 2015, arXiv 1506.02626); cubic follows s (1 - (1 - t)^3) with t from 0 to 1 between cfg.begin and

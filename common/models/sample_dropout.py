@@ -19,7 +19,9 @@ class SampleDropout(nn.Module):
     """
 
     def __init__(self, rate: float, seed: int, name: str = "dropout") -> None:
-        """`rate` is the fraction of inputs set to zero; the others are divided by 1 - rate.
+        """`rate` is the fraction of inputs set to zero.
+
+        The others are divided by 1 - rate.
 
         Layers with different names draw different masks.
         """
@@ -37,7 +39,9 @@ class SampleDropout(nn.Module):
         self.microbatches = deque(microbatches)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Drop inputs [n, ...] of the next microbatch in training mode; outside of steps, of the first n samples.
+        """Drop inputs [n, ...] of the next microbatch in training mode.
+
+        Outside of steps, the masks are those of the first n samples.
 
         Raises ValueError if the microbatch has a different number of samples.
         """
@@ -54,7 +58,10 @@ class SampleDropout(nn.Module):
         return input * mask / (1 - self.rate)
 
     def draw_mask(self, positions: range, size: int) -> Tensor:
-        """Draw the mask, bool [n, size], of samples at consecutive positions; true where an input is kept."""
+        """Draw the mask, bool [n, size], of samples at consecutive positions.
+
+        It is true where an input is kept.
+        """
         earlier_draws = positions.start * size  # one per input of the preceding samples
         generator = seeds.make_generator(self.seed, self.name, self.epoch, skip=earlier_draws)
         draws = generator.random((len(positions), size))
@@ -66,7 +73,9 @@ class SampleDropout(nn.Module):
 
 
 def add_dropout(network: nn.Sequential, rate: float, seed: int) -> nn.Sequential:
-    """Insert dropout before the last layer of a network and return the network; a rate of 0 changes nothing.
+    """Insert dropout before the last layer of a network and return the network.
+
+    A rate of 0 changes nothing.
 
     Parameters keep their names.
     """

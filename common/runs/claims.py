@@ -70,8 +70,8 @@ class Claim:
         if not all(isinstance(process.get(name), int) for name in ("pid", "pid_started")):
             return None
         starter = str(content.get("starter") or "")
-        ended = bool(content.get("ended"))
-        return cls(attempt, process, starter, restart, ended)
+        is_ended = bool(content.get("ended"))
+        return cls(attempt, process, starter, restart, is_ended)
 
     @property
     def job(self) -> str:
@@ -97,7 +97,10 @@ class Claim:
 
 
 def is_process_alive(process: Mapping[str, Any]) -> bool | None:
-    """Return whether a process in the form of identify_process runs; None if this host cannot tell."""
+    """Return whether a process in the form of identify_process runs.
+
+    Returns None if this host cannot tell.
+    """
     if process.get("pid_namespace") not in (None, "", provenance.read_pid_namespace()):
         return None  # pids of a container differ from those of its host and of other containers
     is_alive = Process(process.get("pid", 0), process.get("pid_started", 0)).is_alive()
@@ -212,7 +215,10 @@ def refuse_live_attempt(folder: Folder) -> None:
 
 
 def find_earlier_claim(folder: Folder) -> Claim | None:
-    """Return the claim of the newest attempt, or of the newest before `folder.number`; None if it has none."""
+    """Return the claim of the newest attempt, or of the newest before `folder.number`.
+
+    Returns None if it has none.
+    """
     for attempt in reversed(folder.attempts()):
         if folder.number and attempt.number >= folder.number:
             continue
@@ -224,7 +230,10 @@ def find_earlier_claim(folder: Folder) -> Claim | None:
 
 
 def find_recorded_process(attempt: Folder) -> Claim | None:
-    """Return the process that meta.json names for an attempt of older source, if it is alive; else None."""
+    """Return the process that meta.json names for an attempt of older source, if it is alive.
+
+    Returns None otherwise.
+    """
     history = provenance.read_metadata(attempt)["history"]
     process = history[-1] if history else {}
     if process.get("attempt") != attempt.number or not is_process_alive(process):
@@ -234,7 +243,10 @@ def find_recorded_process(attempt: Folder) -> Claim | None:
 
 
 def read_step_timeout(folder: Folder) -> float:
-    """Return the seconds that a step of a run may take without writing a file; 0 if unknown."""
+    """Return the seconds that a step of a run may take without writing a file.
+
+    Returns 0 if unknown.
+    """
     try:
         settings = config.read_config_file(folder.path / "config.yaml")
         return float(settings.get("launch.step_timeout", 0.0))
@@ -258,7 +270,10 @@ def is_replaced_by_this_process(claim: Claim) -> bool:
 
 
 def is_known_to_have_ended(folder: Folder) -> bool:
-    """Return whether an attempt wrote a result at its end; `make cancel` writes one before the end."""
+    """Return whether an attempt wrote a result at its end.
+
+    `make cancel` writes one before the end.
+    """
     result = folder.result
     if not result:
         return False

@@ -85,8 +85,8 @@ class DrawnRun:
         """Text that the filter searches."""
         run = self.run
         settings = [f"{key}={text}" for key, text in run.settings.items()]
-        words = [run.experiment, run.label, run.key, run.state, *settings]
-        return " ".join(words).lower()
+        texts = [run.experiment, run.label, run.key, run.state, *settings]
+        return " ".join(texts).lower()
 
 
 BAR_MAXIMA = {"accuracy": 1.0, "efficiency": 1.0, "waiting": 1.0, "test loss": None, "samples/s": None, "peak MB": None}
@@ -94,7 +94,10 @@ BAR_MAXIMA = {"accuracy": 1.0, "efficiency": 1.0, "waiting": 1.0, "test loss": N
 
 
 def choose_colours(count: int) -> list[str]:
-    """Return `count` distinct colours; more than ten are spread by the golden angle, so that neighbours differ most."""
+    """Return `count` distinct colours.
+
+    More than ten are spread by the golden angle, so that neighbours differ most.
+    """
     if count <= len(DISTINCT_COLOURS):
         return list(DISTINCT_COLOURS[:count])
     return [f"oklch({0.5 + 0.08 * (i % 3):.2f} 0.14 {137.508 * i % 360:.1f})" for i in range(count)]
@@ -107,12 +110,18 @@ def sort_by_experiment(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
 
 
 def round_numbers(numbers: Numbers, format_spec: str = ".5g") -> list[float | None]:
-    """Return numbers with as many digits as a screen can show; None for NaN and infinity."""
+    """Return numbers with as many digits as a screen can show.
+
+    Returns None for NaN and infinity.
+    """
     return [float(format(number, format_spec)) if math.isfinite(number) else None for number in numbers.tolist()]
 
 
 def encode_curve(run_number: int, curve: Curve) -> dict[str, Any]:
-    """Return a curve as JSON types; a curve that is not thinned has no minima and maxima."""
+    """Return a curve as JSON types.
+
+    A curve that is not thinned has no minima and maxima.
+    """
     steps, samples, seconds = curve.positions.T
     positions = [round_numbers(steps, ".12g"), round_numbers(samples, ".12g"), round_numbers(seconds, ".6g")]
     content = {"run": run_number, "positions": positions, "y": round_numbers(curve.value)}
@@ -122,7 +131,10 @@ def encode_curve(run_number: int, curve: Curve) -> dict[str, Any]:
 
 
 def build_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """Return the charts in which a curve has several points; single points are only in the table."""
+    """Return the charts in which a curve has several points.
+
+    Single points are only in the table.
+    """
     charts: list[dict[str, Any]] = []
 
     def add_chart(title: str, curves: Sequence[Curve | None], *, may_smooth: bool, may_log: bool) -> None:
@@ -175,7 +187,10 @@ def allow_line_breaks(text: str) -> Markup:
 
 
 def make_environment() -> jinja2.Environment:
-    """Return the Jinja2 environment of the template; it escapes every value that is not marked as safe."""
+    """Return the Jinja2 environment of the template.
+
+    It escapes every value that is not marked as safe.
+    """
     loader = jinja2.FileSystemLoader(PAGE_FOLDER)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["break_lines"] = allow_line_breaks

@@ -100,7 +100,10 @@ def compute_group_bounds(count: int) -> NDArray[np.int64]:
 
 
 def average_step_groups(positions: Numbers, numerators: Numbers, denominators: Numbers) -> Curve:
-    """Return sum(numerators) / sum(denominators) of groups of rows; a point has the position of its last row."""
+    """Return sum(numerators) / sum(denominators) of groups of rows.
+
+    A point has the position of its last row.
+    """
     bounds = compute_group_bounds(len(positions))
     first_rows = bounds[:-1]
     if not len(first_rows):

@@ -29,7 +29,10 @@ def parse_json(text: str) -> Any:
 
 
 def is_row(content: Any) -> bool:
-    """Return whether a value is a row of metrics: a dict with a step, and a number or null under every name."""
+    """Return whether a value is a row of metrics.
+
+    A row is a dict with a step, and a number or null under every name.
+    """
     return (
         isinstance(content, dict)
         and type(content.get("global_step")) is int

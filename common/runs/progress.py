@@ -10,7 +10,7 @@ from common.core.text import format_duration
 from configs.shared import Log
 
 LINE_SECONDS = 10.0  # between plain progress lines
-SPEED_SECONDS = 300  # of which rich takes the mean speed; its default of 30 may be shorter than an evaluation batch
+SPEED_SECONDS = 300  # period of rich's mean speed; an evaluation batch may take longer than the default of 30 s
 
 
 class Screen:

@@ -39,7 +39,10 @@ def format_utc_now() -> str:
 
 
 def run_git(*arguments: str) -> str | None:
-    """Return the output of a git command in the source tree; None without git or outside a checkout."""
+    """Return the output of a git command in the source tree.
+
+    Returns None without git or outside a checkout.
+    """
     command = ["git", "-C", str(ROOT), *arguments]
     try:
         completed = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
@@ -49,7 +52,10 @@ def run_git(*arguments: str) -> str | None:
 
 
 def list_source_files() -> list[Path]:
-    """Return the source files, including untracked ones, relative to the root; without files of runs and caches."""
+    """Return the source files, including untracked ones, relative to the root.
+
+    Files of runs and caches are excluded.
+    """
     git_files = run_git("ls-files", "-co", "--exclude-standard", "-z")
     if git_files:
         paths = [Path(name) for name in git_files.split("\0") if name]
@@ -90,7 +96,10 @@ def describe_machine(device: str) -> str:
 
 
 def count_visible_gpus() -> int:
-    """Return the number of GPUs visible to a child process, without CUDA: a process that used CUDA cannot fork."""
+    """Return the number of GPUs visible to a child process.
+
+    Does not use CUDA: a process that used CUDA cannot fork.
+    """
     if (read_package_version("torch") or "").endswith("+cpu"):  # this build cannot use GPUs
         return 0
     device_files = Path("/dev").glob("nvidia*")
@@ -113,7 +122,9 @@ def has_uncommitted_changes() -> bool | None:
 
 
 def keep_function_file(kind: str, value: str, code: Path, *, anew: bool = False) -> None:
-    """Copy the file of `FILE.py:function` into a run's source, unless it is there; `anew` replaces it.
+    """Copy the file of `FILE.py:function` into a run's source unless it exists there.
+
+    `anew` replaces it.
 
     Raises UserError. Ranks that start at the same time see the complete file or none. Other values are ignored.
     """
@@ -241,12 +252,18 @@ def identify_process() -> dict[str, Any]:
 
 
 def read_boot_id() -> str:
-    """Return the id of this boot, which does not change when the host is renamed; empty if unknown."""
+    """Return the id of this boot, which does not change when the host is renamed.
+
+    Returns an empty string if unknown.
+    """
     return read_or_empty("/proc/sys/kernel/random/boot_id").strip()
 
 
 def read_pid_namespace() -> str:
-    """Return the namespace of this process's pid, such as that of a container; empty if unknown."""
+    """Return the namespace of this process's pid, such as that of a container.
+
+    Returns an empty string if unknown.
+    """
     try:
         return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (its target is not a path)
     except OSError:
@@ -254,7 +271,10 @@ def read_pid_namespace() -> str:
 
 
 def identify_launcher() -> str | None:
-    """Return an id of the SLURM job, or else the torchrun, that started this process; None without either."""
+    """Return an id of the SLURM job, or else the torchrun, that started this process.
+
+    Returns None without either.
+    """
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ.get('SLURM_CLUSTER_NAME')} {os.environ['SLURM_JOB_ID']}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -282,7 +302,10 @@ def update_metadata(folder: Folder, **facts: Any) -> None:
 
 
 def record_attempt_end(folder: Folder, state: str) -> None:
-    """Write the final state and end time of the newest attempt to meta.json's history. Raises UserError."""
+    """Write the final state and end time of the newest attempt to meta.json's history.
+
+    Raises UserError.
+    """
     meta = read_metadata(folder)
     if meta["history"]:
         meta["history"][-1] |= {"state": state, "end": format_utc_now()}
@@ -290,6 +313,9 @@ def record_attempt_end(folder: Folder, state: str) -> None:
 
 
 def advise_new_run(folder: Folder) -> str:
-    """Return the command to use after an error in a run's source: a resumed run would use the old source."""
+    """Return the command to use after an error in a run's source.
+
+    A resumed run would use the old source.
+    """
     command = f'make exp NAME={folder.experiment} ARGS="..."'
     return f"{command} (a new run) after fixing the error; RESUME= would run the old source in {folder.path}/code"

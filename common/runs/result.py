@@ -26,7 +26,10 @@ Values = Mapping[str, Any]
 
 
 class Report(Protocol):
-    """Report of a technique at the end of a run: rows of the final table and values of the result."""
+    """Report of a technique at the end of a run.
+
+    It adds rows to the final table and values to the result.
+    """
 
     def rows(self) -> Mapping[str, str]: ...
 
@@ -65,7 +68,10 @@ class Result:
     measured: Values = field(default_factory=dict)
 
     def with_reports(self, reports: Iterable[Facts]) -> Result:
-        """Return this result with the values of reports added; memory of a report replaces that of the ranks."""
+        """Return this result with the values of reports added.
+
+        Memory of a report replaces that of the ranks.
+        """
         outcome = dict(self.outcome)
         measured = dict(self.measured)
         memory = self.memory
@@ -95,7 +101,9 @@ class Result:
         return to_number(self.flatten_values().get(name))
 
     def compute_waiting_share(self) -> float | None:
-        """Return the share of time (0 to 1) in which ranks wait: idle in a pipeline, or for communication.
+        """Return the share of time (0 to 1) in which ranks wait.
+
+        They are idle in a pipeline, or wait for communication.
 
         Returns None if the run measured neither.
         """
@@ -111,14 +119,20 @@ class Result:
         return communication * exposed_share / step_seconds
 
     def format_partition(self) -> str | None:
-        """Return the first layers of all stages but the first; None for a run without several stages."""
+        """Return the first layers of all stages but the first.
+
+        Returns None for a run without several stages.
+        """
         stages = self.measured.get("stages")
         if not isinstance(stages, list) or not all(isinstance(names, list) and names for names in stages):
             return None
         return ",".join(str(names[0]) for names in stages[1:]) or None
 
     def format_shards(self) -> str | None:
-        """Return the number of samples of each rank in the last batch; None for a run with equal shards."""
+        """Return the number of samples of each rank in the last batch.
+
+        Returns None for a run with equal shards.
+        """
         try:
             counts = self.measured["shards"][-1][1]
             return "+".join(str(int(count)) for count in counts)
@@ -131,7 +145,10 @@ class Result:
         return max((peak / 1e6 for peak in peaks if peak is not None), default=None)
 
     def list_columns(self) -> dict[str, Any]:
-        """Return single numbers and words for tables and the W&B summary; a list has a column for each element."""
+        """Return single numbers and words for tables and the W&B summary.
+
+        A list has a column for each element.
+        """
         columns: dict[str, Any] = {}
         lists: dict[str, list[Any]] = {}
         for name, content in self.flatten_values().items():
@@ -183,7 +200,10 @@ def parse_result(content: Values) -> Result:
 
 
 def describe_unknown_format(content: Values) -> str:
-    """Return one line about a format that this version cannot read; empty for a readable one."""
+    """Return one line about a format that this version cannot read.
+
+    Returns an empty string for a readable format.
+    """
     if content.get("format", FORMAT) == FORMAT:
         return ""
     version = str(content["format"])[:20]

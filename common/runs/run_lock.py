@@ -15,7 +15,9 @@ POLL_SECONDS = 0.05
 
 
 def lock_run(folder: Folder) -> IO[str]:
-    """Keep other processes of this machine from starting an attempt of a run; return the file that holds the lock.
+    """Keep other processes of this machine from starting an attempt of a run.
+
+    Returns the file that holds the lock.
 
     Waits for an attempt that is stopping. Raises RunTaken if another process holds the lock. Not used on a cluster: an
     old attempt behind a broken network could hold the lock forever.
@@ -33,7 +35,9 @@ def lock_run(folder: Folder) -> IO[str]:
 
 
 def try_to_lock(folder: Folder) -> IO[str] | None:
-    """Lock a run for this process and its ranks; return None if another process holds the lock.
+    """Lock a run for this process and its ranks.
+
+    Returns None if another process holds the lock.
 
     On a disk without locks the file is returned unlocked.
     """

@@ -13,7 +13,10 @@ MISSING = "-"  # text of a setting that a run does not have
 
 
 def matches_setting(key: str, name: str) -> bool:
-    """Return whether a setting has this name, or belongs to the group that a name with a trailing dot denotes."""
+    """Return whether a setting has this name or belongs to this group.
+
+    The name of a group ends with a dot.
+    """
     return key == name or (name.endswith(".") and key.startswith(name))
 
 
@@ -50,7 +53,10 @@ def sort_differing_settings(runs: Sequence[Settings]) -> list[str]:
 
 
 def choose_telling_settings(runs: Sequence[Settings], limit: int) -> list[str]:
-    """Return at most `limit` settings that distinguish runs; each one separates runs that the earlier ones do not."""
+    """Return at most `limit` settings that distinguish runs.
+
+    Each one separates runs that the earlier ones do not.
+    """
     selected: list[str] = []
     group_count = 1
     for key in sort_differing_settings(runs):
@@ -63,7 +69,10 @@ def choose_telling_settings(runs: Sequence[Settings], limit: int) -> list[str]:
 
 
 def shorten_keys(keys: Sequence[str], runs: Sequence[Settings]) -> list[str]:
-    """Return the last part of the name of each setting; the full name where that would be ambiguous."""
+    """Return the last part of the name of each setting.
+
+    Ambiguous settings keep the full name.
+    """
     last_parts = [key.rpartition(".")[2] for key in list_keys(runs)]
     names = []
     for key in keys:

@@ -30,7 +30,9 @@ def read_requested_mode(cfg: Experiment) -> str:
 
 
 def find_missing_account() -> str:
-    """Return why there can be no W&B account, or an empty string. Does not import wandb, which would slow training.
+    """Return why there can be no W&B account, or an empty string.
+
+    Does not import wandb, which would slow training.
 
     Checks the places that wandb checks. An account found there may still be invalid.
     """
@@ -54,7 +56,10 @@ def find_missing_account() -> str:
 
 
 def choose_mode(requested_mode: str) -> tuple[str, str]:
-    """Return online or offline, and the reason for offline. Takes at most a few times HOST_TIMEOUT."""
+    """Return online or offline, and the reason for offline.
+
+    Takes at most a few times HOST_TIMEOUT.
+    """
     import wandb
 
     if requested_mode == "offline":

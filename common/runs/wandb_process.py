@@ -60,7 +60,10 @@ class Forwarder:
     """Sends W&B the rows of a run that it misses, oldest attempt first."""
 
     def __init__(self, folder: Folder, run: Any, journal: Journal | None) -> None:
-        """With a `journal` the run is online, and `run` has resumed it on W&B's host. Raises UserError."""
+        """With a `journal` the run is online, and `run` has resumed it on W&B's host.
+
+        Raises UserError.
+        """
         self.folder = folder
         self.run = run
         self.journal = journal
@@ -103,7 +106,9 @@ class Forwarder:
             self.journal.add(mark)
 
     def forward_row(self, attempt: Folder, number: int, row: dict[str, Any], start_time: float | None) -> None:
-        """Send a row unless W&B has it, including an identical row of a step repeated by a later attempt.
+        """Send a row unless W&B has it.
+
+        An identical row of a step that a later attempt repeats is not sent again.
 
         `start_time` is the time since 1970 at which the row's clock was 0; without it the row gets the current time.
         """
@@ -171,7 +176,10 @@ class Forwarder:
 
 
 def find_start_time(attempt: Folder) -> float | None:
-    """Return the time since 1970 at which the rows' clock was 0, assuming the file changed with its last row."""
+    """Return the time since 1970 at which the rows' clock was 0.
+
+    The last row is assumed to be as old as the last change of the file.
+    """
     try:
         with open(attempt.metrics_file, "rb") as file:
             file_status = os.fstat(file.fileno())
@@ -248,7 +256,10 @@ def note_offline(folder: Folder, reason: str) -> None:
 
 
 def convert(folder: Folder) -> int:
-    """Create an offline W&B run with the missing rows of an ended run; return the exit status."""
+    """Create an offline W&B run with the missing rows of an ended run.
+
+    Returns the exit status.
+    """
     staging = wandb_scratch.name_staging_folder(folder)
     staging.mkdir()
     run = init_wandb_run(folder, "offline", staging)
@@ -299,7 +310,10 @@ class Deadline:
 
 
 def main(path: str, number: str, mode: str, seconds: str, restarts: str = "0", end_time: str = "0") -> None:
-    """Send W&B the missing rows of a run; restart this process if W&B's client was killed."""
+    """Send W&B the missing rows of a run.
+
+    Restart this process if W&B's client was killed.
+    """
     for signal_number in (signal.SIGTERM, signal.SIGUSR2):  # SLURM signals every process of a job
         signal.signal(signal_number, signal.SIG_IGN)
     os.nice(10)  # training has priority

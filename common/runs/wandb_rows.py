@@ -63,7 +63,10 @@ def choose_rows(attempt: Folder) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def make_row_key(row: dict[str, Any]) -> RowKey:
-    """Return the values of a row except its time: they differ for a step that is repeated with other settings."""
+    """Return the values of a row except its time.
+
+    They differ if a step is repeated with other settings.
+    """
     return tuple(sorted((name, number) for name, number in row.items() if name != "time"))
 
 
@@ -96,13 +99,18 @@ def read_note(attempt: Folder) -> Note | None:
 
 
 def write_note(attempt: Folder, note: Note) -> None:
-    """Write the note of an attempt; if the disk is full, W&B gets the same rows twice."""
+    """Write the note of an attempt.
+
+    If the disk is full, W&B gets the same rows twice.
+    """
     with contextlib.suppress(UserError):
         write_json(attempt.attempt / NOTE_FILE, asdict(note))
 
 
 def read_notes(folder: Folder) -> dict[int, Note]:
-    """Read the notes of all attempts up to the newest tracked one; earlier attempts without a note get an empty note.
+    """Read the notes of all attempts up to the newest tracked one.
+
+    Earlier attempts without a note get an empty note.
 
     If `folder` names an attempt, later ones are skipped: they have their own tracking process.
     """

@@ -71,7 +71,10 @@ def init_wandb_run(folder: Folder, mode: str, wandb_folder: Path) -> Any:
 
 
 def log_model_artifact(run: Any, folder: Folder) -> None:
-    """Add the trained model to the W&B run as an artifact; until the upload it refers to the files of the run."""
+    """Add the trained model to the W&B run as an artifact.
+
+    Until the upload it refers to the files of the run.
+    """
     import wandb
 
     files = [folder.path / name for name in (MODEL, MODEL_FACTS)]
@@ -95,7 +98,10 @@ class MediaReader:
         self.lines = lines
 
     def read(self) -> list[dict[str, Any]]:
-        """Return new rows for W&B. A truncated line is returned by a later call; a damaged line is skipped."""
+        """Return new rows for W&B.
+
+        A truncated line is returned by a later call; a damaged line is skipped.
+        """
         text = read_or_empty(str(self.attempt.attempt / "media.jsonl"))
         complete_lines = text[: text.rfind("\n") + 1].splitlines()
         rows = []

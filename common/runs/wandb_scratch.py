@@ -23,7 +23,10 @@ PREFIX = "wandb-run-"  # of temporary folders; short, because the path of a sock
 
 
 def name_staging_folder(folder: Folder) -> Path:
-    """Return the folder in which an offline run of W&B is created; its content does not count yet."""
+    """Return the folder in which an offline run of W&B is created.
+
+    Its content does not count yet.
+    """
     return folder.path / "wandb" / "unfinished"
 
 
@@ -33,7 +36,10 @@ def _record_file(folder: Folder) -> Path:
 
 @contextlib.contextmanager
 def locked_tracking(folder: Folder, *, wait: bool = True) -> Iterator[bool]:
-    """Let one process at a time forward a run's rows; without `wait`, yield False if another one does."""
+    """Let one process at a time forward a run's rows.
+
+    Without `wait`, yield False if another one does.
+    """
     with open(folder.path / "wandb" / "lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

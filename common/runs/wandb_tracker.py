@@ -58,7 +58,10 @@ class Tracker:
         return cls(folder, None)
 
     def finish(self, timeout: float) -> str:
-        """Send W&B the remaining rows, for at most `timeout` seconds; return one line that names the W&B run."""
+        """Send W&B the remaining rows, for at most `timeout` seconds.
+
+        Returns one line that names the W&B run.
+        """
         deadline = time.monotonic() + timeout
         problem = ""
         status = NO_HOST
@@ -103,7 +106,9 @@ class Tracker:
 
 
 def start_process(folder: Folder, mode: str, stdin: int, seconds: float) -> subprocess.Popen[bytes]:
-    """Start the tracking process of an attempt; it exits at the latest `seconds` after `stdin` closes. Raises OSError.
+    """Start the tracking process of an attempt.
+
+    It exits at the latest `seconds` after `stdin` closes. Raises OSError.
 
     Offline, the time starts now.
     """
@@ -147,7 +152,10 @@ def remove_leftovers(folder: Folder) -> None:
 
 
 def describe_process_end(status: int, timeout: float) -> str:
-    """Return why a tracking process with this exit status has not sent everything; empty if it has."""
+    """Return why a tracking process with this exit status has not sent everything.
+
+    Returns an empty string if everything was sent.
+    """
     if status == TIMED_OUT:
         return f"not complete after {timeout:g} s"
     if status < 0:
@@ -172,7 +180,9 @@ def misses_online_rows(folder: Folder) -> bool:
 
 
 def pass_on_missing(folder: Folder) -> None:
-    """Send the missing rows of an ended run to W&B's host if the run was online, else to an offline folder.
+    """Send the missing rows of an ended run to W&B.
+
+    They go to W&B's host if the run was online, else to an offline folder.
 
     Raises UserError if rows are still missing or the run folder cannot be written.
     """
