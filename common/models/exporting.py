@@ -1,4 +1,4 @@
-"""Export of a trained model for other programs, checked in a process without this project."""
+"""Export of a trained model for other programs, verified in a process without this project."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from torch import Tensor, nn
 
 from common.core.errors import UserError
 
-PATIENCE = 300  # seconds for the other process, which imports torch, perhaps from a slow disk
-ONNX = ("onnx", "onnxscript", "onnxruntime")
+PROCESS_TIMEOUT = 300  # seconds for the other process, which may import torch from a slow disk
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+PROJECT_PACKAGES = ("common", "configs", "experiments", "slurm")
 
-# the program of the other process, which imports torch and nothing of this project
-RUN = """
+# Program of the other process: it imports torch and nothing of this project.
+RUN_PROGRAM = f"""
 import sys, torch
-program, given, answer = sys.argv[1:]
-model = torch.export.load(program).module()
+program_file, input_file, output_file = sys.argv[1:]
+model = torch.export.load(program_file).module()
 with torch.no_grad():
-    torch.save(model(torch.load(given, weights_only=True)), answer)
-ours = {"common", "configs", "experiments", "slurm"} & {name.partition(".")[0] for name in sys.modules}
-sys.exit(f"it imports {sorted(ours)}" if ours else 0)
+    torch.save(model(torch.load(input_file, weights_only=True)), output_file)
+imported = {{name.partition(".")[0] for name in sys.modules}}.intersection({PROJECT_PACKAGES})
+sys.exit(f"it imports {{sorted(imported)}}" if imported else 0)
 """
 
 
 def write_and_run_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tensor:
-    """Write a model in eval mode with torch.export, for inputs [any N, ...] like x [n, ...].
+    """Export a model in eval mode with torch.export, for inputs [any N, ...] like x [n, ...].
 
     Returns the outputs for x that a new process computes from the file alone. Raises RuntimeError if that fails.
     """
@@ -41,50 +42,63 @@ def write_and_run_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tenso
 
 
 def make_export_inputs(x: Tensor) -> dict[str, Any]:
-    """Return the arguments of an export for inputs [any N, ...] like x [n, ...]; one sample would fix N at 1."""
+    """Return the arguments of an export for inputs [any N, ...] like x [n, ...].
+
+    One sample would fix N at 1.
+    """
     zeros = torch.zeros(2, *x.shape[1:], dtype=x.dtype)
-    return {"args": (zeros,), "dynamic_shapes": ({0: torch.export.Dim("samples", min=1)},)}
+    samples = torch.export.Dim("samples", min=1)
+    return {"args": (zeros,), "dynamic_shapes": ({0: samples},)}
 
 
 def run_in_new_process(path: Path, x: Tensor) -> Tensor:
-    """Return a program's outputs for x [n, ...], computed by a new process that imports nothing of this project.
+    """Return an exported program's outputs for x [n, ...], computed in a new process.
 
-    Raises RuntimeError if that fails, subprocess.TimeoutExpired after PATIENCE seconds.
+    The process imports nothing of this project.
+
+    Raises RuntimeError if that fails, subprocess.TimeoutExpired after PROCESS_TIMEOUT seconds.
     """
-    given, answer = path.with_suffix(".in.pt"), path.with_suffix(".out.pt")
+    input_file = path.with_suffix(".in.pt")
+    output_file = path.with_suffix(".out.pt")
+    files = (path.absolute(), input_file.absolute(), output_file.absolute())
+    command = [sys.executable, "-P", "-c", RUN_PROGRAM, *map(str, files)]
     try:
-        torch.save(x.cpu().clone(), given)
-        words = [sys.executable, "-P", "-c", RUN, *(str(file.absolute()) for file in (path, given, answer))]
-        done = subprocess.run(  # not in this project's folder
-            words, cwd=path.parent, capture_output=True, text=True, timeout=PATIENCE, check=False
+        torch.save(x.cpu().clone(), input_file)
+        completed = subprocess.run(  # outside this project's folder
+            command, cwd=path.parent, capture_output=True, text=True, timeout=PROCESS_TIMEOUT, check=False
         )
-        if done.returncode:
-            raise RuntimeError(f"{path} cannot be run by itself: {done.stderr.strip()}")
-        found: Tensor = torch.load(answer, weights_only=True)
-        return found
+        if completed.returncode:
+            raise RuntimeError(f"{path} does not run in a new process: {completed.stderr.strip()}")
+        outputs: Tensor = torch.load(output_file, weights_only=True)
+        return outputs
     finally:
-        given.unlink(missing_ok=True)
-        answer.unlink(missing_ok=True)
+        input_file.unlink(missing_ok=True)
+        output_file.unlink(missing_ok=True)
 
 
 def write_and_run_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
-    """Write a model in eval mode as ONNX, for inputs [any N, ...]; returns onnxruntime's outputs for x [n, ...].
+    """Export a model in eval mode as ONNX, for inputs [any N, ...].
+
+    Returns onnxruntime's outputs for x [n, ...].
 
     Raises UserError if the optional packages are missing.
     """
     try:
-        runtime: Any = [importlib.import_module(name) for name in ONNX][-1]
+        runtime: Any = [importlib.import_module(name) for name in ONNX_PACKAGES][-1]
     except ImportError as error:
-        raise UserError(f"FORMAT=onnx needs {error.name}: .venv/bin/python -m pip install {' '.join(ONNX)}") from None
+        command = f".venv/bin/python -m pip install {' '.join(ONNX_PACKAGES)}"
+        raise UserError(f"FORMAT=onnx needs {error.name}: {command}") from None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the exporter itself
-        made = torch.onnx.export(
+        warnings.simplefilter("ignore")  # they concern the exporter itself
+        program = torch.onnx.export(
             model.cpu(), **make_export_inputs(x), dynamo=True, input_names=["images"], verbose=False
         )
-    assert made is not None
-    made.save(path)
+    assert program is not None
+    program.save(path)
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    input_name = session.get_inputs()[0].name
+    (outputs,) = session.run(None, {input_name: x.numpy()})
+    return torch.from_numpy(outputs)
 
 
 WRITERS: dict[str, Callable[[nn.Module, Tensor, Path], Tensor]] = {

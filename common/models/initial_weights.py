@@ -1,4 +1,4 @@
-"""The file, checkpoint folder or run whose weights a model begins with. Imports no torch."""
+"""The file, checkpoint folder or run with a model's initial weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,29 +9,37 @@ from common.core.errors import UserError
 from common.runs.folder import Folder
 from configs.optional import InitialWeights
 
+SHORT_ID_LENGTH = 4  # characters
+
 
 def find_weights(text: str, runs: Path) -> Path:
-    """Return the file or folder that `weights=` names; a run's id or its last four characters will do.
+    """Return the file or folder named by `weights=`.
+
+    A run is named by its id or the last four characters of the id.
 
     Raises UserError.
     """
-    name = Path(text).name  # a job's settings hold absolute paths
-    short = runs.glob(f"*-{name}") if len(name) == 4 and name.isalnum() else ()
-    for path in (Path(text), runs / name, *short):
+    name = Path(text).name  # a job's settings contain absolute paths
+    is_short_id = len(name) == SHORT_ID_LENGTH and name.isalnum()
+    short_id_matches = runs.glob(f"*-{name}") if is_short_id else ()
+    for path in (Path(text), runs / name, *short_id_matches):
         if path.exists():
             return path
     raise UserError(
-        f"weights={text}: no such file, checkpoint folder or run; name a file of tensors, a run's id, or none"
+        f"weights={text}: no such file, checkpoint folder or run; use a file of tensors, a run's id, or none"
     )
 
 
 def check_weights_of_config(settings: object) -> None:
-    """Raise UserError for a config whose weights are not there; configs without initial weights pass."""
+    """Raise UserError if a config names initial weights that do not exist."""
     if isinstance(settings, InitialWeights) and settings.weights != "none":
         find_weights(settings.weights, Path(settings.runs))
 
 
 def leave_out_replaced_weights(settings: object, run: Folder) -> None:
-    """Set `weights` to none where the run has a checkpoint, which replaces them: they need not be there any more."""
+    """Set `weights` to none if the run has a checkpoint, which replaces them.
+
+    Their file may be gone by then.
+    """
     if isinstance(settings, InitialWeights) and storage.list_resumable_checkpoints(run):
         settings.weights = "none"

@@ -1,7 +1,7 @@
-"""The networks. Each is an `nn.Sequential` of named layers, so that each can be split into pipeline stages.
+"""The networks. Each is an `nn.Sequential` of named layers, so that it can be split into pipeline stages.
 
-All take images [N, H, W] (grey) or [N, C, H, W] and return logits [N, classes]; `shape` is that of one image, without
-N. `recipe` describes how to build the network again.
+All take images [N, H, W] (grey) or [N, C, H, W] and return logits [N, classes]; `shape` is the shape of one image,
+without N. `recipe` contains class and arguments to build the network again.
 """
 
 from __future__ import annotations
@@ -23,42 +23,50 @@ Recipe = dict[str, Any]  # "class" and "arguments" of the constructor
 
 
 def make_recipe(kind: str, **arguments: Any) -> Recipe:
-    """Return what builds a network again: its class and the constructor's arguments, as plain JSON types."""
+    """Return the class of a network and the constructor's arguments, as JSON types."""
     return {"class": kind, "arguments": arguments}
 
 
 class LinearReLU(nn.Linear):
-    """A linear layer with its ReLU as one layer, [N, in] -> [N, out], so that no stage boundary separates them."""
+    """A linear layer and its ReLU as one layer, [N, in] -> [N, out].
+
+    No stage boundary separates them.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
 
 
 class FlatLinearReLU(LinearReLU):
-    """A linear layer with its ReLU that flattens its input [N, ...] first."""
+    """A linear layer and its ReLU that flattens its input [N, ...] first."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.flatten(1))
 
 
 class SimpleNN(nn.Sequential):
-    """The 784-128-64-10 network for MNIST, or a wider and deeper one, or one for inputs of another shape.
+    """A multilayer perceptron, by default the 784-128-64-10 network for MNIST.
 
-    Each of `depth` hidden layers has `width` units, the last one half as many. Layers are named fc1, fc2, ...
+    Each of `depth` hidden layers has `width` units, the last one half of that. Layers are named fc1, fc2, ...
     Inputs [N, *shape] to logits [N, classes].
     """
 
     def __init__(self, width: int = 128, depth: int = 2, shape: Sequence[int] = (28, 28), classes: int = 10) -> None:
         super().__init__()
-        sizes = [math.prod(shape), *[width] * (depth - 1), width // 2 if depth > 1 else width]
-        for i, (before, after) in enumerate(pairwise(sizes), start=1):
-            self.add_module(f"fc{i}", LinearReLU(before, after) if i > 1 else FlatLinearReLU(before, after))
+        last_width = width // 2 if depth > 1 else width
+        sizes = [math.prod(shape), *[width] * (depth - 1), last_width]
+        for i, (inputs, outputs) in enumerate(pairwise(sizes), start=1):
+            kind = FlatLinearReLU if i == 1 else LinearReLU
+            self.add_module(f"fc{i}", kind(inputs, outputs))
         self.add_module(f"fc{depth + 1}", nn.Linear(sizes[-1], classes))
         self.recipe = make_recipe("SimpleNN", width=width, depth=depth, shape=list(shape), classes=classes)
 
 
 class Toy(nn.Sequential):
-    """Two linear layers with 10 units between them, for inputs of any shape; 10-10-5 for the set `vectors`."""
+    """Two linear layers with 10 hidden units, for inputs of any shape.
+
+    It is 10-10-5 for the data set `vectors`.
+    """
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
         super().__init__()
@@ -68,21 +76,24 @@ class Toy(nn.Sequential):
 
 
 def count_channels(shape: Sequence[int]) -> int:
-    """Return C of one image's shape [C, H, W]; 1 for [H, W]. Raises UserError for a vector."""
+    """Return C of one image's shape [C, H, W].
+
+    Returns 1 for [H, W]. Raises UserError for a vector.
+    """
     if len(shape) < 2:
-        raise UserError(f"this network takes images, and a sample is a vector of {shape[0]} numbers; use another one")
+        raise UserError(f"this network takes images, got vectors of {shape[0]} numbers; use another network")
     return shape[0] if len(shape) == 3 else 1
 
 
 class ImageConv2d(nn.Conv2d):
-    """A convolution that also takes grey images [N, H, W], as [N, 1, H, W]."""
+    """A convolution that also accepts grey images [N, H, W], as [N, 1, H, W]."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input if input.dim() == 4 else input.unsqueeze(1))
 
 
 class ConvReLU(ImageConv2d):
-    """A convolution with its ReLU."""
+    """A convolution and its ReLU as one layer."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
@@ -113,7 +124,7 @@ class LeNet300(nn.Sequential):
 
 
 class LeNet5(nn.Sequential):
-    """LeNet-5 as pruning papers use it, Caffe's variant: 431,080 parameters for 28x28 pixels and 10 classes.
+    """LeNet-5 in Caffe's variant, common in pruning papers: 431,080 parameters for 28x28 pixels and 10 classes.
 
     5x5 convolutions of 20 and 50 channels, each with 2x2 max pooling, a layer of 500 units, and the classes.
     """
@@ -131,9 +142,9 @@ class LeNet5(nn.Sequential):
 
 @torch.no_grad()
 def count_features(layers: nn.Sequential, shape: Sequence[int]) -> int:
-    """Return the number of outputs of the layers for one image, by a forward of zeros [1, *shape].
+    """Return the number of outputs of the layers for one image, computed by a forward of zeros [1, *shape].
 
-    Raises UserError where the image is too small for them.
+    Raises UserError if the image is too small.
     """
     try:
         return layers(torch.zeros(1, *shape)).numel()
@@ -141,11 +152,12 @@ def count_features(layers: nn.Sequential, shape: Sequence[int]) -> int:
         raise UserError(f"images of shape {list(shape)} are too small for this network ({error})") from None
 
 
-def make_shortcut(before: int, after: int, stride: int) -> nn.Module:
-    """Return a residual block's shortcut: the identity, or a 1x1 convolution where channels or sizes differ."""
-    if stride == 1 and before == after:
+def make_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    """Return a residual block's shortcut: the identity, or a 1x1 convolution if channels or sizes differ."""
+    if stride == 1 and in_channels == out_channels:
         return nn.Identity()
-    return nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+    projection = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+    return nn.Sequential(projection, nn.BatchNorm2d(out_channels))
 
 
 class BasicBlock(nn.Module):
@@ -153,41 +165,43 @@ class BasicBlock(nn.Module):
 
     expansion = 1
 
-    def __init__(self, before: int, width: int, stride: int) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(before, width, 3, stride, 1, bias=False)
+        self.conv1 = nn.Conv2d(in_channels, width, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = make_shortcut(before, width, stride)
+        self.downsample = make_shortcut(in_channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)), inplace=True)))
-        return F.relu(out + self.downsample(x), inplace=True)
+        hidden = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        residual = self.bn2(self.conv2(hidden))
+        return F.relu(residual + self.downsample(x), inplace=True)
 
 
 class Bottleneck(nn.Module):
-    """ResNet's bottleneck block: 1x1, 3x3 and 1x1 convolutions, the last one four times as wide, and a shortcut.
+    """ResNet's bottleneck block: 1x1, 3x3 and 1x1 convolutions, the last four times as wide, and a shortcut.
 
     As in torchvision, the stride is in the 3x3 convolution (ResNet v1.5).
     """
 
     expansion = 4
 
-    def __init__(self, before: int, width: int, stride: int) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(before, width, 1, bias=False)
+        self.conv1 = nn.Conv2d(in_channels, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(4 * width)
-        self.downsample = make_shortcut(before, 4 * width, stride)
+        self.downsample = make_shortcut(in_channels, 4 * width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        out = F.relu(self.bn2(self.conv2(out)), inplace=True)
-        return F.relu(self.bn3(self.conv3(out)) + self.downsample(x), inplace=True)
+        hidden = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        hidden = F.relu(self.bn2(self.conv2(hidden)), inplace=True)
+        residual = self.bn3(self.conv3(hidden))
+        return F.relu(residual + self.downsample(x), inplace=True)
 
 
 RESNETS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] = {
@@ -195,15 +209,18 @@ RESNETS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] 
     "resnet50": (Bottleneck, (3, 4, 6, 3)),
     "resnet101": (Bottleneck, (3, 4, 23, 3)),
 }
-LARGE = 64  # least pixels for ImageNet's stem
-OTHER_STEM = f"images from {LARGE} pixels on have ImageNet's stem of 7x7, smaller ones one of 3x3: set data.image_size"
-SMALL_STEM = "resnet18 has a stem of 3x3 here, whatever the images: use model=resnet50, or resnet_modelparallel"
+MIN_IMAGENET_PIXELS = 64
+SIZE_REMEDY = (
+    f"images from {MIN_IMAGENET_PIXELS} pixels use ImageNet's 7x7 stem, smaller images a 3x3 stem: set data.image_size"
+)
+RESNET18_REMEDY = "resnet18 always has a 3x3 stem in this experiment: use model=resnet50, or resnet_modelparallel"
+OTHER_REMEDY = "use the file's number of classes and of colours, and its width"
 
 
 class ResNet(nn.Sequential):
-    """A ResNet (He et al. 2015, arXiv 1512.03385) with one layer a block: layer1_0, layer1_1, ...
+    """A ResNet (He et al. 2015, arXiv 1512.03385) with one layer per block: layer1_0, layer1_1, ...
 
-    Images of less than 64 pixels get the CIFAR stem, a 3x3 convolution without pooling; larger ones ImageNet's, a 7x7
+    Images below 64 pixels get the CIFAR stem, a 3x3 convolution without pooling; larger images the ImageNet stem, a 7x7
     convolution with stride 2 and max pooling; `large` overrides this. `width` is the number of channels of the first
     group of blocks.
     """
@@ -213,22 +230,24 @@ class ResNet(nn.Sequential):
     ) -> None:
         super().__init__()
         kind, depths = RESNETS[name]
-        large = max(shape[-2:]) >= LARGE if large is None else large
-        stem = (7, 2, 3) if large else (3, 1, 1)
-        self.conv1 = ImageConv2d(count_channels(shape), width, *stem, bias=False)
+        if large is None:
+            large = max(shape[-2:]) >= MIN_IMAGENET_PIXELS
+        kernel_stride_padding = (7, 2, 3) if large else (3, 1, 1)
+        self.conv1 = ImageConv2d(count_channels(shape), width, *kernel_stride_padding, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
         if large:
             self.maxpool = nn.MaxPool2d(3, 2, 1)
-        before = width
+        channels = width
         for group, depth in enumerate(depths):
+            group_width = width << group
             for number in range(depth):
                 stride = 2 if group and not number else 1
-                self.add_module(f"layer{group + 1}_{number}", kind(before, width << group, stride))
-                before = (width << group) * kind.expansion
+                self.add_module(f"layer{group + 1}_{number}", kind(channels, group_width, stride))
+                channels = group_width * kind.expansion
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
-        self.fc = nn.Linear(before, classes)
+        self.fc = nn.Linear(channels, classes)
         self.recipe = make_recipe("ResNet", name=name, shape=list(shape), classes=classes, width=width, large=large)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -244,7 +263,7 @@ class ResNet18(ResNet):
 
 
 def build_network(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
-    """Build the network of that name for images of one shape ([H, W] or [C, H, W])."""
+    """Build a network by name for images of one shape ([H, W] or [C, H, W])."""
     if name == "mlp":
         return SimpleNN(shape=shape, classes=classes)
     if name == "resnet50":
@@ -259,30 +278,34 @@ KINDS: dict[str, Callable[..., nn.Sequential]] = {
 
 
 def convert_parameter_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict under our names: torchvision's layer1.0 is layer1_0 here, and DDP's module. is removed."""
-    plain = strip_wrapper_prefix(state)
-    return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", name): value for name, value in plain.items()}
+    """Return a state dict with this module's names: layer1_0 for torchvision's layer1.0, without DDP's prefix."""
+    unwrapped = strip_wrapper_prefix(state)
+    return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", name): tensor for name, tensor in unwrapped.items()}
 
 
-def load_weights(model: nn.Module, found: Mapping[str, Tensor], file: str) -> None:
-    """Copy the state dict of a file into a model. Raises UserError, naming the tensor that does not fit.
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor], file: str) -> None:
+    """Copy the state dict of a file into a model.
 
-    Old files lack BatchNorm's num_batches_tracked: the model's own value stays.
+    Raises UserError with the name of a tensor that does not match.
+
+    Old files lack BatchNorm's num_batches_tracked; then the model keeps its value.
     """
-    own = model.state_dict()
-    state = {
-        name: value for name, value in own.items() if name.endswith(".num_batches_tracked")
-    } | convert_parameter_names(found)
-    for problem, names in (("has no", own.keys() - state.keys()), ("has too much:", state.keys() - own.keys())):
+    expected = model.state_dict()
+    state = {name: tensor for name, tensor in expected.items() if name.endswith(".num_batches_tracked")}
+    state |= convert_parameter_names(weights)
+    missing = expected.keys() - state.keys()
+    unexpected = state.keys() - expected.keys()
+    for problem, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             raise UserError(
-                f"weights={file}: {problem} {sorted(names)[0]} ({len(names)} such names); it is of another model"
+                f"weights={file}: {problem} {min(names)} ({len(names)} in total); the file is from another model"
             )
-    for name, value in own.items():
-        if state[name].shape != value.shape:
-            shapes = f"{tuple(state[name].shape)}, here {tuple(value.shape)}"
-            stem = name == "conv1.weight" and state[name].shape[2:] != value.shape[2:]
-            other = SMALL_STEM if isinstance(model, ResNet18) else OTHER_STEM
-            remedy = other if stem else "use as many classes and colours, and its width"
-            raise UserError(f"weights={file}: {name} has shape {shapes}; {remedy}")
+    for name, tensor in expected.items():
+        shape = state[name].shape
+        if shape == tensor.shape:
+            continue
+        remedy = OTHER_REMEDY
+        if name == "conv1.weight" and shape[2:] != tensor.shape[2:]:
+            remedy = RESNET18_REMEDY if isinstance(model, ResNet18) else SIZE_REMEDY
+        raise UserError(f"weights={file}: {name} has shape {tuple(shape)}, expected {tuple(tensor.shape)}; {remedy}")
     model.load_state_dict(state)

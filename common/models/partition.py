@@ -19,75 +19,93 @@ from common.measure.timing import time_calls
 
 
 def keep_input_unchanged(layer: nn.Module) -> None:
-    """Let a layer's first operation leave the input as it is: autograd refuses to overwrite what a stage is given."""
+    """Make a layer's first operation out-of-place: autograd does not allow overwriting the input of a stage."""
     first = next(module for module in layer.modules() if not any(module.children()))
     if hasattr(first, "inplace"):
         setattr(first, "inplace", False)  # noqa: B010 (as an assignment it needs a type)
 
 
 def split_into_stages(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Sequential]:
-    """Split a model into stages; `starts` names the layers that begin a new stage, in order.
+    """Split a model into stages.
 
-    The stages share the model's layers (no copy); none overwrites what it is given. Raises ValueError for a name that
-    is not a layer, is the first one, or is out of order.
+    `starts` are the names of the layers that begin a new stage, in order.
+
+    The stages share the model's layers and do not overwrite their inputs. Raises ValueError for a name that is not a
+    layer, is the first layer, or is out of order.
     """
     layers = list(model.named_children())
     names = [name for name, _ in layers]
-    bad = [name for name in starts if name not in names[1:]]
-    if bad:
-        raise ValueError(f"split: {bad[0]} cannot begin a stage; choose from {', '.join(names[1:])}")
-    bounds = [0, *(names.index(name) for name in starts), len(names)]
+    for name in starts:
+        if name not in names[1:]:
+            raise ValueError(f"split: {name} cannot begin a stage; choose from {', '.join(names[1:])}")
+    bounds = [0, *map(names.index, starts), len(names)]
     if sorted(set(bounds)) != bounds:
-        raise ValueError(f"split: {', '.join(starts)} is not in the order of the layers {', '.join(names)}")
+        raise ValueError(f"split: {', '.join(starts)} must be in the order of the layers {', '.join(names)}")
     for start in bounds[1:-1]:
         keep_input_unchanged(layers[start][1])
-    return [nn.Sequential(OrderedDict(layers[a:b])) for a, b in pairwise(bounds)]
+    return [nn.Sequential(OrderedDict(layers[start:end])) for start, end in pairwise(bounds)]
 
 
 def balance_stages(costs: Mapping[str, float], stages: int) -> list[str]:
-    """Return the layers that begin a new stage, so that the costliest stage is as cheap as possible.
+    """Return the layers that begin a new stage, so that the cost of the most expensive stage is minimal.
 
-    `costs` holds the cost of each layer in order, in any unit. Exact, by dynamic programming over the linear partition
-    problem, as PipeDream does it for stages on equal devices (Harlap et al. 2018, arXiv 1806.03377).
+    `costs` contains the cost of each layer in order, in any unit. Exact, by dynamic programming over the linear
+    partition problem, as in PipeDream for stages on equal devices (Harlap et al. 2018, arXiv 1806.03377).
     Raises ValueError for more stages than layers.
     """
-    names, values = list(costs), list(costs.values())
+    names = list(costs)
+    layer_costs = list(costs.values())
     if stages > len(names):
         raise ValueError(f"stages={stages} exceeds the {len(names)} layers of the model")
-    # best[n] = (cost of the costliest stage, first layers of the stages) for layers 0 to n - 1
-    best = {n: (sum(values[:n]), [0]) for n in range(1, len(names) + 1)}
+
+    # best[n] is (cost of the most expensive stage, first layers of the stages) for layers 0 to n - 1
+    Split = tuple[float, list[int]]
+    best: dict[int, Split] = {n: (sum(layer_costs[:n]), [0]) for n in range(1, len(names) + 1)}
     for count in range(2, stages + 1):
-        best = {
-            n: min((max(best[m][0], sum(values[m:n])), [*best[m][1], m]) for m in range(count - 1, n))
-            for n in range(count, len(names) + 1)
-        }
-    return [names[start] for start in best[len(names)][1][1:]]
+        previous = best
+        best = {}
+        for n in range(count, len(names) + 1):
+            candidates: list[Split] = []
+            for start in range(count - 1, n):
+                max_cost, starts = previous[start]
+                last_cost = sum(layer_costs[start:n])
+                candidates.append((max(max_cost, last_cost), [*starts, start]))
+            best[n] = min(candidates)
+    _, starts = best[len(names)]
+    return [names[start] for start in starts[1:]]
 
 
 def count_parameters(model: nn.Sequential) -> dict[str, float]:
     """Return the number of parameters of each layer, as a cost for `balance_stages`."""
-    return {name: float(sum(p.numel() for p in layer.parameters())) for name, layer in model.named_children()}
+    counts: dict[str, float] = {}
+    for name, layer in model.named_children():
+        counts[name] = float(sum(parameter.numel() for parameter in layer.parameters()))
+    return counts
 
 
 def time_layers(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str, float]:
     """Return the seconds of forward and backward of each layer for the input x [N, ...], medians of `repeats`.
 
-    As in training, no gradient of `x` itself is computed. One copied layer at a time is on the device of `x`: this
-    also measures a model that fits on no single device, and leaves the model unchanged.
+    As in training, no gradient of `x` itself is computed. Only one copied layer at a time is on the device of `x`, so
+    the model may be larger than the device's memory; it is not modified.
     """
     costs: dict[str, float] = {}
     for number, (name, layer) in enumerate(model.named_children()):
-        twin = copy.deepcopy(layer).to(x.device).train()  # a copy: BatchNorm updates its statistics
-        keep_input_unchanged(twin)
+        layer_copy = copy.deepcopy(layer).to(x.device).train()  # BatchNorm updates its statistics
+        keep_input_unchanged(layer_copy)
         x = x.detach().requires_grad_(number > 0 and x.is_floating_point())
-        costs[name] = median(time_calls(partial(run_forward_backward, twin, x), x.device, repeats))
-        x = twin(x)
+        seconds = time_calls(partial(run_forward_backward, layer_copy, x), x.device, repeats)
+        costs[name] = median(seconds)
+        x = layer_copy(x)
     return costs
 
 
 def run_forward_backward(layer: nn.Module, x: Tensor) -> None:
-    """Compute the output of a layer for x [N, ...], and the gradients of its parameters and of x if it requires one."""
-    out = layer(x)
-    wanted = [tensor for tensor in (x, *layer.parameters()) if tensor.requires_grad]
-    if wanted:  # none in a first layer without parameters
-        torch.autograd.grad(out, wanted, torch.ones_like(out))
+    """Compute a layer's output for x [N, ...] and the gradients of its parameters.
+
+    The gradient of x is computed, too, if x requires one.
+    """
+    outputs = layer(x)
+    inputs = [tensor for tensor in (x, *layer.parameters()) if tensor.requires_grad]
+    if inputs:  # empty for a first layer without parameters
+        torch.autograd.grad(outputs, inputs, torch.ones_like(outputs))

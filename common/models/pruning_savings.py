@@ -1,6 +1,6 @@
-"""Savings of a pruned model: bytes of its file, and time of its forward.
+"""Savings of a pruned model: size of its file and time of its forward.
 
-torch has sparse kernels for linear layers only: these are computed in CSR, convolutions stay dense.
+torch has sparse kernels for linear layers only: these are computed in CSR; convolutions stay dense.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,34 +29,38 @@ from common.models.pruning_masks import MASK, Masks, count_nonzero
 from common.runs.result import Facts
 from configs.sparse_prune import Config
 
-ROUNDS, TURN = 9, 4e-3  # of timing: turns of each side, and the least seconds of a turn
+ROUNDS = 9  # of timing
+SLOW_ROUNDS = 3  # if one call of all variants takes more than a second
+MIN_TURN_SECONDS = 4e-3
+EXPORT_SAMPLES = 7
+SPARSE_TENSOR_CORES = (8, 0)  # lowest compute capability
 
 
 def strip_masks(model: nn.Module) -> nn.Module:
     """Return a copy in float32 and eval mode, without masks and gradients."""
-    found = copy.deepcopy(model).float().eval().requires_grad_(False)
-    for module in found.modules():
+    stripped = copy.deepcopy(model).float().eval().requires_grad_(False)
+    for module in stripped.modules():
         module._buffers.pop(MASK, None)
-    for parameter in found.parameters():
+    for parameter in stripped.parameters():
         parameter.grad = None
         parameter.add_(0.0)  # turns the -0.0 of masked negative weights into 0.0: random signs compress badly
-    return found
+    return stripped
 
 
-# ---- bytes
+# ---- size
 
 
 def measure_file_sizes(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of the model's file as torch.save writes it, and of the same compressed by zlib."""
+    """Return the bytes of the model's file as written by torch.save, uncompressed and compressed by zlib."""
     file = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that CSR is in beta
+        warnings.simplefilter("ignore", UserWarning)  # CSR is in beta
         torch.save(model.state_dict(), file)
     return file.tell(), len(zlib.compress(file.getvalue()))
 
 
 class CsrLinear(nn.Module):
-    """A linear layer whose weight [out, in] is stored in CSR; keeps the flattening and the ReLU of our layers.
+    """A linear layer with its weight [out, in] in CSR, with flattening and ReLU as in common/models/networks.py.
 
     Computes (weight @ x.T).T: five times as fast as F.linear, which multiplies by the sparse matrix from the right.
     """
@@ -63,161 +68,198 @@ class CsrLinear(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         rows = layer.weight.detach().to_sparse_csr()
-        parts = rows.crow_indices().int(), rows.col_indices().int(), rows.values()  # MKL's kernels take int32
-        self.register_buffer("weight", torch.sparse_csr_tensor(*parts, size=rows.shape))
+        row_indices = rows.crow_indices().int()  # MKL's kernels take int32
+        column_indices = rows.col_indices().int()
+        weight = torch.sparse_csr_tensor(row_indices, column_indices, rows.values(), size=rows.shape)
+        self.register_buffer("weight", weight)
         self.bias = layer.bias
         self.relu = isinstance(layer, LinearReLU)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = (self.get_buffer("weight") @ x.flatten(1).t()).t() + self.bias
-        return out.relu() if self.relu else out
+        weight = self.get_buffer("weight")
+        logits = (weight @ x.flatten(1).t()).t() + self.bias
+        return logits.relu() if self.relu else logits
 
 
 def convert_to_csr(model: nn.Module) -> nn.Module:
     """Return a copy of a model without masks whose linear layers are stored and computed in CSR."""
-    found = copy.deepcopy(model)
+    converted = copy.deepcopy(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that CSR is in beta
-        for name, layer in list(found.named_modules()):
+        warnings.simplefilter("ignore", UserWarning)  # CSR is in beta
+        for name, layer in list(converted.named_modules()):
             if isinstance(layer, nn.Linear):
-                found.set_submodule(name, CsrLinear(layer))
-    return found
+                converted.set_submodule(name, CsrLinear(layer))
+    return converted
 
 
 def is_two_of_four(weight: Tensor) -> bool:
-    """Return whether a weight [out, in] is 2:4: at most two of each four neighbours in a row are not zero."""
-    return weight.size(1) % 4 == 0 and bool((weight.unflatten(1, (-1, 4)).count_nonzero(2) <= 2).all())
+    """Return whether a weight [out, in] is 2:4.
+
+    In a 2:4 weight, at most two of each four neighbours in a row are not zero.
+    """
+    if weight.size(1) % 4:
+        return False
+    counts = weight.unflatten(1, (-1, 4)).count_nonzero(2)
+    return bool((counts <= 2).all())
 
 
 def convert_to_two_of_four(model: nn.Module) -> nn.Module:
-    """Return a float16 copy whose 2:4 linear layers run on the sparse tensor cores of an NVIDIA GPU (Ampere, newer).
+    """Return a float16 copy whose 2:4 linear layers use sparse tensor cores.
 
-    Layers that are not 2:4, or of a shape that the kernels refuse, stay dense. 2:4: Mishra et al. 2021, arXiv
+    They exist in NVIDIA GPUs since Ampere.
+
+    Layers that are not 2:4, or have a shape that the kernels do not support, stay dense. 2:4: Mishra et al. 2021, arXiv
     2104.08378.
     """
     from torch.sparse import to_sparse_semi_structured
 
-    found = copy.deepcopy(model).half()
-    for layer in found.modules():
+    converted = copy.deepcopy(model).half()
+    for layer in converted.modules():
         if isinstance(layer, nn.Linear) and is_two_of_four(layer.weight):
             with contextlib.suppress(RuntimeError, ValueError):
                 layer.weight = nn.Parameter(to_sparse_semi_structured(layer.weight), requires_grad=False)
-    return found
+    return converted
 
 
 # ---- time
 
 
-def time_in_turns(sides: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
-    """Return the median seconds of one call of each side; the sides take turns. Slow sides take fewer turns."""
+def time_in_turns(variants: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
+    """Return the median seconds of one call of each variant.
 
-    def time_turn(side: Callable[[], Tensor], count: int) -> float:
+    The variants take turns. Slow ones have fewer rounds.
+    """
+
+    def time_turn(variant: Callable[[], Tensor], count: int) -> float:
         def repeat() -> None:
             for _ in range(count):
-                side()
+                variant()
 
-        return time_calls(repeat, device, repeats=1, warm_up=0)[0] / count
+        (seconds,) = time_calls(repeat, device, repeats=1, warm_up=0)
+        return seconds / count
 
-    taken: dict[str, list[float]] = {name: [] for name in sides}
+    samples: dict[str, list[float]] = {name: [] for name in variants}
     with torch.no_grad():
-        for side in sides.values():
-            time_turn(side, 2)
-        first = {name: time_turn(side, 2) for name, side in sides.items()}
-        counts = {name: max(1, int(TURN / once)) for name, once in first.items()}
-        for _ in range(ROUNDS if sum(first.values()) < 1 else 3):
-            for name, side in sides.items():
-                taken[name].append(time_turn(side, counts[name]))
-    return {name: median(values) for name, values in taken.items()}
+        for variant in variants.values():
+            time_turn(variant, 2)  # warm-up
+        estimates = {name: time_turn(variant, 2) for name, variant in variants.items()}
+        rounds = ROUNDS if sum(estimates.values()) < 1 else SLOW_ROUNDS
+        for _ in range(rounds):
+            for name, variant in variants.items():
+                count = max(1, int(MIN_TURN_SECONDS / estimates[name]))
+                samples[name].append(time_turn(variant, count))
+    return {name: median(seconds) for name, seconds in samples.items()}
 
 
 def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
-    """Return the seconds of a forward on x [N, ...]: dense in float32 and bf16, and with linear layers in CSR.
+    """Return the seconds of a forward on x [N, ...] by variant.
+
+    The variants are dense in float32 and bf16, and with linear layers in CSR.
 
     On a GPU with sparse tensor cores also in float16, dense and with 2:4 linear layers. `model` has no masks.
     """
-    brain, low, sparse = copy.deepcopy(model).bfloat16(), x.bfloat16(), convert_to_csr(model)
-    sides = {"fp32": lambda: model(x), "bf16": lambda: brain(low), "csr": lambda: sparse(x)}
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0):
-        half, lower, thin = copy.deepcopy(model).half(), x.half(), convert_to_two_of_four(model)
-        sides |= {"fp16": lambda: half(lower), "two_of_four": lambda: thin(lower)}
-    return time_in_turns(sides, x.device)
+    variants = {
+        "fp32": partial(model, x),
+        "bf16": partial(copy.deepcopy(model).bfloat16(), x.bfloat16()),
+        "csr": partial(convert_to_csr(model), x),
+    }
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= SPARSE_TENSOR_CORES:
+        variants["fp16"] = partial(copy.deepcopy(model).half(), x.half())
+        variants["two_of_four"] = partial(convert_to_two_of_four(model), x.half())
+    return time_in_turns(variants, x.device)
 
 
 # ---- all savings, as numbers and as text
 
 
 def measure_sizes(model: nn.Module, accuracy: Callable[[nn.Module], float] | None) -> dict[str, Any]:
-    """Return the bytes of a model without masks, and with `accuracy` bytes and accuracy of its int8 copy.
+    """Return the file sizes of a model without masks and, given `accuracy`, size and accuracy of its int8 copy.
 
     `accuracy` returns a model's test accuracy. Without torchao there is no int8 copy.
     """
-    raw, squeezed = measure_file_sizes(model)
-    sparse, _ = measure_file_sizes(convert_to_csr(model))
-    sizes: dict[str, Any] = {"bytes_raw": raw, "bytes_compressed": squeezed, "bytes_csr": sparse}
+    raw, compressed = measure_file_sizes(model)
+    csr, _ = measure_file_sizes(convert_to_csr(model))
+    sizes: dict[str, Any] = {"bytes_raw": raw, "bytes_compressed": compressed, "bytes_csr": csr}
     if accuracy is not None and int8.has_torchao():
-        small = int8.quantize_to_int8(model)
-        raw, squeezed = measure_file_sizes(small)
-        sizes |= {"int8_accuracy": accuracy(small), "int8_bytes_raw": raw, "int8_bytes_compressed": squeezed}
+        quantized = int8.quantize_to_int8(model)
+        raw, compressed = measure_file_sizes(quantized)
+        sizes["int8_accuracy"] = accuracy(quantized)
+        sizes |= {"int8_bytes_raw": raw, "int8_bytes_compressed": compressed}
     return sizes
 
 
 def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
-    """Export a model and compare its outputs in a new process; a failure is reported and does not fail the run."""
+    """Export a model and compare its outputs in a new process.
+
+    A failure is reported and does not stop the run.
+    """
     try:
         with torch.no_grad():
             expected = model(x).cpu()
-        answer = exporting.write_and_run_torch_export(model, x, path)
-        difference = float((answer - expected).abs().max())
+        outputs = exporting.write_and_run_torch_export(model, x, path)
+        difference = float((outputs - expected).abs().max())
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
         return {"export_problem": summarize_error(error)}
     return {"export": str(path), "export_bytes": path.stat().st_size, "export_difference": difference}
 
 
 def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> dict[str, str]:
-    """Return the rows of the final table; `facts` are sizes and measured values, times of `samples` samples."""
-    csr, fp32, bf16 = (facts[f"{name}_seconds"] for name in ("csr", "fp32", "bf16"))
+    """Return the rows of the final table.
+
+    `facts` are sizes and measured values, times of `samples` samples.
+    """
+    csr = facts["csr_seconds"]
+    fp32 = facts["fp32_seconds"]
+    bf16 = facts["bf16_seconds"]
 
     def compare(dense: float) -> str:
         return f"{dense / csr:.1f} x faster" if csr < dense else f"{csr / dense:.1f} x slower"
 
-    raw, squeezed = (f"{facts[name]:,}" for name in ("bytes_raw", "bytes_compressed"))
+    def format_size(prefix: str) -> str:
+        return f"{facts[f'{prefix}bytes_raw']:,} bytes, compressed {facts[f'{prefix}bytes_compressed']:,}"
+
     times = f"dense fp32 {fp32 * 1e3:.3g} ms, dense bf16 {bf16 * 1e3:.3g}, linear layers in CSR {csr * 1e3:.3g}"
-    found = {
-        "file": f"{raw} bytes, compressed {squeezed}; in CSR {facts['bytes_csr']:,}",
-        format_count(samples, "sample"): f"{times}: sparse is {compare(fp32)} than fp32, {compare(bf16)} than bf16",
+    comparison = f"sparse is {compare(fp32)} than fp32, {compare(bf16)} than bf16"
+    rows = {
+        "file": f"{format_size('')}; in CSR {facts['bytes_csr']:,}",
+        format_count(samples, "sample"): f"{times}: {comparison}",
     }
     if with_int8:
-        found["int8"] = int8.MISSING
+        rows["int8"] = int8.MISSING
     if "int8_accuracy" in facts:
-        raw, squeezed = (f"{facts[name]:,}" for name in ("int8_bytes_raw", "int8_bytes_compressed"))
-        found["int8"] = f"{facts['int8_accuracy']:.2%} test accuracy, {raw} bytes, compressed {squeezed}"
+        rows["int8"] = f"{facts['int8_accuracy']:.2%} test accuracy, {format_size('int8_')}"
     if "two_of_four_seconds" in facts:
-        dense, thin = facts["fp16_seconds"], facts["two_of_four_seconds"]
-        found["2:4"] = f"dense fp16 {dense * 1e3:.3g} ms, sparse tensor cores {thin * 1e3:.3g}: {dense / thin:.2f} x"
+        dense = facts["fp16_seconds"]
+        sparse = facts["two_of_four_seconds"]
+        rows["2:4"] = f"dense fp16 {dense * 1e3:.3g} ms, sparse tensor cores {sparse * 1e3:.3g}: {dense / sparse:.2f} x"
     if "export_problem" in facts:
-        found["exported"] = f"not done: {facts['export_problem']}"
+        rows["exported"] = f"not done: {facts['export_problem']}"
     if "export" in facts:
-        found["exported"] = f"{facts['export']}; run elsewhere, outputs differ by {facts['export_difference']:g}"
-    return found
+        rows["exported"] = f"{facts['export']}; run elsewhere, outputs differ by {facts['export_difference']:g}"
+    return rows
 
 
 def report_savings(
     cfg: Config, model: nn.Module, masks: Masks, x: Tensor, accuracy: Callable[[nn.Module], float], path: Path
 ) -> Facts:
-    """Report what pruning has left of a trained model, and what that saves, timed on the samples x [N, ...].
+    """Return the report of a pruned model: its remaining weights and the savings.
 
-    `accuracy` returns a model's test accuracy; `path` is where the exported model goes.
+    Times are measured on samples x [N, ...].
+
+    `accuracy` returns a model's test accuracy; the exported model is written to `path`.
     """
-    bare, digest = strip_masks(model), masks.compute_digest()
-    sizes = measure_sizes(bare, accuracy if cfg.int8 else None)
-    measured: dict[str, Any] = {f"{name}_seconds": seconds for name, seconds in time_inference(bare, x).items()}
+    stripped = strip_masks(model)
+    sizes = measure_sizes(stripped, accuracy if cfg.int8 else None)
+    measured: dict[str, Any] = {f"{name}_seconds": seconds for name, seconds in time_inference(stripped, x).items()}
     if cfg.export:
-        measured |= export_and_compare(bare, x[:7], path)
+        measured |= export_and_compare(stripped, x[:EXPORT_SAMPLES], path)
     nonzero = sum(map(count_nonzero, masks.weights))
+    digest = masks.compute_digest()
     outcome = {"weights": masks.total, "nonzero": nonzero, "sparsity": 1 - nonzero / masks.total, "masks": digest}
-    shown = {
+    rows = {
         "pruning": f"{cfg.model}, {cfg.schedule}, {cfg.criterion}, {cfg.scope}",
         "weights": f"{nonzero:,} of {masks.total:,} are not zero; {masks.sparsity:.2%} are masked",
         "masks": digest[:16] + (f", the same on {cfg.processes} ranks" if cfg.processes > 1 else ""),
     }
-    return Facts(shown | format_savings(sizes | measured, len(x), cfg.int8), outcome | sizes, measured)
+    rows |= format_savings(sizes | measured, len(x), cfg.int8)
+    return Facts(rows, outcome | sizes, measured)

@@ -1,4 +1,4 @@
-"""Dropout whose masks belong to the samples of an epoch, not to the rank or the batch in which one is computed."""
+"""Dropout whose masks depend on a sample's position in the epoch, not on its rank or batch."""
 
 from __future__ import annotations
 
@@ -14,45 +14,58 @@ from common.core import seeds
 class SampleDropout(nn.Module):
     """Dropout (Hinton et al. 2012, arXiv 1207.0580) that draws a sample's mask from its position in the epoch.
 
-    However a batch is cut into shards and microbatches, each sample has the mask that one process would draw for it.
-    torch's own dropout draws from a stream of the process, for the samples in the order in which this computes them.
+    However a batch is divided into shards and microbatches, each sample gets the mask that a single process would draw.
+    torch's dropout draws from a generator of the process, in the order in which the process computes samples.
     """
 
     def __init__(self, rate: float, seed: int, name: str = "dropout") -> None:
-        """`rate` is the share of inputs set to zero; the others are divided by 1 - rate.
+        """`rate` is the fraction of inputs set to zero.
 
-        Layers of other names draw other masks.
+        The others are divided by 1 - rate.
+
+        Layers with different names draw different masks.
         """
         super().__init__()
-        self.rate, self.seed, self.name, self.epoch = rate, seed, name, 0
-        self.waiting: deque[range] = deque()
-        """Positions of the samples of each microbatch of the step that is still to come."""
+        self.rate = rate
+        self.seed = seed
+        self.name = name
+        self.epoch = 0
+        self.microbatches: deque[range] = deque()
+        """Positions of the samples of each remaining microbatch of the step."""
 
     def begin_step(self, epoch: int, microbatches: Iterable[range]) -> None:
-        """Name the positions in the epoch, from 0, of the samples of the next calls, one call a microbatch."""
-        self.epoch, self.waiting = epoch, deque(microbatches)
+        """Set the positions in the epoch, from 0, of the samples of the next calls, one call per microbatch."""
+        self.epoch = epoch
+        self.microbatches = deque(microbatches)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Drop inputs [n, ...] while training, of the next microbatch; outside of steps, of the first n samples.
+        """Drop inputs [n, ...] of the next microbatch in training mode.
 
-        Raises ValueError where the microbatch has another number of samples.
+        Outside of steps, the masks are those of the first n samples.
+
+        Raises ValueError if the microbatch has a different number of samples.
         """
         if not self.training:
             return input
-        positions = self.waiting.popleft() if self.waiting else range(len(input))
+        positions = self.microbatches.popleft() if self.microbatches else range(len(input))
         if len(positions) != len(input):
             raise ValueError(
-                f"dropout of {len(input)} samples, and the microbatch has {len(positions)}; call the model once "
-                "for each microbatch of the step, with all of its samples"
+                f"dropout got {len(input)} samples for a microbatch of {len(positions)}; call the model once for each "
+                "microbatch of the step, with all of its samples"
             )
-        kept = self.draw_mask(positions, input[0].numel() if len(input) else 0)
-        return input * kept.to(input.device).view_as(input) / (1 - self.rate)
+        size = input[0].numel() if len(input) else 0
+        mask = self.draw_mask(positions, size).to(input.device).view_as(input)
+        return input * mask / (1 - self.rate)
 
     def draw_mask(self, positions: range, size: int) -> Tensor:
-        """Draw which inputs are kept, bool [n, size], of the samples at consecutive positions."""
-        before = positions.start * size  # numbers of the samples before, one draw each
-        stream = seeds.make_generator(self.seed, self.name, self.epoch, skip=before)
-        return torch.from_numpy(stream.random((len(positions), size)) >= self.rate)
+        """Draw the mask, bool [n, size], of samples at consecutive positions.
+
+        It is true where an input is kept.
+        """
+        earlier_draws = positions.start * size  # one per input of the preceding samples
+        generator = seeds.make_generator(self.seed, self.name, self.epoch, skip=earlier_draws)
+        draws = generator.random((len(positions), size))
+        return torch.from_numpy(draws >= self.rate)
 
     def extra_repr(self) -> str:
         """Return the rate, for the model's printed form."""
@@ -60,24 +73,29 @@ class SampleDropout(nn.Module):
 
 
 def add_dropout(network: nn.Sequential, rate: float, seed: int) -> nn.Sequential:
-    """Let a network drop inputs of its last layer while training; return it, unchanged where the rate is 0.
+    """Insert dropout before the last layer of a network and return the network.
+
+    A rate of 0 changes nothing.
 
     Parameters keep their names.
     """
     if rate:
-        name, last = list(network.named_children())[-1]
+        name, last_layer = list(network.named_children())[-1]
         delattr(network, name)
         network.add_module("dropout", SampleDropout(rate, seed))
-        network.add_module(name, last)
+        network.add_module(name, last_layer)
     return network
 
 
 def exclude_from_compiling(network: nn.Module) -> None:
-    """Let torch.compile leave dropout layers as they are: their masks are drawn by NumPy."""
+    """Exclude dropout layers from torch.compile: NumPy draws their masks."""
     for layer in list_dropout([network]):
         layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
 
 
 def list_dropout(parts: Sequence[nn.Module]) -> list[SampleDropout]:
     """Return the dropout layers of a model's parts."""
-    return [layer for part in parts for layer in part.modules() if isinstance(layer, SampleDropout)]
+    layers: list[SampleDropout] = []
+    for part in parts:
+        layers += [layer for layer in part.modules() if isinstance(layer, SampleDropout)]
+    return layers

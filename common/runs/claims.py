@@ -1,10 +1,10 @@
-"""Claims: which process or job is at an attempt, and whether it still is. Imports no torch.
+"""Claims: which process or job runs an attempt, and whether it is alive. Imports no torch.
 
-attempts/0002/claim.json    host, boot, pid and start time of the process that conducts the attempt; the launcher that
-                            started it, with its restart count; `ended` once a command has found that it is over
+attempts/0002/claim.json    host, boot, pid and start time of the process that controls the attempt; the launcher that
+                            started it, with its restart count; `ended` once a command has found that it ended
 
-A run has one attempt that trains. Whoever starts another one reads the claim of the newest attempt first. A run folder
-of older source has attempts without claims; then meta.json and heartbeats are all that is known.
+At most one attempt of a run trains. A new attempt first reads the claim of the newest one. Attempts of older source
+have no claim: only meta.json and heartbeats tell whether they are alive.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from common.runs import provenance
 from common.runs.folder import CLAIM, Folder, read_json, write_json
 
 STOPPING_SECONDS = 60.0
-"""Time for which a start waits until an attempt that was told to stop has ended."""
+"""Time for which a new attempt waits for one that is stopping."""
 SILENT_SECONDS = 60.0
-"""Without a sign of life for so long, an attempt whose process cannot be seen from here counts as ended."""
+"""Seconds without activity after which an attempt counts as ended, if its process cannot be checked from this host."""
 SILENT_STOPPING_SECONDS = 15.0
-"""The same for an attempt that was told to stop: it only saves."""
+"""The same for an attempt that is stopping: it only saves."""
 WITHDRAWAL_SECONDS = 1.0
-"""Time after which a newer attempt counts: one that finds this one alive withdraws a moment after it appeared."""
+"""Time after which a newer attempt counts: until then it may find this one alive and withdraw."""
 POLL_SECONDS = 0.2
 UNNAMED_LAUNCH = "none"
-"""torchrun's name of a launch to which the user gave none."""
+"""Name that torchrun gives to a launch without a name."""
 
 
 class Life(enum.Enum):
@@ -52,33 +52,34 @@ class Claim:
 
     attempt: Folder
     process: Mapping[str, Any]
-    """host, boot, pid and pid_started, as provenance.identify_process returns them."""
+    """host, boot, pid and pid_started, as returned by provenance.identify_process."""
     starter: str
     """The SLURM job or torchrun that started the process; empty for a process that started its ranks itself."""
     restart: int
-    """How often the starter had started its processes again."""
+    """Number of times that the starter had restarted its processes."""
     ended: bool
 
     @classmethod
     def read(cls, attempt: Folder) -> Claim | None:
-        """Read an attempt's claim; None where it has none or that is damaged."""
+        """Read an attempt's claim; None if it is missing or damaged."""
         content = read_json(attempt.attempt / CLAIM)
-        process, restart = content.get("process"), content.get("restart", 0)
+        process = content.get("process")
+        restart = content.get("restart", 0)
         if not isinstance(process, dict) or not isinstance(restart, int):
             return None
-        types_are_right = isinstance(process.get("pid"), int) and isinstance(process.get("pid_started"), int)
-        if not types_are_right:
+        if not all(isinstance(process.get(name), int) for name in ("pid", "pid_started")):
             return None
-        return cls(attempt, process, str(content.get("starter") or ""), restart, bool(content.get("ended")))
+        starter = str(content.get("starter") or "")
+        is_ended = bool(content.get("ended"))
+        return cls(attempt, process, starter, restart, is_ended)
 
     @property
     def job(self) -> str:
-        """Id of the SLURM job that has claimed the attempt; empty for other processes."""
-        words = self.starter.split(" ")
-        return words[-1] if words[0] == "slurm" else ""
+        """Id of the SLURM job that claimed the attempt; empty for other processes."""
+        return self.starter.rpartition(" ")[2] if self.starter.startswith("slurm ") else ""
 
     def judge(self) -> Life:
-        """Judge by what this host can see of the process."""
+        """Return whether the process runs, as far as this host can tell."""
         if self.ended:
             return Life.ENDED
         is_alive = is_process_alive(self.process)
@@ -89,25 +90,28 @@ class Claim:
 
     def describe(self) -> str:
         """Describe the attempt and its process in a few words."""
-        host, pid = self.process.get("host"), self.process["pid"]
-        where = "this machine" if host == socket.gethostname() else f"host {host}"
+        host = self.process.get("host")
+        machine = "this machine" if host == socket.gethostname() else f"host {host}"
         job = f"job {self.job}, " if self.job else ""
-        return f"attempt {self.attempt.number}, {job}process {pid} on {where}"
+        return f"attempt {self.attempt.number}, {job}process {self.process['pid']} on {machine}"
 
 
-def is_process_alive(entry: Mapping[str, Any]) -> bool | None:
-    """Check for a running process as identify_process names it; None where this host cannot tell."""
-    if entry.get("pid_namespace") not in (None, "", provenance.read_pid_namespace()):
-        return None  # a container of this host, or another one, has other pids
-    is_alive = Process(entry.get("pid", 0), entry.get("pid_started", 0)).is_alive()
-    if entry.get("host") == socket.gethostname():
+def is_process_alive(process: Mapping[str, Any]) -> bool | None:
+    """Return whether a process in the form of identify_process runs.
+
+    Returns None if this host cannot tell.
+    """
+    if process.get("pid_namespace") not in (None, "", provenance.read_pid_namespace()):
+        return None  # pids of a container differ from those of its host and of other containers
+    is_alive = Process(process.get("pid", 0), process.get("pid_started", 0)).is_alive()
+    if process.get("host") == socket.gethostname():
         return is_alive
-    # a host that was renamed meanwhile has the same kernel; but so has another container
-    return True if is_alive and entry.get("boot") == provenance.read_boot_id() else None
+    # The host may have been renamed, or this may be another container: the same boot proves only that it is alive.
+    return True if is_alive and process.get("boot") == provenance.read_boot_id() else None
 
 
 def read_restart_count() -> int:
-    """Return how often SLURM or torchrun has started this process's ranks again."""
+    """Return how often SLURM or torchrun has restarted this process's ranks."""
     for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
@@ -115,19 +119,19 @@ def read_restart_count() -> int:
 
 
 def find_newest_claim(folder: Folder) -> Claim | None:
-    """Find the claim of the newest attempt; None where that has none."""
+    """Return the claim of the newest attempt; None if it has none."""
     attempts = folder.attempts()
     return Claim.read(attempts[-1]) if attempts else None
 
 
 def find_live_claims(folder: Folder) -> list[Claim]:
-    """Find the claims of all attempts whose process runs as far as this host can see."""
+    """Return the claims of all attempts whose process runs, as far as this host can tell."""
     claims = [Claim.read(attempt) for attempt in folder.attempts()]
     return [claim for claim in claims if claim is not None and claim.judge() is Life.ALIVE]
 
 
 def mark_ended(attempt: Folder) -> None:
-    """Record that an attempt has ended, for hosts that cannot see its process. Raises UserError."""
+    """Record that an attempt has ended, for hosts that cannot check its process. Raises UserError."""
     path = attempt.attempt / CLAIM
     if path.exists():
         write_json(path, read_json(path) | {"ended": True})
@@ -139,7 +143,7 @@ def mark_ended(attempt: Folder) -> None:
 def claim_next_attempt(folder: Folder) -> Folder:
     """Claim the next attempt of a run for this process.
 
-    Raises RunTaken where an earlier attempt is alive; then no attempt is left behind.
+    Raises RunTaken if an earlier attempt is alive; then no new attempt remains.
     """
     wait_for_earlier_attempt(folder)
     content = {
@@ -148,18 +152,18 @@ def claim_next_attempt(folder: Folder) -> Folder:
         "restart": read_restart_count(),
         "time": provenance.format_utc_now(),
     }
-    claimed = folder.claim_attempt(content)
+    attempt = folder.claim_attempt(content)
     try:
-        # A process of another host may have claimed the attempt before this one a moment ago.
-        refuse_live_attempt(claimed)
+        # A process of another host may have claimed the previous attempt in the meantime.
+        refuse_live_attempt(attempt)
     except RunTaken:
-        claimed.withdraw_attempt()
+        attempt.withdraw_attempt()
         raise
-    return claimed
+    return attempt
 
 
 def wait_for_earlier_attempt(folder: Folder) -> None:
-    """Wait until an attempt that was told to stop has ended. Raises RunTaken where an attempt goes on."""
+    """Wait for an attempt that is stopping. Raises RunTaken if an attempt keeps running."""
     deadline = time.monotonic() + STOPPING_SECONDS
     is_announced = False
     while True:
@@ -177,17 +181,17 @@ def wait_for_earlier_attempt(folder: Folder) -> None:
 
 
 def announce_wait(claim: Claim) -> None:
-    """Print that a command waits for an attempt that was told to stop."""
+    """Print that a command waits for an attempt that is stopping."""
     print(f"waiting for the previous attempt to stop ({claim.describe()})", flush=True)
 
 
 def format_remedy(folder: Folder) -> str:
-    """Return what to do about an attempt that is alive."""
-    return f"wait for it, or make cancel RUN={shlex.quote(folder.reference)}"
+    """Return what a user can do about an attempt that is alive."""
+    return f"wait for it or stop it: make cancel RUN={shlex.quote(folder.reference)}"
 
 
 def refuse_live_attempt(folder: Folder) -> None:
-    """Raise RunTaken where the newest attempt, or the newest before `folder.number`, is alive."""
+    """Raise RunTaken if the newest attempt, or the newest before `folder.number`, is alive."""
     claim = find_earlier_claim(folder)
     if claim is None or is_replaced_by_this_process(claim):
         return
@@ -195,40 +199,54 @@ def refuse_live_attempt(folder: Folder) -> None:
     if life is Life.ENDED:
         return
     state = "is stopping" if folder.result else "is already running"
+    problem = f"{folder.path.name} {state} ({claim.describe()})"
     if life is Life.ALIVE:
-        raise RunTaken(f"{folder.path.name} {state} ({claim.describe()}); {format_remedy(folder)}")
+        raise RunTaken(f"{problem}; {format_remedy(folder)}")
     if is_known_to_have_ended(folder):
         return
-    age = measure_silence(claim.attempt)
-    allowed = SILENT_STOPPING_SECONDS if folder.result else max(SILENT_SECONDS, read_step_timeout(folder))
-    if age < allowed:
-        seen = f"its last sign of life is {format_duration(age)} old, and it counts as ended after {allowed:.0f} s"
-        raise RunTaken(f"{folder.path.name} {state} ({claim.describe()}), which cannot be seen from here: {seen}")
+    silent_seconds = measure_silence(claim.attempt)
+    limit = SILENT_STOPPING_SECONDS if folder.result else max(SILENT_SECONDS, read_step_timeout(folder))
+    if silent_seconds < limit:
+        age = format_duration(silent_seconds)
+        raise RunTaken(
+            f"{problem}; its process cannot be checked from this host: last activity {age} ago, counts as ended after "
+            f"{limit:.0f} s without activity"
+        )
 
 
 def find_earlier_claim(folder: Folder) -> Claim | None:
-    """Find the claim of the newest attempt, or of the newest before `folder.number`; None where it has none."""
+    """Return the claim of the newest attempt, or of the newest before `folder.number`.
+
+    Returns None if it has none.
+    """
     for attempt in reversed(folder.attempts()):
         if folder.number and attempt.number >= folder.number:
             continue
         claim = Claim.read(attempt) or find_recorded_process(attempt)
         if claim is not None or attempt.attempt.exists():
             return claim
-        # it was withdrawn since it was listed, because one before it is alive
+        # The attempt was withdrawn after it was listed, because an earlier one is alive.
     return None
 
 
 def find_recorded_process(attempt: Folder) -> Claim | None:
-    """Find what meta.json says of an attempt of older source, where its process is seen to run; else None."""
+    """Return the process that meta.json names for an attempt of older source, if it is alive.
+
+    Returns None otherwise.
+    """
     history = provenance.read_metadata(attempt)["history"]
-    entry = history[-1] if history else {}
-    if entry.get("attempt") != attempt.number or not is_process_alive(entry):
+    process = history[-1] if history else {}
+    if process.get("attempt") != attempt.number or not is_process_alive(process):
         return None
-    return Claim(attempt, entry, str(entry.get("starter") or ""), restart=0, ended=False)
+    starter = str(process.get("starter") or "")
+    return Claim(attempt, process, starter, restart=0, ended=False)
 
 
 def read_step_timeout(folder: Folder) -> float:
-    """Return the seconds that a step of a run may take, during which nothing is written; 0 if they are not known."""
+    """Return the seconds that a step of a run may take without writing a file.
+
+    Returns 0 if unknown.
+    """
     try:
         settings = config.read_config_file(folder.path / "config.yaml")
         return float(settings.get("launch.step_timeout", 0.0))
@@ -237,23 +255,29 @@ def read_step_timeout(folder: Folder) -> float:
 
 
 def is_replaced_by_this_process(claim: Claim) -> bool:
-    """Check that SLURM or torchrun has started this process in the place of the one that has the claim."""
+    """Return whether SLURM or torchrun started this process as the replacement of the claim's process."""
     starter = provenance.identify_launcher()
     if starter is None or read_restart_count() <= claim.restart:
         return False
     if starter == claim.starter:
         return True
+    # An agent of torchrun may take over on another host; both have the name of the launch, if the user named it.
     kind, name, *_ = starter.split(" ")
-    # An agent of torchrun may take over on another host. It goes by the name of the launch, if the user gave it one.
     has_name = kind == "torchrun" and name != UNNAMED_LAUNCH
-    is_elsewhere = claim.process.get("host") != socket.gethostname()
-    return has_name and is_elsewhere and claim.starter.split(" ")[:2] == [kind, name]
+    is_other_host = claim.process.get("host") != socket.gethostname()
+    is_same_launch = claim.starter.startswith(f"{kind} {name} ")
+    return has_name and is_other_host and is_same_launch
 
 
 def is_known_to_have_ended(folder: Folder) -> bool:
-    """Check for a result that an attempt writes at its end; `make cancel` writes one before it."""
+    """Return whether an attempt wrote a result at its end.
+
+    `make cancel` writes one before the end.
+    """
     result = folder.result
-    return bool(result) and (result.get("state") != "cancelled" or bool(result.get("reason")))
+    if not result:
+        return False
+    return result.get("state") != "cancelled" or bool(result.get("reason"))
 
 
 def measure_silence(attempt: Folder) -> float:
@@ -265,42 +289,43 @@ def measure_silence(attempt: Folder) -> float:
 
 
 def check_still_current(attempt: Folder) -> None:
-    """Raise RunTaken where a newer attempt has taken the place of this one."""
+    """Raise RunTaken if a newer attempt has replaced this one."""
     if not attempt.is_superseded:
         return
     time.sleep(WITHDRAWAL_SECONDS)
-    newer = [other for other in attempt.attempts() if other.number > attempt.number]
-    if not newer:
+    newer_attempts = [other for other in attempt.attempts() if other.number > attempt.number]
+    if not newer_attempts:
         return
-    claim = Claim.read(newer[-1])
-    where = f" on host {claim.process.get('host')}" if claim else ""
+    newest = newer_attempts[-1]
+    claim = Claim.read(newest)
+    host = f" on host {claim.process.get('host')}" if claim else ""
     raise RunTaken(
-        f"attempt {attempt.number} of {attempt.path.name} was superseded by attempt {newer[-1].number}{where}; "
+        f"attempt {attempt.number} of {attempt.path.name} was superseded by attempt {newest.number}{host}; "
         "stopping without saving"
     )
 
 
 class AttemptWatch:
-    """Watch of a rank over its attempt: whether the folder is there, and no newer attempt is."""
+    """Checks of a rank that its attempt's folder exists and that no newer attempt does."""
 
     RETURN_SECONDS = 3.0
-    """Time for which a folder that is gone is waited for: a network disk may be away for a moment."""
+    """Time to wait for a missing folder: a network disk may be unavailable for a moment."""
 
     def __init__(self, attempt: Folder) -> None:
         self.attempt = attempt
-        # An open folder keeps its identity, also on disks that number files anew.
+        # An open folder keeps its inode number, also on disks that renumber files.
         self.handle = os.open(attempt.attempt, os.O_PATH | os.O_DIRECTORY)
 
     def is_there(self) -> bool:
-        """Check that the attempt's folder is where it was."""
+        """Return whether the attempt's folder is still at its path."""
         try:
-            found = self.attempt.attempt.stat()
+            current = self.attempt.attempt.stat()
         except OSError:
             return False
-        return os.path.samestat(found, os.fstat(self.handle))
+        return os.path.samestat(current, os.fstat(self.handle))
 
     def find_problem(self, step: int) -> str:
-        """Return why this attempt must stop after a step; empty where it may go on."""
+        """Return why this attempt must stop after a step; empty if it can continue."""
         deadline = time.monotonic() + self.RETURN_SECONDS
         while not self.is_there():
             if time.monotonic() > deadline:
@@ -313,14 +338,14 @@ class AttemptWatch:
         return ""
 
     def describe_loss(self, step: int) -> str:
-        """Describe what is gone, and what to do."""
+        """Return which folder is missing, with the remedy."""
         has_run = (self.attempt.path / "config.yaml").exists()
         path = self.attempt.attempt if has_run else self.attempt.path
         remedy = f"move it back, then resume with: make exp RESUME={shlex.quote(self.attempt.reference)}"
         return f"{path} was moved or deleted; stopped after step {step}; {remedy}"
 
     def close(self) -> None:
-        """Forget the folder."""
+        """Close the handle of the folder."""
         if self.handle >= 0:
             os.close(self.handle)
         self.handle = -1

@@ -1,4 +1,4 @@
-"""A table of text that is as wide as the terminal at most. Imports no torch."""
+"""A text table that fits the width of the terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WIDTH = 120  # where the output is no terminal, and COLUMNS is not set
-CELL = 24  # characters that are shown of a value
+DEFAULT_WIDTH = 120  # characters, if the output is no terminal and COLUMNS is not set
+DEFAULT_HEIGHT = 24  # lines
+MAX_CELL_WIDTH = 24  # characters
 GAP = "  "
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its head, a cell for each line, and where they stand in it."""
+    """A column: its title, a cell for each line, and its alignment."""
 
     head: str
     cells: Sequence[str]
@@ -28,30 +29,34 @@ class Column:
         return max(map(len, self.lines))
 
     def align(self) -> list[str]:
-        """Head and cells, all of the same length."""
-        return [line.ljust(self.width) if self.left else line.rjust(self.width) for line in self.lines]
+        """Return title and cells, padded to the same length."""
+        pad = str.ljust if self.left else str.rjust
+        return [pad(line, self.width) for line in self.lines]
 
 
 def shorten_text(text: str) -> str:
-    """The beginning of a text that is too long for a cell."""
-    return text if len(text) <= CELL else text[: CELL - 1] + "…"
+    """Return the beginning of a text that is too long for a cell."""
+    return text if len(text) <= MAX_CELL_WIDTH else text[: MAX_CELL_WIDTH - 1] + "…"
 
 
 def get_terminal_width() -> int:
-    """Characters in a line of the terminal; a fixed number where there is none."""
-    return shutil.get_terminal_size((WIDTH, 24)).columns
+    """Return the number of characters in a line of the terminal, or a default."""
+    return shutil.get_terminal_size((DEFAULT_WIDTH, DEFAULT_HEIGHT)).columns
 
 
 def choose_columns(columns: Sequence[Column], width: int) -> list[Column]:
-    """Return the first column and those that fit beside it; an earlier one goes before a later one."""
-    found, used = list(columns[:1]), sum(column.width for column in columns[:1])
+    """Return the first column and the others that fit beside it; earlier columns are preferred."""
+    selected = list(columns[:1])
+    total_width = sum(column.width for column in selected)
     for column in columns[1:]:
-        if used + len(GAP) + column.width <= width:
-            used += len(GAP) + column.width
-            found.append(column)
-    return found
+        new_width = total_width + len(GAP) + column.width
+        if new_width <= width:
+            total_width = new_width
+            selected.append(column)
+    return selected
 
 
 def join_columns(columns: Sequence[Column]) -> list[str]:
-    """The lines of the table, of which the first is the head."""
-    return [GAP.join(cells).rstrip() for cells in zip(*(column.align() for column in columns), strict=True)]
+    """Return the lines of the table; the first contains the titles."""
+    aligned = [column.align() for column in columns]
+    return [GAP.join(cells).rstrip() for cells in zip(*aligned, strict=True)]

@@ -1,22 +1,22 @@
-"""The run folder: names, attempts, atomic writes, reading it back. Imports neither torch nor W&B.
+"""The run folder: names, attempts, atomic writes, and reading it. Imports neither torch nor W&B.
 
 runs/<name>-<time>-<4 hex>/
-  config.yaml          resolved settings; the run can be repeated from this file alone
+  config.yaml          resolved settings; sufficient to repeat the run
   meta.json            code, versions, hosts, argv, data checksum, history; unknown values are null
-  code/                the source that this run executes, untracked files included, and its checksums in SHA256SUMS
+  code/                the source that this run executes, with untracked files; SHA256SUMS contains its checksums
   attempts/0001/       one folder per attempt; ranks write only here
     claim.json         the process or job that trains here (claims.py)
-    attempt.json       the attempt and step that it resumes; parent null for a new run
-    changed.json       where it has other settings than config.yaml: then and now
-    result.json        state and numbers at its end, once a later attempt has begun
-    passed_on.json     what W&B has of it: lines of metrics.jsonl and media.jsonl
+    attempt.json       the attempt and step from which it resumed; parent null for a new run
+    changed.json       settings that differ from config.yaml: old and new value
+    result.json        state and numbers at its end, once a later attempt has started
+    passed_on.json     what W&B has received: lines of metrics.jsonl and media.jsonl
     world.json         ranks, hosts, device, backend
     logs/rank-0.log    one file per rank
     heartbeat-0.json   one file per rank: step, time, the seconds of its steps until backward begins, and its samples
     metrics.jsonl      one JSON object per logged step
     checkpoints/       see common/checkpoint/storage.py
-  .private*/           the key of launch.tls=true while ranks connect; that of local runs lies in the attempt
-  wandb/               the W&B directory; of an online run journal.jsonl: W&B's step numbers and the rows behind them
+  .private*/           the key of launch.tls=true while ranks connect; local runs store it in the attempt
+  wandb/               the W&B directory; for an online run with journal.jsonl: W&B's step numbers and their rows
   result.json          final numbers and the reason for the end
 """
 
@@ -39,10 +39,11 @@ from typing import Any
 from common.core.errors import UserError
 from common.runs.metrics_rows import parse_rows
 
-BLOCK = 1 << 20  # characters of metrics that are read at once
+BLOCK_CHARACTERS = 1 << 20  # of metrics that are read at once
 CLAIM = "claim.json"
 STALE_DRAFT_SECONDS = 60.0
-MODEL, MODEL_FACTS = "model.safetensors", "model.json"  # the trained model of a finished run
+MODEL = "model.safetensors"  # the trained model of a finished run
+MODEL_FACTS = "model.json"
 FILES_OF_RANKS = (
     CLAIM,
     "attempt.json",
@@ -54,58 +55,60 @@ FILES_OF_RANKS = (
     "logs/rank-*.log",
     "checkpoints/**/*",
 )
-"""What an attempt's own processes write in its folder; tracking and reports write there as well."""
+"""Files in an attempt's folder written by its ranks; tracking and reports write others."""
+
+
+DISK_REMEDIES = {
+    errno.ENOSPC: "the disk is full; free space",
+    errno.EDQUOT: "the disk quota is exhausted; free space",
+    errno.EFBIG: "the file would exceed the size limit (ulimit -f); raise the limit",
+    errno.EROFS: "the disk is read-only; choose another folder",
+    errno.EACCES: "no permission to write; choose another folder",
+    errno.EPERM: "no permission to write; choose another folder",
+    errno.ENOENT: "the folder does not exist or was deleted; choose another one",
+    errno.ENOTDIR: "part of the path is a file; choose another folder",
+}
+"""What is wrong with a disk, and the remedy, by error number."""
 
 
 @contextlib.contextmanager
-def disk_errors(what: Path) -> Iterator[None]:
-    """Turn a full, read-only or forbidden disk into a UserError that names the remedy."""
-    remedies = {
-        errno.ENOSPC: "the disk is full; free space",
-        errno.EDQUOT: "the disk quota is used up; free space",
-        errno.EFBIG: "it would be larger than the limit on a file's size (ulimit -f); raise that",
-        errno.EROFS: "the disk is read-only; choose another folder",
-        errno.EACCES: "no permission to write; choose another folder",
-        errno.EPERM: "no permission to write; choose another folder",
-        errno.ENOENT: "the folder does not exist or was deleted; choose another one",
-        errno.ENOTDIR: "part of the path is a file; choose another folder",
-    }
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn errors of a full, read-only or protected disk into a UserError with a remedy."""
     try:
         yield
     except OSError as error:
-        remedy = remedies.get(error.errno or 0)
-        if error.errno is None:  # numpy's way to tell of a full disk
-            remedy = f"{error}; free space"
-        if remedy is None:
+        if error.errno is None:  # numpy raises this on a full disk
+            raise UserError(f"cannot write {path}: {error}; free space") from error
+        if error.errno not in DISK_REMEDIES:
             raise
-        raise UserError(f"cannot write {what}: {remedy}") from error
+        raise UserError(f"cannot write {path}: {DISK_REMEDIES[error.errno]}") from error
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
-    """Write a small file so that a reader sees the old or the new text and nothing between.
+    """Write a small file so that readers see either the old or the complete new text.
 
-    A durable one is on the disk, and stays there when the power fails, once this returns.
+    A durable file survives a power failure once this returns.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with disk_errors(path):
-            beside.write_text(text)
+            draft.write_text(text)
             if durable:
-                fsync_path(beside)
-            beside.replace(path)
+                fsync_path(draft)
+            draft.replace(path)
             if durable:
                 fsync_path(path.parent)
     finally:
-        beside.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk. Raises OSError."""
+    """Flush a file, or the entries of a folder, to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # some network disks have no such thing for folders
+        if error.errno != errno.EINVAL or not path.is_dir():  # some network disks cannot flush folders
             raise
     finally:
         os.close(handle)
@@ -136,7 +139,7 @@ def write_json_once(path: Path, value: Any) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty when the file is missing or cut off."""
+    """Return the object in a JSON file; empty if the file is missing or damaged."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -144,7 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def remove_stale_drafts(attempts: Path) -> None:
-    """Delete drafts and withdrawn attempts that a killed process left, once they are older than a minute."""
+    """Delete drafts and withdrawn attempts of killed processes after STALE_DRAFT_SECONDS."""
     for path in [*attempts.glob(".new-*"), *attempts.glob(".withdrawn-*")]:
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_ctime > STALE_DRAFT_SECONDS:
@@ -153,21 +156,21 @@ def remove_stale_drafts(attempts: Path) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """What counts of an attempt."""
+    """The part of an attempt that belongs to the run."""
 
     attempt: Folder
     last_step: int | None
-    """Step at which a later attempt resumed it; None where all of it counts."""
+    """Step at which a later attempt resumed it; None if all steps count."""
     rows: int | None
-    """Lines of its metrics that a later attempt took over; None for all."""
+    """Number of its lines of metrics that a later attempt took over; None for all."""
 
     def counts(self, step: int) -> bool:
-        """Check whether what was logged for a step counts."""
+        """Return whether the rows of a step belong to the run."""
         return self.last_step is None or step <= self.last_step
 
 
 class Folder:
-    """One run folder and, in it, one attempt."""
+    """A run folder and one of its attempts."""
 
     def __init__(self, path: Path, attempt: int = 0) -> None:
         self.path = path
@@ -175,7 +178,7 @@ class Folder:
 
     @classmethod
     def create(cls, root: Path, name: str, config: str) -> Folder:
-        """Make a new run folder with its resolved configuration; leaves nothing behind on failure."""
+        """Create a run folder with its resolved configuration; on failure it is removed."""
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
         while path.exists():
@@ -191,14 +194,14 @@ class Folder:
 
     @property
     def reference(self) -> str:
-        """Text to type for RUN= or RUNS=: the id, or the path of a run that is not in runs/ here."""
+        """Text for RUN= or RUNS=: the id, or the path of a run outside runs/ of the current folder."""
         path = self.path.absolute()
         return path.name if path.parent == Path("runs").absolute() else str(path)
 
     def claim_attempt(self, claim: Mapping[str, Any] | None = None) -> Folder:
-        """Create the folder of the next attempt, with its claim: two that start at once get one each.
+        """Create the folder of the next attempt, with its claim. Raises UserError.
 
-        It appears with its content, by one rename. Raises UserError.
+        The folder appears complete, by one rename; concurrent callers get different attempts.
         """
         attempts = self.path / "attempts"
         remove_stale_drafts(attempts)
@@ -214,40 +217,41 @@ class Folder:
                 shutil.rmtree(draft, ignore_errors=True)
 
     def _publish_attempt(self, draft: Path) -> Folder:
-        number = max((a.number for a in self.attempts()), default=0) + 1
+        number = max((attempt.number for attempt in self.attempts()), default=0) + 1
         while True:
-            claimed = Folder(self.path, number)
+            new_attempt = Folder(self.path, number)
             try:
-                if not claimed.attempt.exists():  # an empty one would be replaced
-                    draft.rename(claimed.attempt)
-                    return claimed
+                if not new_attempt.attempt.exists():  # rename would replace an empty folder
+                    draft.rename(new_attempt.attempt)
+                    return new_attempt
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
             number += 1
 
     def withdraw_attempt(self) -> None:
-        """Delete the folder of this attempt, which disappears with its claim, by one rename."""
+        """Delete the folder of this attempt; it disappears with its claim by one rename."""
         withdrawn = self.attempt.with_name(f".withdrawn-{secrets.token_hex(4)}")
         with contextlib.suppress(OSError):
             self.attempt.rename(withdrawn)
         shutil.rmtree(withdrawn, ignore_errors=True)
 
     def attempts(self) -> list[Folder]:
-        """All attempts, oldest first."""
+        """Return all attempts, oldest first."""
         names = [path.name for path in self.path.glob("attempts/[0-9]*")]
-        return [Folder(self.path, number) for number in sorted(int(name) for name in names if name.isdecimal())]
+        numbers = sorted(int(name) for name in names if name.isdecimal())
+        return [Folder(self.path, number) for number in numbers]
 
     @property
     def is_superseded(self) -> bool:
-        """True where a newer attempt exists: then this one no longer counts."""
+        """Whether a newer attempt exists, so that this one no longer counts."""
         return any(attempt.number > self.number for attempt in self.attempts())
 
     def write_parent(self, parent: int | None, step: int, rows: int | None = None) -> None:
-        """Record which attempt, up to which step, this one resumes; None and 0 for a new run. Raises UserError.
+        """Record the attempt and step from which this one resumes; None and 0 for a new run. Raises UserError.
 
-        `rows` are the rows of metrics that the parent had written by then. Without this record the attempt has not
-        begun to train, and none resumes it.
+        `rows` is the number of rows of metrics that the parent had written at that step. An attempt without this record
+        has not started to train, and no other attempt resumes it.
         """
         text = json.dumps({"parent": parent, "step": step, "rows": rows}) + "\n"
         write_atomic(self.attempt / "attempt.json", text, durable=True)
@@ -255,28 +259,32 @@ class Folder:
             fsync_path(self.attempt.parent)
 
     def trace_attempts(self) -> list[tuple[Folder, int | None]]:
-        """Return the attempts that count, newest first, each with its last step that counts (None: all of them).
+        """Return the attempts that belong to the run, newest first, each with its last step that counts (None: all).
 
-        An attempt counts up to the step at which the next one resumed it; an older one that none resumed, not at all.
+        An attempt counts up to the step at which the next one resumed it. An older attempt that no other one resumed
+        does not count.
         """
-        begun = [attempt for attempt in self.attempts() if attempt.parent_record is not None]
-        if not begun:  # nothing was recorded: the newest attempt that trained counts alone
-            begun = [attempt for attempt in self.attempts() if attempt.metrics_file.exists()]
-        link: tuple[Folder, int | None] | None = (begun[-1], None) if begun else None
-        found: list[tuple[Folder, int | None]] = []
-        while link is not None:
-            found.append(link)
-            attempt, bound = link
+        started = [attempt for attempt in self.attempts() if attempt.parent_record is not None]
+        if not started:  # without records, only the newest attempt that trained counts
+            started = [attempt for attempt in self.attempts() if attempt.metrics_file.exists()]
+        chain: list[tuple[Folder, int | None]] = []
+        attempt = started[-1] if started else None
+        last_step: int | None = None
+        while attempt is not None:
+            chain.append((attempt, last_step))
             parent, step = attempt.parent_record or (None, 0)
-            older = parent is not None and parent < attempt.number  # a damaged file must not lead in a circle
-            link = (Folder(self.path, parent), step if bound is None else min(step, bound)) if older else None  # type: ignore[arg-type]
-        return found
+            if parent is None or parent >= attempt.number:  # a damaged record must not cause an endless loop
+                break
+            attempt = Folder(self.path, parent)
+            last_step = step if last_step is None else min(step, last_step)
+        return chain
 
     @property
     def parent_record(self) -> tuple[int | None, int] | None:
-        """Parent and step that `write_parent` recorded, (None, 0) for a fresh start; None before training began."""
-        note = read_json(self.attempt / "attempt.json")
-        parent, step = note.get("parent", ""), note.get("step")
+        """Parent and step that `write_parent` recorded, (None, 0) for a new run; None before training started."""
+        record = read_json(self.attempt / "attempt.json")
+        parent = record.get("parent", "")
+        step = record.get("step")
         return (parent, step) if isinstance(parent, int | None) and isinstance(step, int) else None
 
     @property
@@ -296,12 +304,13 @@ class Folder:
         return self.attempt / "logs" / f"rank-{rank}.log"
 
     def write_heartbeat(self, rank: int, step: int, time: float, **measured: float | None) -> None:
-        """Write a rank's newest step, the time since 1970, and what is measured of its steps. Raises UserError."""
-        beat = {"step": step, "time": time} | {name: value for name, value in measured.items() if value}
+        """Write a rank's newest step, the time since 1970, and measurements of its steps. Raises UserError."""
+        beat = {"step": step, "time": time}
+        beat |= {name: number for name, number in measured.items() if number}
         write_json(self.attempt / f"heartbeat-{rank}.json", beat)
 
     def find_last_write(self) -> float:
-        """Return the time since 1970 at which a rank last wrote a file of this attempt; 0 where none has."""
+        """Return the time since 1970 at which a rank last wrote a file of this attempt; 0 if none has."""
         newest = 0.0
         for pattern in FILES_OF_RANKS:
             for path in self.attempt.glob(pattern):
@@ -310,65 +319,69 @@ class Folder:
         return newest
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return all complete rows of the run, oldest first, over all attempts that count; each step once.
+        """Return all complete rows of the run, oldest first, from all attempts that count; each step once.
 
-        A line cut off by a crash is left out.
+        A line truncated by a crash is skipped.
         """
         return list(self.read_rows())
 
     def find_last_step(self) -> int:
-        """Return the last step that has a row of metrics; 0 where none has."""
+        """Return the last step that has a row of metrics; 0 if none has."""
         return max((row["global_step"] for row in self.read_rows()), default=0)
 
     def read_rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of `metrics` one by one, so that a long run need not fit into memory."""
+        """Yield the rows of `metrics` one by one, without holding a long run in memory."""
         for part in self.list_parts():
             rows = itertools.islice(part.attempt.parse_own_rows(), part.rows)
             yield from (row for row in rows if row and part.counts(row["global_step"]))
 
     def list_parts(self) -> list[Part]:
-        """Return what counts of each attempt that counts, oldest first."""
-        chain = self.trace_attempts()
-        parts = []
-        for i, (attempt, last_step) in enumerate(chain):
-            # an evaluation after the last step that counts is repeated, so steps alone do not decide
-            rows = read_json(chain[i - 1][0].attempt / "attempt.json").get("rows") if i else None
-            parts.append(Part(attempt, last_step, rows if isinstance(rows, int) and rows >= 0 else None))
+        """Return the parts of the attempts that belong to the run, oldest first."""
+        parts: list[Part] = []
+        for attempt, last_step in self.trace_attempts():
+            # An evaluation after the last step that counts is repeated: the number of rows decides, too.
+            successor = read_json(parts[-1].attempt.attempt / "attempt.json") if parts else {}
+            rows = successor.get("rows")
+            if not isinstance(rows, int) or rows < 0:
+                rows = None
+            parts.append(Part(attempt, last_step, rows))
         return parts[::-1]
 
     def read_own_rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the complete rows of this attempt only."""
+        """Yield the complete rows of this attempt alone."""
         return (row for row in self.parse_own_rows() if row)
 
     def parse_own_rows(self) -> Iterator[dict[str, Any] | None]:
-        """Yield the row of each line of this attempt's metrics; None for a line that is cut off or damaged."""
+        """Yield the row of each line of this attempt's metrics; None for a truncated or damaged line."""
         with contextlib.suppress(FileNotFoundError), open(self.metrics_file, errors="replace") as file:
-            while lines := file.readlines(BLOCK):
+            while lines := file.readlines(BLOCK_CHARACTERS):
                 yield from parse_rows(lines)
 
     def find_damaged_lines(self) -> list[int]:
-        """Return the numbers, from 1, of damaged lines of this attempt's metrics; a last one cut off does not count."""
-        found, number = list[int](), 0
+        """Return the numbers, from 1, of damaged lines of this attempt's metrics, except a truncated last line."""
+        damaged = []
+        number = 0
         for number, row in enumerate(self.parse_own_rows(), 1):
             if row is None:
-                found.append(number)
-        if found and found[-1] == number and not self.metrics_file.read_bytes().endswith(b"\n"):
-            found.pop()
-        return found
+                damaged.append(number)
+        if damaged and damaged[-1] == number and not self.metrics_file.read_bytes().endswith(b"\n"):
+            damaged.pop()
+        return damaged
 
     @property
     def result(self) -> dict[str, Any]:
         return read_json(self.path / "result.json")
 
     def retire_result(self) -> Path | None:
-        """Move the result of the attempt before into its own folder, as this one begins; return where it is then.
+        """Move the result of the previous attempt into that attempt's folder when this one starts.
 
-        Raises UserError.
+        Returns the new path; None if there was nothing to move. Raises UserError.
         """
         file = self.path / "result.json"
-        earlier = [one.attempt / file.name for one in self.attempts() if not self.number or one.number < self.number]
+        earlier = [attempt for attempt in self.attempts() if not self.number or attempt.number < self.number]
         with disk_errors(file), contextlib.suppress(FileNotFoundError):
-            if earlier and not earlier[-1].exists():
-                return file.replace(earlier[-1])
-            file.unlink()  # of an attempt that ended before it had a folder
+            new_path = earlier[-1].attempt / file.name if earlier else None
+            if new_path is not None and not new_path.exists():
+                return file.replace(new_path)
+            file.unlink()  # the previous attempt ended before it had a folder
         return None

@@ -1,6 +1,6 @@
-"""Curves of a run's metrics, thinned to what a screen can show, whatever their length. Imports no torch.
+"""Curves of a run's metrics, thinned to the resolution of a screen. Imports no torch.
 
-A point of a training curve is the mean over some consecutive steps, with the lowest and the highest of them.
+A point of a training curve is the mean of some consecutive steps, with their minimum and maximum.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-POINTS, EARLY = 400, 80  # of one curve; of these, for a logarithmic axis, the more the earlier
+MAX_POINTS = 400  # of one curve
+LOG_SPACED_POINTS = 80  # of these, denser at the start for a logarithmic axis
 AXES = ("global_step", "samples", "time")
-NO_CURVE = (*AXES, "test_samples")  # the same in every evaluation
+NO_CURVE = (*AXES, "test_samples")  # equal in every evaluation
 Numbers = NDArray[np.float64]
 
 
@@ -22,7 +23,7 @@ Numbers = NDArray[np.float64]
 class Curve:
     """Values along a run. All arrays have the same length."""
 
-    at: Numbers
+    positions: Numbers
     """[points, 3]: step, samples, seconds."""
     value: Numbers
     low: Numbers
@@ -34,77 +35,97 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunCurves:
-    """The curves that are drawn of a run."""
+    """The curves of a run."""
 
     loss: Curve
     speed: Curve
-    """Samples a second; evaluations and the time between two starts are left out."""
+    """Samples per second, without evaluations and the time between two attempts."""
     tests: dict[str, Curve] = field(default_factory=dict)
     """Evaluations by name, such as test_accuracy."""
 
 
-def read_curves(rows: Iterable[dict[str, Any]], ends: Collection[int] = ()) -> RunCurves:
-    """Return the curves of a run's rows of metrics. Malformed rows are left out.
+def read_curves(rows: Iterable[dict[str, Any]], last_steps: Collection[int] = ()) -> RunCurves:
+    """Return the curves of a run from its rows of metrics. Malformed rows are skipped.
 
-    `ends` are the last steps of attempts that another one resumed.
+    `last_steps` are the last steps of attempts that were resumed by another attempt.
     """
-    steps: list[tuple[float, ...]] = []  # step, samples, time, loss, whether an evaluation or another start came before
+    steps: list[tuple[float, ...]] = []  # step, samples, time, loss, whether an evaluation or a restart came before
     tests: dict[str, list[tuple[float, ...]]] = {}
-    broken = True
+    is_interrupted = True
     for row in rows:
         try:
-            at = (row["global_step"], row["samples"], row["time"])
+            position = (row["global_step"], row["samples"], row["time"])
             if "loss" in row:
-                value = row["loss"]
-                steps.append((*at, np.nan if value is None else value, broken))
-                broken = at[0] in ends
+                loss = np.nan if row["loss"] is None else row["loss"]
+                steps.append((*position, loss, is_interrupted))
+                is_interrupted = row["global_step"] in last_steps
                 continue
         except (KeyError, TypeError):
             continue
-        broken = True
-        for name, value in row.items():
-            if name not in NO_CURVE and isinstance(value, int | float):
-                tests.setdefault(name, []).append((*at, value))
-    table = drop_non_numeric_rows(steps, columns=5)
-    found = {name: drop_non_numeric_rows(values, columns=4) for name, values in tests.items()}
-    evaluations = {name: Curve(own[:, :3], own[:, 3], own[:, 3], own[:, 3]) for name, own in found.items()}
-    return RunCurves(compute_loss_curve(table), compute_speed_curve(table), evaluations)
+        is_interrupted = True
+        for name, score in row.items():
+            if name not in NO_CURVE and isinstance(score, int | float):
+                tests.setdefault(name, []).append((*position, score))
+
+    step_table = drop_non_numeric_rows(steps, columns=5)
+    test_curves = {}
+    for name, points in tests.items():
+        table = drop_non_numeric_rows(points, columns=4)
+        scores = table[:, 3]
+        test_curves[name] = Curve(table[:, :3], scores, scores, scores)
+    return RunCurves(compute_loss_curve(step_table), compute_speed_curve(step_table), test_curves)
 
 
 def drop_non_numeric_rows(rows: list[tuple[float, ...]], columns: int) -> Numbers:
-    """Return an array [rows, columns] without the rows that hold anything but numbers."""
+    """Return an array [rows, columns] without the rows that contain anything but numbers."""
     try:
         return np.array(rows, dtype=np.float64).reshape(len(rows), columns)
     except (TypeError, ValueError):
-        sound = [row for row in rows if all(isinstance(value, int | float) for value in row)]
-        return np.array(sound, dtype=np.float64).reshape(len(sound), columns)
+        rows = [row for row in rows if has_only_numbers(row)]
+        return np.array(rows, dtype=np.float64).reshape(len(rows), columns)
+
+
+def has_only_numbers(row: tuple[float, ...]) -> bool:
+    """Return whether all elements of a row are numbers."""
+    return all(isinstance(element, int | float) for element in row)
 
 
 def compute_group_bounds(count: int) -> NDArray[np.int64]:
-    """Return the bounds of the groups of consecutive steps, at most POINTS + 1 indices, denser at the start."""
-    if count <= POINTS:
+    """Return the bounds of groups of consecutive steps, at most MAX_POINTS + 1 indices, denser at the start."""
+    if count <= MAX_POINTS:
         return np.arange(count + 1)
-    even, early = np.linspace(0, count, POINTS - EARLY + 1), np.geomspace(1, count, EARLY)
-    return np.unique(np.concatenate([even, early]).astype(np.int64))
+    evenly_spaced = np.linspace(0, count, MAX_POINTS - LOG_SPACED_POINTS + 1)
+    log_spaced = np.geomspace(1, count, LOG_SPACED_POINTS)
+    return np.unique(np.concatenate([evenly_spaced, log_spaced]).astype(np.int64))
 
 
-def average_step_groups(at: Numbers, above: Numbers, below: Numbers) -> Curve:
-    """Return sum(above) / sum(below) over groups of consecutive rows; each point is at its group's last row."""
-    bounds = compute_group_bounds(len(at))
-    first, last = bounds[:-1], bounds[1:] - 1
-    if not len(first):
-        return Curve(np.empty((0, 3)), np.empty(0), np.empty(0), np.empty(0))
-    each, mean = above / below, np.add.reduceat(above, first) / np.add.reduceat(below, first)
-    return Curve(at[last], mean, np.minimum.reduceat(each, first), np.maximum.reduceat(each, first))
+def average_step_groups(positions: Numbers, numerators: Numbers, denominators: Numbers) -> Curve:
+    """Return sum(numerators) / sum(denominators) of groups of rows.
+
+    A point has the position of its last row.
+    """
+    bounds = compute_group_bounds(len(positions))
+    first_rows = bounds[:-1]
+    if not len(first_rows):
+        empty = np.empty(0)
+        return Curve(np.empty((0, 3)), empty, empty, empty)
+    last_rows = bounds[1:] - 1
+    ratios = numerators / denominators
+    means = np.add.reduceat(numerators, first_rows) / np.add.reduceat(denominators, first_rows)
+    minima = np.minimum.reduceat(ratios, first_rows)
+    maxima = np.maximum.reduceat(ratios, first_rows)
+    return Curve(positions[last_rows], means, minima, maxima)
 
 
 def compute_loss_curve(table: Numbers) -> Curve:
-    """Return the loss, averaged over groups of steps."""
+    """Return the loss, averaged over groups of steps, from a table [steps, 5]."""
     return average_step_groups(table[:, :3], table[:, 3], np.ones(len(table)))
 
 
 def compute_speed_curve(table: Numbers) -> Curve:
     """Return samples per second; a step after an evaluation or a restart does not count."""
-    samples, seconds = np.diff(table[:, 1]), np.diff(table[:, 2])
-    counted = (table[1:, 4] == 0) & (seconds > 0)
-    return average_step_groups(table[1:, :3][counted], samples[counted], seconds[counted])
+    samples = np.diff(table[:, 1])
+    seconds = np.diff(table[:, 2])
+    is_counted = (table[1:, 4] == 0) & (seconds > 0)
+    positions = table[1:, :3][is_counted]
+    return average_step_groups(positions, samples[is_counted], seconds[is_counted])

@@ -1,4 +1,4 @@
-"""Writer of metrics.jsonl on rank 0: complete lines, each once, also on a disk that is full for a while."""
+"""Writer of metrics.jsonl on rank 0: each row is one complete line, even if the disk is full for a while."""
 
 from __future__ import annotations
 
@@ -13,35 +13,40 @@ from typing import Any
 from common.core.errors import UserError
 from common.runs.folder import disk_errors
 
-ENCODER = json.JSONEncoder(allow_nan=False)  # json.dumps would make one for each row
+ENCODER = json.JSONEncoder(allow_nan=False)  # json.dumps would create one for each row
 
 
 def replace_nonfinite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with null for the values that JSON cannot hold: NaN and infinity."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    """Return a row with null for values that JSON cannot represent: NaN and infinity."""
+    finite_row = dict(row)
+    for name, number in row.items():
+        if isinstance(number, float) and not math.isfinite(number):
+            finite_row[name] = None
+    return finite_row
 
 
 class MetricsWriter:
-    """Writer that keeps rows in memory while the disk refuses them."""
+    """Writer that buffers rows while they cannot be written to the disk."""
 
     def __init__(self, file: Path, warn: Callable[[str], None]) -> None:
-        self.file, self.warn = file, warn
+        self.file = file
+        self.warn = warn
         self.written = 0
         self.waiting: list[str] = []
-        self.warned = False
+        self.has_warned = False
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Write rows; where the disk refuses, warn once and keep them for the next call."""
+        """Write rows; if that fails, warn once and keep them for the next call."""
         self.waiting += [ENCODER.encode(replace_nonfinite(row)) + "\n" for row in rows]
         try:
             self.flush()
         except UserError as error:
-            if not self.warned:
-                self.warn(f"WARNING: {error}; training goes on, and the metrics wait in memory")
-            self.warned = True
+            if not self.has_warned:
+                self.warn(f"WARNING: {error}; training continues, and metrics are buffered in memory")
+            self.has_warned = True
 
     def flush(self) -> None:
-        """Write the rows that wait. Raises UserError; then no partial line is left."""
+        """Write the buffered rows. Raises UserError; then no partial line remains."""
         if not self.waiting:
             return
         with disk_errors(self.file):
@@ -54,4 +59,5 @@ class MetricsWriter:
                     os.truncate(self.file, size)
                 raise
         self.written += len(self.waiting)
-        self.waiting, self.warned = [], False
+        self.waiting = []
+        self.has_warned = False

@@ -1,4 +1,4 @@
-"""Progress on the screen of rank 0: bars on a terminal, plain lines elsewhere."""
+"""Progress on the terminal of rank 0: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 from common.core.text import format_duration
 from configs.shared import Log
 
-LINE_EVERY = 10.0  # seconds between plain progress lines
+LINE_SECONDS = 10.0  # between plain progress lines
+SPEED_SECONDS = 300  # period of rich's mean speed; an evaluation batch may take longer than the default of 30 s
 
 
 class Screen:
-    """Progress and lines on the screen; a silent one (on other ranks) shows nothing."""
+    """Progress bars and lines on the terminal; a silent screen (on other ranks) prints nothing."""
 
     def __init__(self, cfg: Log, *, silent: bool) -> None:
         self.kind = cfg.progress
@@ -24,11 +25,11 @@ class Screen:
         self.silent = silent
         self.bars: Any = None
         self.tasks: dict[str, Any] = {}
-        self.begun: dict[str, tuple[float, int]] = {}  # when each work was first shown, and what was done by then
-        self.shown = time.monotonic()
+        self.starts: dict[str, tuple[float, int]] = {}  # time and count of the first call for each work
+        self.last_line_time = time.monotonic()
 
     def print_line(self, text: str) -> None:
-        """Print a line, above the bars where there are some."""
+        """Print a line, above the bars if there are any."""
         if self.silent:
             return
         if self.bars is not None:
@@ -37,33 +38,34 @@ class Screen:
             print(text, flush=True)
 
     def show_progress(self, work: str, done: int, total: int, text: str = "") -> None:
-        """Move the bar of `work`, or print a line if the last one is long ago.
+        """Update the bar of `work`, or print a line if the last one is older than LINE_SECONDS.
 
-        `text` stands behind it; without one, how much is done in a second. `total` is 0 until it is known.
+        `text` is shown after it, by default the rate per second. `total` is 0 until it is known.
         """
         if self.kind == "none":
             return
         now = time.monotonic()
-        begin, first = self.begun.setdefault(work, (now, done))
-        rate = (done - first) / max(now - begin, 1e-9)
-        text = text or (f"{rate:.0f}/s" if rate else "")
+        start_time, start_count = self.starts.setdefault(work, (now, done))
+        rate = (done - start_count) / max(now - start_time, 1e-9)
+        if not text and rate:
+            text = f"{rate:.0f}/s"
         if self.kind == "bar":
             if work not in self.tasks:
                 self._add_bar(work)
             self.bars.update(self.tasks[work], completed=done, total=total or None, text=text)
-        elif now - self.shown > LINE_EVERY:
-            self.shown = now
-            left = f"  {format_duration((total - done) / rate)} left" if rate else ""
-            self.print_line(f"{work} {done}/{total}  {text}{left}")
+        elif now - self.last_line_time > LINE_SECONDS:
+            self.last_line_time = now
+            remaining = f"  {format_duration((total - done) / rate)} left" if rate else ""
+            self.print_line(f"{work} {done}/{total}  {text}{remaining}")
 
     def end_progress(self, work: str) -> None:
         """Remove the bar of `work`."""
-        self.begun.pop(work, None)
+        self.starts.pop(work, None)
         if work in self.tasks:
             self.bars.remove_task(self.tasks.pop(work))
 
     def _add_bar(self, work: str) -> None:
-        # imported here: no training step waits for it
+        # imported here so that no training step waits for it
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -74,11 +76,10 @@ class Screen:
         )
 
         if self.bars is None:
-            # the elapsed time moves even while one batch takes long
+            # the elapsed time advances even while one batch takes long
             columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
             text = TextColumn("{task.fields[text]}")
-            # a batch of an evaluation may take longer than the 30 s from which rich tells the time that is left
-            self.bars = Progress("{task.description}", *columns, text, speed_estimate_period=300)
+            self.bars = Progress("{task.description}", *columns, text, speed_estimate_period=SPEED_SECONDS)
             self.bars.start()
         self.tasks[work] = self.bars.add_task(work, total=None, text="")
 

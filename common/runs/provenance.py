@@ -6,7 +6,6 @@ import ast
 import datetime
 import hashlib
 import importlib.metadata
-import itertools
 import os
 import platform
 import shutil
@@ -24,12 +23,14 @@ from common.core.text import read_or_empty
 from common.runs.folder import Folder, disk_errors, read_json, write_atomic, write_json
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
-SOURCE = ("experiments", "common", "slurm", "configs")  # and the files beside these folders
-NO_SOURCE = (".svg", ".png")  # pictures of the pages
+SOURCE_FOLDERS = ("experiments", "common", "slurm", "configs")  # the source includes files beside these folders
+PICTURE_SUFFIXES = (".svg", ".png")  # of pages; they are not copied
 CHECKSUMS = "SHA256SUMS"  # in a run's code/, in the format of the program sha256sum
 GROUPS = ("git", "packages", "machine", "data", "prepared_by", "world", "job")
-METADATA: dict[str, type] = dict.fromkeys(GROUPS, dict) | {"argv": list, "history": list}
-"""Types of the entries of meta.json that are no text or number."""
+ENTRY_TYPES: dict[str, type] = dict.fromkeys(GROUPS, dict) | {"argv": list, "history": list}
+"""Types of the entries of meta.json that are neither text nor numbers."""
+JOB_TYPES: dict[str, Any] = {"id": str, "scheduler": str, "logs": str | None, "profile": dict | None}
+MAX_DAMAGED_FILES = 5  # that a message lists
 
 
 def format_utc_now() -> str:
@@ -38,30 +39,38 @@ def format_utc_now() -> str:
 
 
 def run_git(*arguments: str) -> str | None:
-    """Return the output of a git command in the source tree; None without git or outside a checkout."""
+    """Return the output of a git command in the source tree.
+
+    Returns None without git or outside a checkout.
+    """
+    command = ["git", "-C", str(ROOT), *arguments]
     try:
-        command = ["git", "-C", str(ROOT), *arguments]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
+        completed = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return completed.stdout if completed.returncode == 0 else None
 
 
 def list_source_files() -> list[Path]:
-    """Return the source files, new ones included, relative to the root; never what runs or caches left there."""
-    listed = run_git("ls-files", "-co", "--exclude-standard", "-z")
-    if listed:
-        found = [Path(name) for name in listed.split("\0") if name and (ROOT / name).is_file()]
-        found = [path for path in found if len(path.parts) == 1 or path.parts[0] in SOURCE]
+    """Return the source files, including untracked ones, relative to the root.
+
+    Files of runs and caches are excluded.
+    """
+    git_files = run_git("ls-files", "-co", "--exclude-standard", "-z")
+    if git_files:
+        paths = [Path(name) for name in git_files.split("\0") if name]
+        paths = [path for path in paths if len(path.parts) == 1 or path.parts[0] in SOURCE_FOLDERS]
     else:
-        beside = [path for path in ROOT.iterdir() if path.is_file()]
-        inside = [path for name in SOURCE for path in (ROOT / name).rglob("*") if path.is_file()]
-        found = [path.relative_to(ROOT) for path in beside + inside if "__pycache__" not in path.parts]
-    return [path for path in found if path.suffix not in NO_SOURCE and path.name != CHECKSUMS]
+        absolute_paths = list(ROOT.iterdir())
+        for name in SOURCE_FOLDERS:
+            absolute_paths += (ROOT / name).rglob("*")
+        paths = [path.relative_to(ROOT) for path in absolute_paths if "__pycache__" not in path.parts]
+    paths = [path for path in paths if (ROOT / path).is_file()]
+    return [path for path in paths if path.suffix not in PICTURE_SUFFIXES and path.name != CHECKSUMS]
 
 
 def read_package_version(package: str) -> str | None:
-    """Return the installed version of a package; None where it is not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -69,13 +78,15 @@ def read_package_version(package: str) -> str | None:
 
 
 def read_cpu_model() -> str | None:
-    """Return the processor's name as Linux gives it; None where it gives none."""
-    lines = read_or_empty("/proc/cpuinfo").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    """Return the processor's name as reported by Linux; None if there is none."""
+    for line in read_or_empty("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return None
 
 
 def describe_machine(device: str) -> str:
-    """Return the kind of machine for measurements: processor, cores, and the first GPU where one is used."""
+    """Return the kind of machine for measurements: processor, cores, and the first GPU if one is used."""
     name = f"{read_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
     if device == "cuda":
         import torch
@@ -85,87 +96,114 @@ def describe_machine(device: str) -> str:
 
 
 def count_visible_gpus() -> int:
-    """Count the GPUs that a process started here would see, without CUDA: a parent that has used it cannot fork."""
-    if (read_package_version("torch") or "").endswith("+cpu"):  # it has no use for those that are there
+    """Return the number of GPUs visible to a child process.
+
+    Does not use CUDA: a process that used CUDA cannot fork.
+    """
+    if (read_package_version("torch") or "").endswith("+cpu"):  # this build cannot use GPUs
         return 0
-    there = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+    device_files = Path("/dev").glob("nvidia*")
+    device_count = sum(path.name[6:].isdigit() for path in device_files)
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     if mask is None:
-        return there
-    named = itertools.takewhile(lambda name: name and name[0] != "-", map(str.strip, mask.split(",")))
-    return min(there, sum(1 for _ in named))  # CUDA looks no further than the first that is no device
+        return device_count
+    visible_count = 0
+    for name in map(str.strip, mask.split(",")):
+        if not name or name.startswith("-"):  # CUDA ignores this entry and all after it
+            break
+        visible_count += 1
+    return min(device_count, visible_count)
 
 
 def has_uncommitted_changes() -> bool | None:
-    """Check the checkout for changes that are not committed; None outside a checkout."""
+    """Return whether the checkout has uncommitted changes; None outside a checkout."""
     status = run_git("status", "--porcelain")
     return bool(status) if status is not None else None
 
 
 def keep_function_file(kind: str, value: str, code: Path, *, anew: bool = False) -> None:
-    """Copy the file of `FILE.py:function` into a run's source, if it is not there yet, or `anew`. Raises UserError.
+    """Copy the file of `FILE.py:function` into a run's source unless it exists there.
 
-    Ranks that start meanwhile find it whole or not at all. Nothing is done for values that name no file.
+    `anew` replaces it.
+
+    Raises UserError. Ranks that start at the same time see the complete file or none. Other values are ignored.
     """
-    kept = find_kept_file(kind, value, code)
-    if ":" in value and (anew or not kept.is_file()):
-        with disk_errors(kept):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            draft = kept.with_suffix(".new")
+    copy = find_kept_file(kind, value, code)
+    if ":" in value and (anew or not copy.is_file()):
+        with disk_errors(copy):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            draft = copy.with_suffix(".new")
             shutil.copyfile(value.rpartition(":")[0], draft)
-            draft.replace(kept)
+            draft.replace(copy)
 
 
 def copy_source(folder: Folder) -> None:
     """Copy the source into `code/`, with the checksums of its files."""
     code = folder.path / "code"
-    sums = []
+    checksums = []
     with disk_errors(code):
         for name in list_source_files():
             content = (ROOT / name).read_bytes()
             (code / name).parent.mkdir(parents=True, exist_ok=True)
             (code / name).write_bytes(content)
-            sums.append(f"{hashlib.sha256(content).hexdigest()}  {name}\n")
-    write_atomic(code / CHECKSUMS, "".join(sums))
+            checksums.append(f"{hashlib.sha256(content).hexdigest()}  {name}\n")
+    write_atomic(code / CHECKSUMS, "".join(checksums))
 
 
 def check_source(folder: Folder) -> None:
-    """Raise UserError where a file in a run's `code/` is missing or is not what was copied there.
+    """Raise UserError if a file in a run's `code/` is missing or differs from the original copy.
 
-    Of a run that is older than the checksums, files that Python cannot read are found.
+    For runs made before checksums were stored, only files that Python cannot parse are found.
     """
     code = folder.path / "code"
     damaged = []
     lines = read_or_empty(str(code / CHECKSUMS)).splitlines()
     for line in lines:
         digest, _, name = line.partition("  ")
-        if not (code / name).is_file() or hashlib.sha256((code / name).read_bytes()).hexdigest() != digest:
+        path = code / name
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             damaged.append(name)
-    for path in code.rglob("*.py") if not lines else ():
+    if not lines:
+        damaged = find_unparsable_files(code)
+    if damaged:
+        names = ", ".join(damaged[:MAX_DAMAGED_FILES])
+        if len(damaged) > MAX_DAMAGED_FILES:
+            names += ", ..."
+        raise UserError(
+            f"the run's source is damaged: {names} in {code}; restore the files or start a new run; "
+            f"if they were changed on purpose, delete {code / CHECKSUMS}"
+        )
+
+
+def find_unparsable_files(code: Path) -> list[str]:
+    """Return the Python files below a folder that Python cannot parse, relative to it."""
+    damaged = []
+    for path in code.rglob("*.py"):
         try:
             ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):
             damaged.append(str(path.relative_to(code)))
-    if damaged:
-        named = ", ".join(damaged[:5]) + (", ..." if len(damaged) > 5 else "")
-        raise UserError(
-            f"the run's source is damaged: {named} in {code}; bring the run's files back, or start a new run; "
-            f"where they were changed on purpose, delete {code / CHECKSUMS}"
-        )
+    return damaged
 
 
 def write_metadata(folder: Folder, arguments: list[str], data: dict[str, Any]) -> None:
     """Write meta.json: source, versions, machine, arguments and data of a run. Raises UserError."""
+    git = {
+        "sha": (run_git("rev-parse", "HEAD") or "").strip() or None,
+        "dirty": has_uncommitted_changes(),
+        "diff": run_git("diff", "HEAD") or None,
+    }
+    machine = {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "cpu": read_cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
     meta = {
-        "git": {
-            "sha": (run_git("rev-parse", "HEAD") or "").strip() or None,
-            "dirty": has_uncommitted_changes(),
-            "diff": run_git("diff", "HEAD") or None,
-        },
+        "git": git,
         "packages": {package: read_package_version(package) for package in PACKAGES},
         "python": platform.python_version(),
-        "machine": {"host": socket.gethostname(), "system": platform.platform(), "cpu": read_cpu_model()}
-        | {"cores": len(os.sched_getaffinity(0))},
+        "machine": machine,
         "argv": [sys.executable, *arguments],
         "data": data,
         "prepared_by": identify_process(),
@@ -175,33 +213,35 @@ def write_metadata(folder: Folder, arguments: list[str], data: dict[str, Any]) -
 
 
 def read_metadata(folder: Folder) -> dict[str, Any]:
-    """Return meta.json; what has another type there than it is written with counts as missing."""
+    """Return meta.json without entries of unexpected types."""
     meta = dict[str, Any]()
-    for name, value in read_json(folder.path / "meta.json").items():
-        if value is None or isinstance(value, METADATA.get(name, object)):
-            meta[name] = value
-    meta["history"] = [entry for entry in meta.get("history") or [] if isinstance(entry, dict)]
-    job, data = meta.get("job") or {}, meta.get("data") or {}
-    types: dict[str, Any] = {"id": str, "scheduler": str, "logs": (str, type(None)), "profile": (dict, type(None))}
-    if job and not all(isinstance(job.get(name), kind) for name, kind in types.items()):
+    for name, content in read_json(folder.path / "meta.json").items():
+        if content is None or isinstance(content, ENTRY_TYPES.get(name, object)):
+            meta[name] = content
+    meta["history"] = [attempt for attempt in meta.get("history") or [] if isinstance(attempt, dict)]
+    job = meta.get("job")
+    if job and not all(isinstance(job.get(name), kind) for name, kind in JOB_TYPES.items()):
         del meta["job"]
-    if not isinstance(data.get("sha256", {}), dict):
-        meta["data"] = {name: value for name, value in data.items() if name != "sha256"}
+    data = meta.get("data")
+    if data and not isinstance(data.get("sha256", {}), dict):
+        del data["sha256"]
     return meta
 
 
 def record_attempt_start(folder: Folder) -> None:
     """Add this attempt to the history in meta.json. Raises UserError."""
-    slurm = {name: value for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}
-    entry = {"attempt": folder.number, "start": format_utc_now(), "end": None, "state": "running"}
-    entry |= identify_process() | {"slurm": slurm or None, "starter": identify_launcher()}
+    prefixes = ("SLURM_JOB", "SLURM_RESTART")
+    slurm = {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
+    attempt = {"attempt": folder.number, "start": format_utc_now(), "end": None, "state": "running"}
+    attempt |= identify_process()
+    attempt |= {"slurm": slurm or None, "starter": identify_launcher()}
     meta = read_metadata(folder)
-    meta["history"].append(entry)
+    meta["history"].append(attempt)
     write_json(folder.path / "meta.json", meta)
 
 
 def identify_process() -> dict[str, Any]:
-    """Return what identifies this process, also after it has ended: host, boot, namespace, pid and start time."""
+    """Return host, boot, namespace, pid and start time, which identify this process even after it has ended."""
     return {
         "host": socket.gethostname(),
         "boot": read_boot_id(),
@@ -212,20 +252,29 @@ def identify_process() -> dict[str, Any]:
 
 
 def read_boot_id() -> str:
-    """Return the id of this boot, which stays when the host is renamed; empty where it is not known."""
+    """Return the id of this boot, which does not change when the host is renamed.
+
+    Returns an empty string if unknown.
+    """
     return read_or_empty("/proc/sys/kernel/random/boot_id").strip()
 
 
 def read_pid_namespace() -> str:
-    """Return the namespace in which this process's pid counts, such as that of a container; empty if not known."""
+    """Return the namespace of this process's pid, such as that of a container.
+
+    Returns an empty string if unknown.
+    """
     try:
-        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (its target is no path)
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (its target is not a path)
     except OSError:
         return ""
 
 
 def identify_launcher() -> str | None:
-    """Return what identifies the SLURM job, or else the torchrun, that started this process; None without either."""
+    """Return an id of the SLURM job, or else the torchrun, that started this process.
+
+    Returns None without either.
+    """
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ.get('SLURM_CLUSTER_NAME')} {os.environ['SLURM_JOB_ID']}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -235,11 +284,14 @@ def identify_launcher() -> str | None:
 
 
 def find_earlier_run(runs: Path, name: str, arguments: list[str]) -> Folder | None:
-    """Return the run that an earlier attempt of the same job or torchrun made with the same command line."""
+    """Return the run created by an earlier attempt of the same job or torchrun with the same command line."""
+    launcher = identify_launcher()
+    if launcher is None:
+        return None
     for path in sorted(runs.glob(f"{name}-*/meta.json"), reverse=True):
         meta = read_metadata(Folder(path.parent))
-        begun = [entry.get("starter") for entry in meta["history"][:1]]
-        if begun == [identify_launcher()] != [None] and meta.get("argv", [])[1:] == arguments:
+        starters = [attempt.get("starter") for attempt in meta["history"][:1]]
+        if starters == [launcher] and meta.get("argv", [])[1:] == arguments:
             return Folder(path.parent)
     return None
 
@@ -250,7 +302,10 @@ def update_metadata(folder: Folder, **facts: Any) -> None:
 
 
 def record_attempt_end(folder: Folder, state: str) -> None:
-    """Write state and time of its end to the newest attempt in meta.json's history. Raises UserError."""
+    """Write the final state and end time of the newest attempt to meta.json's history.
+
+    Raises UserError.
+    """
     meta = read_metadata(folder)
     if meta["history"]:
         meta["history"][-1] |= {"state": state, "end": format_utc_now()}
@@ -258,6 +313,9 @@ def record_attempt_end(folder: Folder, state: str) -> None:
 
 
 def advise_new_run(folder: Folder) -> str:
-    """Return the command to type where a run's own source, which a resumed run uses, has an error."""
-    new = f'make exp NAME={folder.experiment} ARGS="..."'
-    return f"{new}, a new run, once the error is mended: RESUME would run {folder.path}/code as it was"
+    """Return the command to use after an error in a run's source.
+
+    A resumed run would use the old source.
+    """
+    command = f'make exp NAME={folder.experiment} ARGS="..."'
+    return f"{command} (a new run) after fixing the error; RESUME= would run the old source in {folder.path}/code"

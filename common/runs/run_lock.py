@@ -1,4 +1,4 @@
-"""Lock of a run: one process of this machine starts, submits or conducts an attempt at a time. Imports no torch."""
+"""Lock of a run: one process of this machine starts, submits or controls an attempt at a time. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from common.core.errors import RunTaken
 from common.runs import claims
 from common.runs.folder import Folder
 
-LOCK_SECONDS = 1.0  # for the ranks of a process that was killed to end
+LOCK_SECONDS = 1.0  # until the ranks of a killed process have ended
+POLL_SECONDS = 0.05
 
 
 def lock_run(folder: Folder) -> IO[str]:
-    """Keep other processes of this machine from starting an attempt of a run; return the file that holds the lock.
+    """Keep other processes of this machine from starting an attempt of a run.
 
-    Waits for an attempt that was told to stop. Raises RunTaken if another process holds the lock. Not used on a
-    cluster: an old attempt cut off by the network could hold the lock for ever.
+    Returns the file that holds the lock.
+
+    Waits for an attempt that is stopping. Raises RunTaken if another process holds the lock. Not used on a cluster: an
+    old attempt behind a broken network could hold the lock forever.
     """
     claims.wait_for_earlier_attempt(folder)
     deadline = time.monotonic() + LOCK_SECONDS
@@ -28,15 +31,17 @@ def lock_run(folder: Folder) -> IO[str]:
         if time.monotonic() > deadline:
             problem = f"{folder.path.name} is already running or being started on this machine"
             raise RunTaken(f"{problem}; {claims.format_remedy(folder)}")
-        time.sleep(0.05)
+        time.sleep(POLL_SECONDS)
 
 
 def try_to_lock(folder: Folder) -> IO[str] | None:
-    """Lock a run for this process and its ranks; None where another process has it.
+    """Lock a run for this process and its ranks.
 
-    Where a disk knows no locks the file is returned without one.
+    Returns None if another process holds the lock.
+
+    On a disk without locks the file is returned unlocked.
     """
-    file = open(folder.path / "config.yaml")  # noqa: SIM115 (the lock ends with it)
+    file = open(folder.path / "config.yaml")  # noqa: SIM115 (closing it releases the lock)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The settings in which runs differ, and which of them tell runs of one experiment apart best. Imports no torch."""
+"""The settings in which runs differ, and which of them best distinguish runs of an experiment. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,54 +6,77 @@ from collections.abc import Mapping, Sequence
 
 Settings = Mapping[str, str]
 
-NO_MATTER = ("runs", "data.cache", "data.root", "log.", "wandb.")  # settings that do not change what is computed
-GENERAL = ("optim.", "batch", "dtype", "data.", "launch.nodes", "epochs", "steps", "seed")
-REPORTING = ("eval_batch", "plot", "compare", "export", "sweep", "repeats", "profile", "launch.", "checkpoint.")
-MISSING = "-"  # where a run has no such setting
+IRRELEVANT_SETTINGS = ("runs", "data.cache", "data.root", "log.", "wandb.")  # they do not change what is computed
+GENERAL_SETTINGS = ("optim.", "batch", "dtype", "data.", "launch.nodes", "epochs", "steps", "seed")
+REPORT_SETTINGS = ("eval_batch", "plot", "compare", "export", "sweep", "repeats", "profile", "launch.", "checkpoint.")
+MISSING = "-"  # text of a setting that a run does not have
 
 
 def matches_setting(key: str, name: str) -> bool:
-    """Check that a setting has this name, or is in the group that a name with a dot at its end stands for."""
+    """Return whether a setting has this name or belongs to this group.
+
+    The name of a group ends with a dot.
+    """
     return key == name or (name.endswith(".") and key.startswith(name))
 
 
+def list_keys(runs: Sequence[Settings]) -> list[str]:
+    """Return the keys of all settings of the runs, in order of first appearance."""
+    keys: dict[str, None] = {}
+    for run in runs:
+        keys |= dict.fromkeys(run)
+    return list(keys)
+
+
 def list_differing_settings(runs: Sequence[Settings]) -> list[str]:
-    """List the settings whose values differ between the runs that have them."""
-    found = []
-    for key in dict.fromkeys(key for run in runs for key in run):
-        if len({run[key] for run in runs if key in run}) > 1 and not any(
-            matches_setting(key, name) for name in NO_MATTER
-        ):
-            found.append(key)
-    return found
+    """Return the settings whose values differ between the runs that have them."""
+    differing = []
+    for key in list_keys(runs):
+        is_irrelevant = any(matches_setting(key, name) for name in IRRELEVANT_SETTINGS)
+        texts = {run[key] for run in runs if key in run}
+        if len(texts) > 1 and not is_irrelevant:
+            differing.append(key)
+    return differing
 
 
 def compute_label_priority(key: str) -> int:
-    """Return the order of settings in a label: what one experiment has, then what all have, then how it is reported."""
-    return next((order for order, name in enumerate((*GENERAL, *REPORTING), 1) if matches_setting(key, name)), 0)
+    """Return the position of a setting in labels: settings of one experiment first, then general, then of reports."""
+    for position, name in enumerate((*GENERAL_SETTINGS, *REPORT_SETTINGS), 1):
+        if matches_setting(key, name):
+            return position
+    return 0
 
 
 def sort_differing_settings(runs: Sequence[Settings]) -> list[str]:
-    """The settings that differ, the most telling first."""
+    """Return the settings in which runs differ, the most distinctive first."""
     return sorted(list_differing_settings(runs), key=compute_label_priority)
 
 
-def choose_telling_settings(runs: Sequence[Settings], most: int) -> list[str]:
-    """Choose settings that tell runs apart, `most` at most: each divides runs that those before it did not."""
-    found: list[str] = []
-    parts = 1
+def choose_telling_settings(runs: Sequence[Settings], limit: int) -> list[str]:
+    """Return at most `limit` settings that distinguish runs.
+
+    Each one separates runs that the earlier ones do not.
+    """
+    selected: list[str] = []
+    group_count = 1
     for key in sort_differing_settings(runs):
-        divided = len({tuple(run.get(one) for one in (*found, key)) for run in runs})
-        if divided > parts:
-            found, parts = [*found, key], divided
-    return found[:most]
+        keys = [*selected, key]
+        groups = {tuple(map(run.get, keys)) for run in runs}
+        if len(groups) > group_count:
+            selected = keys
+            group_count = len(groups)
+    return selected[:limit]
 
 
 def shorten_keys(keys: Sequence[str], runs: Sequence[Settings]) -> list[str]:
-    """The last parts of the names of settings; the full name where that would not be clear."""
-    tails = [key.rpartition(".")[2] for key in {key for run in runs for key in run}]
-    found = []
+    """Return the last part of the name of each setting.
+
+    Ambiguous settings keep the full name.
+    """
+    last_parts = [key.rpartition(".")[2] for key in list_keys(runs)]
+    names = []
     for key in keys:
-        tail = key.rpartition(".")[2]
-        found.append(key if tail == "name" or tails.count(tail) > 1 else tail)
-    return found
+        last_part = key.rpartition(".")[2]
+        is_ambiguous = last_part == "name" or last_parts.count(last_part) > 1
+        names.append(key if is_ambiguous else last_part)
+    return names

@@ -1,6 +1,6 @@
-"""The W&B mode of a run: the one asked for, and offline where no account or host answers. Imports no torch.
+"""The W&B mode of a run: the requested mode, or offline without an account or a reachable host. Imports no torch.
 
-Both are found out before wandb.init, because a failing online init takes a minute and a half.
+Both are checked before wandb.init, because a failing online init takes a minute and a half.
 """
 
 from __future__ import annotations
@@ -16,45 +16,53 @@ from configs.shared import Experiment
 
 MODES = ("auto", "online", "offline", "disabled")
 NO_ACCOUNT = "no W&B account is configured"
-HOSTS = ("wandb.ai", "coreweave.com")  # of accounts without a host of their own
-REACH = 3.0  # seconds for the W&B host to answer
+DEFAULT_HOSTS = ("wandb.ai", "coreweave.com")
+HOST_TIMEOUT = 3.0  # seconds for the W&B host to answer
 
 
 def read_requested_mode(cfg: Experiment) -> str:
     """Return one of MODES, from WANDB_MODE or else wandb.mode. Raises UserError for an unknown WANDB_MODE."""
     mode = os.environ.get("WANDB_MODE") or cfg.wandb.mode
-    mode = {"run": "online", "dryrun": "offline"}.get(mode, mode)  # W&B's older names
+    mode = {"run": "online", "dryrun": "offline"}.get(mode, mode)  # older names of W&B
     if mode not in MODES:
-        raise UserError(f"WANDB_MODE={mode} is unknown; use {', '.join(MODES)}, or unset it")
+        raise UserError(f"WANDB_MODE must be one of {', '.join(MODES)}, got {mode}; change or unset it")
     return mode
 
 
 def find_missing_account() -> str:
-    """Return why W&B can have no account here, or nothing. Does not import wandb, which would slow a run that trains.
+    """Return why there can be no W&B account, or an empty string.
 
-    It looks where wandb looks. An account that it finds may still be of no use.
+    Does not import wandb, which would slow training.
+
+    Checks the places that wandb checks. An account found there may still be invalid.
     """
-    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return ""
-    configured = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
-    local = Path(os.environ.get("WANDB_DIR") or ".") / "wandb"
-    settings = [read_or_empty(str(place.expanduser() / "settings")) for place in (Path(configured), local)]
+    config_folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
+    local_folder = Path(os.environ.get("WANDB_DIR") or ".") / "wandb"
+    folders = (Path(config_folder), local_folder)
+    settings = [read_or_empty(str(folder.expanduser() / "settings")) for folder in folders]
     if any("api_key" in text for text in settings):
         return ""
-    hosts = [*HOSTS, *re.findall(r"https?://([^/\s]+)", " ".join([*settings, os.environ.get("WANDB_BASE_URL", "")]))]
-    names = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for name in names:
+
+    texts_with_hosts = " ".join([*settings, os.environ.get("WANDB_BASE_URL", "")])
+    hosts = [*DEFAULT_HOSTS, *re.findall(r"https?://([^/\s]+)", texts_with_hosts)]
+    netrc = os.environ.get("NETRC")
+    for name in [netrc] if netrc else ["~/.netrc", "~/_netrc"]:
         text = read_or_empty(str(Path(name).expanduser()))
         if any(host in text for host in hosts) or "default" in text.split():
             return ""
     return NO_ACCOUNT
 
 
-def choose_mode(asked: str) -> tuple[str, str]:
-    """Return online or offline, and the reason for offline. Takes at most a few times REACH, whatever the host does."""
+def choose_mode(requested_mode: str) -> tuple[str, str]:
+    """Return online or offline, and the reason for offline.
+
+    Takes at most a few times HOST_TIMEOUT.
+    """
     import wandb
 
-    if asked == "offline":
+    if requested_mode == "offline":
         return "offline", ""
     try:
         settings = wandb.setup().settings
@@ -62,20 +70,18 @@ def choose_mode(asked: str) -> tuple[str, str]:
             return "offline", f"`wandb {settings.mode}` was set on this machine"
         if not wandb.login(prompt=False, verify=False):
             return "offline", NO_ACCOUNT
-        silent = network.find_url_problem(settings.base_url, REACH)
-        if silent:
-            return "offline", f"{settings.base_url} does not answer: {silent}"
-        wandb.Api(timeout=round(REACH))  # raises unless the host knows the key
-    except Exception as error:  # noqa: BLE001 (a malformed or refused key, an unreadable netrc: train on)
+        problem = network.find_url_problem(settings.base_url, HOST_TIMEOUT)
+        if problem:
+            return "offline", f"{settings.base_url} does not answer: {problem}"
+        wandb.Api(timeout=round(HOST_TIMEOUT))  # raises unless the host accepts the key
+    except Exception as error:  # noqa: BLE001 (an invalid key or unreadable netrc must not stop training)
         return "offline", f"W&B does not accept the account: {summarize_error(error)}"
     return "online", ""
 
 
 def require_account() -> None:
-    """Raise UserError, with the reason, unless there is a W&B account whose host answers."""
-    os.environ.pop("WANDB_MODE", None)  # it is about runs
-    mode, why = choose_mode("online")
+    """Raise UserError unless there is a W&B account whose host answers."""
+    os.environ.pop("WANDB_MODE", None)  # it applies to runs only
+    mode, reason = choose_mode("online")
     if mode != "online":
-        raise UserError(
-            f"nothing is sent to W&B: {why} (an account is named by .venv/bin/wandb login or WANDB_API_KEY)"
-        )
+        raise UserError(f"nothing sent to W&B: {reason}; run .venv/bin/wandb login or set WANDB_API_KEY")

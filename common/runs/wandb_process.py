@@ -1,17 +1,16 @@
-"""The tracking process: it gives W&B the rows of a run folder that it misses, and ends.
+"""The tracking process: it sends W&B the missing rows of a run folder, then exits.
 
     python -m common.runs.wandb_process RUN_FOLDER ATTEMPT online SECONDS     follows a run until stdin closes
     python -m common.runs.wandb_process RUN_FOLDER ATTEMPT offline SECONDS    converts a run that has ended
 
-It ends itself SECONDS after stdin has closed, or after the start of a conversion, also where its owner is gone.
-`online` ends at once with status NO_HOST where W&B cannot be reached; the run is then converted after its end, as with
-`offline`. A conversion counts when its folder is moved to its place, so one that was cut off leaves no rows behind.
-Account and host are checked before wandb.init, since a failing online init takes a minute and a half. Imports no torch.
+It exits at the latest SECONDS after stdin has closed, or after a conversion started, even if its owner was killed.
+`online` exits with status NO_HOST if W&B cannot be reached; the run is then converted after its end, as with `offline`.
+A conversion counts once its folder is moved to its final path, so an interrupted one leaves no rows behind. Account and
+host are checked before wandb.init, since a failing online init takes a minute and a half. Imports no torch.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -27,11 +26,11 @@ from common.core.errors import summarize_error
 from common.core.processes import adopt_orphans, kill_children
 from common.runs import wandb_scratch
 from common.runs.folder import Folder, Part, read_json, write_json
-from common.runs.metrics_rows import is_row
+from common.runs.metrics_rows import is_row, parse_json
 from common.runs.result import parse_result
 from common.runs.wandb_account import choose_mode
 from common.runs.wandb_rows import (
-    NOTE,
+    NOTE_FILE,
     Journal,
     Mark,
     Note,
@@ -49,18 +48,25 @@ from common.runs.wandb_run import MediaReader, init_wandb_run, log_model_artifac
 
 POLL_SECONDS = 0.3  # between two reads of the metrics file
 TAIL_BYTES = 65_536  # of the metrics file, among which a row ends
-TIMED_OUT = 3  # exit status of a tracking process whose time is over
-NO_HOST = 4  # exit status where the run is to be converted after its end
-RESTARTS = 5  # of W&B's client, which a scheduler may kill with the ranks
-SERVICE = "WANDB_SERVICE"  # names the helper process of an earlier wandb
+TIMED_OUT = 3  # exit status after the time limit
+NO_HOST = 4  # exit status if the run must be converted after its end
+MAX_RESTARTS = 5  # after W&B's client was killed; a scheduler may kill it with the ranks
+SERVICE = "WANDB_SERVICE"  # environment variable with the helper process of an earlier wandb
+LOST_CLIENT_ERRORS = ("CommError", "HandleAbandonedError", "MailboxClosedError", "WandbServiceConnectionError")
+"""Names of the exceptions that wandb raises after its client was killed, besides ConnectionError."""
 
 
 class Forwarder:
-    """Passes on what W&B misses of a run, oldest attempt first."""
+    """Sends W&B the rows of a run that it misses, oldest attempt first."""
 
     def __init__(self, folder: Folder, run: Any, journal: Journal | None) -> None:
-        """With a `journal` the run is online, and `run` has resumed what W&B's host has of it. Raises UserError."""
-        self.folder, self.run, self.journal = folder, run, journal
+        """With a `journal` the run is online, and `run` has resumed it on W&B's host.
+
+        Raises UserError.
+        """
+        self.folder = folder
+        self.run = run
+        self.journal = journal
         self.notes = read_notes(folder)
         self.step = 0
         if journal is not None:
@@ -68,87 +74,97 @@ class Forwarder:
             journal.correct_notes(self.notes, self.step)
             self.write_notes()
             journal.begin()
-        self.known = list_known_rows(folder, self.notes)
+        self.sent_keys = list_known_rows(folder, self.notes)
         self.media: dict[int, MediaReader] = {}
 
     def forward_ended_attempts(self) -> None:
-        """Pass on what counts of the attempts that have ended."""
+        """Send the rows of ended attempts that belong to the run."""
         for part in self.folder.list_parts():
-            note = self.notes.get(part.attempt.number)
-            is_here = part.attempt.number == self.folder.number
-            if note is None or (is_here if self.journal else note.online):
+            attempt = part.attempt
+            note = self.notes.get(attempt.number)
+            if note is None:
                 continue
-            self.begin_attempt(part.attempt)
-            began = find_start_time(part.attempt)
-            for number, row in choose_rows(part.attempt):
+            is_handled_elsewhere = attempt.number == self.folder.number if self.journal else note.online
+            if is_handled_elsewhere:
+                continue
+            self.begin_attempt(attempt)
+            start_time = find_start_time(attempt)
+            for number, row in choose_rows(attempt):
                 if part.rows is not None and number > part.rows:
                     break
                 if part.counts(row["global_step"]):
-                    self.forward_row(part.attempt, number, row, began)
+                    self.forward_row(attempt, number, row, start_time)
             self.forward_media(part)
 
     def begin_attempt(self, attempt: Folder) -> None:
-        """Note from which step on W&B's history has rows of an attempt."""
+        """Record the step from which W&B's history contains rows of an attempt."""
         if self.journal is not None:
             note = self.notes[attempt.number]
             note.online = True
             write_note(attempt, note)
-            self.journal.add(Mark(self.step, attempt.number, note.rows, note.media))
+            mark = Mark(self.step, attempt.number, note.rows, note.media)
+            self.journal.add(mark)
 
-    def forward_row(self, attempt: Folder, number: int, row: dict[str, Any], began: float | None) -> None:
-        """Pass on a row, unless W&B has it, also from an attempt before: a step that was done again, to the bit.
+    def forward_row(self, attempt: Folder, number: int, row: dict[str, Any], start_time: float | None) -> None:
+        """Send a row unless W&B has it.
 
-        `began` is the time since 1970 at which the row's own clock was 0; without it the row gets the present time.
+        An identical row of a step that a later attempt repeats is not sent again.
+
+        `start_time` is the time since 1970 at which the row's clock was 0; without it the row gets the current time.
         """
         note = self.notes[attempt.number]
         if number <= note.rows:
             return
         key = make_row_key(row)
-        if key not in self.known:
-            written = {} if began is None else {"_timestamp": began + (row.get("time") or 0.0)}
-            self.run.log(row | written)
+        if key not in self.sent_keys:
+            timestamp = {} if start_time is None else {"_timestamp": start_time + (row.get("time") or 0.0)}
+            self.run.log(row | timestamp)
             self.step += 1
             if attempt.number != self.folder.number:
-                self.known.add(key)
+                self.sent_keys.add(key)
         note.rows = number
 
     def forward_media(self, part: Part) -> None:
-        """Pass on images and histograms that are new."""
-        note = self.notes[part.attempt.number]
-        reader = self.media.setdefault(part.attempt.number, MediaReader(part.attempt, note.media))
-        items = [item for item in reader.read() if part.counts(item["global_step"])]
-        if items and self.journal is not None:
-            self.journal.add(Mark(self.step, part.attempt.number, note.rows, note.media, len(items)))
-        for item in items:
-            self.run.log(item)
-        self.step += len(items)
+        """Send new images and histograms."""
+        number = part.attempt.number
+        note = self.notes[number]
+        reader = self.media.setdefault(number, MediaReader(part.attempt, note.media))
+        rows = [row for row in reader.read() if part.counts(row["global_step"])]
+        if rows and self.journal is not None:
+            mark = Mark(self.step, number, note.rows, note.media, len(rows))
+            self.journal.add(mark)
+        for row in rows:
+            self.run.log(row)
+        self.step += len(rows)
         note.media = reader.lines
 
     def forward_growing_attempt(self, lines: Iterator[str | None]) -> None:
-        """Pass on the rows of the attempt that trains, as they come."""
+        """Send the rows of the attempt that trains as they are written."""
         attempt = self.folder
         self.begin_attempt(attempt)
-        began = find_start_time(attempt)
+        note = self.notes[attempt.number]
+        start_time = find_start_time(attempt)
         thinning = Thinning()
         number = 0
         for line in lines:
             if line is None:
                 self.forward_media(Part(attempt, None, None))
-                write_note(attempt, self.notes[attempt.number])
+                write_note(attempt, note)
                 continue
             number += 1
             row = parse_row(line)
             if row and thinning.choose(row):
-                self.forward_row(attempt, number, row, began)
-        self.notes[attempt.number].rows = max(self.notes[attempt.number].rows, number)
+                self.forward_row(attempt, number, row, start_time)
+        note.rows = max(note.rows, number)
         self.forward_media(Part(attempt, None, None))
 
     def finish(self) -> None:
-        """Pass on model and result, and let W&B finish the run."""
+        """Send model and result, and finish the W&B run."""
         result = self.folder.result
         log_model_artifact(self.run, self.folder)
         restarts = len(self.folder.attempts()) - 1
-        self.run.summary.update(parse_result(result).list_columns() | {"restarts": restarts})
+        columns = parse_result(result).list_columns()
+        self.run.summary.update(columns | {"restarts": restarts})
         self.run.finish(exit_code=int(result.get("exit_status", 1)))
         for note in self.notes.values():
             note.complete = note.complete or not note.online or self.journal is not None
@@ -160,38 +176,41 @@ class Forwarder:
 
 
 def find_start_time(attempt: Folder) -> float | None:
-    """Return the time since 1970 at which the rows' clock was 0: the last row is as old as the file's last change."""
+    """Return the time since 1970 at which the rows' clock was 0.
+
+    The last row is assumed to be as old as the last change of the file.
+    """
     try:
         with open(attempt.metrics_file, "rb") as file:
-            changed = os.fstat(file.fileno()).st_mtime
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            file_status = os.fstat(file.fileno())
+            file.seek(max(0, file_status.st_size - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return None
-    times = [row["time"] for row in map(parse_row, lines) if row and isinstance(row.get("time"), int | float)]
-    return changed - times[-1] if times else None
+    for row in map(parse_row, reversed(lines)):
+        if row and isinstance(row.get("time"), int | float):
+            return file_status.st_mtime - float(row["time"])
+    return None
 
 
 def parse_row(line: str) -> dict[str, Any] | None:
-    """Parse a line of metrics; None for one that a full disk has cut off."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
+    """Parse a line of metrics; None if it is damaged, as by a full disk."""
+    row = parse_json(line)
     return row if is_row(row) else None
 
 
 def follow_lines(path: Path, closed: threading.Event) -> Iterator[str | None]:
-    """Yield the lines of a growing file, and None whenever it has no more for now, until `closed`."""
-    position, rest = 0, ""
+    """Yield the lines of a growing file, and None whenever there is no new line, until `closed` is set."""
+    position = 0
+    text = ""
     while True:
         is_last = closed.wait(POLL_SECONDS)
         if path.exists():
             with open(path, errors="replace") as file:
                 file.seek(position)
-                rest += file.read()
+                text += file.read()
                 position = file.tell()
-        *lines, rest = rest.split("\n")
+        *lines, text = text.split("\n")
         yield from lines
         if is_last:
             return
@@ -199,23 +218,23 @@ def follow_lines(path: Path, closed: threading.Event) -> Iterator[str | None]:
 
 
 def track_online(folder: Folder, closed: threading.Event) -> int:
-    """Pass on the rows of a run while it trains; return the exit status."""
+    """Send the rows of a run while it trains; return the exit status."""
     while not folder.metrics_file.exists() and not closed.wait(POLL_SECONDS):
-        pass  # the import does not compete with the first step
+        pass  # importing wandb must not slow down the first step
     note = read_note(folder)
-    had_host = note is not None and note.online
+    was_online = note is not None and note.online
     mode, reason = choose_mode("online")
     if mode == "offline":
-        if had_host:
+        if was_online:
             raise ConnectionError(reason)
         note_offline(folder, reason)
         return NO_HOST
-    if not folder.attempt.exists():  # moved or deleted: W&B would create it again
+    if not folder.attempt.exists():  # it was moved or deleted, and W&B would create it again
         return 1
     try:
         run = init_wandb_run(folder, "online", folder.path)
     except Exception as error:
-        if had_host:
+        if was_online:
             raise
         note_offline(folder, f"W&B refused the run: {summarize_error(error)}")
         return NO_HOST
@@ -237,7 +256,10 @@ def note_offline(folder: Folder, reason: str) -> None:
 
 
 def convert(folder: Folder) -> int:
-    """Make an offline run of W&B from what it misses of a run that has ended; return the exit status."""
+    """Create an offline W&B run with the missing rows of an ended run.
+
+    Returns the exit status.
+    """
     staging = wandb_scratch.name_staging_folder(folder)
     staging.mkdir()
     run = init_wandb_run(folder, "offline", staging)
@@ -245,40 +267,41 @@ def convert(folder: Folder) -> int:
     forwarder = Forwarder(folder, run, None)
     forwarder.forward_ended_attempts()
     forwarder.finish()
-    made = Path(run.dir).parent
+    offline_folder = Path(run.dir).parent
     contents = {number: asdict(note) for number, note in forwarder.notes.items() if not note.online}
-    write_json(made / NOTE, contents)
-    place = folder.path / "wandb" / made.name
-    made.rename(place)  # from now on it counts
+    write_json(offline_folder / NOTE_FILE, contents)
+    final_path = folder.path / "wandb" / offline_folder.name
+    offline_folder.rename(final_path)  # from now on it counts
     forwarder.write_notes()
     status = read_json(folder.path / "wandb" / "status.json")
-    status |= {"id": run.id, "mode": "offline", "dir": str(place)}
+    status |= {"id": run.id, "mode": "offline", "dir": str(final_path)}
     write_json(folder.path / "wandb" / "status.json", status)
     return 0
 
 
 class Deadline:
-    """End of this process: some seconds after its owner has ended or closed stdin."""
+    """Time limit of this process: some seconds after its owner has exited or closed stdin."""
 
-    def __init__(self, folder: Folder, at: float) -> None:
-        """`at` is the time on the monotonic clock, 0 while it is open."""
-        self.folder, self.at = folder, at
+    def __init__(self, folder: Folder, end_time: float) -> None:
+        """`end_time` is on the monotonic clock, 0 while it is unknown."""
+        self.folder = folder
+        self.end_time = end_time
         self.has_lock = False
         self.closed = threading.Event()
 
     def watch(self, seconds: float, *, follow: bool) -> None:
-        """Set `closed` when stdin closes, however the owner ended, and end this process `seconds` later."""
+        """Set `closed` when stdin closes, and exit this process `seconds` later."""
         if follow:
             sys.stdin.read()
-            if not self.folder.result:  # the owner was killed: its ranks end a moment after it, and may still write
+            if not self.folder.result:  # the owner was killed; its ranks exit a moment later and may still write
                 time.sleep(POLL_SECONDS)
-        self.at = self.at or time.monotonic() + seconds
+        self.end_time = self.end_time or time.monotonic() + seconds
         self.closed.set()
-        time.sleep(max(0.0, self.at - time.monotonic()))
+        time.sleep(max(0.0, self.end_time - time.monotonic()))
         self.leave(TIMED_OUT)
 
     def leave(self, status: int) -> NoReturn:
-        """End this process and the processes of W&B's client, and remove its temporary folders."""
+        """Kill W&B's client, remove its temporary folders and exit this process."""
         kill_children()
         if self.has_lock:
             wandb_scratch.remove_scratch(self.folder)
@@ -286,15 +309,18 @@ class Deadline:
         os._exit(status)
 
 
-def main(path: str, number: str, mode: str, seconds: str, restarts: str = "0", at: str = "0") -> None:
-    """Pass on what W&B misses; start again where W&B's client was killed."""
+def main(path: str, number: str, mode: str, seconds: str, restarts: str = "0", end_time: str = "0") -> None:
+    """Send W&B the missing rows of a run.
+
+    Restart this process if W&B's client was killed.
+    """
     for signal_number in (signal.SIGTERM, signal.SIGUSR2):  # SLURM signals every process of a job
         signal.signal(signal_number, signal.SIG_IGN)
-    os.nice(10)  # training goes first
+    os.nice(10)  # training has priority
     adopt_orphans()  # W&B's helpers leave processes behind
     folder = Folder(Path(path), int(number))
     (folder.path / "wandb").mkdir(exist_ok=True)
-    deadline = Deadline(folder, float(at))
+    deadline = Deadline(folder, float(end_time))
     follow = {"follow": mode == "online"}
     watch = threading.Thread(target=deadline.watch, args=(float(seconds),), kwargs=follow, daemon=True)
     watch.start()
@@ -303,19 +329,19 @@ def main(path: str, number: str, mode: str, seconds: str, restarts: str = "0", a
         wandb_scratch.remove_scratch(folder)
         temporary = wandb_scratch.open_temporary_folder(folder)
         try:
-            status = pass_on(folder, mode, deadline)
+            status = forward_missing(folder, mode, deadline)
         except Exception as error:  # noqa: BLE001 (W&B may raise anything; the traceback goes to the log)
-            if int(restarts) < RESTARTS and is_connection_lost(error):
-                print(f"W&B's client has ended ({summarize_error(error)}): it is started again", file=sys.stderr)
-                arguments = [path, number, mode, seconds, str(int(restarts) + 1), str(deadline.at)]
-                start_again(arguments, folder, temporary)
+            if int(restarts) < MAX_RESTARTS and is_connection_lost(error):
+                print(f"restarting W&B's client, which has exited: {summarize_error(error)}", file=sys.stderr)
+                arguments = [path, number, mode, seconds, str(int(restarts) + 1), str(deadline.end_time)]
+                restart_process(arguments, folder, temporary)
             traceback.print_exc()
             status = 1
         deadline.leave(status)
 
 
-def pass_on(folder: Folder, mode: str, deadline: Deadline) -> int:
-    """Pass on what W&B misses, and let its client end; return the exit status."""
+def forward_missing(folder: Folder, mode: str, deadline: Deadline) -> int:
+    """Send W&B the missing rows and shut down its client; return the exit status."""
     adopt_offline_folders(folder)
     if read_note(folder) is None:
         write_note(folder, Note())
@@ -323,14 +349,14 @@ def pass_on(folder: Folder, mode: str, deadline: Deadline) -> int:
         status = track_online(folder, deadline.closed)
     elif find_incomplete(folder):
         status = convert(folder)
-    else:  # another process has just done it
+    else:  # another process has already sent everything
         return 0
     shut_down_wandb()
     return status
 
 
-def start_again(arguments: list[str], folder: Folder, temporary: Path) -> NoReturn:
-    """Replace this process by a fresh one, a moment later."""
+def restart_process(arguments: list[str], folder: Folder, temporary: Path) -> NoReturn:
+    """Replace this process by a new one after a delay that doubles with each restart."""
     sys.stderr.flush()
     kill_children()
     wandb_scratch.remove_scratch(folder)
@@ -341,17 +367,12 @@ def start_again(arguments: list[str], folder: Folder, temporary: Path) -> NoRetu
 
 
 def is_connection_lost(error: Exception) -> bool:
-    """Check for an error that a killed client of W&B leads to."""
-    return isinstance(error, ConnectionError) or type(error).__name__ in (
-        "CommError",
-        "HandleAbandonedError",
-        "MailboxClosedError",
-        "WandbServiceConnectionError",
-    )
+    """Return whether an error is caused by a killed client of W&B."""
+    return isinstance(error, ConnectionError) or type(error).__name__ in LOST_CLIENT_ERRORS
 
 
 def shut_down_wandb() -> None:
-    """Let W&B's helper end."""
+    """Shut down W&B's helper process."""
     import wandb
 
     wandb.teardown()

@@ -1,14 +1,13 @@
-"""The rows of a run that W&B gets, and the notes about those that it has. Imports neither torch nor W&B.
+"""The rows of a run that are sent to W&B, and records of those it has. Imports neither torch nor W&B.
 
-W&B keeps its rows in the order in which they arrive, so what it has of a run is always a first part of them. A note in
-each attempt counts its lines that W&B has. The journal of an online run relates W&B's own step numbers to these lines:
-where W&B's client was killed, W&B says how many steps it has, and the journal which lines are missing.
+W&B stores rows in the order of arrival, so it always has a first part of a run's rows. A note in each attempt counts
+the lines that W&B has. The journal of an online run maps W&B's step numbers to these lines: if W&B's client was killed,
+W&B reports how many steps it has, and the journal tells which lines are missing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -20,42 +19,43 @@ from common.core.errors import UserError
 from common.core.text import read_or_empty
 from common.runs.folder import Folder, read_json, write_atomic, write_json
 
-NOTE = "passed_on.json"  # in an attempt's folder, and in an offline folder of W&B for all attempts in it
+NOTE_FILE = "passed_on.json"  # in an attempt's folder; in an offline folder of W&B for all its attempts
 AXES = ("global_step", "samples", "time")
-MIN_SECONDS = 0.1  # of training between two rows with the same names
-MAX_ROWS = 10_000  # after which the rows become rarer
+MIN_ROW_SECONDS = 0.1  # of training between two rows with the same names
+MAX_DENSE_ROWS = 10_000  # after this number of rows they become less frequent
 
 RowKey = tuple[tuple[str, Any], ...]
 
 
-# ---- which rows W&B gets
+# ---- rows that are sent to W&B
 
 
 class Thinning:
-    """Choice of an attempt's rows: at most ten a second, and rarer ones the longer the run takes.
+    """Selection of an attempt's rows: at most ten per second, less frequent the longer the run takes.
 
-    A row is chosen if W&B has had no value of one of its names for that time. Evaluations therefore always count, and
-    so does what a script logs rarely. The choice depends on the rows alone.
+    A row is selected if W&B has received no value of one of its names during the interval. Evaluations and other rare
+    values are therefore always sent. The selection depends on the rows alone.
     """
 
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
 
     def choose(self, row: dict[str, Any]) -> bool:
-        """Decide about the next row of the attempt."""
+        """Return whether the next row of the attempt is sent."""
         names = [name for name in row if name not in AXES]
         now = row.get("time")
         if not isinstance(now, int | float):
             return True
-        interval = max(MIN_SECONDS, now / MAX_ROWS)
-        chosen = any(not 0 <= now - self.times.get(name, -math.inf) < interval for name in names)
-        if chosen:
+        interval = max(MIN_ROW_SECONDS, now / MAX_DENSE_ROWS)
+        ages = [now - self.times.get(name, -math.inf) for name in names]
+        is_selected = any(not 0 <= age < interval for age in ages)
+        if is_selected:
             self.times.update(dict.fromkeys(names, now))
-        return chosen
+        return is_selected
 
 
 def choose_rows(attempt: Folder) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line number, from 1, and content of the rows of an attempt that W&B gets."""
+    """Yield line number, from 1, and content of an attempt's rows that are sent to W&B."""
     thinning = Thinning()
     for number, row in enumerate(attempt.parse_own_rows(), 1):
         if row and thinning.choose(row):
@@ -63,68 +63,85 @@ def choose_rows(attempt: Folder) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def make_row_key(row: dict[str, Any]) -> RowKey:
-    """Return the values of a row but for its time: a step that is done again with other settings has others."""
-    return tuple(sorted((name, value) for name, value in row.items() if name != "time"))
+    """Return the values of a row except its time.
+
+    They differ if a step is repeated with other settings.
+    """
+    return tuple(sorted((name, number) for name, number in row.items() if name != "time"))
 
 
-# ---- what W&B has
+# ---- records of the rows that W&B has
 
 
 @dataclass
 class Note:
-    """What W&B has of an attempt."""
+    """Record of what W&B has of an attempt."""
 
     rows: int = 0
     """Lines of metrics.jsonl."""
     media: int = 0
     """Lines of media.jsonl."""
     online: bool = False
-    """True if the rows went to W&B's host, and not into an offline folder."""
+    """Whether the rows were sent to W&B's host instead of an offline folder."""
     complete: bool = False
-    """True if W&B knows how the attempt ended."""
+    """Whether W&B knows how the attempt ended."""
 
 
 def read_note(attempt: Folder) -> Note | None:
-    """Read the note of an attempt; None for one that is not tracked."""
-    content = read_json(attempt.attempt / NOTE)
+    """Read the note of an attempt; None if the attempt is not tracked."""
+    content = read_json(attempt.attempt / NOTE_FILE)
     rows = content.get("rows")
     if not isinstance(rows, int):
         return None
-    if "complete" not in content:  # of a version whose tracker forwarded rows to an offline folder while training
+    if "complete" not in content:  # written by a version that tracked into an offline folder while training
         return Note(rows, count_lines(attempt.attempt / "media.jsonl"), complete=True)
     return Note(rows, int(content["media"]), bool(content["online"]), bool(content["complete"]))
 
 
 def write_note(attempt: Folder, note: Note) -> None:
-    """Write the note of an attempt; on a full disk W&B gets the same rows twice."""
+    """Write the note of an attempt.
+
+    If the disk is full, W&B gets the same rows twice.
+    """
     with contextlib.suppress(UserError):
-        write_json(attempt.attempt / NOTE, asdict(note))
+        write_json(attempt.attempt / NOTE_FILE, asdict(note))
 
 
 def read_notes(folder: Folder) -> dict[int, Note]:
-    """Read the notes of all attempts up to the newest that is tracked; earlier ones without a note get an empty one.
+    """Read the notes of all attempts up to the newest tracked one.
 
-    Where `folder` names an attempt, later ones are left out: they track themselves.
+    Earlier attempts without a note get an empty note.
+
+    If `folder` names an attempt, later ones are skipped: they have their own tracking process.
     """
-    attempts = [attempt for attempt in folder.attempts() if not folder.number or attempt.number <= folder.number]
-    notes = {attempt.number: read_note(attempt) for attempt in attempts}
-    newest = max((number for number, note in notes.items() if note is not None), default=0)
-    return {number: note or Note(complete=True) for number, note in notes.items() if number <= newest}
+    notes: dict[int, Note] = {}
+    untracked: list[int] = []
+    for attempt in folder.attempts():
+        if folder.number and attempt.number > folder.number:
+            break
+        note = read_note(attempt)
+        if note is None:
+            untracked.append(attempt.number)
+            continue
+        notes |= {number: Note(complete=True) for number in untracked}
+        notes[attempt.number] = note
+        untracked.clear()
+    return notes
 
 
 def count_lines(path: Path) -> int:
-    """Count the complete lines of a file; 0 for one that is missing."""
+    """Return the number of complete lines of a file; 0 if it is missing."""
     return read_or_empty(str(path)).count("\n")
 
 
 def find_incomplete(folder: Folder) -> list[Note]:
-    """Return the notes of the attempts, up to the one that `folder` names, of which W&B does not have everything."""
+    """Return the notes of attempts that are incomplete at W&B, up to the attempt that `folder` names."""
     return [note for note in read_notes(folder).values() if not note.complete]
 
 
 def adopt_offline_folders(folder: Folder) -> None:
-    """Write the notes that a process was killed before: it had put an offline folder of W&B in its place."""
-    for path in folder.path.glob(f"wandb/offline-run-*/{NOTE}"):
+    """Write the notes of finished offline folders whose process was killed before it wrote them."""
+    for path in folder.path.glob(f"wandb/offline-run-*/{NOTE_FILE}"):
         for number, content in read_json(path).items():
             attempt = Folder(folder.path, int(number))
             note = read_note(attempt)
@@ -134,14 +151,16 @@ def adopt_offline_folders(folder: Folder) -> None:
 
 def list_known_rows(folder: Folder, notes: dict[int, Note]) -> set[RowKey]:
     """Return the keys of the rows of earlier attempts that W&B has."""
-    known: set[RowKey] = set()
+    keys: set[RowKey] = set()
     for attempt in folder.attempts():
         note = notes.get(attempt.number)
         if note is None or attempt.number >= folder.number:
             continue
-        chosen = itertools.takewhile(lambda item, last=note.rows: item[0] <= last, choose_rows(attempt))  # type: ignore[misc]
-        known.update(make_row_key(row) for _, row in chosen)
-    return known
+        for number, row in choose_rows(attempt):
+            if number > note.rows:
+                break
+            keys.add(make_row_key(row))
+    return keys
 
 
 # ---- the journal of an online run
@@ -149,17 +168,17 @@ def list_known_rows(folder: Folder, notes: dict[int, Note]) -> set[RowKey]:
 
 @dataclass(frozen=True)
 class Mark:
-    """Line of the journal: what W&B's history holds from one of its steps on."""
+    """Line of the journal: content of W&B's history from one of its steps on."""
 
     step: int
-    """Step of W&B's own count."""
+    """Step in W&B's numbering."""
     attempt: int
     rows: int
-    """Lines of the attempt's metrics that W&B has got before."""
+    """Lines of the attempt's metrics sent before this step."""
     media: int
-    """Lines of its media.jsonl that W&B has got before."""
+    """Lines of its media.jsonl sent before this step."""
     items: int = 0
-    """Number of images and histograms that come first; rows follow."""
+    """Number of images and histograms at this step, before the rows."""
 
 
 class Journal:
@@ -170,7 +189,7 @@ class Journal:
         self.path = folder.path / "wandb" / "journal.jsonl"
 
     def read(self) -> list[Mark]:
-        """Return the marks; a damaged line and those after it are left out."""
+        """Return the marks up to the first damaged line."""
         marks = []
         with contextlib.suppress(ValueError, TypeError):
             for line in read_or_empty(str(self.path)).splitlines():
@@ -178,39 +197,42 @@ class Journal:
         return marks
 
     def begin(self) -> None:
-        """Start it anew; what was before is settled. Raises UserError."""
+        """Clear the journal; its earlier marks are no longer needed. Raises UserError."""
         write_atomic(self.path, "")
 
     def add(self, mark: Mark) -> None:
-        """Append a mark, before W&B gets what it describes."""
+        """Append a mark, before the content that it describes is sent."""
         with contextlib.suppress(OSError), open(self.path, "a") as file:
             file.write(json.dumps(asdict(mark)) + "\n")
 
     def correct_notes(self, notes: dict[int, Note], steps: int) -> None:
-        """Correct the notes of online attempts to the `steps` that W&B has: more was passed on than it received."""
+        """Reduce the notes of online attempts to the `steps` that W&B received of those that were sent."""
         marks = [mark for mark in self.read() if mark.attempt in notes]
-        reached = [mark for mark in marks if mark.step <= steps]
-        if not reached or not any(notes[mark.attempt].online and not notes[mark.attempt].complete for mark in marks):
+        received = [mark for mark in marks if mark.step <= steps]
+        marked_notes = [notes[mark.attempt] for mark in marks]
+        has_incomplete = any(note.online and not note.complete for note in marked_notes)
+        if not received or not has_incomplete:
             return
-        last = reached[-1]
-        for mark in reversed(marks):  # the first mark of an attempt tells what it had before
+        last = received[-1]
+        for mark in reversed(marks):  # the first mark of an attempt contains its counts before this session
             if mark.step > steps and mark.attempt != last.attempt:
                 notes[mark.attempt].rows = mark.rows
                 notes[mark.attempt].media = mark.media
-        items = min(steps - last.step, last.items)
-        notes[last.attempt].media = last.media + items
-        notes[last.attempt].rows = self.find_row(notes, last, steps - last.step - items)
+        media_count = min(steps - last.step, last.items)
+        row_count = steps - last.step - media_count
+        notes[last.attempt].media = last.media + media_count
+        notes[last.attempt].rows = self.find_row(notes, last, row_count)
 
     def find_row(self, notes: dict[int, Note], mark: Mark, count: int) -> int:
-        """Return the line of metrics that W&B got as the number `count` after a mark."""
+        """Return the line of metrics that was sent as the `count`-th row after a mark."""
         attempt = Folder(self.folder.path, mark.attempt)
-        known = list_known_rows(attempt, notes)
-        position = mark.rows
+        sent_keys = list_known_rows(attempt, notes)
+        line = mark.rows
         for number, row in choose_rows(attempt):
-            if number <= mark.rows or make_row_key(row) in known:
+            if number <= mark.rows or make_row_key(row) in sent_keys:
                 continue
             if count == 0:
                 break
-            position = number
+            line = number
             count -= 1
-        return position
+        return line

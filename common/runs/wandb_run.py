@@ -15,48 +15,55 @@ from common.runs import provenance
 from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
 from configs.shared import Experiment
 
-INIT = 20.0  # seconds for an online wandb.init
-TAG = 64  # characters of a tag that W&B takes
+INIT_TIMEOUT = 20.0  # seconds for an online wandb.init
+MAX_TAG_LENGTH = 64  # characters; W&B refuses longer tags
 
 
 def load_run_config(folder: Folder) -> Experiment:
     """Read the config of an attempt. Raises UserError."""
-    changed = config.read_changes(folder.attempt / config.CHANGED)
-    layers = [config.read_config_file(folder.path / "config.yaml"), {name: now for name, (_, now) in changed.items()}]
-    return config.build_config(config.import_schema(folder.experiment), layers)
+    original = config.read_config_file(folder.path / "config.yaml")
+    changes = config.read_changes(folder.attempt / config.CHANGED)
+    changed = {name: new for name, (_, new) in changes.items()}
+    return config.build_config(config.import_schema(folder.experiment), [original, changed])
 
 
-def init_wandb_run(folder: Folder, mode: str, place: Path) -> Any:
-    """Call wandb.init with the run's own id, name, configuration and tags; its files go below `place`."""
+def init_wandb_run(folder: Folder, mode: str, wandb_folder: Path) -> Any:
+    """Call wandb.init with the run's id, name, configuration and tags; its files go below `wandb_folder`."""
     import wandb
 
-    cfg, name = load_run_config(folder), folder.experiment
+    cfg = load_run_config(folder)
+    name = folder.experiment
+    tags = [name, f"world_size:{cfg.processes}", *cfg.wandb.tags]
+    if cfg.trains:
+        tags.insert(1, f"data:{Path(cfg.data.name).name}"[:MAX_TAG_LENGTH])
+
     meta = provenance.read_metadata(folder)
-    data = [f"data:{Path(cfg.data.name).name}"[:TAG]] if cfg.trains else []
-    facts = {"experiment": name, "world_size": cfg.processes}
-    facts["meta"] = meta | {"git": (meta.get("git") or {}).get("sha")}
-    kept = folder.path / "wandb" / "id.json"
-    own = read_json(kept).get("id") or secrets.token_hex(4)
-    write_json(kept, {"id": own})  # first: a start that is killed meanwhile leaves it to the next one
+    meta["git"] = (meta.get("git") or {}).get("sha")
+    facts = {"experiment": name, "world_size": cfg.processes, "meta": meta}
+
+    id_file = folder.path / "wandb" / "id.json"
+    run_id = read_json(id_file).get("id") or secrets.token_hex(4)
+    write_json(id_file, {"id": run_id})  # before init: if this attempt is killed, the next one uses the same id
+    settings = wandb.Settings(
+        console="off",
+        quiet=True,
+        init_timeout=INIT_TIMEOUT,
+        x_transaction_log_flush_interval=1.0,
+        save_code=False,
+        disable_git=True,
+    )
     run = wandb.init(
         project=cfg.wandb.project,
         entity=cfg.wandb.entity or None,
         group=cfg.wandb.group or None,
         name=folder.path.name,
-        id=own,
+        id=run_id,
         resume="allow",
-        dir=str(place),
+        dir=str(wandb_folder),
         mode=mode,  # type: ignore[arg-type]
-        tags=[name, *data, f"world_size:{cfg.processes}", *cfg.wandb.tags],
+        tags=tags,
         config=dataclasses.asdict(cfg) | facts,
-        settings=wandb.Settings(
-            console="off",
-            quiet=True,
-            init_timeout=INIT,
-            x_transaction_log_flush_interval=1.0,
-            save_code=False,
-            disable_git=True,
-        ),
+        settings=settings,
     )
     run.define_metric("global_step")
     run.define_metric("*", step_metric="global_step")
@@ -64,46 +71,54 @@ def init_wandb_run(folder: Folder, mode: str, place: Path) -> Any:
 
 
 def log_model_artifact(run: Any, folder: Folder) -> None:
-    """Give W&B the trained model as an artifact: by reference to the run folder until it is uploaded."""
+    """Add the trained model to the W&B run as an artifact.
+
+    Until the upload it refers to the files of the run.
+    """
     import wandb
 
     files = [folder.path / name for name in (MODEL, MODEL_FACTS)]
     is_finished = folder.result.get("state") == "finished"
     if not (load_run_config(folder).wandb.model and is_finished and all(map(Path.is_file, files))):
         return
-    facts = read_json(files[1])
+    facts = read_json(folder.path / MODEL_FACTS)
     metadata = {key: facts.get(key) for key in ("class", "step", "scores")}
     artifact = wandb.Artifact(f"{folder.path.name}-model", type="model", metadata=metadata)
     for file in files:
-        artifact.add_file(str(file), policy="immutable", skip_cache=True)  # no second copy on this disk
+        artifact.add_file(str(file), policy="immutable", skip_cache=True)  # without a second copy on this disk
     run.log_artifact(artifact)
 
 
 class MediaReader:
-    """Images and histograms of an attempt, as media.jsonl lists them."""
+    """Reader of an attempt's images and histograms, as listed in media.jsonl."""
 
     def __init__(self, attempt: Folder, lines: int) -> None:
-        """Leave out the first `lines` lines."""
-        self.attempt, self.lines = attempt, lines
+        """Skip the first `lines` lines."""
+        self.attempt = attempt
+        self.lines = lines
 
     def read(self) -> list[dict[str, Any]]:
-        """Return new ones as rows for W&B. A line that is cut off comes with the next call, a damaged one never."""
+        """Return new rows for W&B.
+
+        A truncated line is returned by a later call; a damaged line is skipped.
+        """
         text = read_or_empty(str(self.attempt.attempt / "media.jsonl"))
-        complete = text[: text.rfind("\n") + 1].splitlines()
+        complete_lines = text[: text.rfind("\n") + 1].splitlines()
         rows = []
-        for line in complete[self.lines :]:
+        for line in complete_lines[self.lines :]:
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                item = json.loads(line)
-                rows.append({str(item["name"]): self.make_wandb_object(item), "global_step": int(item["global_step"])})
-        self.lines = max(self.lines, len(complete))
+                media = json.loads(line)
+                row = {str(media["name"]): self.make_wandb_object(media), "global_step": int(media["global_step"])}
+                rows.append(row)
+        self.lines = max(self.lines, len(complete_lines))
         return rows
 
-    def make_wandb_object(self, item: dict[str, Any]) -> Any:
+    def make_wandb_object(self, media: dict[str, Any]) -> Any:
         """Return the W&B object of a line of media.jsonl."""
         import wandb
 
-        file = self.attempt.attempt / "media" / Path(item["file"]).name
-        if item["kind"] == "image":
+        file = self.attempt.attempt / "media" / Path(media["file"]).name
+        if media["kind"] == "image":
             return wandb.Image(str(file))
-        content = json.loads(file.read_text())
-        return wandb.Histogram(np_histogram=(content["counts"], content["edges"]))
+        histogram = json.loads(file.read_text())
+        return wandb.Histogram(np_histogram=(histogram["counts"], histogram["edges"]))

@@ -1,8 +1,8 @@
-"""Tracking by Weights & Biases, for the owner of a run: when W&B's processes start and end. Imports no torch.
+"""Tracking by Weights & Biases: start and stop of W&B's processes by the owner of a run. Imports no torch.
 
-Training never waits for W&B and cannot fail with it. Where W&B is online, a process of its own follows metrics.jsonl
-while the run trains. Offline nothing of W&B runs until training is over; a process then converts metrics.jsonl. What
-W&B misses because a process was killed is passed on by the next attempt or by `make sync`.
+Training never waits for W&B and never fails because of it. Online, a separate process follows metrics.jsonl while the
+run trains. Offline, W&B does not run until training has ended; a process then converts metrics.jsonl. Rows that W&B
+misses because a process was killed are sent by the next attempt or by `make sync`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from configs.shared import Experiment
 
 MODULE = "common.runs.wandb_process"
 SYNC_SECONDS = 3600.0
-"""Limit of `make sync` for one run; a conversion that is cut off would begin again with the next call."""
+"""Time limit of `make sync` for one run; the next call would restart an interrupted conversion."""
 
 
 class Tracker:
-    """Handle of a run's tracking for its owner."""
+    """Tracking of a run, as seen by its owner."""
 
     def __init__(self, folder: Folder, process: subprocess.Popen[bytes] | None) -> None:
         """`process` follows the run; None offline."""
-        self.folder, self.process = folder, process
+        self.folder = folder
+        self.process = process
 
     @classmethod
     def start(cls, cfg: Experiment, folder: Folder) -> Tracker | None:
-        """Start tracking, or return None where it is switched off or cannot be started."""
+        """Start tracking; return None if it is disabled or cannot be started."""
         mode = read_requested_mode(cfg)
         if mode == "disabled":
             return None
@@ -48,15 +49,19 @@ class Tracker:
             if read_note(folder) is None:
                 write_note(folder, Note())
             if mode != "offline" and not reason:
-                return cls(folder, start_process(folder, "online", subprocess.PIPE, cfg.wandb.finish_timeout))
+                process = start_process(folder, "online", subprocess.PIPE, cfg.wandb.finish_timeout)
+                return cls(folder, process)
             note_offline(folder, reason)
         except (OSError, UserError) as error:
-            print(f"W&B: nothing is tracked: {error}", flush=True)
+            print(f"W&B: tracking could not be started: {error}", flush=True)
             return None
         return cls(folder, None)
 
     def finish(self, timeout: float) -> str:
-        """Let W&B get the rest, for at most `timeout` seconds; return one line that names the W&B run."""
+        """Send W&B the remaining rows, for at most `timeout` seconds.
+
+        Returns one line that names the W&B run.
+        """
         deadline = time.monotonic() + timeout
         problem = ""
         status = NO_HOST
@@ -66,7 +71,8 @@ class Tracker:
                 self.process.stdin.close()
                 status = wait_for_process(self.process, deadline)
             if status == NO_HOST:
-                self.process = start_process(self.folder, "offline", subprocess.DEVNULL, deadline - time.monotonic())
+                seconds = deadline - time.monotonic()
+                self.process = start_process(self.folder, "offline", subprocess.DEVNULL, seconds)
                 status = wait_for_process(self.process, deadline)
             problem = describe_process_end(status, timeout)
         except KeyboardInterrupt:
@@ -77,36 +83,41 @@ class Tracker:
         return self.describe(problem)
 
     def kill(self) -> None:
-        """End the tracking process at once, if there is one, and remove its temporary files."""
+        """Kill the tracking process, if there is one, and remove its temporary files."""
         if self.process is not None:
             end_process(self.process)
         remove_leftovers(self.folder)
 
     def describe(self, problem: str) -> str:
-        """Return one line that names the W&B run and says what is missing in it."""
+        """Return one line that names the W&B run and the problem, if rows are missing."""
         log = self.folder.attempt / "logs" / "tracker.log"
         status = read_json(self.folder.path / "wandb" / "status.json")
         if not status:
             return f"W&B: nothing was tracked; see {log}"
-        words = shlex.quote(shlex.quote(self.folder.reference))  # RUNS is split into words
-        sync = f"make sync RUNS={words}"
-        missing = f"; {problem}, see {log}" if problem else ""
+        quoted_reference = shlex.quote(shlex.quote(self.folder.reference))  # twice: RUNS is split into words
+        sync = f"make sync RUNS={quoted_reference}"
+        if status["mode"] == "online" and problem:
+            return f"W&B: {status['url']}; {problem}, see {log}; send the remaining rows with: {sync}"
         if status["mode"] == "online":
-            return f"W&B: {status['url']}" + (f"{missing}; send the rest with: {sync}" if problem else "")
+            return f"W&B: {status['url']}"
         reason = f" ({status['reason']})" if status.get("reason") else ""
+        missing = f"; {problem}, see {log}" if problem else ""
         return f"W&B: offline{reason}; send it with: {sync}{missing}"
 
 
 def start_process(folder: Folder, mode: str, stdin: int, seconds: float) -> subprocess.Popen[bytes]:
-    """Start the tracking process of an attempt, which ends itself `seconds` after `stdin` has closed or, offline, now.
+    """Start the tracking process of an attempt.
 
-    Raises OSError.
+    It exits at the latest `seconds` after `stdin` closes. Raises OSError.
+
+    Offline, the time starts now.
     """
-    # observability is W&B's own telemetry: ten seconds at the end where the host does not answer
+    # error reporting is telemetry of W&B; it would take ten seconds at the end if the host does not answer
     environ = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"} | os.environ
     for name in ("WANDB_MODE", SERVICE):
         environ.pop(name, None)
-    command = [sys.executable, "-m", MODULE, str(folder.path), str(folder.number), mode, str(max(0.0, seconds))]
+    arguments = [str(folder.path), str(folder.number), mode, str(max(0.0, seconds))]
+    command = [sys.executable, "-m", MODULE, *arguments]
     with open(folder.attempt / "logs" / "tracker.log", "ab") as log:
         return subprocess.Popen(
             command,
@@ -114,12 +125,12 @@ def start_process(folder: Folder, mode: str, stdin: int, seconds: float) -> subp
             stdout=log,
             stderr=log,
             env=environ,
-            start_new_session=True,  # Ctrl-C is not for it, and its group can be ended as one
+            start_new_session=True,  # Ctrl-C does not reach it, and its process group can be killed
         )
 
 
 def wait_for_process(process: subprocess.Popen[bytes], deadline: float) -> int:
-    """Return the exit status of a tracking process; TIMED_OUT where it takes a second more than it is allowed."""
+    """Return the exit status of a tracking process; TIMED_OUT one second after its deadline."""
     try:
         return process.wait(max(0.0, deadline - time.monotonic()) + 1)
     except subprocess.TimeoutExpired:
@@ -127,46 +138,53 @@ def wait_for_process(process: subprocess.Popen[bytes], deadline: float) -> int:
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
-    """Kill a tracking process and its children as far as they are left."""
+    """Kill a tracking process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def remove_leftovers(folder: Folder) -> None:
-    """Remove temporary files of a tracking process that was killed, unless another one works on the run."""
+    """Remove temporary files of a killed tracking process, unless another one tracks the run."""
     with contextlib.suppress(OSError), wandb_scratch.locked_tracking(folder, wait=False) as is_free:
         if is_free:
             wandb_scratch.remove_scratch(folder)
 
 
 def describe_process_end(status: int, timeout: float) -> str:
-    """Describe why a tracking process with this exit status has not passed on everything; empty where it has."""
+    """Return why a tracking process with this exit status has not sent everything.
+
+    Returns an empty string if everything was sent.
+    """
     if status == TIMED_OUT:
         return f"not complete after {timeout:g} s"
     if status < 0:
         return f"not complete: the tracking process was killed by {signal.Signals(-status).name}"
-    return f"not complete: the tracking process failed with exit status {status}" if status else ""
+    if status > 0:
+        return f"not complete: the tracking process failed with exit status {status}"
+    return ""
 
 
 def is_tracked_now(folder: Folder) -> bool:
-    """Check whether a tracking process works on a run, on this machine."""
+    """Return whether a tracking process of this machine tracks a run."""
     if not (folder.path / "wandb" / "lock").exists():
         return False
     with contextlib.suppress(OSError), wandb_scratch.locked_tracking(folder, wait=False) as is_free:
         return not is_free
-    return False  # another user's run
+    return False  # the run belongs to another user
 
 
 def misses_online_rows(folder: Folder) -> bool:
-    """Check whether a run was online and W&B's host does not have all of it."""
+    """Return whether a run was online and rows of it are missing on W&B's host."""
     return any(note.online for note in find_incomplete(folder))
 
 
 def pass_on_missing(folder: Folder) -> None:
-    """Give W&B what it misses of a run that is over: its host if the run was online, else an offline folder.
+    """Send the missing rows of an ended run to W&B.
 
-    Raises UserError where W&B does not get all of it, or the run folder cannot be written.
+    They go to W&B's host if the run was online, else to an offline folder.
+
+    Raises UserError if rows are still missing or the run folder cannot be written.
     """
     mode = "online" if misses_online_rows(folder) else "offline"
     newest = Folder(folder.path, max(read_notes(folder)))
@@ -180,4 +198,4 @@ def pass_on_missing(folder: Folder) -> None:
     problem = describe_process_end(status, SYNC_SECONDS)
     if problem:
         log = newest.attempt / "logs" / "tracker.log"
-        raise UserError(f"W&B did not get all of {folder.path.name}: {problem}; see {log}")
+        raise UserError(f"rows of {folder.path.name} are missing at W&B: {problem}; see {log}")

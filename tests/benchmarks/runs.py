@@ -20,6 +20,7 @@ def several(runs: Path, count: int, steps: int) -> None:
     for number in range(count):
         processes, rate = 2 ** (number % 3), 0.02 / (1 + number % 4)
         pipeline = number % 2 == 0
+        measured = {"idle_share": [0.2] * processes} if pipeline else {"efficiency": 1 - 0.05 * processes}
         Made(
             name="mnist_pipeline" if pipeline else "ddp_multinode",
             number=number,
@@ -29,7 +30,7 @@ def several(runs: Path, count: int, steps: int) -> None:
             settings={"optim.lr": f"{rate:.4f}", "stages" if pipeline else "processes_per_node": str(processes)}
             | ({"depth": "6"} if pipeline else {}),
             step_seconds=0.01 / (0.2 + 0.8 * processes),
-            result={"idle_share": [0.2] * processes} if pipeline else {"efficiency": 1 - 0.05 * processes},
+            result={"measured": measured},
         ).write(runs)
 
 

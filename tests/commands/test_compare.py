@@ -91,9 +91,9 @@ def test_the_page_is_a_link(made: Path, terminal: bool, monkeypatch: pytest.Monk
 
 def test_a_result_of_a_newer_format_is_named_and_the_others_are_listed(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    newer = Made("mnist_pipeline", 0, 20, result={"format": 3, "test_accuracy": 0.5}).write(runs)
+    newer = Made("mnist_pipeline", 0, 20, result={"format": 3, "scores": {"test_accuracy": 0.5}}).write(runs)
     Made("mnist_pipeline", 1, 20).write(runs)
-    told = "result.json has format 3, and this version of the code reads up to 2: use the one that wrote it"
+    told = "result.json has format 3, but this version reads format 2; use the version that wrote it"
     for done in (compare(runs), inside.run_verb("status", f"--runs-folder={runs}")):
         assert done.returncode == 0 and not done.stderr
         assert done.stdout.count(told) == 1 and "50.00%" not in done.stdout and "96.00%" in done.stdout, done.stdout
@@ -117,10 +117,10 @@ def test_the_options_of_older_versions_are_taken_with_a_notice(made: Path) -> No
 
 def test_a_measurement_has_no_samples_and_its_points_are_shown_beside_measurements_alone(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    numbers = {"samples_per_second": 60.0}
+    numbers = {"timings": {"samples_per_second": 60.0}}
     folder = Made("collectives", 0, 4, settings={"data.name": "none"}, result=numbers).write(runs)
     scores = json.loads((folder.path / "result.json").read_text())
-    kept = {key: value for key, value in scores.items() if key not in ("test_loss", "test_accuracy", "data")}
+    kept = {key: value for key, value in scores.items() if key not in ("scores", "data")}
     (folder.path / "result.json").write_text(json.dumps(kept))
     rows = [
         {"global_step": step, "samples": step, "time": float(step), "bytes": 4.0, "all_reduce float32 gloo": 0.1}
@@ -142,7 +142,8 @@ def test_a_measurement_has_no_samples_and_its_points_are_shown_beside_measuremen
 
 def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
     for number, stages in enumerate(([["conv1", "bn1"], ["layer2_1"], ["fc"]], [["all"]], None, "damaged")):
-        Made("mnist_pipeline", number, 20, result={} if stages is None else {"stages": stages}).write(tmp_path)
+        measured = {} if stages is None else {"stages": stages}
+        Made("mnist_pipeline", number, 20, result={"measured": measured}).write(tmp_path)
     assert [run["split_at"] for run in as_json(tmp_path)["runs"]] == ["layer2_1,fc", None, None, None]
     head, _, first, *_ = compare(tmp_path).stdout.splitlines()
     assert "  split at" in head and "layer2_1,fc" in first
@@ -151,7 +152,7 @@ def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
 def test_the_shards_at_the_end_are_shown(tmp_path: Path) -> None:
     for number, shards in enumerate(([[1, [64, 64]], [16, [96, 32]]], None, "damaged")):
         measured = {} if shards is None else {"shards": shards}
-        Made("ddp_multinode", number, 20, result={"format": 2, "measured": measured}).write(tmp_path)
+        Made("ddp_multinode", number, 20, result={"measured": measured}).write(tmp_path)
     assert [run["shards"] for run in as_json(tmp_path)["runs"]] == ["96+32", None, None]
     assert "  shards" in compare(tmp_path).stdout.splitlines()[0]
 
@@ -159,7 +160,7 @@ def test_the_shards_at_the_end_are_shown(tmp_path: Path) -> None:
 def test_what_the_loss_of_ranks_cost_is_shown(tmp_path: Path) -> None:
     lost = {"ranks_lost": 2, "seconds_lost": 0.254, "steps_redone": 1, "generations": []}
     for number, measured in enumerate((lost, {})):
-        Made("ddp_multinode", number, 20, result={"format": 2, "measured": measured}).write(tmp_path)
+        Made("ddp_multinode", number, 20, result={"measured": measured}).write(tmp_path)
     told = [[run[name] for name in lost if name in run] for run in as_json(tmp_path)["runs"]]
     assert told == [[2, 0.254, 1], [None] * 3]
     done = inside.run_verb("compare", f"--runs-folder={tmp_path}", COLUMNS="120")
@@ -260,7 +261,7 @@ def test_only_a_page_of_its_own_is_written_over(made: Path, tmp_path: Path) -> N
 
 def test_two_runs_whose_ids_end_alike_are_two_in_the_page(tmp_path: Path) -> None:
     for name in ("mnist_pipeline", "ddp_multinode"):
-        Made(name, 7, 10, result={"idle_share": [0.2]}).write(tmp_path)
+        Made(name, 7, 10, result={"measured": {"idle_share": [0.2]}}).write(tmp_path)
     runs, _ = compared.load_runs(selection.list_runs(tmp_path))
     page = compare_page.render_page([compared.make_compared_run(run, ["waiting"], tmp_path) for run in runs], [], [])
     rows = re.findall(r'<tr class="run" data-run="(\d)".*? title="([^"]+)"', page)

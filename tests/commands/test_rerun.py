@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -224,32 +225,36 @@ def test_a_run_that_goes_on_is_neither_repeated_nor_resumed(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [run]
 
 
-MEASURED = {
-    "state": "finished", "exit_status": 0, "samples_per_second": 1.0, "step_seconds": 1.0, "training_memory": 1,
-    "peak_memory": {"process 0": 1}, "peak_memory_0": 1, "memory_megabytes": [1.0], "idle_share": [0.1],
-    "idle_share_1": 0.1, "timeline": [{"start": 0.0}], "communication_seconds": 1.0, "communication_exposed": 1.0,
-    "alone_step_seconds": 1.0, "efficiency": 1.0, "imbalance": {"memory": 1.0}, "ranks": [{"step": 1.0}],
-    "straggler": 1, "compare": {"ddp": [1.0]}, "stages": [["fc1"]], "csr_seconds": 1.0, "export": "/runs/a/model.pt2",
-    "export_bytes": 1,
+ENDING = {"format": 2, "state": "finished", "exit_status": 0, "data": "digits"}
+MEASURED: dict[str, dict[str, Any]] = {
+    "timings": {"samples_per_second": 1.0, "step_seconds": 1.0}, "memory": {"rank 0": 1},
+    "measured": {"idle_share": [0.1], "timeline": [{"start": 0.0}], "export": "/runs/a/model.pt2", "export_bytes": 1},
 }  # fmt: skip
-TRAINED = {
-    "test_loss": 0.5, "test_accuracy": 0.9, "test_samples": 100, "final_loss": 0.25, "bytes_sent": 8.0,
-    "steps_skipped": 0, "nonzero": 80, "weights": 100, "sparsity": 0.2, "masks": "ab12", "bytes_raw": 400,
-    "int8_accuracy": 0.9, "ideal_bubble": 0.2, "last_batch": [3, 2], "computed_in": "fp32", "data": "digits",
+SCORES = {"test_loss": 0.5, "test_accuracy": 0.9, "test_samples": 100}
+OUTCOME = {
+    "final_loss": 0.25, "bytes_sent": 8.0, "steps_skipped": 0, "nonzero": 80, "weights": 100, "sparsity": 0.2,
+    "masks": "ab12", "bytes_raw": 400, "int8_accuracy": 0.9, "ideal_bubble": 0.2, "last_batch": [3, 2],
+    "computed_in": "fp32",
 }  # fmt: skip
 
 
 def test_all_that_depends_on_the_training_alone_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = (Made(number=number, steps=10).write(tmp_path) for number in range(2))
     shutil.copy(old.attempts()[0].metrics_file, new.attempts()[0].metrics_file)
-    write_json(old.path / "result.json", MEASURED | TRAINED)
-    other = {key: value if key == "state" else "measured anew" for key, value in MEASURED.items()}
-    write_json(new.path / "result.json", other | TRAINED)
+    trained = SCORES | OUTCOME | {"data": "digits"}
+    write_json(old.path / "result.json", ENDING | MEASURED | {"scores": SCORES, "outcome": OUTCOME})
+    other = ENDING | {group: dict.fromkeys(values, "another") for group, values in MEASURED.items()}
+    write_json(new.path / "result.json", other | {"scores": SCORES, "outcome": OUTCOME})
     assert rerun.compare_runs(old, new)
-    assert f"result      equal to the bit: {', '.join(TRAINED)}\n" in capsys.readouterr().out
-    for key, value in TRAINED.items():
+    assert f"result      equal to the bit: {', '.join(trained)}\n" in capsys.readouterr().out
+    for key, value in trained.items():
         changed = value + 0.5 if isinstance(value, int | float) else "another"
-        write_json(new.path / "result.json", other | TRAINED | {key: changed})
+        groups = {
+            "scores": SCORES | ({key: changed} if key in SCORES else {}),
+            "outcome": OUTCOME | ({key: changed} if key in OUTCOME else {}),
+            "data": changed if key == "data" else "digits",
+        }
+        write_json(new.path / "result.json", other | groups)
         assert not rerun.compare_runs(old, new)
         apart = ", 0.5 apart" if isinstance(value, int | float) else ""
         said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("result")]

@@ -28,7 +28,7 @@ const found = [], among = list => list.forEach(([e, a], i) => list.slice(i + 1).
   if (meet(a, b)) found.push(`${e.textContent} / ${f.textContent}`); }));
 document.querySelectorAll('.chart').forEach(chart => among(boxes('text', chart)));
 among(boxes('figure, #legend, #controls, header, section', document));
-among(boxes('.kind .run > span', document));
+among(boxes('.experiment .run > span', document));
 const parts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT, node =>
   node.parentNode.className === 'name' ? NodeFilter.FILTER_ACCEPT : NodeFilter.FILTER_SKIP);
 for (const range = new Range(); parts.nextNode();) {
@@ -158,11 +158,11 @@ def check_legend(chrome: Any) -> None:
     from selenium.webdriver.common.by import By
 
     assert chrome.execute_script(LINES) == [14, 14, 14]
-    switches = chrome.find_elements(By.CSS_SELECTOR, "#legend .kind:first-child input")
+    switches = chrome.find_elements(By.CSS_SELECTOR, "#legend .experiment:first-child input")
     for switch, left in ((switches[1], 13), (switches[0], 11), (switches[0], 14)):
         switch.click()
         assert chrome.execute_script(LINES) == [left] * 3
-    alone = "return [...new Set([...document.querySelectorAll('.own')].map(own => own.dataset.own))]"
+    alone = "return [...new Set([...document.querySelectorAll('.curve')].map(g => g.dataset.curve))]"
     for number, shown in ((4, ["4"]), (9, ["9"]), (9, [str(i) for i in range(14)])):
         name = chrome.find_element(By.CSS_SELECTOR, f"#legend [data-run='{number}'] .name")
         ActionChains(chrome, duration=0).double_click(name).perform()
@@ -220,7 +220,7 @@ def test_fifty_long_runs_are_loaded(tmp_path: Path, chrome: Any) -> None:
     print(f"50 runs of 10,000 steps: {page.stat().st_size / 1e6:.1f} MB, drawn in {time.perf_counter() - began:.2f} s")
     assert drawn == 150 and page.stat().st_size < 4e6
     drawn = chrome.execute_script(
-        "return [...document.querySelectorAll('.kind .line')].map(l => getComputedStyle(l).stroke)"
+        "return [...document.querySelectorAll('.experiment .line')].map(l => getComputedStyle(l).stroke)"
     )
     colours = np.array([[float(part) for part in re.findall(r"-?[\d.]+", colour)[:3]] for colour in drawn])  # in oklab
     apart = [np.linalg.norm(colours[i] - colours[j]) for i in range(50) for j in range(i)]

@@ -94,7 +94,7 @@ def tracked(folder: Folder, env: dict[str, str]) -> Folder:
 
 def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    idle = {"idle_share": [0.1, 0.3]}
+    idle = {"measured": {"idle_share": [0.1, 0.3]}}
     twice = tracked(
         Made("mnist_pipeline", 0, 40, attempts=2, step_seconds=0.2, result=idle).write(runs), host.environment
     )
@@ -388,7 +388,7 @@ def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Pa
     time.sleep(1)
     live.write(1000)
     live.finish()
-    assert "it is started again" in (first.attempt / "logs" / "tracker.log").read_text()
+    assert "restarting W&B's client" in (first.attempt / "logs" / "tracker.log").read_text()
     assert steps_of(host) == [row["global_step"] for row in first.read_own_rows()]
 
     note.write_text(begun)

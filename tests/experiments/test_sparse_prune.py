@@ -62,14 +62,14 @@ def test_as_many_are_pruned_as_asked_whatever_the_ties(share: float, levels: int
 
 @pytest.mark.parametrize("kind", ["random", "sorted", "two values", "a sample that misleads"])
 def test_of_many_numbers_the_kth_is_exact(kind: str) -> None:
-    count = 17 * pruning_masks.SAMPLE + 5
+    count = 17 * pruning_masks.SAMPLE_SIZE + 5
     values = torch.rand(count, generator=torch.Generator().manual_seed(0))
     if kind == "sorted":
         values = values.sort().values
     if kind == "two values":
         values = (values > 0.5).float()
     if kind == "a sample that misleads":
-        values[:: count // pruning_masks.SAMPLE] = -1.0
+        values[:: count // pruning_masks.SAMPLE_SIZE] = -1.0
     ordered = values.sort().values
     for k in (1, 2, count // 10, count // 2, int(0.9 * count), count - 1, count):
         parts = [values[: count // 3].view(1, -1), values[count // 3 :]]

@@ -83,7 +83,7 @@ def test_another_model_gives_other_numbers(finished: Make, tmp_path: Path) -> No
     name = next(name for name in state if name.endswith("weight"))
     state[name] = -state[name]
     save_file(state, folder.path / "model.safetensors")
-    assert "is damaged: it has another checksum" in evaluate(folder).stderr
+    assert "is damaged: its checksum differs" in evaluate(folder).stderr
     facts = json.loads((folder.path / "model.json").read_text())
     digest = hash_file(folder.path / "model.safetensors")
     write_json(folder.path / "model.json", facts | {"sha256": digest})
@@ -94,7 +94,7 @@ def test_another_model_gives_other_numbers(finished: Make, tmp_path: Path) -> No
 def test_other_samples_are_measured_and_not_compared(
     finished: Make, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "LINE_EVERY", 0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     folder = finished(REPLICATED).folder
     done = evaluate(folder, "--args=data.test_limit=100 eval_batch=30")
     assert done.returncode == 0 and " of 100 (" in done.stdout and "not compared" in done.stdout
@@ -109,7 +109,7 @@ def test_other_samples_are_measured_and_not_compared(
     [
         (lambda path: (path / "model.json").write_text("{"), "model.json is missing, damaged"),
         (lambda path: (path / "model.json").unlink(), "model.json is missing, damaged"),
-        (lambda path: (path / "model.safetensors").write_bytes(b"x"), "is damaged: it has another checksum"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"x"), "is damaged: its checksum differs"),
         (lambda path: (path / "model.safetensors").unlink(), "cannot be read: No such file"),
         (lambda path: write_json(path / "model.json", {"format": 1, "scores": {}}), "is missing, damaged"),
         (
@@ -134,7 +134,7 @@ def test_a_class_of_ones_own_is_named(finished: Make, tmp_path: Path) -> None:
     for own, words in (
         ({"class": "Mine", "arguments": None}, told),
         ({"class": None, "arguments": None}, "the network of this run is not in"),
-        ({"arguments": None}, f"does not say with which arguments {facts['class']} was built; write the constructor's"),
+        ({"arguments": None}, f"lacks the constructor arguments of {facts['class']}; add them"),
     ):
         write_json(folder.path / "model.json", facts | own)
         done = inside.run_verb("export", "--format=torch.export", "--", str(folder.path))
@@ -152,7 +152,7 @@ def test_a_run_that_did_not_finish_has_no_model(finished: Make, tmp_path: Path) 
     assert done.returncode == 2 and "has no model.safetensors yet: it has not finished" in done.stderr
     write_json(folder.path / "result.json", {"format": 2, "state": "failed", "exit_status": 1, "reason": "a bug"})
     done = evaluate(folder)
-    told = f"it failed; make doctor RUN={folder.path} finds why, and make exp RESUME={folder.path} goes on with it"
+    told = f"it failed; make doctor RUN={folder.path} finds the cause, then resume with make exp RESUME={folder.path}"
     assert done.returncode == 2 and told in done.stderr
 
 

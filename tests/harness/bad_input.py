@@ -86,7 +86,7 @@ SETTINGS = [
     settings("no such --config", "--config=nowhere.yaml", parts=("nowhere.yaml", "no such configuration file")),
     settings("--config is a folder", "--config=/", parts=("/: cannot be read",)),
     dataclasses.replace(
-        settings("WANDB_MODE unknown", parts=("WANDB_MODE=sometimes", "auto, online, offline, disabled")),
+        settings("WANDB_MODE unknown", parts=("auto, online, offline, disabled, got sometimes",)),
         env=(("WANDB_MODE", "sometimes"),),
     ),
 ]
@@ -153,7 +153,7 @@ DISKS = [
             "disk: full for a while",
             "runs=disk",
             *LONG,
-            parts=("the metrics wait in memory", "rows 60"),
+            parts=("metrics are buffered in memory", "rows 60"),
             shell=(
                 MOUNT.format(size="24M"),
                 *BEGUN,

@@ -30,6 +30,7 @@ class Made:
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
     step_seconds: float = 0.01
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Entries of result.json; groups such as `measured` are merged with the usual ones."""
 
     def write(self, runs: Path) -> Folder:
         schema = config.import_schema(self.name)
@@ -76,19 +77,24 @@ class Made:
             attempt.log_file(rank).write_text("it began\n")
 
     def ending(self, done: int, batch: int) -> dict[str, Any]:
+        content: dict[str, Any] = {"format": 2, "state": self.state}
         if self.state == "failed":
-            return {"state": "failed", "exit_status": 1, "last_step": done, "reason": "the loss is nan"} | self.result
-        numbers = {"test_loss": 0.16, "test_accuracy": 0.96, "samples_per_second": batch / self.step_seconds}
-        return {"state": "finished", "exit_status": 0} | numbers | {"data": "digits"} | self.result
+            return content | {"exit_status": 1, "last_step": done, "reason": "the loss is nan"} | self.result
+        content |= {"exit_status": 0, "data": "digits", "scores": {"test_loss": 0.16, "test_accuracy": 0.96}}
+        content["timings"] = {"samples_per_second": batch / self.step_seconds}
+        for name, value in self.result.items():
+            content[name] = content.get(name, {}) | value if isinstance(value, dict) else value
+        return content
 
 
 def write_six(runs: Path) -> Path:
     """Runs of different length, one restarted, one running, one broken, one that never began; returns `runs`."""
-    pipeline = {"idle_share": [0.2, 0.4], "peak_memory": {"process 0": 2e8, "process 1": 3e8}}
+    pipeline = {"measured": {"idle_share": [0.2, 0.4]}, "memory": {"rank 0": 200_000_000, "rank 1": 300_000_000}}
     Made("mnist_pipeline", 0, 1000, result=pipeline).write(runs)
     Made("mnist_pipeline", 1, 1000, attempts=3, settings={"optim.lr": "0.05"}, result=pipeline).write(runs)
-    exchanged: dict[str, Any] = {"communication_seconds": 0.02, "communication_exposed": 0.5, "step_seconds": 0.05}
-    exchanged |= {"efficiency": 0.9, "memory_megabytes": [400.0, 500.0]}
+    measured = {"communication_seconds": 0.02, "communication_exposed": 0.5, "efficiency": 0.9}
+    exchanged: dict[str, Any] = {"measured": measured, "timings": {"step_seconds": 0.05}}
+    exchanged["memory"] = {"rank 0": 400_000_000, "rank 1": 500_000_000}
     Made("ddp_multinode", 2, 600, settings={"strategy": "ddp"}, result=exchanged).write(runs)
     Made("ddp_multinode", 3, 1000, state="failed", settings={"strategy": "fsdp"}).write(runs)
     Made("ddp_multinode", 4, 1000, state="running", settings={"optim.lr": "0.3"}).write(runs)

@@ -16,7 +16,7 @@ import yaml
 
 from common.runs.folder import Folder, read_json
 from common.runs.wandb_process import NO_HOST
-from common.runs.wandb_rows import NOTE, RowKey, choose_rows, make_row_key
+from common.runs.wandb_rows import NOTE_FILE, RowKey, choose_rows, make_row_key
 from common.runs.wandb_run import load_run_config
 from tests.harness import warm
 from tests.harness.long_runs import only_folder, ranks_of, train_long
@@ -65,7 +65,7 @@ def track(
     With a W&B id of its `own`, it is one that was tracked before; `keep` copies what its tracking left.
     """
     folder = Folder(place / source.path.name, number)
-    left_out = ["code"] if keep else ["wandb", "code", NOTE]
+    left_out = ["code"] if keep else ["wandb", "code", NOTE_FILE]
     shutil.copytree(source.path, folder.path, ignore=shutil.ignore_patterns(*left_out))
     (folder.path / "wandb").mkdir(exist_ok=True)
     if own:

@@ -1,7 +1,6 @@
-"""Run folders that older versions of this project made: one finished run, and one that was stopped after step 22 of 60.
+"""Run folders made by older versions of this project: a finished run, and a run stopped after step 22 of 60.
 
-Each has the source it was made with in its `code/`. `one_folder` is of a version whose `common` and `slurm` had no
-packages and which kept no model; `one_launcher_folder` of one whose `slurm` had none.
+Each contains the source that made it in its `code/`. `november_2026` was made before most names in the code changed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from common.runs.folder import Folder
 
-VERSIONS = ("one_folder", "one_launcher_folder")
+VERSIONS = ("november_2026",)
 
 
 def unpack(version: str, folder: Path) -> tuple[Folder, Folder]:

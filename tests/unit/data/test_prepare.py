@@ -254,7 +254,7 @@ def test_a_class_without_a_readable_image_is_refused(damaged: Path) -> None:
 def test_the_progress_of_a_preparation_is_shown(
     damaged: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "LINE_EVERY", 0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     settings = Data(name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), image_size=8)
     settings.unreadable = "skip"
     prepare.prepare_dataset(settings, log=Log(progress="lines"))

@@ -39,7 +39,7 @@ def test_a_share_is_dropped_while_training_and_nothing_else() -> None:
 def test_another_number_of_samples_is_refused() -> None:
     layer = SampleDropout(0.25, 0)
     layer.begin_step(0, [range(3)])
-    with pytest.raises(ValueError, match="of 4 samples, and the microbatch has 3"):
+    with pytest.raises(ValueError, match="got 4 samples for a microbatch of 3"):
         layer(torch.ones(4, 2))
 
 

@@ -43,9 +43,7 @@ def identify(pid: int, **changed: Any) -> dict[str, Any]:
 
 def test_an_attempt_is_refused_while_another_one_is_alive(folder: Folder, other: subprocess.Popen[bytes]) -> None:
     folder.claim_attempt({"process": identify(other.pid)})
-    words = (
-        rf"{folder.path.name} is already running \(attempt 1, process {other.pid} on this machine\); wait for it, or"
-    )
+    words = rf"{folder.path.name} is already running \(attempt 1, process {other.pid} on this machine\); wait for it or"
     with pytest.raises(RunTaken, match=words):
         claims.claim_next_attempt(folder)
     with pytest.raises(RunTaken, match=words):
@@ -90,7 +88,7 @@ def test_of_many_starts_at_once_one_gets_the_run(folder: Folder) -> None:
 
 def test_the_lock_is_for_one_process(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.runs.run_lock.LOCK_SECONDS", 0.1)
-    words = "already running or being started on this machine; wait for it, or make cancel"
+    words = "already running or being started on this machine; wait for it or stop it: make cancel"
     lock = try_to_lock(folder)
     assert lock is not None
     with lock, pytest.raises(RunTaken, match=words):
@@ -111,7 +109,7 @@ def test_a_process_of_another_host_is_judged_by_its_signs_of_life(
 ) -> None:
     elsewhere = identify(other.pid, host="elsewhere", boot="another")
     attempt = folder.claim_attempt({"process": elsewhere})
-    with pytest.raises(RunTaken, match=r"cannot be seen from here: its last sign of life is 0 s old.* after 60 s"):
+    with pytest.raises(RunTaken, match=r"cannot be checked from this host: last activity 0 s ago.* after 60 s"):
         claims.claim_next_attempt(folder)
     claims.mark_ended(attempt)
     second = claims.claim_next_attempt(folder)
@@ -161,12 +159,12 @@ def test_a_process_that_cannot_be_judged_by_its_pid_counts_by_its_signs_of_life(
     other.kill()
     other.wait()
     folder.claim_attempt({"process": process, "starter": "slurm cluster 17"})
-    with pytest.raises(RunTaken, match="cannot be seen from here"):
+    with pytest.raises(RunTaken, match="cannot be checked from this host"):
         claims.claim_next_attempt(folder)  # an elastic job continues without the rank that claimed the attempt
     (folder.path / "attempts/0001/claim.json").unlink()
     write_json(folder.path / "attempts/0001/claim.json", {"process": process | {"pid_namespace": "pid:[1]"}})
     (folder.path / "config.yaml").write_text("launch:\n  step_timeout: 300\n")
-    with pytest.raises(RunTaken, match="it counts as ended after 300 s"):
+    with pytest.raises(RunTaken, match="counts as ended after 300 s"):
         claims.claim_next_attempt(folder)
     claims.mark_ended(folder.attempts()[0])
     assert claims.claim_next_attempt(folder).number == 2

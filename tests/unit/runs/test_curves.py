@@ -21,7 +21,7 @@ def rows(losses: list[float | None], seconds: float = 0.1) -> list[dict[str, Any
 def test_a_short_run_is_drawn_as_it_is() -> None:
     drawn = metric_curves.read_curves(rows([3.0, 2.0, 1.0]))
     assert drawn.loss.value.tolist() == drawn.loss.low.tolist() == drawn.loss.high.tolist() == [3, 2, 1]
-    assert drawn.loss.at.tolist() == [[1, 10, 0.1], [2, 20, 0.2], [3, 30, pytest.approx(0.3)]]
+    assert drawn.loss.positions.tolist() == [[1, 10, 0.1], [2, 20, 0.2], [3, 30, pytest.approx(0.3)]]
     assert drawn.speed.value == pytest.approx([100, 100])  # the first step has none before it
 
 
@@ -30,10 +30,10 @@ def test_a_long_one_is_thinned_and_loses_no_peak() -> None:
     losses[5000] = 50
     drawn = metric_curves.read_curves(rows(list(losses)))
     for curve in (drawn.loss, drawn.speed):
-        assert 0.9 * metric_curves.POINTS < len(curve) <= metric_curves.POINTS
-    assert drawn.loss.at[-1, 0] == 10_007
-    assert drawn.loss.at[:8, 0].tolist() == list(range(1, 9))  # a logarithmic axis shows each of them
-    counts = np.diff(np.concatenate([[0], drawn.loss.at[:, 0]]))
+        assert 0.9 * metric_curves.MAX_POINTS < len(curve) <= metric_curves.MAX_POINTS
+    assert drawn.loss.positions[-1, 0] == 10_007
+    assert drawn.loss.positions[:8, 0].tolist() == list(range(1, 9))  # a logarithmic axis shows each of them
+    counts = np.diff(np.concatenate([[0], drawn.loss.positions[:, 0]]))
     assert counts.max() <= 32 and (drawn.loss.value * counts).sum() == pytest.approx(losses.sum())
     assert max(drawn.loss.high) == 50 and min(drawn.loss.low) == 1
 
@@ -46,7 +46,7 @@ def test_the_time_of_evaluations_is_no_step() -> None:
     drawn = metric_curves.read_curves(own)
     assert drawn.speed.value == pytest.approx([100] * 4)  # all but the first and the one after the evaluation
     assert drawn.tests["test_accuracy"].value.tolist() == [0.5]
-    assert drawn.tests["test_accuracy"].at.tolist() == [[3, 30, 60.3]]
+    assert drawn.tests["test_accuracy"].positions.tolist() == [[3, 30, 60.3]]
 
 
 def test_the_time_between_two_starts_is_no_step() -> None:
@@ -72,5 +72,5 @@ def test_nothing_is_drawn_of_nothing() -> None:
 
 def test_each_step_of_a_restarted_run_is_drawn_once(tmp_path: Path) -> None:
     drawn = metric_curves.read_curves(Made(steps=100, attempts=4).write(tmp_path).read_rows())
-    assert drawn.loss.at[:, 0].tolist() == list(range(1, 101))
-    assert drawn.tests["test_loss"].at[:, 0].tolist() == [20, 40, 60, 80, 100]
+    assert drawn.loss.positions[:, 0].tolist() == list(range(1, 101))
+    assert drawn.tests["test_loss"].positions[:, 0].tolist() == [20, 40, 60, 80, 100]

@@ -34,7 +34,7 @@ def test_a_torn_file_is_named(verb: str, has_checksums: bool, folder: Folder) ->
     os.truncate(code / TORN, text.index('"""', text.index("def ")))
     with pytest.raises(UserError) as caught:
         main([word.format(folder.path) for word in verb.split()])
-    assert f"the run's source is damaged: {TORN} in {code}; bring the run's files back" in str(caught.value)
+    assert f"the run's source is damaged: {TORN} in {code}; restore the files or start a new run" in str(caught.value)
 
 
 def test_a_file_that_is_gone_is_named_and_changes_on_purpose_are_possible(folder: Folder) -> None:

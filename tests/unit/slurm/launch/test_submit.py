@@ -522,11 +522,11 @@ def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: P
 @pytest.mark.parametrize(
     ("result", "state", "detail"),
     [
-        ({"test_accuracy": 0.5}, "FAILED", "result.json has no known state"),
+        ({"scores": {"test_accuracy": 0.5}}, "FAILED", "result.json has no known state"),
         ({"state": None, "exit_status": None}, "FAILED", "result.json has no known state"),
-        ({"state": "finished", "test_accuracy": None, "samples_per_second": None}, "FINISHED", ""),
-        ({"state": "failed", "test_accuracy": "x", "reason": None, "samples_per_second": "x"}, "FAILED", ""),
-        ({"state": "finished", "test_accuracy": 0.5}, "FINISHED", "accuracy 50.00%"),
+        ({"state": "finished", "scores": {"test_accuracy": None}, "timings": None}, "FINISHED", ""),
+        ({"state": "failed", "scores": {"test_accuracy": "x"}, "reason": None, "timings": "x"}, "FAILED", ""),
+        ({"state": "finished", "scores": {"test_accuracy": 0.5}}, "FINISHED", "accuracy 50.00%"),
     ],
 )
 def test_a_result_without_its_numbers_hides_no_other_run(
