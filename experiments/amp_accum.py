@@ -99,11 +99,10 @@ def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step
     all_reduces = 0
     for number, (x, y) in enumerate(microbatches, start=1):
         is_last = number == len(microbatches)
-        skips_all_reduce = cfg.no_sync and not is_last
+        is_local = cfg.no_sync and not is_last  # no all-reduce after this microbatch
 
         # no_sync covers forward AND backward: DDP decides in the forward whether the backward will all-reduce
-        is_local = skips_all_reduce and isinstance(model, DistributedDataParallel)
-        with model.no_sync() if is_local else contextlib.nullcontext():
+        with model.no_sync() if is_local and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
             with make_autocast(cfg, device):
                 outputs = model(apply_channels_last(cfg, x))
                 loss = F.cross_entropy(outputs, y, reduction="sum") / step.mean_shard
@@ -115,7 +114,7 @@ def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step
             if all_reduces == 0:  # no rank has waited for another one in this step yet
                 step.mark("backward")
             scaler.scale(loss).backward()
-        if not skips_all_reduce:
+        if not is_local:
             all_reduces += 1
     return all_reduces
 
