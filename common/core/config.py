@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 
 from common.core.config_keys import list_keys, parse_value, refuse_unused_keys, suggest_key
 from common.core.errors import UserError
-from configs.shared import OF_TRAINING, Experiment
+from configs.shared import TRAINING_KEYS, Experiment
 
 
 class CheckedConfig(Protocol):
@@ -322,7 +322,7 @@ def format_help(schema: type[Experiment]) -> str:
     values = read_config_file(ROOT / "configs" / f"{name}.yaml")
     lines = [f"usage: python experiments/{name}.py {USAGE}", f"       make exp NAME={name} ARGS='key=value ...'", ""]
     for key in list_keys(schema).values():
-        if not schema.trains and key.name.partition(".")[0] in OF_TRAINING:
+        if not schema.trains and key.name.partition(".")[0] in TRAINING_KEYS:
             continue
         default = parse_value(key, values[key.name]) if key.name in values else key.default
         shown = str(default).lower() if isinstance(default, bool) else default
