@@ -48,7 +48,7 @@ class Config(RanksPerNode):
     def total_steps(self, epoch_steps: int) -> int:
         """Return the steps of the run: one per point and round; a round has `epoch_steps` points."""
         total = self.rounds * epoch_steps
-        return min(self.steps, total) if self.steps else total
+        return min(self.steps or total, total)
 
     def list_bytes(self) -> list[int]:
         """Return the sizes in bytes, ascending. Raises ValueError."""
@@ -74,8 +74,10 @@ class Config(RanksPerNode):
                     remedy = f"use {format_nearest_multiples(size, width)}"
                     raise ValueError(f"sizes=[{size}]: not a multiple of the {width} bytes of {name}; {remedy}")
         if "tls" in self.transports and not self.launch.tls:
-            remedy = "add launch.backend=builtin launch.tls=true, or omit tls"
-            raise ValueError(f"transports=[tls] needs the certificate of a run with launch.tls=true; {remedy}")
+            raise ValueError(
+                "transports=[tls] needs the certificate of a run with launch.tls=true; "
+                "add launch.backend=builtin launch.tls=true, or omit tls"
+            )
         if self.processes < 2:
             raise ValueError("collectives need at least two ranks; use processes_per_node=2")
 

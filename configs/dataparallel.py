@@ -61,8 +61,10 @@ class Sharded(Replicated):
             raise ValueError(f"shards=[{text}]: use equal, auto, or one integer >= 0 per rank, such as [3,1]")
         if len(self.shards) != ranks:
             example = ",".join(["3", *["1"] * (ranks - 1)])
-            problem = f"shards=[{text}] has {len(self.shards)} numbers for {ranks} ranks"
-            raise ValueError(f"{problem}; give one per rank, such as [{example}]")
+            raise ValueError(
+                f"shards=[{text}] has {len(self.shards)} numbers for {ranks} ranks; "
+                f"give one per rank, such as [{example}]"
+            )
         weights = tuple(map(int, self.shards))
         if not any(weights):
             raise ValueError(f"shards=[{text}] gives no rank any samples; use at least one number > 0")

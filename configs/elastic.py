@@ -41,8 +41,9 @@ class ElasticRanks(RanksPerNode):
         if ranks < 2:
             raise ValueError("elastic=true needs at least two ranks; use processes_per_node=2 or elastic=false")
         if self.elastic.min > ranks:
-            problem = f"elastic.min={self.elastic.min} exceeds the {ranks} ranks of the run"
-            raise ValueError(f"{problem}; use at most elastic.min={ranks}")
+            raise ValueError(
+                f"elastic.min={self.elastic.min} exceeds the {ranks} ranks of the run; use at most elastic.min={ranks}"
+            )
         if getattr(self, "shards", []) == ["auto"]:
             raise ValueError("elastic=true changes shards itself; omit shards=auto or set them, such as shards=[3,1]")
         if self.launch.device == "cuda":

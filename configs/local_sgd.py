@@ -53,21 +53,27 @@ class Config(Replicated, InitialWeights):
     def check_exchange(self) -> None:
         """Raise ValueError for incompatible settings of the exchange."""
         if self.communication in ("bf16", "int8") and self.dtype == "float64":
-            problem = f"communication={self.communication} needs dtype=float32"
-            raise ValueError(f"{problem}; with float64 use none, topk or powersgd")
+            raise ValueError(
+                f"communication={self.communication} needs dtype=float32; with float64 use none, topk or powersgd"
+            )
         if self.delay >= self.every:
-            problem = f"delay={self.delay}: an exchange must finish before the next one, after every={self.every} steps"
-            raise ValueError(f"{problem}; use at most delay={self.every - 1}")
+            raise ValueError(
+                f"delay={self.delay}: an exchange must finish before the next one, after every={self.every} steps; "
+                f"use at most delay={self.every - 1}"
+            )
         if self.delay and self.momentum_of == "averaged":
-            problem = f"delay={self.delay}: averaged momentum would belong to older parameters"
-            raise ValueError(f"{problem}; use momentum_of=own or reset")
+            raise ValueError(
+                f"delay={self.delay}: averaged momentum would belong to older parameters; use momentum_of=own or reset"
+            )
 
     def check_rounds(self, steps: int) -> None:
         """Raise ValueError if a run of `steps` steps has no full round of local steps."""
         local_steps = steps - self.start
         if local_steps < 1:
-            problem = f"start={self.start}: all {steps} steps of the run are synchronous"
-            raise ValueError(f"{problem}; use start={steps // 2}")
+            raise ValueError(
+                f"start={self.start}: all {steps} steps of the run are synchronous; use start={steps // 2}"
+            )
         if self.every > local_steps:
-            problem = f"every={self.every} exceeds the {local_steps} local steps of the run"
-            raise ValueError(f"{problem}; use at most every={local_steps}")
+            raise ValueError(
+                f"every={self.every} exceeds the {local_steps} local steps of the run; use at most every={local_steps}"
+            )

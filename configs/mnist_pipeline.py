@@ -38,6 +38,8 @@ class Config(PipelineConfig, Experiment):
         names = [f"fc{i}" for i in range(2, layers + 1)]
         in_order = [name for name in names if name in self.split]
         if self.split != in_order:
-            problem = f"split=[{','.join(self.split)}] is not an ordered choice of layers"
-            raise ValueError(f"{problem}; use {', '.join(names)}, each at most once and in this order")
+            raise ValueError(
+                f"split=[{','.join(self.split)}] is not an ordered choice of layers; "
+                f"use {', '.join(names)}, each at most once and in this order"
+            )
         super().check()

@@ -39,8 +39,10 @@ class Config(ElasticRanks, Replicated):
     def check(self) -> None:
         ranks = self.processes
         if self.servers > ranks:  # before the check of the batch, whose remedy assumes a valid number of ranks
-            problem = f"servers={self.servers} exceeds the {ranks} ranks; a rank serves at most one shard"
-            raise ValueError(f"{problem}; use at most servers={ranks}")
+            raise ValueError(
+                f"servers={self.servers} exceeds the {ranks} ranks; a rank serves at most one shard; "
+                f"use at most servers={ranks}"
+            )
         super().check()
         if self.damp and self.mode == "sync":
             raise ValueError(
@@ -49,20 +51,27 @@ class Config(ElasticRanks, Replicated):
         if self.elastic.on:
             self.check_elastic()
         if self.optim.name not in ("sgd", "adam", "adamw") or self.optim.decayed != "all":
-            problem = f"optim.name={self.optim.name} with optim.decayed={self.optim.decayed}: servers have no layers"
-            raise ValueError(f"{problem}; use sgd, adam or adamw, and optim.decayed=all")
+            raise ValueError(
+                f"optim.name={self.optim.name} with optim.decayed={self.optim.decayed}: servers have no layers; "
+                "use sgd, adam or adamw, and optim.decayed=all"
+            )
         if self.launch.device != "cpu":
-            problem = f"launch.device={self.launch.device}: messages have no fixed order, which nccl does not support"
-            raise ValueError(f"{problem}; use launch.device=cpu")
+            raise ValueError(
+                f"launch.device={self.launch.device}: messages have no fixed order, which nccl does not support; "
+                "use launch.device=cpu"
+            )
 
     def check_elastic(self) -> None:
         """Raise ValueError for settings with which the run cannot continue without a rank."""
         if self.mode != "sync":
-            problem = f"elastic=true: results of mode={self.mode} are not reproducible"
-            raise ValueError(f"{problem}; use mode=sync or omit elastic")
+            raise ValueError(
+                f"elastic=true: results of mode={self.mode} are not reproducible; use mode=sync or omit elastic"
+            )
         if self.servers == self.processes:
-            problem = f"elastic=true: every rank is a server (servers={self.servers}), and no server may be lost"
-            raise ValueError(f"{problem}; use fewer servers or more ranks")
+            raise ValueError(
+                f"elastic=true: every rank is a server (servers={self.servers}), and no server may be lost; "
+                "use fewer servers or more ranks"
+            )
         for name in ("record", "compare"):
             if getattr(self, name):
                 raise ValueError(f"{name}=true needs the same workers during the whole run; omit it or elastic")

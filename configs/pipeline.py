@@ -64,8 +64,10 @@ class PipelineConfig(Stages):
     def check_pipeline(self, batch: int) -> None:
         """Raise ValueError for settings that are incompatible with each other or with the batch."""
         if self.stages % self.stages_per_process:
-            problem = f"stages={self.stages} is not divisible by stages_per_process={self.stages_per_process}"
-            raise ValueError(f"{problem}; valid values of stages_per_process are {list_divisors(self.stages)}")
+            raise ValueError(
+                f"stages={self.stages} is not divisible by stages_per_process={self.stages_per_process}; "
+                f"valid values of stages_per_process are {list_divisors(self.stages)}"
+            )
         if batch % self.microbatches:
             problem = f"batch={batch} is not divisible by microbatches={self.microbatches}"
             divisors = list_divisors(batch)
@@ -91,8 +93,9 @@ class PipelineConfig(Stages):
             raise ValueError(f"schedule={self.schedule} needs engine=torch; the built-in engine has {builtin_names}")
         if self.engine == "torch":
             if is_custom:
-                problem = f"schedule={self.schedule} needs the built-in engine, engine=own"
-                raise ValueError(f"{problem}; engine=torch has {torch_names}")
+                raise ValueError(
+                    f"schedule={self.schedule} needs the built-in engine, engine=own; engine=torch has {torch_names}"
+                )
             if self.stages == 1:
                 raise ValueError("engine=torch needs at least 2 stages; use stages=2, or engine=own (built-in engine)")
             self.check_torch_schedule()
@@ -102,8 +105,10 @@ class PipelineConfig(Stages):
         count = self.microbatches
         if self.schedule == "1f1b" and self.stages_per_process == 1:
             if count < self.stages:
-                problem = "engine=torch schedule=1f1b needs at least as many microbatches as stages"
-                raise ValueError(f"{problem}; set microbatches to {self.stages} or more")
+                raise ValueError(
+                    "engine=torch schedule=1f1b needs at least as many microbatches as stages; "
+                    f"set microbatches to {self.stages} or more"
+                )
             return
         if self.schedule in ("1f1b", "interleaved_1f1b", "zero_bubble"):
             rounds = max(1, count // self.processes)

@@ -56,7 +56,8 @@ class Profile:
         """Raise ValueError for incompatible values."""
         if self.signal_seconds >= 60 * self.time:
             problem = f"signal_seconds={self.signal_seconds} is not shorter than time={self.time} minutes"
-            remedy = "raise time or lower signal_seconds"
-            raise ValueError(f"{problem}: the job would receive a stop request at its start; {remedy}")
+            raise ValueError(
+                f"{problem}: the job would receive a stop request at its start; raise time or lower signal_seconds"
+            )
         if self.gpus and self.processes > self.gpus:
             raise ValueError(f"processes={self.processes} exceeds gpus={self.gpus} per host; each rank needs one GPU")

@@ -104,8 +104,10 @@ class Config(Sweep, Stages, InitialWeights):
 
     def check(self) -> None:
         if self.batch % self.replicas:
-            problem = f"batch={self.batch} cannot be divided evenly among replicas={self.replicas}"
-            raise ValueError(f"{problem}; valid values of replicas are {format_divisors(self.batch)}")
+            raise ValueError(
+                f"batch={self.batch} cannot be divided evenly among replicas={self.replicas}; "
+                f"valid values of replicas are {format_divisors(self.batch)}"
+            )
         nodes = self.launch.nodes
         if self.replicas > 1 and self.replicas % nodes:
             problem = f"replicas={self.replicas} cannot be divided evenly among launch.nodes={nodes}"
@@ -113,8 +115,10 @@ class Config(Sweep, Stages, InitialWeights):
             raise ValueError(f"{problem}: the stages of a replica must be on one host; {remedy}")
         shard = self.batch_plan.shard
         if shard % self.microbatch:
-            problem = f"batch={shard} is not divisible into microbatches of split_size={self.microbatch}"
-            raise ValueError(f"{problem}; valid sizes are {format_divisors(shard)}")
+            raise ValueError(
+                f"batch={shard} is not divisible into microbatches of split_size={self.microbatch}; "
+                f"valid sizes are {format_divisors(shard)}"
+            )
         if self.loss == "mse" and self.model != "toy":
             raise ValueError(f"loss=mse is not available for model={self.model}; use model=toy or loss=cross_entropy")
         if self.channels_last and self.width < 16 and self.model in RESNETS:  # a defect of oneDNN
@@ -138,13 +142,17 @@ class Config(Sweep, Stages, InitialWeights):
             if not DEVICE.fullmatch(name):
                 raise ValueError(f"devices: {name} is not a device; use a list such as [cuda:0,cuda:1], or auto")
         if len(self.devices) != self.stages:
-            problem = f"devices=[{','.join(self.devices)}] has {len(self.devices)} devices for stages={self.stages}"
-            raise ValueError(f"{problem}; name one device per stage, or change stages")
+            raise ValueError(
+                f"devices=[{','.join(self.devices)}] has {len(self.devices)} devices for stages={self.stages}; "
+                "name one device per stage, or change stages"
+            )
         if self.launch.nodes > 1 or self.stages_per_process > 1 or self.replicas > 1:
             raise ValueError("devices= needs a single process on one host; omit it to use one rank per stage")
         if not self.supports_one_process():
-            problem = f"schedule={self.schedule}: a single process with several devices supports gpipe only"
-            raise ValueError(f"{problem}; use devices=[] for other schedules and engines")
+            raise ValueError(
+                f"schedule={self.schedule}: a single process with several devices supports gpipe only; "
+                "use devices=[] for other schedules and engines"
+            )
 
 
 def format_divisors(number: int) -> str:

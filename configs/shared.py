@@ -256,7 +256,7 @@ class Experiment:
     def total_steps(self, epoch_steps: int) -> int:
         """Return the number of optimizer steps of the run; an epoch has `epoch_steps`."""
         total = self.epochs * epoch_steps
-        return min(self.steps, total) if self.steps else total
+        return min(self.steps or total, total)
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Raise ValueError if the model does not accept samples of a shape ([H, W], [C, H, W] or [D])."""
@@ -275,8 +275,10 @@ class Experiment:
         """Raise ValueError, with a remedy, if settings are incompatible."""
         ranks = self.processes
         if ranks % self.launch.nodes:
-            problem = f"{ranks} ranks cannot be divided evenly among launch.nodes={self.launch.nodes}"
-            raise ValueError(f"{problem}; valid numbers of hosts are {list_divisors(ranks)}")
+            raise ValueError(
+                f"{ranks} ranks cannot be divided evenly among launch.nodes={self.launch.nodes}; "
+                f"valid numbers of hosts are {list_divisors(ranks)}"
+            )
         if not self.runs:
             raise ValueError("runs= is empty; name a folder or omit it")
         if not self.data.cache:
@@ -296,11 +298,14 @@ class Experiment:
         if data.name == "vectors":
             self.check_shape((10,))
             if data.augment != "none":
-                problem = f"data.augment={data.augment} needs images, but data.name=vectors has none"
-                raise ValueError(f"{problem}; omit data.augment")
+                raise ValueError(
+                    f"data.augment={data.augment} needs images, but data.name=vectors has none; omit data.augment"
+                )
         if 0 < data.train_limit < self.batch:
-            problem = f"data.train_limit={data.train_limit} is smaller than one batch of {self.batch}"
-            raise ValueError(f"{problem}; lower batch or raise data.train_limit")
+            raise ValueError(
+                f"data.train_limit={data.train_limit} is smaller than one batch of {self.batch}; "
+                "lower batch or raise data.train_limit"
+            )
         samples = data.train_samples
         if samples is not None and self.batch > samples:
             raise ValueError(f"batch={self.batch} exceeds the {samples} training samples; lower batch")

@@ -91,8 +91,9 @@ class Config(Sweep, Replicated):
         if self.schedule == "rigl" and self.scope in ("structured", "n:m"):
             raise ValueError(f"scope={self.scope}: rigl replaces single weights; use scope=global or scope=layer")
         if self.schedule == "rigl" and self.criterion != "magnitude":
-            problem = f"criterion={self.criterion}: rigl drops by magnitude and grows by gradient"
-            raise ValueError(f"{problem}; use criterion=magnitude")
+            raise ValueError(
+                f"criterion={self.criterion}: rigl drops by magnitude and grows by gradient; use criterion=magnitude"
+            )
 
     def check_pattern(self) -> None:
         """Raise ValueError if `pattern` is invalid or implies another sparsity."""
@@ -100,5 +101,7 @@ class Config(Sweep, Replicated):
         sparsity = 1 - count / size
         if self.scope != "n:m" or self.schedule == "none" or math.isclose(self.sparsity, sparsity, abs_tol=1e-5):
             return
-        problem = f"sparsity={self.sparsity:g}: pattern={self.pattern} prunes exactly {sparsity:g}"
-        raise ValueError(f"{problem}; use sparsity={sparsity:g}, or another pattern")
+        raise ValueError(
+            f"sparsity={self.sparsity:g}: pattern={self.pattern} prunes exactly {sparsity:g}; "
+            f"use sparsity={sparsity:g}, or another pattern"
+        )

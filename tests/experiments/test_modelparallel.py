@@ -27,6 +27,7 @@ from common.runs import provenance
 from common.runs.folder import Folder
 from common.training import model_split, sweep
 from configs.resnet_modelparallel import Config
+from configs.sweeps import Average
 from configs.sweeps.resnet_modelparallel import GRID, list_points, plot_times
 from experiments import resnet_modelparallel
 from tests.harness.processes import Done, run
@@ -360,7 +361,7 @@ def test_a_cut_is_measured_once_for_all_repeats(tmp_path: Path) -> None:
 def test_a_sweep_runs_on_one_kind_of_device(words: list[str], gpus: int, device: str | None, on_gpus: bool) -> None:
     cfg = settings(*words)
     assert {cell.get("launch.device") for cell in list_points(cfg, gpus)} == {device}
-    title = plot_times(cfg, gpus, {("pipelined", 8): (1.0, 0.0, 1)}).title
+    title = plot_times(cfg, gpus, {("pipelined", 8): Average(1.0, 0.0, 1)}).title
     assert ("single has the threads of all" in title) is not on_gpus
 
 
