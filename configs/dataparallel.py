@@ -62,7 +62,7 @@ class Sharded(Replicated):
         if len(self.shards) != ranks:
             example = ",".join(["3", *["1"] * (ranks - 1)])
             raise ValueError(
-                f"shards=[{text}] has {len(self.shards)} numbers for {ranks} ranks; "
+                f"shards=[{text}] has length {len(self.shards)}, but there are {ranks} ranks; "
                 f"give one per rank, such as [{example}]"
             )
         weights = tuple(map(int, self.shards))

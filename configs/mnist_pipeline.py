@@ -39,7 +39,7 @@ class Config(PipelineConfig, Experiment):
         in_order = [name for name in names if name in self.split]
         if self.split != in_order:
             raise ValueError(
-                f"split=[{','.join(self.split)}] is not an ordered choice of layers; "
+                f"split=[{','.join(self.split)}] must list layers of the model; "
                 f"use {', '.join(names)}, each at most once and in this order"
             )
         super().check()

@@ -135,7 +135,7 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
     if key.type in (int, float):
         number = parse_number(key.type, text)
         if number is None:
-            raise ValueError("write an integer" if key.type is int else "write a decimal number")
+            raise ValueError("write a whole number" if key.type is int else "write a decimal number")
         is_too_low = key.low is not None and number < key.low
         is_too_high = key.high is not None and number > key.high
         if is_too_low or is_too_high:

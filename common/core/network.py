@@ -141,7 +141,7 @@ def check_interface(name: str) -> str:
     interfaces = list_interfaces()
     if name not in interfaces:
         available = ", ".join(f"{interface} ({address})" for interface, address in interfaces.items())
-        raise UserError(f"launch.interface={name} does not exist on {socket.gethostname()}; use one of {available}")
+        raise UserError(f"launch.interface={name} does not exist on {socket.gethostname()}; it has {available}")
     return name
 
 

@@ -41,7 +41,7 @@ SOUND = {
     [
         ({}, ""),
         ({"versions": {"torch": "2.11.0", "numpy": "2.4"}}, "node3 (rank 2) has torch 2.11.0, the others 2.15.0"),
-        ({"address": ""}, "node3 (rank 2) does not know its own name"),
+        ({"address": ""}, "node3 (rank 2) cannot resolve its own name"),
         ({"address": "127.0.1.1"}, "node3 (rank 2) resolves its own name to 127.0.1.1"),
         ({"device": "H200"}, "node3 (rank 2) has H200, the others cpu"),
         ({"cores": 1}, "node3 (rank 2) may use 1 cores, 4 were asked for"),
