@@ -9,7 +9,7 @@ from configs.batch_plan import BatchPlan
 from configs.dataparallel import Sharded
 from configs.elastic import ElasticRanks
 from configs.optional import Sweep
-from configs.shared import at_least, in_range
+from configs.shared import at_least, between
 
 
 @dataclass
@@ -32,9 +32,9 @@ class Config(Sweep, ElasticRanks, Sharded):
     """Store images and filters in the channels_last memory format, which speeds up convolutions."""
     compile: bool = False
     """Compile the model (torch.compile). Needs a C++ compiler and up to a minute before the first step."""
-    clip: float = in_range(0, 1e6, 0)
+    clip: float = between(0, 1e6, 0)
     """Maximum gradient norm (Euclidean, over all parameters, whole batch, unscaled); 0 disables clipping."""
-    init_scale: float = in_range(1e-3, 1e9, 65536)
+    init_scale: float = between(1e-3, 1e9, 65536)
     """fp16: initial loss scale; it is halved when a gradient overflows (arXiv 1710.03740)."""
     growth_interval: int = at_least(1, 2000)
     """fp16: consecutive steps without overflow after which the scale is doubled."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from configs.batch_plan import format_nearest_multiples
 from configs.optional import RanksPerNode
-from configs.shared import in_range
+from configs.shared import between
 
 OPS = ("sendrecv", "broadcast", "all_reduce", "reduce_scatter", "all_gather")
 DTYPES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}  # bytes per element
@@ -40,7 +40,7 @@ class Config(RanksPerNode):
     """Transports of the built-in backend to measure: network is unencrypted sockets; memory is shared memory within a
     host and the network between hosts (the table says which); tls is encrypted sockets and needs
     launch.backend=builtin launch.tls=true."""
-    rounds: int = in_range(1, 100_000, 10)
+    rounds: int = between(1, 100_000, 10)
     """Repetitions of the whole measurement; reported times are medians over the rounds."""
     plot: bool = True
     """Plot time against size with the fitted lines."""

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisors
 from configs.optional import InitialWeights, RanksPerNode
-from configs.ranges import in_range
+from configs.ranges import between
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Sharded(Replicated):
     """Division of each batch among the ranks: equal; a list of integer weights, one per rank, such as [3,1], where 0
     gives a rank no samples; or auto, which measures the speed of each rank before the first step and during training.
     The training result is that of one process in all cases."""
-    dropout: float = in_range(0, 0.95, 0)
+    dropout: float = between(0, 0.95, 0)
     """Dropout probability for the inputs of the last layer. The mask of a sample depends only on its position in the
     epoch, so shards and microbatches do not change the result."""
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from configs.dataparallel import DataParallel, Sharded
 from configs.elastic import ElasticRanks
-from configs.shared import at_least, in_range
+from configs.shared import at_least, between
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Config(ElasticRanks, Sharded, DataParallel):
     """Gradient compression of ddp: none, half precision, or a product of two low-rank matrices (arXiv 1905.13727)."""
     powersgd_rank: int = at_least(1, 2, only="communication=powersgd")
     """Rank of the PowerSGD matrices. PowerSGD starts after ten steps."""
-    bucket_mb: float = in_range(0.01, 10_000, 25)
+    bucket_mb: float = between(0.01, 10_000, 25)
     """Size of the gradient buckets of ddp in MB. A bucket is sent as soon as backward has filled it."""
     gradient_as_bucket_view: bool = True
     """Let gradients be views of the buckets of ddp, which saves a copy and its memory."""
@@ -28,7 +28,7 @@ class Config(ElasticRanks, Sharded, DataParallel):
     """Declare to ddp that every step uses the same parameters in the same order."""
     find_unused_parameters: bool = False
     """Let ddp search every step for parameters without a gradient. Costs time; only for models that skip parameters."""
-    clip: float = in_range(0, 1e6, 0)
+    clip: float = between(0, 1e6, 0)
     """Maximum gradient norm (Euclidean, over all parameters, whole batch); 0 disables clipping."""
     compare: bool = False
     """After training, time the same step in a single process and report the parallel efficiency."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from configs.optional import RanksPerNode
-from configs.ranges import at_least, in_range
+from configs.ranges import at_least, between
 
 
 @dataclass
@@ -16,14 +16,14 @@ class Elastic:
     """Continue without a restart when a rank is killed, stops responding or its host fails: the remaining ranks repeat
     the step and take over its shard of the batch. Losses equal those of an undisturbed run. For ranks on CPUs only; a
     parameter server can only lose ranks that serve no shard."""
-    timeout: float = in_range(0.2, 600, 3)
+    timeout: float = between(0.2, 600, 3)
     """Seconds without a heartbeat after which a rank counts as lost. A thread sends the heartbeats, so a slow step, an
     evaluation or a checkpoint does not interrupt them. A killed rank is detected immediately."""
     min: int = at_least(1, 1)
     """Minimum number of ranks. With fewer, the remaining ranks save and exit with status 75, to be resumed with all."""
     rejoin: int = at_least(0, 3)
     """How many times a lost rank is restarted. It joins between two steps with a copy of another rank's state."""
-    spares: int = in_range(0, 64, 0)
+    spares: int = between(0, 64, 0)
     """Additional hosts that a SLURM job requests to replace lost hosts. Local runs ignore it."""
 
 

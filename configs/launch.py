@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.ranges import at_least, in_range
+from configs.ranges import at_least, between
 
 
 @dataclass
@@ -34,13 +34,13 @@ class Launch:
     the CPU. gloo communicates through host memory, which also allows GPUs of different vendors."""
     nodes: int = at_least(1, 1)
     """Number of hosts. On a single machine the ranks are divided among this many simulated hosts."""
-    threads: int = in_range(0, 1024, 0)
+    threads: int = between(0, 1024, 0)
     """CPU threads per rank. 0 uses the CPUs that SLURM assigned to the rank, otherwise allowed cores / local ranks."""
     interface: str = ""
     """Network interface between hosts; empty uses the one with the route to the first rank."""
-    setup_timeout: float = in_range(1, 3600, 60)
+    setup_timeout: float = between(1, 3600, 60)
     """Seconds within which every rank must connect, including a rank that an elastic run has restarted."""
-    step_timeout: float = in_range(1, 3600, 120)
+    step_timeout: float = between(1, 3600, 120)
     """Maximum seconds of one message or collective during training. A data worker may take half of that for a block of
     batches."""
 

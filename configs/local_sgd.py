@@ -7,7 +7,7 @@ from typing import Literal
 
 from configs.dataparallel import Replicated
 from configs.optional import InitialWeights
-from configs.shared import at_least, in_range
+from configs.shared import at_least, between
 
 
 @dataclass
@@ -24,9 +24,9 @@ class Config(Replicated, InitialWeights):
     outer: Literal["mean", "nesterov"] = "mean"
     """How an exchange applies the mean change of the workers' parameters since the last exchange: as a step of SGD, or
     of SGD with Nesterov momentum (DiLoCo, arXiv 2311.08105)."""
-    outer_lr: float = in_range(0.001, 2, 1)
+    outer_lr: float = between(0.001, 2, 1)
     """Learning rate of the outer step. With outer=mean, 1 gives the mean of the workers' parameters."""
-    outer_momentum: float = in_range(0, 0.9999, 0.9, only="outer=nesterov")
+    outer_momentum: float = between(0, 0.9999, 0.9, only="outer=nesterov")
     """Momentum of the outer step with outer=nesterov."""
     momentum_of: Literal["own", "averaged", "reset"] = "own"
     """Momentum of a worker's optimizer at an exchange. own keeps it; averaged averages it over the workers, including
@@ -34,7 +34,7 @@ class Config(Replicated, InitialWeights):
     communication: Literal["none", "bf16", "int8", "topk", "powersgd"] = "none"
     """Compression of the differences: none; bf16; int8 with a scale per parameter; only the largest values (topk); or a
     product of two low-rank matrices (arXiv 1905.13727). The compression error is added to the next difference."""
-    topk: float = in_range(1e-6, 1, 0.01, only="communication=topk")
+    topk: float = between(1e-6, 1, 0.01, only="communication=topk")
     """Fraction of the values that topk sends."""
     powersgd_rank: int = at_least(1, 8, only="communication=powersgd")
     """Rank of the PowerSGD matrices. Differences of several steps need a higher rank than gradients."""

@@ -7,16 +7,16 @@ from itertools import pairwise
 
 from configs.batch_plan import BatchPlan
 from configs.pipeline import PipelineConfig
-from configs.shared import Experiment, in_range
+from configs.shared import Experiment, between
 
 
 @dataclass
 class Config(PipelineConfig, Experiment):
     """Settings of pipeline parallelism on MNIST."""
 
-    width: int = in_range(2, 65_536, 128)
+    width: int = between(2, 65_536, 128)
     """Units per hidden layer; the last hidden layer has half as many."""
-    depth: int = in_range(1, 256, 2)
+    depth: int = between(1, 256, 2)
     """Hidden layers; 2 with width=128 gives the 784-128-64-10 network."""
 
     @property

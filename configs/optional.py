@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from configs.shared import Experiment, at_least, in_range
+from configs.shared import Experiment, at_least, between
 
 
 @dataclass
@@ -43,5 +43,5 @@ class Sweep:
 
     sweep: bool = False
     """Run a grid of settings, one run per point; afterwards write a table, a CSV file and a plot."""
-    repeats: int = in_range(1, 100, 3)
+    repeats: int = between(1, 100, 3)
     """Repetitions of each point of a sweep, in rounds over all points so that disturbances affect all equally."""

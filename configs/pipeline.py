@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from configs.batch_plan import format_nearest_multiples, list_divisors
-from configs.shared import in_range
+from configs.shared import between
 
 BUILTIN_SCHEDULES = ("naive", "gpipe", "1f1b")
 TORCH_SCHEDULES = (*BUILTIN_SCHEDULES, "interleaved_1f1b", "zero_bubble")
@@ -21,9 +21,9 @@ class Stages:
     schedule: str = "gpipe"
     """naive, gpipe (arXiv 1811.06965), 1f1b (both engines), interleaved_1f1b (arXiv 2104.04473), zero_bubble (arXiv
     2401.10241; both with engine=torch), or FILE.py:function, a custom schedule for the built-in engine."""
-    stages: int = in_range(1, 64, 2)
+    stages: int = between(1, 64, 2)
     """Number of stages of the model; 1 trains the unsplit model."""
-    stages_per_process: int = in_range(1, 64, 1)
+    stages_per_process: int = between(1, 64, 1)
     """Stages per rank. Stage s is placed on rank s modulo the number of ranks."""
     split: list[str] = field(default_factory=list)
     """Layers that start a new stage, such as [fc2]; empty balances the stages by `balance`."""
@@ -51,7 +51,7 @@ class PipelineConfig(Stages):
 
     engine: Literal["own", "torch"] = "own"
     """own is the built-in engine (common/pipeline/executor.py); torch is torch.distributed.pipelining."""
-    microbatches: int = in_range(1, 4096, 4)
+    microbatches: int = between(1, 4096, 4)
     """Number of equal parts of a batch that pass through the stages in sequence."""
 
     def make_pipeline_config(self) -> PipelineConfig:

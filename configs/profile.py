@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.shared import at_least, in_range
+from configs.shared import at_least, between
 
 
 @dataclass
@@ -24,9 +24,9 @@ class Profile:
     """Hosts to exclude, as in node[03-05]."""
     wckey: str = ""
     """Workload characterization key. Some sites reject jobs that set one."""
-    time: int = in_range(1, 525_600, 60)
+    time: int = between(1, 525_600, 60)
     """Time limit in minutes."""
-    memory_gb: float = in_range(0, 100_000, 0)
+    memory_gb: float = between(0, 100_000, 0)
     """Memory per host in GB; 0 requests none."""
     cpus: int = at_least(1, 1)
     """CPUs per rank, including its data workers."""
@@ -40,7 +40,7 @@ class Profile:
     """GPU type, as in a100."""
     requeue: bool = True
     """Allow SLURM to requeue the job after preemption or a node failure."""
-    signal_seconds: int = in_range(1, 3600, 240)
+    signal_seconds: int = between(1, 3600, 240)
     """Seconds before the time limit at which the job receives a stop request."""
     setup: list[str] = field(default_factory=list)
     """Shell commands that run before the ranks start, as in [module load cuda]."""

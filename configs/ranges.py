@@ -11,6 +11,6 @@ def at_least(low: float, default: float, only: str = "") -> Any:
     return field(default=default, metadata={"low": low, "only": only})
 
 
-def in_range(low: float, high: float, default: float, only: str = "") -> Any:
+def between(low: float, high: float, default: float, only: str = "") -> Any:
     """Define a number field in [low, high]; `only` as for `at_least`."""
     return field(default=default, metadata={"low": low, "high": high, "only": only})

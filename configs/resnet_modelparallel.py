@@ -9,7 +9,7 @@ from typing import Literal
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.optional import InitialWeights, Sweep
 from configs.pipeline import BUILTIN_SCHEDULES, PipelineConfig, Stages
-from configs.shared import RESNETS, at_least, in_range
+from configs.shared import RESNETS, at_least, between
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
 
@@ -21,7 +21,7 @@ class Config(Sweep, Stages, InitialWeights):
     model: Literal["toy", "resnet18", "resnet50", "resnet101"] = "resnet18"
     """toy has two linear layers, 10-10-5 with data.name=vectors. The ResNets accept the images of any data set and have
     the ImageNet stem from 64 pixels on."""
-    width: int = in_range(1, 4096, 64)
+    width: int = between(1, 4096, 64)
     """Channels in the first group of blocks of a ResNet; the later groups have 2, 4 and 8 times as many."""
     channels_last: bool = False
     """Use the channels_last memory format for a ResNet, which speeds up large ones."""
@@ -40,7 +40,7 @@ class Config(Sweep, Stages, InitialWeights):
     visible GPUs from one process in a local run (a single GPU holds all stages), otherwise one rank per stage."""
     split_sizes: list[str] = field(default_factory=lambda: ["4", "8", "16", "32"])
     """Values of split_size for the pipelined mode with sweep=true."""
-    replicas: int = in_range(1, 4096, 1)
+    replicas: int = between(1, 4096, 1)
     """Copies of the pipeline, each trained on its shard of the batch: stages x replicas = ranks. All stages of a copy
     are on one host."""
     memory_cap: int = at_least(0, 0)

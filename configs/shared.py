@@ -12,9 +12,9 @@ from typing import ClassVar, Literal
 
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.launch import Launch
-from configs.ranges import at_least, in_range
+from configs.ranges import at_least, between
 
-__all__ = ["at_least", "in_range"]
+__all__ = ["at_least", "between"]
 
 RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # number of parameters with width 64
 CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # models that need images
@@ -42,23 +42,23 @@ class Data:
     """Folder for prepared data sets (uint8 arrays). It must be writable and visible to all hosts."""
     fallback: Literal["digits", "none"] = "digits"
     """Data set of a local run if MNIST is neither in the default `root` nor downloadable; none fails instead."""
-    image_size: int = in_range(8, 1024, 32)
+    image_size: int = between(8, 1024, 32)
     """Height and width in pixels of the colour images of imagefolder (resized and cropped once, during preparation) and
     generated."""
-    samples: int = in_range(5, 10_000_000, 10_000)
+    samples: int = between(5, 10_000_000, 10_000)
     """Training samples of generated and vectors, which also have a fifth of this number of test samples."""
-    classes: int = in_range(2, 10_000, 10)
+    classes: int = between(2, 10_000, 10)
     """Number of classes of generated."""
-    download_timeout: float = in_range(0, 600, 10)
+    download_timeout: float = between(0, 600, 10)
     """Seconds to wait for a download server; 0 disables downloads."""
-    block: int = in_range(1, 100_000, 8)
+    block: int = between(1, 100_000, 8)
     """Number of batches that are gathered and normalised in one vectorised operation."""
     augment: Literal["none", "crop", "crop_flip"] = "none"
     """Random augmentation of training images. crop shifts by up to an eighth of the side; crop_flip also mirrors (not
     for digits)."""
     unreadable: Literal["refuse", "skip"] = "refuse"
     """What to do if imagefolder contains files that are truncated or not images: fail and list them, or skip them."""
-    workers: int = in_range(0, 64, 0)
+    workers: int = between(0, 64, 0)
     """Data worker processes per rank that gather and normalise batches in advance; 0 does this in the rank. A data
     worker has failed if it is killed or needs more than half of launch.step_timeout for a block of batches. A failed
     data worker ends the run; with `elastic=true` only its rank is lost."""
@@ -88,22 +88,22 @@ class Optim:
     name: str = "sgd"
     """sgd is SGD with momentum; adam, adamw and lamb use their standard betas; lars and lamb scale the step of a layer
     by the norm of its weights; FILE.py:Class is a custom subclass of torch.optim.Optimizer."""
-    lr: float = in_range(0, 100, 0.02)
+    lr: float = between(0, 100, 0.02)
     """Peak learning rate."""
     base_batch: int = at_least(0, 0)
     """Batch size to which `lr` refers: with another batch size lr * batch / base_batch is used (linear scaling rule,
     arXiv 1706.02677). 0 disables scaling."""
-    momentum: float = in_range(0, 0.9999, 0.9)
+    momentum: float = between(0, 0.9999, 0.9)
     """Momentum of sgd and lars; 0 is plain SGD."""
     nesterov: bool = True
     """Use Nesterov momentum in sgd instead of classical momentum."""
-    weight_decay: float = in_range(0, 10, 0)
+    weight_decay: float = between(0, 10, 0)
     """L2 penalty added to the gradient. adamw instead shrinks weights by lr * weight_decay per step; lamb adds it to
     the step before scaling."""
     decayed: Literal["all", "matrices"] = "all"
     """Parameters with weight decay: all, or those with at least two dimensions, which excludes biases and the scales of
     normalisation layers."""
-    trust: float = in_range(0, 1, 0.001)
+    trust: float = between(0, 1, 0.001)
     """LARS coefficient: maximum step of a layer relative to the norm of its weights, at a learning rate of 1. Biases
     and the scales of normalisation layers take SGD steps at the full rate. If that rate is too high for them, raise
     the coefficient and lower `lr` by the same factor; the steps of all other parameters do not change."""
@@ -134,7 +134,7 @@ class Log:
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of messages shown on the terminal. The files in attempts/*/logs contain all messages."""
-    seconds: float = in_range(0.05, 60, 0.5)
+    seconds: float = between(0.05, 60, 0.5)
     """Seconds between two writes of metrics. Every step has a row regardless of this value."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """auto draws a progress bar on a terminal and prints lines elsewhere."""
@@ -156,7 +156,7 @@ class Wandb:
     """Additional W&B tags; the experiment, the data set and the world size are always tags."""
     model: bool = True
     """Upload the trained model to W&B as an artifact. The run folder contains it in any case."""
-    finish_timeout: float = in_range(1, 3600, 60)
+    finish_timeout: float = between(1, 3600, 60)
     """Seconds to wait for W&B after training. Data not uploaded by then stays on disk for `make sync`."""
 
     def check(self) -> None:
@@ -172,7 +172,7 @@ class Wandb:
 class Checkpoint:
     """Settings of saving and resuming."""
 
-    every_seconds: float = in_range(0, 86_400, 300)
+    every_seconds: float = between(0, 86_400, 300)
     """Maximum seconds between two checkpoints, and thus the maximum work lost; 0 disables saving by time."""
     every_steps: int = at_least(0, 0)
     """Optimizer steps between two checkpoints; 0 disables saving by steps. If both are 0, only a stop request saves."""
@@ -181,9 +181,9 @@ class Checkpoint:
     the newest is damaged, the previous one is used."""
     best: Literal["none", "test_loss", "test_accuracy"] = "none"
     """Also keep the best checkpoint by this score, saved after each evaluation that improves it."""
-    retries: int = in_range(0, 10, 1)
+    retries: int = between(0, 10, 1)
     """Number of retries after a disk error; after that, training continues without the checkpoint."""
-    grace: float = in_range(1, 3600, 60)
+    grace: float = between(1, 3600, 60)
     """Seconds after a stop request within which a process must save and exit; after that it terminates itself. Must
     exceed the time of a step or an evaluation batch plus that of a checkpoint."""
     max_restarts: int = at_least(0, 3)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from configs.dataparallel import Replicated
 from configs.optional import Sweep
-from configs.shared import at_least, in_range
+from configs.shared import at_least, between
 
 CRITERIA = ("magnitude", "gradient", "taylor", "random")
 
@@ -38,21 +38,21 @@ class Config(Sweep, Replicated):
     weights in each of `rounds`; cubic (arXiv 1710.01878) prunes quickly at first, then ever more slowly; rigl (arXiv
     1911.11134) is sparse from the first step to the last and replaces the smallest weights by those with the largest
     gradients."""
-    sparsity: float = in_range(0, 0.9999, 0.92)
+    sparsity: float = between(0, 0.9999, 0.92)
     """Final fraction of zero weights (in layers, without biases and norms); with structured, of zero channels."""
-    begin: float = in_range(0, 1, 0.1)
+    begin: float = between(0, 1, 0.1)
     """Fraction of all steps before the first pruning; rigl is sparse from the start."""
-    end: float = in_range(0, 1, 0.6)
+    end: float = between(0, 1, 0.6)
     """Fraction of all steps after which masks stay fixed and the model is fine-tuned. Not used by oneshot."""
-    rounds: int = in_range(1, 1000, 5)
+    rounds: int = between(1, 1000, 5)
     """Number of prunings of the iterative schedule."""
     every: int = at_least(1, 50)
     """Steps between two updates of the masks, with cubic and rigl."""
-    drop: float = in_range(0, 1, 0.3)
+    drop: float = between(0, 1, 0.3)
     """Initial fraction of the weights of each layer that rigl replaces; it decays to zero by a cosine."""
-    score_batches: int = in_range(1, 10_000, 8)
+    score_batches: int = between(1, 10_000, 8)
     """Number of batches whose gradients are scored, for gradient and taylor."""
-    l1: float = in_range(0, 10, 0)
+    l1: float = between(0, 10, 0)
     """Strength of the L1 penalty: after each step weights move towards zero by the learning rate times this value, and
     stop at zero. This creates exact zeros without masks."""
     int8: bool = True

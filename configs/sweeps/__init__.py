@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any, Generic, NamedTuple, TypeVar
 
-Cell = dict[str, Any]  # the settings of a point that differ from the config, by dotted name
+PointSettings = dict[str, Any]  # the settings of a point that differ from the config, by dotted name
 Row = dict[str, Any]  # a finished run: its `cell`, and all values of its result by name
 Points = Sequence[tuple[float, float, float]]  # x, mean, standard deviation
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Summary:
 class Grid(Generic[T]):
     """A sweep of one experiment."""
 
-    points: Callable[[T, int], list[Cell]]
+    points: Callable[[T, int], list[PointSettings]]
     """Maps the config and the number of visible GPUs to the points, in the order of execution."""
     summarise: Callable[[T, int, list[Row]], Summary]
     """Maps the config, the number of GPUs and the finished runs to table lines and plots."""
@@ -63,7 +63,7 @@ class Grid(Generic[T]):
     """Settings that a run may determine by measurement; repeats of a point reuse the values of its first run."""
 
 
-def format_settings(cell: Cell) -> dict[str, str]:
+def format_settings(cell: PointSettings) -> dict[str, str]:
     """Return the settings of a point as text for a command line."""
     return {name: format_setting(value) for name, value in cell.items()}
 

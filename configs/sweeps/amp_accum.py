@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 
 from configs.amp_accum import Config
-from configs.sweeps import Bars, Cell, Grid, Row, Summary, average_rows
+from configs.sweeps import Bars, Grid, PointSettings, Row, Summary, average_rows
 
 DEFAULT_STEPS = 40  # of each run
 BY = ("precision", "accumulate", "no_sync")
 REFERENCE = ("fp32", 1, True)
 
 
-def list_points(cfg: Config, gpus: int) -> list[Cell]:
+def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
     """Return every precision with one microbatch and with several, the latter with and without no_sync.
 
     Runs are short unless `steps` is set, because they measure the cost of a step.
     """
-    limits: Cell = {}
+    limits: PointSettings = {}
     if not cfg.steps:
         warmup = min(cfg.optim.warmup, DEFAULT_STEPS // 8)
         limits = {"steps": DEFAULT_STEPS, "optim.warmup": warmup, "data.test_limit": cfg.data.test_limit or 1000}
@@ -25,7 +25,7 @@ def list_points(cfg: Config, gpus: int) -> list[Cell]:
     precisions = ("fp32", "tf32", "bf16", "fp16") if on_gpus else ("fp32", "bf16", "fp16")
     no_sync_choices = (True, False) if cfg.processes > 1 else (True,)
 
-    points: list[Cell] = []
+    points: list[PointSettings] = []
     for precision in precisions:
         points.append({"precision": precision, "accumulate": 1, "no_sync": True, **limits})
         if cfg.accumulate > 1:

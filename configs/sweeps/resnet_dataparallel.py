@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from configs.resnet_dataparallel import ONE_DEVICE, Config
-from configs.sweeps import Bars, Cell, Grid, Row, Summary, average_rows
+from configs.sweeps import Bars, Grid, PointSettings, Row, Summary, average_rows
 
 
-def list_points(cfg: Config, gpus: int) -> list[Cell]:
+def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
     """Return the strategies that differ on this machine; all run on the CPU if ddp has more ranks than GPUs."""
     if cfg.launch.on_cpu:
         gpus = 0
@@ -16,7 +16,7 @@ def list_points(cfg: Config, gpus: int) -> list[Cell]:
     strategies = ["single", "ddp"]
     if gpus > 1 and has_enough_gpus:
         strategies.insert(1, "data_parallel")
-    device: Cell = {"launch.device": "cpu"} if gpus and not has_enough_gpus else {}
+    device: PointSettings = {"launch.device": "cpu"} if gpus and not has_enough_gpus else {}
     return [{"strategy": strategy, "compare": False, **device} for strategy in strategies]
 
 

@@ -7,23 +7,23 @@ from statistics import fmean
 from typing import Any, Literal
 
 from configs.resnet_modelparallel import Config
-from configs.sweeps import Average, Cell, Curves, Grid, Row, Summary, average_rows
+from configs.sweeps import Average, Curves, Grid, PointSettings, Row, Summary, average_rows
 
 DEFAULT_STEPS = 12  # of each run
 MODES: tuple[Literal["single", "naive", "pipelined"], ...] = ("single", "naive", "pipelined")
 
 
-def list_points(cfg: Config, gpus: int) -> list[Cell]:
+def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
     """Return single and naive with the whole batch, and pipelined with each microbatch size.
 
     Runs are short unless `steps` is set, because they measure the cost of a step. All runs use the same kind of device.
     """
-    common: Cell = {}
+    common: PointSettings = {}
     if not cfg.steps:
         common = {"steps": DEFAULT_STEPS, "data.test_limit": cfg.data.test_limit or cfg.eval_batch}
     if cfg.launch.device == "auto" and gpus and not has_enough_gpus(cfg, gpus):
         common["launch.device"] = "cpu"
-    points: list[Cell] = [{"mode": mode, "split_size": cfg.batch_plan.shard} for mode in ("single", "naive")]
+    points: list[PointSettings] = [{"mode": mode, "split_size": cfg.batch_plan.shard} for mode in ("single", "naive")]
     points += [{"mode": "pipelined", "split_size": int(size)} for size in cfg.split_sizes]
     return [point | common for point in points]
 

@@ -8,16 +8,16 @@ from statistics import fmean, median
 from typing import Any
 
 from configs.sparse_prune import Config
-from configs.sweeps import Cell, Curves, Grid, Row, Summary, average_rows
+from configs.sweeps import Curves, Grid, PointSettings, Row, Summary, average_rows
 
 BY = ("criterion", "sparsity")
 
 
-def list_points(cfg: Config, gpus: int) -> list[Cell]:
+def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
     """Return the dense model, and every criterion at every sparsity; n:m fixes the sparsity, rigl the criterion."""
     criteria = ["magnitude"] if cfg.schedule == "rigl" else cfg.criteria
     sparsities = [cfg.sparsity] if cfg.scope == "n:m" else [float(level) for level in cfg.levels]
-    training_only: Cell = {"export": False, "int8": False}
+    training_only: PointSettings = {"export": False, "int8": False}
     points = [training_only | {"schedule": "none", "l1": 0}]
     for sparsity in sparsities:
         for criterion in criteria:
