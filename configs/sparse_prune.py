@@ -75,7 +75,7 @@ class Config(Sweep, Replicated):
     def check(self) -> None:
         super().check()
         if self.model == "lenet5" and self.data.name in ("generated", "imagefolder") and self.data.image_size < 16:
-            raise ValueError(f"data.image_size={self.data.image_size}: model=lenet5 needs at least 16 pixels")
+            raise ValueError(f"data.image_size={self.data.image_size}: model=lenet5 needs 16 pixels; use 16 or more")
         if self.normalize == "layer" and self.scope != "global":
             raise ValueError(f"normalize=layer: scope={self.scope} does not compare layers; use scope=global")
         if self.sweep and self.schedule == "none":

@@ -199,7 +199,7 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
     folder = cut_off(whole, 21, tmp_path)  # within a round
     before = folder.metrics()[:21]
     for wrong, part in (
-        ("sizes=[4,2K]", "sizes cannot change when a run goes on"),
+        ("sizes=[4,2K]", "sizes cannot change when a run is resumed"),
         ("processes_per_node=3", "has shape (10, 4, 2, 2, 3), here (10, 4, 2, 3, 3)"),
         ("rounds=11", "has shape (10, 4, 2, 2, 3), here (11, 4, 2, 2, 3)"),
     ):
