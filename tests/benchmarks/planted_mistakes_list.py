@@ -271,7 +271,8 @@ MISTAKES = [
     Mistake(
         "mask-forgotten",  # gradients and momentum bring pruned weights back
         "experiments/sparse_prune.py",
-        "            if masks.sparsity:\n                masks.apply()  # the optimizer has moved pruned weights, too\n",
+        "            if masks.sparsity:\n"
+        "                masks.apply()  # the optimizer has moved pruned weights, too\n",
         "",
     ),
     Mistake(
