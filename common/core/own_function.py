@@ -29,7 +29,7 @@ def locate_function_file(setting: str, value: str, alternatives: str, kind: str 
     if Path(file).suffix != ".py":
         raise UserError(f"{setting}={value} is neither FILE.py:{kind} nor one of {alternatives}; use one of these")
     if not Path(file).is_file():
-        problem = f"no such file: {Path(file).absolute()}"
+        problem = f"there is no file {Path(file).absolute()}"
         raise UserError(f"{setting}={value}: {problem}; name an existing FILE.py:{kind}, or use one of {alternatives}")
     return file
 
