@@ -1,4 +1,4 @@
-"""The packages that experiments share, and the answer to Ctrl-C while they are imported."""
+"""Packages shared by the experiments, and handling of Ctrl-C during their import."""
 
 import _thread
 import os
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def exit_on_interrupt(number: int, frame: object) -> None:
-    """Leave in one line. An exception may be lost within the import of a library, or leave it half imported."""
+    """Exit with one line; an exception during the import of a library could be swallowed."""
     try:
         _thread.start_new_thread(int, ())
-    except RuntimeError:  # OpenBLAS sends this signal to its process where it cannot start its threads
+    except RuntimeError:  # OpenBLAS sends SIGINT to its process if it cannot start threads
         from common.core.process_limits import describe_shortage
 
         os.write(2, f"error: {describe_shortage()}\n".encode())
@@ -22,11 +22,14 @@ def exit_on_interrupt(number: int, frame: object) -> None:
 
 
 def is_project_command() -> bool:
-    """Check that this process executes a file of experiments, slurm or common, and ends by `exit_on_user_error`."""
-    root, file = Path(__file__).resolve().parent.parent, getattr(sys.modules.get("__main__"), "__file__", None)
-    path = Path(file or "/").resolve()
-    return path.is_relative_to(root) and path.relative_to(root).parts[0] in ("experiments", "slurm", "common")
+    """Check that this process executes a file of experiments, slurm or common; these call `exit_on_user_error`."""
+    project = Path(__file__).resolve().parent.parent
+    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
+    path = Path(main_file or "/").resolve()
+    if not path.is_relative_to(project):
+        return False
+    return path.relative_to(project).parts[0] in ("experiments", "slurm", "common")
 
 
 if threading.current_thread() is threading.main_thread() and is_project_command():
-    signal.signal(signal.SIGINT, exit_on_interrupt)  # until `exit_on_user_error`
+    signal.signal(signal.SIGINT, exit_on_interrupt)  # replaced by `exit_on_user_error`

@@ -1,6 +1,6 @@
-"""The names that every experiment uses, in one import; those of a single technique come from their package.
+"""Names that every experiment uses, in one import; names of a single technique are imported from their package.
 
-Nothing in common or slurm imports this module, and it loads nothing that only some runs need.
+No module of common or slurm imports this one, and it imports nothing that only some runs need.
 """
 
 from common.checkpoint.train_state import TrainState

@@ -1,4 +1,4 @@
-"""Division of the samples of an optimizer step."""
+"""Division of the samples of one optimizer step into shards and microbatches."""
 
 from __future__ import annotations
 
@@ -9,51 +9,55 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Division of the samples of one optimizer step: shards for the replicas, and microbatches of these.
+    """Sizes of the shards and microbatches of one optimizer step.
 
-    These are the sizes. `Loader` makes a rank's shards and microbatches, and the `step` of a
-    pipeline's engine splits its batch into microbatches itself.
+    `Loader` creates the shards and microbatches of a rank. The `step` of a pipeline engine splits its batch into
+    microbatches itself.
     """
 
     batch: int
-    """Samples of a step, over all ranks."""
+    """Samples per step, over all ranks."""
     replicas: int = 1
-    """Ranks, or pipelines, that take a shard each."""
+    """Ranks or pipelines; each takes one shard."""
     microbatches: int = 1
-    """Parts of a shard that are computed one after the other, and whose gradients add up."""
+    """Parts of a shard that are computed in sequence with summed gradients."""
     weights: tuple[int, ...] = ()
-    """What the shards are in proportion to, one for each replica; empty where they are equal."""
+    """Relative shard sizes, one per replica; empty for equal shards."""
 
     @property
     def shard(self) -> int:
-        """Samples that a replica gets where all get as many."""
+        """Samples per replica if all shards are equal."""
         return self.batch // self.replicas
 
     @property
     def microbatch(self) -> int:
-        """Samples of a replica's microbatch."""
+        """Samples per microbatch of a replica."""
         return self.shard // self.microbatches
 
 
 def cut_batch(batch: int, weights: Sequence[int]) -> tuple[int, ...]:
-    """Return the samples of each rank in proportion to its weight: whole numbers >= 0 that add up to `batch`.
+    """Divide a batch among ranks in proportion to their weights; return the samples of each rank.
 
-    What rounding down leaves goes to the largest remainders, and of equal ones to the first (Hamilton's method).
+    Counts are rounded down; the remaining samples go to the ranks with the largest remainders, lower ranks first
+    (Hamilton's method).
     """
     total = sum(weights)
     counts = [batch * weight // total for weight in weights]
     by_remainder = sorted(range(len(weights)), key=lambda rank: -(batch * weights[rank] % total))
-    for rank in by_remainder[: batch - sum(counts)]:
+    missing = batch - sum(counts)
+    for rank in by_remainder[:missing]:
         counts[rank] += 1
     return tuple(counts)
 
 
-def list_divisors(n: int) -> list[int]:
-    """Return all divisors of n, ascending."""
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return low + [n // d for d in reversed(low) if d * d != n]
+def list_divisors(number: int) -> list[int]:
+    """Return all divisors of a number, ascending."""
+    up_to_root = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return up_to_root + [number // d for d in reversed(up_to_root) if d * d != number]
 
 
-def format_nearest_multiples(n: int, of: int) -> str:
-    """Return the positive multiples of `of` next to n, as in "62 or 64"."""
-    return " or ".join(str(m) for m in (n // of * of, (n // of + 1) * of) if m)
+def format_nearest_multiples(number: int, factor: int) -> str:
+    """Format the positive multiples of `factor` next to a number, as in "62 or 64"."""
+    lower = number // factor * factor
+    higher = lower + factor
+    return f"{lower} or {higher}" if lower else str(higher)

@@ -1,4 +1,4 @@
-"""Settings of data parallelism, for every experiment whose ranks train the same model on shards of a batch."""
+"""Settings of data parallelism: experiments whose ranks train the same model on shards of a batch."""
 
 from __future__ import annotations
 
@@ -12,76 +12,84 @@ from configs.ranges import between
 
 @dataclass
 class Replicated(RanksPerNode):
-    """Settings of ranks that hold the same model."""
+    """Settings of ranks with identical models."""
 
     def check(self) -> None:
         super().check()
-        ranks, microbatches = self.processes, self.batch_plan.microbatches
-        if not self.batch_plan.weights and self.batch % (ranks * microbatches):
-            counts = [d for d in list_divisors(self.batch) if d % self.launch.nodes == 0 and d <= ranks]
-            fewer = f", or processes_per_node={counts[-1] // self.launch.nodes}" if counts else ""
-            parts, fewer = (f" in accumulate={microbatches} microbatches", "") if microbatches > 1 else ("", fewer)
-            what = f"batch={self.batch} cannot be shared evenly by {ranks} ranks{parts}"
-            raise ValueError(f"{what}; use batch={format_nearest_multiples(self.batch, ranks * microbatches)}{fewer}")
+        ranks = self.processes
+        microbatches = self.batch_plan.microbatches
+        if self.batch_plan.weights or self.batch % (ranks * microbatches) == 0:
+            return
+        problem = f"batch={self.batch} cannot be divided evenly among {ranks} ranks"
+        remedy = f"use batch={format_nearest_multiples(self.batch, ranks * microbatches)}"
+        if microbatches > 1:
+            raise ValueError(f"{problem} with accumulate={microbatches} microbatches; {remedy}")
+        nodes = self.launch.nodes
+        smaller_counts = [count for count in list_divisors(self.batch) if count % nodes == 0 and count <= ranks]
+        if smaller_counts:
+            remedy += f", or processes_per_node={smaller_counts[-1] // nodes}"
+        raise ValueError(f"{problem}; {remedy}")
 
 
 @dataclass
 class Sharded(Replicated):
-    """Settings of ranks that may be unequally fast, or on different devices."""
+    """Settings of ranks with unequal speed or different devices."""
 
     joins_devices: ClassVar[bool] = True
 
     shards: list[str] = field(default_factory=lambda: ["equal"])
-    """How the ranks share each batch: equal; a whole number for each rank, such as [3,1], to which its samples are in
-    proportion, 0 for a rank without any; or auto, which measures how fast each rank is, before the first step and
-    while training. The result is that of one process in any case."""
+    """Division of each batch among the ranks: equal; a list of integer weights, one per rank, such as [3,1], where 0
+    gives a rank no samples; or auto, which measures the speed of each rank before the first step and during training.
+    The training result is that of one process in all cases."""
     dropout: float = between(0, 0.95, 0)
-    """Share of the last layer's inputs that training sets to zero. A sample's mask follows from its position in the
-    epoch, so that shards and microbatches change nothing."""
+    """Dropout probability for the inputs of the last layer. The mask of a sample depends only on its position in the
+    epoch, so shards and microbatches do not change the result."""
 
     @property
     def batch_plan(self) -> BatchPlan:
         return BatchPlan(self.batch, self.processes, weights=self.parse_shards())
 
     def parse_shards(self) -> tuple[int, ...]:
-        """Return what the shards of the ranks are in proportion to at first; () for equal ones. Raises ValueError."""
-        ranks, given = self.processes, ",".join(self.shards)
-        if given in ("equal", "auto"):
-            return (1,) * ranks if given == "auto" else ()
-        if not all(one.isdecimal() and len(one) < 10 for one in self.shards) or not self.shards:
-            raise ValueError(
-                f"shards=[{given}]: write equal, auto, or a whole number >= 0 for each rank, such as [3,1]"
-            )
+        """Return the initial relative shard sizes of the ranks; () for equal ones. Raises ValueError."""
+        ranks = self.processes
+        text = ",".join(self.shards)
+        if text == "equal":
+            return ()
+        if text == "auto":
+            return (1,) * ranks
+        if not self.shards or not all(weight.isdecimal() and len(weight) < 10 for weight in self.shards):
+            raise ValueError(f"shards=[{text}]: use equal, auto, or one integer >= 0 per rank, such as [3,1]")
         if len(self.shards) != ranks:
             example = ",".join(["3", *["1"] * (ranks - 1)])
             raise ValueError(
-                f"shards=[{given}]: {len(self.shards)} numbers, {ranks} ranks; write one for each, such as [{example}]"
+                f"shards=[{text}] has length {len(self.shards)}, but there are {ranks} ranks; "
+                f"give one per rank, such as [{example}]"
             )
         weights = tuple(map(int, self.shards))
         if not any(weights):
-            raise ValueError(f"shards=[{given}] leaves every rank without a sample; give at least one a number > 0")
+            raise ValueError(f"shards=[{text}] gives no rank any samples; use at least one number > 0")
         return weights
 
     def check(self) -> None:
         super().check()
         microbatches = self.batch_plan.microbatches
         if self.batch % microbatches:
-            what = f"batch={self.batch} does not divide into accumulate={microbatches} microbatches"
-            raise ValueError(f"{what}; use batch={format_nearest_multiples(self.batch, microbatches)}")
-        least = self.processes * microbatches
-        if self.shards == ["auto"] and self.batch < least:
-            raise ValueError(f"shards=auto gives each rank one sample at least; use batch={least}, or fewer ranks")
+            remedy = f"use batch={format_nearest_multiples(self.batch, microbatches)}"
+            raise ValueError(f"batch={self.batch} is not divisible by accumulate={microbatches}; {remedy}")
+        min_batch = self.processes * microbatches
+        if self.shards == ["auto"] and self.batch < min_batch:
+            raise ValueError(f"shards=auto needs at least one sample per rank; use batch={min_batch} or fewer ranks")
 
 
 @dataclass
 class DataParallel(Replicated, InitialWeights):
-    """Settings of DDP and of what it is compared with."""
+    """Settings of DDP and of the strategies it is compared with."""
 
     model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
-    """mlp has two hidden layers, on MNIST 784-128-64-10; convnet has two 3x3 convolutions; resnet18 is ResNet-18 with
-    the CIFAR stem; resnet50 begins as for ImageNet from 64 pixels on. All take images of any set."""
+    """mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; resnet18 is ResNet-18 with
+    the CIFAR stem; resnet50 has the ImageNet stem from 64 pixels on. All accept the images of any data set."""
     sync_batchnorm: bool = False
-    """Whether BatchNorm takes its statistics over the whole batch; else over each rank's shard."""
+    """Compute BatchNorm statistics over the whole batch instead of over the shard of each rank."""
 
     def check(self) -> None:
         super().check()

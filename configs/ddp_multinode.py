@@ -15,39 +15,48 @@ class Config(ElasticRanks, Sharded, DataParallel):
     """Settings of DDP and FSDP2."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """ddp keeps the whole model on every rank; fsdp (fully_shard) keeps a shard of every parameter."""
+    """ddp keeps the whole model on every rank; fsdp (fully_shard) shards every parameter over the ranks."""
     communication: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """How ddp sends gradients: as they are, in half precision, or as a product of thin matrices (arXiv 1905.13727)."""
+    """Gradient compression of ddp: none, half precision, or a product of two low-rank matrices (arXiv 1905.13727)."""
     powersgd_rank: int = at_least(1, 2, only="communication=powersgd")
-    """Columns of PowerSGD's matrices; it begins after ten steps."""
+    """Rank of the PowerSGD matrices. PowerSGD starts after ten steps."""
     bucket_mb: float = between(0.01, 10_000, 25)
-    """Size in MB of the buckets in which ddp sends gradients, each as soon as backward has filled it."""
+    """Size of the gradient buckets of ddp in MB. A bucket is sent as soon as backward has filled it."""
     gradient_as_bucket_view: bool = True
-    """Whether gradients lie in ddp's buckets, which saves a copy and its memory."""
+    """Let gradients be views of the buckets of ddp, which saves a copy and its memory."""
     static_graph: bool = False
-    """Promise to ddp that every step uses the same parameters in the same way."""
+    """Declare to ddp that every step uses the same parameters in the same order."""
     find_unused_parameters: bool = False
-    """Let ddp look in every step for parameters without a gradient. Costs time; only for models that skip some."""
+    """Let ddp search every step for parameters without a gradient. Costs time; only for models that skip parameters."""
     clip: float = between(0, 1e6, 0)
-    """Longest gradient (Euclidean norm over all parameters, of the whole batch); 0 clips nothing."""
+    """Maximum gradient norm (Euclidean, over all parameters, whole batch); 0 disables clipping."""
     compare: bool = False
-    """After training, time the same step in one process alone, and report the efficiency against it."""
+    """After training, time the same step in a single process and report the parallel efficiency."""
 
     def check(self) -> None:
         super().check()
-        if self.elastic.on and (self.strategy == "fsdp" or self.communication == "powersgd"):
-            own = "strategy=fsdp" if self.strategy == "fsdp" else "communication=powersgd"
-            raise ValueError(f"elastic=true: with {own} a part of the state is lost with a rank; leave {own} out")
-        if self.strategy == "fsdp":
-            wrong = [name for name in ("static_graph", "find_unused_parameters") if getattr(self, name)]
-            wrong += ["communication"] if self.communication != "none" else []
-            if wrong:
-                raise ValueError(f"{wrong[0]} is a setting of ddp; use strategy=ddp or leave it out")
-            if self.launch.mixed:
-                raise ValueError("launch.mixed=true: strategy=fsdp needs one kind of device; use strategy=ddp")
-        meets = ["strategy=fsdp"] if self.strategy == "fsdp" else ["sync_batchnorm=true"] if self.sync_batchnorm else []
-        if self.shards == ["auto"] and meets:
-            what = (
-                f"shards=auto measures how fast each rank is, and with {meets[0]} ranks wait for each other in between"
+        is_fsdp = self.strategy == "fsdp"
+        if self.elastic.on and (is_fsdp or self.communication == "powersgd"):
+            setting = "strategy=fsdp" if is_fsdp else "communication=powersgd"
+            raise ValueError(f"elastic=true: with {setting} a lost rank loses part of the state; omit {setting}")
+        if is_fsdp:
+            self.check_fsdp()
+        if self.shards == ["auto"] and (is_fsdp or self.sync_batchnorm):
+            setting = "strategy=fsdp" if is_fsdp else "sync_batchnorm=true"
+            raise ValueError(
+                f"shards=auto cannot measure the speed of a rank with {setting}, where ranks wait for each other "
+                f"within a step; set shards explicitly, such as shards=[3,1], or omit {setting}"
             )
-            raise ValueError(f"{what}; write the shards, such as shards=[3,1], or leave {meets[0]} out")
+
+    def check_fsdp(self) -> None:
+        """Raise ValueError for settings that fully_shard does not support."""
+        ddp_settings = {
+            "static_graph": self.static_graph,
+            "find_unused_parameters": self.find_unused_parameters,
+            "communication": self.communication != "none",
+        }
+        for name, is_set in ddp_settings.items():
+            if is_set:
+                raise ValueError(f"{name} is a setting of ddp; use strategy=ddp or omit it")
+        if self.launch.mixed:
+            raise ValueError("launch.mixed=true: strategy=fsdp needs devices of one kind; use strategy=ddp")

@@ -13,51 +13,56 @@ class Launch:
     """Settings of ranks, hosts and devices."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto takes one GPU for each rank where there are enough, else the CPU."""
+    """Device of the ranks. auto uses one GPU per rank if there are enough, otherwise the CPU."""
     backend: Literal["auto", "builtin"] = "auto"
-    """How ranks communicate: auto is nccl on GPUs and gloo on CPUs; builtin is this project's own backend of
-    torch.distributed, for CPUs (common/distributed/builtin)."""
+    """Communication backend. auto is nccl on GPUs and gloo on CPUs; builtin is this project's own torch.distributed
+    backend for CPUs (common/distributed/builtin)."""
     algorithm: str = "ring"
-    """How builtin adds up tensors over all ranks: ring, halving_doubling, tree, star, sharded_star, two_level (as few
-    bytes as possible between hosts); several by size, such as tree<65536<ring: from 65,536 bytes on the ring; auto
-    measures the links once and chooses such ones, which then stand in config.yaml (with more than 256 ranks without
-    ring and sharded_star, whose moves are then too many to compare); or FILE.py:function, whose function(ranks)
+    """All-reduce algorithm of builtin: ring, halving_doubling, tree, star, sharded_star, or two_level (fewest bytes
+    between hosts). Several can be combined by size: tree<65536<ring uses the ring from 65,536 bytes on. auto measures
+    the links once, chooses such a combination and stores it in config.yaml (with more than 256 ranks without ring and
+    sharded_star, whose transfers are too many to simulate). FILE.py:function is a custom algorithm: function(ranks)
     returns for each rank a list of ('send', 'receive' or 'add', chunk, peer).
-    `python -m common.distributed.transport.algorithms` draws one."""
+    `python -m common.distributed.transport.algorithms` prints an algorithm."""
     transport: Literal["auto", "network"] = "auto"
-    """What builtin sends through between ranks of one host: auto is its memory, network is sockets."""
+    """Transport of builtin between ranks of one host. auto is shared memory; network is sockets."""
     tls: bool = False
-    """Whether what builtin sends through sockets is encrypted: TLS 1.3 between ranks that show the certificate of this
-    attempt, which the openssl program makes. The hosts must share the run folder, through which ranks then meet."""
+    """Encrypt the sockets of builtin: TLS 1.3 between ranks that present the certificate of this attempt, which is
+    created with the openssl program. The hosts must share the run folder; ranks use it for the rendezvous."""
     mixed: bool = False
-    """Whether ranks on GPUs and ranks on CPUs train together: on each host the first ranks take its GPUs, one each, and
-    the others the CPU. gloo carries everything, through host memory; it also joins GPUs of different vendors."""
+    """Train with ranks on GPUs and ranks on CPUs together. On each host the first ranks get one GPU each and the others
+    the CPU. gloo communicates through host memory, which also allows GPUs of different vendors."""
     nodes: int = at_least(1, 1)
-    """Number of hosts. On one machine its ranks are divided among as many simulated ones."""
+    """Number of hosts. On a single machine the ranks are divided among this many simulated hosts."""
     threads: int = between(0, 1024, 0)
-    """CPU threads of each rank; 0 takes what SLURM gave each rank, else allowed cores / local ranks."""
+    """CPU threads per rank. 0 uses the CPUs that SLURM assigned to the rank, otherwise allowed cores / local ranks."""
     interface: str = ""
-    """Network interface between hosts; empty takes the one that leads to the first rank."""
+    """Network interface between hosts; empty uses the one with the route to the first rank."""
     setup_timeout: float = between(1, 3600, 60)
-    """Seconds until every rank must have arrived, also one that an elastic run has started again."""
+    """Seconds within which every rank must connect, including a rank that an elastic run has restarted."""
     step_timeout: float = between(1, 3600, 120)
-    """Seconds that one message or collective may take once training runs. A data worker may take half of that for a
-    block of batches."""
+    """Maximum seconds of one message or collective during training. A data worker may take half of that for a block of
+    batches."""
 
     @property
     def on_cpu(self) -> bool:
-        """Return whether the settings leave GPUs out."""
+        """Whether the settings exclude GPUs."""
         return self.device == "cpu" or self.backend == "builtin"
 
     def check(self) -> None:
-        """Raise ValueError for settings of one backend that are given with another one."""
+        """Raise ValueError for combinations that no backend supports."""
         if self.backend == "builtin" and self.device == "cuda":
-            raise ValueError("launch.backend=builtin is for CPUs; leave launch.device=cuda out, or use nccl by auto")
+            raise ValueError(
+                "launch.backend=builtin runs on CPUs only; omit launch.device=cuda, or launch.backend to use nccl"
+            )
         if self.mixed and (self.device != "auto" or self.backend != "auto"):
-            other = f"launch.device={self.device}" if self.device != "auto" else f"launch.backend={self.backend}"
-            raise ValueError(f"launch.mixed=true chooses devices, and gloo to join them; leave {other} out")
-        own = {"algorithm": "ring", "transport": "auto", "tls": False}
-        given = [name for name, usual in own.items() if getattr(self, name) != usual]
-        if self.backend != "builtin" and given:
-            value = str(getattr(self, given[0])).replace("True", "true")
-            raise ValueError(f"launch.{given[0]}={value} is for launch.backend=builtin; add that, or leave it out")
+            setting = f"launch.device={self.device}" if self.device != "auto" else f"launch.backend={self.backend}"
+            raise ValueError(f"launch.mixed=true selects devices and the gloo backend itself; omit {setting}")
+        if self.backend == "builtin":
+            return
+        builtin_defaults = {"algorithm": "ring", "transport": "auto", "tls": False}
+        for name, default in builtin_defaults.items():
+            value = getattr(self, name)
+            if value != default:
+                setting = f"launch.{name}={str(value).replace('True', 'true')}"
+                raise ValueError(f"{setting} needs launch.backend=builtin; add that or omit launch.{name}")

@@ -15,9 +15,9 @@ class Config(PipelineConfig, Experiment):
     """Settings of pipeline parallelism on MNIST."""
 
     width: int = between(2, 65_536, 128)
-    """Units in each hidden layer but the last, which has half as many."""
+    """Units per hidden layer; the last hidden layer has half as many."""
     depth: int = between(1, 256, 2)
-    """Hidden layers; 2 with width=128 is the 784-128-64-10 network."""
+    """Hidden layers; 2 with width=128 gives the 784-128-64-10 network."""
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -25,8 +25,9 @@ class Config(PipelineConfig, Experiment):
 
     @property
     def estimated_parameters(self) -> float:
-        sizes = [28 * 28, *[self.width] * (self.depth - 1), self.width // 2 if self.depth > 1 else self.width, 10]
-        return sum(before * after + after for before, after in pairwise(sizes))
+        last_hidden = self.width // 2 if self.depth > 1 else self.width
+        sizes = [28 * 28, *[self.width] * (self.depth - 1), last_hidden, 10]
+        return sum((inputs + 1) * outputs for inputs, outputs in pairwise(sizes))
 
     def check(self) -> None:
         self.check_pipeline(self.batch)
@@ -35,7 +36,10 @@ class Config(PipelineConfig, Experiment):
             remedy = f"set stages to at most {layers}, or depth to at least {self.stages - 1}"
             raise ValueError(f"stages={self.stages} exceeds the {layers} layers of the model; {remedy}")
         names = [f"fc{i}" for i in range(2, layers + 1)]
-        if any(name not in names for name in self.split) or self.split != sorted(set(self.split), key=names.index):
-            what = f"split=[{','.join(self.split)}] must name layers of {', '.join(names)}"
-            raise ValueError(f"{what}, each once and in their order")
+        in_order = [name for name in names if name in self.split]
+        if self.split != in_order:
+            raise ValueError(
+                f"split=[{','.join(self.split)}] must list layers of the model; "
+                f"use {', '.join(names)}, each at most once and in this order"
+            )
         super().check()

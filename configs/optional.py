@@ -1,4 +1,4 @@
-"""Settings that some experiments share, beside those that all have."""
+"""Settings that some experiments share, in addition to those of all experiments."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ from configs.shared import Experiment, at_least, between
 
 @dataclass
 class RanksPerNode(Experiment):
-    """Settings of ranks that are equally many on each host."""
+    """Settings of experiments with the same number of ranks on each host."""
 
     processes_per_node: int = at_least(0, 0)
-    """Ranks on each host; 0: in a job as the profile says, under torchrun and srun as many as they start, else two on
-    one host and one on each of several."""
+    """Ranks per host. 0 uses the number in the cluster profile, or the number that torchrun or srun started; otherwise
+    two on a single host and one on each of several hosts."""
 
     @property
     def processes(self) -> int:
         nodes = self.launch.nodes
-        return nodes * (self.processes_per_node or (2 if nodes == 1 else 1))
+        default = 2 if nodes == 1 else 1
+        return nodes * (self.processes_per_node or default)
 
 
 @dataclass
 class InitialWeights(Experiment):
-    """Settings of a model that can begin with trained weights."""
+    """Settings of a model that can start from trained weights."""
 
     weights: str = "none"
-    """State dict to begin with, under our names or torchvision's: a file, a checkpoint folder, or a run's id; none
-    draws random weights."""
+    """State dict to start from, with the names of this project or of torchvision: a file, a checkpoint folder, or the
+    id of a run. none initialises the weights randomly."""
 
     def list_paths(self) -> dict[str, str]:
-        return super().list_paths() | ({"weights": self.weights} if self.weights != "none" else {})
+        paths = super().list_paths()
+        if self.weights != "none":
+            paths["weights"] = self.weights
+        return paths
 
 
 @dataclass
@@ -38,6 +42,6 @@ class Sweep:
     """Settings of an experiment with a grid in configs/sweeps."""
 
     sweep: bool = False
-    """Run a grid of settings, each a run of its own, and end with a table, a CSV file and a plot."""
+    """Run a grid of settings, one run per point; afterwards write a table, a CSV file and a plot."""
     repeats: int = between(1, 100, 3)
-    """How often a sweep runs each setting; round by round, so that all settings see the same disturbances."""
+    """Repetitions of each point of a sweep, in rounds over all points so that disturbances affect all equally."""

@@ -1,4 +1,4 @@
-"""Settings of pipeline parallelism, for every experiment that partitions a model into stages."""
+"""Settings of pipeline parallelism: experiments that partition a model into stages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Literal
 from configs.batch_plan import format_nearest_multiples, list_divisors
 from configs.shared import between
 
-BUILT_IN = ("naive", "gpipe", "1f1b")
-TORCH = (*BUILT_IN, "interleaved_1f1b", "zero_bubble")
+BUILTIN_SCHEDULES = ("naive", "gpipe", "1f1b")
+TORCH_SCHEDULES = (*BUILTIN_SCHEDULES, "interleaved_1f1b", "zero_bubble")
 
 
 @dataclass
@@ -17,28 +17,28 @@ class Stages:
     """Settings of every experiment with stages."""
 
     transport: Literal["auto", "network"] = "auto"
-    """How the built-in engine's messages travel: auto takes shared memory between ranks of one host (CPU)."""
+    """Transport of the built-in engine. auto uses shared memory between ranks of one host (CPU)."""
     schedule: str = "gpipe"
     """naive, gpipe (arXiv 1811.06965), 1f1b (both engines), interleaved_1f1b (arXiv 2104.04473), zero_bubble (arXiv
-    2401.10241; both with engine=torch), or FILE.py:function, a schedule of your own for the built-in engine."""
+    2401.10241; both with engine=torch), or FILE.py:function, a custom schedule for the built-in engine."""
     stages: int = between(1, 64, 2)
-    """Stages that the model is partitioned into; 1 trains the unsplit model."""
+    """Number of stages of the model; 1 trains the unsplit model."""
     stages_per_process: int = between(1, 64, 1)
-    """Stages that one rank holds; stage s is on rank s modulo the number of ranks."""
+    """Stages per rank. Stage s is placed on rank s modulo the number of ranks."""
     split: list[str] = field(default_factory=list)
-    """Layers that begin a new stage, such as [fc2]; empty balances the stages by `balance`."""
+    """Layers that start a new stage, such as [fc2]; empty balances the stages by `balance`."""
     balance: Literal["parameters", "time"] = "parameters"
-    """What an automatic split evens out: parameter counts, or the measured time of each layer."""
+    """Quantity that an automatic split balances: parameter counts or the measured time of each layer."""
     plot: bool = False
-    """Draw one step as timeline.png in the run folder; takes half a second at the end."""
+    """Draw one step as timeline.png in the run folder. Takes half a second at the end."""
 
     @property
     def memory_bytes(self) -> float:
-        """Return the bytes of a host's ranks, of which each builds the whole model and then keeps its own stages."""
-        host: Any = self
-        built = host.processes // host.launch.nodes * host.parameter_bytes
-        trained = getattr(host, "replicas", 1) * host.parameter_bytes * host.optim.tensors_per_parameter
-        return max(built, trained / host.launch.nodes)
+        """Estimated bytes per host: each rank builds the whole model, then keeps only its own stages."""
+        cfg: Any = self
+        built = cfg.processes // cfg.launch.nodes * cfg.parameter_bytes
+        trained = getattr(cfg, "replicas", 1) * cfg.parameter_bytes * cfg.optim.tensors_per_parameter
+        return max(built, trained / cfg.launch.nodes)
 
     def make_pipeline_config(self) -> PipelineConfig:
         """Return the settings of the engine."""
@@ -47,12 +47,12 @@ class Stages:
 
 @dataclass
 class PipelineConfig(Stages):
-    """Settings of the engine that executes a schedule."""
+    """Settings of the engine that executes the schedule."""
 
     engine: Literal["own", "torch"] = "own"
-    """own is the built-in engine, common/pipeline/executor.py; torch is torch.distributed.pipelining."""
+    """own is the built-in engine (common/pipeline/executor.py); torch is torch.distributed.pipelining."""
     microbatches: int = between(1, 4096, 4)
-    """Equal parts of a batch that pass through the stages one behind the other."""
+    """Number of equal parts of a batch that pass through the stages in sequence."""
 
     def make_pipeline_config(self) -> PipelineConfig:
         return self
@@ -62,49 +62,57 @@ class PipelineConfig(Stages):
         return self.stages // self.stages_per_process
 
     def check_pipeline(self, batch: int) -> None:
-        """Raise ValueError where the settings do not fit together or do not fit the batch."""
+        """Raise ValueError for settings that are incompatible with each other or with the batch."""
         if self.stages % self.stages_per_process:
             raise ValueError(
-                f"stages={self.stages} is no multiple of stages_per_process={self.stages_per_process}; "
+                f"stages={self.stages} is not divisible by stages_per_process={self.stages_per_process}; "
                 f"valid values of stages_per_process are {list_divisors(self.stages)}"
             )
         if batch % self.microbatches:
-            below = max(d for d in list_divisors(batch) if d <= self.microbatches)
-            above = min(d for d in list_divisors(batch) if d >= min(self.microbatches, batch))
-            near = " or ".join(str(d) for d in sorted({below, above}))
-            what = f"batch={batch} does not divide into microbatches={self.microbatches}"
+            problem = f"batch={batch} is not divisible by microbatches={self.microbatches}"
+            divisors = list_divisors(batch)
+            lower = max(d for d in divisors if d <= self.microbatches)
+            higher = min(d for d in divisors if d >= min(self.microbatches, batch))
+            counts = str(lower) if lower == higher else f"{lower} or {higher}"
             sizes = format_nearest_multiples(batch, self.microbatches)
-            raise ValueError(f"{what}; use microbatches={near}, or batch={sizes}")
+            raise ValueError(f"{problem}; use microbatches={counts}, or batch={sizes}")
         if self.split and len(self.split) != self.stages - 1:
-            raise ValueError(
-                f"split={self.split} makes {len(self.split) + 1} stages, stages={self.stages}; "
-                f"name {self.stages - 1} layers, set stages={len(self.split) + 1}, or split=[] to balance them"
-            )
+            problem = f"split={self.split} makes {len(self.split) + 1} stages, but stages={self.stages}"
+            remedy = f"name {self.stages - 1} layers, set stages={len(self.split) + 1}, or split=[] to balance them"
+            raise ValueError(f"{problem}; {remedy}")
         self.check_schedule()
 
     def check_schedule(self) -> None:
-        """Raise ValueError for a schedule that is unknown or that the engine does not have."""
-        custom = ":" in self.schedule
-        if not custom and self.schedule not in TORCH:
-            raise ValueError(f"schedule={self.schedule} is unknown; use {', '.join(TORCH)} or FILE.py:function")
-        if self.engine == "own" and not custom and self.schedule not in BUILT_IN:
-            names = ", ".join(BUILT_IN)
-            raise ValueError(f"schedule={self.schedule} needs engine=torch; the built-in engine has {names}")
+        """Raise ValueError for an unknown schedule or one that the engine does not support."""
+        is_custom = ":" in self.schedule
+        builtin_names = ", ".join(BUILTIN_SCHEDULES)
+        torch_names = ", ".join(TORCH_SCHEDULES)
+        if not is_custom and self.schedule not in TORCH_SCHEDULES:
+            raise ValueError(f"schedule={self.schedule} is unknown; use {torch_names} or FILE.py:function")
+        if self.engine == "own" and not is_custom and self.schedule not in BUILTIN_SCHEDULES:
+            raise ValueError(f"schedule={self.schedule} needs engine=torch; the built-in engine has {builtin_names}")
         if self.engine == "torch":
-            if custom:
-                what = f"schedule={self.schedule} needs the built-in engine, engine=own"
-                raise ValueError(f"{what}; engine=torch has {', '.join(TORCH)}")
+            if is_custom:
+                raise ValueError(
+                    f"schedule={self.schedule} needs the built-in engine, engine=own; engine=torch has {torch_names}"
+                )
             if self.stages == 1:
-                raise ValueError("engine=torch needs at least 2 stages; set stages=2, or engine=own (built in)")
+                raise ValueError("engine=torch needs at least 2 stages; use stages=2, or engine=own (built-in engine)")
             self.check_torch_schedule()
 
     def check_torch_schedule(self) -> None:
-        """Raise ValueError where the microbatches do not suit a schedule of torch.distributed.pipelining."""
-        ranks, count = self.processes, self.microbatches
-        if self.schedule == "1f1b" and self.stages_per_process == 1 and count < self.stages:
-            what = "engine=torch schedule=1f1b needs at least as many microbatches as stages"
-            raise ValueError(f"{what}; set microbatches to {self.stages} or more")
-        in_rounds = ("interleaved_1f1b", "zero_bubble", *(["1f1b"] if self.stages_per_process > 1 else []))
-        if self.schedule in in_rounds and count % max(1, count // ranks):
-            what = f"engine=torch schedule={self.schedule} needs microbatches={count} to be a multiple of"
-            raise ValueError(f"{what} {count // ranks} (microbatches // ranks); {count // ranks * ranks} is")
+        """Raise ValueError if torch.distributed.pipelining does not support the number of microbatches."""
+        count = self.microbatches
+        if self.schedule == "1f1b" and self.stages_per_process == 1:
+            if count < self.stages:
+                raise ValueError(
+                    "engine=torch schedule=1f1b needs at least as many microbatches as stages; "
+                    f"set microbatches to {self.stages} or more"
+                )
+            return
+        if self.schedule in ("1f1b", "interleaved_1f1b", "zero_bubble"):
+            rounds = max(1, count // self.processes)
+            if count % rounds:
+                problem = f"engine=torch schedule={self.schedule} needs microbatches={count} to be a multiple of"
+                remedy = f"use microbatches={rounds * self.processes}"
+                raise ValueError(f"{problem} {rounds} (microbatches // ranks); {remedy}")

@@ -7,10 +7,10 @@ from typing import Any
 
 
 def at_least(low: float, default: float, only: str = "") -> Any:
-    """Return a number field that must be >= low; it has an effect with the setting `only`, as in `mode=sync`."""
+    """Define a number field that is at least `low`; `only` is a setting it depends on, as in `mode=sync`."""
     return field(default=default, metadata={"low": low, "only": only})
 
 
 def between(low: float, high: float, default: float, only: str = "") -> Any:
-    """Return a number field that must lie in [low, high]; `only` as for `at_least`."""
+    """Define a number field in [low, high]; `only` as for `at_least`."""
     return field(default=default, metadata={"low": low, "high": high, "only": only})

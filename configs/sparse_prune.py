@@ -19,57 +19,58 @@ class Config(Sweep, Replicated):
     """Settings of pruning."""
 
     model: Literal["lenet300", "lenet5", "mlp", "convnet", "resnet18"] = "lenet300"
-    """lenet300 is LeNet-300-100 and mlp, on MNIST, the 784-128-64-10 network; lenet5 has two 5x5 convolutions and 500
+    """lenet300 is LeNet-300-100; mlp is the 784-128-64-10 network on MNIST; lenet5 has two 5x5 convolutions and 500
     units, convnet two 3x3 convolutions and 100 units; resnet18 has the CIFAR stem."""
     processes_per_node: int = at_least(1, 1)
-    """Ranks on each host, which share each batch and average their gradients."""
+    """Ranks per host. They divide each batch and average their gradients."""
     criterion: Literal["magnitude", "gradient", "taylor", "random"] = "magnitude"
-    """What a weight w with gradient g is worth: |w| (arXiv 1506.02626), |g|, |w g| (arXiv 1906.10771), or chance.
-    Gradients are those of `score_batches`."""
+    """Score of a weight w with gradient g: |w| (arXiv 1506.02626), |g|, |w g| (arXiv 1906.10771), or random. Gradients
+    are those of `score_batches`."""
     normalize: Literal["none", "layer"] = "none"
-    """layer divides scores by their layer's root mean square before layers are compared."""
+    """layer divides scores by the root mean square of their layer before layers are compared."""
     scope: Literal["global", "layer", "structured", "n:m"] = "global"
-    """Among which weights the least worth ones are chosen: all; each layer's; whole channels (or units) of each layer
-    but the last; n of each m that follow each other in a row of a layer's matrix, as `pattern` says."""
+    """Groups of weights within which the lowest scores are pruned: all weights; each layer; whole channels (or units)
+    of each layer except the last; groups of m consecutive weights in a row of a layer's matrix, by `pattern`."""
     pattern: str = "2:4"
-    """How many of how many weights n:m leaves; 2:4 is what NVIDIA's sparse tensor cores compute."""
+    """n:m keeps n of every m weights; the sparse tensor cores of NVIDIA GPUs support 2:4."""
     schedule: Literal["none", "oneshot", "iterative", "cubic", "rigl"] = "cubic"
-    """none trains a dense model; oneshot prunes once, at `begin`; iterative in `rounds` equal parts of what is left;
-    cubic (arXiv 1710.01878) fast at first and slower and slower; rigl (arXiv 1911.11134) is sparse from the first
-    step to the last, and exchanges weights: the smallest go, those with the largest gradients come."""
+    """none trains a dense model; oneshot prunes once, at `begin`; iterative prunes an equal fraction of the remaining
+    weights in each of `rounds`; cubic (arXiv 1710.01878) prunes quickly at first, then ever more slowly; rigl (arXiv
+    1911.11134) is sparse from the first step to the last and replaces the smallest weights by those with the largest
+    gradients."""
     sparsity: float = between(0, 0.9999, 0.92)
-    """Share of the weights (of layers, not biases and norms) that are zero in the end; of channels if structured."""
+    """Final fraction of zero weights (in layers, without biases and norms); with structured, of zero channels."""
     begin: float = between(0, 1, 0.1)
-    """Share of all steps before the first pruning; rigl begins at once."""
+    """Fraction of all steps before the first pruning; rigl is sparse from the start."""
     end: float = between(0, 1, 0.6)
-    """Share of all steps after which masks stay: the rest is fine-tuning. oneshot has no use for it."""
+    """Fraction of all steps after which masks stay fixed and the model is fine-tuned. Not used by oneshot."""
     rounds: int = between(1, 1000, 5)
-    """Prunings of iterative."""
+    """Number of prunings of the iterative schedule."""
     every: int = at_least(1, 50)
-    """Steps between two changes of the masks, with cubic and rigl."""
+    """Steps between two updates of the masks, with cubic and rigl."""
     drop: float = between(0, 1, 0.3)
-    """Share of each layer's weights that rigl exchanges at first; it falls to nothing by a cosine."""
+    """Initial fraction of the weights of each layer that rigl replaces; it decays to zero by a cosine."""
     score_batches: int = between(1, 10_000, 8)
-    """Batches whose gradients are scored, for gradient and taylor."""
+    """Number of batches whose gradients are scored, for gradient and taylor."""
     l1: float = between(0, 10, 0)
-    """Strength of the L1 penalty: after each step weights move towards zero by the learning rate times this, and stop
-    there, which makes exact zeros without any mask."""
+    """Strength of the L1 penalty: after each step weights move towards zero by the learning rate times this value, and
+    stop at zero. This creates exact zeros without masks."""
     int8: bool = True
-    """At the end, quantise the model to int8 with torchao, and report accuracy and size."""
+    """At the end, quantise the model to int8 with torchao and report its accuracy and size."""
     export: bool = True
-    """At the end, write the model with torch.export, and let a process that knows nothing of this project run it."""
+    """At the end, write the model with torch.export and run it in a process that does not import this project."""
 
     levels: list[str] = field(default_factory=lambda: ["0.8", "0.92", "0.97", "0.99"])
-    """With sweep=true, the sparsities."""
+    """Sparsities with sweep=true."""
     criteria: list[str] = field(default_factory=lambda: list(CRITERIA))
-    """With sweep=true, the criteria."""
+    """Criteria with sweep=true."""
 
     def parse_pattern(self) -> tuple[int, int]:
         """Return n and m of `pattern`. Raises ValueError."""
-        left, _, size = self.pattern.partition(":")
-        if not (left.isdecimal() and size.isdecimal() and 0 < int(left) < int(size) <= 64):
-            raise ValueError(f"pattern={self.pattern}: write n:m with 0 < n < m <= 64, such as 2:4")
-        return int(left), int(size)
+        count, _, size = self.pattern.partition(":")
+        if not (count.isdecimal() and size.isdecimal() and 0 < int(count) < int(size) <= 64):
+            raise ValueError(f"pattern={self.pattern}: expected n:m with 0 < n < m <= 64, such as 2:4")
+        return int(count), int(size)
 
     def check(self) -> None:
         super().check()
@@ -80,19 +81,27 @@ class Config(Sweep, Replicated):
         if self.sweep and self.schedule == "none":
             raise ValueError("sweep=true: schedule=none prunes nothing; use another schedule")
         if self.schedule in ("iterative", "cubic") and self.begin >= self.end:
-            raise ValueError(f"begin={self.begin:g} is not before end={self.end:g}; lower begin, or raise end")
-        left, size = self.parse_pattern()
-        exact, masked = 1 - left / size, self.scope == "n:m" and self.schedule != "none"
-        if masked and not math.isclose(self.sparsity, exact, abs_tol=1e-5):
-            what = f"sparsity={self.sparsity:g}: pattern={self.pattern} prunes exactly {exact:g}"
-            raise ValueError(f"{what}; use sparsity={exact:g}, or another pattern")
-        wrong = [name for name in self.criteria if name not in CRITERIA]
-        if wrong or not self.criteria:
-            raise ValueError(f"criteria=[{','.join(wrong)}]: use some of {', '.join(CRITERIA)}")
+            raise ValueError(f"begin={self.begin:g} is not before end={self.end:g}; lower begin or raise end")
+        self.check_pattern()
+        invalid = [name for name in self.criteria if name not in CRITERIA]
+        if invalid or not self.criteria:
+            raise ValueError(f"criteria=[{','.join(invalid)}]: use one or more of {', '.join(CRITERIA)}")
         if not self.levels or not all(re.fullmatch(r"0(\.\d{1,4})?", level) for level in self.levels):
-            raise ValueError(f"levels=[{','.join(self.levels)}]: write sparsities below 1, such as levels=[0.9,0.95]")
+            raise ValueError(f"levels=[{','.join(self.levels)}]: use sparsities below 1, such as levels=[0.9,0.95]")
         if self.schedule == "rigl" and self.scope in ("structured", "n:m"):
-            raise ValueError(f"scope={self.scope}: rigl exchanges single weights; use scope=global or scope=layer")
+            raise ValueError(f"scope={self.scope}: rigl replaces single weights; use scope=global or scope=layer")
         if self.schedule == "rigl" and self.criterion != "magnitude":
-            what = f"criterion={self.criterion}: rigl drops by magnitude and grows by gradient"
-            raise ValueError(f"{what}; use criterion=magnitude")
+            raise ValueError(
+                f"criterion={self.criterion}: rigl drops by magnitude and grows by gradient; use criterion=magnitude"
+            )
+
+    def check_pattern(self) -> None:
+        """Raise ValueError if `pattern` is invalid or implies another sparsity."""
+        count, size = self.parse_pattern()
+        sparsity = 1 - count / size
+        if self.scope != "n:m" or self.schedule == "none" or math.isclose(self.sparsity, sparsity, abs_tol=1e-5):
+            return
+        raise ValueError(
+            f"sparsity={self.sparsity:g}: pattern={self.pattern} prunes exactly {sparsity:g}; "
+            f"use sparsity={sparsity:g}, or another pattern"
+        )

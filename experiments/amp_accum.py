@@ -1,7 +1,7 @@
-"""Mixed precision and gradient accumulation: fewer bits and bigger batches, and the same result.
+"""Mixed precision and gradient accumulation: smaller number formats and larger batches with the same result.
 
     python experiments/amp_accum.py                                            bf16, four microbatches, two ranks
-    python experiments/amp_accum.py precision=fp16 clip=1                      with a scaled loss
+    python experiments/amp_accum.py precision=fp16 clip=1                      fp16 with a scaled loss
     python experiments/amp_accum.py processes_per_node=1 accumulate=1 precision=fp32
     python experiments/amp_accum.py sweep=true                                 the grid, with a table and plots
     python experiments/amp_accum.py model=resnet50 data.name=generated data.image_size=64 channels_last=true steps=20
@@ -10,22 +10,22 @@
 Takes about a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST after one epoch (without MNIST: on the built-in
 digits).
 
-`batch` is the global batch of an optimizer step, as everywhere here. accumulate=N splits it into N microbatches:
-backward adds their gradients up, and the optimizer steps once, so only the memory of one microbatch's activations is
-needed. Every microbatch of M samples is full, so the mean over the batch is the mean of its microbatches' means; each
-of p ranks takes a shard, and sums the losses of its samples up by M / p, whatever `shards` it has. A step's order:
+`batch` is the global batch of an optimizer step. accumulate=N splits it into N microbatches: each backward adds to the
+gradients and the optimizer steps once, so only the activations of one microbatch are in memory. All microbatches have
+the same number of samples M, so the mean over the batch is the mean of the microbatch means. Each of p ranks computes
+the loss of its shard as sum / (M / p), for equal and unequal `shards`. The order within one step:
 
-    for each microbatch                     inside no_sync for all but the last (Li et al. 2020, arXiv 2006.15704):
+    for each microbatch                     inside no_sync except for the last (Li et al. 2020, arXiv 2006.15704):
         loss / number of microbatches, forward and backward
-    unscale the gradients                   once, so that clipping sees their true length
+    unscale the gradients                   once, so that clipping uses their true norm
     clip
-    step                                    with fp16 left out if any gradient is inf or NaN, on all ranks alike
+    step                                    with fp16, skipped on all ranks if any gradient is inf or NaN
     update the scale
 
-Autocast computes products in bf16 or fp16 and keeps parameters, sums and losses in float32. bf16 has float32's range.
-fp16 ends at 65504 and loses what is below 6e-8: its loss is multiplied by a scale that moves small gradients up. The
-scale is dynamic: halved when a gradient overflows, doubled after `growth_interval` steps without (Micikevicius et al.
-2017, arXiv 1710.03740).
+Autocast computes products in bf16 or fp16 and keeps parameters, sums and losses in float32. bf16 has the range of
+float32. fp16 ends at 65504 and flushes values below 6e-8 to zero, so the loss is multiplied by a scale that lifts small
+gradients into range. The scale is dynamic: it is halved when a gradient overflows and doubled after `growth_interval`
+steps without overflow (Micikevicius et al. 2017, arXiv 1710.03740).
 """
 
 from __future__ import annotations
@@ -48,130 +48,143 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-HOPELESS = 2.0**-14  # a scale below which only something infinite overflows; from 65536, 31 steps left out in a row
+HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MIN_LOSS_SCALE = 2.0**-14  # 31 skipped steps in a row from 65536; below it only an infinite gradient can overflow
 
 
 def build_model(cfg: Config, run: Run) -> nn.Module:
-    """Build the model, with the same weights on every rank: all draw from one seed."""
+    """Build the model with the same weights on every rank (all use one seed)."""
     if cfg.model in ("resnet18", "resnet50"):
         model: nn.Sequential = networks.ResNet(cfg.model, run.sample_shape, run.classes)
     else:
         model = networks.build_network(cfg.model, run.sample_shape, run.classes)
-    add_dropout(model, cfg.dropout, cfg.seed)  # whose masks are those of the samples, in whichever microbatch
+    add_dropout(model, cfg.dropout, cfg.seed)  # masks depend on the sample, not on its microbatch
     layout = torch.channels_last if cfg.channels_last else torch.preserve_format
     return model.to(run.device, run.dtype).to(memory_format=layout)
 
 
 def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
-    """Wrap the model so that its backward averages gradients over all ranks; one rank alone needs no wrapper."""
+    """Wrap the model in DDP, whose backward averages gradients over all ranks; a single rank needs no wrapper."""
     if cfg.compile:
         exclude_from_compiling(model)  # dropout
         model.compile()  # in place: parameters keep their names
-    alone = run.world.size == 1 and not cfg.elastic.on
-    return model if alone else ddp.wrap_ddp(model, run.device, gradient_as_bucket_view=True)
+    if run.world.size == 1 and not cfg.elastic.on:
+        return model
+    return ddp.wrap_ddp(model, run.device, gradient_as_bucket_view=True)
 
 
 def make_autocast(cfg: Config, device: torch.device) -> torch.autocast:
-    """Make the context in which products are computed in 16 bits; parameters, sums and losses stay float32."""
-    return torch.autocast(device.type, HALF.get(cfg.precision), enabled=cfg.precision in HALF)
+    """Make the context that computes products in 16 bits; parameters, sums and losses stay float32."""
+    return torch.autocast(device.type, HALF_DTYPES.get(cfg.precision), enabled=cfg.precision in HALF_DTYPES)
 
 
 def make_scaler(cfg: Config, device: torch.device) -> GradScaler:
-    """Make the scaler of the loss, for fp16 only: switched off, `scale` and `unscale_` change nothing."""
-    fp16 = cfg.precision == "fp16"
-    return GradScaler(device.type, cfg.init_scale, growth_interval=cfg.growth_interval, enabled=fp16)
+    """Make the loss scaler; it is enabled for fp16 only, otherwise `scale` and `unscale_` change nothing."""
+    is_fp16 = cfg.precision == "fp16"
+    return GradScaler(device.type, cfg.init_scale, growth_interval=cfg.growth_interval, enabled=is_fp16)
 
 
-def apply_channels_last(cfg: Config, x: Tensor) -> Tensor:
-    """Lay out colour images [N, C, H, W] pixel by pixel with channels_last=true; grey ones [N, H, W] stay."""
-    return x.contiguous(memory_format=torch.channels_last) if cfg.channels_last and x.dim() == 4 else x
+def apply_channels_last(cfg: Config, images: Tensor) -> Tensor:
+    """Convert colour images [N, C, H, W] to channels_last if configured; grey images [N, H, W] are unchanged."""
+    if cfg.channels_last and images.dim() == 4:
+        return images.contiguous(memory_format=torch.channels_last)
+    return images
 
 
 def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step: Step, footprint: Footprint) -> int:
-    """Add up the gradient of the mean loss over a step's microbatches, and log it; return how many all-reduces."""
+    """Sum the gradient of the mean loss over a step's microbatches and log the loss; return the all-reduces."""
     microbatches: list[tuple[Tensor, Tensor]] = step.batch
-    total, reduced = torch.zeros((), device=microbatches[0][0].device), 0
+    device = microbatches[0][0].device
+    step_loss = torch.zeros((), device=device)
+    all_reduces = 0
     for number, (x, y) in enumerate(microbatches, start=1):
-        waits = cfg.no_sync and number < len(microbatches)
-        # around forward AND backward: DDP decides in the forward whether the backward will all-reduce
-        with model.no_sync() if waits and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
-            with make_autocast(cfg, x.device):
-                loss = F.cross_entropy(model(apply_channels_last(cfg, x)), y, reduction="sum") / step.mean_shard
+        is_last = number == len(microbatches)
+        is_local = cfg.no_sync and not is_last  # no all-reduce after this microbatch
+
+        # no_sync covers forward AND backward: DDP decides in the forward whether the backward will all-reduce
+        with model.no_sync() if is_local and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
+            with make_autocast(cfg, device):
+                outputs = model(apply_channels_last(cfg, x))
+                loss = F.cross_entropy(outputs, y, reduction="sum") / step.mean_shard
             footprint.record_peak()
-            loss = loss / len(microbatches)  # the real number: an epoch's last step may have fewer than cfg.accumulate
-            total = total + loss.detach()
-            if number == len(microbatches):
-                step.log(loss=total)
-            if not reduced:  # so far no rank has waited for the others
+            loss = loss / len(microbatches)  # the last step of an epoch may have fewer than cfg.accumulate
+            step_loss = step_loss + loss.detach()
+            if is_last:
+                step.log(loss=step_loss)
+            if all_reduces == 0:  # no rank has waited for another one in this step yet
                 step.mark("backward")
             scaler.scale(loss).backward()
-        reduced += not waits
-    return reduced
+        if not is_local:
+            all_reduces += 1
+    return all_reduces
 
 
 def update_weights(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> bool:
-    """Take the optimizer's step; return whether it was left out because a gradient is inf or NaN (fp16 only).
+    """Run the optimizer step; return whether it was skipped because a gradient is inf or NaN (fp16 only).
 
-    After the all-reduce such a gradient is every rank's, so all leave the same step out.
+    The all-reduce spreads such a gradient to every rank, so all ranks skip the same step.
     """
-    scaler.unscale_(optimizer)  # once, and before clipping
+    scaler.unscale_(optimizer)  # once per step, before clipping
     if cfg.clip:
         nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-    scale = scaler.get_scale()
+    scale_before = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
-    return scaler.get_scale() < scale  # it falls exactly then
+    return scaler.get_scale() < scale_before  # the scale decreases only when the step was skipped
 
 
 def set_float32_precision(cfg: Config, run: Run) -> None:
-    """Set how float32 products are computed on this device, and say which settings gain nothing here."""
+    """Set how this device computes float32 products, and report settings that have no benefit on it."""
     if run.device.type == "cuda":
-        products = "tf32" if cfg.precision == "tf32" else "ieee"  # torch's own choice for convolutions is tf32
+        products = "tf32" if cfg.precision == "tf32" else "ieee"  # the default for convolutions is tf32
         torch.backends.cuda.matmul.fp32_precision = products
         torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]
     elif cfg.precision == "tf32":
-        run.log_message("precision=tf32 is a mode of NVIDIA GPUs: on a CPU it is fp32, and the run goes on as that")
+        run.log_message("precision=tf32 needs an NVIDIA GPU; on this CPU the run uses fp32")
     elif cfg.precision == "fp16" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
         run.log_message("precision=fp16: this CPU emulates fp16 products, which is slow; bf16 may be faster")
     if cfg.compile and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
-        raise UserError("compile=true needs a C++ compiler, and there is none; install g++, or leave compile out")
+        raise UserError("compile=true: no C++ compiler found; install g++ or omit compile")
 
 
 def main(cfg: Config, run: Run) -> None:
     set_float32_precision(cfg, run)
-    inner = build_model(cfg, run)
-    model = wrap_model(cfg, inner, run)
+    inner_model = build_model(cfg, run)
+    model = wrap_model(cfg, inner_model, run)
     optimizer = build_optimizer(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
     scaler = make_scaler(cfg, run.device)
-    batches = run.microbatches(cfg.accumulate, shard=run.shard)  # one item is the list of them for one step
+    batches = run.microbatches(cfg.accumulate, shard=run.shard)  # each item is the list of microbatches of one step
     with make_autocast(cfg, run.device):
-        set_up_shards(cfg, run, batches, inner)  # with shards=auto: measures how fast each rank is
+        set_up_shards(cfg, run, batches, inner_model)  # with shards=auto: measures the speed of each rank
         ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_example(batches.own_samples)))
-    state = TrainState([inner], optimizer, batches, run.world, replicated=True, scaler=scaler, replica=model)
-    footprint, payload = Footprint(run.device), ddp.compute_ring_bytes(model)
+    state = TrainState([inner_model], optimizer, batches, run.world, replicated=True, scaler=scaler, replica=model)
+    footprint = Footprint(run.device)
+    all_reduce_bytes = ddp.compute_ring_bytes(model)
 
     def predict(x: Tensor | None, _: int) -> Tensor:
         assert x is not None
         with make_autocast(cfg, run.device):
-            return inner.forward(apply_channels_last(cfg, x))  # not compiled: other sizes would be compiled anew
+            # forward() bypasses the compiled call, which would compile again for each new batch size
+            return inner_model.forward(apply_channels_last(cfg, x))
 
     def evaluate() -> dict[str, float]:
-        sync_batchnorm.average_buffers(inner, weight=batches.weight)  # each rank's BatchNorm has seen other samples
+        # BatchNorm buffers differ between ranks because each rank saw other samples
+        sync_batchnorm.average_buffers(inner_model, weight=batches.weight)
         return score_test_set(predict, run, shard=run.shard)
 
     run.resume(state)
     for step in run.steps(state, evaluate):
         with step:
             optimizer.zero_grad()
-            reduced = accumulate_gradients(cfg, model, scaler, step, footprint)
-            step.commit()  # with elastic=true: the update counts on all ranks that are left, or on none
+            all_reduces = accumulate_gradients(cfg, model, scaler, step, footprint)
+            step.commit()  # with elastic=true: the update counts on all remaining ranks or on none
             skipped = update_weights(cfg, model, optimizer, scaler)
-            step.log(skipped=float(skipped), bytes_sent=float(reduced * payload))
-        if scaler.get_scale() < HOPELESS:
-            raise UserError(f"gradients overflow fp16 whatever the scale, at step {step.number}; use precision=bf16")
-    held = run.world.gather(footprint.most)
-    run.report(PrecisionReport(cfg, run.folder, run.device.type, held, scaler.get_scale()), *report_ranks(cfg, run))
+            step.log(skipped=float(skipped), bytes_sent=float(all_reduces * all_reduce_bytes))
+        if scaler.get_scale() < MIN_LOSS_SCALE:
+            raise UserError(f"gradients overflow fp16 at any loss scale, step {step.number}; use precision=bf16")
+    peaks = run.world.gather(footprint.most)
+    precision_report = PrecisionReport(cfg, run.folder, run.device.type, peaks, scaler.get_scale())
+    run.report(precision_report, *report_ranks(cfg, run))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Collectives: what an all-reduce costs by size and algorithm, and the straight line behind it.
+"""Collectives: the time of an all-reduce by size and algorithm, and the line that fits it.
 
     python experiments/collectives.py                                          two ranks on this machine
     python experiments/collectives.py processes_per_node=4 algorithms=[ring,tree,star] sizes=[4,1M]
@@ -6,17 +6,19 @@
     python experiments/collectives.py transports=[network,tls] launch.backend=builtin launch.tls=true
     make exp NAME=collectives NODES=4                                          on a cluster, with the bytes on its links
 
-Takes about a minute on 2 CPU cores. Nothing is trained: a step is one round of one point (operation, type, size), in
-which all sides take their turn, another one first in each round. A side is the library (gloo on CPUs, nccl on GPUs),
-the ring below, which only sends and receives, or the built-in backend with an algorithm and a transport. All ranks put
-in whole numbers, call the operation and count its bytes, wait for each other, call it again, timed, and compare the
-result with the exact one. A call's time is that of its slowest rank, a point's the median over the rounds.
+Takes about a minute on 2 CPU cores. Nothing is trained: a step is one round of one point (operation, type, size). In a
+round all sides are measured in turn, and each round starts with a different side. A side is the library (gloo on CPUs,
+nccl on GPUs), the ring below, which uses only sends and receives, or the built-in backend with an algorithm and a
+transport. All ranks fill their inputs with integers, run the operation once while counting its bytes, wait for each
+other, run it again while timing it, and compare the result with the exact one. The time of a call is that of its
+slowest rank; the time of a point is the median over the rounds.
 
 A link takes alpha + beta n seconds for n bytes (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). With p ranks a ring
-sends 2 (p - 1) messages of n / p bytes: an all-reduce takes 2 (p - 1) alpha + 2 (p - 1) / p beta n, and no algorithm
-sends fewer bytes from each rank (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). Others send fewer messages,
-which counts where n is small (Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521). The bus bandwidth of
-nccl-tests (doc/PERFORMANCE.md) multiplies n / t by 2 (p - 1) / p: it can be compared with a link's, whatever p is.
+sends 2 (p - 1) messages of n / p bytes, so an all-reduce takes 2 (p - 1) alpha + 2 (p - 1) / p beta n; no algorithm
+sends fewer bytes from each rank (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). Other algorithms send fewer
+messages, which is faster for small n (Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521). The bus
+bandwidth of nccl-tests (doc/PERFORMANCE.md) is n / t times 2 (p - 1) / p: it is comparable with the bandwidth of a link
+for any p.
 """
 
 from __future__ import annotations
@@ -42,34 +44,44 @@ from torch import Tensor
 
 
 def shift_in_ring(sent: Tensor, received: Tensor, world: World, group: dist.ProcessGroup | None = None) -> None:
-    """Send to the next rank of the ring and receive from the one before, both at once.
+    """Send to the next rank of the ring and receive from the previous one, both at once.
 
-    Were all ranks to send first and wait until that is taken, nobody would ever receive.
+    If every rank completed its send before it received, the ring would deadlock.
     """
-    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    moves = [(dist.isend, sent, after), (dist.irecv, received, before)]
-    todo = [dist.P2POp(*move, group) for move in moves if move[1].numel()]  # a vector may be shorter than the ring
-    for work in dist.batch_isend_irecv(todo) if todo else []:
+    next_rank = (world.rank + 1) % world.size
+    previous_rank = (world.rank - 1) % world.size
+    operations = []
+    if sent.numel():  # chunks are empty if the vector has fewer elements than the ring has ranks
+        operations.append(dist.P2POp(dist.isend, sent, next_rank, group))
+    if received.numel():
+        operations.append(dist.P2POp(dist.irecv, received, previous_rank, group))
+    if not operations:
+        return
+    for work in dist.batch_isend_irecv(operations):
         work.wait()
 
 
 def reduce_scatter_in_ring(chunks: Sequence[Tensor], world: World) -> None:
-    """Let every chunk travel once around the ring and be added to at each stop: chunk r is complete at rank r."""
-    arrived = torch.empty_like(chunks[0])  # the longest
+    """Pass every chunk once around the ring and add to it at each rank: chunk r is complete at rank r."""
+    buffer = torch.empty_like(chunks[0])  # no chunk is longer
     for step in range(1, world.size):
-        leaves, stays = chunks[(world.rank - step) % world.size], chunks[(world.rank - step - 1) % world.size]
-        shift_in_ring(leaves, arrived[: len(stays)], world)
-        stays += arrived[: len(stays)]
+        outgoing = chunks[(world.rank - step) % world.size]
+        partial_sum = chunks[(world.rank - step - 1) % world.size]
+        incoming = buffer[: len(partial_sum)]
+        shift_in_ring(outgoing, incoming, world)
+        partial_sum += incoming
 
 
 def all_gather_in_ring(chunks: Sequence[Tensor], world: World) -> None:
-    """Let every chunk, which rank r begins with as its own, travel once around the ring and be kept at each stop."""
+    """Pass every chunk, starting with chunk r at rank r, once around the ring; each rank keeps a copy."""
     for step in range(world.size - 1):
-        shift_in_ring(chunks[(world.rank - step) % world.size], chunks[(world.rank - step - 1) % world.size], world)
+        outgoing = chunks[(world.rank - step) % world.size]
+        incoming = chunks[(world.rank - step - 1) % world.size]
+        shift_in_ring(outgoing, incoming, world)
 
 
 def make_ring_operations(world: World) -> dict[str, Call]:
-    """Make the operations that are rounds of a ring: an all-reduce is a reduce-scatter and then an all-gather."""
+    """Make the ring operations: an all-reduce is a reduce-scatter followed by an all-gather."""
 
     def all_reduce(x: Tensor, out: Tensor) -> None:
         chunks = x.tensor_split(world.size)
@@ -90,7 +102,7 @@ def make_ring_operations(world: World) -> dict[str, Call]:
 
 
 def make_library_operations(world: World, group: dist.ProcessGroup | None = None) -> dict[str, Call]:
-    """Make the operations of a process group as torch.distributed has them."""
+    """Make the operations of a process group from the functions of torch.distributed."""
     return {
         "sendrecv": lambda x, out: shift_in_ring(x, out, world, group),
         "broadcast": lambda x, out: dist.broadcast(x, 0, group),
@@ -102,17 +114,25 @@ def make_library_operations(world: World, group: dist.ProcessGroup | None = None
 
 def open_sides(cfg: Config, run: Run) -> dict[str, Side]:
     """Open the sides: the library, the ring above, and the built-in backend by transport and algorithm."""
-    world, passed = run.world, partial(collectives.count_interface_bytes, run.world)
-    sides = {world.backend: Side(make_library_operations(world), count_interface=passed)}
+    world = run.world
+    count_interface = partial(collectives.count_interface_bytes, world)
+    library = Side(make_library_operations(world), count_interface=count_interface)
     if world.backend == "builtin":
-        sides["builtin"] = collectives.describe_builtin(sides["builtin"], None)._replace(link="builtin")
-        gloo = make_library_operations(world, collectives.open_group(world, "gloo"))
-        sides["gloo"] = Side(gloo, count_interface=passed)
-    ring, count = build_by_size("ring", world.size), sides[world.backend].count_sent
-    sides["isend ring"] = Side(make_ring_operations(world), count, passed, ring, world.backend)
-    for transport in cfg.transports if world.device.type == "cpu" and cfg.algorithms else []:
-        make = partial(make_library_operations, world)
-        sides |= collectives.open_builtin_sides(world, cfg.launch, transport, cfg.algorithms, make)
+        builtin = collectives.describe_builtin(library, None)._replace(link="builtin")
+        gloo_group = collectives.open_group(world, "gloo")
+        gloo = Side(make_library_operations(world, gloo_group), count_interface=count_interface)
+        sides = {"builtin": builtin, "gloo": gloo}
+    else:
+        sides = {world.backend: library}
+
+    ring = build_by_size("ring", world.size)
+    count_sent = sides[world.backend].count_sent
+    sides["isend ring"] = Side(make_ring_operations(world), count_sent, count_interface, ring, world.backend)
+
+    if world.device.type == "cpu" and cfg.algorithms:
+        make_operations = partial(make_library_operations, world)
+        for transport in cfg.transports:
+            sides |= collectives.open_builtin_sides(world, cfg.launch, transport, cfg.algorithms, make_operations)
     for note in collectives.list_notes(sides, cfg.transports):
         run.log_message(note)
     return sides
@@ -121,27 +141,35 @@ def open_sides(cfg: Config, run: Run) -> dict[str, Side]:
 def measure_sides(
     sides: Mapping[str, Side], first: int, point: Point, vectors: Vectors, world: World
 ) -> dict[str, list[list[float]]]:
-    """Measure each side that has the operation, and check all results.
+    """Measure every side that has the operation, beginning with number `first`, and check all results.
 
-    Return for each rank, on rank 0: seconds, bytes sent, and bytes that left the network interface.
+    Return on rank 0, for each side and rank: seconds, bytes sent, and bytes that left the network interface.
     """
-    found: dict[str, list[list[float]]] = {}
-    one = torch.zeros(1, device=world.device)
-    for name in [*list(sides)[first:], *list(sides)[:first]]:
+    measurements: dict[str, list[list[float]]] = {}
+    token = torch.zeros(1, device=world.device)
+    names = list(sides)
+    for name in names[first:] + names[:first]:
         side = sides[name]
-        if point.op in side.calls:
-            call = side.calls[point.op]
-            sent, passed = side.count_sent(), side.count_interface()
-            dist.barrier()
-            call(*vectors.fill(point))  # not timed: other sides have run since its last turn
-            dist.barrier()  # what others have still to send counts, too
-            sent, passed = side.count_sent() - sent, side.count_interface() - passed
-            x, out = vectors.fill(point)
-            meet = partial(side.calls["all_reduce"], one, one)  # a barrier of the library would leave it alone warm
-            (seconds,) = time_calls(partial(call, x, out), world.device, 1, warm_up=0, prepare=meet)
-            vectors.check(point, x, out, name)
-            found[name] = world.gather([seconds, sent, passed])
-    return found
+        if point.op not in side.calls:
+            continue
+        operation = side.calls[point.op]
+
+        # the first call is not timed, because other sides have run since this one; its bytes are counted
+        sent_before = side.count_sent()
+        interface_before = side.count_interface()
+        dist.barrier()
+        operation(*vectors.fill(point))
+        dist.barrier()  # includes the bytes that other ranks still have to send
+        sent = side.count_sent() - sent_before
+        through_interface = side.count_interface() - interface_before
+
+        x, out = vectors.fill(point)
+        # ranks meet in this side's all-reduce: dist.barrier would warm up the connections of the library only
+        meet = partial(side.calls["all_reduce"], token, token)
+        (seconds,) = time_calls(partial(operation, x, out), world.device, 1, warm_up=0, prepare=meet)
+        vectors.check(point, x, out, name)
+        measurements[name] = world.gather([seconds, sent, through_interface])
+    return measurements
 
 
 def main(cfg: Config, run: Run) -> None:
@@ -151,25 +179,31 @@ def main(cfg: Config, run: Run) -> None:
     vectors = Vectors(cfg.seed, world, run.device)
     table = torch.zeros(cfg.rounds, len(points), len(sides), world.size, 3, dtype=torch.float64)
     state = TrainState([], None, Rounds(points), world, tensors={"measured": table})
+
+    # run every operation once: connections are opened by the first message
     for point in collectives.list_points(cfg.ops, cfg.dtypes[:1], [64], world.size):
-        measure_sides(sides, 0, point, vectors, world)  # connections are made at the first message
+        measure_sides(sides, 0, point, vectors, world)
     links = collectives.fit_links(world)
-    others = ForeignLoadMeter(world)
+    load_meter = ForeignLoadMeter(world)
 
     for step in run.steps(state, loss=0):
-        point, index = step.batch, (step.number - 1) % len(points)
+        point = step.batch
+        point_index = (step.number - 1) % len(points)
         with step:
-            found = measure_sides(sides, step.epoch % len(sides), point, vectors, world)
-            for number, name in enumerate(sides):
-                if world.is_main and name in found:
-                    table[step.epoch, index, number] = torch.tensor(found[name], dtype=torch.float64)
-                    step.log(**{f"{point.name} {name}": max(seconds for seconds, *_ in found[name])})
+            measurements = measure_sides(sides, step.epoch % len(sides), point, vectors, world)
+            for side_index, name in enumerate(sides):
+                if world.is_main and name in measurements:
+                    by_rank = measurements[name]
+                    table[step.epoch, point_index, side_index] = torch.tensor(by_rank, dtype=torch.float64)
+                    slowest = max(seconds for seconds, _, _ in by_rank)
+                    step.log(**{f"{point.name} {name}": slowest})
             step.log(bytes=float(point.nbytes))
-    load = others.report()
+
+    load_facts = load_meter.report()
     report = CollectiveReport(points, sides, table, links)
     if cfg.plot and world.is_main:
         plots.draw_times_by_size(run.folder.path, report.list_curves())
-    run.report(report, load)
+    run.report(report, load_facts)
 
 
 if __name__ == "__main__":

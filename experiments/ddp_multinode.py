@@ -1,25 +1,26 @@
 """Data parallelism: every rank trains the same model on its shard of each batch, and gradients are averaged.
 
     python experiments/ddp_multinode.py                                        two ranks on this machine
-    python experiments/ddp_multinode.py processes_per_node=4 compare=true      four, and how much faster than one
+    python experiments/ddp_multinode.py processes_per_node=4 compare=true      four ranks, and the speedup over one
     python experiments/ddp_multinode.py strategy=fsdp clip=1                   parameters sharded over the ranks
     python experiments/ddp_multinode.py model=resnet18 data.name=cifar10 sync_batchnorm=true
     python experiments/ddp_multinode.py model=resnet18 data.name=generated communication=bf16 steps=50
-    python experiments/ddp_multinode.py model=resnet50 weights=FILE            begin with trained weights
+    python experiments/ddp_multinode.py model=resnet50 weights=FILE            start from trained weights
     torchrun --nproc-per-node=2 experiments/ddp_multinode.py                   started by another launcher
     make exp NAME=ddp_multinode NODES=2                                        on a cluster
 
 Takes about a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST after one epoch (without MNIST: on the
 built-in digits).
 
-`batch` is the global batch of N samples: rank r of p takes the r-th of p shards of it, equal ones or, for unequally
-fast ranks, `shards=[3,1]`. Its loss is the sum over its samples divided by N / p: the mean of the ranks' gradients is
-then the gradient of the mean loss over the whole batch, and every rank takes the step that one process would take.
-DistributedDataParallel all-reduces gradients bucket by bucket while backward still runs (Li et al. 2020, arXiv
-2006.15704), optionally in half precision or compressed by PowerSGD (Vogels et al. 2019, arXiv 1905.13727). fully_shard
-keeps 1/p of each parameter, all-gathers a layer before use and reduce-scatters its gradient (Zhao et al. 2023, arXiv
-2304.11277). BatchNorm sees a rank's own shard only, unless it is synchronised. With `optim.base_batch` the learning
-rate grows with the batch: the linear scaling rule (Goyal et al. 2017, arXiv 1706.02677).
+`batch` is the global batch of N samples. It is divided into p shards, equal ones or, for ranks of unequal speed,
+`shards=[3,1]`; rank r takes shard r. Its loss is the sum over its samples divided by N / p. The mean of the ranks'
+gradients is then the gradient of the mean loss over the whole batch, so every rank takes the same step as a single
+process would. DistributedDataParallel all-reduces gradients bucket by bucket while backward is still running (Li et al.
+2020, arXiv 2006.15704), optionally in half precision or compressed by PowerSGD (Vogels et al. 2019, arXiv 1905.13727).
+fully_shard keeps 1/p of each parameter, all-gathers a layer before use and reduce-scatters its gradient (Zhao et al.
+2023, arXiv 2304.11277). BatchNorm uses the statistics of the rank's shard unless it is synchronised. With
+`optim.base_batch` the learning rate grows with the batch: the linear scaling rule (Goyal et al. 2017, arXiv
+1706.02677).
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
         model = sync_batchnorm.convert_sync_batchnorm(model, run.device)
     if cfg.strategy == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard  # two seconds to import, so only when asked for
+        from torch.distributed.fsdp import fully_shard  # imported only if needed: takes two seconds
 
         mesh = init_device_mesh(run.device.type, (run.world.size,))
         for unit in (*model.children(), model):
-            fully_shard(unit, mesh=mesh)  # each unit is all-gathered just before its forward
+            fully_shard(unit, mesh=mesh)  # a unit is all-gathered just before its forward
         return model
+    bucket_mb = ddp.choose_bucket_mb(cfg.communication, cfg.bucket_mb, run.world.backend)
     replica = ddp.wrap_ddp(
         model,
         run.device,
-        bucket_cap_mb=ddp.choose_bucket_mb(cfg.communication, cfg.bucket_mb, run.world.backend),
+        bucket_cap_mb=bucket_mb,
         gradient_as_bucket_view=cfg.gradient_as_bucket_view,
         static_graph=cfg.static_graph,
         find_unused_parameters=cfg.find_unused_parameters,
@@ -57,11 +59,11 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
 
 
 def main(cfg: Config, run: Run) -> None:
-    network = init_network(cfg, run.sample_shape, run.classes)  # every rank draws the same weights
+    network = init_network(cfg, run.sample_shape, run.classes)  # same weights on every rank
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
-    batches = run.batches(shard=run.shard)  # rank r reads the r-th shard of every batch
-    set_up_shards(cfg, run, batches, network)  # with shards=auto: measures how fast each rank is
+    batches = run.batches(shard=run.shard)  # rank r reads shard r of every batch
+    set_up_shards(cfg, run, batches, network)  # with shards=auto: measures the speed of each rank
     ddp.warm_up_buckets(model, run.load_example(batches.own_samples))
     state = TrainState([network], optimizer, batches, run.world, replicated=True, replica=model)
 
@@ -71,11 +73,11 @@ def main(cfg: Config, run: Run) -> None:
             loss = F.cross_entropy(model(step.x), step.y, reduction="sum") / step.mean_shard
             step.log(loss=loss.detach())
             step.mark("backward")
-            loss.backward()  # at its end: the mean of all ranks' gradients, with FSDP this rank's shard of it
+            loss.backward()  # gradients are now averaged over the ranks (FSDP: this rank's shard of them)
             step.mark("end of backward")
             if cfg.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-            step.commit()  # with elastic=true: the update counts on all ranks that are left, or on none
+            step.commit()  # with elastic=true: the update counts on all remaining ranks or on none
             optimizer.step()
     run.report(*report_scaling(cfg, run, model))
 

@@ -1,31 +1,32 @@
-"""Model parallelism: a ResNet partitioned into stages on different devices, one at a time or as a pipeline.
+"""Model parallelism: a ResNet partitioned into stages on several devices, executed in turn or as a pipeline.
 
     python experiments/resnet_modelparallel.py                                   two stages, GPipe
-    python experiments/resnet_modelparallel.py mode=naive                        one stage works, the other waits
+    python experiments/resnet_modelparallel.py mode=naive                        one stage at a time
     python experiments/resnet_modelparallel.py mode=single                       the unsplit model
     python experiments/resnet_modelparallel.py schedule=zero_bubble stages=3     another schedule, three ranks
     python experiments/resnet_modelparallel.py model=resnet50 data.image_size=64 split=[layer3_0]
-    python experiments/resnet_modelparallel.py replicas=2                        two pipelines, each half of the batch
+    python experiments/resnet_modelparallel.py replicas=2                        two pipelines, half of the batch each
     python experiments/resnet_modelparallel.py devices=[cuda:0,cuda:1]           one process, two GPUs
     python experiments/resnet_modelparallel.py model=toy data.name=vectors loss=mse      10-10-5, random targets
-    python experiments/resnet_modelparallel.py sweep=true                        all modes over sizes of microbatches
+    python experiments/resnet_modelparallel.py sweep=true                        all modes and microbatch sizes
 
-One run takes about half a minute on 2 CPU cores, the sweep six. Expect the pipelined mode between the naive one and
-half of it; one process with both cores is a strong opponent.
+One run takes about half a minute on 2 CPU cores, the sweep six. Expect the time of the pipelined mode to lie between
+that of the naive mode and half of it; a single process that uses both cores is hard to beat.
 
-A batch is split into microbatches of `split_size` samples. Naively a microbatch goes through all stages and back before
-the next one starts, so one of p stages works at a time. As a pipeline (GPipe: Huang et al. 2019, arXiv 1811.06965;
-interleaved 1F1B: Narayanan et al. 2021, arXiv 2104.04473; zero bubble: Qi et al. 2023, arXiv 2401.10241), stage 1 works
-on microbatch 0 while stage 0 works on microbatch 1; with m microbatches of equal cost a stage idles
-(p - 1) / (m + p - 1) of the time. Small microbatches leave less bubble, and each one works less efficiently.
+A batch is split into microbatches of `split_size` samples. In naive mode a microbatch passes forward and backward
+through all stages before the next one starts, so only one of p stages computes at a time. In a pipeline (GPipe: Huang
+et al. 2019, arXiv 1811.06965; interleaved 1F1B: Narayanan et al. 2021, arXiv 2104.04473; zero bubble: Qi et al. 2023,
+arXiv 2401.10241), stage 1 processes microbatch 0 while stage 0 processes microbatch 1. With m microbatches of equal
+cost a stage idles (p - 1) / (m + p - 1) of the time. Smaller microbatches reduce the bubble but are computed less
+efficiently.
 
-With `replicas`, several such pipelines train on shards of the batch, and the replicas of a stage average its gradients:
-across hosts only these travel, once a step. `memory_cap` shows why a model is split at all: what does not fit into one
-rank fits into two.
+With `replicas`, several pipelines train on shards of the batch, and the replicas of a stage average their gradients:
+between hosts only these are sent, once per step. `memory_cap` demonstrates why a model is split: a model that exceeds
+the memory of one rank fits into that of two.
 
-BatchNorm takes its statistics over a microbatch, and its running statistics see one microbatch after the other: both
-exactly as in the unsplit model that adds up the gradients of the same microbatches (mode=single with a split_size). So
-split_size changes the training itself, in every mode.
+BatchNorm computes its statistics per microbatch and updates its running statistics after each one, exactly as the
+unsplit model does with gradient accumulation over the same microbatches (mode=single with a split_size). split_size
+therefore affects training in every mode.
 """
 
 from __future__ import annotations
@@ -59,40 +60,50 @@ from torch import nn
 
 
 def build_model(cfg: Config, run: Run) -> nn.Sequential:
-    """Build the unsplit model, with the same weights on every rank: all draw from one seed."""
-    toy, shape, classes = cfg.model == "toy", run.sample_shape, run.classes
-    model = networks.Toy(shape, classes) if toy else networks.ResNet(cfg.model, shape, classes, width=cfg.width)
+    """Build the unsplit model with the same weights on every rank (all use one seed)."""
+    model: nn.Sequential
+    if cfg.model == "toy":
+        model = networks.Toy(run.sample_shape, run.classes)
+    else:
+        model = networks.ResNet(cfg.model, run.sample_shape, run.classes, width=cfg.width)
     load_initial_weights(model, cfg.weights, cfg.runs)
     return model.to(memory_format=torch.channels_last) if cfg.channels_last else model
 
 
 def build_loss(cfg: Config, run: Run) -> Loss:
-    """Build the loss, a mean over samples: cross-entropy, or the squared difference from a random vector per class."""
+    """Build the mean loss: cross-entropy, or the squared difference from a random vector per class."""
     if cfg.loss == "cross_entropy":
         return F.cross_entropy
-    targets = torch.randn(
-        run.classes, run.classes, generator=torch.Generator().manual_seed(derive_seed(cfg.seed, "targets"))
-    )
-    return lambda outputs, y: F.mse_loss(outputs, targets.to(outputs)[y])
+    generator = torch.Generator().manual_seed(derive_seed(cfg.seed, "targets"))
+    targets = torch.randn(run.classes, run.classes, generator=generator)
+    return lambda outputs, labels: F.mse_loss(outputs, targets.to(outputs)[labels])
 
 
 def build_pipeline(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> Any:
-    """Place the stages: all of them on this process's devices, or this rank's own ones in its group's pipeline."""
+    """Place the stages: all on the devices of this process, or those of this rank within the group `pp`."""
     pipeline = cfg.make_pipeline_config()
     stages = model_split.split_model(pipeline, model, run)
+    loss = build_loss(cfg, run)
     if not cfg.in_one_process:
-        return model_split.build_pipeline(pipeline, stages, build_loss(cfg, run), run, pp)
-    sizes: Any = {"size": cfg.batch_plan.microbatch, "microbatches": cfg.batch_plan.microbatches, "dtype": run.dtype}
-    how: Any = {"schedule": pipeline.schedule, "pipelined": cfg.mode == "pipelined"}
-    return SingleProcessPipeline(stages, build_loss(cfg, run), cfg.devices, **sizes, **how)
+        return model_split.build_pipeline(pipeline, stages, loss, run, pp)
+    return SingleProcessPipeline(
+        stages,
+        loss,
+        cfg.devices,
+        size=cfg.batch_plan.microbatch,
+        microbatches=cfg.batch_plan.microbatches,
+        schedule=pipeline.schedule,
+        pipelined=cfg.mode == "pipelined",
+        dtype=run.dtype,
+    )
 
 
 def main(cfg: Config, run: Run) -> None:
-    pp, dp = create_mesh_groups(run.world, cfg.replicas)  # this rank's pipeline, and the replicas of its stages
-    shard = dp.rank, dp.size
+    pp, dp = create_mesh_groups(run.world, cfg.replicas)  # the pipeline of this rank, and the replicas of its stages
+    shard = (dp.rank, dp.size)
     names = model_split.require_devices(cfg.devices) if cfg.in_one_process else []
     devices = [torch.device(name) for name in names] or [run.device]
-    with limit_memory(cfg.memory_cap, devices) as taken:
+    with limit_memory(cfg.memory_cap, devices) as training_bytes:
         pipe = build_pipeline(cfg, build_model(cfg, run), run, pp)
         optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
         batches = run.batches(shard=shard, inputs=pipe.has_first, targets=pipe.has_last)
@@ -100,44 +111,64 @@ def main(cfg: Config, run: Run) -> None:
         state = TrainState(list(pipe.local.values()), optimizer, batches, run.world, peers=peers)
 
         def evaluate() -> dict[str, float]:
-            sync_batchnorm.average_buffers(pipe.module, dp.group)  # the replicas' BatchNorm has seen other samples
+            sync_batchnorm.average_buffers(pipe.module, dp.group)  # BatchNorm of each replica saw other samples
             return score_test_set(pipe.predict, run, inputs=pipe.has_first, shard=shard)
 
         run.resume(state)
         for step in run.steps(state, evaluate, loss=pipe.last_rank):
             with step:
                 optimizer.zero_grad()
-                loss = pipe.step(step.x, step.y)  # every microbatch forward and backward
-                if peers:  # the mean over the shards is the gradient of the batch's mean loss, and so with the loss
+                loss = pipe.step(step.x, step.y)  # forward and backward of all microbatches
+                if peers:  # the mean over the shards gives the gradient and the loss of the whole batch
                     averaged = [p.grad for p in pipe.module.parameters() if p.grad is not None]
-                    sync_batchnorm.average_tensors(averaged if loss is None else [*averaged, loss], dp.group)
+                    if loss is not None:
+                        averaged.append(loss)
+                    sync_batchnorm.average_tensors(averaged, dp.group)
                 optimizer.step()  # each rank updates its own stages
                 step.log(loss=loss)
-    run.report(gather_device_facts(cfg, run, devices, taken), report_pipeline(cfg, run, pipe, pp))
+    run.report(gather_device_facts(cfg, run, devices, training_bytes), report_pipeline(cfg, run, pipe, pp))
 
 
-def gather_device_facts(cfg: Config, run: Run, devices: list[torch.device], taken: dict[str, int]) -> Facts:
-    """Gather from all ranks which device held what; `taken` are bytes for training by device. All ranks call it."""
-    own = [sum(rank.values()) for rank in run.world.gather(taken)]
-    trained = taken if cfg.in_one_process else {f"rank {rank}": each for rank, each in enumerate(own)}
-    held = {str(device): read_peak_memory(device) for device in devices} if cfg.in_one_process else run.memory
-    count = cfg.make_pipeline_config().stages_per_process
-    stages = "all layers" if cfg.mode == "single" else f"{count} stages" if count > 1 else "a stage"
-    shown = {
+def gather_device_facts(cfg: Config, run: Run, devices: list[torch.device], training_bytes: dict[str, int]) -> Facts:
+    """Gather the stages and memory of every device. All ranks call it.
+
+    `training_bytes` holds, by device of this rank, the bytes that training needed beyond those before it.
+    """
+    gathered = run.world.gather(training_bytes)
+    if cfg.in_one_process:
+        placement = f"{', '.join(cfg.devices)} in one process"
+        peak_bytes = {str(device): read_peak_memory(device) for device in devices}
+    else:
+        placement = f"one rank holds {describe_stages(cfg)}"
+        peak_bytes = run.memory
+        training_bytes = {f"rank {rank}": sum(by_device.values()) for rank, by_device in enumerate(gathered)}
+
+    is_cuda = run.device.type == "cuda"
+    kind = "reserved by torch" if is_cuda else "of writable address space, beyond that at the start"
+    limit = f"; memory_cap={cfg.memory_cap} is the limit" if cfg.memory_cap else ""
+    lines = {
         "mode": f"{cfg.mode}, {cfg.model}, {describe_microbatches(cfg)}",
-        "devices": f"{', '.join(cfg.devices)} in one process" if cfg.in_one_process else f"one rank holds {stages}",
-        "peak memory": describe_peak_memory(held, run.device),
-        "training memory": format_megabytes(trained)
-        + ("reserved by torch" if run.device.type == "cuda" else "of writable address space, beyond that at the start")
-        + (f"; memory_cap={cfg.memory_cap} is the limit" if cfg.memory_cap else ""),
+        "devices": placement,
+        "peak memory": describe_peak_memory(peak_bytes, run.device),
+        "training memory": format_megabytes(training_bytes) + kind + limit,
     }
-    return Facts(shown, measured={"training_bytes": max(trained.values(), default=0)}, memory=held)
+    highest = max(training_bytes.values(), default=0)
+    return Facts(lines, measured={"training_bytes": highest}, memory=peak_bytes)
+
+
+def describe_stages(cfg: Config) -> str:
+    """Describe what one rank holds."""
+    if cfg.mode == "single":
+        return "all layers"
+    count = cfg.make_pipeline_config().stages_per_process
+    return f"{count} stages" if count > 1 else "a stage"
 
 
 def describe_microbatches(cfg: Config) -> str:
-    """Return the microbatches in words, as in "4 microbatches of 16"."""
-    words = f"{cfg.batch_plan.microbatches} microbatches of {cfg.batch_plan.microbatch}"
-    return words + (f", in each of {cfg.replicas} replicas" if cfg.replicas > 1 else "")
+    """Describe the division of a batch, as in "4 microbatches of 16"."""
+    plan = cfg.batch_plan
+    replicas = f", in each of {cfg.replicas} replicas" if cfg.replicas > 1 else ""
+    return f"{plan.microbatches} microbatches of {plan.microbatch}{replicas}"
 
 
 def report_pipeline(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineReport:
@@ -147,8 +178,10 @@ def report_pipeline(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineRepo
     if not cfg.in_one_process:
         return PipelineReport.gather(pipe, pp, cfg.make_pipeline_config(), folder, model)
     title = f"one step of {model}, 1 rank: {describe_microbatches(cfg)}"
-    own: Any = {"layers": pipe.layers, "lane": "stage", "picture": (folder / "timeline.png", title) if folder else None}
-    return PipelineReport.from_spans(pipe.collect_spans(), pipe.plan, len(pipe.layers), **own)
+    picture = (folder / "timeline.png", title) if folder else None
+    spans = pipe.collect_spans()
+    stages = len(pipe.layers)
+    return PipelineReport.from_spans(spans, pipe.plan, stages, layers=pipe.layers, lane="stage", picture=picture)
 
 
 if __name__ == "__main__":

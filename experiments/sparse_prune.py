@@ -1,33 +1,33 @@
-"""Pruning: how many weights can go before accuracy does, and what that really saves.
+"""Pruning: how many weights can be removed before accuracy drops, and what that saves in practice.
 
-    python experiments/sparse_prune.py                                          92 % of LeNet-300-100 goes
+    python experiments/sparse_prune.py                                          removes 92 % of LeNet-300-100
     python experiments/sparse_prune.py model=lenet5 sparsity=0.97 criterion=taylor
     python experiments/sparse_prune.py schedule=rigl sparsity=0.95              sparse from the first step to the last
-    python experiments/sparse_prune.py scope=n:m sparsity=0.5                   two of each four weights
-    python experiments/sparse_prune.py schedule=none l1=0.001                   no masks: a penalty makes the zeros
+    python experiments/sparse_prune.py scope=n:m sparsity=0.5                   two of every four weights
+    python experiments/sparse_prune.py schedule=none l1=0.001                   no masks: a penalty creates the zeros
     python experiments/sparse_prune.py sweep=true repeats=5                     accuracy against sparsity, with a plot
     make exp NAME=sparse_prune NODES=2                                          on a cluster
 
 Takes about half a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST with 8 % of the weights (without MNIST: on
 the built-in digits).
 
-Every weight gets a score, and masks are false where the score is among the lowest:
+Every weight gets a score; the mask is false for the weights with the lowest scores:
 
     criterion  magnitude (Han et al. 2015, arXiv 1506.02626), gradient, |weight x gradient| (Taylor: Molchanov et al.
-               2016, arXiv 1611.06440; 2019, arXiv 1906.10771), or chance
+               2016, arXiv 1611.06440; 2019, arXiv 1906.10771), or random
     scope      all layers together, each layer, whole channels, or groups of four (2:4: Mishra et al. 2021, arXiv
                2104.08378)
-    schedule   when, and to which sparsity: once, in rounds, cubic (Zhu & Gupta 2017, arXiv 1710.01878), or RigL, with
-               denser small layers (ERK; both Evci et al. 2019, arXiv 1911.11134): common/models/pruning_schedules.py
+    schedule   when to prune and to which sparsity: once, in rounds, cubic (Zhu & Gupta 2017, arXiv 1710.01878), or
+               RigL, where small layers are denser (ERK; both Evci et al. 2019, arXiv 1911.11134):
+               common/models/pruning_schedules.py
 
-In between, training goes on as if nothing had happened, and after every step weights are multiplied by their masks:
-gradients and momentum move a pruned weight, and the mask puts it back to zero. What is pruned stays pruned, but for
-RigL. Without masks, the proximal step of an L1 penalty (ISTA: Beck & Teboulle 2009, doi 10.1137/080716542) makes exact
-zeros, too.
+Training itself does not change. After every step the weights are multiplied by their masks, because gradients and
+momentum move pruned weights, too. A pruned weight stays pruned except with RigL. Without masks, the proximal step of an
+L1 penalty (ISTA: Beck & Teboulle 2009, doi 10.1137/080716542) also creates exact zeros.
 
-Under DDP every rank computes the masks itself, from weights that are equal and gradients that DDP has averaged, and
-all compare a hash of them. The file of a pruned model is as large as before, for zeros are numbers, too; but it can be
-compressed. Dense kernels multiply the zeros: what sparse ones gain, or lose, is measured at the end.
+Under DDP every rank computes the masks locally, from equal weights and from gradients that DDP has averaged, and all
+ranks compare a hash of them. The file of a pruned model is as large as before, because zeros are stored as numbers, but
+it compresses well. Dense kernels multiply the zeros, too: the gain or loss of sparse kernels is measured at the end.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-TIMED = 256  # samples of one forward, to measure what is saved
+MAX_TIMED_SAMPLES = 256  # batch size of the forward passes that are timed
 
 
 # ---- scores: the importance of each weight
 
 
 def score_weights(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: int) -> list[Tensor]:
-    """Return the importance of each weight, one tensor a layer of the weight's shape; pruned ones score lowest."""
+    """Return a score for each weight, one tensor of the weight's shape per layer; pruned weights score lowest."""
     weights = [weight.detach() for weight in masks.weights]
     match cfg.criterion:
         case "magnitude":
@@ -65,25 +65,26 @@ def score_weights(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: i
         case "gradient" | "taylor" as criterion:
             scores = [torch.zeros_like(weight) for weight in weights]
             for gradients in compute_gradients(cfg, run, model, masks, step):
-                for total, weight, gradient in zip(scores, weights, gradients, strict=True):
-                    total.add_((weight * gradient if criterion == "taylor" else gradient).abs())
+                for score, weight, gradient in zip(scores, weights, gradients, strict=True):
+                    change = weight * gradient if criterion == "taylor" else gradient
+                    score.add_(change.abs())
     if cfg.normalize == "layer":
         scores = [score / score.square().mean().sqrt().clamp(min=1e-30) for score in scores]
     return masks.mark_pruned(scores)
 
 
 def draw_scores(cfg: Config, weights: Sequence[Tensor], step: int) -> list[Tensor]:
-    """Return random scores, the same on every rank."""
-    source = torch.Generator().manual_seed(seeds.derive_seed(cfg.seed, "scores", step))
-    return [torch.rand(weight.shape, generator=source).to(weight) for weight in weights]
+    """Draw random scores, the same on every rank."""
+    generator = torch.Generator().manual_seed(seeds.derive_seed(cfg.seed, "scores", step))
+    return [torch.rand(weight.shape, generator=generator).to(weight) for weight in weights]
 
 
 def compute_gradients(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: int) -> Iterator[list[Tensor]]:
-    """Yield the gradients of the masked weights for several random batches, each averaged over all ranks by DDP.
+    """Yield the gradients of the masked weights for several random batches, averaged over all ranks by DDP.
 
-    The next batch overwrites them. In eval mode, so that BatchNorm's running statistics stay.
+    The next batch overwrites them.
     """
-    model.eval()
+    model.eval()  # keeps the running statistics of BatchNorm
     for x, y in run.draw_batches(cfg.score_batches, seeds.derive_seed(cfg.seed, "scores", step)):
         model.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -91,11 +92,11 @@ def compute_gradients(cfg: Config, run: Run, model: nn.Module, masks: Masks, ste
     model.train()
 
 
-# ---- masks: which weights stay
+# ---- masks: the weights that are kept
 
 
 def choose_masks(cfg: Config, scores: list[Tensor], sparsity: float) -> list[Tensor]:
-    """Return the masks that keep the highest scores."""
+    """Make the masks that keep the highest scores."""
     match cfg.scope:
         case "global":
             return pruning_masks.make_global_masks(scores, sparsity)
@@ -108,23 +109,26 @@ def choose_masks(cfg: Config, scores: list[Tensor], sparsity: float) -> list[Ten
 
 
 def draw_masks(cfg: Config, masks: Masks) -> list[Tensor]:
-    """Return RigL's first masks, random: layers as sparse as ERK says, or with scope=layer all alike."""
+    """Draw the first masks of RigL: layer sparsities by ERK, or equal ones with scope=layer."""
     shapes = [weight.shape for weight in masks.weights]
-    erk = cfg.scope == "global"
-    sparsities = pruning_masks.allocate_erdos_renyi(shapes, cfg.sparsity) if erk else [cfg.sparsity] * len(shapes)
+    sparsities = [cfg.sparsity] * len(shapes)
+    if cfg.scope == "global":
+        sparsities = pruning_masks.allocate_erdos_renyi(shapes, cfg.sparsity)
     return pruning_masks.make_layer_masks(draw_scores(cfg, masks.weights, 0), sparsities)
 
 
 def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimizer: Optimizer, step: int) -> None:
-    """Change the masks if the schedule does so after this step, and check that all ranks have the same."""
+    """Update the masks if the schedule requires it after this step; check that all ranks have equal masks."""
     sparsity = pruning_schedules.compute_sparsity(cfg, step, run.total)
     if sparsity is None:
         return
     if cfg.schedule != "rigl":
-        chosen = choose_masks(cfg, score_weights(cfg, run, model, masks, step), sparsity)
-        masks.assign([old & new for old, new in zip(masks.kept, chosen, strict=True)])  # none grows back
+        scores = score_weights(cfg, run, model, masks, step)
+        new_masks = choose_masks(cfg, scores, sparsity)
+        masks.assign([old & new for old, new in zip(masks.kept, new_masks, strict=True)])  # no pruned weight returns
     elif step:
-        share = cfg.drop / 2 * (1 + math.cos(math.pi * step / (cfg.end * run.total)))
+        progress = step / (cfg.end * run.total)
+        share = cfg.drop / 2 * (1 + math.cos(math.pi * progress))
         pruning_masks.drop_and_grow(masks, optimizer, share)
     else:
         masks.assign(draw_masks(cfg, masks))
@@ -132,21 +136,24 @@ def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimize
 
 
 def main(cfg: Config, run: Run) -> None:
-    inner = networks.build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
-    masks = Masks(inner)
-    model = ddp.wrap_ddp(inner, run.device, gradient_as_bucket_view=True) if run.world.size > 1 else inner
+    inner_model: nn.Module = networks.build_network(cfg.model, run.sample_shape, run.classes)
+    inner_model.to(run.device, run.dtype)
+    masks = Masks(inner_model)
+    model = inner_model
+    if run.world.size > 1:
+        model = ddp.wrap_ddp(inner_model, run.device, gradient_as_bucket_view=True)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)
     ddp.warm_up_buckets(model, run.load_example(cfg.batch_plan.shard))
-    state = TrainState([inner], optimizer, batches, run.world, replicated=True)
+    state = TrainState([inner_model], optimizer, batches, run.world, replicated=True)
 
-    done = run.resume(state)
-    masks.recompute_factors()  # a checkpoint may have brought other masks
+    steps_done = run.resume(state)
+    masks.recompute_factors()  # the checkpoint may contain other masks
     masks.assert_equal_on_ranks()
-    if done == 0:
+    if steps_done == 0:
         update_masks(cfg, run, model, masks, optimizer, 0)
         masks.apply()
-    for step in run.steps(state, lambda: score_replicated(inner, run)):
+    for step in run.steps(state, lambda: score_replicated(inner_model, run)):
         with step:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(step.x), step.y)
@@ -157,19 +164,20 @@ def main(cfg: Config, run: Run) -> None:
                 pruning_masks.soft_threshold(masks.weights, step.rate * cfg.l1)
             update_masks(cfg, run, model, masks, optimizer, step.number)
             if masks.sparsity:
-                masks.apply()  # the step has moved pruned weights, too
+                masks.apply()  # the optimizer has moved pruned weights, too
             step.log(loss=loss.detach(), sparsity=masks.sparsity)
-    run.report(*report_pruning(cfg, run, inner, masks))
+    run.report(*report_pruning(cfg, run, inner_model, masks))
 
 
 def report_pruning(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> list[Facts]:
-    """Measure what pruning has left and what it saves. All ranks call it; the report is rank 0's."""
+    """Measure the remaining weights and the savings. All ranks call it; only rank 0 returns a report."""
     masks.assert_equal_on_ranks()
     if not run.world.is_main:
         return []
-    x = run.test_set.load_inputs(slice(0, min(cfg.eval_batch, TIMED)), run.device, torch.float32)
+    timed_samples = slice(0, min(cfg.eval_batch, MAX_TIMED_SAMPLES))
+    images = run.test_set.load_inputs(timed_samples, run.device, torch.float32)
     score = partial(measure_accuracy, test=run.test_set, device=run.device, batch=cfg.eval_batch, dtype=torch.float32)
-    return [pruning_savings.report_savings(cfg, model, masks, x, score, run.folder.path / "model.pt2")]
+    return [pruning_savings.report_savings(cfg, model, masks, images, score, run.folder.path / "model.pt2")]
 
 
 if __name__ == "__main__":

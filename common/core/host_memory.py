@@ -1,4 +1,4 @@
-"""Memory limits of this host, compared with what a model needs before anything starts. Imports no torch."""
+"""Memory limits of this host, compared with the needs of a model before a run starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,71 +7,73 @@ import re
 from pathlib import Path
 
 from common.core.errors import UserError
+from common.core.process_limits import list_control_groups
 from common.core.text import format_count, read_or_empty
 from configs.shared import Experiment
 
-UNLIMITED = 1 << 60  # cgroups write numbers near 2**63 for no limit
-FILE_CACHE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)  # the kernel gives it back when asked
+UNLIMITED_BYTES = 1 << 60  # cgroups report a number near 2**63 for no limit
+FILE_CACHE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)  # memory that the kernel frees on demand
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def check_host_memory(settings: Experiment) -> None:
-    """Raise UserError where parameters, gradients and optimizer state of this host's ranks exceed its free memory."""
+    """Raise UserError if parameters, gradients and optimizer state of this host's ranks exceed its free memory."""
     needed = settings.memory_bytes
-    free, what = measure_available_memory()
-    if needed > free:
+    available, limit_name = measure_available_memory()
+    if needed > available:
         ranks = format_count(settings.processes // settings.launch.nodes, "rank")
         raise UserError(
-            f"the model needs {needed / 1e9:,.1f} GB on a host for the parameters, gradients and optimizer of {ranks}, "
-            f"and {free / 1e9:,.1f} GB are free ({what}); choose a smaller model or fewer ranks"
+            f"the model needs {needed / 1e9:,.1f} GB per host for parameters, gradients and optimizer of {ranks}, but "
+            f"{available / 1e9:,.1f} GB are free ({limit_name}); choose a smaller model or fewer ranks"
         )
 
 
 def measure_available_memory() -> tuple[int, str]:
-    """Return the bytes that a process started here can get, and the name of what limits them."""
-    limits = [
-        (read_free_memory(), "the host's memory"),
-        (read_slurm_limit(), "what SLURM gave the job"),
-        *read_cgroup_limits(),
-    ]
-    return min((bytes, what) for bytes, what in limits if bytes is not None)
+    """Return the bytes that a new process can allocate, and the name of the limit."""
+    limits = [(read_free_memory(), "memory of the host"), *read_cgroup_limits()]
+    slurm_limit = read_slurm_limit()
+    if slurm_limit is not None:
+        limits.append((slurm_limit, "memory that SLURM allocated to the job"))
+    return min(limits)
 
 
 def read_free_memory() -> int:
     """Return the bytes of memory that are free on this host."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    return int(found[1]) * 1024 if found else UNLIMITED
+    match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    return int(match[1]) * 1024 if match else UNLIMITED_BYTES
 
 
 def read_slurm_limit() -> int | None:
-    """Return the memory of a SLURM job on each host, in bytes; None outside a job or without a limit."""
-    whole, each, cores = (
-        os.environ.get(f"SLURM_{name}", "") for name in ("MEM_PER_NODE", "MEM_PER_CPU", "CPUS_ON_NODE")
-    )
-    if whole.isdecimal() and int(whole):
-        return int(whole) * 2**20
-    return int(each) * int(cores) * 2**20 if each.isdecimal() and cores.isdecimal() and int(each) else None
+    """Return the memory of a SLURM job per host, in bytes; None outside a job or without a limit."""
+    per_host = parse_count(os.environ.get("SLURM_MEM_PER_NODE", ""))
+    if per_host:
+        return per_host * 2**20
+    per_core = parse_count(os.environ.get("SLURM_MEM_PER_CPU", ""))
+    cores = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    if per_core and cores.isdecimal():
+        return per_core * int(cores) * 2**20
+    return None
+
+
+def parse_count(text: str) -> int:
+    """Parse a whole number; 0 for any other text."""
+    return int(text) if text.isdecimal() else 0
 
 
 def read_cgroup_limits() -> list[tuple[int, str]]:
-    """Return the bytes left in each control group of this process, version 1 and 2, with its name in words."""
-    found = []
-    for line in read_or_empty("/proc/self/cgroup").splitlines():
-        _, controllers, name = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        base = Path("/sys/fs/cgroup") / controllers
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        for folder in [base / name.lstrip("/"), *(base / name.lstrip("/")).parents]:
-            limit, used = (read_or_empty(str(folder / file)).strip() for file in names)
-            if limit.isdecimal() and used.isdecimal() and int(limit) < UNLIMITED:
-                cached = map(int, FILE_CACHE.findall(read_or_empty(str(folder / "memory.stat"))))
-                held = int(used) - max(cached, default=0)
-                found.append((max(0, int(limit) - held), f"the limit of control group {name}"))
-    return found
+    """Return the remaining bytes of each control group of this process, version 1 and 2, with a description."""
+    limits = []
+    for name, folder in list_control_groups("memory"):
+        limit = read_or_empty(f"{folder}/memory.max") or read_or_empty(f"{folder}/memory.limit_in_bytes")
+        usage = read_or_empty(f"{folder}/memory.current") or read_or_empty(f"{folder}/memory.usage_in_bytes")
+        if limit.strip().isdecimal() and usage.strip().isdecimal() and int(limit) < UNLIMITED_BYTES:
+            cached = map(int, FILE_CACHE.findall(read_or_empty(f"{folder}/memory.stat")))
+            needed = int(usage) - max(cached, default=0)
+            limits.append((max(0, int(limit) - needed), f"limit of control group {name}"))
+    return limits
 
 
 def count_oom_kills() -> int:
-    """Return how many processes this machine's kernel has killed for lack of memory since it booted."""
-    found = OOM_KILLS.search(read_or_empty("/proc/vmstat"))
-    return int(found[1]) if found else 0
+    """Return how many processes the kernel of this machine has killed for lack of memory since boot."""
+    match = OOM_KILLS.search(read_or_empty("/proc/vmstat"))
+    return int(match[1]) if match else 0

@@ -1,4 +1,4 @@
-"""Names, addresses, interfaces and ports through which the ranks find rank 0. Imports no torch."""
+"""Host names, addresses, interfaces and ports for connecting to rank 0. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,49 +19,50 @@ from common.core.errors import Unreachable, UserError
 from common.core.text import read_or_empty
 
 T = TypeVar("T")
-UNREACHABLE_SECONDS = 10.0  # until rank 0 is given up, so that the error comes within 15 s of a job's start
+UNREACHABLE_SECONDS = 10.0  # limit for reaching the host of rank 0: a job then fails within 15 s of its start
 SIOCGIFADDR = 0x8915  # from linux/sockios.h
 PORTS = range(20_000, 60_000)
 
 
 def find_url_problem(url: str, seconds: float) -> str:
-    """Return why no answer came from `url` within so many seconds; empty if one came, of whatever kind."""
+    """Return why a server did not answer within `seconds`; empty if it sent any HTTP response."""
 
-    def ask() -> str:
+    def send_request() -> str:
         try:
             urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
         except urllib.error.HTTPError:
-            pass  # it answers
+            pass  # an error status is an answer
         except Exception as error:  # noqa: BLE001 (no name, no route, no HTTP)
             return str(getattr(error, "reason", None) or error)
         return ""
 
-    # a slow name server, many addresses or a dripping answer know no time-out
-    problem = call_with_timeout(seconds, ask)
-    return f"nothing after {seconds:g} s" if problem is None else problem
+    # the timeout of urlopen does not limit name resolution, several addresses or a slow response
+    problem = call_with_timeout(seconds, send_request)
+    return f"no answer within {seconds:g} s" if problem is None else problem
 
 
 def call_with_timeout(seconds: float, function: Callable[[], T]) -> T | None:
-    """Return the result of `function`, or None if it takes longer; its errors are raised here.
+    """Return the result of `function`, or None on timeout; errors of the function are raised here.
 
-    It runs in a thread, which may outlive this call: a library may wait for ever, whatever its own time-out.
+    The function runs in a daemon thread that may outlive this call, because libraries may block despite their own
+    timeout.
     """
-    answers: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
+    outcomes: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
 
     def call() -> None:
         try:
-            answers.put((function(), None))
+            outcomes.put((function(), None))
         except BaseException as error:  # noqa: BLE001 (raised again in the caller's thread)
-            answers.put((None, error))
+            outcomes.put((None, error))
 
     threading.Thread(target=call, daemon=True).start()
     try:
-        answer, error = answers.get(timeout=seconds)
+        result, error = outcomes.get(timeout=seconds)
     except queue.Empty:
         return None
     if error is not None:
         raise error
-    return answer
+    return result
 
 
 def resolve_ipv4(host: str) -> str:
@@ -70,113 +71,122 @@ def resolve_ipv4(host: str) -> str:
 
 
 def resolve_for_others(host: str, role: str, hosts: int) -> str:
-    """Return the IPv4 address by which all `hosts` hosts reach this one. Raises UserError where its name has none."""
+    """Return the IPv4 address at which all `hosts` hosts reach this one. Raises UserError if there is none."""
     try:
         address = resolve_ipv4(host)
     except OSError as error:
-        raise UserError(f"{host}, {role}, does not know its own name: {error}; add it to /etc/hosts or DNS") from None
+        raise UserError(f"{host}, {role}, cannot resolve its own name: {error}; add it to /etc/hosts or DNS") from None
     if hosts > 1 and address.startswith("127."):
         raise UserError(
-            f"{host}, {role}, resolves to {address}, which other hosts cannot reach; give its name the address of its "
-            "network interface in /etc/hosts"
+            f"{host}, {role}, resolves to {address}, which other hosts cannot reach; in /etc/hosts, map the name to "
+            "the address of its network interface"
         )
     return address
 
 
 def list_interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                response = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
             except OSError:
                 continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+            addresses[name] = socket.inet_ntoa(response[20:24])
+    return addresses
 
 
 def identify_host() -> str:
-    """Return a text that processes have in common which reach each other through Unix sockets; empty if not known.
+    """Return an id shared by all processes that can connect through Unix sockets; empty if unknown.
 
-    Containers may have the same host name on different machines, or networks of their own on the same one.
+    A host name is not sufficient: containers on different machines may share one, and containers on one machine may
+    have separate networks.
     """
+    boot_id = read_or_empty("/proc/sys/kernel/random/boot_id").strip()
     try:
-        return f"{read_or_empty('/proc/sys/kernel/random/boot_id').strip()}-{Path('/proc/self/ns/net').stat().st_ino}"
+        return f"{boot_id}-{Path('/proc/self/ns/net').stat().st_ino}"
     except OSError:
         return ""
 
 
 def find_interface(address: str) -> str:
-    """Return the interface on which packets to `address` leave, or that of an address of this host.
+    """Return the interface that packets to `address` leave by, or the interface with this address.
 
-    One concrete name: gloo knows no patterns. Raises OSError without a route.
+    The name is exact, because gloo does not support patterns. Raises OSError without a route.
     """
-    own = list_interfaces()
+    interfaces = list_interfaces()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing: the kernel only chooses the route
+        probe.connect((address, 9))  # sends nothing: the kernel only selects the route
         source = probe.getsockname()[0]
-    wanted = address if address in own.values() else source
-    return next((name for name, held in own.items() if held == wanted), "lo")
+    local_address = address if address in interfaces.values() else source
+    for name, interface_address in interfaces.items():
+        if interface_address == local_address:
+            return name
+    return "lo"
 
 
 def read_sent_bytes(name: str) -> int:
-    """Return how many bytes have left by an interface, headers of all packets included; 0 where it is not known.
+    """Return the bytes that an interface has sent, including headers of all packets; 0 if unknown.
 
-    /sys/class/net has the same counters, but not of this process's network where that is one of its own.
+    /sys/class/net has the same counters, but not for a separate network namespace of this process.
     """
-    found = re.search(rf"^\s*{re.escape(name)}:((?:\s+\d+)+)", read_or_empty("/proc/self/net/dev"), re.MULTILINE)
-    return int(found[1].split()[8]) if found else 0
+    counters = re.search(rf"^\s*{re.escape(name)}:((?:\s+\d+)+)", read_or_empty("/proc/self/net/dev"), re.MULTILINE)
+    return int(counters[1].split()[8]) if counters else 0
 
 
 def check_interface(name: str) -> str:
-    """Return `name` if this host has such an interface with an address. Raises UserError otherwise."""
-    found = list_interfaces()
-    if name not in found:
-        here = ", ".join(f"{n} ({a})" for n, a in found.items())
-        raise UserError(f"launch.interface={name} does not exist on {socket.gethostname()}; it has {here}")
+    """Return `name` if this host has an interface of that name with an address. Raises UserError otherwise."""
+    interfaces = list_interfaces()
+    if name not in interfaces:
+        available = ", ".join(f"{interface} ({address})" for interface, address in interfaces.items())
+        raise UserError(f"launch.interface={name} does not exist on {socket.gethostname()}; it has {available}")
     return name
 
 
 def derive_ports(token: str) -> list[int]:
-    """Return eight ports to try: the same for all ranks of an attempt, others for another token."""
+    """Derive eight candidate ports from a token: the same for all ranks of an attempt."""
     seed = int.from_bytes(token.encode()[-16:].rjust(16, b"\0"), "big") * 2654435761
     return [PORTS[(seed + i * 7919) % len(PORTS)] for i in range(8)]
 
 
 def serve_on_free_port(candidates: Sequence[int], serve: Callable[[int], T]) -> T:
-    """Call `serve(port)` for the first free port; return its result. Raises UserError if none is free."""
+    """Call `serve(port)` with the first free port and return its result. Raises UserError if none is free."""
     problem: Exception = OSError("no port")
     for port in candidates:
         try:
             return serve(port)
         except (OSError, RuntimeError) as error:
             problem = error
-    raise UserError(f"no port of {list(candidates)} is free on {socket.gethostname()}: {problem}; start again")
+    raise UserError(f"no port of {list(candidates)} is free on {socket.gethostname()}: {problem}; start the run again")
 
 
 def connect_to_rank0(host: str, candidates: Sequence[int], connect: Callable[[int], T | None], patience: float) -> T:
-    """Call `connect(port)` until rank 0 answers; return its result. None means that another program answered.
+    """Call `connect(port)` until rank 0 answers and return its result; None means that another program answered.
 
-    A host that cannot be resolved or reached is given up after 10 s; one that refuses is up, and may take
-    `patience` seconds until rank 0 serves. Raises Unreachable with host, address, interface, ports.
+    Gives up after 10 s if the host cannot be resolved or reached. A host that refuses connections is running, so rank 0
+    has `patience` seconds to start serving. Raises Unreachable with host, address, interface and ports.
     """
     start = time.monotonic()
     address = "?"
     while True:
-        limit, problem = UNREACHABLE_SECONDS, ""
+        limit = UNREACHABLE_SECONDS
+        problem = ""
         try:
             address = resolve_ipv4(host)
             for port in candidates:
                 try:
                     socket.create_connection((address, port), timeout=2).close()
                 except ConnectionRefusedError as error:
-                    problem, limit = problem or str(error), patience
+                    problem = problem or str(error)
+                    limit = patience
                     continue
-                found = connect(port)
-                if found is not None:
-                    return found
-                problem, limit = f"port {port} belongs to another program", patience
+                result = connect(port)
+                if result is not None:
+                    return result
+                problem = f"port {port} is used by another program"
+                limit = patience
         except OSError as error:
             problem = str(error)
         if time.monotonic() - start > min(limit, patience):
@@ -185,13 +195,13 @@ def connect_to_rank0(host: str, candidates: Sequence[int], connect: Callable[[in
 
 
 def describe_unreachable(host: str, address: str, candidates: Sequence[int], problem: str) -> str:
-    """Return a message with the reason why rank 0 cannot be reached, and the remedies."""
+    """Describe why rank 0 cannot be reached, with remedies."""
     try:
-        route = find_interface(address)
+        interface = find_interface(address)
     except OSError:
-        route = "none"
+        interface = "none"
+    ports = f"ports {candidates[0]} and {len(candidates) - 1} more"
     return (
-        f"{socket.gethostname()} cannot reach rank 0 on {host} (address {address}, interface {route}, "
-        f"ports {candidates[0]} and {len(candidates) - 1} more): {problem}; check the name, the firewall and that "
-        "rank 0 started, or set launch.interface"
+        f"{socket.gethostname()} cannot reach rank 0 on {host} (address {address}, interface {interface}, {ports}): "
+        f"{problem}; check the host name, the firewall and that rank 0 started, or set launch.interface"
     )

@@ -1,7 +1,7 @@
 """Seeds of all random choices: one named stream per purpose, all derived from one seed.
 
-Two streams never share numbers by accident (`seed + rank` does that), and a new purpose does not
-shift the numbers of the old ones. Imports neither torch nor the rest of `common`.
+Different purposes never share a stream, unlike with `seed + rank`, and a new purpose does not change existing streams.
+Imports neither torch nor other modules of `common`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,30 @@ import numpy as np
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
-    """Return a 63-bit seed for one purpose, as derive_seed(0, "order", epoch); stable over versions and machines."""
-    text = "/".join(str(part) for part in (seed, *purpose))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    """Return a 63-bit seed for one purpose, as in derive_seed(0, "order", epoch).
+
+    It does not depend on versions or machines.
+    """
+    text = "/".join(map(str, (seed, *purpose)))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def make_generator(seed: int, *purpose: str | int, skip: int = 0) -> np.random.Generator:
-    """Return a numpy generator for one purpose, which has left out as many draws of 64 bits as `skip` says."""
+    """Make a NumPy generator for one purpose that skips the first `skip` draws of 64 bits."""
     return np.random.Generator(np.random.PCG64(derive_seed(seed, *purpose)).advance(skip))
 
 
 def pack_rng_state(state: Any) -> list[Any]:
-    """Convert the state of numpy's legacy generator to what a checkpoint holds."""
+    """Convert the state of the legacy NumPy generator to values for a checkpoint."""
     import torch
 
-    kind, key, position, has_gauss, gauss = state
-    return [str(kind), torch.from_numpy(np.asarray(key, np.int64)), int(position), int(has_gauss), float(gauss)]
+    algorithm, key, position, has_gauss, gauss = state
+    key_tensor = torch.from_numpy(np.asarray(key, np.int64))
+    return [str(algorithm), key_tensor, int(position), int(has_gauss), float(gauss)]
 
 
 def unpack_rng_state(packed: list[Any]) -> tuple[Any, ...]:
-    """Convert back what `pack_rng_state` returned."""
-    kind, key, *rest = packed
-    return (kind, key.numpy().astype(np.uint32), *rest)
+    """Convert the values of `pack_rng_state` back to a generator state."""
+    algorithm, key, *position = packed
+    return (algorithm, key.numpy().astype(np.uint32), *position)

@@ -1,6 +1,6 @@
-"""Grids of settings: a YAML file for `make sweep`, or NAME.py with the grid that `sweep=true` runs of experiment NAME.
+"""Grids of settings: a YAML file for `make sweep`, or NAME.py for `sweep=true` of experiment NAME.
 
-A Python grid is data and functions of data: which points there are, and what is to be told and drawn of their results.
+A Python grid consists of functions that list the points and that turn their results into table lines and plots.
 common/training/sweep.py runs it.
 """
 
@@ -10,17 +10,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-Cell = dict[str, Any]  # the settings, by dotted name, in which a point differs from the others
-Row = dict[str, Any]  # a finished run: its `cell`, and every value of its result by name
-Points = Sequence[tuple[float, float, float]]  # x, mean, deviation
+PointSettings = dict[str, Any]  # the settings of a point that differ from the config, by dotted name
+Row = dict[str, Any]  # a finished run: its `cell`, and all values of its result by name
+Points = Sequence[tuple[float, float, float]]  # x, mean, standard deviation
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Bars:
-    """One bar a label, of mean and deviation."""
+    """Bar chart: mean and standard deviation by label."""
 
     file: str
     heights: Mapping[str, tuple[float, float]]
@@ -30,7 +30,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines through measured points, with dashed ones that are computed, and horizontal levels."""
+    """Line chart: measured series, computed series (dashed), and horizontal levels."""
 
     file: str
     series: Mapping[str, Points]
@@ -43,7 +43,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Summary:
-    """End of a sweep: lines of the table on the screen, and plots."""
+    """Result of a sweep: lines of the printed table, and plots."""
 
     lines: Mapping[str, str]
     plots: Sequence[Bars | Curves]
@@ -53,34 +53,49 @@ class Summary:
 class Grid(Generic[T]):
     """A sweep of one experiment."""
 
-    points: Callable[[T, int], list[Cell]]
-    """From the config and the number of visible GPUs to the points, in the order they run."""
+    points: Callable[[T, int], list[PointSettings]]
+    """Maps the config and the number of visible GPUs to the points, in the order of execution."""
     summarise: Callable[[T, int, list[Row]], Summary]
-    """From these and the finished runs to what is told and drawn."""
+    """Maps the config, the number of GPUs and the finished runs to table lines and plots."""
     new_seeds: bool = False
-    """Whether each repeat has a seed of its own: right for accuracies; times are repeated with the same."""
+    """Use another seed for each repeat, as needed for accuracies; times are repeated with the same seed."""
     measured: tuple[str, ...] = ()
-    """Settings that a run may measure for itself: what a point's first run finds holds for its repeats, too."""
+    """Settings that a run may determine by measurement; repeats of a point reuse the values of its first run."""
 
 
-def format_settings(cell: Cell) -> dict[str, str]:
-    """Return the settings of a point as they are written on a command line."""
-
-    def text(value: Any) -> str:
-        if isinstance(value, bool):
-            return str(value).lower()
-        return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
-
-    return {name: text(value) for name, value in cell.items()}
+def format_settings(cell: PointSettings) -> dict[str, str]:
+    """Return the settings of a point as text for a command line."""
+    return {name: format_setting(value) for name, value in cell.items()}
 
 
-def average_rows(rows: Sequence[Row], by: Sequence[str], value: str) -> dict[tuple[Any, ...], tuple[float, float, int]]:
-    """Return mean, standard deviation (0 of a single one) and count of a number, by the settings of points.
+def format_setting(value: Any) -> str:
+    """Format a value as on a command line, as in `true` and `[a,b]`."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
 
-    A number that a result does not hold, such as a loss that was none, counts as nan.
+
+class Average(NamedTuple):
+    """Statistics of one result over several runs."""
+
+    mean: float
+    deviation: float
+    """Standard deviation; 0 for a single run."""
+    runs: int
+
+
+def average_rows(rows: Sequence[Row], by: Sequence[str], value: str) -> dict[tuple[Any, ...], Average]:
+    """Average a result over runs, grouped by the settings `by`.
+
+    A missing result, such as the loss of a diverged run, counts as nan.
     """
     groups: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
+        key = tuple(row["cell"].get(name) for name in by)
         number = math.nan if row[value] is None else float(row[value])
-        groups.setdefault(tuple(row["cell"].get(key) for key in by), []).append(number)
-    return {key: (fmean(v), stdev(v) if len(v) > 1 else 0.0, len(v)) for key, v in groups.items()}
+        groups.setdefault(key, []).append(number)
+    averages = {}
+    for key, numbers in groups.items():
+        deviation = stdev(numbers) if len(numbers) > 1 else 0.0
+        averages[key] = Average(fmean(numbers), deviation, len(numbers))
+    return averages

@@ -1,60 +1,73 @@
-"""The sweep of amp_accum: what each precision costs, with one microbatch and with several."""
+"""The sweep of amp_accum: the cost of each precision with one and with several microbatches."""
 
 from __future__ import annotations
 
 import math
 
 from configs.amp_accum import Config
-from configs.sweeps import Bars, Cell, Grid, Row, Summary, average_rows
+from configs.sweeps import Bars, Grid, PointSettings, Row, Summary, average_rows
 
-BRIEF = 40  # steps of a run
+DEFAULT_STEPS = 40  # of each run
 BY = ("precision", "accumulate", "no_sync")
-EXACT = ("fp32", 1, True)
+REFERENCE = ("fp32", 1, True)
 
 
-def list_points(cfg: Config, gpus: int) -> list[Cell]:
-    """Return every precision with one microbatch and with several, and these with and without no_sync.
+def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
+    """Return every precision with one microbatch and with several, the latter with and without no_sync.
 
-    Unless `steps` says otherwise the runs are short: what is measured is what a step costs.
+    Runs are short unless `steps` is set, because they measure the cost of a step.
     """
-    warmup, limit = min(cfg.optim.warmup, BRIEF // 8), cfg.data.test_limit or 1000
-    brief = {} if cfg.steps else {"steps": BRIEF, "optim.warmup": warmup, "data.test_limit": limit}
-    on_gpus = not cfg.launch.on_cpu and gpus >= cfg.processes  # with fewer the runs are on the CPU
-    grid: list[Cell] = []
-    for precision in ("fp32", "tf32", "bf16", "fp16") if on_gpus else ("fp32", "bf16", "fp16"):
-        grid.append({"precision": precision, "accumulate": 1, "no_sync": True})
+    limits: PointSettings = {}
+    if not cfg.steps:
+        warmup = min(cfg.optim.warmup, DEFAULT_STEPS // 8)
+        limits = {"steps": DEFAULT_STEPS, "optim.warmup": warmup, "data.test_limit": cfg.data.test_limit or 1000}
+    on_gpus = not cfg.launch.on_cpu and gpus >= cfg.processes  # with fewer GPUs the runs use the CPU
+    precisions = ("fp32", "tf32", "bf16", "fp16") if on_gpus else ("fp32", "bf16", "fp16")
+    no_sync_choices = (True, False) if cfg.processes > 1 else (True,)
+
+    points: list[PointSettings] = []
+    for precision in precisions:
+        points.append({"precision": precision, "accumulate": 1, "no_sync": True, **limits})
         if cfg.accumulate > 1:
-            several = {"precision": precision, "accumulate": cfg.accumulate}
-            grid += [several | {"no_sync": word} for word in ((True, False) if cfg.processes > 1 else (True,))]
-    return [cell | brief for cell in grid]
+            for no_sync in no_sync_choices:
+                points.append({"precision": precision, "accumulate": cfg.accumulate, "no_sync": no_sync, **limits})
+    return points
 
 
 def summarize_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
-    """Report the cost of each point, and how far its result is from fp32's with one microbatch."""
-    names = ("samples_per_second", "training_bytes", "bytes_sent", "steps_skipped", "final_loss", "test_accuracy")
-    found = {name: average_rows(rows, BY, name) for name in names}
-    exact = {name: found[name].get(EXACT, (math.nan,))[0] for name in names}
+    """Report the cost of each point, and its result compared with fp32 and one microbatch."""
+    rates = average_rows(rows, BY, "samples_per_second")
+    memory = average_rows(rows, BY, "training_bytes")
+    sent = average_rows(rows, BY, "bytes_sent")
+    skipped = average_rows(rows, BY, "steps_skipped")
+    losses = average_rows(rows, BY, "final_loss")
+    accuracies = average_rows(rows, BY, "test_accuracy")
+    reference_loss = losses[REFERENCE].mean if REFERENCE in losses else math.nan
+    reference_accuracy = accuracies[REFERENCE].mean if REFERENCE in accuracies else math.nan
+
     lines = [
         "precision  microbatches  no_sync  samples/s  peak MB  sent MB  skipped  loss, less fp32  accuracy, less fp32"
     ]
-    for cell, (rate, deviation, count) in found["samples_per_second"].items():
-        spread = f"±{deviation:>3.0f}" if count > 1 else ""
-        memory, sent, skipped, loss, score = (found[name][cell][0] for name in names[1:])
-        lines.append(
-            f"{cell[0]:<9}  {cell[1]:>12}  {str(cell[2]).lower():<7}  {rate:>5,.0f} {spread:<4}"
-            f"  {memory / 1e6:>7.1f}  {sent / 1e6:>7.2f}  {skipped:>7.1f}"
-            f"  {loss:.4f} {loss - exact['final_loss']:+.4f}  {score:>10.2%} {score - exact['test_accuracy']:+.2%}"
-        )
-    label = {cell: f"{cell[0]}\n{cell[1]}{'' if cell[2] else ' each'}" for cell in found["samples_per_second"]}
+    labels = {}
+    for point, rate in rates.items():
+        precision, microbatches, no_sync = point
+        labels[point] = f"{precision}\n{microbatches}{'' if no_sync else ' each'}"
+        spread = f"±{rate.deviation:>3.0f}" if rate.runs > 1 else ""
+        setting = f"{precision:<9}  {microbatches:>12}  {str(no_sync).lower():<7}"
+        cost = f"{rate.mean:>5,.0f} {spread:<4}  {memory[point].mean / 1e6:>7.1f}  {sent[point].mean / 1e6:>7.2f}"
+        loss = losses[point].mean
+        accuracy = accuracies[point].mean
+        scores = f"{loss:.4f} {loss - reference_loss:+.4f}  {accuracy:>10.2%} {accuracy - reference_accuracy:+.2%}"
+        lines.append(f"{setting}  {cost}  {skipped[point].mean:>7.1f}  {scores}")
+
     title = f"{cfg.model}, batch {cfg.batch}, by number of microbatches; each: all-reduced after each"
-    drawn = []
-    for name, unit, scale in (
-        ("samples_per_second", "samples/s", 1.0),
-        ("training_bytes", "MB beyond the model", 1e-6),
-    ):
-        heights = {label[cell]: (mean * scale, off * scale) for cell, (mean, off, _) in found[name].items()}
-        drawn.append(Bars(f"{name}.png", heights, unit, title))
-    return Summary({"cells": "\n".join(lines)}, drawn)
+    rate_bars = {labels[point]: (rate.mean, rate.deviation) for point, rate in rates.items()}
+    memory_bars = {labels[point]: (peak.mean / 1e6, peak.deviation / 1e6) for point, peak in memory.items()}
+    plots = [
+        Bars("samples_per_second.png", rate_bars, "samples/s", title),
+        Bars("training_bytes.png", memory_bars, "MB beyond the model", title),
+    ]
+    return Summary({"cells": "\n".join(lines)}, plots)
 
 
 GRID = Grid(list_points, summarize_runs)

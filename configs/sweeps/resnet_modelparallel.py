@@ -1,69 +1,85 @@
-"""The sweep of resnet_modelparallel: single and naive with whole batches, pipelined with microbatches of many sizes."""
+"""The sweep of resnet_modelparallel: single and naive with whole batches, pipelined with several microbatch sizes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from configs.resnet_modelparallel import Config
-from configs.sweeps import Cell, Curves, Grid, Row, Summary, average_rows
+from configs.sweeps import Average, Curves, Grid, PointSettings, Row, Summary, average_rows
 
-BRIEF = 12  # steps of a run
+DEFAULT_STEPS = 12  # of each run
+MODES: tuple[Literal["single", "naive", "pipelined"], ...] = ("single", "naive", "pipelined")
 
 
-def list_points(cfg: Config, gpus: int) -> list[Cell]:
-    """Return single and naive with the whole batch, pipelined with each size of microbatches.
+def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
+    """Return single and naive with the whole batch, and pipelined with each microbatch size.
 
-    Unless `steps` says otherwise the runs are short: what is measured is what a step costs. All run on one kind of
-    device.
+    Runs are short unless `steps` is set, because they measure the cost of a step. All runs use the same kind of device.
     """
-    brief: Cell = {} if cfg.steps else {"steps": BRIEF, "data.test_limit": cfg.data.test_limit or cfg.eval_batch}
-    grid: list[Cell] = [{"mode": mode, "split_size": cfg.batch_plan.shard} for mode in ("single", "naive")]
-    grid += [{"mode": "pipelined", "split_size": int(size)} for size in cfg.split_sizes]
-    some = cfg.launch.device == "auto" and gpus and not runs_on_gpus(cfg, gpus)
-    alike: Cell = {"launch.device": "cpu"} if some else {}
-    return [cell | brief | alike for cell in grid]
+    common: PointSettings = {}
+    if not cfg.steps:
+        common = {"steps": DEFAULT_STEPS, "data.test_limit": cfg.data.test_limit or cfg.eval_batch}
+    if cfg.launch.device == "auto" and gpus and not has_enough_gpus(cfg, gpus):
+        common["launch.device"] = "cpu"
+    points: list[PointSettings] = [{"mode": mode, "split_size": cfg.batch_plan.shard} for mode in ("single", "naive")]
+    points += [{"mode": "pipelined", "split_size": int(size)} for size in cfg.split_sizes]
+    return [point | common for point in points]
 
 
-def runs_on_gpus(cfg: Config, gpus: int) -> bool:
-    """Return whether there are GPUs enough for the ranks of every mode."""
-    gpus = 0 if cfg.launch.on_cpu or "cpu" in cfg.devices else gpus
-    modes: tuple[Any, ...] = ("single", "naive", "pipelined")
-    chosen = [replace(cfg, mode=mode) for mode in modes]
-    for one in chosen:
-        one.fit_devices(gpus)
-    return all(gpus >= one.processes for one in chosen)
+def has_enough_gpus(cfg: Config, gpus: int) -> bool:
+    """Check whether there are enough GPUs for the ranks of every mode."""
+    if cfg.launch.on_cpu or "cpu" in cfg.devices:
+        gpus = 0
+    for mode in MODES:
+        mode_cfg = replace(cfg, mode=mode)
+        mode_cfg.fit_devices(gpus)
+        if mode_cfg.processes > gpus:
+            return False
+    return True
 
 
 def summarize_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
-    """Report time per batch against the size of microbatches, and the idle share and memory of each stage."""
+    """Report the time per batch by microbatch size, and the idle share and memory of each stage."""
     times = average_rows(rows, ("mode", "split_size"), "step_seconds")
     lines = ["mode       split size      ms a batch   bubble  idle share, and peak MiB, of each stage's rank"]
-    for (mode, size), (mean, deviation, count) in times.items():
-        same = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
-        idle = "".join(f" {fmean(shares):4.0%}" for shares in zip(*(row["idle_share"] for row in same), strict=True))
-        memory = zip(*(row["memory"].values() for row in same), strict=True)
-        held = "".join(f" {max(amounts) / 2**20:6.0f}" for amounts in memory)
-        spread = f"± {deviation * 1e3:.1f}" if count > 1 else ""
-        took = f"{mean * 1e3:>9.1f} {spread:<8}{same[0]['ideal_bubble']:>6.1%}"
-        lines.append(f"{mode:<10} {size:>10} {took} {idle} {held}")
+    for (mode, size), seconds in times.items():
+        repeats = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
+        idle = ""
+        for shares in zip(*(row["idle_share"] for row in repeats), strict=True):
+            idle += f" {fmean(shares):4.0%}"
+        memory = ""
+        for peaks in zip(*(row["memory"].values() for row in repeats), strict=True):
+            memory += f" {max(peaks) / 2**20:6.0f}"
+        spread = f"± {seconds.deviation * 1e3:.1f}" if seconds.runs > 1 else ""
+        duration = f"{seconds.mean * 1e3:>9.1f} {spread:<8}"
+        lines.append(f"{mode:<10} {size:>10} {duration}{repeats[0]['ideal_bubble']:>6.1%} {idle} {memory}")
     return Summary({"times": "\n".join(lines)}, [plot_times(cfg, gpus, times)])
 
 
-def plot_times(cfg: Config, gpus: int, times: dict[Any, tuple[float, float, int]]) -> Curves:
-    """Plot each mode's time a batch, and the ideal: p equal stages share the naive time and wait p - 1 turns."""
-    levels = {mode: mean * 1e3 for (mode, _), (mean, _, _) in times.items() if mode != "pipelined"}
-    pipelined = [(size, mean * 1e3, off * 1e3) for (mode, size), (mean, off, _) in times.items() if mode == "pipelined"]
-    p, computed = cfg.stages, {}
+def plot_times(cfg: Config, gpus: int, times: dict[tuple[Any, ...], Average]) -> Curves:
+    """Plot the time per batch of each mode and the ideal pipeline: the naive time / p, plus a bubble of p - 1 slots."""
+    levels = {}
+    pipelined = []
+    for (mode, size), seconds in times.items():
+        milliseconds = seconds.mean * 1e3
+        if mode == "pipelined":
+            pipelined.append((size, milliseconds, seconds.deviation * 1e3))
+        else:
+            levels[mode] = milliseconds
+
+    stages = cfg.stages
+    computed = {}
     if "naive" in levels and pipelined:
-        ideal = [
-            (size, levels["naive"] / p * (1 + (p - 1) * size / cfg.batch_plan.shard), 0.0) for size, _, _ in pipelined
-        ]
+        stage_time = levels["naive"] / stages
+        shard = cfg.batch_plan.shard
+        ideal = [(size, stage_time * (1 + (stages - 1) * size / shard), 0.0) for size, _, _ in pipelined]
         computed["ideal: naive / p x (m + p - 1) / m"] = ideal
-    threads = "" if cfg.launch.threads or runs_on_gpus(cfg, gpus) else "; single has the threads of all of them"
-    title = f"{cfg.model}, batch {cfg.batch}, {p} stages{threads}"
-    series = {"pipelined": pipelined} if pipelined else {}  # none where all those runs failed
+    equal_threads = cfg.launch.threads or has_enough_gpus(cfg, gpus)
+    threads = "" if equal_threads else "; single has the threads of all of them"
+    title = f"{cfg.model}, batch {cfg.batch}, {stages} stages{threads}"
+    series = {"pipelined": pipelined} if pipelined else {}  # empty if all these runs failed
     return Curves("split_size.png", series, "split size", "ms a batch", levels, computed, title)
 
 

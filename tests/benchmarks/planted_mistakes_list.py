@@ -150,8 +150,8 @@ MISTAKES = [
     Mistake(
         "largest-value-refused",
         "common/core/config_keys.py",
-        "value > key.high)",
-        "value >= key.high)",
+        "number > key.high\n",
+        "number >= key.high\n",
     ),
     Mistake(
         "layer-pruned-to-nothing",
@@ -225,15 +225,15 @@ MISTAKES = [
     Mistake(
         "any-process-of-that-pid",
         "common/core/processes.py",
-        'return int(now[19]) == self.start and now[0] not in "ZX"',
-        'return now[0] not in "ZX"',
+        'return int(stat[19]) == self.start and stat[0] not in "ZX"',
+        'return stat[0] not in "ZX"',
     ),
     # ---- experiments
     Mistake(
         "clip-before-unscale",
         "experiments/amp_accum.py",
         """\
-    scaler.unscale_(optimizer)  # once, and before clipping
+    scaler.unscale_(optimizer)  # once per step, before clipping
     if cfg.clip:
         nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
 """,
@@ -259,7 +259,7 @@ MISTAKES = [
         "replicas-norms-differ",  # each replica evaluates with its own BatchNorm statistics
         "experiments/resnet_modelparallel.py",
         "            sync_batchnorm.average_buffers(pipe.module, dp.group)  "
-        "# the replicas' BatchNorm has seen other samples\n",
+        "# BatchNorm of each replica saw other samples\n",
         "",
     ),
     Mistake(
@@ -271,7 +271,8 @@ MISTAKES = [
     Mistake(
         "mask-forgotten",  # gradients and momentum bring pruned weights back
         "experiments/sparse_prune.py",
-        "            if masks.sparsity:\n                masks.apply()  # the step has moved pruned weights, too\n",
+        "            if masks.sparsity:\n"
+        "                masks.apply()  # the optimizer has moved pruned weights, too\n",
         "",
     ),
     Mistake(

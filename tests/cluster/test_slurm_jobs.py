@@ -180,7 +180,7 @@ def test_torchrun_goes_before_slurm_inside_an_allocation(site: Site) -> None:
 @pytest.mark.parametrize(
     ("words", "options", "message"),
     [
-        ((), ("--nodes=4",), "cannot be shared evenly"),
+        ((), ("--nodes=4",), "cannot be divided evenly"),
         (("stages=3",), ("--nodes=3",), "NODES=3, but the local cluster has 2 hosts"),
         (("cluster.partition=nowhere",), ("--nodes=2",), "has no partition nowhere"),
         ((), ("--nodes=0",), "write a number from 1 to"),

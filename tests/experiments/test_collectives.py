@@ -199,7 +199,7 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
     folder = cut_off(whole, 21, tmp_path)  # within a round
     before = folder.metrics()[:21]
     for wrong, part in (
-        ("sizes=[4,2K]", "sizes cannot change when a run goes on"),
+        ("sizes=[4,2K]", "sizes cannot change when a run is resumed"),
         ("processes_per_node=3", "has shape (10, 4, 2, 2, 3), here (10, 4, 2, 3, 3)"),
         ("rounds=11", "has shape (10, 4, 2, 2, 3), here (11, 4, 2, 2, 3)"),
     ):
@@ -223,20 +223,20 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "parts"),
     [
-        ("sizes=[0]", ["sizes=[0]: write bytes from 1 to 1G", "64K"]),
-        ("sizes=[]", ["sizes=[]: write bytes"]),
+        ("sizes=[0]", ["sizes=[0]: sizes are 1 to 1G bytes", "64K"]),
+        ("sizes=[]", ["sizes=[]: sizes are"]),
         ("sizes=[4,2G]", ["sizes=[2G]"]),
         ("sizes=[4k]", ["sizes=[4k]"]),
-        ("sizes=[5]", ["sizes=[5]: a number of float32 has 4 bytes; use 4 or 8"]),
-        ("dtypes=[float32,fp8]", ["dtypes=[fp8]: use some of float32"]),
-        ("ops=[allreduce]", ["ops=[allreduce]: use some of sendrecv, broadcast, all_reduce"]),
+        ("sizes=[5]", ["sizes=[5]: not a multiple of the 4 bytes of float32; use 4 or 8"]),
+        ("dtypes=[float32,fp8]", ["dtypes=[fp8]: use one or more of float32"]),
+        ("ops=[allreduce]", ["ops=[allreduce]: use one or more of sendrecv, broadcast, all_reduce"]),
         ("ops=[all_reduce,all_reduce]", ["ops=[all_reduce]", "each once"]),
-        ("ops=[]", ["ops=[]: use some of"]),
-        ("algorithms=[rign]", ["algorithms=[rign]: use some of ring, halving_doubling, tree"]),
-        ("transports=[tls]", ["transports=[tls] encrypts", "add launch.backend=builtin launch.tls=true"]),
-        ("transports=[]", ["transports=[]: use some of network, memory"]),
+        ("ops=[]", ["ops=[]: use one or more of"]),
+        ("algorithms=[rign]", ["algorithms=[rign]: use one or more of ring, halving_doubling, tree"]),
+        ("transports=[tls]", ["transports=[tls] needs the certificate", "add launch.backend=builtin launch.tls=true"]),
+        ("transports=[]", ["transports=[]: use one or more of network, memory"]),
         ("rounds=0", ["rounds=0: out of range"]),
-        ("processes_per_node=1", ["one rank has nobody to send to; use processes_per_node=2"]),
+        ("processes_per_node=1", ["collectives need at least two ranks; use processes_per_node=2"]),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_the_remedy(word: str, parts: list[str]) -> None:

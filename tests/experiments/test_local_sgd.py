@@ -59,32 +59,32 @@ def test_another_number_of_ranks_and_another_start_are_refused(trained: Done, tm
     )
     assert "are restored" not in done.stdout
     again = resume(BY_NAME["local_sgd"], folder, "start=20")
-    assert again.returncode == 2 and "start cannot change when a run goes on: it was 5" in again.stderr
+    assert again.returncode == 2 and "start cannot change when a run is resumed: it was 5" in again.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "part"),
     [
         ("every=0", "every=0: out of range"),
-        ("every=41 steps=40", "every=41: the run has 40 local steps, and so no round of that length; use at most"),
-        ("every=20 start=21 steps=40", "every=20: the run has 19 local steps"),
+        ("every=41 steps=40", "every=41 exceeds the 40 local steps of the run; use at most"),
+        ("every=20 start=21 steps=40", "every=20 exceeds the 19 local steps"),
         ("every=1 start=40 steps=40", "start=40: all 40 steps of the run are synchronous; use start=20"),
         ("outer_lr=0", "outer_lr=0: out of range"),
         ("outer_lr=2.5", "outer_lr=2.5: out of range"),
         ("outer=nesterov outer_momentum=1", "outer_momentum=1: out of range"),
-        ("outer_momentum=0.5", "outer_momentum=0.5 is a setting of outer=nesterov; use that, or outer_momentum=0.9"),
+        ("outer_momentum=0.5", "outer_momentum=0.5 needs outer=nesterov; add that or use outer_momentum=0.9"),
         ("communication=topk topk=0", "topk=0: out of range"),
         ("communication=topk topk=1.5", "topk=1.5: out of range"),
-        ("topk=0.1", "topk=0.1 is a setting of communication=topk"),
-        ("powersgd_rank=4", "powersgd_rank=4 is a setting of communication=powersgd"),
+        ("topk=0.1", "topk=0.1 needs communication=topk"),
+        ("powersgd_rank=4", "powersgd_rank=4 needs communication=powersgd"),
         ("communication=powersgd powersgd_rank=0", "powersgd_rank=0: out of range"),
-        ("communication=int8 dtype=float64", "communication=int8 takes dtype=float32; with float64 use none, topk or"),
-        ("communication=bf16 dtype=float64", "communication=bf16 takes dtype=float32"),
+        ("communication=int8 dtype=float64", "communication=int8 needs dtype=float32; with float64 use none, topk or"),
+        ("communication=bf16 dtype=float64", "communication=bf16 needs dtype=float32"),
         ("communication=zip", "allowed: none | bf16 | int8 | topk | powersgd"),
         ("delay=8", "after every=8 steps; use at most delay=7"),
         ("delay=-1", "delay=-1: out of range"),
         ("delay=2 momentum_of=averaged", "use momentum_of=own or reset"),
-        ("momentum_of=averaged optim.momentum=0", "with optim.momentum=0 there is none"),
+        ("momentum_of=averaged optim.momentum=0", "optim.momentum=0 has no momentum to average"),
     ],
 )
 def test_bad_settings_are_refused(words: str, part: str) -> None:

@@ -27,6 +27,7 @@ from common.runs import provenance
 from common.runs.folder import Folder
 from common.training import model_split, sweep
 from configs.resnet_modelparallel import Config
+from configs.sweeps import Average
 from configs.sweeps.resnet_modelparallel import GRID, list_points, plot_times
 from experiments import resnet_modelparallel
 from tests.harness.processes import Done, run
@@ -79,14 +80,14 @@ def test_a_mode_is_a_schedule_and_its_microbatches(words: list[str], processes: 
         (["engine=own", "schedule=zero_bubble"], ["needs engine=torch"]),
         (["engine=torch", "schedule=1f1b", "stages=3", "split_size=32"], ["at least as many", "batch / split_size"]),
         (["split=[layer2_0]", "stages=3"], ["makes 2 stages", "split=[] to balance"]),
-        (["devices=[gpu,gpu]"], ["gpu is no device", "[cuda:0,cuda:1]"]),
-        (["devices=[cpu]"], ["names 1 devices for stages=2"]),
-        (["devices=[cpu,cpu]", "schedule=1f1b"], ["as gpipe does", "devices=[]"]),
-        (["devices=[cpu,cpu]", "stages_per_process=2"], ["one process on one host"]),
-        (["data.name=vectors"], ["the model takes images", "model=toy"]),
+        (["devices=[gpu,gpu]"], ["gpu is not a device", "[cuda:0,cuda:1]"]),
+        (["devices=[cpu]"], ["has 1 devices for stages=2"]),
+        (["devices=[cpu,cpu]", "schedule=1f1b"], ["supports gpipe only", "devices=[]"]),
+        (["devices=[cpu,cpu]", "stages_per_process=2"], ["a single process on one host"]),
+        (["data.name=vectors"], ["the model needs images", "model=toy"]),
         (
             ["model=toy", "data.name=vectors", "data.augment=crop"],
-            ["data.augment=crop", "data.name=vectors has none", "leave data.augment out"],
+            ["data.augment=crop", "data.name=vectors has none", "omit data.augment"],
         ),
         (["channels_last=true", "width=8"], ["width=8", "1x1 convolutions", "width=16"]),
         (["loss=mse"], ["loss=mse", "model=resnet18", "use model=toy"]),
@@ -360,7 +361,7 @@ def test_a_cut_is_measured_once_for_all_repeats(tmp_path: Path) -> None:
 def test_a_sweep_runs_on_one_kind_of_device(words: list[str], gpus: int, device: str | None, on_gpus: bool) -> None:
     cfg = settings(*words)
     assert {cell.get("launch.device") for cell in list_points(cfg, gpus)} == {device}
-    title = plot_times(cfg, gpus, {("pipelined", 8): (1.0, 0.0, 1)}).title
+    title = plot_times(cfg, gpus, {("pipelined", 8): Average(1.0, 0.0, 1)}).title
     assert ("single has the threads of all" in title) is not on_gpus
 
 

@@ -85,9 +85,9 @@ def test_own_statistics_come_back_only_where_the_layout_is_the_same(
     ("words", "parts"),
     [
         (["replicas=3"], ["batch=64", "replicas=3", "1, 2, 4"]),
-        (["replicas=2", "launch.nodes=4"], ["replicas=2", "launch.nodes=4", "multiple of the nodes"]),
+        (["replicas=2", "launch.nodes=4"], ["replicas=2", "launch.nodes=4", "multiple of launch.nodes"]),
         (["replicas=2", "split_size=64"], ["split_size=64", "batch=32"]),
-        (["replicas=2", "devices=[cpu,cpu]"], ["belong to one process"]),
+        (["replicas=2", "devices=[cpu,cpu]"], ["needs a single process"]),
     ],
 )
 def test_replicas_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:

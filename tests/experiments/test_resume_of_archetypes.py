@@ -61,7 +61,7 @@ def test_settings_that_make_another_run_cannot_change_when_it_goes_on(tmp_path: 
     for word in ("batch=40", "seed=5", "optim.name=adam", "data.train_limit=300", "wandb.project=other"):
         done = resume(STAGED, Folder(tmp_path / "mnist_pipeline-1-2-3"), word)
         assert done.returncode == 2, word
-        assert f"{word.partition('=')[0]} cannot change when a run goes on" in done.stderr
+        assert f"{word.partition('=')[0]} cannot change when a run is resumed" in done.stderr
 
 
 def test_a_worse_evaluation_after_a_resume_is_not_the_best(tmp_path: Path, quick: tuple[str, ...]) -> None:

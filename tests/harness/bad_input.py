@@ -83,7 +83,7 @@ SETTINGS = [
     settings("control characters", "'runs=a\nb'", parts=("runs=", "control characters")),
     settings("project that W&B rejects", "wandb.project=a/b", parts=("wandb.project=a/b", "128")),
     settings("empty tag", "wandb.tags=[a,,b]", parts=("wandb.tags", "1 to 64")),
-    settings("no such --config", "--config=nowhere.yaml", parts=("nowhere.yaml", "no such configuration file")),
+    settings("no such --config", "--config=nowhere.yaml", parts=("nowhere.yaml", "configuration file not found")),
     settings("--config is a folder", "--config=/", parts=("/: cannot be read",)),
     dataclasses.replace(
         settings("WANDB_MODE unknown", parts=("auto, online, offline, disabled, got sometimes",)),

@@ -63,7 +63,7 @@ def test_the_first_free_port_is_served(listener: socket.socket) -> None:
 
     taken, free = listener.getsockname()[1], find_closed_port()
     assert network.serve_on_free_port([taken, free], serve) == free
-    with pytest.raises(UserError, match=r"is free on .*; start again"):
+    with pytest.raises(UserError, match=r"is free on .*; start the run again"):
         network.serve_on_free_port([taken], serve)
 
 
@@ -76,7 +76,7 @@ def test_what_keeps_a_rank_from_rank_0_is_told(listener: socket.socket) -> None:
     closed, foreign = find_closed_port(), listener.getsockname()[1]
     with pytest.raises(Unreachable, match=r"rank 0 on localhost \(address 127.0.0.1, interface lo, .*refused"):
         network.connect_to_rank0("localhost", [closed], lambda port: port, 0.1)
-    with pytest.raises(Unreachable, match=f"port {foreign} belongs to another program; check the name, the firewall"):
+    with pytest.raises(Unreachable, match=f"port {foreign} is used by another program; check the host name"):
         network.connect_to_rank0("localhost", [foreign], lambda port: None, 0.1)
     with pytest.raises(Unreachable, match=r"address \?, interface none"):
         network.connect_to_rank0("no-such-host.invalid", [closed], lambda port: port, 0.1)

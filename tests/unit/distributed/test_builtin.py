@@ -87,9 +87,9 @@ def test_encryption_that_cannot_be_is_refused(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("launch.backend=builtin", "launch.device=cuda"), "launch.backend=builtin is for CPUs; leave launch.device"),
-        (("launch.algorithm=tree",), "launch.algorithm=tree is for launch.backend=builtin; add that"),
-        (("launch.tls=true",), "launch.tls=true is for launch.backend=builtin; add that"),
+        (("launch.backend=builtin", "launch.device=cuda"), "launch.backend=builtin runs on CPUs only; omit"),
+        (("launch.algorithm=tree",), "launch.algorithm=tree needs launch.backend=builtin; add that"),
+        (("launch.tls=true",), "launch.tls=true needs launch.backend=builtin; add that"),
         (
             ("launch.backend=builtin", "launch.algorithm=oak"),
             "=oak is neither FILE.py:function nor one of ring, ",

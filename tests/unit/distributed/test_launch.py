@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from common.core import config, host_memory
+from common.core import config, host_memory, process_limits
 from common.core.errors import EXIT_RESUMABLE
 from common.core.rendezvous_dir import create_rendezvous_dir
 from common.distributed.rank_info import RankInfo, parse_first_host, read_rank_info
@@ -132,7 +132,7 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_starts(tmp_path: Pat
     words = ("data.name=digits", f"data.cache={cache}", "width=65536", "depth=256")
     done = run("mnist_pipeline", *words, runs=tmp_path / "runs")
     assert done.status == 2 and "Traceback" not in done.err
-    assert re.search(r"the model needs [\d,]+\.\d GB on a host .* of 2 ranks, and [\d.]+ GB are free", done.err)
+    assert re.search(r"the model needs [\d,]+\.\d GB per host .* of 2 ranks, but [\d.]+ GB are free", done.err)
     assert not (tmp_path / "runs").exists()
     done = run("resnet_modelparallel", "width=4096", "data.name=generated", runs=tmp_path / "runs")
     assert done.status == 2 and "the model needs" in done.err
@@ -149,7 +149,7 @@ def test_the_smallest_of_all_limits_counts(monkeypatch: pytest.MonkeyPatch) -> N
     free, what = host_memory.measure_available_memory()
     assert 1 << 28 < free < 1 << 50 and what
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "100")
-    assert host_memory.measure_available_memory() == (100 << 20, "what SLURM gave the job")
+    assert host_memory.measure_available_memory() == (100 << 20, "memory that SLURM allocated to the job")
 
 
 def test_files_that_the_kernel_keeps_are_no_use_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +159,9 @@ def test_files_that_the_kernel_keeps_are_no_use_of_memory(monkeypatch: pytest.Mo
         "/sys/fs/cgroup/job/memory.current": "990000\n",
         "/sys/fs/cgroup/job/memory.stat": "anon 90000\nactive_file 100\ninactive_file 900000\n",
     }
-    monkeypatch.setattr(host_memory, "read_or_empty", lambda path: files.get(path, ""))
-    assert host_memory.read_cgroup_limits() == [(910_000, "the limit of control group /job")]
+    for module in (host_memory, process_limits):
+        monkeypatch.setattr(module, "read_or_empty", lambda path: files.get(path, ""))
+    assert host_memory.read_cgroup_limits() == [(910_000, "limit of control group /job")]
 
 
 def test_memory_for_each_core_is_a_limit_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,12 +34,12 @@ def test_a_rank_of_another_attempt_does_not_get_in() -> None:
     attempt = f"{socket.gethostname()}.{secrets.token_hex(8)}"
     store = rendezvous.open_slurm_store(make_rank_info(0, attempt), timedelta(seconds=20))
     store.set("token", "of another attempt")
-    with pytest.raises(Unreachable, match="belongs to another program"):
+    with pytest.raises(Unreachable, match="is used by another program"):
         rendezvous.open_slurm_store(make_rank_info(1, attempt), timedelta(seconds=1))
 
 
 def test_a_first_host_that_others_cannot_find_is_told() -> None:
     with pytest.raises(UserError, match=r"resolves to 127.0.0.1, which other hosts cannot reach"):
         rendezvous.check_rank0_name(make_rank_info(0, "1", nodes=2))
-    with pytest.raises(UserError, match="does not know its own name"):
+    with pytest.raises(UserError, match="cannot resolve its own name"):
         rendezvous.check_rank0_name(make_rank_info(0, "1", master="no-such-host.invalid"))

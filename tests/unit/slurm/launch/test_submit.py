@@ -93,11 +93,11 @@ def test_a_plain_profile_asks_for_nothing_special(tmp_path: Path) -> None:
     [
         (["cluster.partion=x"], "unknown key partion; did you mean partition?"),
         (["cluster.time=0"], "time=0: out of range"),
-        (["cluster.time=1"], "would get a stop request as soon as it starts"),
+        (["cluster.time=1"], "would receive a stop request at its start"),
         (["cluster.partition=a\n#SBATCH --uid=0"], "line breaks are not allowed"),
         (["cluster.partition=a;b"], "only letters, digits"),
         (["cluster.qos=$(id)"], "only letters, digits"),
-        (["cluster.gpus=1", "cluster.processes=2"], "each rank needs its own"),
+        (["cluster.gpus=1", "cluster.processes=2"], "each rank needs one GPU"),
     ],
 )
 def test_bad_profiles_are_refused(words: list[str], message: str) -> None:
