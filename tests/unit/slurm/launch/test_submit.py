@@ -115,7 +115,7 @@ def test_every_profile_is_valid(name: str) -> None:
 
 @pytest.mark.parametrize("path", ["/a'b", '/a"b', "/a\nb", "/a%j", "/a$b", "/a`b", "/a\\b", "/a;b", "/a&b"])
 def test_paths_that_a_script_cannot_hold_are_refused(path: str) -> None:
-    with pytest.raises(UserError, match="a job script cannot hold the path"):
+    with pytest.raises(UserError, match="a job script cannot contain the path"):
         sbatch.make_executor(Folder(Path(path)), None, {})
 
 
