@@ -103,7 +103,7 @@ def create_folder(
 ) -> Folder:
     """Create a new run folder with the source of the old run.
 
-    Files of the user that a setting in `overridden` names are copied anew; the others are those of the old run.
+    The user's files that settings in `overridden` name are copied; other files are those of the old run.
     """
     new = Folder.create(Path(settings.runs), old.experiment, text)
     code = new.path / "code"

@@ -150,14 +150,14 @@ def lock_sweep(path: Path) -> Iterator[None]:
 
 def choose_points(sweep: SweepFolder, states: dict[str, str], retry_failed: bool) -> list[PointRun]:
     """Choose the points to start: the failed ones, or those that are missing or can be resumed."""
-    chosen: list[PointRun] = []
+    point_runs: list[PointRun] = []
     for point in sweep.plan.points:
         state = states[point.key]
         if state == ("FAILED" if retry_failed else "MISSING"):
-            chosen.append((point, None))
+            point_runs.append((point, None))
         elif state in RESUMABLE_STATES and not retry_failed:
-            chosen.append((point, sweep.find_run_folder(point)))
-    return chosen
+            point_runs.append((point, sweep.find_run_folder(point)))
+    return point_runs
 
 
 def omit_running_points(point_runs: list[PointRun]) -> list[PointRun]:
