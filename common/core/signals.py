@@ -7,10 +7,8 @@ import signal
 from common.core.errors import EXIT_RESUMABLE
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-STOPPED_STATUSES = (EXIT_RESUMABLE, *(128 + number for number in STOP_SIGNALS))
-"""Exit statuses after a stop request; with the signal's own number it came before the process could answer it."""
 NOTICED_STATUSES = (EXIT_RESUMABLE, 128 + signal.SIGUSR2)
-"""Those of a job's ranks: where one of them fails, srun ends the others by SIGTERM."""
+"""Exit statuses of a job's ranks after a stop request: where one of them fails, srun ends the others by SIGTERM."""
 REPEAT_SECONDS = 5.0  # in which another signal belongs to the same stop request: make, srun and SLURM repeat
 
 

@@ -40,7 +40,7 @@ from common.pipeline import schedules
 from common.runs import provenance, wandb_account, wandb_tracker
 from common.runs.folder import Folder
 from common.runs.run_lock import lock_run, try_to_lock
-from common.training import host_checks, sweep
+from common.training import host_checks
 from common.training.attempt import Attempt, is_finished
 from common.training.contract import optimizer
 from common.training.optimization import own_files
@@ -89,11 +89,16 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
             )
         ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
     if getattr(cfg, "sweep", False):
-        return sweep.run_sweep(
-            cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks(), keeps_refused=True)
-        )
+        exec_sweep(config.get_experiment_name(schema))
     _, status = run_experiment(main, cfg, ranks, given)
     return status
+
+
+def exec_sweep(name: str) -> None:
+    """Replace this process by the sweep of an experiment, which executes the runs in processes of their own."""
+    environ = dict(os.environ)
+    environ["PYTHONPATH"] = os.pathsep.join([str(config.ROOT), *filter(None, [environ.get("PYTHONPATH")])])
+    os.execve(sys.executable, [sys.executable, "-m", "slurm.launch.experiment_sweep", name, *sys.argv[1:]], environ)
 
 
 def run_experiment(
@@ -103,12 +108,11 @@ def run_experiment(
     given: Folder | None = None,
     *,
     submitted: bool = False,
-    keeps_refused: bool = False,
 ) -> tuple[Folder | None, int]:
     """Set up a run or resume `given`, document and track it, train, conclude; return its folder and the exit status.
 
-    A new run whose ranks refuse it before its first step leaves no folder, unless `keeps_refused`. Of a `submitted` run
-    the job decides what happens after this attempt. Raises UserError.
+    A new run whose ranks refuse it before its first step leaves no folder. Of a `submitted` run the job decides what
+    happens after this attempt. Raises UserError.
     """
     if is_finished(given, cfg, report=ranks.is_main):  # before memory is checked and ranks meet
         return given, 0
@@ -130,7 +134,7 @@ def run_experiment(
             raise
         finally:
             refused = ending.status == EXIT_REFUSED and attempt.is_new and not attempt.has_begun
-            if ranks.is_main and refused and not (submitted or keeps_refused):
+            if ranks.is_main and refused and not submitted:
                 attempt.discard()
             elif ranks.is_main:
                 attempt.conclude(ending.status, cfg, submitted=submitted, reason=ending.reason)

@@ -1,7 +1,7 @@
 """Grids of settings: a YAML file for `make sweep`, or NAME.py with the grid that `sweep=true` runs of experiment NAME.
 
 A Python grid is data and functions of data: which points there are, and what is to be told and drawn of their results.
-common/training/sweep.py runs it.
+slurm/launch/experiment_sweep.py runs it.
 """
 
 from __future__ import annotations

@@ -274,13 +274,12 @@ def load_checked_settings(name: str, arguments: list[str], resumed: Folder | Non
     return settings
 
 
-def choose_run_scheduler(settings: Experiment, launch: str) -> Scheduler | None:
-    """Choose the SLURM for a run; None for this machine, where a `sweep=true` always runs. Raises UserError."""
-    if not getattr(settings, "sweep", False):
-        return choose_scheduler(launch or "auto")
+def exec_sweep(name: str, arguments: list[str], launch: str) -> None:
+    """Replace this process by the sweep of an experiment on this machine. Raises UserError."""
     if launch.partition(":")[0] == "slurm":
         raise UserError("sweep=true runs on this machine, one run after another; omit LAUNCH=slurm, or see make sweep")
-    return None
+    command = [sys.executable, "-m", "slurm.launch.experiment_sweep", name, *arguments]
+    os.execve(sys.executable, command, dict(os.environ))
 
 
 def main(args: argparse.Namespace) -> int:
@@ -310,8 +309,9 @@ def main(args: argparse.Namespace) -> int:
         return 0
     if resumed:
         liveness.wait_for_earlier_attempt(resumed)
-
-    scheduler = choose_run_scheduler(settings, args.launch)
+    if getattr(settings, "sweep", False):
+        exec_sweep(name, arguments, args.launch)
+    scheduler = choose_scheduler(args.launch or "auto")
     if scheduler is None:
         if resumed:
             check_is_over(resumed, settings)  # another command may have waited for the same attempt

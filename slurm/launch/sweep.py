@@ -18,11 +18,12 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from common.core.errors import RunTaken, UserError
+from common.core.signals import STOP_SIGNALS
 from common.core.text import format_count
 from common.runs import provenance
 from common.runs.folder import Folder, disk_errors, write_json
@@ -282,8 +283,13 @@ def start_point(folder: Folder) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
 
 
-def run_points(sweep: SweepFolder, point_runs: list[PointRun]) -> int:
-    """Run points on this machine, several in parallel; returns the exit status. After Ctrl-C they save and stop."""
+def run_points(
+    sweep: SweepFolder, point_runs: list[PointRun], on_end: Callable[[SweepPoint, Folder], None] | None = None
+) -> int:
+    """Run points on this machine, several in parallel; returns the exit status.
+
+    `on_end` is called after each run, with its folder. After Ctrl-C, SIGTERM or SIGUSR2 the runs save and stop.
+    """
     waiting = list(point_runs)
     running: dict[subprocess.Popen[bytes], SweepPoint] = {}
     stop_signal = 0
@@ -292,11 +298,11 @@ def run_points(sweep: SweepFolder, point_runs: list[PointRun]) -> int:
     def stop(number: int, frame: Any) -> None:
         nonlocal stop_signal
         stop_signal = number
-        if number == signal.SIGTERM:  # the runs receive Ctrl-C themselves
+        if number != signal.SIGINT:  # the runs receive Ctrl-C themselves
             for process in running:
                 process.send_signal(number)
 
-    old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    old_handlers = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
         while running or (waiting and not stop_signal):
             while waiting and len(running) < sweep.plan.parallel and not stop_signal:
@@ -313,6 +319,8 @@ def run_points(sweep: SweepFolder, point_runs: list[PointRun]) -> int:
                 sweep.save()
                 has_failed |= process.returncode != 0
                 print(f"  {state:<9}  {point.label}  {cell['run']}", flush=True)
+                if on_end is not None:
+                    on_end(point, Folder(sweep.runs / cell["run"]))
             time.sleep(0.1)
     finally:
         for number, handler in old_handlers.items():

@@ -36,7 +36,7 @@ from common.pipeline import schedules
 from common.runs import wandb_account
 from common.training.optimization import own_files
 from configs.shared import Experiment
-from configs.sweeps import format_settings
+from configs.sweeps import Grid, format_settings
 from slurm.arguments import check_experiment_name, parse_count, suggest_nearest
 
 KEYS = ("experiment", "settings", "grid", "points", "repeats", "parallel", "nodes")
@@ -48,13 +48,14 @@ MAX_POINTS = 10_000
 class SweepPoint:
     """One run of a sweep."""
 
-    values: dict[str, str]
+    values: dict[str, Any]
+    """Settings in which it differs from other points, by dotted name."""
     repeat: int
     settings: Experiment
 
     @property
     def label(self) -> str:
-        return format_values(self.values)
+        return " ".join(format_values(self.values))
 
     @property
     def key(self) -> str:
@@ -73,12 +74,12 @@ class SweepPlan:
     """Points that run at a time."""
 
 
-def format_values(values: Mapping[str, str]) -> str:
-    """Format the settings of a point for messages."""
-    return " ".join(f"{key}={value}" for key, value in values.items())
+def format_values(values: dict[str, Any]) -> list[str]:
+    """Format the settings of a point as arguments of a command line."""
+    return [f"{key}={text}" for key, text in format_settings(values).items()]
 
 
-def make_point_key(values: Mapping[str, str], repeat: int) -> str:
+def make_point_key(values: Mapping[str, Any], repeat: int) -> str:
     """Return a text that identifies a point of a sweep."""
     return json.dumps([sorted(values.items()), repeat])
 
@@ -136,10 +137,16 @@ def is_python_grid(path: Path) -> bool:
     return is_in_sweeps and path.suffix == ".py" and path.stem in config.list_experiments() and path.is_file()
 
 
+def load_grid(experiment: str) -> Grid[Experiment]:
+    """Load the grid of an experiment, configs/sweeps/NAME.py."""
+    grid: Grid[Experiment] = importlib.import_module(f"configs.sweeps.{experiment}").GRID
+    return grid
+
+
 def read_python_grid(experiment: str, overrides: list[str]) -> dict[str, Any]:
     """Read the points of configs/sweeps/NAME.py as a tree of text, for a machine without GPUs."""
     cfg = config.load_config(config.import_schema(experiment), overrides)
-    grid = importlib.import_module(f"configs.sweeps.{experiment}").GRID
+    grid = load_grid(experiment)
     repeats = str(cfg.repeats) if grid.new_seeds else "1"  # type: ignore[attr-defined]
     points = [format_settings(cell) for cell in grid.points(cfg, 0)]
     return {"experiment": experiment, "points": points, "repeats": repeats}
@@ -197,11 +204,9 @@ def make_point(
     name: str, experiment: str, common_settings: dict[str, str], cell: dict[str, str], repeat: int
 ) -> SweepPoint:
     """Make a point and check its settings like those of a run. Raises UserError that names the point."""
-    values = {"wandb.group": name} | common_settings | cell
+    values: dict[str, Any] = {"wandb.group": name} | common_settings | cell
     try:
-        settings = config.load_config(
-            config.import_schema(experiment), [f"{key}={value}" for key, value in values.items()]
-        )
+        settings = config.load_config(config.import_schema(experiment), format_values(values))
         if repeat:
             settings.seed += repeat
             cell = cell | {"seed": str(settings.seed)}
@@ -215,5 +220,5 @@ def make_point(
         initial_weights.check_weights_of_config(settings)
         wandb_account.read_requested_mode(settings)
     except UserError as error:
-        raise UserError(f"at {format_values(cell)}: {error}") from None
+        raise UserError(f"at {' '.join(format_values(cell))}: {error}") from None
     return SweepPoint(cell, repeat, settings)
