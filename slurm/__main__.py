@@ -1,4 +1,4 @@
-"""The command line of the project: `python -m slurm VERB`. Every target of the Makefile with settings is a verb.
+"""The command line of the project: `python -m slurm VERB`. Targets of the Makefile with settings are verbs.
 
     python -m slurm --help           the verbs
     python -m slurm exp --help       the settings of a verb

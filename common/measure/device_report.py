@@ -54,12 +54,9 @@ def report_devices(
     single_rate = next(iter(mean_rates.values()), 0.0)
     strategy_rate = mean_rates.get(cfg.strategy, 0.0)
     hosts = world.hosts if cfg.strategy == "ddp" else world.hosts * devices
-    scaling = ScalingReport(
-        gather_step_times(world, times),
-        hosts,
-        step=cfg.batch / strategy_rate if strategy_rate else 0.0,
-        alone=cfg.batch / single_rate if single_rate else 0.0,
-    )
+    step_seconds = cfg.batch / strategy_rate if strategy_rate else 0.0
+    single_step_seconds = cfg.batch / single_rate if single_rate else 0.0
+    scaling = ScalingReport(gather_step_times(world, times), hosts, step_seconds, alone=single_step_seconds)
     if not world.is_main:
         return []
 
@@ -67,10 +64,8 @@ def report_devices(
     has_full_epoch = total >= -(-samples // cfg.batch)
     if cfg.last_batch == "keep" and samples % cfg.batch and has_full_epoch:
         last_batch = count_samples_per_device(cfg, samples % cfg.batch, devices)
-    imbalance = {
-        "memory": compute_imbalance(peaks),
-        "before_backward": compute_imbalance([rank.before_backward for rank in scaling.ranks]),
-    }
+    seconds = [rank.before_backward for rank in scaling.ranks]
+    imbalance = {"memory": compute_imbalance(peaks), "before_backward": compute_imbalance(seconds)}
     rows = describe_devices(cfg, devices, peaks, imbalance, last_batch)
     if cfg.compare and devices > 1 and samples < cfg.batch:
         rows["comparison"] = NO_COMPARISON.format(samples, cfg.batch)

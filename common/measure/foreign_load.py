@@ -39,7 +39,7 @@ class CpuUse:
 
 
 class ForeignLoadMeter:
-    """Meter of the CPU time that other processes use on the hosts of the ranks, from its creation on."""
+    """Meter of the CPU time that other processes use on the hosts of the ranks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -50,16 +50,14 @@ class ForeignLoadMeter:
     def measure(self) -> CpuUse:
         """Return the CPU time used since the creation of the meter, as measured by this rank."""
         now = read_busy_seconds()
-        busy = {cpu: now[cpu] - seconds for cpu, seconds in self.busy_start.items() if cpu in now}
+        cpus = self.busy_start.keys() & now.keys()
+        busy = {cpu: now[cpu] - self.busy_start[cpu] for cpu in cpus}
         elapsed = time.perf_counter() - self.start
         rank_seconds = time.process_time() - self.rank_start
         return CpuUse(read_boot_id(), socket.gethostname(), elapsed, busy, rank_seconds)
 
     def report(self) -> Facts:
-        """Return the largest share of a host's CPUs that others used, with a note if it is large.
-
-        All ranks call it.
-        """
+        """Report the largest share of a host's CPUs used by others. All ranks call it."""
         gathered = self.world.gather(vars(self.measure()))
         return report_shares(compute_foreign_shares([CpuUse(**use) for use in gathered]))
 
@@ -94,7 +92,7 @@ def compute_foreign_shares(uses: Sequence[CpuUse]) -> dict[str, float]:
 
 
 def report_shares(shares: Mapping[str, float]) -> Facts:
-    """Return the largest share for result.json, and a row of the final table on hosts where it is large."""
+    """Report the largest share in result.json, and large shares in the final table."""
     notes = [
         f"other processes used {share:.0%} of the CPUs of {hosts} meanwhile: times are longer than on a quiet host"
         for hosts, share in shares.items()

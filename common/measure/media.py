@@ -37,7 +37,10 @@ def make_media_path(folder: Folder, step: int, name: str, kind: str) -> Path:
 
 
 def write_image(folder: Folder, step: int, name: str, pixels: Tensor) -> None:
-    """Write an image [H, W] or [3, H, W], uint8 or float in 0 to 1, as PNG. Raises ValueError for other shapes."""
+    """Write an image as PNG.
+
+    `pixels`: [H, W] or [3, H, W], uint8 or float in 0 to 1. Raises ValueError for other shapes.
+    """
     from PIL import Image
 
     if pixels.dim() not in (2, 3) or (pixels.dim() == 3 and len(pixels) != 3):
@@ -55,7 +58,10 @@ def write_image(folder: Folder, step: int, name: str, pixels: Tensor) -> None:
 
 
 def write_histogram(folder: Folder, step: int, name: str, values: Tensor, bins: int = 64) -> None:
-    """Write a histogram of the finite values, of any shape: `bins` equal bins from the minimum to the maximum."""
+    """Write a histogram of the finite values, which have any shape.
+
+    It has `bins` equal bins from the minimum to the maximum.
+    """
     flat = values.detach().double().flatten().cpu()
     counts, edges = np.histogram(flat[flat.isfinite()].numpy(), bins)
     file = make_media_path(folder, step, name, "json")

@@ -92,7 +92,8 @@ def report_state_bytes(optimizer: Optimizer, world: World) -> Facts:
         parameters += group["params"]
     state: list[Tensor] = []
     for parameter in parameters:
-        state += [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
+        parameter_state = optimizer.state.get(parameter, {})
+        state += [value for value in parameter_state.values() if isinstance(value, Tensor)]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     local_bytes: dict[str, int] = {}
@@ -121,11 +122,12 @@ def get_local_shard(tensor: Any) -> Tensor:
 
 @contextlib.contextmanager
 def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[dict[str, int]]:
-    """Limit this process, within the block, to `megabytes` MB (1e6 bytes) more than it uses now; 0 means no limit.
+    """Limit the memory of this process within the block.
 
-    On GPUs this limits tensors; on CPUs writable address space, without the 64 MB of malloc per thread. Yields the
-    bytes by device beyond those at the start, set after the block: the peak on a GPU, the value at the end on a CPU.
-    Raises UserError if the limit is too low.
+    It may use `megabytes` MB (1e6 bytes) more than at the start; 0 means no limit. On GPUs this limits tensors; on CPUs
+    writable address space, without the 64 MB of malloc per thread. Yields the bytes by device beyond those at the
+    start, set after the block: the peak on a GPU, the value at the end on a CPU. Raises UserError if the limit is too
+    low.
     """
     old_limits = resource.getrlimit(resource.RLIMIT_DATA)
     bytes_by_device: dict[str, int] = {}

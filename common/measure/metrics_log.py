@@ -43,17 +43,24 @@ def fetch_values(rows: Sequence[Values]) -> list[dict[str, float]]:
     """Return the values of several steps as numbers, without None; a GPU is read once for each name."""
     fetched: list[dict[str, float]] = [{} for _ in rows]
     for name in list_names(rows):
-        values: dict[int, Any] = {index: row[name] for index, row in enumerate(rows) if row.get(name) is not None}
-        numbers = list(values.values())
-        if numbers and all(isinstance(value, Tensor) for value in numbers):
+        numbers: list[Any] = []
+        targets: list[dict[str, float]] = []
+        for row, target in zip(rows, fetched, strict=True):
+            if row.get(name) is not None:
+                numbers.append(row[name])
+                targets.append(target)
+        if numbers and all(isinstance(number, Tensor) for number in numbers):
             numbers = torch.stack(numbers).tolist()
-        for index, number in zip(values, numbers, strict=True):
-            fetched[index][name] = float(number)
+        for target, number in zip(targets, numbers, strict=True):
+            target[name] = float(number)
     return fetched
 
 
 def average_over_ranks(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each value of a step over the ranks that have it; `rows[r]` are the values of rank r."""
+    """Return the mean of each value of a step over the ranks that have it.
+
+    `rows[r]` are the values of rank r.
+    """
     means: dict[str, float] = {}
     for name in list_names(rows):
         values = [row[name] for row in rows if name in row]
@@ -123,8 +130,7 @@ class MetricsLog:
             by_rank = [rank_values for rank_values, _ in gathered]
             step_values = [average_over_ranks(values) for values in zip(*by_rank, strict=True)]
         self._note_divergence([row[0] for row in rows], step_values)
-        new_rows = [self._make_row(*row[:2]) | values for row, values in zip(rows, step_values, strict=True)]
-        self.writer.add(new_rows)
+        self.writer.add(self._make_rows(rows, step_values))
         self.show(step, step_values[-1])
 
     def _choose_interval(self, count: int, now: float) -> int:
@@ -148,6 +154,12 @@ class MetricsLog:
     def _make_row(self, step: int, now: float) -> dict[str, Any]:
         return {"global_step": step, "samples": self.batches.count_samples(step), "time": round(now - self.began, 6)}
 
+    def _make_rows(
+        self, rows: Sequence[tuple[int, float, Values]], step_values: Sequence[dict[str, float]]
+    ) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl for collected steps, whose values are `step_values`."""
+        return [self._make_row(step, now) | values for (step, now, _), values in zip(rows, step_values, strict=True)]
+
     def _note_divergence(self, steps: Sequence[int], rows: Sequence[dict[str, float]]) -> None:
         """Note the first step whose loss is NaN or infinite, and its samples.
 
@@ -167,9 +179,10 @@ class MetricsLog:
 
 
 class SharedMetricsLog(MetricsLog):
-    """Log of values that are equal on all ranks, so that any rank can continue the file if rank 0 is lost.
+    """Log of values that are equal on all ranks.
 
-    A flush needs no other rank. Each rank keeps the rows that rank 0 may not have written.
+    Any rank can continue the file if rank 0 is lost. A flush needs no other rank. Each rank keeps the rows that rank 0
+    may not have written.
     """
 
     kept: list[dict[str, Any]]
@@ -188,7 +201,7 @@ class SharedMetricsLog(MetricsLog):
         rows = self.rows
         self.rows = []
         step_values = fetch_values([values for _, _, values in rows])
-        self.kept += [self._make_row(*row[:2]) | values for row, values in zip(rows, step_values, strict=True)]
+        self.kept += self._make_rows(rows, step_values)
         return self.kept
 
     def flush(self) -> None:

@@ -81,7 +81,7 @@ def draw_curves(
 
 
 def draw_bars(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, title: str = "") -> None:
-    """Draw a bar for each label, with the mean, the deviation, and the mean as a number on top."""
+    """Draw a bar for each label, with the mean (also as a number) and the deviation."""
     axes = make_axes()
     means, deviations = zip(*heights.values(), strict=True)
     bars = axes.bar(list(heights), means, yerr=deviations, capsize=4, color="#4878a8")

@@ -37,9 +37,11 @@ class PrecisionReport:
         precision = self.cfg.precision
         if precision == "tf32" and self.device == "cpu":
             precision = "fp32"
+        bytes_sent = sum(row["bytes_sent"] for row in rows)
+        skipped = sum(row["skipped"] for row in rows)
         return {
-            "bytes_sent": sum(row["bytes_sent"] for row in rows) / len(rows),
-            "steps_skipped": int(sum(row["skipped"] for row in rows)),
+            "bytes_sent": bytes_sent / len(rows),
+            "steps_skipped": int(skipped),
             "computed_in": precision,
             "final_loss": sum(losses) / len(losses) if losses else None,
         }

@@ -74,7 +74,7 @@ class Pace:
         return done == min(WARM_UP, (done + left) // 3)
 
     def list_steady(self) -> list[float]:
-        """Return the seconds of all steps except the first WARM_UP, or the first third of a short run."""
+        """Return the seconds of all steps except the first WARM_UP (of a short run a third)."""
         return self.durations[min(WARM_UP, len(self.durations) // 3) :]
 
     def compute_mean(self) -> float:
@@ -162,7 +162,7 @@ class StepTimes:
         return seconds
 
     def measure_own_seconds(self, steps: int) -> float | None:
-        """Return the seconds from the start of a step to its last gradient, the median of the newest `steps`.
+        """Return the median seconds from start to last gradient of the newest `steps`.
 
         Until then no rank waits for another, except in synchronised norms. Waits for a GPU to finish these steps. None
         if there are fewer steps.
@@ -171,7 +171,7 @@ class StepTimes:
         return median(step["to last gradient"] for step in newest) if len(newest) == steps else None
 
     def estimate_seconds_to_backward(self) -> float | None:
-        """Return the seconds until backward begins, the median of the newest steps; None if there are too few.
+        """Return the median seconds until backward begins; None if there are too few steps.
 
         On a GPU only steps that it has finished count, because reading others would wait for it.
         """
@@ -187,23 +187,24 @@ class StepTimes:
             return None
         steps = [self._measure_step(step) for step in self.history]
         data = fmean(step["data"] for step in steps)  # no median: the loader works for several steps at a time
-        return RankTimes(
-            data=data,
-            before_backward=data + median(step["forward"] for step in steps),
-            step=fmean(step["step"] for step in steps),
-            steps=len(steps),
-            exposed=[step["exposed"] for step in steps if "exposed" in step],
-        )
+        forward = median(step["forward"] for step in steps)
+        duration = fmean(step["step"] for step in steps)
+        exposed = [step["exposed"] for step in steps if "exposed" in step]
+        return RankTimes(data, data + forward, duration, len(steps), exposed=exposed)
 
 
 def gather_step_times(world: World, times: StepTimes | None, samples: float | None = None) -> list[RankTimes]:
-    """Return, on rank 0, the times of all ranks that have some; `samples` are this rank's if shards are unequal.
+    """Return the times of all ranks that have some, on rank 0. All ranks call it.
 
-    All ranks call it.
+    `samples` is the mean number of this rank's samples per batch, if shards are unequal.
     """
     summary = times.summarize() if times else None
     gathered = world.gather(asdict(summary) | {"samples": samples} if summary else None)
-    return [RankTimes(**(fields | {"rank": rank})) for rank, fields in enumerate(gathered) if fields]
+    ranks: list[RankTimes] = []
+    for rank, fields in enumerate(gathered):
+        if fields:
+            ranks.append(RankTimes(**(fields | {"rank": rank})))
+    return ranks
 
 
 def time_communication(model: nn.Module, bucket_mb: float, size: int, repeats: int = 5) -> float | None:
@@ -229,7 +230,7 @@ def time_communication(model: nn.Module, bucket_mb: float, size: int, repeats: i
 
 
 def compute_imbalance(values: Sequence[float]) -> float | None:
-    """Return the fraction by which the maximum exceeds the mean, 0 if all are equal; None for a single value."""
+    """Return the fraction by which the maximum exceeds the mean; None for a single value."""
     return max(values) / fmean(values) - 1 if len(values) > 1 else None
 
 
@@ -272,7 +273,8 @@ class ScalingReport:
     def _find_straggler_times(self) -> RankTimes | None:
         if not self.ranks or min(rank.steps for rank in self.ranks) < MIN_STEPS:
             return None
-        index = find_straggler([rank.before_backward for rank in self.ranks], [rank.samples for rank in self.ranks])
+        seconds = [rank.before_backward for rank in self.ranks]
+        index = find_straggler(seconds, [rank.samples for rank in self.ranks])
         return None if index is None else self.ranks[index]
 
     def rows(self) -> dict[str, str]:

@@ -95,9 +95,8 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
 
 
 def exec_sweep(name: str) -> None:
-    """Replace this process by the sweep of an experiment, which executes the runs in processes of their own."""
-    environ = dict(os.environ)
-    environ["PYTHONPATH"] = os.pathsep.join([str(config.ROOT), *filter(None, [environ.get("PYTHONPATH")])])
+    """Replace this process by the sweep of an experiment, which starts a process for each run."""
+    environ = os.environ | {"PYTHONPATH": str(config.ROOT), "PYTHONSAFEPATH": "1"}
     os.execve(sys.executable, [sys.executable, "-m", "slurm.launch.experiment_sweep", name, *sys.argv[1:]], environ)
 
 

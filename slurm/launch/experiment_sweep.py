@@ -1,4 +1,4 @@
-"""`sweep=true`: run the grid of an experiment on this machine, one run after another, and summarise the results.
+"""`sweep=true`: run the grid of an experiment on this machine, then summarise the results.
 
     python -m slurm.launch.experiment_sweep NAME [KEY=VALUE ...]
 
@@ -61,7 +61,7 @@ def copy_measured_settings(names: Sequence[str], folder: Folder, settings: Exper
 
 
 class ResultTable:
-    """The results of the runs of a sweep, in table.csv, and the settings that later runs take over from them."""
+    """The results of the runs of a sweep, which are written to table.csv."""
 
     def __init__(self, path: Path, grid: Grid[Experiment], points: Sequence[SweepPoint]) -> None:
         self.path = path

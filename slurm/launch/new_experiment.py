@@ -66,7 +66,7 @@ def fill_template(file_name: str, name: str) -> str:
 
 
 def add_readme_row(readme: str, name: str) -> str:
-    """Return the README with a row for the experiment at the end of its table; unchanged if it has no table."""
+    """Return the README with a row for the experiment at the end of its table, if it has one."""
     rows = list(README_ROW.finditer(readme))
     if not rows:
         return readme
@@ -75,7 +75,7 @@ def add_readme_row(readme: str, name: str) -> str:
 
 
 def write_all_or_none(new_texts: Mapping[Path, str], changed_texts: Mapping[Path, str]) -> None:
-    """Write new files and change others, or leave all as they were. Raises UserError, also if a new file exists."""
+    """Write new files and change others; undo all after an error. Raises UserError."""
     created: list[Path] = []
     try:
         for path, text in new_texts.items():

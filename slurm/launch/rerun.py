@@ -1,8 +1,9 @@
-"""The verb `rerun`: repeat a run with its settings and source in a new run folder, and compare. Imports no torch.
+"""The verb `rerun`: repeat a run in a new run folder, and compare. Imports no torch.
 
-Before the start it prints what differs from the first run: settings, packages, machine, ranks, data. At the end it
-prints whether losses and final numbers, except times and memory, are bitwise equal, or by how much they differ. Exit
-status: 0 equal, 3 different, 2 refused; that of the new run if it does not finish.
+The new run has the settings and source of the old one. Before the start it prints what differs from the first run:
+settings, packages, machine, ranks, data. At the end it prints whether losses and final numbers, except times and
+memory, are bitwise equal, or by how much they differ. Exit status: 0 equal, 3 different, 2 refused; that of the new run
+if it does not finish.
 """
 
 from __future__ import annotations
@@ -262,10 +263,11 @@ def list_world_differences(old: Folder, new: Folder) -> Comparisons:
 
 
 def find_profile(old: Folder, cluster: str, overrides: list[str]) -> Profile:
-    """Find the profile of the cluster: the named one, else that of the run, else the default; with overrides."""
+    """Find the profile of the cluster: the named one, else that of the run, else the default."""
     job: Mapping[str, Any] = provenance.read_metadata(old).get("job") or {}
     fields = vars(Profile())
-    values = {key: value for key, value in (job.get("profile") or {}).items() if key in fields}
+    recorded = job.get("profile") or {}
+    values = {key: value for key, value in recorded.items() if key in fields}
     if cluster or not values:
         return sbatch.load_profile(cluster or "default", overrides)
     return sbatch.make_profile(parse_settings_text(yaml.safe_dump(values)), overrides)

@@ -1,4 +1,4 @@
-"""The verb `exp`: check a name and its settings, then start the experiment on this machine or submit it to SLURM.
+"""The verb `exp`: check settings, then start an experiment on this machine or submit it to SLURM.
 
 Imports no torch, so that invalid requests are refused immediately, also on a login node where importing torch from a
 network disk takes half a minute. Arguments in ARGS that begin with `cluster.` are settings of the profile.
@@ -221,7 +221,7 @@ def print_job(folder: Folder, settings: Experiment, job: str, scheduler: Schedul
 
 
 def resolve_processes_per_node(settings: Experiment, profile: Profile) -> None:
-    """Set the ranks per host, if the settings leave it open, to the number of GPUs of the profile.
+    """Set unspecified ranks per host to the number of GPUs of the profile.
 
     Raises UserError if the settings do not fit that number.
     """

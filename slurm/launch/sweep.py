@@ -1,4 +1,4 @@
-"""The verb `sweep`: each point of a grid as a run, in an array of jobs on SLURM or in turn on this machine.
+"""The verb `sweep`: run each point of a grid, in an array of jobs or on this machine.
 
 The runs of the points are listed in runs/sweeps/<file's name>/sweep.json, and the same command again starts only what
 is missing. A cancelled or lost point is resumed. A failed one is not, but started again with FAILED=1 and the current
@@ -92,12 +92,9 @@ class SweepFolder:
     def save(self) -> None:
         order = {point.key: number for number, point in enumerate(self.plan.points)}
         keys = sorted(self.cells, key=lambda key: order.get(key, len(order)))
-        content = {
-            "experiment": self.plan.experiment,
-            "group": self.plan.name,
-            "settings": self.plan.settings,
-            "cells": [self.cells[key] for key in keys],
-        }
+        cells = [self.cells[key] for key in keys]
+        plan = self.plan
+        content = {"experiment": plan.experiment, "group": plan.name, "settings": plan.settings, "cells": cells}
         write_json(self.path / "sweep.json", content)
 
     def read_states(self) -> dict[str, str]:
@@ -162,7 +159,7 @@ def choose_points(sweep: SweepFolder, states: dict[str, str], retry_failed: bool
 
 
 def omit_running_points(point_runs: list[PointRun]) -> list[PointRun]:
-    """Wait for attempts that are stopping; omit, with a message, the points whose attempt does not stop in time."""
+    """Wait for attempts that are stopping; omit the points whose attempt does not stop in time."""
     ready: list[PointRun] = []
     for point, folder in point_runs:
         try:
@@ -192,7 +189,7 @@ def refuse_elastic_points(plan: SweepPlan) -> None:
 
 
 def get_job_shape(point_run: PointRun) -> tuple[int, int]:
-    """Return the number of hosts and of ranks on each, which are equal for all jobs of an array."""
+    """Return the number of hosts and of ranks per host, which an array has in common."""
     settings = point_run[0].settings
     return settings.launch.nodes, settings.processes // settings.launch.nodes
 

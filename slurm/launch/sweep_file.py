@@ -176,8 +176,7 @@ def flatten_settings(tree: Any, key: str) -> dict[str, str]:
     """Flatten nested settings to texts by dotted name, lists as on the command line. Raises UserError."""
     if not isinstance(tree, dict):
         raise UserError(f"{key}: expected `key: value`")
-    flat = config.flatten_mapping(tree)
-    return {name: f"[{','.join(value)}]" if isinstance(value, list) else str(value) for name, value in flat.items()}
+    return format_settings(config.flatten_mapping(tree))
 
 
 def list_cells(tree: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -191,8 +190,8 @@ def list_cells(tree: Mapping[str, Any]) -> list[dict[str, str]]:
         if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
             raise UserError(f"grid: {key}: expected a list of values, as in [1, 2]")
     cells: list[dict[str, str]] = []
-    if axes:
-        cells = [dict(zip(axes, combination, strict=True)) for combination in itertools.product(*axes.values())]
+    for combination in itertools.product(*axes.values()) if axes else ():
+        cells.append(dict(zip(axes, combination, strict=True)))
     cells += [flatten_settings(point, "points") for point in single_points]
     if not cells or len(cells) > MAX_POINTS:
         size = format_count(len(cells), "point")

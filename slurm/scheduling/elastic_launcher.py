@@ -59,9 +59,10 @@ class JobStep:
     """Hosts of the ranks that SLURM has removed from the job."""
 
     def read_endings(self) -> Iterator[tuple[int, int]]:
-        """Yield each rank that has ended since the last call, with its exit status; KILLED stands for every signal.
+        """Yield each rank that has ended since the last call, and its exit status.
 
-        srun reports only ranks whose status is not 0. Its messages are copied to the job's log.
+        KILLED stands for every signal. srun reports only ranks whose status is not 0. Its messages are copied to the
+        job's log.
         """
         assert self.process.stderr is not None
         with contextlib.suppress(BlockingIOError):
@@ -207,8 +208,9 @@ class JobLauncher:
             return True
         if self.coordinator.present - self.coordinator.newcomers:
             return False
-        # Newcomers alone have no rank to join.
-        return bool(self.coordinator.number) or all(step.process.poll() is not None for step in self.steps)
+        if self.coordinator.number:  # the ranks had met; newcomers alone have no rank to join
+            return True
+        return all(step.process.poll() is not None for step in self.steps)
 
     def get_first_host(self, rank: int) -> str:
         """Return the host on which a rank is started first."""
@@ -255,9 +257,10 @@ class JobLauncher:
                 self.silent.add(rank)
 
     def choose_host(self, rank: int) -> str:
-        """Return the host for a restarted rank: its last one unless that may be gone, else the one with fewest ranks.
+        """Return the host on which a lost rank is restarted.
 
-        The other hosts for a rank are its first one and the spares.
+        It is the last host of the rank, or, if that may be gone, another one with the fewest ranks. The other hosts for
+        a rank are its first one and the spares.
         """
         last_host = self.host_of[rank]
         if rank not in self.silent:
@@ -267,8 +270,8 @@ class JobLauncher:
         return min(hosts or [last_host], key=lambda host: load[host])
 
     def end_silent_rank(self, rank: int) -> None:
-        """Kill a rank that does not answer, if its host can be reached: it could wake up later and write."""
-        print(f"rank {rank} has not answered for {self.settings.timeout:g} s and is given up", flush=True)
+        """Kill a rank that does not answer, because it could wake up later and write."""
+        print(f"rank {rank} has not answered for {self.settings.timeout:g} s; killing it", flush=True)
         self.silent.add(rank)
         self.lost.add(rank)
         step = ["srun", "--quiet", *ONE_RANK, f"--nodelist={self.host_of[rank]}"]
@@ -308,9 +311,10 @@ class JobLauncher:
             step.process.send_signal(signal.SIGUSR2)  # srun passes it to the ranks
 
     def note_ending(self, rank: int, status: int) -> None:
-        """Note that a rank has ended with a status other than 0: stopped on request, lost, or failed by itself.
+        """Note that a rank has ended with a status other than 0.
 
-        A rank is lost if a signal ended it. A restarted one that has not joined is lost whatever its status.
+        It has stopped on request, failed by itself, or is lost. A rank is lost if a signal ended it. A restarted one
+        that has not joined is lost whatever its status.
         """
         if status == EXIT_RESUMABLE:
             self.stopped = True

@@ -1,4 +1,4 @@
-"""The task of a job on a cluster's hosts: a small picklable object with the path of the run folder.
+"""The task of a job: a small picklable object with the path of the run folder.
 
 Submitit pickles it by reference, so a job executes this file as it is when the job starts. The job's script puts the
 `code/` of the run folder first on the import path: all attempts of a job execute the source as submitted.
@@ -69,7 +69,7 @@ class Job:
 
 
 def exit_resumable(number: int, frame: object) -> None:
-    """Exit as resumable, at once: there is no state to save, and an exception during an import could abort."""
+    """Exit as resumable; an exception, during the import of a library, could abort instead."""
     os._exit(EXIT_RESUMABLE)
 
 

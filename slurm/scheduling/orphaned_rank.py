@@ -37,7 +37,7 @@ def reaches_coordinator(address: str) -> bool:
 
 
 def is_attempt_over(scheduler: Scheduler, job: str, host: str) -> bool:
-    """Check that SLURM removed a host from the job, or ended or restarted the job; False without an answer."""
+    """Check that SLURM ended or restarted the job, or removed a host; False without an answer."""
     try:
         fields = parse_job_fields(scheduler.call("scontrol", "-o", "show", "job", job, patience=QUICK))
         hosts = scheduler.call("scontrol", "show", "hostnames", fields["NodeList"]).split()
@@ -47,7 +47,7 @@ def is_attempt_over(scheduler: Scheduler, job: str, host: str) -> bool:
 
 
 def main(path: str, first_host: str) -> int:
-    """Wait until the coordinator answers, the job ends, or SLURM removes its first host; then requeue the job."""
+    """Requeue the job if it loses its first host; end when the coordinator answers or the job ends."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a notice of preemption must not end the only requeuing process
     folder = Folder(Path(path))
     job = os.environ["SLURM_JOB_ID"]

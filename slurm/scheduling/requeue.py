@@ -58,7 +58,7 @@ def read_refusal(folder: Folder) -> str:
 
 
 def find_taker(folder: Folder) -> str:
-    """Return why the run does not belong to this job, whose result then stays unchanged; "" if it does."""
+    """Return why the run does not belong to this job, which then must not change its result, or ""."""
     for refusal in read_refusals(folder):
         if refusal.get("is_taken"):
             return str(refusal["reason"])
@@ -72,7 +72,7 @@ def make_attempt_name() -> str:
 
 
 def note_failure(folder: Folder) -> None:
-    """Write down that a rank failed before srun ended the others: the status of a killed rank would hide its own."""
+    """Write down that a rank failed: ranks that srun kills afterwards hide its exit status."""
     with contextlib.suppress(UserError):  # the disk may be full; the status of srun remains
         write_json(locate_failure_note(folder), {"exit_status": 1})
 
@@ -92,7 +92,7 @@ def find_newest_checkpoint(folder: Folder) -> list[int] | None:
 
 
 def record_failure(folder: Folder) -> int:
-    """Record a failure of this attempt; returns the number of successive ones of this job without a new checkpoint."""
+    """Record a failure; returns how many in a row had no new checkpoint."""
     file = folder.path / "submit" / "failures.json"
     job = os.environ.get("SLURM_JOB_ID", "")
     newest = find_newest_checkpoint(folder)

@@ -120,7 +120,8 @@ class Scheduler:
         """Run a query; returns its output. Raises UserError, without running it after a recent slow failure."""
         asks_controller = command[0] in CONTROLLER_COMMANDS
         start = time.monotonic()
-        failed_at, problem = FAILED.get(tuple(self.build_command(command[0])), (0.0, ""))
+        key = tuple(self.build_command(command[0]))
+        failed_at, problem = FAILED.get(key, (0.0, ""))
         if problem and start - failed_at < AGAIN:
             raise UserError(problem)
         try:
@@ -148,7 +149,7 @@ class Scheduler:
         return jobs
 
     def read_job_state(self, job: str, patience: float = PATIENCE) -> tuple[str, str]:
-        """Return the state of a job and its reason, from squeue, scontrol or sacct; LOST if all say it is unknown."""
+        """Return the state of a job and its reason, from squeue, scontrol or sacct; LOST if it is unknown."""
         queries = (
             ("squeue",),
             ("scontrol", "-o", "show", "job", job),
@@ -193,7 +194,8 @@ class Scheduler:
         """
         self.check_controller()
         selection = [f"--partition={partition}"] if partition else []
-        hosts = sum(int(line) for line in self.call("sinfo", "-h", "-o", "%D", *selection).split())
+        counts = self.call("sinfo", "-h", "-o", "%D", *selection).split()
+        hosts = sum(map(int, counts))
         if partition and not hosts:
             raise UserError(f"{self.name} has no partition {partition}; sinfo lists them")
         if nodes + spares <= hosts:
