@@ -200,11 +200,7 @@ def gather_step_times(world: World, times: StepTimes | None, samples: float | No
     """
     summary = times.summarize() if times else None
     gathered = world.gather(asdict(summary) | {"samples": samples} if summary else None)
-    ranks: list[RankTimes] = []
-    for rank, fields in enumerate(gathered):
-        if fields:
-            ranks.append(RankTimes(**(fields | {"rank": rank})))
-    return ranks
+    return [RankTimes(**fields | {"rank": rank}) for rank, fields in enumerate(gathered) if fields]
 
 
 def time_communication(model: nn.Module, bucket_mb: float, size: int, repeats: int = 5) -> float | None:

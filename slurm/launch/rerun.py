@@ -43,8 +43,6 @@ from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
 DIFFERENT = 3
 """Exit status for runs that are not equal."""
-USER_FILE_KEYS = ("schedule", "launch.algorithm", "data.name", "optim.name", "optim.decay")
-"""Settings that may name a function of the user, whose file is copied to the run folder."""
 PATH_KEYS = ("runs", "data.root", "data.cache")
 """Settings that change no number."""
 Comparisons = Iterator[tuple[str, Any, Any]]
@@ -290,11 +288,11 @@ def main(args: argparse.Namespace) -> int:
 
     overridden = config.parse_command_line(arguments).values
     old_code = old.path / "code"
-    code = {key: None if key in overridden else old_code for key in USER_FILE_KEYS}
-    schedules.check_schedule_of_config(settings, code["schedule"])
-    algorithms.check_algorithm_of_config(settings, code["launch.algorithm"])
+    schedules.check_schedule_of_config(settings, None if "schedule" in overridden else old_code)
+    algorithms.check_algorithm_of_config(settings, None if "launch.algorithm" in overridden else old_code)
     own_files.check_files_of_config(settings.optim, old_code, overridden)
-    dataset = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=code["data.name"])
+    data_code = None if "data.name" in overridden else old_code
+    dataset = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=data_code)
     prepare.check_model_fits_data(settings, dataset)
 
     print(f"repeats     {old.path}", flush=True)

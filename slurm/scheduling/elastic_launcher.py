@@ -281,13 +281,12 @@ class JobLauncher:
 
     def reap_killers(self, timeout: float) -> None:
         """Forget the kill commands that have ended; end those that have waited `timeout` seconds for a host."""
-        for killer_entry in list(self.killers):
-            start_time, killer = killer_entry
+        for start_time, killer in list(self.killers):
             if killer.poll() is None and time.monotonic() - start_time > timeout:
                 killer.kill()
                 killer.wait()
             if killer.returncode is not None:
-                self.killers.remove(killer_entry)
+                self.killers.remove((start_time, killer))
 
     def note_endings(self) -> None:
         """Handle the messages of srun about ended ranks and lost hosts."""
