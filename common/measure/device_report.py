@@ -1,4 +1,4 @@
-"""Report of resnet_dataparallel: shards, memory and BatchNorm of its devices, and the sides of its comparison."""
+"""Report of resnet_dataparallel: shards, memory and BatchNorm of its devices, and the comparison of its strategies."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from common.measure.step_timing import ScalingReport, StepTimes, compute_imbalan
 from common.runs.result import Facts, Report
 from configs.resnet_dataparallel import ONE_DEVICE, Config
 
-AXIS = {"y": "training samples per second"}
-TOO_FEW = "left out: {} training samples hold no full batch of {} to take turns with; lower batch"
-BUFFERS = {  # the running statistics of BatchNorm
+NO_COMPARISON = "left out: {} training samples hold no full batch of {} to take turns with; lower batch"
+BATCHNORM_STATISTICS = {
     "single": "one device sees every sample",
     "data_parallel": "kept from the first GPU's {} samples, thrown away with the other copies",
     "ddp": "each rank keeps its own, of {} samples a step; averaged before evaluations and saves",
@@ -37,38 +36,50 @@ def report_devices(
     samples: int,
     total: int,
 ) -> list[Report]:
-    """Report memory, shards, BatchNorm and speed of the devices. All ranks call it; the reports are rank 0's.
+    """Report memory, shards, BatchNorm and speed of the devices. All ranks call it; only rank 0 gets reports.
 
-    `compare` returns samples/s by side and round, {} where nothing is compared; `gpus` are those that one process can
-    use; `samples` those of the training set; `total` the steps of the run.
+    `compare` returns samples/s by strategy and round, or {} without a comparison; `gpus` is the number of GPUs that one
+    process can use, `samples` the size of the training set, `total` the number of steps of the run.
     """
-    parallel = cfg.strategy == "data_parallel"
-    devices, own = max(1, gpus) if parallel else world.size, range(gpus) if parallel else ()
-    used = [read_peak_memory(device) for device in [torch.device("cuda", index) for index in own] or [world.device]]
-    held = [value for values in world.gather(used) for value in values]
-    rates = compare()  # after the peaks are read: its models need memory, too
-    rate = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # rank 0 knows them
-    one, many = next(iter(rate.values()), 0.0), rate.get(cfg.strategy, 0.0)
-    step, single = (cfg.batch / value if value else 0.0 for value in (many, one))
+    in_one_process = cfg.strategy == "data_parallel"
+    devices = max(1, gpus) if in_one_process else world.size
+    local_devices = [torch.device("cuda", index) for index in range(gpus)] if in_one_process else []
+    local_peaks = [read_peak_memory(device) for device in local_devices or [world.device]]
+    peaks: list[int] = []
+    for rank_peaks in world.gather(local_peaks):
+        peaks += rank_peaks
+
+    rates = compare()  # after reading the peaks: its models need memory, too
+    mean_rates = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # 0 except on rank 0
+    single_rate = next(iter(mean_rates.values()), 0.0)
+    strategy_rate = mean_rates.get(cfg.strategy, 0.0)
     hosts = world.hosts if cfg.strategy == "ddp" else world.hosts * devices
-    scaling = ScalingReport(gather_step_times(world, times), hosts, step, alone=single)
+    step_seconds = cfg.batch / strategy_rate if strategy_rate else 0.0
+    single_step_seconds = cfg.batch / single_rate if single_rate else 0.0
+    scaling = ScalingReport(gather_step_times(world, times), hosts, step_seconds, alone=single_step_seconds)
     if not world.is_main:
         return []
-    partial = cfg.last_batch == "keep" and samples % cfg.batch and total >= -(-samples // cfg.batch)  # of a full epoch
-    rest = count_samples_per_device(cfg, samples % cfg.batch, devices) if partial else None
-    before = [rank.before_backward for rank in scaling.ranks]
-    uneven = {"memory": compute_imbalance(held), "before_backward": compute_imbalance(before)}
-    shown = describe_devices(cfg, devices, held, uneven, rest)
+
+    last_batch = None
+    has_full_epoch = total >= -(-samples // cfg.batch)
+    if cfg.last_batch == "keep" and samples % cfg.batch and has_full_epoch:
+        last_batch = count_samples_per_device(cfg, samples % cfg.batch, devices)
+    seconds = [rank.before_backward for rank in scaling.ranks]
+    imbalance = {"memory": compute_imbalance(peaks), "before_backward": compute_imbalance(seconds)}
+    rows = describe_devices(cfg, devices, peaks, imbalance, last_batch)
     if cfg.compare and devices > 1 and samples < cfg.batch:
-        shown["comparison"] = TOO_FEW.format(samples, cfg.batch)
-    memory = {f"{'device' if own else 'rank'} {number}": most for number, most in enumerate(held)}
-    outcome = {"strategy": cfg.strategy, "devices": devices, "last_batch": rest}
-    title = f"{cfg.model}, batch {cfg.batch}, {devices} {'GPU' if parallel else 'rank'}{'s' if devices > 1 else ''}"
-    return [Facts(shown, outcome, {"imbalance": uneven}, memory), Comparison(rates, folder, gpus, title), scaling]
+        rows["comparison"] = NO_COMPARISON.format(samples, cfg.batch)
+    kind = "device" if local_devices else "rank"
+    memory = {f"{kind} {number}": peak for number, peak in enumerate(peaks)}
+    outcome = {"strategy": cfg.strategy, "devices": devices, "last_batch": last_batch}
+    unit = ("GPU" if in_one_process else "rank") + ("s" if devices > 1 else "")
+    title = f"{cfg.model}, batch {cfg.batch}, {devices} {unit}"
+    facts = Facts(rows, outcome, {"imbalance": imbalance}, memory)
+    return [facts, Comparison(rates, folder, gpus, title), scaling]
 
 
 def count_samples_per_device(cfg: Config, count: int, devices: int) -> list[int]:
-    """Return the samples of a batch that each device gets: DataParallel cuts equal chunks, and the last is smaller."""
+    """Return how many of `count` samples each device gets: DataParallel makes equal chunks, and a smaller last one."""
     if cfg.strategy == "data_parallel":
         sizes = [len(chunk) for chunk in torch.arange(count).chunk(devices)]
         return sizes + [0] * (devices - len(sizes))
@@ -76,28 +87,31 @@ def count_samples_per_device(cfg: Config, count: int, devices: int) -> list[int]
 
 
 def describe_devices(
-    cfg: Config, devices: int, held: list[int], imbalance: dict[str, float | None], rest: list[int] | None
+    cfg: Config, devices: int, peaks: list[int], imbalance: dict[str, float | None], last_batch: list[int] | None
 ) -> dict[str, str]:
-    """Return the table's rows on shards, memory and BatchNorm; `held` are bytes by device."""
-    seen = "synchronised" if cfg.sync_batchnorm and devices > 1 else cfg.strategy if devices > 1 else "single"
-    own = count_samples_per_device(cfg, cfg.batch, devices)
+    """Return the rows of the final table on shards, memory and BatchNorm; `peaks` are bytes by device."""
+    statistics = "single"
+    if devices > 1:
+        statistics = "synchronised" if cfg.sync_batchnorm else cfg.strategy
+    sizes = count_samples_per_device(cfg, cfg.batch, devices)
+    megabytes = ", ".join(f"{peak / 1e6:,.0f}" for peak in peaks)
     rows = {
-        "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {format_sum(own)}",
-        "memory": f"{', '.join(f'{value / 1e6:,.0f}' for value in held)} MB at most, by device",
-        "BatchNorm": BUFFERS[seen].format(own[0]),
+        "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {format_sum(sizes)}",
+        "memory": f"{megabytes} MB at most, by device",
+        "BatchNorm": BATCHNORM_STATISTICS[statistics].format(sizes[0]),
         "checkpoints": "the model's own names, without module., whatever the strategy",
     }
-    if rest:
-        rows["last batch"] = f"{sum(rest)} = {format_sum(rest)}"
-    uneven = [f"{name.replace('_', ' ')} {value:.0%}" for name, value in imbalance.items() if value is not None]
-    if uneven:
-        rows["imbalance"] = f"{', '.join(uneven)} (the largest above the mean)"
+    if last_batch:
+        rows["last batch"] = f"{sum(last_batch)} = {format_sum(last_batch)}"
+    shares = [f"{name.replace('_', ' ')} {value:.0%}" for name, value in imbalance.items() if value is not None]
+    if shares:
+        rows["imbalance"] = f"{', '.join(shares)} (the largest above the mean)"
     return rows
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The report on the sides of the comparison: samples per second of each, round by round."""
+    """The report of the comparison: samples per second of each strategy, round by round."""
 
     rates: Mapping[str, list[float]]
     folder: Path
@@ -107,19 +121,20 @@ class Comparison:
     """Of the plot."""
 
     def rows(self) -> dict[str, str]:
-        """Return the table's rows; draws the plot, once the result is written."""
+        """Return the rows of the final table; draws the plot, after the result has been written."""
         if not self.rates:
             return {}
         heights = {name: (mean(values), stdev(values)) for name, values in self.rates.items()}
-        one = next(iter(heights.values()))[0]
-        rows = {
-            name: f"{rate:,.0f} samples/s ± {off:.0f}, {rate / one:.2f} x the first"
-            for name, (rate, off) in heights.items()
-        }
+        first_rate = next(iter(heights.values()))[0]
+        rows: dict[str, str] = {}
+        for name, (rate, deviation) in heights.items():
+            rows[name] = f"{rate:,.0f} samples/s ± {deviation:.0f}, {rate / first_rate:.2f} x the first"
         if "data_parallel" not in self.rates:
             rows["data_parallel"] = ONE_DEVICE.format(self.gpus)
-        plots.draw_bars(self.folder / "compare.png", heights, **AXIS, title=self.title)
-        return rows | {"plot": (self.folder / "compare.png").absolute().as_uri()}
+        path = self.folder / "compare.png"
+        plots.draw_bars(path, heights, "training samples per second", title=self.title)
+        rows["plot"] = path.absolute().as_uri()
+        return rows
 
     def result(self) -> Facts:
         """Return the values for result.json."""
@@ -127,5 +142,5 @@ class Comparison:
 
 
 def format_sum(sizes: list[int]) -> str:
-    """Return the sizes as a sum, shortened from nine on."""
+    """Return the sizes as a sum; from nine on only the first and last one."""
     return " + ".join(map(str, sizes)) if len(sizes) <= 8 else f"{sizes[0]} + ... + {sizes[-1]}"

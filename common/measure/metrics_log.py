@@ -1,4 +1,4 @@
-"""Log of the values of training steps: collected from the ranks that know them, written to metrics.jsonl by rank 0."""
+"""Log of values of training steps: gathered from the ranks that know them, written to metrics.jsonl by rank 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,13 +18,13 @@ from common.distributed.rendezvous import World
 from common.runs.metrics_writer import MetricsWriter
 
 MEAN = -1
-"""As the source of values: every rank has its own, of its shard of the batch, and their means are written."""
+"""Source of values that every rank has for its shard of the batch; their means are written."""
 Values = dict[str, Tensor | float | None]
 POSITION_FIELDS = ("global_step", "samples", "time")
 
 
 class Batches(Protocol):
-    """The loader, of which only the counts are used."""
+    """The loader, as far as the log uses it."""
 
     @property
     def steps(self) -> int: ...
@@ -32,26 +32,41 @@ class Batches(Protocol):
     def count_samples(self, steps: int) -> int: ...
 
 
+def list_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the values in all rows, in the order of their first occurrence."""
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row)
+    return list(names)
+
+
 def fetch_values(rows: Sequence[Values]) -> list[dict[str, float]]:
-    """Return the values of several steps as numbers, without None; those of a GPU are fetched at once."""
-    found: list[dict[str, float]] = [{} for _ in rows]
-    for name in dict.fromkeys(name for row in rows for name in row):
-        given: dict[int, Any] = {at: row[name] for at, row in enumerate(rows) if row.get(name) is not None}
-        numbers = list(given.values())
-        if numbers and all(isinstance(value, Tensor) for value in numbers):
+    """Return the values of several steps as numbers, without None; a GPU is read once for each name."""
+    fetched: list[dict[str, float]] = [{} for _ in rows]
+    for name in list_names(rows):
+        numbers: list[Any] = []
+        targets: list[dict[str, float]] = []
+        for row, target in zip(rows, fetched, strict=True):
+            if row.get(name) is not None:
+                numbers.append(row[name])
+                targets.append(target)
+        if numbers and all(isinstance(number, Tensor) for number in numbers):
             numbers = torch.stack(numbers).tolist()
-        for at, value in zip(given, numbers, strict=True):
-            found[at][name] = float(value)
-    return found
+        for target, number in zip(targets, numbers, strict=True):
+            target[name] = float(number)
+    return fetched
 
 
 def average_over_ranks(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each value of a step over the ranks that have it; `rows[r]` are the values of rank r."""
-    means = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
+    """Return the mean of each value of a step over the ranks that have it.
+
+    `rows[r]` are the values of rank r.
+    """
+    means: dict[str, float] = {}
+    for name in list_names(rows):
         values = [row[name] for row in rows if name in row]
         parts = [value / len(values) for value in values]
-        means[name] = functools.reduce(operator.add, parts)  # sum() rounds in another way from Python 3.12 on
+        means[name] = functools.reduce(operator.add, parts)  # sum() rounds differently since Python 3.12
     return means
 
 
@@ -66,9 +81,9 @@ def locate_row(row: dict[str, Any]) -> tuple[int, bool]:
 
 
 class MetricsLog:
-    """Collects unsynchronised values and writes them in batches about `seconds` apart.
+    """Collects values without synchronisation and writes them in batches, about `seconds` apart.
 
-    `source` is the rank that knows the values (a pipeline's last stage knows the loss), or MEAN. `batches` count the
+    `source` is the rank that knows the values (a pipeline's last stage knows the loss), or MEAN. `batches` counts the
     samples of steps. All ranks add values after the same steps and flush after the same ones.
     """
 
@@ -83,18 +98,24 @@ class MetricsLog:
         began: float | None = None,
         show: Callable[[int, dict[str, float]], None] = lambda step, newest: None,
     ) -> None:
-        """`began` is what times are counted from, by time.perf_counter(); rank 0 calls `show` after every flush."""
-        self.world, self.writer, self.batches, self.seconds, self.show = world, writer, batches, seconds, show
-        self.averaged, self.source = source == MEAN, max(0, source)
-        self.flushed = time.perf_counter()
-        self.began = self.flushed if began is None else began
+        """`began` is the origin of times, by time.perf_counter(); rank 0 calls `show` after every flush."""
+        self.world = world
+        self.writer = writer
+        self.batches = batches
+        self.seconds = seconds
+        self.show = show
+        self.averaged = source == MEAN
+        self.source = max(0, source)
+        self.last_flush = time.perf_counter()
+        self.began = self.last_flush if began is None else began
         self.rows: list[tuple[int, float, Values]] = []
         self.next_flush = 1
+        """Step of the next flush."""
         self.diverged = ""
-        """On rank 0, why the loss is no finite number any more; empty as long as it is one."""
+        """On rank 0, the reason why training has diverged, or empty."""
 
     def add(self, step: int, now: float, values: Values) -> None:
-        """Keep the values of a step until the next flush; names may differ from step to step."""
+        """Store the values of a step until the next flush; names may differ between steps."""
         self.rows.append((step, now, values))
 
     @property
@@ -106,27 +127,37 @@ class MetricsLog:
         """Write the collected rows. All ranks call it after the same step."""
         if not self.rows:
             return
-        rows, self.rows = self.rows, []
-        step, now = rows[-1][:2]
-        count = int(len(rows) * self.seconds / max(now - self.flushed, 1e-6))
-        self.flushed = now
-        own = fetch_values([values for _, _, values in rows])
-        gathered = self.world.all_gather([own, min(max(1, count), 4 * len(rows))])
-        self.next_flush = step + gathered[self.source][1]  # decided by one rank, so that all agree
+        rows = self.rows
+        self.rows = []
+        step, now, _ = rows[-1]
+        interval = self._choose_interval(len(rows), now)
+        local_values = fetch_values([values for _, _, values in rows])
+        gathered = self.world.all_gather([local_values, interval])
+        self.next_flush = step + gathered[self.source][1]  # one rank decides, so that all agree
         if not self.world.is_main:
             return
-        found = gathered[self.source][0]
+        step_values = gathered[self.source][0]
         if self.averaged:
-            found = [average_over_ranks(values) for values in zip(*(values for values, _ in gathered), strict=True)]
-        self._note_divergence([row[0] for row in rows], found)
-        self.writer.add(self._make_row(s, t) | values for (s, t, _), values in zip(rows, found, strict=True))
-        self.show(step, found[-1])
+            by_rank = [rank_values for rank_values, _ in gathered]
+            step_values = [average_over_ranks(values) for values in zip(*by_rank, strict=True)]
+        self._note_divergence([row[0] for row in rows], step_values)
+        self.writer.add(self._make_rows(rows, step_values))
+        self.show(step, step_values[-1])
+
+    def _choose_interval(self, count: int, now: float) -> int:
+        """Return the steps until the next flush, after `count` steps; they grow at most fourfold."""
+        interval = int(count * self.seconds / max(now - self.last_flush, 1e-6))
+        self.last_flush = now
+        return min(max(1, interval), 4 * count)
 
     def drop_kept_rows(self) -> None:
-        """Note that all ranks have come to where rank 0 has flushed."""
+        """Note that all ranks have reached the last flush of rank 0."""
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Write values that rank 0 knows, such as an evaluation's, behind those of the steps. All ranks call it."""
+        """Write values that rank 0 knows, such as those of an evaluation, after those of the steps.
+
+        All ranks call it.
+        """
         self.flush()
         if self.world.is_main:
             self.writer.add([self._make_row(step, time.perf_counter()) | values])
@@ -134,72 +165,82 @@ class MetricsLog:
     def _make_row(self, step: int, now: float) -> dict[str, Any]:
         return {"global_step": step, "samples": self.batches.count_samples(step), "time": round(now - self.began, 6)}
 
-    def _note_divergence(self, steps: Sequence[int], rows: Sequence[dict[str, float]]) -> None:
-        """Note the first step whose loss is no finite number, and which samples it was given.
+    def _make_rows(
+        self, rows: Sequence[tuple[int, float, Values]], step_values: Sequence[dict[str, float]]
+    ) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl for collected steps, whose values are `step_values`."""
+        return [self._make_row(step, now) | values for (step, now, _), values in zip(rows, step_values, strict=True)]
 
-        A step that was `skipped` has harmed nothing: its gradients were too large for fp16.
+    def _note_divergence(self, steps: Sequence[int], rows: Sequence[dict[str, float]]) -> None:
+        """Note the first step whose loss is NaN or infinite, and its samples.
+
+        A `skipped` step has not diverged: its gradients were too large for fp16.
         """
         for step, row in zip(steps, rows, strict=True):
             if self.diverged or math.isfinite(row.get("loss", 0.0)) or row.get("skipped"):
                 continue
             epoch = (step - 1) // self.batches.steps
-            start = self.batches.count_samples(epoch * self.batches.steps)
-            first, after = (self.batches.count_samples(n) - start for n in (step - 1, step))
+            epoch_start = self.batches.count_samples(epoch * self.batches.steps)
+            first = self.batches.count_samples(step - 1) - epoch_start
+            last = self.batches.count_samples(step) - epoch_start - 1
             self.diverged = (
-                f"the loss of step {step} is {row['loss']} (epoch {epoch}, positions {first} to {after - 1} of its "
+                f"the loss of step {step} is {row['loss']} (epoch {epoch}, positions {first} to {last} of its "
                 "order); lower optim.lr, or set clip where there is one"
             )
 
 
 class SharedMetricsLog(MetricsLog):
-    """Log of values that are equal on all ranks, so that any rank can go on writing where rank 0 is lost.
+    """Log of values that are equal on all ranks.
 
-    A flush needs no other rank. Each keeps the rows that rank 0 may not have written.
+    Any rank can continue the file if rank 0 is lost. A flush needs no other rank. Each rank keeps the rows that rank 0
+    may not have written.
     """
 
     kept: list[dict[str, Any]]
-    newest: tuple[int, bool] = (0, True)
-    """Position of the newest row that rank 0 has written: its step, and whether it is an evaluation."""
+    """Rows that rank 0 may not have written."""
+    last_written: tuple[int, bool] = (0, True)
+    """Position of the last row that rank 0 has written: its step, and whether it is an evaluation."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.kept = []
 
     def collect(self) -> list[dict[str, Any]]:
-        """Return the rows that rank 0 may not have written, the newest ones included."""
-        rows, self.rows = self.rows, []
-        values = fetch_values([values for _, _, values in rows])
-        self.kept += [self._make_row(step, now) | found for (step, now, _), found in zip(rows, values, strict=True)]
+        """Return the rows that rank 0 may not have written, including those of the newest steps."""
+        rows = self.rows
+        self.rows = []
+        step_values = fetch_values([values for _, _, values in rows])
+        self.kept += self._make_rows(rows, step_values)
         return self.kept
 
     def flush(self) -> None:
         """Write the collected rows."""
         if self.rows:
-            (step, now, _), count = self.rows[-1], len(self.rows)
-            wanted = int(count * self.seconds / max(now - self.flushed, 1e-6))
-            self.flushed, self.next_flush = now, step + min(max(1, wanted), 4 * count)
+            step, now, _ = self.rows[-1]
+            self.next_flush = step + self._choose_interval(len(self.rows), now)
         self.write_rows(self.collect())
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write, on rank 0, the rows that are not written yet. An evaluation may have been repeated."""
+        """Write, on rank 0, the rows that have not been written yet. An evaluation may have been repeated."""
         if not self.world.is_main:
             return
         new_rows = []
         for row in rows:
             position = locate_row(row)
-            if position > self.newest:
+            if position > self.last_written:
                 new_rows.append(row)
-                self.newest = position
-        steps = [row for row in new_rows if not is_evaluation(row)]
-        self._note_divergence([row["global_step"] for row in steps], steps)
+                self.last_written = position
+        step_rows = [row for row in new_rows if not is_evaluation(row)]
+        self._note_divergence([row["global_step"] for row in step_rows], step_rows)
         if new_rows:
             self.writer.add(new_rows)
-        if steps:
-            logged = {name: value for name, value in steps[-1].items() if name not in POSITION_FIELDS}
-            self.show(steps[-1]["global_step"], logged)
+        if step_rows:
+            last_row = step_rows[-1]
+            logged = {name: value for name, value in last_row.items() if name not in POSITION_FIELDS}
+            self.show(last_row["global_step"], logged)
 
     def drop_kept_rows(self) -> None:
-        """Drop the rows kept: rank 0 had written them before all ranks voted."""
+        """Drop the kept rows: rank 0 wrote them before all ranks voted."""
         self.kept = []
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -210,11 +251,12 @@ class SharedMetricsLog(MetricsLog):
         self.write_rows([row])
 
     def take_over_file(self) -> None:
-        """Go on, on a new rank 0, behind the rows that the lost one has written; a line cut off is removed."""
-        content = self.writer.file.read_bytes() if self.writer.file.exists() else b""
+        """Continue the file of a lost rank 0 on a new one; removes an incomplete last line."""
+        path = self.writer.file
+        content = path.read_bytes() if path.exists() else b""
         complete = content[: content.rfind(b"\n") + 1]
         if complete != content:
-            os.truncate(self.writer.file, len(complete))
+            os.truncate(path, len(complete))
         rows = [json.loads(line) for line in complete.splitlines()]
         self.writer.written = len(rows)
-        self.newest = max(map(locate_row, rows), default=(0, True))
+        self.last_written = max(map(locate_row, rows), default=(0, True))

@@ -1,16 +1,20 @@
-"""Plots of measured numbers, as PNG files. matplotlib is imported only when one is drawn."""
+"""Plots of measured numbers, as PNG files. matplotlib is imported when the first one is drawn."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Points = Sequence[tuple[float, float, float]]
+"""x, mean and deviation."""
+MAX_TICKS = 8
+"""Maximum number of measured x for which each has a tick."""
 
 
 def make_axes(width: float = 7.0, height: float = 4.2) -> Any:
-    """Return the axes of a new figure, whose size is in inches; drawing needs no display."""
+    """Return the axes of a new figure of this size in inches; needs no display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -19,22 +23,19 @@ def make_axes(width: float = 7.0, height: float = 4.2) -> Any:
     return pyplot.subplots(figsize=(width, height), layout="constrained")[1]
 
 
-def save_figure(at: Any, path: Path) -> None:
-    """Write a figure as PNG or SVG, with its title as metadata, too, and close it."""
+def save_figure(axes: Any, path: Path) -> None:
+    """Write a figure as PNG or SVG, with its title also as metadata, and close it."""
     from matplotlib import pyplot
 
-    at.figure.savefig(path, dpi=150, metadata={"Title": at.get_title()})
-    pyplot.close(at.figure)
+    axes.figure.savefig(path, dpi=150, metadata={"Title": axes.get_title()})
+    pyplot.close(axes.figure)
 
 
-def save_with_legend(at: Any, path: Path) -> None:
-    """Add a grid and a legend to a figure, write and close it."""
-    at.grid(alpha=0.3)
-    at.legend()
-    save_figure(at, path)
-
-
-TICKS = 8  # at most, one for each x that was measured
+def save_with_legend(axes: Any, path: Path) -> None:
+    """Add a grid and a legend to a figure, then write and close it."""
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_figure(axes, path)
 
 
 def draw_curves(
@@ -49,52 +50,54 @@ def draw_curves(
     loglog: bool = False,
     title: str = "",
 ) -> None:
-    """Draw lines through points (x, mean, deviation) with error bars.
+    """Draw lines through points, with error bars.
 
-    `computed` lines are dashed, `levels` horizontal. `log`: x in powers of 2, with a tick for each measured x unless
-    these are many; `loglog`: both axes in powers of 10.
+    `computed` lines are dashed, `levels` horizontal. `log`: x in powers of 2, with a tick for each measured x if there
+    are at most MAX_TICKS; `loglog`: both axes in powers of 10.
     """
-    at = make_axes()
+    axes = make_axes()
+    ticks: set[float] = set()
     for label, points in series.items():
-        across, means, deviations = zip(*sorted(points), strict=True)
-        at.errorbar(across, means, deviations, marker="o", capsize=3, label=label)
+        x_values, means, deviations = zip(*sorted(points), strict=True)
+        axes.errorbar(x_values, means, deviations, marker="o", capsize=3, label=label)
+        ticks |= {round(value, 3) for value in x_values}
     for label, points in (computed or {}).items():
-        across, heights, _ = zip(*sorted(points), strict=True)
-        at.plot(across, heights, linestyle="--", label=label)
-    for number, (label, height) in enumerate((levels or {}).items()):
-        at.axhline(height, linestyle=("--", ":", "-.")[number % 3], color="0.35", label=label)
+        x_values, heights, _ = zip(*sorted(points), strict=True)
+        axes.plot(x_values, heights, linestyle="--", label=label)
+    line_styles = itertools.cycle(("--", ":", "-."))
+    for label, height in (levels or {}).items():
+        axes.axhline(height, linestyle=next(line_styles), color="0.35", label=label)
     if log:
-        at.set_xscale("log", base=2)
-        ticks = sorted({round(point[0], 3) for points in series.values() for point in points})
-        if 0 < len(ticks) <= TICKS:
-            at.set_xticks(ticks)
-        at.xaxis.set_major_formatter("{x:g}")
-    at.set(xlabel=x, ylabel=y, title=title)
+        axes.set_xscale("log", base=2)
+        if 0 < len(ticks) <= MAX_TICKS:
+            axes.set_xticks(sorted(ticks))
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel=x, ylabel=y, title=title)
     if loglog:
-        at.set(xscale="log", yscale="log")
+        axes.set(xscale="log", yscale="log")
     else:
-        at.set(ylim=(0, None))
-    save_with_legend(at, path)
+        axes.set(ylim=(0, None))
+    save_with_legend(axes, path)
 
 
 def draw_bars(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, title: str = "") -> None:
-    """Draw a bar for each label, of the mean and the deviation, with its number on top."""
-    at = make_axes()
+    """Draw a bar for each label, with the mean (also as a number) and the deviation."""
+    axes = make_axes()
     means, deviations = zip(*heights.values(), strict=True)
-    drawn = at.bar(list(heights), means, yerr=deviations, capsize=4, color="#4878a8")
-    at.bar_label(drawn, fmt=lambda v: f"{v:,.0f}" if v >= 100 else f"{v:.3g}", padding=3)
-    at.set(ylabel=y, title=title)
-    at.margins(y=0.12)
-    if len(heights) > 5:  # their labels would overlap side by side
-        for label in at.get_xticklabels():
+    bars = axes.bar(list(heights), means, yerr=deviations, capsize=4, color="#4878a8")
+    axes.bar_label(bars, fmt=lambda mean: f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}", padding=3)
+    axes.set(ylabel=y, title=title)
+    axes.margins(y=0.12)
+    if len(heights) > 5:  # horizontal labels would overlap
+        for label in axes.get_xticklabels():
             label.set(rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
-    save_figure(at, path)
+    save_figure(axes, path)
 
 
 def draw_times_by_size(folder: Path, curves: Mapping[str, tuple[Mapping[str, Points], Mapping[str, Points]]]) -> None:
-    """Draw time in microseconds against size in bytes, a figure in the folder for each name.
+    """Draw time in microseconds against size in bytes, in one figure per name.
 
-    `curves` holds the measured curves by their labels, and the fitted lines, as `draw_curves` takes them.
+    `curves` has the measured curves and the fitted lines of each figure, by their labels, for `draw_curves`.
     """
     for name, (measured, fitted) in curves.items():
         path = folder / f"{name.replace(' ', '_')}.png"

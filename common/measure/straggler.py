@@ -1,30 +1,34 @@
-"""The one rule that names a straggler, for the final table and for `make status`. Imports no torch."""
+"""The definition of a straggler, for the final table and for `make status`. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
 
-RATIO = 1.25  # times the median of the other ranks
-MINIMUM = 1e-3  # seconds more than that median: less is the jitter of a short step
+MIN_RATIO = 1.25
+"""Time of a straggler, relative to the median of the other ranks."""
+MIN_SECONDS = 1e-3
+"""Excess of a straggler's time over that median; less is jitter."""
 
 
 def find_straggler(seconds: Sequence[float | None], samples: Sequence[float | None] = ()) -> int | None:
-    """Return the rank that needs clearly longer than the others, or None.
+    """Return the rank that is clearly slower than the others, or None.
 
-    `seconds` holds each rank's time from the start of a step until backward begins; None or 0 where it is unknown.
-    The time of the whole step cannot tell: the all-reduce makes it the same for all. `samples` holds each rank's
-    samples of a batch where these are unequal: a rank that needs longer only because it has more is no straggler.
+    `seconds` has each rank's time from the start of a step until backward begins; None or 0 if it is unknown. The time
+    of the whole step is useless because the all-reduce makes it equal. `samples` has each rank's samples of a batch if
+    these are unequal: a rank that is slower only because it has more samples is not a straggler.
     """
-    known = {rank: value for rank, value in enumerate(seconds) if value}
-    if len(known) < 2:
+    rank_seconds = {rank: value for rank, value in enumerate(seconds) if value}
+    if len(rank_seconds) < 2:
         return None
-    slowest = max(known, key=lambda rank: known[rank])
-    others = median(value for rank, value in known.items() if rank != slowest)
-    if known[slowest] <= max(RATIO * others, others + MINIMUM):
+    slowest = max(rank_seconds, key=lambda rank: rank_seconds[rank])
+    slowest_seconds = rank_seconds.pop(slowest)
+    median_seconds = median(rank_seconds.values())
+    if slowest_seconds <= max(MIN_RATIO * median_seconds, median_seconds + MIN_SECONDS):
         return None
-    per_sample = {rank: known[rank] / count for rank, count in enumerate(samples) if count and rank in known}
-    others_per_sample = [value for rank, value in per_sample.items() if rank != slowest]
-    if slowest in per_sample and others_per_sample and per_sample[slowest] <= RATIO * median(others_per_sample):
+
+    counts = {rank: count for rank, count in enumerate(samples) if count}
+    per_sample = [value / counts[rank] for rank, value in rank_seconds.items() if rank in counts]
+    if slowest in counts and per_sample and slowest_seconds / counts[slowest] <= MIN_RATIO * median(per_sample):
         return None
     return slowest

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 
 def format_table(rows: Mapping[str, str]) -> str:
-    """Return two columns of text; a value of several lines stays in its column."""
+    """Return a table with two columns; the lines of a value stay in its column."""
     width = max(map(len, rows))
     lines = []
     for name, value in rows.items():
-        first, *more = value.split("\n")
-        lines.append(f"  {name:<{width}}  {first}".rstrip())
-        lines += [f"  {'':<{width}}  {line}" for line in more]
+        first_line, *lines_below = value.split("\n")
+        lines.append(f"  {name:<{width}}  {first_line}".rstrip())
+        lines += [f"  {'':<{width}}  {line}" for line in lines_below]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Wall-clock time of calls, with the device's work in it."""
+"""Wall-clock time of calls, including the work of the device."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def time_calls(
     prepare: Callable[[], object] | None = None,
     budget: float = math.inf,
 ) -> list[float]:
-    """Return the seconds of each of `repeats` calls, from the call until the device has finished its work.
+    """Return the seconds of each of `repeats` calls, until the device has finished its work.
 
-    The first `warm_up` calls are left out. `prepare` runs before each call and is not timed, such as a barrier. After
-    `budget` seconds no further call is made, but one call is always timed.
+    `warm_up` further calls come first. `prepare`, such as a barrier, runs before each call and is not timed. After
+    `budget` seconds no further call is made, but at least one call is timed.
     """
     times: list[float] = []
-    began = time.perf_counter()
+    time_limit = time.perf_counter() + budget
     for number in range(-warm_up, repeats):
-        if number > 0 and time.perf_counter() - began >= budget:
+        if number > 0 and time.perf_counter() >= time_limit:
             break
         if prepare is not None:
             prepare()
@@ -40,6 +40,6 @@ def time_calls(
 
 
 def synchronize_device(device: torch.device) -> None:
-    """Wait until the device has done all work queued on it; returns at once for a CPU."""
+    """Wait until the device has finished all queued work; does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -40,7 +40,7 @@ from common.pipeline import schedules
 from common.runs import provenance, wandb_account, wandb_tracker
 from common.runs.folder import Folder
 from common.runs.run_lock import lock_run, try_to_lock
-from common.training import host_checks, sweep
+from common.training import host_checks
 from common.training.attempt import Attempt, is_finished
 from common.training.contract import optimizer
 from common.training.optimization import own_files
@@ -90,11 +90,15 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
             )
         ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
     if getattr(cfg, "sweep", False):
-        return sweep.run_sweep(
-            cfg, sys.argv[1:], lambda chosen: run_experiment(main, chosen, ForkedRanks(), keeps_refused=True)
-        )
+        exec_sweep(config.get_experiment_name(schema))
     _, status = run_experiment(main, cfg, ranks, run_to_resume)
     return status
+
+
+def exec_sweep(name: str) -> None:
+    """Replace this process by the sweep of an experiment, which starts a process for each run."""
+    environ = os.environ | {"PYTHONPATH": str(config.ROOT), "PYTHONSAFEPATH": "1"}
+    os.execve(sys.executable, [sys.executable, "-m", "slurm.launch.experiment_sweep", name, *sys.argv[1:]], environ)
 
 
 def run_experiment(
@@ -104,12 +108,11 @@ def run_experiment(
     run_to_resume: Folder | None = None,
     *,
     submitted: bool = False,
-    keeps_refused: bool = False,
 ) -> tuple[Folder | None, int]:
     """Set up or resume a run, document and track it, train, conclude; return its folder and the exit status.
 
-    If the ranks refuse a new run before its first step, its folder is deleted, unless `keeps_refused`. For a
-    `submitted` run the job decides what happens after this attempt. Raises UserError.
+    If the ranks refuse a new run before its first step, its folder is deleted. For a `submitted` run the job decides
+    what happens after this attempt. Raises UserError.
     """
     if is_finished(run_to_resume, cfg, report=ranks.is_main):  # before the memory check and the rendezvous
         return run_to_resume, 0
@@ -132,7 +135,7 @@ def run_experiment(
             raise
         finally:
             was_refused = outcome.status == EXIT_REFUSED and attempt.is_new and not attempt.has_started_training
-            if ranks.is_main and was_refused and not (submitted or keeps_refused):
+            if ranks.is_main and was_refused and not submitted:
                 attempt.discard()
             elif ranks.is_main:
                 attempt.conclude(outcome.status, cfg, submitted=submitted, reason=outcome.reason)

@@ -1,7 +1,7 @@
 """Grids of settings: a YAML file for `make sweep`, or NAME.py for `sweep=true` of experiment NAME.
 
 A Python grid consists of functions that list the points and that turn their results into table lines and plots.
-common/training/sweep.py runs it.
+slurm/launch/experiment_sweep.py runs it.
 """
 
 from __future__ import annotations

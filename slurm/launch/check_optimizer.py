@@ -1,4 +1,4 @@
-"""The verb `check-optimizer`: tries an optimizer of one's own with schedules, checkpoints and sharding."""
+"""The verb `check-optimizer`: test a custom optimizer with schedules, checkpoints and sharding."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from common.training.optimization import own_files
 from configs.shared import Optim
 
 
-def main(given: argparse.Namespace) -> int:
-    """Try an optimizer and print each part of the contract that it keeps; returns the exit status. Raises UserError."""
-    if not given.file:
-        raise UserError("FILE= names no optimizer; write it as in FILE=my_optimizer.py:Lion")
-    optim = Optim(name=given.file)
+def main(args: argparse.Namespace) -> int:
+    """Test an optimizer and print each requirement that it meets; returns the exit status. Raises UserError."""
+    if not args.file:
+        raise UserError("FILE is missing; write it as in FILE=my_optimizer.py:Lion")
+    optim = Optim(name=args.file)
     try:
         optim.check()
     except ValueError as error:
@@ -21,4 +21,4 @@ def main(given: argparse.Namespace) -> int:
     own_files.check_files_of_config(optim)
     from common.training.contract import optimizer  # imports torch
 
-    return optimizer.check_on_ranks(optim, lambda words: print(f"kept  {words}", flush=True))
+    return optimizer.check_on_ranks(optim, lambda requirement: print(f"ok  {requirement}", flush=True))

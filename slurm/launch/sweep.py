@@ -1,8 +1,8 @@
-"""The verb `sweep`: every point of a grid as a run of its own, an array of jobs on SLURM or one after the other here.
+"""The verb `sweep`: run each point of a grid, in an array of jobs or on this machine.
 
-The runs of the points are listed in runs/sweeps/<file's name>/sweep.json: the same command again submits only what is
-missing. A point that was cancelled or lost is resumed; a failed one is left alone, and with FAILED=1 started anew with
-the source as it is now. Imports no torch.
+The runs of the points are listed in runs/sweeps/<file's name>/sweep.json, and the same command again starts only what
+is missing. A cancelled or lost point is resumed. A failed one is not, but started again with FAILED=1 and the current
+source. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from common.core.errors import RunTaken, UserError
+from common.core.signals import STOP_SIGNALS
 from common.core.text import format_count
 from common.runs import provenance
 from common.runs.folder import Folder, disk_errors, write_json
@@ -30,99 +31,110 @@ from configs.elastic import find_elastic
 from configs.profile import Profile
 from slurm.arguments import parse_switch, split_settings
 from slurm.launch import submit, sweep_file
-from slurm.launch.sweep_file import Grid, Point
+from slurm.launch.sweep_file import SweepPlan, SweepPoint
 from slurm.reports import liveness, selection, status
 from slurm.scheduling import sbatch, submission
-from slurm.scheduling.entry_points import CURRENT, find_entry_points
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
-GO_ON = ("CANCELLED", "PREEMPTED", "LOST")  # these go on where they were saved
-PAUSE = 2.0  # seconds between two looks at all points
+RESUMABLE_STATES = ("CANCELLED", "PREEMPTED", "LOST")
+POLL_SECONDS = 2.0
+"""Time between two readings of the states of all points."""
+PointRun = tuple[SweepPoint, Folder | None]
+"""A point to start, and the run folder that it resumes, if any."""
 
 
-class Sweep:
+class SweepFolder:
     """The folder of a sweep, which lists the run of each point."""
 
-    def __init__(self, path: Path, plan: Grid) -> None:
-        self.path, self.plan, self.runs = path, plan, path.parent.parent
+    def __init__(self, path: Path, plan: SweepPlan) -> None:
+        self.path = path
+        self.plan = plan
+        self.runs = path.parent.parent
         self.shown_notices: set[str] = set()
-        known = selection.read_sweep(path / "sweep.json")
-        check_same_sweep(known, plan)
-        cells = known.get("cells", [])
-        self.cells = {sweep_file.make_point_key(cell["values"], cell.get("repeat", 0)): cell for cell in cells}
+        self.cells: dict[str, dict[str, Any]] = {}
+        """For each point, by its key: its settings, run and state, as in sweep.json."""
+        content = selection.read_sweep(path / "sweep.json")
+        check_same_sweep(content, plan)
+        for cell in content.get("cells", []):
+            self.cells[sweep_file.make_point_key(cell["values"], cell.get("repeat", 0))] = cell
 
-    def find_folder(self, point: Point) -> Folder | None:
-        """Find the run folder of a point; None where it has none, or one that was never started."""
+    def find_run_folder(self, point: SweepPoint) -> Folder | None:
+        """Find the run folder of a point; None without a run, or if the run was never started."""
         run = self.cells.get(point.key, {}).get("run")
-        folder = Folder(self.runs / run) if run else None
-        if folder is None or not (folder.path / "config.yaml").is_file():
+        if not run or not (self.runs / run / "config.yaml").is_file():
             return None
+        folder = Folder(self.runs / run)
         was_started = provenance.read_metadata(folder).get("job") or folder.attempts() or folder.result
         return folder if was_started else None
 
-    def read_state(self, point: Point) -> str:
-        folder = self.find_folder(point)
+    def read_state(self, point: SweepPoint) -> str:
+        folder = self.find_run_folder(point)
         return "MISSING" if folder is None else status.read_state(folder)[0]
 
-    def record_run(self, point: Point, folder: Folder, state: str) -> None:
-        """Note a point's run; the one that it replaces is kept as an earlier one."""
-        known = self.cells.get(point.key, {})
-        earlier = known.get("earlier", [])
-        if known.get("run") not in (None, folder.path.name):
-            earlier = [*earlier, known["run"]]
-        cell = {"values": point.values, "repeat": point.repeat, "run": folder.path.name, "state": state.lower()}
-        self.cells[point.key] = cell | ({"earlier": earlier} if earlier else {})
+    def record_run(self, point: SweepPoint, folder: Folder, state: str) -> None:
+        """Record the run of a point; a run that it replaces is listed as an earlier one."""
+        old_cell = self.cells.get(point.key, {})
+        earlier = old_cell.get("earlier", [])
+        if old_cell.get("run") not in (None, folder.path.name):
+            earlier = [*earlier, old_cell["run"]]
+        cell = {"values": point.values, "repeat": point.repeat, "run": folder.path.name, "state": state}
+        if earlier:
+            cell["earlier"] = earlier
+        self.cells[point.key] = cell
 
-    def forget_run(self, point: Point) -> None:
-        """Forget a run that could not be submitted."""
+    def forget_run(self, point: SweepPoint) -> None:
+        """Remove a run that could not be submitted; the run that it replaced is restored."""
         cell = self.cells.pop(point.key)
         if cell.get("earlier"):
-            self.cells[point.key] = cell | {"run": cell["earlier"][-1], "earlier": cell["earlier"][:-1]}
+            *earlier, run = cell["earlier"]
+            self.cells[point.key] = cell | {"run": run, "earlier": earlier}
 
     def save(self) -> None:
         order = {point.key: number for number, point in enumerate(self.plan.points)}
-        cells = [self.cells[key] for key in sorted(self.cells, key=lambda key: order.get(key, len(order)))]
-        facts = {"experiment": self.plan.experiment, "group": self.plan.name, "settings": self.plan.settings}
-        write_json(self.path / "sweep.json", facts | {"cells": cells})
+        keys = sorted(self.cells, key=lambda key: order.get(key, len(order)))
+        cells = [self.cells[key] for key in keys]
+        plan = self.plan
+        content = {"experiment": plan.experiment, "group": plan.name, "settings": plan.settings, "cells": cells}
+        write_json(self.path / "sweep.json", content)
 
     def read_states(self) -> dict[str, str]:
-        """Read and note the state of every point."""
-        found = {point.key: self.read_state(point) for point in self.plan.points}
-        for point in self.plan.points:
-            if point.key in self.cells:
-                self.cells[point.key]["state"] = found[point.key].lower()
+        """Read and record the state of every point, by its key."""
+        states = {point.key: self.read_state(point) for point in self.plan.points}
+        for key, state in states.items():
+            if key in self.cells:
+                self.cells[key]["state"] = state.lower()
         self.save()
-        return found
+        return states
 
 
-def check_same_sweep(known: dict[str, Any], plan: Grid) -> None:
-    """Raise UserError where a sweep was started with another experiment or other settings than `plan` has."""
-    other_name = "or give the file another name, for a sweep of its own"
-    experiment = known.get("experiment", plan.experiment)
+def check_same_sweep(content: dict[str, Any], plan: SweepPlan) -> None:
+    """Raise UserError if a sweep was started with another experiment or other settings than those of `plan`."""
+    new_name = "or give the file another name to start another sweep"
+    experiment = content.get("experiment", plan.experiment)
     if experiment != plan.experiment:
-        raise UserError(f"the sweep {plan.name} was started with experiment={experiment}; use that, {other_name}")
-    settings = known.get("settings", plan.settings)
+        raise UserError(f"the sweep {plan.name} was started with experiment={experiment}; use that, {new_name}")
+    settings = content.get("settings", plan.settings)
     changed = {key: value for key, value in settings.items() if plan.settings.get(key) != value}
     added = {key: value for key, value in plan.settings.items() if key not in settings}
     if changed:
-        words = format_settings(changed)
-        remedy = f"write ARGS={shlex.quote(words)}"
+        text = format_settings(changed)
+        remedy = f"write ARGS={shlex.quote(text)}"
         if added:
             remedy += f" without {format_settings(added)}"
-        raise UserError(f"the sweep {plan.name} was started with {words}; {remedy}, {other_name}")
+        raise UserError(f"the sweep {plan.name} was started with {text}; {remedy}, {new_name}")
     if added:
-        words = format_settings(added)
-        raise UserError(f"the sweep {plan.name} was started without {words}; leave that out, {other_name}")
+        text = format_settings(added)
+        raise UserError(f"the sweep {plan.name} was started without {text}; leave that out, {new_name}")
 
 
 def format_settings(settings: Mapping[str, str]) -> str:
-    """Write settings as on the command line."""
-    return " ".join(shlex.quote(f"{key}={value}") for key, value in settings.items())
+    """Format settings as on the command line."""
+    return shlex.join(f"{key}={value}" for key, value in settings.items())
 
 
 @contextlib.contextmanager
 def lock_sweep(path: Path) -> Iterator[None]:
-    """Hold the lock of a sweep. Raises UserError where another command holds it."""
+    """Hold the lock of a sweep. Raises UserError if another command holds it."""
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -130,213 +142,234 @@ def lock_sweep(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"another make sweep is busy with {path}; wait for it, or end it") from None
+            raise UserError(f"another make sweep is using {path}; wait for it or stop it") from None
         yield
 
 
-def choose_points(sweep: Sweep, states: dict[str, str], failed: bool) -> list[tuple[Point, Folder | None]]:
-    """Choose the points to start now, each with the run folder that it resumes, if any."""
-    found: list[tuple[Point, Folder | None]] = []
+def choose_points(sweep: SweepFolder, states: dict[str, str], retry_failed: bool) -> list[PointRun]:
+    """Choose the points to start: the failed ones, or those that are missing or can be resumed."""
+    point_runs: list[PointRun] = []
     for point in sweep.plan.points:
         state = states[point.key]
-        if state == "FAILED" if failed else state == "MISSING":
-            found.append((point, None))
-        elif state in GO_ON and not failed:
-            found.append((point, sweep.find_folder(point)))
-    return found
+        if state == ("FAILED" if retry_failed else "MISSING"):
+            point_runs.append((point, None))
+        elif state in RESUMABLE_STATES and not retry_failed:
+            point_runs.append((point, sweep.find_run_folder(point)))
+    return point_runs
 
 
-def leave_out_running_points(chosen: list[tuple[Point, Folder | None]]) -> list[tuple[Point, Folder | None]]:
-    """Wait for attempts that are stopping; leave out, with a line, the points whose attempt does not stop in time."""
-    ready: list[tuple[Point, Folder | None]] = []
-    for point, folder in chosen:
+def omit_running_points(point_runs: list[PointRun]) -> list[PointRun]:
+    """Wait for attempts that are stopping; omit the points whose attempt does not stop in time."""
+    ready: list[PointRun] = []
+    for point, folder in point_runs:
         try:
             if folder is not None:
                 liveness.wait_for_earlier_attempt(folder)
         except RunTaken as error:
-            print(f"  skipped    {point.words}: {error}", flush=True)
+            print(f"  skipped    {point.label}: {error}", flush=True)
         else:
             ready.append((point, folder))
     return ready
 
 
-def make_point_folder(sweep: Sweep, point: Point, scheduler: Scheduler | None) -> Folder:
-    """Make the run folder of a point; a notice that several points have is printed once."""
+def make_point_folder(sweep: SweepFolder, point: SweepPoint, scheduler: Scheduler | None) -> Folder:
+    """Create the run folder of a point; a notice that several points share is printed once."""
     return submit.prepare_run_folder(sweep.plan.experiment, point.settings, scheduler, sweep.shown_notices)
 
 
 # ---- on a cluster
 
 
-def refuse_elastic_points(plan: Grid) -> None:
-    """Raise UserError where a point of a sweep asks for an elastic job."""
+def refuse_elastic_points(plan: SweepPlan) -> None:
+    """Raise UserError if a point of a sweep asks for an elastic job."""
     if any(find_elastic(point.settings) for point in plan.points):
         raise UserError(
             "elastic=true is for single jobs, and a sweep is an array of jobs: use make exp, or LAUNCH=local"
         )
 
 
-def find_task_shape(point: Point, folder: Folder | None) -> tuple[int, int, str]:
-    """Find hosts, ranks on each, and the module that is executed: equal for all tasks of an array."""
-    nodes = point.settings.launch.nodes
-    return nodes, point.settings.processes // nodes, (find_entry_points(folder) if folder else CURRENT).job
+def get_job_shape(point_run: PointRun) -> tuple[int, int]:
+    """Return the number of hosts and of ranks per host, which an array has in common."""
+    settings = point_run[0].settings
+    return settings.launch.nodes, settings.processes // settings.launch.nodes
 
 
-def submit_points(
-    sweep: Sweep, chosen: list[tuple[Point, Folder | None]], profile: Profile, scheduler: Scheduler
-) -> None:
+def submit_points(sweep: SweepFolder, point_runs: list[PointRun], profile: Profile, scheduler: Scheduler) -> None:
     """Submit points as arrays of jobs, one for each number of hosts and ranks."""
-    for point, _ in chosen:
+    for point, _ in point_runs:
         submit.resolve_processes_per_node(point.settings, profile)
         submit.check_step_timeout(point.settings, profile)
-    for nodes in {point.settings.launch.nodes for point, _ in chosen}:
+    point_runs = sorted(point_runs, key=get_job_shape)
+    for nodes in {point.settings.launch.nodes for point, _ in point_runs}:
         scheduler.check_enough_hosts(nodes, profile.partition)
-    ordered = sorted(chosen, key=lambda one: find_task_shape(*one))
-    for (nodes, per_node, _), same in itertools.groupby(ordered, lambda one: find_task_shape(*one)):
-        submit_as_array(sweep, list(same), nodes, per_node, profile, scheduler)
+    for shape, group in itertools.groupby(point_runs, get_job_shape):
+        submit_as_array(sweep, list(group), *shape, profile, scheduler)
 
 
 def submit_as_array(
-    sweep: Sweep,
-    chosen: list[tuple[Point, Folder | None]],
+    sweep: SweepFolder,
+    point_runs: list[PointRun],
     nodes: int,
     per_node: int,
     profile: Profile,
     scheduler: Scheduler,
 ) -> None:
-    """Submit points with equal hosts and ranks as one array of jobs. Leaves no new folder if refused."""
+    """Submit points with equal hosts and ranks as one array of jobs. Removes new folders if it is refused."""
     folders: list[Folder] = []
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as submissions:
         try:
-            with contextlib.ExitStack() as undo:
-                for point, given in chosen:
-                    if given is not None:
-                        held.enter_context(submission.hold_submission(given))
-                        submit.check_is_over(given, point.settings)
-                        undo.enter_context(submit.restore_result_on_error(given))
-                    folders.append(given or make_point_folder(sweep, point, scheduler))
-                    sweep.record_run(point, folders[-1], "pending")
+            with contextlib.ExitStack() as results:
+                for point, resumed in point_runs:
+                    if resumed is not None:
+                        submissions.enter_context(submission.hold_submission(resumed))
+                        submit.check_is_over(resumed, point.settings)
+                        results.enter_context(submit.restore_result_on_error(resumed))
+                    folder = resumed or make_point_folder(sweep, point, scheduler)
+                    folders.append(folder)
+                    sweep.record_run(point, folder, "pending")
                 sweep.save()
-                made = sbatch.prepare_runs_for_array(
+                executor = sbatch.prepare_runs_for_array(
                     sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel
                 )
-                jobs = sbatch.submit_array(made, folders)
+                jobs = sbatch.submit_array(executor, folders)
         except BaseException:
-            for (point, given), folder in zip(chosen, folders, strict=False):
-                if given is None:
+            for (point, resumed), folder in zip(point_runs, folders, strict=False):
+                if resumed is None:
                     shutil.rmtree(folder.path, ignore_errors=True)
                     sweep.forget_run(point)
             sweep.save()
             raise
         for folder, job in zip(folders, jobs, strict=True):
-            facts = {"id": job, "scheduler": scheduler.name, "profile": vars(profile), "logs": str(made.folder)}
+            facts = {"id": job, "scheduler": scheduler.name, "profile": vars(profile), "logs": str(executor.folder)}
             provenance.update_metadata(folder, job=facts)
-    most = min(sweep.plan.parallel, len(folders))
-    size = f"{format_count(nodes, 'node')} and {format_count(nodes * per_node, 'rank')} each"
+    parallel = min(sweep.plan.parallel, len(folders))
     job = jobs[0].partition("_")[0]
-    print(f"  job {job} on {scheduler.name}: an array of {len(folders)}, at most {most} at once, {size}", flush=True)
+    print(
+        f"  job {job} on {scheduler.name}: an array of {len(folders)}, at most {parallel} at once, "
+        f"{format_count(nodes, 'node')} and {format_count(nodes * per_node, 'rank')} each",
+        flush=True,
+    )
 
 
-def follow_sweep(sweep: Sweep) -> int:
+def follow_sweep(sweep: SweepFolder) -> int:
     """Print each change of a point's state until all are over; returns the exit status."""
-    told: dict[str, str] = {}
+    printed: dict[str, str] = {}
     try:
         while True:
             states = sweep.read_states()
             for point in sweep.plan.points:
-                if told.get(point.key) != states[point.key]:
-                    print(f"  {states[point.key]:<9}  {point.words}", flush=True)
-            told = states
+                if printed.get(point.key) != states[point.key]:
+                    print(f"  {states[point.key]:<9}  {point.label}", flush=True)
+            printed = states
             if all(state in (*status.OVER, "MISSING") for state in states.values()):
                 return 0 if all(state == "FINISHED" for state in states.values()) else 1
-            time.sleep(PAUSE)
+            time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
-        print(f"\nno longer following; the jobs go on, see make compare SWEEP={sweep.plan.name}")
+        print(f"\nno longer following; the jobs continue, see make compare SWEEP={sweep.plan.name}")
         return 128 + signal.SIGINT
 
 
-# ---- here
+# ---- on this machine
 
 
-def start_point(point: Point, folder: Folder) -> subprocess.Popen[bytes]:
-    """Start a point on this machine; its output goes into its folder."""
-    command, environ = submit.make_resume_command(folder), submit.make_source_environment(folder)
+def start_point(folder: Folder) -> subprocess.Popen[bytes]:
+    """Start the run of a point on this machine; its output goes to its folder."""
+    command = submit.make_resume_command(folder)
+    environ = submit.make_source_environment(folder)
     with disk_errors(folder.path), open(folder.path / "screen.log", "ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
 
 
-def run_points(sweep: Sweep, chosen: list[tuple[Point, Folder | None]]) -> int:
-    """Run points on this machine, some at once; returns the exit status. After Ctrl-C they save and stop."""
-    busy: dict[subprocess.Popen[bytes], Point] = {}
-    waiting, stopped, bad = list(chosen), 0, 0
+def run_points(
+    sweep: SweepFolder, point_runs: list[PointRun], on_end: Callable[[SweepPoint, Folder], None] | None = None
+) -> int:
+    """Run points on this machine, several in parallel; returns the exit status.
+
+    `on_end` is called after each run, with its folder. After Ctrl-C, SIGTERM or SIGUSR2 the runs save and stop.
+    """
+    waiting = list(point_runs)
+    running: dict[subprocess.Popen[bytes], SweepPoint] = {}
+    stop_signal = 0
+    has_failed = False
 
     def stop(number: int, frame: Any) -> None:
-        nonlocal stopped
-        stopped = number
-        for run in busy:
-            if number == signal.SIGTERM:  # Ctrl-C reaches them, too
-                run.send_signal(number)
+        nonlocal stop_signal
+        stop_signal = number
+        if number != signal.SIGINT:  # the runs receive Ctrl-C themselves
+            for process in running:
+                process.send_signal(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    old_handlers = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
-        while busy or (waiting and not stopped):
-            while waiting and len(busy) < sweep.plan.parallel and not stopped:
-                point, given = waiting.pop(0)
-                folder = given or make_point_folder(sweep, point, None)
-                run = start_point(point, folder)
-                busy[run] = point
+        while running or (waiting and not stop_signal):
+            while waiting and len(running) < sweep.plan.parallel and not stop_signal:
+                point, resumed = waiting.pop(0)
+                folder = resumed or make_point_folder(sweep, point, None)
+                running[start_point(folder)] = point
                 sweep.record_run(point, folder, "running")
                 sweep.save()
-            for run in [run for run in busy if run.poll() is not None]:
-                point = busy.pop(run)
+            for process in [process for process in running if process.poll() is not None]:
+                point = running.pop(process)
                 state = sweep.read_state(point)
-                sweep.cells[point.key]["state"] = state.lower()
+                cell = sweep.cells[point.key]
+                cell["state"] = state.lower()
                 sweep.save()
-                bad += run.returncode != 0
-                print(f"  {state:<9}  {point.words}  {sweep.cells[point.key]['run']}", flush=True)
+                has_failed |= process.returncode != 0
+                print(f"  {state:<9}  {point.label}  {cell['run']}", flush=True)
+                if on_end is not None:
+                    on_end(point, Folder(sweep.runs / cell["run"]))
             time.sleep(0.1)
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
-    return 128 + stopped if stopped else int(bool(bad))
+    return 128 + stop_signal if stop_signal else int(has_failed)
 
 
 # ---- the command
 
 
-def print_points(sweep: Sweep) -> None:
+def print_points(sweep: SweepFolder) -> None:
     """Print the state, settings and run of each point."""
     for point in sweep.plan.points:
         run = sweep.cells.get(point.key, {}).get("run", "")
-        print(f"  {sweep.read_state(point):<9}  {point.words}  {run}".rstrip())
+        print(f"  {sweep.read_state(point):<9}  {point.label}  {run}".rstrip())
 
 
-def main(given: argparse.Namespace) -> int:
+def print_plan(sweep: SweepFolder, states: dict[str, str], number_to_run: int) -> None:
+    """Print the number of points in each state, and the folder of the sweep."""
+    plan = sweep.plan
+    counts = [f"{count} {state.lower()}" for state, count in Counter(states.values()).items()]
+    size = format_count(len(plan.points), "point")
+    print(f"sweep {plan.name}: {size} of {plan.experiment} ({', '.join(counts)}); {number_to_run} to run now")
+    print(f"  folder   {sweep.path}\n  compare  make compare SWEEP={shlex.quote(plan.name)}", flush=True)
+
+
+def main(args: argparse.Namespace) -> int:
     """Run the points of a sweep that have no run yet; returns the exit status."""
-    failed, follow, dry = (parse_switch(k.upper(), getattr(given, k)) for k in ("failed", "follow", "dry_run"))
-    words, for_profile = split_settings(given.args)
-    plan = sweep_file.read_sweep_file(given.grid, words)
-    profile = sbatch.load_profile(given.cluster or "default", for_profile)
-    scheduler = choose_scheduler(given.launch or "auto")
+    retry_failed = parse_switch("FAILED", args.failed)
+    follow = parse_switch("FOLLOW", args.follow)
+    dry_run = parse_switch("DRY_RUN", args.dry_run)
+    arguments, profile_arguments = split_settings(args.args)
+    plan = sweep_file.read_sweep_file(args.grid, arguments)
+    profile = sbatch.load_profile(args.cluster or "default", profile_arguments)
+    scheduler = choose_scheduler(args.launch or "auto")
     if scheduler is not None:
         refuse_elastic_points(plan)
     path = (Path(plan.points[0].settings.runs) / "sweeps" / plan.name).absolute()
-    if dry:
-        print_points(Sweep(path, plan))
+    if dry_run:
+        print_points(SweepFolder(path, plan))
         return 0
+
     with lock_sweep(path):
-        sweep = Sweep(path, plan)
+        sweep = SweepFolder(path, plan)
         states = sweep.read_states()
-        chosen = choose_points(sweep, states, failed)
-        counts = ", ".join(f"{count} {state.lower()}" for state, count in Counter(states.values()).items())
-        size = format_count(len(plan.points), "point")
-        print(f"sweep {plan.name}: {size} of {plan.experiment} ({counts}); {len(chosen)} to run now")
-        print(f"  folder   {path}\n  compare  make compare SWEEP={shlex.quote(plan.name)}", flush=True)
-        if "FAILED" in states.values() and not failed:
-            print("  failed ones begin anew with FAILED=1", flush=True)
-        chosen = leave_out_running_points(chosen)
-        if chosen and scheduler is None:
-            return run_points(sweep, chosen)
-        if chosen and scheduler is not None:
-            submit_points(sweep, chosen, profile, scheduler)
+        point_runs = choose_points(sweep, states, retry_failed)
+        print_plan(sweep, states, len(point_runs))
+        if "FAILED" in states.values() and not retry_failed:
+            print("  FAILED=1 starts the failed points again", flush=True)
+        point_runs = omit_running_points(point_runs)
+        if point_runs and scheduler is None:
+            return run_points(sweep, point_runs)
+        if point_runs and scheduler is not None:
+            submit_points(sweep, point_runs, profile, scheduler)
         return follow_sweep(sweep) if follow else 0

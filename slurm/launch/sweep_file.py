@@ -1,17 +1,17 @@
-"""The file of a sweep: one experiment, settings of all points, a grid or a list of what differs between them.
+"""The file of a sweep: an experiment, settings of all points, and a grid or list of points.
 
     experiment: mnist_pipeline
     settings: {epochs: 1}             of every point
     grid: {optim.lr: [0.01, 0.1]}     every combination
-    points: [{batch: 32}]             single ones beside them
-    repeats: 1                        of each point; the n-th one more has a seed higher by n
-    parallel: 1                       points at once
+    points: [{batch: 32}]             further points
+    repeats: 1                        of each point; each repeat has a seed higher by 1
+    parallel: 1                       points that run at a time
     nodes: 1                          hosts of each point
 
-Or a Python grid of one experiment, as configs/sweeps/amp_accum.py, whose points `sweep=true` runs on this machine.
+Or the Python grid of an experiment, such as configs/sweeps/amp_accum.py, which `sweep=true` runs on this machine.
 
-Read as text and checked by the types of the experiment's settings, all points before the first one starts.
-Imports no torch.
+Settings are read as text and checked against the types of the experiment's settings, all points before the first one
+starts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ from common.pipeline import schedules
 from common.runs import wandb_account
 from common.training.optimization import own_files
 from configs.shared import Experiment
-from configs.sweeps import format_settings
+from configs.sweeps import Grid, format_settings
 from slurm.arguments import check_experiment_name, parse_count, suggest_nearest
 
 KEYS = ("experiment", "settings", "grid", "points", "repeats", "parallel", "nodes")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
-MOST = 10_000  # points
+MAX_POINTS = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One run of a sweep."""
 
-    values: dict[str, str]
+    values: dict[str, Any]
+    """Settings in which it differs from other points, by dotted name."""
     repeat: int
     settings: Experiment
 
     @property
-    def words(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.values.items())
+    def label(self) -> str:
+        return " ".join(format_values(self.values))
 
     @property
     def key(self) -> str:
@@ -62,66 +63,90 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """A sweep as its file describes it."""
+class SweepPlan:
+    """The content of a sweep's file."""
 
     name: str
     experiment: str
     settings: dict[str, str]
-    points: list[Point]
+    points: list[SweepPoint]
     parallel: int
+    """Points that run at a time."""
 
 
-def make_point_key(values: Mapping[str, str], repeat: int) -> str:
-    """Write the text that tells a point from the others of its sweep."""
+def format_values(values: dict[str, Any]) -> list[str]:
+    """Format the settings of a point as arguments of a command line."""
+    return [f"{key}={text}" for key, text in format_settings(values).items()]
+
+
+def make_point_key(values: Mapping[str, Any], repeat: int) -> str:
+    """Return a text that identifies a point of a sweep."""
     return json.dumps([sorted(values.items()), repeat])
 
 
-def read_sweep_file(path: str, more: list[str]) -> Grid:
-    """Read the sweep of a file, with `key=value` words for all of its points on top. Raises UserError."""
+def read_sweep_file(path: str, overrides: list[str]) -> SweepPlan:
+    """Read the plan of a sweep; `key=value` overrides apply to all its points. Raises UserError."""
     if not path:
-        found = sorted(str(file.relative_to(config.ROOT)) for file in (config.ROOT / "configs/sweeps").glob("[a-z]*.*"))
-        raise UserError(f"GRID is missing; write make sweep GRID=<file> (there are {', '.join(found)})")
+        files = sorted((config.ROOT / "configs" / "sweeps").glob("[a-z]*.*"))
+        names = ", ".join(str(file.relative_to(config.ROOT)) for file in files)
+        raise UserError(f"GRID is missing; write make sweep GRID=<file> (there are {names})")
     name = Path(path).stem
-    tree = read_python_grid(name, more) if is_python_grid(Path(path)) else read_yaml_tree(Path(path))
+    tree = read_python_grid(name, overrides) if is_python_grid(Path(path)) else read_yaml_tree(Path(path))
     if not NAME.fullmatch(name):
-        raise UserError(f"GRID={path}: the sweep is named after its file; use letters, digits and ._- alone")
+        raise UserError(f"GRID={path}: the sweep is named after its file; use only letters, digits and ._-")
     for key in tree:
         if key not in KEYS:
             hint = suggest_nearest(key, KEYS) or f"; there are {', '.join(KEYS)}"
             raise UserError(f"{path}: unknown key {key}{hint}")
     try:
-        if not tree.get("experiment"):
-            raise UserError(f"experiment is missing; write a line such as experiment: {config.list_experiments()[0]}")
-        experiment = check_experiment_name(require_one_value(tree.get("experiment", ""), "experiment"))
-        counts = {key: require_one_value(tree.get(key, "1"), key) for key in ("repeats", "parallel", "nodes")}
-        repeats, parallel, nodes = (parse_count(key, text, MOST) for key, text in counts.items())
-        common = flatten_settings(tree.get("settings") or {}, "settings") | config.parse_command_line(more).values
-        cells = list_cells(tree)
+        return build_plan(name, tree, config.parse_command_line(overrides).values)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    seeds = [cell.get("seed", common.get("seed")) for cell in cells] if repeats > 1 else []
-    if any("seed" in cell for cell in cells) and seeds:
-        raise UserError(f"{path}: repeats={repeats} chooses seeds, and so do the points; leave one of them out")
-    common |= {"launch.nodes": str(nodes)} if nodes > 1 else {}
-    points = [make_point(path, name, experiment, common, cell, r) for r in range(repeats) for cell in cells]
-    for key, same in itertools.groupby(sorted(points, key=lambda one: one.key), lambda one: one.key):
-        if len(list(same)) > 1:
-            words = " ".join(f"{name}={value}" for name, value in json.loads(key)[0])
-            raise UserError(f"{path}: the point {words} is there more than once")
-    return Grid(name, experiment, common, points, parallel)
+
+
+def build_plan(name: str, tree: Mapping[str, Any], overrides: Mapping[str, str]) -> SweepPlan:
+    """Build the plan of a sweep from its file's tree and check all points. Raises UserError."""
+    if not tree.get("experiment"):
+        raise UserError(f"experiment is missing; write a line such as experiment: {config.list_experiments()[0]}")
+    experiment = check_experiment_name(require_one_value(tree["experiment"], "experiment"))
+    counts: dict[str, int] = {}
+    for key in ("repeats", "parallel", "nodes"):
+        counts[key] = parse_count(key, require_one_value(tree.get(key, "1"), key), MAX_POINTS)
+    settings = flatten_settings(tree.get("settings") or {}, "settings") | dict(overrides)
+    if counts["nodes"] > 1:
+        settings["launch.nodes"] = str(counts["nodes"])
+
+    cells = list_cells(tree)
+    repeats = counts["repeats"]
+    if repeats > 1 and any("seed" in cell for cell in cells):
+        raise UserError(f"repeats={repeats} chooses seeds, and so do the points; leave one of them out")
+    points: list[SweepPoint] = []
+    for repeat in range(repeats):
+        points += [make_point(name, experiment, settings, cell, repeat) for cell in cells]
+    keys: set[str] = set()
+    for point in points:
+        if point.key in keys:
+            raise UserError(f"the point {point.label} is there more than once")
+        keys.add(point.key)
+    return SweepPlan(name, experiment, settings, points, counts["parallel"])
 
 
 def is_python_grid(path: Path) -> bool:
     """Check for a file that is the grid of an experiment, configs/sweeps/NAME.py."""
-    here = path.absolute().parent == config.ROOT / "configs" / "sweeps"
-    return here and path.suffix == ".py" and path.stem in config.list_experiments() and path.is_file()
+    is_in_sweeps = path.absolute().parent == config.ROOT / "configs" / "sweeps"
+    return is_in_sweeps and path.suffix == ".py" and path.stem in config.list_experiments() and path.is_file()
 
 
-def read_python_grid(experiment: str, more: list[str]) -> dict[str, Any]:
+def load_grid(experiment: str) -> Grid[Experiment]:
+    """Load the grid of an experiment, configs/sweeps/NAME.py."""
+    grid: Grid[Experiment] = importlib.import_module(f"configs.sweeps.{experiment}").GRID
+    return grid
+
+
+def read_python_grid(experiment: str, overrides: list[str]) -> dict[str, Any]:
     """Read the points of configs/sweeps/NAME.py as a tree of text, for a machine without GPUs."""
-    cfg = config.load_config(config.import_schema(experiment), more)
-    grid = importlib.import_module(f"configs.sweeps.{experiment}").GRID
+    cfg = config.load_config(config.import_schema(experiment), overrides)
+    grid = load_grid(experiment)
     repeats = str(cfg.repeats) if grid.new_seeds else "1"  # type: ignore[attr-defined]
     points = [format_settings(cell) for cell in grid.points(cfg, 0)]
     return {"experiment": experiment, "points": points, "repeats": repeats}
@@ -141,51 +166,52 @@ def read_yaml_tree(path: Path) -> dict[str, Any]:
 
 
 def require_one_value(value: Any, key: str) -> str:
-    """Return a value that is one text. Raises UserError."""
+    """Return a value that is a single text. Raises UserError."""
     if not isinstance(value, str):
         raise UserError(f"{key}: expected one value")
     return value
 
 
 def flatten_settings(tree: Any, key: str) -> dict[str, str]:
-    """Flatten nested settings, each one value; a list is written as on the command line. Raises UserError."""
+    """Flatten nested settings to texts by dotted name, lists as on the command line. Raises UserError."""
     if not isinstance(tree, dict):
         raise UserError(f"{key}: expected `key: value`")
-    flat = config.flatten_mapping(tree)
-    return {name: f"[{','.join(value)}]" if isinstance(value, list) else str(value) for name, value in flat.items()}
+    return format_settings(config.flatten_mapping(tree))
 
 
 def list_cells(tree: Mapping[str, Any]) -> list[dict[str, str]]:
-    """List every combination of the grid, and the single points after them. Raises UserError."""
-    axes, listed = tree.get("grid") or {}, tree.get("points") or []
-    if not isinstance(axes, dict) or not isinstance(listed, list):
-        raise UserError("grid is `key: [values]`, and points a list of `{key: value}`")
-    flat = config.flatten_mapping(axes)
-    for key, values in flat.items():
+    """List every combination of the grid, then the single points. Raises UserError."""
+    grid = tree.get("grid") or {}
+    single_points = tree.get("points") or []
+    if not isinstance(grid, dict) or not isinstance(single_points, list):
+        raise UserError("grid must be `key: [values]`, and points a list of `{key: value}`")
+    axes = config.flatten_mapping(grid)
+    for key, values in axes.items():
         if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
             raise UserError(f"grid: {key}: expected a list of values, as in [1, 2]")
-    product = itertools.product(*([(key, value) for value in values] for key, values in flat.items()))
-    cells = [dict(cell) for cell in product] if flat else []
-    cells += [flatten_settings(one, "points") for one in listed]
-    if not cells or len(cells) > MOST:
-        raise UserError(f"{format_count(len(cells), 'point')}; name some in grid or points, at most {MOST:,}")
+    cells: list[dict[str, str]] = []
+    for combination in itertools.product(*axes.values()) if axes else ():
+        cells.append(dict(zip(axes, combination, strict=True)))
+    cells += [flatten_settings(point, "points") for point in single_points]
+    if not cells or len(cells) > MAX_POINTS:
+        size = format_count(len(cells), "point")
+        raise UserError(f"{size}; name some in grid or points, at most {MAX_POINTS:,}")
     return cells
 
 
 def make_point(
-    path: str, name: str, experiment: str, common: dict[str, str], cell: dict[str, str], repeat: int
-) -> Point:
-    """Make one point, its settings checked as those of a run are. Raises UserError that says where."""
-    grouped = {"wandb.group": name} | common
-    schema = config.import_schema(experiment)
+    name: str, experiment: str, common_settings: dict[str, str], cell: dict[str, str], repeat: int
+) -> SweepPoint:
+    """Make a point and check its settings like those of a run. Raises UserError that names the point."""
+    values: dict[str, Any] = {"wandb.group": name} | common_settings | cell
     try:
-        settings = config.load_config(schema, [f"{key}={value}" for key, value in (grouped | cell).items()])
+        settings = config.load_config(config.import_schema(experiment), format_values(values))
         if repeat:
-            cell = cell | {"seed": str(settings.seed + repeat)}
             settings.seed += repeat
+            cell = cell | {"seed": str(settings.seed)}
         if getattr(settings, "sweep", False):
-            raise UserError("sweep=true runs a grid of its own; leave it out")
-        if settings.runs != common.get("runs", settings.runs):
+            raise UserError("sweep=true runs another grid; leave it out")
+        if settings.runs != common_settings.get("runs", settings.runs):
             raise UserError("runs is the same for all points; write it under settings")
         schedules.check_schedule_of_config(settings)
         algorithms.check_algorithm_of_config(settings)
@@ -193,6 +219,5 @@ def make_point(
         initial_weights.check_weights_of_config(settings)
         wandb_account.read_requested_mode(settings)
     except UserError as error:
-        where = " ".join(f"{key}={value}" for key, value in cell.items())
-        raise UserError(f"{path}, at {where}: {error}") from None
-    return Point(cell, repeat, settings)
+        raise UserError(f"at {' '.join(format_values(cell))}: {error}") from None
+    return SweepPoint(cell, repeat, settings)

@@ -1,4 +1,4 @@
-"""The verb `tour`: every experiment at its smallest, one after the other, and then all of them side by side."""
+"""The verb `tour`: run every experiment at its smallest, then compare the runs."""
 
 from __future__ import annotations
 
@@ -24,27 +24,30 @@ SMALLEST: dict[str, tuple[str, ...]] = {
     "sparse_prune": ("batch=16", "optim.warmup=0", "every=5", "export=false", "int8=false"),
     "collectives": ("sizes=[4,1K]", "rounds=10", "plot=false"),
 }
-"""The smallest settings of each experiment; one that is not listed takes its defaults, for a few steps."""
+"""The smallest settings of each experiment; others run with their defaults, for a few steps."""
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run every experiment at its smallest and compare the runs; returns the exit status."""
-    more = given.words
-    root = Path(config.parse_command_line(more).values.get("runs", "runs"))
-    before = {folder.path for folder in selection.list_runs(root)}
-    began, failed = time.monotonic(), []
+    root = Path(config.parse_command_line(args.words).values.get("runs", "runs"))
+    old_paths = {folder.path for folder in selection.list_runs(root)}
+    start = time.monotonic()
+    failed: list[str] = []
     for name in config.list_experiments():
-        words = shlex.join([*FEW_STEPS, *SMALLEST.get(name, ()), *more])
-        print(f"\n---- {name}: make exp NAME={name} ARGS={shlex.quote(words)}", flush=True)
-        command = [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={words}", "--", name]
+        settings = shlex.join([*FEW_STEPS, *SMALLEST.get(name, ()), *args.words])
+        print(f"\n---- {name}: make exp NAME={name} ARGS={shlex.quote(settings)}", flush=True)
+        command = [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={settings}", "--", name]
         if subprocess.run(command, check=False).returncode:
             failed.append(name)
-    print(f"\n---- side by side, after {time.monotonic() - began:.0f} s", flush=True)
-    made = [str(folder.path) for folder in selection.list_runs(root) if folder.path not in before]
-    shown = 0
-    if made:
-        command = [sys.executable, "-m", "slurm", "compare", f"--runs-folder={root}", f"--runs={shlex.join(made)}"]
-        shown = subprocess.run(command, check=False).returncode
+
+    print(f"\n---- comparison, after {time.monotonic() - start:.0f} s", flush=True)
+    new_paths = [str(folder.path) for folder in selection.list_runs(root) if folder.path not in old_paths]
+    compare_status = 0
+    if new_paths:
+        runs = shlex.join(new_paths)
+        command = [sys.executable, "-m", "slurm", "compare", f"--runs-folder={root}", f"--runs={runs}"]
+        compare_status = subprocess.run(command, check=False).returncode
     if failed:
-        print(f"error: {', '.join(failed)} failed; their errors stand above", file=sys.stderr)
-    return 1 if failed else shown
+        print(f"error: {', '.join(failed)} failed; see the messages above", file=sys.stderr)
+        return 1
+    return compare_status

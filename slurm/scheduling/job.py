@@ -1,8 +1,7 @@
-"""The task of a job on a cluster's hosts: a small picklable object that carries only the run folder.
+"""The task of a job: a small picklable object with the path of the run folder.
 
-Submitit pickles it by reference: the job executes this file as it is when the job starts. The
-job's script therefore puts the run folder's own `code/` first on the path: a job, and each of its
-later attempts, executes the source as it was submitted.
+Submitit pickles it by reference, so a job executes this file as it is when the job starts. The job's script puts the
+`code/` of the run folder first on the import path: all attempts of a job execute the source as submitted.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ from slurm.scheduling.requeue import EXIT_FAILED, note_failure, note_refusal
 if TYPE_CHECKING:
     from common.training.entry_point import LaunchedRank
 
-LOOKS = 4  # for a coordinator, of a second each: the network may lose a packet
+CONNECTION_ATTEMPTS = 4
+"""Connections to a coordinator, of a second each, before it counts as lost: the network may drop packets."""
 
 
 class Job:
@@ -53,7 +53,7 @@ class Job:
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, exit_resumable)
         if JOINS_AS not in os.environ:
-            JobEnvironment().paths.result_pickle.unlink(missing_ok=True)  # Submitit kept it of an earlier attempt
+            JobEnvironment().paths.result_pickle.unlink(missing_ok=True)  # of an earlier attempt
         if folder.result.get("state") == "cancelled":
             sys.exit(int(folder.result["exit_status"]))
         try:
@@ -64,17 +64,17 @@ class Job:
                 exit_at_once(end.code)
 
     def checkpoint(self) -> DelayedSubmission:
-        """Return the same task, for Submitit's requeue; the progress is in the run folder."""
+        """Return the same task for Submitit's requeue; the progress is in the run folder."""
         return DelayedSubmission(self)
 
 
 def exit_resumable(number: int, frame: object) -> None:
-    """Exit as resumable at once: there is nothing to save yet, and an exception in a library's import could abort."""
+    """Exit as resumable; an exception, during the import of a library, could abort instead."""
     os._exit(EXIT_RESUMABLE)
 
 
 def train_as_rank(folder: Folder) -> int:
-    """Train as the rank that srun started here; return the exit status. Raises UserError."""
+    """Train as the rank that srun started; returns the exit status. Raises UserError."""
     rank: LaunchedRank | None = None
     try:
         if os.environ.get("SLURM_PROCID") == "0" and JOINS_AS not in os.environ:
@@ -83,62 +83,64 @@ def train_as_rank(folder: Folder) -> int:
         from common.training import entry_point  # takes seconds
 
         schema = config.import_schema(folder.experiment)
-        settings = config.build_config(schema, [config.read_config_file(folder.path / "submit" / "config.yaml")])
+        cfg = config.build_config(schema, [config.read_config_file(folder.path / "submit" / "config.yaml")])
         rank_info = read_rank_info(os.environ)
         assert rank_info is not None, "srun starts this"
-        rank = entry_point.LaunchedRank(rank_info, settings)
+        rank = entry_point.LaunchedRank(rank_info, cfg)
         main = importlib.import_module(f"experiments.{folder.experiment}").main
-        status = entry_point.run_experiment(main, settings, rank, folder, submitted=True)[1]
+        status = entry_point.run_experiment(main, cfg, rank, folder, submitted=True)[1]
         if status == EXIT_RESUMABLE:
-            replace_orphaned_rank(rank, "told to stop")
+            replace_orphaned_rank(rank, "stop request")
         return status
     except UserError as error:
-        if is_joining(rank):  # the others go on without it
+        if is_joining(rank):  # the others continue without it
             raise
         replace_orphaned_rank(rank, str(error))
-        if not (isinstance(error, Unreachable) and may_reach_later(rank)):
+        if not isinstance(error, Unreachable) or not may_reach_later(rank):
             number = int(os.environ.get("SLURM_PROCID", "0"))
-            with contextlib.suppress(UserError):  # the folder may be gone
+            with contextlib.suppress(UserError):  # the run folder may have been deleted
                 note_refusal(folder, number, str(error), is_taken=isinstance(error, RunTaken))
             raise
         print(f"error: {error}", file=sys.stderr)
-    except Exception as error:  # noqa: BLE001 (it ends the rank, with a status of its own)
+    except Exception as error:  # noqa: BLE001 (it ends the rank, with its own status)
         cause = explain_error(error)
         if isinstance(cause, MachineError):
             print(f"error: {cause}", file=sys.stderr)
         else:
             traceback.print_exc()
         replace_orphaned_rank(rank, type(error).__name__)
-    # others may have been noticed, or have failed, a moment earlier
+    # A stop request, or the failure of another rank, may have been the cause.
     if not is_joining(rank) and (rank is None or not rank.stop.await_request()):
         note_failure(folder)
     return 1 if rank is not None and rank.stop.number == signal.SIGUSR2 else EXIT_FAILED
 
 
 def replace_orphaned_rank(rank: LaunchedRank | None, reason: str) -> None:
-    """Execute, in the place of a rank that ends, what queues its elastic job again if the launcher is gone.
+    """Execute `orphaned_rank` in this process if the launcher of an elastic job is gone.
 
-    Nobody else would: with the first host the job has lost its script, and the ranks what they meet through.
+    If the first host is lost, so are the job's script and the coordinator, and only a rank can requeue the job.
     """
     command = json.loads(os.environ.get(ORPHANED, "[]"))
-    if not command or is_joining(rank) or any(reaches_coordinator(os.environ[COORDINATOR]) for _ in range(LOOKS)):
+    if not command or is_joining(rank):
+        return
+    if any(reaches_coordinator(os.environ[COORDINATOR]) for _ in range(CONNECTION_ATTEMPTS)):
         return
     print(f"this rank leaves the run: the coordinator cannot be reached ({reason})", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # which lasts: nobody else would queue the job again
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # inherited: a preemption must not end the only requeuing process
     os.execvp(command[0], command)
 
 
 def may_reach_later(rank: LaunchedRank | None) -> bool:
-    """Return True where another attempt may reach the rank or host that did not answer.
+    """Return whether another attempt may reach the rank or host that did not answer.
 
-    A job that was started again may get another host next time, and ranks that are asked to stop leave before they
-    have met the others. At a job's first start a name or a network is wrong.
+    A restarted job may get other hosts, and ranks with a stop request leave before they have met the others. At the
+    first start of a job, a host name or the network is wrong.
     """
     is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     return is_restart or (rank is not None and rank.stop.await_request())
 
 
 def is_joining(rank: LaunchedRank | None) -> bool:
-    """Return True for a rank that was started again and has not joined the others yet."""
+    """Return whether a restarted rank has not joined the others yet."""
     return JOINS_AS in os.environ and (rank is None or rank.rank_info.joins)

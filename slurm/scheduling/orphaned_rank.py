@@ -1,10 +1,10 @@
-"""The program that a rank of an elastic job becomes when it cannot reach its coordinator any more. Imports no torch.
+"""Program that replaces a rank of an elastic job whose coordinator cannot be reached. Imports no torch.
 
     python -m slurm.scheduling.orphaned_rank RUN_FOLDER FIRST_HOST
 
-The process of the rank executes this instead. SLURM takes a lost host off a job with --no-kill and lets the job go on,
-also where it was the first host, on which the job's script and the launcher were: nobody but a rank on another host is
-left to queue the job again. Where only this rank's own host was cut off, the others go on and it ends.
+The process of the rank executes it. With --no-kill, SLURM removes a lost host from a job and continues the job, even
+if it was the first host, where the job's script and the launcher were. Then only a rank on another host can requeue
+the job. If only the host of this rank was cut off, the other ranks continue and this program ends.
 """
 
 from __future__ import annotations
@@ -23,40 +23,44 @@ from common.runs.folder import Folder
 from slurm.scheduling.requeue import is_latest_restart, is_restart_of_this_process, requeue_or_fail
 from slurm.scheduling.scheduler import QUICK, Scheduler, parse_job_fields
 
-PAUSE = 1.0  # seconds between two looks, and for the coordinator to answer
+POLL_SECONDS = 1.0
+CONNECT_TIMEOUT = 1.0
 KILLED = 128 + signal.SIGKILL
 
 
 def reaches_coordinator(address: str) -> bool:
-    """Check that the coordinator is there: then it has given up this rank, and the others go on."""
+    """Check that the coordinator can be reached: then it has removed this rank, and the others continue."""
     host, _, port = address.rpartition(":")
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=PAUSE):
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT):
         return True
     return False
 
 
 def is_attempt_over(scheduler: Scheduler, job: str, host: str) -> bool:
-    """Check that SLURM has taken a host off the job, or has ended or restarted that; False where it does not answer."""
+    """Check that SLURM ended or restarted the job, or removed a host; False without an answer."""
     try:
-        known = parse_job_fields(scheduler.call("scontrol", "-o", "show", "job", job, patience=QUICK))
-        left = scheduler.call("scontrol", "show", "hostnames", known["NodeList"]).split()
+        fields = parse_job_fields(scheduler.call("scontrol", "-o", "show", "job", job, patience=QUICK))
+        hosts = scheduler.call("scontrol", "show", "hostnames", fields["NodeList"]).split()
     except (UserError, KeyError):
         return False
-    return host not in left or not is_restart_of_this_process(known)
+    return host not in hosts or not is_restart_of_this_process(fields)
 
 
 def main(path: str, first_host: str) -> int:
-    """Wait until the coordinator can be reached, the job has ended, or SLURM has taken the first host off it."""
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a notice of preemption: nobody else would queue the job again
-    folder, job, scheduler = Folder(Path(path)), os.environ["SLURM_JOB_ID"], Scheduler("SLURM")
+    """Requeue the job if it loses its first host; end when the coordinator answers or the job ends."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a notice of preemption must not end the only requeuing process
+    folder = Folder(Path(path))
+    job = os.environ["SLURM_JOB_ID"]
+    scheduler = Scheduler("SLURM")
     while not reaches_coordinator(os.environ[COORDINATOR]) and not folder.result:
-        if is_attempt_over(scheduler, job, first_host):
-            if is_latest_restart(scheduler, job):  # else another rank was faster
-                print(f"the first host is lost; job {job} is queued again", flush=True)
-                if requeue_or_fail(folder, scheduler, job, KILLED, "") != EXIT_RESUMABLE:
-                    scheduler.call("scancel", job)  # no script is left to end it
-            break
-        time.sleep(PAUSE)
+        if not is_attempt_over(scheduler, job, first_host):
+            time.sleep(POLL_SECONDS)
+            continue
+        if is_latest_restart(scheduler, job):  # else another rank was faster
+            print(f"the first host is lost; job {job} is queued again", flush=True)
+            if requeue_or_fail(folder, scheduler, job, KILLED, "") != EXIT_RESUMABLE:
+                scheduler.call("scancel", job)  # the script that would end it is gone
+        break
     return 0
 
 

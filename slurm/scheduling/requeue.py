@@ -2,9 +2,9 @@
 
     python -m slurm.scheduling.requeue RUN_FOLDER EXIT_STATUS
 
-It stands outside the step, so it is there whichever rank died, rank 0 included. A run that crashed, or stopped on
-request, is queued again and resumes. One that a person must look at is not: a wrong setting, a loss that is no number,
-or attempts in a row that reached no new checkpoint.
+It runs outside the step, so it survives the death of any rank, including rank 0. A run that crashed or stopped on
+request is requeued and resumes. A run that needs a person is not: an invalid setting, a loss that is NaN or infinite,
+or several attempts in a row without a new checkpoint.
 """
 
 from __future__ import annotations
@@ -27,118 +27,131 @@ from slurm.scheduling import submission
 from slurm.scheduling.scheduler import Scheduler, parse_job_fields
 
 EXIT_FAILED = EXIT_RESUMABLE + 1
-"""Status of a rank that failed by itself. It is above 75, so that srun, which reports the highest status, shows it
-rather than the 75 of ranks stopped in its wake."""
-PATIENCE = 600.0  # seconds for a controller that does not answer: it may be starting again
-PAUSE = 5.0
+"""Exit status of a rank that failed by itself.
+
+srun reports the highest status: it must exceed that of ranks that were stopped because of the failure (75).
+"""
+PATIENCE = 600.0
+"""Seconds to wait for a controller that does not answer; it may be restarting."""
+RETRY_SECONDS = 5.0
 
 
 def note_refusal(folder: Folder, rank: int, reason: str, *, is_taken: bool = False) -> None:
-    """Note, for this attempt of the job, a reason that only a person can remove.
+    """Write down why a rank of this attempt refused to start, which only a person can fix.
 
-    With `is_taken` another attempt has the run, whose result is none of this job's business.
+    With `is_taken`, another attempt has the run, and this job must not change its result.
     """
     file = folder.path / "submit" / f"refused-{make_attempt_name()}-{rank:05d}.json"
     write_json(file, {"reason": reason, "is_taken": is_taken})
 
 
 def read_refusals(folder: Folder) -> list[dict[str, object]]:
-    """Read the notes of this attempt's ranks, that of the lowest rank first."""
-    notes = sorted((folder.path / "submit").glob(f"refused-{make_attempt_name()}-*.json"))
-    return [read_json(note) for note in notes]
+    """Read the refusals of this attempt's ranks, ordered by rank."""
+    files = sorted((folder.path / "submit").glob(f"refused-{make_attempt_name()}-*.json"))
+    return [read_json(file) for file in files]
 
 
 def read_refusal(folder: Folder) -> str:
-    """Read the reason noted by the lowest rank; empty without one. Other ranks may only know that one failed."""
-    notes = read_refusals(folder)
-    return str(notes[0].get("reason", "")) if notes else ""
+    """Read the reason of the lowest rank, or ""; other ranks may only know that a rank failed."""
+    refusals = read_refusals(folder)
+    return str(refusals[0].get("reason", "")) if refusals else ""
 
 
 def find_taker(folder: Folder) -> str:
-    """Return why the run is not this job's any more, so that its result stays as it is; empty where it is."""
-    for note in read_refusals(folder):
-        if note.get("is_taken"):
-            return str(note["reason"])
+    """Return why the run does not belong to this job, which then must not change its result, or ""."""
+    for refusal in read_refusals(folder):
+        if refusal.get("is_taken"):
+            return str(refusal["reason"])
     owner = submission.find_other_owner(folder)
     return f"the run belongs to {owner}" if owner else ""
 
 
 def make_attempt_name() -> str:
-    """Join the job and its number of restarts, as part of a file's name."""
+    """Return the job id and its restart count, for names of files."""
     return f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
 def note_failure(folder: Folder) -> None:
-    """Note that a rank failed before srun ended any in this attempt: one that srun has to kill hides its status."""
-    with contextlib.suppress(UserError):  # a full disk: srun's own status has to do
+    """Write down that a rank failed: ranks that srun kills afterwards hide its exit status."""
+    with contextlib.suppress(UserError):  # the disk may be full; the status of srun remains
         write_json(locate_failure_note(folder), {"exit_status": 1})
 
 
 def locate_failure_note(folder: Folder) -> Path:
-    """Return the path of the note that a rank of this attempt of the job failed first."""
+    """Return the path of the note that a rank of this attempt failed first."""
     return folder.path / "submit" / f"failed-{make_attempt_name()}.json"
 
 
+def find_newest_checkpoint(folder: Folder) -> list[int] | None:
+    """Return attempt and step of the newest checkpoint of a run; None without one."""
+    for attempt in reversed(folder.attempts()):
+        steps = [checkpoint.step for checkpoint in storage.list_checkpoints(attempt)]
+        if steps:
+            return [attempt.number, steps[-1]]
+    return None
+
+
 def record_failure(folder: Folder) -> int:
-    """Record on disk that this attempt failed; return how many of this job in a row have without a new checkpoint."""
-    file, job = folder.path / "submit" / "failures.json", os.environ.get("SLURM_JOB_ID", "")
-    found = [[attempt.number, s.step] for attempt in folder.attempts() for s in storage.list_checkpoints(attempt)]
-    newest = found[-1] if found else None
-    known = read_json(file)
-    counted = known.get("count")
-    if known.get("job") != job or not isinstance(counted, int):
-        counted, known = 0, {"newest": None}
-    count = counted + 1 if newest == known.get("newest") else 0
+    """Record a failure; returns how many in a row had no new checkpoint."""
+    file = folder.path / "submit" / "failures.json"
+    job = os.environ.get("SLURM_JOB_ID", "")
+    newest = find_newest_checkpoint(folder)
+    previous = read_json(file)
+    count = previous.get("count")
+    if previous.get("job") != job or not isinstance(count, int):
+        count = 0
+        previous = {"newest": None}
+    count = count + 1 if newest == previous.get("newest") else 0
     write_json(file, {"job": job, "newest": newest, "count": count})
     return count
 
 
 def find_reason_not_to_requeue(folder: Folder, status: int) -> str:
-    """Find the reason not to requeue the job, empty where it is requeued; a failure is counted."""
-    refused = read_refusal(folder)
-    if refused:
-        return refused
+    """Return the reason not to requeue the job, or ""; counts a failure."""
+    refusal = read_refusal(folder)
+    if refusal:
+        return refusal
     if status == 2:
         return "a rank refused to start; see the log"
     job = provenance.read_metadata(folder).get("job") or {}
     if not job.get("profile", {}).get("requeue", True):
         return "the profile says cluster.requeue=false"
-    name, given = folder.experiment, folder.path / "submit" / "config.yaml"
-    allowed = config.build_config(config.import_schema(name), [config.read_config_file(given)]).checkpoint.max_restarts
-    failed = 0 if status in NOTICED_STATUSES else record_failure(folder)
-    if failed > allowed:
-        return f"{failed} attempts in a row ended without a new checkpoint (checkpoint.max_restarts={allowed})"
+    settings = config.read_config_file(folder.path / "submit" / "config.yaml")
+    cfg = config.build_config(config.import_schema(folder.experiment), [settings])
+    max_restarts = cfg.checkpoint.max_restarts
+    failures = 0 if status in NOTICED_STATUSES else record_failure(folder)
+    if failures > max_restarts:
+        return f"{failures} attempts in a row ended without a new checkpoint (checkpoint.max_restarts={max_restarts})"
     return ""
 
 
 def is_latest_restart(scheduler: Scheduler, job: str) -> bool:
-    """Check that SLURM runs the job and has not restarted it since this restart began, or queued it again.
+    """Check that the job runs and was neither restarted nor requeued since this restart began.
 
-    It has if it took this host, cut off by the network, for dead. Waits for a controller that does not answer; raises
-    UserError if that lasts too long.
+    SLURM does that if it believes this host dead, for instance one that the network has cut off. Waits for a
+    controller that does not answer. Raises UserError after PATIENCE seconds.
     """
-    end = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
-            known = parse_job_fields(scheduler.call("scontrol", "-o", "show", "job", job))
-            break
+            fields = parse_job_fields(scheduler.call("scontrol", "-o", "show", "job", job))
+            return is_restart_of_this_process(fields)
         except UserError:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise
-            time.sleep(PAUSE)
-    return is_restart_of_this_process(known)
+            time.sleep(RETRY_SECONDS)
 
 
-def is_restart_of_this_process(known: Mapping[str, str]) -> bool:
-    """Check that a job, as scontrol shows it, runs and has not been restarted since this process began."""
-    return known.get("JobState") == "RUNNING" and known.get("Restarts") == os.environ.get("SLURM_RESTART_COUNT", "0")
+def is_restart_of_this_process(fields: Mapping[str, str]) -> bool:
+    """Check that a job, by its fields of scontrol, runs and was not restarted since this process began."""
+    return fields.get("JobState") == "RUNNING" and fields.get("Restarts") == os.environ.get("SLURM_RESTART_COUNT", "0")
 
 
 def requeue_or_fail(folder: Folder, scheduler: Scheduler, job: str, status: int, reason: str) -> int:
-    """Queue a job again, or note the reason not to; returns the exit status of this restart."""
+    """Requeue a job, or record the reason not to; returns the exit status of this restart."""
     if not reason:
         try:
-            scheduler.call("scontrol", "requeue", job)  # ends this process, too
+            scheduler.call("scontrol", "requeue", job)  # also ends this process
             return EXIT_RESUMABLE
         except UserError as error:
             if not is_latest_restart(scheduler, job):
@@ -151,23 +164,27 @@ def requeue_or_fail(folder: Folder, scheduler: Scheduler, job: str, status: int,
 
 
 def main(path: str, status: int) -> int:
-    """Requeue a job whose tasks have ended, or note why not; returns the exit status of the job."""
-    folder, job, scheduler = Folder(Path(path)), os.environ["SLURM_JOB_ID"], Scheduler("SLURM")
-    status = 1 if status == EXIT_FAILED or locate_failure_note(folder).exists() else status
+    """Requeue a job whose tasks have ended, or record why not; returns the exit status of the job."""
+    folder = Folder(Path(path))
+    job = os.environ["SLURM_JOB_ID"]
+    scheduler = Scheduler("SLURM")
+    if status == EXIT_FAILED or locate_failure_note(folder).exists():
+        status = 1
     if taker := find_taker(folder):
         print(f"not started again: {taker}", file=sys.stderr)
         return status or 1
-    if folder.result or status == 0:  # with 0 and no result, a newer attempt has overtaken this one
-        known = folder.result.get("exit_status")
-        return known if isinstance(known, int) else status
+    if folder.result or status == 0:  # with 0 and no result, a newer attempt has the run
+        recorded_status = folder.result.get("exit_status")
+        return recorded_status if isinstance(recorded_status, int) else status
     if not is_latest_restart(scheduler, job):
-        print(f"job {job} is queued again already", flush=True)
+        print(f"job {job} is already queued again", flush=True)
         return status
-    status = 2 if read_refusal(folder) else status  # srun may tell of the signal by which it ended the others
+    if read_refusal(folder):
+        status = 2  # srun may report the signal that ended the other ranks
     reason = find_reason_not_to_requeue(folder, status)
     if not reason:
-        how = "stopped on request" if status in NOTICED_STATUSES else f"failed with exit status {status}"
-        print(f"the ranks {how}; job {job} is queued again", flush=True)
+        cause = "stopped on request" if status in NOTICED_STATUSES else f"failed with exit status {status}"
+        print(f"the ranks {cause}; job {job} is queued again", flush=True)
     return requeue_or_fail(folder, scheduler, job, status, reason)
 
 

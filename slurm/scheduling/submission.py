@@ -1,8 +1,8 @@
-"""Who may submit a run, and which job it belongs to. Imports no torch.
+"""Exclusive submission of a run, and the job that the run belongs to. Imports no torch.
 
-A command that submits a run holds the lock of the run and has a file in `submit/`, which only one process can create on
-any host, from its look at the run's state until the job's id is in meta.json. A job that starts, or is queued again,
-then finds whether the run is still its own.
+A command that submits a run holds the lock of the run and a file in `submit/`, which only one process on any host can
+create. It holds them from reading the state of the run until the job id is in meta.json. A job that starts or is
+requeued then checks whether the run still belongs to it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from common.runs.folder import Folder, disk_errors, read_json
 from common.runs.run_lock import try_to_lock
 
 STALE_SECONDS = 120.0
-"""After so long a submission whose process cannot be seen from here counts as given up."""
+"""Age at which a submission counts as abandoned, if this machine cannot check its process."""
 RECORDING_SECONDS = 60.0
-"""Time for which a job that has started waits until the command that submitted it has recorded it."""
+"""Time for which a started job waits until the command that submitted it has recorded its id."""
 UNANNOUNCED_SECONDS = 5.0
-"""The same where no submission is under way that is known: the command may be of older source."""
+"""The same without a submission file: a command of older source writes none."""
 POLL_SECONDS = 0.1
 
 
@@ -36,12 +36,12 @@ def locate_submission(folder: Folder) -> Path:
 
 
 def is_being_submitted(folder: Folder) -> bool:
-    """Check whether another process is about to submit the run."""
+    """Check whether another process is submitting the run."""
     path = locate_submission(folder)
-    content = read_json(path)
-    if content == provenance.identify_process():
+    submitter = read_json(path)
+    if submitter == provenance.identify_process():
         return False
-    is_alive = claims.is_process_alive(content) if content else None
+    is_alive = claims.is_process_alive(submitter) if submitter else None
     if is_alive is not None:
         return is_alive
     try:
@@ -51,7 +51,7 @@ def is_being_submitted(folder: Folder) -> bool:
 
 
 def wait_for_submission(folder: Folder, seconds: float = RECORDING_SECONDS) -> None:
-    """Wait until no command is about to submit the run, at most so many seconds."""
+    """Wait until no command is submitting the run, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while is_being_submitted(folder) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
@@ -59,7 +59,7 @@ def wait_for_submission(folder: Folder, seconds: float = RECORDING_SECONDS) -> N
 
 @contextlib.contextmanager
 def hold_submission(folder: Folder) -> Iterator[None]:
-    """Keep other commands from submitting or starting a run meanwhile. Raises RunTaken where one does so already."""
+    """Prevent other commands from submitting or starting a run. Raises RunTaken if one does already."""
     with disk_errors(folder.path):
         locate_submission(folder).parent.mkdir(exist_ok=True)
     lock = try_to_lock(folder)
@@ -74,10 +74,7 @@ def hold_submission(folder: Folder) -> Iterator[None]:
 
 
 def create_submission(folder: Folder) -> None:
-    """Create the file of a submission; one that was given up is replaced.
-
-    Raises RunTaken where another submission is under way.
-    """
+    """Create the file of a submission; an abandoned one is replaced. Raises RunTaken during another submission."""
     path = locate_submission(folder)
     while True:
         try:
@@ -89,16 +86,17 @@ def create_submission(folder: Folder) -> None:
 
 
 def remove_stale_submission(folder: Folder) -> None:
-    """Remove the file of a submission that was given up. Raises RunTaken where it is under way."""
+    """Remove the file of an abandoned submission. Raises RunTaken if it is still running."""
     path = locate_submission(folder)
-    content = read_json(path)
+    submitter = read_json(path)
     if is_being_submitted(folder):
-        pid, host = content.get("pid", "?"), content.get("host", "another host")
+        pid = submitter.get("pid", "?")
+        host = submitter.get("host", "another host")
         raise RunTaken(f"{folder.path.name} is being submitted by process {pid} on {host}; see make status")
     stale = path.with_name(f".stale-{secrets.token_hex(4)}")
     with contextlib.suppress(FileNotFoundError):  # another command has removed it
         path.rename(stale)
-        if read_json(stale) != content:  # it was created anew meanwhile: give it back
+        if read_json(stale) != submitter:  # a new submission's file, created meanwhile: restore it
             with contextlib.suppress(FileExistsError):
                 os.link(stale, path)
         stale.unlink()
@@ -107,19 +105,20 @@ def remove_stale_submission(folder: Folder) -> None:
 # ---- the job of a run
 
 
-def list_own_job_names() -> list[str]:
-    """Return the ids under which meta.json may have the job that executes this process."""
+def list_ids_of_this_job() -> list[str]:
+    """Return the ids by which meta.json may name the job of this process."""
     names = [os.environ.get("SLURM_JOB_ID", "")]
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
     if array and task:
         names.append(f"{array}_{task}")
     return names
 
 
 def find_other_owner(folder: Folder) -> str:
-    """Return what the run belongs to instead of this job; empty where it is this job's.
+    """Return what the run belongs to instead of this job; "" if it belongs to this job.
 
-    A run whose job was never recorded is this job's: the command that submitted it was ended.
+    A run without a recorded job belongs to this job: the command that submitted it was stopped before.
     """
     meta = provenance.read_metadata(folder)
     if "job" not in meta:
@@ -127,17 +126,17 @@ def find_other_owner(folder: Folder) -> str:
     job = meta["job"]
     if job is None:
         return "an attempt that was started without SLURM"
-    return "" if job["id"] in list_own_job_names() else f"job {job['id']}"
+    return "" if job["id"] in list_ids_of_this_job() else f"job {job['id']}"
 
 
 def check_run_is_own(folder: Folder) -> None:
-    """Raise RunTaken where a run does not belong to this job any more; waits until its submission is recorded."""
-    began = time.monotonic()
+    """Raise RunTaken if the run does not belong to this job; waits until its submission is recorded."""
+    start = time.monotonic()
     while owner := find_other_owner(folder):
-        waited = time.monotonic() - began
-        allowed = RECORDING_SECONDS if is_being_submitted(folder) else UNANNOUNCED_SECONDS
-        if waited > allowed:
-            job, run = os.environ.get("SLURM_JOB_ID", ""), shlex.quote(folder.reference)
+        timeout = RECORDING_SECONDS if is_being_submitted(folder) else UNANNOUNCED_SECONDS
+        if time.monotonic() - start > timeout:
+            job = os.environ.get("SLURM_JOB_ID", "")
+            run = shlex.quote(folder.reference)
             raise RunTaken(
                 f"job {job} does not start {folder.path.name}: the run belongs to {owner}; see make status RUN={run}"
             )

@@ -201,7 +201,7 @@ MISTAKES = [
     Mistake(
         "sweep-ignores-failures",
         "slurm/launch/sweep.py",
-        "                bad += run.returncode != 0\n",
+        "                has_failed |= process.returncode != 0\n",
         "",
     ),
     Mistake(
@@ -213,8 +213,8 @@ MISTAKES = [
     Mistake(
         "missing-steps-are-equal",
         "slurm/launch/rerun.py",
-        "return bool(both) and not wrong and not missing",
-        "return bool(both) and not wrong",
+        "return is_comparable and not differing and not missing_steps",
+        "return is_comparable and not differing",
     ),
     Mistake(
         "first-error-without-time",  # one whose time is not known is taken for the first

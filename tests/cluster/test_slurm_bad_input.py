@@ -212,7 +212,7 @@ def test_a_controller_that_is_silent_or_down_is_told_in_time(
 def test_a_path_that_a_job_script_cannot_hold_is_refused(site: Site, path: str) -> None:
     runs = site.runs / "hostile" / path
     done = site.submit("mnist_pipeline", "", shlex.quote(f"runs={runs}"), "steps=5")
-    check(done, "control characters" if "\n" in path else "a job script cannot hold the path")
+    check(done, "control characters" if "\n" in path else "a job script cannot contain the path")
     assert done.returncode == 2 and not list((site.runs / "hostile").rglob("mnist_pipeline-*"))
     assert not list(site.folder.rglob("pwned"))
 

@@ -203,7 +203,7 @@ def test_what_names_no_run_is_refused(command: str, text: str, tmp_path: Path) -
         (("export", "--format=../x", "--", "{}"), "FORMAT='../x' is unknown"),
         (("evaluate", "--args=epoch=3", "--", "{}"), "unknown key epoch; did you mean epochs?"),
         (("evaluate", "--args=batch=many", "--", "{}"), "batch=many"),
-        (("evaluate", "--args=--help", "--", "{}"), "--help is no setting"),
+        (("evaluate", "--args=--help", "--", "{}"), "--help is not a setting"),
         (("evaluate", "--args='x", "--", "{}"), "ARGS"),
         (("evaluate", "--args=cluster.time=5", "--", "{}"), "cluster.time"),
         (("evaluate", "--args=data.name=nothing", "--", "{}"), "data.name=nothing"),

@@ -86,7 +86,7 @@ def test_a_repetition_with_a_schedule_that_is_named_keeps_that_file(tmp_path: Pa
     order = write_schedule(tmp_path, "FBW")
     found = Prepared("digits", tmp_path, {})
     for named in ([], ["schedule"]):
-        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, named=named)
+        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, overridden=named)
         (kept,) = (new.path / "code" / "own").iterdir()
         assert (kept.read_text() == order.read_text()) is bool(named)
     with pytest.raises(UserError, match=f"schedule={order}:own: {order}:1: rank 0 has no action .'W', 0, 0"):
@@ -105,7 +105,7 @@ def test_a_repetition_keeps_the_file_of_an_algorithm_of_ones_own(tmp_path: Path)
     own.write_text("def star(ranks):\n    return [[], []]\n")
     found = Prepared("digits", tmp_path, {})
     for named in ([], ["launch.algorithm"]):
-        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, named=named)
+        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, overridden=named)
         (kept,) = (new.path / "code" / "own").iterdir()
         assert (kept.read_text() == own.read_text()) is bool(named)
     with pytest.raises(UserError, match=f"launch.algorithm={own}:star: .* rank 0 ends without the values of rank 1"):
@@ -123,7 +123,7 @@ def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tm
         file.write_text("def halve(step, total):\n    return -1\n")
     found = Prepared("digits", tmp_path, {})
     for named in ([], ["optim.name"], ["optim.decay"]):
-        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, named=named)
+        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, overridden=named)
         decay, optimizer = sorted((new.path / "code" / "own").iterdir())
         assert (optimizer.read_text() == files[0].read_text()) is ("optim.name" in named)
         assert (decay.read_text() == files[1].read_text()) is ("optim.decay" in named)
@@ -193,10 +193,10 @@ def test_how_far_losses_lead_apart_is_told(tmp_path: Path, capsys: pytest.Captur
         ([], "RUN is missing; write RUN=<id>"),
         (["--args=seed=x", "{old}"], "seed=x: write a whole number"),
         (["--args=sed=1", "{old}"], "unknown key sed; did you mean seed?"),
-        (["--args=--help", "{old}"], "ARGS: --help is no setting; write key=value here"),
-        (["--args=seed=1 --print-config", "{old}"], "ARGS: --print-config is no setting"),
+        (["--args=--help", "{old}"], "ARGS: --help is not a setting; write key=value"),
+        (["--args=seed=1 --print-config", "{old}"], "ARGS: --print-config is not a setting"),
         (["--launch=nowhere", "{old}"], "LAUNCH=nowhere is unknown"),
-        (["{bare}"], "has no source in code/ any more"),
+        (["{bare}"], "no longer has its source in code/"),
     ],
 )
 def test_what_cannot_be_repeated_is_refused(tmp_path: Path, words: list[str], message: str) -> None:
@@ -220,7 +220,7 @@ def test_a_run_that_goes_on_is_neither_repeated_nor_resumed(tmp_path: Path) -> N
     remedy = f"repeat it when it is over: make status RUN={run} WAIT=600"
     assert repeated.returncode == 2 and repeated.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
     resumed = inside.run_verb("exp", f"--resume={run}")
-    remedy = f"to go on with it elsewhere, first make cancel RUN={run}"
+    remedy = f"to resume it elsewhere, first make cancel RUN={run}"
     assert resumed.returncode == 2 and resumed.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
     assert list(tmp_path.iterdir()) == [run]
 

@@ -103,7 +103,7 @@ def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
     """The queue is looked at three times, and both runs end before the last time."""
     for name, value in (("QUEUES", {}), ("FRESH", 0)):
         monkeypatch.setattr(scheduler, name, value)
-    monkeypatch.setattr("slurm.launch.sweep.PAUSE", 0.01)
+    monkeypatch.setattr("slurm.launch.sweep.POLL_SECONDS", 0.01)
     file, fake = write(tmp_path, cache, points=[{"batch": "32"}, {"batch": "64"}], parallel="2"), Fake(tmp_path)
     runs, looked = tmp_path / "runs", tmp_path / "looked"
     result = '{"state": "finished", "exit_status": 0}'
@@ -139,7 +139,7 @@ def test_a_refused_sweep_leaves_the_points_as_they_were(tmp_path: Path, cache: P
 @pytest.mark.parametrize("option", ["--help", "--print-config", "--config F", "--resume=F", "-h"])
 def test_an_option_starts_no_sweep(tmp_path: Path, cache: Path, option: str) -> None:
     file = write(tmp_path, cache, points=[{"batch": "32"}])
-    assert f"ARGS: {option.split(maxsplit=1)[0]} is no setting" in refused(file, f"--args=steps=5 {option}")
+    assert f"ARGS: {option.split(maxsplit=1)[0]} is not a setting" in refused(file, f"--args=steps=5 {option}")
     assert not (tmp_path / "runs").exists()
 
 

@@ -203,7 +203,7 @@ def test_answers_need_no_torch() -> None:
     ]
     assert "runs.wandb_tracker" in free
     commands = ["__main__", "launch.submit", "launch.sweep", "launch.rerun", "reports.status", "reports.logs"]
-    commands += ["launch.new_experiment", "launch.check_optimizer", "local_cluster.cli"]
+    commands += ["launch.new_experiment", "launch.check_optimizer", "launch.experiment_sweep", "local_cluster.cli"]
     commands += ["reports.compare", "reports.doctor"]
     modules = ", ".join([*(f"slurm.{name}" for name in commands), *(f"common.{name}" for name in free)])
     program = f"import sys, {modules}\nprint('torch' in sys.modules, 'wandb' in sys.modules)"

@@ -25,11 +25,12 @@ from common.pipeline.schedules import Action, Span
 from common.pipeline.single_process import SingleProcessPipeline
 from common.runs import provenance
 from common.runs.folder import Folder
-from common.training import model_split, sweep
+from common.training import model_split
 from configs.resnet_modelparallel import Config
 from configs.sweeps import Average
 from configs.sweeps.resnet_modelparallel import GRID, list_points, plot_times
 from experiments import resnet_modelparallel
+from slurm.launch import experiment_sweep
 from tests.harness.processes import Done, run
 
 NAME = "resnet_modelparallel"
@@ -336,9 +337,10 @@ def test_a_cut_is_measured_once_for_all_repeats(tmp_path: Path) -> None:
     first = Folder.create(tmp_path, NAME, config.format_yaml(settings("split=[layer2_0]")))
     later, other = settings(), settings("split=[layer4_0]")
     for one in (later, other):
-        sweep.copy_measured_settings(GRID.measured, first, one)
+        experiment_sweep.copy_measured_settings(GRID.measured, first, one)
     assert (later.split, other.split) == (["layer2_0"], ["layer4_0"])
-    sweep.copy_measured_settings(GRID.measured, Folder.create(tmp_path, NAME, config.format_yaml(settings())), later)
+    second = Folder.create(tmp_path, NAME, config.format_yaml(settings()))
+    experiment_sweep.copy_measured_settings(GRID.measured, second, later)
     assert later.split == ["layer2_0"]
 
 

@@ -32,7 +32,7 @@ def test_the_example_of_the_contributing_page_passes_and_a_norm_of_shards_does_n
     ):
         words = [sys.executable, "-m", "slurm", "check-optimizer", "--", name]
         done = warm.execute(words, env=environment())
-        kept = [line.removeprefix("kept  ") for line in done.stdout.splitlines()]
+        kept = [line.removeprefix("ok  ") for line in done.stdout.splitlines()]
         assert kept[: len(CHECKS)] == list(CHECKS) and len(kept) == len(CHECKS) + (not told), done.stdout + done.stderr
         assert done.returncode == (2 if told else 0) and told in done.stderr, done.stderr
         assert not told or (done.stderr.startswith(f"error: optim.name={name}: ") and done.stderr.count("\n") == 1)

@@ -130,7 +130,7 @@ def test_the_report_names_the_straggler_and_what_is_not_hidden() -> None:
 
 def test_how_a_process_does_is_told_from_enough_steps_on() -> None:
     times = step_timing.StepTimes(nn.Linear(1, 1), torch.device("cpu"))
-    for _ in times.iterate(range(step_timing.WARM_UP + step_timing.ENOUGH)):
+    for _ in times.iterate(range(step_timing.WARM_UP + step_timing.MIN_STEPS)):
         times.mark("backward")
         assert times.estimate_seconds_to_backward() is None
     assert times.estimate_seconds_to_backward() is not None

@@ -76,7 +76,7 @@ def test_watch_and_step_times_begin_their_steps() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     watch = StageTracer([model], [torch.device("cuda", 0)])
     times = step_timing.StepTimes(model, torch.device("cuda", 0))
-    times.skip = 0
+    times.steps_to_skip = 0
     Played.now += DAY
     for x in times.iterate([torch.ones(1, 1)] * 3):
         watch.begin_step()
@@ -93,11 +93,11 @@ def test_watch_and_step_times_begin_their_steps() -> None:
 
 def test_a_gpu_is_asked_only_for_steps_that_it_has_come_to_the_end_of(monkeypatch: pytest.MonkeyPatch) -> None:
     times = step_timing.StepTimes(nn.Sequential(nn.Linear(1, 1)), torch.device("cuda", 0))
-    for number, _ in enumerate(times.iterate([0] * (step_timing.WARM_UP + 2 * step_timing.ENOUGH))):
-        Played.now += STEP if number < step_timing.WARM_UP + step_timing.ENOUGH else 3 * STEP
+    for number, _ in enumerate(times.iterate([0] * (step_timing.WARM_UP + 2 * step_timing.MIN_STEPS))):
+        Played.now += STEP if number < step_timing.WARM_UP + step_timing.MIN_STEPS else 3 * STEP
         times.mark("backward")
     assert times.estimate_seconds_to_backward() == pytest.approx(2 * STEP, abs=2e-6), "the median of all"
-    monkeypatch.setattr(Played, "behind", 3 * STEP * (step_timing.ENOUGH - 0.5))
+    monkeypatch.setattr(Played, "behind", 3 * STEP * (step_timing.MIN_STEPS - 0.5))
     assert times.estimate_seconds_to_backward() == pytest.approx(STEP, abs=2e-6), "of those that it has come to"
     monkeypatch.setattr(Played, "behind", 100.0)
     assert times.estimate_seconds_to_backward() is None

@@ -34,4 +34,4 @@ def test_another_process_is_seen() -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass"
     subprocess.run([sys.executable, "-c", burn], check=True)
     use = meter.measure()
-    assert sum(use.busy.values()) - use.own > 0.2
+    assert sum(use.busy.values()) - use.rank_seconds > 0.2

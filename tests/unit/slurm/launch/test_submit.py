@@ -27,7 +27,7 @@ from common.training.optimization import own_files
 from configs import mnist_pipeline, resnet_modelparallel
 from configs.profile import Profile
 from slurm.arguments import check_experiment_name
-from slurm.launch.submit import prepare_run_folder
+from slurm.launch.submit import check_source_knows_settings, prepare_run_folder, submit_folder
 from slurm.reports import cancel, logs, status
 from slurm.scheduling import sbatch, scheduler
 from tests.harness import inside
@@ -115,7 +115,7 @@ def test_every_profile_is_valid(name: str) -> None:
 
 @pytest.mark.parametrize("path", ["/a'b", '/a"b', "/a\nb", "/a%j", "/a$b", "/a`b", "/a\\b", "/a;b", "/a&b"])
 def test_paths_that_a_script_cannot_hold_are_refused(path: str) -> None:
-    with pytest.raises(UserError, match="a job script cannot hold the path"):
+    with pytest.raises(UserError, match="a job script cannot contain the path"):
         sbatch.make_executor(Folder(Path(path)), None, {})
 
 
@@ -560,3 +560,14 @@ def test_a_run_folder_without_settings_is_named(fake: Fake, tmp_path: Path) -> N
     done = call(fake, "slurm", "status", f"--runs-folder={tmp_path / 'runs'}")
     assert sound.path.name in done.stdout and broken.path.name not in done.stdout
     assert done.stderr == f"not listed, without config.yaml: {broken.path.name}\n"
+
+
+def test_a_run_of_another_source_is_neither_submitted_nor_given_settings_that_it_lacks(tmp_path: Path) -> None:
+    folder = Made(steps=20).write(tmp_path)
+    text = (folder.path / "config.yaml").read_text()
+    with pytest.raises(UserError, match="was made by another version of this project"):
+        submit_folder(folder, mnist_pipeline.Config(), text, Profile(), scheduler.Scheduler("SLURM"))
+    assert not (folder.path / "submit").exists()
+    (folder.path / "config.yaml").write_text("epochs: 1\n")
+    with pytest.raises(UserError, match=r"has no setting wandb.model; leave it out"):
+        check_source_knows_settings(folder, ["epochs=2", "wandb.model=false"])

@@ -44,13 +44,13 @@ def test_srun_tells_which_ranks_have_ended_and_how() -> None:
 def test_the_loss_of_an_irreplaceable_rank_ends_the_job_though_slurm_says_nothing() -> None:
     """As where its host is cut off: SLURM takes minutes to notice."""
     launcher = JobLauncher.__new__(JobLauncher)
-    launcher.steps, launcher.failed = [], 0
+    launcher.steps, launcher.failed_status = [], 0
     launcher.coordinator = SimpleNamespace(broken=None)  # type: ignore[assignment]
     launcher.note_endings()
-    assert not launcher.failed
+    assert not launcher.failed_status
     launcher.coordinator.broken = Broken.SHARD_LOST
     launcher.note_endings()
-    assert launcher.failed == KILLED
+    assert launcher.failed_status == KILLED
 
 
 def make_launcher(path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> JobLauncher:

@@ -1,0 +1,158 @@
+"""`sweep=true`: run the grid of an experiment on this machine, then summarise the results.
+
+    python -m slurm.launch.experiment_sweep NAME [KEY=VALUE ...]
+
+The grid is in configs/sweeps/NAME.py. In contrast to `make sweep`, each sweep starts all its runs. Imports no torch.
+
+runs/sweeps/<name>-<time>-<4 hex>/
+  sweep.json     the group in W&B and, for each run, its settings, its folder's name and its state
+  table.csv      one line per run: its settings and the numbers of its result
+  ...            the plots of the grid
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.core import config
+from common.core.errors import UserError, exit_on_user_error
+from common.core.text import read_or_empty
+from common.distributed.rank_info import read_rank_info
+from common.measure import plots
+from common.runs import provenance, result
+from common.runs.folder import Folder, write_atomic
+from configs.shared import Experiment
+from configs.sweeps import Bars, Grid, Row, Summary
+from slurm.launch import sweep
+from slurm.launch.sweep_file import SweepPlan, SweepPoint, format_values, load_grid
+
+QUIET = ("log.level=warning", "log.progress=none")
+
+
+def plan_points(
+    grid: Grid[Experiment], name: str, cfg: Experiment, arguments: Sequence[str], gpus: int
+) -> list[SweepPoint]:
+    """Return the points of all repeats, with checked settings. Raises UserError that names the point."""
+    points: list[SweepPoint] = []
+    for repeat, cell in itertools.product(range(cfg.repeats), grid.points(cfg, gpus)):  # type: ignore[attr-defined]
+        values = cell | ({"seed": cfg.seed + repeat} if grid.new_seeds else {})
+        overrides = format_values(values)
+        try:
+            settings = config.load_config(config.import_schema(name), [*QUIET, *arguments, "sweep=false", *overrides])
+        except UserError as error:
+            raise UserError(f"sweep, at {' '.join(overrides)}: {error}") from None
+        points.append(SweepPoint(values, repeat, settings))
+    return points
+
+
+def copy_measured_settings(names: Sequence[str], folder: Folder, settings: Experiment) -> None:
+    """Copy settings that a run has measured to those of a later run, unless these set them."""
+    measured = config.read_config_file(folder.path / "config.yaml")
+    for name in names:
+        setattr(settings, name, getattr(settings, name) or measured.get(name) or [])
+
+
+class ResultTable:
+    """The results of the runs of a sweep, which are written to table.csv."""
+
+    def __init__(self, path: Path, grid: Grid[Experiment], points: Sequence[SweepPoint]) -> None:
+        self.path = path
+        self.grid = grid
+        self.points = points
+        self.rows: list[Row] = []
+
+    def add_run(self, point: SweepPoint, folder: Folder) -> None:
+        """Add the result of a run and write the table, so that an interrupted sweep has one.
+
+        Raises UserError, with the error of the run, if the run was refused; its folder is removed.
+        """
+        log = read_or_empty(str(folder.path / "screen.log"))
+        if not folder.result and "error: " in log:
+            shutil.rmtree(folder.path)
+            raise UserError(log.rpartition("error: ")[2].strip())
+        parsed = result.parse_result(folder.result)
+        row: Row = {"cell": point.values, "repeat": point.repeat, "run": folder.path.name}
+        row["exit_status"] = folder.result.get("exit_status")
+        self.rows.append(row | parsed.flatten_values() | parsed.list_columns())
+        self.write()
+        for other in self.points:
+            if self.grid.measured and other.values == point.values and other.repeat > point.repeat:
+                copy_measured_settings(self.grid.measured, folder, other.settings)
+
+    def write(self) -> None:
+        lines: list[dict[str, Any]] = []
+        for row in self.rows:
+            values = row["cell"] | row
+            lines.append({name: value for name, value in values.items() if isinstance(value, str | int | float)})
+        text = io.StringIO()
+        table = csv.DictWriter(text, list(dict.fromkeys(itertools.chain.from_iterable(lines))))
+        table.writeheader()
+        table.writerows(lines)
+        write_atomic(self.path / "table.csv", text.getvalue())
+
+
+def report_summary(summary: Summary, folder: Path) -> None:
+    """Draw the plots of a sweep in its folder, and print its table."""
+    links: list[str] = []
+    for plot in summary.plots:
+        path = folder / plot.file
+        links.append(path.absolute().as_uri())
+        if isinstance(plot, Bars):
+            plots.draw_bars(path, plot.heights, plot.y, title=plot.title)
+        else:
+            plots.draw_curves(
+                path, plot.series, plot.x, plot.y, plot.levels, computed=plot.computed, log=True, title=plot.title
+            )
+    lines = dict(summary.lines)
+    lines["plots" if len(links) > 1 else "plot"] = ", ".join(links)
+    lines["sweep"] = str(folder)
+    for title, text in lines.items():
+        separator = "\n" if "\n" in text else "  "
+        print(f"  {title}{separator}{text}", flush=True)
+
+
+def main(name: str, arguments: Sequence[str]) -> int:
+    """Run all points of an experiment's grid; returns the exit status. Raises UserError."""
+    if config.parse_command_line(arguments).resume or read_rank_info(os.environ) is not None:
+        raise UserError("sweep=true starts new runs itself: start it without srun, torchrun, RESUME and --resume")
+    cfg = config.load_config(config.import_schema(name), arguments)
+    gpus = provenance.count_visible_gpus()
+    grid = load_grid(name)
+    points = plan_points(grid, name, cfg, arguments, gpus)
+    folder = Folder.create(Path(cfg.runs).absolute() / "sweeps", name, config.format_yaml(cfg)).path
+    for point in points:
+        point.settings.wandb.group = folder.name
+    print(f"{name}: a sweep of {len(points)} runs, folder {folder}", flush=True)
+
+    table = ResultTable(folder, grid, points)
+    plan = SweepPlan(folder.name, name, {}, points, parallel=1)
+    sweep_folder = sweep.SweepFolder(folder, plan)
+    try:
+        status = sweep.run_points(sweep_folder, [(point, None) for point in points], table.add_run)
+    except UserError:
+        if not table.rows:
+            shutil.rmtree(folder)
+        raise
+    if status > 128:  # after a stop request
+        return status
+    finished = [row for row in table.rows if row.get("state") == "finished"]
+    if finished:
+        report_summary(grid.summarise(cfg, gpus, finished), folder)
+    for row in table.rows:
+        if row.get("state") != "finished":
+            label = " ".join(format_values(row["cell"]))
+            print(f"error: {row['run']} ({label}) did not finish; see its screen.log", file=sys.stderr)
+    return 0 if len(finished) == len(points) else 1
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        sys.exit(main(sys.argv[1], sys.argv[2:]))

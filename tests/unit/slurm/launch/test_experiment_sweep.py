@@ -1,0 +1,60 @@
+"""`sweep=true`: a stop request or a refused run ends it, and it starts its runs itself."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common.core.errors import UserError
+from common.runs.folder import read_json
+from slurm.launch import experiment_sweep, sweep
+
+WORDS = ["repeats=1", "levels=[0.5]", "criteria=[magnitude]", "data.name=digits"]
+
+
+def sweep_runs(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> int:
+    """Sweep with a shell script in the place of each run; its folder is $RUN."""
+
+    def start(folder: object) -> subprocess.Popen[bytes]:
+        path = shlex.quote(str(folder.path))  # type: ignore[attr-defined]
+        return subprocess.Popen(["sh", "-c", f"RUN={path}; {script}"])
+
+    monkeypatch.setattr(sweep, "start_point", start)
+    return experiment_sweep.main("sparse_prune", [*WORDS, f"data.cache={cache}", f"runs={tmp_path}", "sweep=true"])
+
+
+def test_a_stop_request_at_the_end_of_a_run_ends_the_sweep(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    result = """echo '{"format": 2, "state": "finished", "exit_status": 0}' >$RUN/result.json"""
+    script = f"{result}; kill -INT {os.getpid()}"
+    assert sweep_runs(tmp_path, cache, monkeypatch, script) == 130
+    assert signal.getsignal(signal.SIGINT) is before and "FINISHED" in capfd.readouterr().out
+    (folder,) = (tmp_path / "sweeps").iterdir()
+    (cell,) = read_json(folder / "sweep.json")["cells"]
+    assert cell["state"] == "finished" and cell["run"] in (folder / "table.csv").read_text()
+
+
+def test_a_run_that_is_refused_ends_the_sweep_with_its_error(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"^no GPU is visible$"):
+        sweep_runs(tmp_path, cache, monkeypatch, "echo 'error: no GPU is visible' >$RUN/screen.log; exit 2")
+    assert not list((tmp_path / "sweeps").iterdir()) and not list(tmp_path.glob("sparse_prune-*"))
+
+
+@pytest.mark.parametrize("words", [["--resume=runs/x"], []])
+def test_a_sweep_of_ranks_or_a_resumed_run_is_refused(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not words:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="without srun, torchrun, RESUME and --resume"):
+        experiment_sweep.main("sparse_prune", [*WORDS, *words, f"runs={tmp_path}", "sweep=true"])
