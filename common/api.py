@@ -9,7 +9,7 @@ from common.distributed import ddp, sync_batchnorm
 from common.models import networks
 from common.models.model_file import init_network
 from common.pipeline.report import PipelineReport
-from common.runs.result import Facts
+from common.runs.result import ReportData
 from common.training import model_split
 from common.training.entry_point import start
 from common.training.evaluate import score_replicated, score_test_set
@@ -17,8 +17,8 @@ from common.training.optimizers import build_optimizer
 from common.training.run import Run
 
 __all__ = [
-    "Facts",
     "PipelineReport",
+    "ReportData",
     "Run",
     "TrainState",
     "UserError",

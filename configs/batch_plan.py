@@ -35,7 +35,7 @@ class BatchPlan:
         return self.shard // self.microbatches
 
 
-def cut_batch(batch: int, weights: Sequence[int]) -> tuple[int, ...]:
+def divide_batch(batch: int, weights: Sequence[int]) -> tuple[int, ...]:
     """Divide a batch among ranks in proportion to their weights; return the samples of each rank.
 
     Counts are rounded down; the remaining samples go to the ranks with the largest remainders, lower ranks first

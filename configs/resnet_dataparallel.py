@@ -9,7 +9,9 @@ from configs.dataparallel import DataParallel
 from configs.optional import Sweep
 from configs.shared import at_least
 
-ONE_DEVICE = "{} GPUs found: DataParallel runs the model unchanged, like single; to compare devices, use strategy=ddp"
+ONE_DEVICE_MESSAGE = (
+    "{} GPUs found: DataParallel runs the model unchanged, like single; to compare devices, use strategy=ddp"
+)
 
 
 @dataclass

@@ -197,7 +197,7 @@ class Experiment:
     trains: ClassVar[bool] = True
     """False if there is neither a model nor data, as in a measurement; settings of training then have no effect."""
 
-    joins_devices: ClassVar[bool] = False
+    can_mix_devices: ClassVar[bool] = False
     """True if ranks on GPUs and ranks on CPUs can train together."""
 
     seed: int = at_least(0, 0)
@@ -284,7 +284,7 @@ class Experiment:
         if not self.data.cache:
             raise ValueError("data.cache= is empty; name a folder or omit it")
         self.launch.check()
-        if self.launch.mixed and not self.joins_devices:
+        if self.launch.mixed and not self.can_mix_devices:
             raise ValueError("launch.mixed=true is only available in ddp_multinode and amp_accum; omit it")
         self.wandb.check()
         if self.trains:

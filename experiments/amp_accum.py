@@ -156,7 +156,7 @@ def main(cfg: Config, run: Run) -> None:
     batches = run.microbatches(cfg.accumulate, shard=run.shard)  # each item is the list of microbatches of one step
     with make_autocast(cfg, run.device):
         set_up_shards(cfg, run, batches, inner_model)  # with shards=auto: measures the speed of each rank
-        ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_example(batches.own_samples)))
+        ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_example(batches.local_samples)))
     state = TrainState([inner_model], optimizer, batches, run.world, replicated=True, scaler=scaler, replica=model)
     footprint = Footprint(run.device)
     all_reduce_bytes = ddp.compute_ring_bytes(model)
@@ -182,7 +182,7 @@ def main(cfg: Config, run: Run) -> None:
             step.log(skipped=float(skipped), bytes_sent=float(all_reduces * all_reduce_bytes))
         if scaler.get_scale() < MIN_LOSS_SCALE:
             raise UserError(f"gradients overflow fp16 at any loss scale, step {step.number}; use precision=bf16")
-    peaks = run.world.gather(footprint.most)
+    peaks = run.world.gather(footprint.peak_bytes)
     precision_report = PrecisionReport(cfg, run.folder, run.device.type, peaks, scaler.get_scale())
     run.report(precision_report, *report_ranks(cfg, run))
 

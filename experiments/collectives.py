@@ -27,7 +27,7 @@ from common.api import Run, TrainState, start
 from common.data.rounds import Rounds
 from common.distributed import collectives
 from common.distributed.collective_report import CollectiveReport
-from common.distributed.collectives import Call, Point, Side, Vectors
+from common.distributed.collectives import CollectiveOperation, CollectivePoint, CollectiveVariant, TestVectors
 from common.distributed.rendezvous import World
 from common.distributed.transport.algorithms import build_by_size
 from common.measure import plots
@@ -80,7 +80,7 @@ def all_gather_in_ring(chunks: Sequence[Tensor], world: World) -> None:
         shift_in_ring(outgoing, incoming, world)
 
 
-def make_ring_operations(world: World) -> dict[str, Call]:
+def make_ring_operations(world: World) -> dict[str, CollectiveOperation]:
     """Make the ring operations: an all-reduce is a reduce-scatter followed by an all-gather."""
 
     def all_reduce(x: Tensor, out: Tensor) -> None:
@@ -101,7 +101,7 @@ def make_ring_operations(world: World) -> dict[str, Call]:
     return {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
 
 
-def make_library_operations(world: World, group: dist.ProcessGroup | None = None) -> dict[str, Call]:
+def make_library_operations(world: World, group: dist.ProcessGroup | None = None) -> dict[str, CollectiveOperation]:
     """Make the operations of a process group from the functions of torch.distributed."""
     return {
         "sendrecv": lambda x, out: shift_in_ring(x, out, world, group),
@@ -112,34 +112,36 @@ def make_library_operations(world: World, group: dist.ProcessGroup | None = None
     }
 
 
-def open_sides(cfg: Config, run: Run) -> dict[str, Side]:
+def open_sides(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
     """Open the sides: the library, the ring above, and the built-in backend by transport and algorithm."""
     world = run.world
     count_interface = partial(collectives.count_interface_bytes, world)
-    library = Side(make_library_operations(world), count_interface=count_interface)
+    library = CollectiveVariant(make_library_operations(world), count_interface_bytes=count_interface)
     if world.backend == "builtin":
-        builtin = collectives.describe_builtin(library, None)._replace(link="builtin")
+        builtin = collectives.add_builtin_counters(library, None)._replace(link_variant="builtin")
         gloo_group = collectives.open_group(world, "gloo")
-        gloo = Side(make_library_operations(world, gloo_group), count_interface=count_interface)
+        gloo = CollectiveVariant(make_library_operations(world, gloo_group), count_interface_bytes=count_interface)
         sides = {"builtin": builtin, "gloo": gloo}
     else:
         sides = {world.backend: library}
 
     ring = build_by_size("ring", world.size)
-    count_sent = sides[world.backend].count_sent
-    sides["isend ring"] = Side(make_ring_operations(world), count_sent, count_interface, ring, world.backend)
+    count_sent = sides[world.backend].count_sent_bytes
+    sides["isend ring"] = CollectiveVariant(
+        make_ring_operations(world), count_sent, count_interface, ring, world.backend
+    )
 
     if world.device.type == "cpu" and cfg.algorithms:
         make_operations = partial(make_library_operations, world)
         for transport in cfg.transports:
-            sides |= collectives.open_builtin_sides(world, cfg.launch, transport, cfg.algorithms, make_operations)
-    for note in collectives.list_notes(sides, cfg.transports):
+            sides |= collectives.open_builtin_variants(world, cfg.launch, transport, cfg.algorithms, make_operations)
+    for note in collectives.list_variant_notes(sides, cfg.transports):
         run.log_message(note)
     return sides
 
 
 def measure_sides(
-    sides: Mapping[str, Side], first: int, point: Point, vectors: Vectors, world: World
+    sides: Mapping[str, CollectiveVariant], first: int, point: CollectivePoint, vectors: TestVectors, world: World
 ) -> dict[str, list[list[float]]]:
     """Measure every side that has the operation, beginning with number `first`, and check all results.
 
@@ -150,24 +152,24 @@ def measure_sides(
     names = list(sides)
     for name in names[first:] + names[:first]:
         side = sides[name]
-        if point.op not in side.calls:
+        if point.op not in side.operations:
             continue
-        operation = side.calls[point.op]
+        operation = side.operations[point.op]
 
         # the first call is not timed, because other sides have run since this one; its bytes are counted
-        sent_before = side.count_sent()
-        interface_before = side.count_interface()
+        sent_before = side.count_sent_bytes()
+        interface_before = side.count_interface_bytes()
         dist.barrier()
-        operation(*vectors.fill(point))
+        operation(*vectors.make_tensors(point))
         dist.barrier()  # includes the bytes that other ranks still have to send
-        sent = side.count_sent() - sent_before
-        through_interface = side.count_interface() - interface_before
+        sent = side.count_sent_bytes() - sent_before
+        through_interface = side.count_interface_bytes() - interface_before
 
-        x, out = vectors.fill(point)
+        x, out = vectors.make_tensors(point)
         # ranks meet in this side's all-reduce: dist.barrier would warm up the connections of the library only
-        meet = partial(side.calls["all_reduce"], token, token)
+        meet = partial(side.operations["all_reduce"], token, token)
         (seconds,) = time_calls(partial(operation, x, out), world.device, 1, warm_up=0, prepare=meet)
-        vectors.check(point, x, out, name)
+        vectors.check_result(point, x, out, name)
         measurements[name] = world.gather([seconds, sent, through_interface])
     return measurements
 
@@ -176,14 +178,14 @@ def main(cfg: Config, run: Run) -> None:
     world = run.world
     sides = open_sides(cfg, run)
     points = collectives.list_points(cfg.ops, cfg.dtypes, cfg.list_bytes(), world.size)
-    vectors = Vectors(cfg.seed, world, run.device)
+    vectors = TestVectors(cfg.seed, world, run.device)
     table = torch.zeros(cfg.rounds, len(points), len(sides), world.size, 3, dtype=torch.float64)
     state = TrainState([], None, Rounds(points), world, tensors={"measured": table})
 
     # run every operation once: connections are opened by the first message
     for point in collectives.list_points(cfg.ops, cfg.dtypes[:1], [64], world.size):
         measure_sides(sides, 0, point, vectors, world)
-    links = collectives.fit_links(world)
+    links = collectives.fit_link_lines(world)
     load_meter = ForeignLoadMeter(world)
 
     for step in run.steps(state, loss=0):

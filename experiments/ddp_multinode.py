@@ -45,11 +45,10 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
         for unit in (*model.children(), model):
             fully_shard(unit, mesh=mesh)  # a unit is all-gathered just before its forward
         return model
-    bucket_mb = ddp.choose_bucket_mb(cfg.communication, cfg.bucket_mb, run.world.backend)
     replica = ddp.wrap_ddp(
         model,
         run.device,
-        bucket_cap_mb=bucket_mb,
+        bucket_cap_mb=ddp.choose_bucket_mb(cfg.communication, cfg.bucket_mb, run.world.backend),
         gradient_as_bucket_view=cfg.gradient_as_bucket_view,
         static_graph=cfg.static_graph,
         find_unused_parameters=cfg.find_unused_parameters,
@@ -64,7 +63,7 @@ def main(cfg: Config, run: Run) -> None:
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads shard r of every batch
     set_up_shards(cfg, run, batches, network)  # with shards=auto: measures the speed of each rank
-    ddp.warm_up_buckets(model, run.load_example(batches.own_samples))
+    ddp.warm_up_buckets(model, run.load_example(batches.local_samples))
     state = TrainState([network], optimizer, batches, run.world, replicated=True, replica=model)
 
     for step in run.steps(state, lambda: score_replicated(network, run)):

@@ -32,7 +32,7 @@ D steps later: x_i <- x + (x_i - x_i at the beginning of the exchange), so that 
 
 from __future__ import annotations
 
-from common.api import Facts, Run, UserError, build_optimizer, init_network, score_replicated, start
+from common.api import ReportData, Run, UserError, build_optimizer, init_network, score_replicated, start
 from common.core.seeds import derive_seed
 from common.core.text import format_count
 from common.training.local_sgd.exchange import Bf16Exchange, Exchange, Int8Exchange, TopkExchange
@@ -84,7 +84,7 @@ def exchange_differences(cfg: Config, worker: LocalWorker, step: int, total: int
     """Begin an exchange at the end of a round; take the outer step `delay` steps later."""
     is_last = step == total
     if worker.awaits_outer_step:
-        is_due = step >= worker.sent_after + cfg.delay
+        is_due = step >= worker.exchange_step + cfg.delay
         if is_due or is_last:
             take_outer_step(cfg, worker)
     if ends_round(cfg, step, total):
@@ -93,7 +93,7 @@ def exchange_differences(cfg: Config, worker: LocalWorker, step: int, total: int
             take_outer_step(cfg, worker)
 
 
-def report_exchanges(cfg: Config, worker: LocalWorker, run: Run) -> Facts:
+def report_exchanges(cfg: Config, worker: LocalWorker, run: Run) -> ReportData:
     """Report the exchanges of the whole run and the bytes that a worker sent, synchronous steps included."""
     exchanges, sent_bytes, _ = worker.counts.tolist()
     delay = f", {cfg.delay} later" if cfg.delay else ""
@@ -104,7 +104,7 @@ def report_exchanges(cfg: Config, worker: LocalWorker, run: Run) -> Facts:
         "sent": f"{sent_bytes / 1e6:,.2f} MB by each worker, {sent_bytes / run.total / 1e3:,.1f} kB a step",
     }
     outcome = {"exchanges": exchanges, "bytes_sent": sent_bytes}
-    return Facts(lines, outcome, measured={"exchange_seconds": worker.seconds})
+    return ReportData(lines, outcome, measured={"exchange_seconds": worker.seconds})
 
 
 def main(cfg: Config, run: Run) -> None:
@@ -129,7 +129,7 @@ def main(cfg: Config, run: Run) -> None:
                 worker.average_gradients()
             optimizer.step()
             if step.number == cfg.start:
-                worker.set_reference()
+                worker.update_reference()
             exchange_differences(cfg, worker, step.number, run.total)
             step.log(loss=loss.detach())
     run.report(report_exchanges(cfg, worker, run))

@@ -30,13 +30,14 @@ import torch.nn.functional as F
 def main(cfg: Config, run: Run) -> None:
     model = networks.SimpleNN(cfg.width, cfg.depth, run.sample_shape, run.classes)  # same weights on every rank
     stages = model_split.split_model(cfg, model, run)  # by layer names, parameter counts or measured times
-    pipe = model_split.build_pipeline(cfg, stages, F.cross_entropy, run)  # holds the stages of this rank only
+    pipe = model_split.build_pipeline_engine(cfg, stages, F.cross_entropy, run)  # holds the stages of this rank only
     optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
-    batches = run.batches(inputs=pipe.has_first, targets=pipe.has_last)  # images go to stage 0, labels to the last
-    state = TrainState(list(pipe.local.values()), optimizer, batches, run.world)
+    # images go to the first stage, labels to the last
+    batches = run.batches(inputs=pipe.has_first_stage, targets=pipe.has_last_stage)
+    state = TrainState(list(pipe.local_stages.values()), optimizer, batches, run.world)
 
     def evaluate() -> dict[str, float]:
-        return score_test_set(pipe.predict, run, inputs=pipe.has_first)
+        return score_test_set(pipe.predict, run, inputs=pipe.has_first_stage)
 
     for step in run.steps(state, evaluate, loss=pipe.last_rank):
         with step:
@@ -44,9 +45,8 @@ def main(cfg: Config, run: Run) -> None:
             loss = pipe.step(step.x, step.y)  # forward and backward of all microbatches, ordered by the schedule
             optimizer.step()  # each rank updates its own stages
             step.log(loss=loss)
-    folder = run.folder.path if cfg.plot else None
     title = f"SimpleNN (width {cfg.width}, depth {cfg.depth}), batch {cfg.batch}"
-    run.report(PipelineReport.gather(pipe, run.world, cfg, folder, title))
+    run.report(PipelineReport.gather(pipe, run.world, cfg, run.folder.path if cfg.plot else None, title))
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ applied; this state is evaluated and saved.
 
 from __future__ import annotations
 
-from common.api import Facts, Run, build_optimizer, ddp, networks, score_replicated, start
+from common.api import ReportData, Run, build_optimizer, ddp, networks, score_replicated, start
 from common.checkpoint.served_state import ServedState
 from common.distributed.parameter_server.report import ServerReport, gather_served
-from common.distributed.parameter_server.server import Policy
-from common.distributed.parameter_server.worker import Worker
+from common.distributed.parameter_server.server import StalenessPolicy
+from common.distributed.parameter_server.worker import ServerWorker
 from common.measure import plots
 from common.runs.folder import write_json
 from common.training.single_process_baseline import make_step_function, time_steps
@@ -50,12 +50,12 @@ from torch import nn
 DDP_STEPS = 20
 
 
-def report_servers(cfg: Config, run: Run, worker: Worker) -> ServerReport:
+def report_servers(cfg: Config, run: Run, worker: ServerWorker) -> ServerReport:
     """Report the work of the servers in this attempt; write their record and the plot if configured."""
     server = worker.server
     if server is not None and cfg.record:
         record = {"workers": run.world.size, "after_step": run.resumed_after, "events": server.events}
-        write_json(run.folder.attempt / f"served-{run.world.rank}.json", record)
+        write_json(run.folder.attempt_folder / f"served-{run.world.rank}.json", record)
     report = ServerReport(worker.policy, gather_served(run.world, server))
     if cfg.plot and report.staleness:  # only rank 0 has it
         heights = {str(staleness): (100 * share, 0.0) for staleness, share in report.compute_shares().items()}
@@ -63,12 +63,12 @@ def report_servers(cfg: Config, run: Run, worker: Worker) -> ServerReport:
     return report
 
 
-def time_ddp(cfg: Config, run: Run) -> Facts:
+def time_ddp(cfg: Config, run: Run) -> ReportData:
     """Time DDP steps with a new model and the same batches. All ranks call it after training."""
     network = build_network(cfg, run)
     step = make_step_function(run, ddp.wrap_ddp(network, run.device), network, run.shard)
     rate = cfg.batch / time_steps(step, run.device, DDP_STEPS)
-    return Facts({"with DDP": f"{rate:,.0f} samples/s"}, measured={"ddp_samples_per_second": rate})
+    return ReportData({"with DDP": f"{rate:,.0f} samples/s"}, measured={"ddp_samples_per_second": rate})
 
 
 def build_network(cfg: Config, run: Run) -> nn.Sequential:
@@ -78,12 +78,12 @@ def build_network(cfg: Config, run: Run) -> nn.Sequential:
 
 def main(cfg: Config, run: Run) -> None:
     network = build_network(cfg, run)
-    worker = Worker(
+    worker = ServerWorker(
         network,
         run.world,
         lambda shard: build_optimizer(shard, cfg.optim),
         servers=cfg.servers,
-        policy=Policy(cfg.mode, cfg.staleness, run.world.size),
+        policy=StalenessPolicy(cfg.mode, cfg.staleness, run.world.size),
         damp=cfg.damp,
         record=cfg.record,
     )

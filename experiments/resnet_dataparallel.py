@@ -28,8 +28,8 @@ from common.api import Run, TrainState, build_optimizer, ddp, init_network, scor
 from common.core.text import format_count
 from common.distributed.rendezvous import World
 from common.measure.device_report import report_devices
-from common.training.single_process_baseline import Side, compare_sides
-from configs.resnet_dataparallel import ONE_DEVICE, Config
+from common.training.single_process_baseline import StepVariant, compare_variants
+from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,7 +86,7 @@ def main(cfg: Config, run: Run) -> None:
     gpu_count = len(list_gpus(world))
     device_count = max(1, gpu_count) if cfg.strategy == "data_parallel" else world.size
     if cfg.strategy == "data_parallel" and device_count == 1:
-        run.log_message(ONE_DEVICE.format(gpu_count))
+        run.log_message(ONE_DEVICE_MESSAGE.format(gpu_count))
     has_comparison = cfg.compare and device_count > 1 and len(run.train_set) >= cfg.batch
     if has_comparison:
         run.log_message("the strategies are compared in turns after training; compare=false skips this")
@@ -137,7 +137,7 @@ def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:
     if world.size > 1:
         plan.append(["ddp", "ddp", world.threads])
 
-    def make_side(name: str, strategy: Any, threads: int) -> Side:
+    def make_side(name: str, strategy: Any, threads: int) -> StepVariant:
         """Make a side with a new model; the trained one is not changed."""
         side_cfg = replace(cfg, strategy=strategy)
 
@@ -145,9 +145,9 @@ def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:
             model = wrap_model(side_cfg, build_model(side_cfg, run), world)
             return choose_forward(side_cfg, model, world), model
 
-        return Side(name, threads, make_model, run.shard if strategy == "ddp" else None)
+        return StepVariant(name, threads, make_model, run.shard if strategy == "ddp" else None)
 
-    return compare_sides(run, [make_side(*arguments) for arguments in world.broadcast(plan)])
+    return compare_variants(run, [make_side(*arguments) for arguments in world.broadcast(plan)])
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ therefore affects training in every mode.
 from __future__ import annotations
 
 from common.api import (
-    Facts,
     PipelineReport,
+    ReportData,
     Run,
     TrainState,
     build_optimizer,
@@ -48,7 +48,7 @@ from common.distributed.mesh import create_mesh_groups
 from common.distributed.rendezvous import World
 from common.measure.memory import describe_peak_memory, format_megabytes, limit_memory, read_peak_memory
 from common.models.model_file import load_initial_weights
-from common.pipeline.executor import Loss
+from common.pipeline.executor import LossFunction
 from common.pipeline.single_process import SingleProcessPipeline
 from configs.resnet_modelparallel import Config
 
@@ -70,7 +70,7 @@ def build_model(cfg: Config, run: Run) -> nn.Sequential:
     return model.to(memory_format=torch.channels_last) if cfg.channels_last else model
 
 
-def build_loss(cfg: Config, run: Run) -> Loss:
+def build_loss(cfg: Config, run: Run) -> LossFunction:
     """Build the mean loss: cross-entropy, or the squared difference from a random vector per class."""
     if cfg.loss == "cross_entropy":
         return F.cross_entropy
@@ -85,7 +85,7 @@ def build_pipeline(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> An
     stages = model_split.split_model(pipeline, model, run)
     loss = build_loss(cfg, run)
     if not cfg.in_one_process:
-        return model_split.build_pipeline(pipeline, stages, loss, run, pp)
+        return model_split.build_pipeline_engine(pipeline, stages, loss, run, pp)
     return SingleProcessPipeline(
         stages,
         loss,
@@ -129,7 +129,9 @@ def main(cfg: Config, run: Run) -> None:
     run.report(gather_device_facts(cfg, run, devices, training_bytes), report_pipeline(cfg, run, pipe, pp))
 
 
-def gather_device_facts(cfg: Config, run: Run, devices: list[torch.device], training_bytes: dict[str, int]) -> Facts:
+def gather_device_facts(
+    cfg: Config, run: Run, devices: list[torch.device], training_bytes: dict[str, int]
+) -> ReportData:
     """Gather the stages and memory of every device. All ranks call it.
 
     `training_bytes` holds, by device of this rank, the bytes that training needed beyond those before it.
@@ -153,7 +155,7 @@ def gather_device_facts(cfg: Config, run: Run, devices: list[torch.device], trai
         "training memory": format_megabytes(training_bytes) + kind + limit,
     }
     highest = max(training_bytes.values(), default=0)
-    return Facts(lines, measured={"training_bytes": highest}, memory=peak_bytes)
+    return ReportData(lines, measured={"training_bytes": highest}, memory=peak_bytes)
 
 
 def describe_stages(cfg: Config) -> str:

@@ -32,7 +32,7 @@ it compresses well. Dense kernels multiply the zeros, too: the gain or loss of s
 
 from __future__ import annotations
 
-from common.api import Facts, Run, TrainState, build_optimizer, ddp, networks, score_replicated, start
+from common.api import ReportData, Run, TrainState, build_optimizer, ddp, networks, score_replicated, start
 from common.core import seeds
 from common.models import pruning_masks, pruning_savings, pruning_schedules
 from common.models.pruning_masks import Masks
@@ -125,7 +125,7 @@ def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimize
     if cfg.schedule != "rigl":
         scores = score_weights(cfg, run, model, masks, step)
         new_masks = choose_masks(cfg, scores, sparsity)
-        masks.assign([old & new for old, new in zip(masks.kept, new_masks, strict=True)])  # no pruned weight returns
+        masks.assign([old & new for old, new in zip(masks.masks, new_masks, strict=True)])  # no pruned weight returns
     elif step:
         progress = step / (cfg.end * run.total)
         share = cfg.drop / 2 * (1 + math.cos(math.pi * progress))
@@ -169,7 +169,7 @@ def main(cfg: Config, run: Run) -> None:
     run.report(*report_pruning(cfg, run, inner_model, masks))
 
 
-def report_pruning(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> list[Facts]:
+def report_pruning(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> list[ReportData]:
     """Measure the remaining weights and the savings. All ranks call it; only rank 0 returns a report."""
     masks.assert_equal_on_ranks()
     if not run.world.is_main:

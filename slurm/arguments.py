@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from common.core.errors import UserError
 
-NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+EXPERIMENT_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 def check_experiment_name(name: str) -> str:
@@ -20,7 +20,7 @@ def check_experiment_name(name: str) -> str:
     listing = f"(experiments: {', '.join(experiments)})"
     if not name:
         raise UserError(f"NAME is missing; write make exp NAME={experiments[0]} {listing}")
-    if not NAME.fullmatch(name) or name not in experiments:
+    if not EXPERIMENT_NAME.fullmatch(name) or name not in experiments:
         raise UserError(f"no experiment {name!r}{suggest_nearest(name, experiments)} {listing}")
     return name
 

@@ -18,10 +18,10 @@ from common.checkpoint import storage
 from common.checkpoint.rank_file import read_rank_file, write_rank_file
 from common.checkpoint.state_dicts import to_plain
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry, StagingDir
-from common.core.errors import NO_VALID_CHECKPOINT, RunTaken, UserError, summarize_error
+from common.core.errors import NO_VALID_CHECKPOINT_TEXT, RunTakenError, UserError, summarize_error
 from common.core.text import format_count
 from common.distributed.rendezvous import World
-from common.runs.folder import Folder, fsync_path, write_atomic
+from common.runs.folder import RunFolder, fsync_path, write_atomic
 from configs.shared import Checkpoint
 
 MAX_NAMES_IN_MESSAGE = 10
@@ -70,7 +70,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Folder,
+        folder: RunFolder,
         world: World,
         settings: Checkpoint,
         log_message: Callable[[str], None],
@@ -86,9 +86,9 @@ class Checkpointer:
         self.settings = settings
         self.log_message = log_message
         self.find_stop_reason = find_stop_reason
-        self.saved: int | None = None
+        self.saved_step: int | None = None
         """Step of the newest checkpoint of this attempt."""
-        self.best: int | None = None
+        self.best_step: int | None = None
         """Step of the best checkpoint."""
         self.problem = ""
         """Why the newest checkpoint could not be written; empty if it was written."""
@@ -106,7 +106,7 @@ class Checkpointer:
         content = self._collect_rank_content(step, state)
         problem: str | None = None
         for retries_left in range(self.settings.retries, -1, -1):
-            problem = None if step == self.saved else self._try_write(step, state, content)
+            problem = None if step == self.saved_step else self._try_write(step, state, content)
             if problem is None:
                 break
             if retries_left:
@@ -117,9 +117,9 @@ class Checkpointer:
         if self.problem:
             self.log_message(f"checkpoints are written again, after step {step}")
         self.problem = ""
-        self.saved = step
+        self.saved_step = step
         if best:
-            self.best = step
+            self.best_step = step
         problem = self._run_on_main(self._remove_old)
         if problem is not None:
             self.log_message(f"WARNING: cannot delete old checkpoints: {problem}")
@@ -128,7 +128,11 @@ class Checkpointer:
     def report_failed_save(self, step: int, problem: str, *, is_known: bool = False) -> None:
         """Report that no checkpoint was written after a step: the first of consecutive failures, unless `is_known`."""
         if not (self.problem or is_known):
-            newest = "this attempt has no older one" if self.saved is None else f"the newest is of step {self.saved}"
+            newest = (
+                "this attempt has no older one"
+                if self.saved_step is None
+                else f"the newest is of step {self.saved_step}"
+            )
             self.log_message(f"WARNING: no checkpoint of step {step}: {problem}; training continues ({newest})")
         self.problem = problem
 
@@ -190,21 +194,21 @@ class Checkpointer:
             facts = {name: value for name, value in state.common.items() if isinstance(value, FACT_TYPES)}
             manifest = Manifest(staging.target.step, self.folder.number, self.world.size, files, facts)
             staging.publish(manifest)
-        except (OSError, RunTaken):
+        except (OSError, RunTakenError):
             staging.discard()
             raise
 
     def _remove_old(self) -> None:
         """Update the pointers and delete old checkpoints. Rank 0 calls it."""
-        assert self.saved is not None
+        assert self.saved_step is not None
         try:
-            self._write_pointer("latest", self.saved)
-            if self.best is not None:
-                self._write_pointer("best", self.best)
+            self._write_pointer("latest", self.saved_step)
+            if self.best_step is not None:
+                self._write_pointer("best", self.best_step)
         except UserError as error:
             raise OSError(str(error)) from error
         finally:
-            old = storage.retire_old_checkpoints(self.folder, self.settings.keep, self.best)
+            old = storage.retire_old_checkpoints(self.folder, self.settings.keep, self.best_step)
             if old:  # training continues while the disk frees their blocks
                 self.deletion = threading.Thread(target=storage.delete_folders, args=(old,))
                 self.deletion.start()
@@ -221,21 +225,22 @@ class Checkpointer:
     def _run_on_main(self, function: Callable[[], None]) -> str | None:
         """Call `function` on rank 0; return its problem, or None, on all ranks.
 
-        Raises RunTaken on all ranks if another attempt has taken over the run, or the attempt's folder was deleted.
+        Raises RunTakenError on all ranks if another attempt has taken over the run, or if the folder of this attempt
+        was deleted.
         """
         problem: str | None = None
         stop_reason = ""
         if self.world.is_main:
             try:
                 function()
-            except RunTaken as error:
+            except RunTakenError as error:
                 stop_reason = str(error)
             except OSError as error:
                 problem = summarize_error(error)
                 stop_reason = self.find_stop_reason()
         problem, stop_reason = self.world.broadcast([problem, stop_reason])
         if stop_reason:
-            raise RunTaken(stop_reason)
+            raise RunTakenError(stop_reason)
         return problem
 
     # ---- loading
@@ -247,7 +252,7 @@ class Checkpointer:
         """
         resumable = storage.list_resumable_checkpoints(self.folder) if self.world.is_main else []
         positions = self.world.broadcast([[checkpoint.attempt.number, checkpoint.step] for checkpoint in resumable])
-        candidates = [CheckpointPath(Folder(self.folder.path, attempt), step) for attempt, step in positions]
+        candidates = [CheckpointPath(RunFolder(self.folder.path, attempt), step) for attempt, step in positions]
         for checkpoint in candidates:
             loaded, problem = self._try_read(checkpoint)
             if problem is None:
@@ -303,7 +308,7 @@ class Checkpointer:
             if len(names) > MAX_NAMES_IN_MESSAGE:
                 shortened += ", ..."
             raise UserError(
-                f"{NO_VALID_CHECKPOINT} ({shortened}); repair or restore one of them, or "
+                f"{NO_VALID_CHECKPOINT_TEXT} ({shortened}); repair or restore one of them, or "
                 f"remove {self.folder.path}/attempts/*/checkpoints to train from the beginning"
             )
         staging_dirs = storage.list_staging_dirs(self.folder) if self.world.is_main else []

@@ -5,13 +5,13 @@ from __future__ import annotations
 from common.checkpoint import storage
 from common.core import config
 from common.core.errors import UserError
-from common.runs.folder import MODEL_FACTS, Folder, read_json
+from common.runs.folder import MODEL_FACTS_FILE, RunFolder, read_json
 from configs.shared import Experiment
 
 
-def read_step_counts(folder: Folder) -> tuple[int, int]:
+def read_step_counts(folder: RunFolder) -> tuple[int, int]:
     """Return the steps of a finished run and the steps of its epoch; (0, 0) if they are not recorded."""
-    facts = read_json(folder.path / MODEL_FACTS)
+    facts = read_json(folder.path / MODEL_FACTS_FILE)
     steps = facts.get("step")
     epoch_steps = facts.get("epoch_steps")
     if isinstance(steps, int) and isinstance(epoch_steps, int) and epoch_steps:
@@ -19,7 +19,7 @@ def read_step_counts(folder: Folder) -> tuple[int, int]:
     return 0, 0
 
 
-def has_more_steps(folder: Folder, cfg: Experiment) -> bool:
+def has_more_steps(folder: RunFolder, cfg: Experiment) -> bool:
     """Return True if a config has more steps than the finished run. Raises UserError if the run cannot resume."""
     steps, epoch_steps = read_step_counts(folder)
     if not epoch_steps or cfg.total_steps(epoch_steps) <= steps:
@@ -32,12 +32,12 @@ def has_more_steps(folder: Folder, cfg: Experiment) -> bool:
     return True
 
 
-def has_checkpoint(folder: Folder, step: int) -> bool:
+def has_checkpoint(folder: RunFolder, step: int) -> bool:
     """Return True if a run has a checkpoint of a step."""
     return any(checkpoint.step == step for checkpoint in storage.list_resumable_checkpoints(folder))
 
 
-def check_settings_of_finished(folder: Folder, cfg: Experiment) -> None:
+def check_settings_of_finished(folder: RunFolder, cfg: Experiment) -> None:
     """Raise UserError if a run is finished and a config changes settings without adding steps."""
     if folder.result.get("state") != "finished" or has_more_steps(folder, cfg):
         return
@@ -55,7 +55,7 @@ def check_settings_of_finished(folder: Folder, cfg: Experiment) -> None:
         )
 
 
-def describe_finished(folder: Folder, cfg: Experiment) -> str:
+def describe_finished(folder: RunFolder, cfg: Experiment) -> str:
     """Return a message that a run is finished, with the command that extends it."""
     message = f"{folder.path} is finished; see {folder.path / 'result.json'}"
     steps, epoch_steps = read_step_counts(folder)

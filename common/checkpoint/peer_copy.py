@@ -20,13 +20,13 @@ def copy_state(state: TrainState, source: int, world: World, step: int, *, loads
     """
     buffer = io.BytesIO()
     if world.rank == source:
-        parts = vars(state.collect_own_state()).items()
+        parts = vars(state.collect_local_state()).items()
         torch.save({name: to_plain(part, name) for name, part in parts}, buffer)
     received = objects.broadcast_bytes(buffer.getvalue(), source, world.device)
     if not loads:
         return
     content = torch.load(io.BytesIO(received), weights_only=True, map_location="cpu")
-    state.load_copy(
+    state.load_peer_state(
         LoadedCheckpoint(
             step,
             attempt=0,

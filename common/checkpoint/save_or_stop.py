@@ -59,14 +59,14 @@ class SaveOrStopVote:
         self.world = world
         self.settings = settings
         self.stop_request = stop_request
-        self.begin_after(0)
+        self.start_votes_after(0)
 
-    def begin_after(self, step: int) -> None:
+    def start_votes_after(self, step: int) -> None:
         """Vote from the step after this one on; the time until the next save starts now."""
-        self.restart_after(step)
+        self.restart_votes_after(step)
         self.saved_at = self.voted_at
 
-    def restart_after(self, step: int) -> None:
+    def restart_votes_after(self, step: int) -> None:
         """Vote from the step after this one on, and at the next call in an evaluation; the same on all ranks."""
         self.next_step = step
         self.last_step = step
@@ -91,7 +91,7 @@ class SaveOrStopVote:
         self.calls += 1
         if self.calls < self.next_call:
             return Decision(stop=False, save=False, diverged=False)
-        ballot = Ballot(stop=bool(self.stop_request.number))
+        ballot = Ballot(stop=bool(self.stop_request.signal_number))
         interval = self._choose_interval(self.calls, time.perf_counter())
         if self.world.is_main:
             ballot = ballot._replace(run_taken=bool(find_stop_reason()), next_vote=interval)
@@ -115,7 +115,7 @@ class SaveOrStopVote:
         now = time.perf_counter()
         is_save_due = 0 < self.settings.every_seconds <= now - self.saved_at
         next_step = step + self._choose_interval(max(1, step - self.last_step), now)
-        ballot = Ballot(stop=bool(self.stop_request.number), wait_us=int(1e6 * self.local_wait))
+        ballot = Ballot(stop=bool(self.stop_request.signal_number), wait_us=int(1e6 * self.local_wait))
         if self.world.is_main:
             ballot = ballot._replace(save=is_save_due, diverged=diverged, run_taken=run_taken, next_vote=next_step)
         outcome = ballot.reduce_max(self.world)

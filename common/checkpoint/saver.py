@@ -13,12 +13,12 @@ from common.checkpoint.checkpointer import Checkpointer, LoadedCheckpoint
 from common.checkpoint.save_or_stop import SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest, StopRequested
 from common.checkpoint.train_state import TrainState
-from common.core.errors import RunTaken, UserError
+from common.core.errors import RunTakenError, UserError
 from common.distributed.rendezvous import World
 from common.distributed.silent_ranks import SilenceWatch
 from common.measure.metrics_log import MetricsLog
 from common.runs.claims import AttemptWatch
-from common.runs.folder import Folder, read_json
+from common.runs.folder import RunFolder, read_json
 from configs.shared import Experiment
 
 
@@ -29,15 +29,20 @@ class Saver:
     """
 
     def __init__(
-        self, cfg: Experiment, folder: Folder, world: World, stop: StopRequest | None, log_message: Callable[..., None]
+        self,
+        cfg: Experiment,
+        folder: RunFolder,
+        world: World,
+        stop: StopRequest | None,
+        log_message: Callable[..., None],
     ) -> None:
         self.cfg = cfg
         self.folder = folder
         self.world = world
         self.log_message = log_message
-        self.stop = stop or StopRequest(cfg.checkpoint.grace, sys.stderr)
-        self.vote = SaveOrStopVote(world, cfg.checkpoint, self.stop)
-        self.watch = AttemptWatch(folder)
+        self.stop_request = stop or StopRequest(cfg.checkpoint.grace, sys.stderr)
+        self.vote = SaveOrStopVote(world, cfg.checkpoint, self.stop_request)
+        self.attempt_watch = AttemptWatch(folder)
         self.step = 0
         """The newest step after which the ranks voted or saved."""
         self.stop_reason = ""
@@ -46,9 +51,9 @@ class Saver:
         self.silence_watch: SilenceWatch | None = None
         self.state: TrainState | None = None
         self.metrics: MetricsLog | None = None
-        self.began = time.perf_counter()
+        self.start_time = time.perf_counter()
         """Start of the run by time.perf_counter(), moved back by the seconds of former attempts."""
-        self.best: float | None = None
+        self.best_score: float | None = None
         """The score named by `checkpoint.best` in the best evaluation so far."""
         self.unevaluated = False
         """True until the evaluation after the newest step has finished."""
@@ -56,13 +61,13 @@ class Saver:
     def load(self, state: TrainState) -> LoadedCheckpoint | None:
         """Load the newest checkpoint of the run into `state`, if there is one."""
         self.state = state
-        loaded = None if self.world.joins else self.checkpointer.load(state.check_ranks)
+        loaded = None if self.world.is_joining else self.checkpointer.load(state.check_ranks)
         if loaded is not None:
             state.load(loaded)
-            self.began -= loaded.common["seconds"]
-            self.best = loaded.common["best"]
+            self.start_time -= loaded.common["seconds"]
+            self.best_score = loaded.common["best"]
             self.unevaluated = loaded.common.get("unevaluated", False)
-        self.vote.begin_after(loaded.step if loaded else 0)
+        self.vote.start_votes_after(loaded.step if loaded else 0)
         self.restart_watchdogs()
         return loaded
 
@@ -73,7 +78,7 @@ class Saver:
 
     def restart_watchdogs(self) -> None:
         """Restart the timers that write the stacks of a hanging step to the log and report silent ranks."""
-        self.stop.dump_stacks_after(0.9 * self.cfg.launch.step_timeout)
+        self.stop_request.dump_stacks_after(0.9 * self.cfg.launch.step_timeout)
         if self.silence_watch is not None:
             self.silence_watch.restart()
 
@@ -90,8 +95,8 @@ class Saver:
         self.metrics.flush()  # ranks may already wait for each other here
         self.step = step
         run_taken = self.world.is_main and bool(self._find_stop_reason())
-        decision = self.vote.decide(step, bool(self.metrics.diverged), wait_start, run_taken=run_taken)
-        self.metrics.drop_kept_rows()
+        decision = self.vote.decide(step, bool(self.metrics.divergence), wait_start, run_taken=run_taken)
+        self.metrics.drop_unwritten_rows()
         self.restart_watchdogs()
         if decision.run_taken:
             self._raise_run_taken()
@@ -119,18 +124,18 @@ class Saver:
     def raise_if_diverged(self) -> None:
         """Raise UserError with the same message on all ranks if the loss is NaN or infinite."""
         assert self.metrics is not None
-        problem = self.world.broadcast(self.metrics.diverged)
+        problem = self.world.broadcast(self.metrics.divergence)
         if problem:
             raise UserError(problem)
 
     def _find_stop_reason(self) -> str:
         """Return, on rank 0, why this attempt must stop without saving; empty if it may continue."""
-        self.stop_reason = self.watch.find_problem(self.step)
+        self.stop_reason = self.attempt_watch.find_problem(self.step)
         return self.stop_reason
 
     def _raise_run_taken(self) -> NoReturn:
-        """Raise RunTaken with the same message on all ranks."""
-        raise RunTaken(self.world.broadcast(self.stop_reason))
+        """Raise RunTakenError with the same message on all ranks."""
+        raise RunTakenError(self.world.broadcast(self.stop_reason))
 
     def _stop(self, step: int, saved: bool) -> NoReturn:
         if not saved:
@@ -138,18 +143,18 @@ class Saver:
         self.log_message(f"stopped on request; checkpoint saved at step {step}")
         raise StopRequested
 
-    def raise_if_lost(self, step: int) -> None:
-        """Raise RunTaken if this attempt must stop. Only rank 0 calls it."""
+    def raise_if_run_taken(self, step: int) -> None:
+        """Raise RunTakenError if this attempt must stop. Only rank 0 calls it."""
         self.step = step
         if self._find_stop_reason():
-            raise RunTaken(self.stop_reason)
+            raise RunTakenError(self.stop_reason)
 
     def save(self, step: int, *, best: bool = False) -> bool:
         """Write a checkpoint; return False if writing fails. Raises UserError if a parameter is NaN or infinite."""
         assert self.state is not None and self.metrics is not None
         self.step = step
         writer = self.metrics.writer
-        if self.world.broadcast(bool(writer.waiting)):  # the next attempt would miss these rows
+        if self.world.broadcast(bool(writer.buffered_lines)):  # the next attempt would miss these rows
             if self.world.broadcast(self.world.is_main and bool(self._find_stop_reason())):
                 self._raise_run_taken()
             problem = f"cannot write {self.folder.metrics_file}; free disk space"
@@ -160,9 +165,9 @@ class Saver:
         if not self.world.broadcast(all(self.world.gather(is_finite))):
             raise UserError(f"a parameter is no finite number after step {step}; lower optim.lr")
         state.common["rows"] = writer.written
-        state.common["seconds"] = time.perf_counter() - self.began
+        state.common["seconds"] = time.perf_counter() - self.start_time
         state.common["wandb"] = read_json(self.folder.path / "wandb" / "id.json").get("id")
-        state.common["best"] = self.best
+        state.common["best"] = self.best_score
         state.common["unevaluated"] = self.unevaluated
         return self.checkpointer.save(step, state, best=best)
 
@@ -172,16 +177,16 @@ class Saver:
         score = self.world.broadcast(scores.get(name)) if name != "none" else None
         if score is None:
             return
-        previous = self.best
+        previous = self.best_score
         if previous is not None:
             is_better = score > previous if name == "test_accuracy" else score < previous
             if not is_better:
                 return
-        self.best = score
+        self.best_score = score
         try:
             self.save(step, best=True)
         except RuntimeError:  # it was not saved, and an elastic run evaluates again
-            self.best = previous
+            self.best_score = previous
             raise
 
     def save_last(self, step: int) -> None:
@@ -205,8 +210,8 @@ class Saver:
 
     def close(self) -> None:
         """Stop the watchdogs, and wait until old checkpoints are deleted."""
-        self.stop.cancel_watchdog()
+        self.stop_request.cancel_watchdog()
         if self.silence_watch is not None:
             self.silence_watch.close()
         self.checkpointer.wait_for_deletions()
-        self.watch.close()
+        self.attempt_watch.close()

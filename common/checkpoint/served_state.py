@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
 from common.checkpoint.train_state import TrainState
 from common.data.loader import Loader
-from common.distributed.parameter_server.worker import Worker
+from common.distributed.parameter_server.worker import ServerWorker
 
 
 class ServedState(TrainState):
@@ -21,7 +21,7 @@ class ServedState(TrainState):
 
     optimizer: Optimizer
 
-    def __init__(self, worker: Worker, optimizer: Optimizer, loader: Loader, **options: Any) -> None:
+    def __init__(self, worker: ServerWorker, optimizer: Optimizer, loader: Loader, **options: Any) -> None:
         super().__init__([worker.network], optimizer, loader, worker.world, replicated=True, **options)
         self.worker = worker
 

@@ -45,7 +45,7 @@ def to_plain(value: Any, name: str) -> Any:
     return value
 
 
-def full_tensor(value: Any) -> Any:
+def gather_full_tensor(value: Any) -> Any:
     """Return the full tensor of a sharded one on every rank, and anything else unchanged. All ranks call it."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
@@ -66,7 +66,7 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
 
 def gather_full_tensors(tensors: NamedTensors, keep: bool = True) -> dict[str, Tensor]:
     """Return full parameters or buffers by name. Without `keep` only join the collectives and return {}."""
-    full = {name: full_tensor(tensor.detach()) for name, tensor in tensors}
+    full = {name: gather_full_tensor(tensor.detach()) for name, tensor in tensors}
     return full if keep else {}
 
 
@@ -106,7 +106,7 @@ def collect_optimizer_state(
     for name, parameter in parameters:
         if parameter in optimizer.state:
             state = optimizer.state[parameter]
-            collected[name] = {key: full_tensor(value) for key, value in state.items()}
+            collected[name] = {key: gather_full_tensor(value) for key, value in state.items()}
     return collected if keep else {}
 
 

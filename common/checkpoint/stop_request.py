@@ -17,7 +17,7 @@ from typing import IO
 import torch.distributed as dist
 
 from common.core.errors import EXIT_RESUMABLE
-from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
+from common.core.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
 
 
 class StopRequested(SystemExit):
@@ -41,14 +41,14 @@ class StopRequest:
     def __init__(self, grace: float, log: IO[str]) -> None:
         self.grace = grace
         self.log = log
-        self.number = 0
+        self.signal_number = 0
         """Signal of the first request; 0 if there is none."""
         self.received = 0.0
         """Time of the first request, by time.monotonic()."""
-        self.all_saved = False
+        self.can_stop_immediately = False
         """True while no unsaved state exists: the main thread then stops immediately at the next request."""
 
-    def listen(self) -> None:
+    def start_listening(self) -> None:
         """Handle signals by setting the flag. An ignored SIGINT stays ignored: the launcher forwards it."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -59,8 +59,8 @@ class StopRequest:
         threading.Thread(target=self._listen, args=(reader,), daemon=True, name="stop-request").start()
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if self.all_saved:
-            self.all_saved = False  # the same request may arrive twice
+        if self.can_stop_immediately:
+            self.can_stop_immediately = False  # the same request may arrive twice
             raise StopRequested(together=False)
 
     def _listen(self, reader: int) -> None:
@@ -70,30 +70,30 @@ class StopRequest:
 
     def _receive(self, number: int) -> None:
         now = time.monotonic()
-        if not self.number:
-            self.number = number
+        if not self.signal_number:
+            self.signal_number = number
             self.received = now
             self._start_watchdog(self.grace, exits=True)
-        elif number == signal.SIGINT or now - self.received > REPEAT_SECONDS:
+        elif number == signal.SIGINT or now - self.received > REPEATED_SIGNAL_SECONDS:
             os._exit(128 + number)
 
     def await_request(self) -> bool:
         """Wait up to a second for a stop request, which other ranks may receive first; return True if there is one."""
         deadline = time.monotonic() + 1.0
-        while not self.number and time.monotonic() < deadline:
+        while not self.signal_number and time.monotonic() < deadline:
             time.sleep(0.02)
-        return bool(self.number)
+        return bool(self.signal_number)
 
     def dump_stacks_after(self, seconds: float | None) -> None:
         """Write the stacks of all threads to the log unless this is called again within `seconds`; None cancels it.
 
         After a stop request the watchdog of the grace time runs instead.
         """
-        if not self.number and seconds is None:
+        if not self.signal_number and seconds is None:
             faulthandler.cancel_dump_traceback_later()
-        elif not self.number and seconds is not None:
+        elif not self.signal_number and seconds is not None:
             self._start_watchdog(seconds, exits=False)
-        if self.number:  # also if the signal has arrived in the meantime
+        if self.signal_number:  # also if the signal has arrived in the meantime
             self._start_watchdog(self.grace, exits=True)
 
     def _start_watchdog(self, seconds: float, *, exits: bool) -> None:

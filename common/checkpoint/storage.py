@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common.runs.claims import check_still_current
-from common.runs.folder import Folder, fsync_path
+from common.runs.folder import RunFolder, fsync_path
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -80,12 +80,12 @@ class Manifest:
 class CheckpointPath:
     """Path of a checkpoint, which may not exist."""
 
-    attempt: Folder
+    attempt: RunFolder
     step: int
 
     @property
     def path(self) -> Path:
-        return checkpoints_dir(self.attempt) / self.name
+        return get_checkpoints_dir(self.attempt) / self.name
 
     @property
     def name(self) -> str:
@@ -95,9 +95,9 @@ class CheckpointPath:
         return f"{self.name} of attempt {self.attempt.number}"
 
 
-def checkpoints_dir(attempt: Folder) -> Path:
+def get_checkpoints_dir(attempt: RunFolder) -> Path:
     """Return the folder of an attempt's checkpoints."""
-    return attempt.attempt / "checkpoints"
+    return attempt.attempt_folder / "checkpoints"
 
 
 def make_rank_file_name(rank: int) -> str:
@@ -113,10 +113,10 @@ def hash_manifest(content: Mapping[str, Any]) -> str:
 # ---- listing
 
 
-def list_checkpoints(attempt: Folder) -> list[CheckpointPath]:
+def list_checkpoints(attempt: RunFolder) -> list[CheckpointPath]:
     """Return the checkpoints of an attempt by name, oldest first. They may be invalid."""
     checkpoints = []
-    for path in checkpoints_dir(attempt).glob("step-*"):
+    for path in get_checkpoints_dir(attempt).glob("step-*"):
         if not STEP_NAME.fullmatch(path.name):
             continue
         checkpoint = CheckpointPath(attempt, int(path.name[5:]))
@@ -125,7 +125,7 @@ def list_checkpoints(attempt: Folder) -> list[CheckpointPath]:
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
 
-def list_resumable_checkpoints(folder: Folder) -> list[CheckpointPath]:
+def list_resumable_checkpoints(folder: RunFolder) -> list[CheckpointPath]:
     """Return all checkpoints that a new attempt may resume, in order of preference."""
     resumable: list[CheckpointPath] = []
     for attempt, last_step in folder.trace_attempts():
@@ -135,7 +135,7 @@ def list_resumable_checkpoints(folder: Folder) -> list[CheckpointPath]:
     return resumable
 
 
-def list_lost_checkpoints(folder: Folder) -> list[CheckpointPath]:
+def list_lost_checkpoints(folder: RunFolder) -> list[CheckpointPath]:
     """Return a list of the newest checkpoint of the run if its folder is missing, else an empty list.
 
     Older ones do not count: a newer checkpoint may have replaced them (checkpoint.keep).
@@ -148,11 +148,11 @@ def list_lost_checkpoints(folder: Folder) -> list[CheckpointPath]:
     return []
 
 
-def list_staging_dirs(folder: Folder) -> list[Path]:
+def list_staging_dirs(folder: RunFolder) -> list[Path]:
     """Return the staging folders that killed ranks left."""
     paths: list[Path] = []
     for attempt, _ in folder.trace_attempts():
-        paths += sorted(checkpoints_dir(attempt).glob(".step-*.new"))
+        paths += sorted(get_checkpoints_dir(attempt).glob(".step-*.new"))
     return paths
 
 
@@ -239,9 +239,9 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
 class StagingDir:
     """Folder in which a checkpoint is written before it is published. Rank 0 calls the methods; they raise OSError."""
 
-    def __init__(self, attempt: Folder, step: int) -> None:
+    def __init__(self, attempt: RunFolder, step: int) -> None:
         self.target = CheckpointPath(attempt, step)
-        self.parent = checkpoints_dir(attempt)
+        self.parent = get_checkpoints_dir(attempt)
         self.path = self.parent / f".{self.target.name}.new"
 
     def create(self) -> None:
@@ -256,7 +256,7 @@ class StagingDir:
     def publish(self, manifest: Manifest) -> None:
         """Write the manifest after all files, and publish the checkpoint by one rename.
 
-        Raises RunTaken if a newer attempt has started.
+        Raises RunTakenError if a newer attempt has started.
         """
         for name, entry in manifest.files.items():
             if (self.path / name).stat().st_size != entry.bytes:
@@ -282,7 +282,7 @@ def rename_to_tombstone(checkpoint: CheckpointPath) -> Path:
     return checkpoint.path.rename(checkpoint.path.with_name(f".{checkpoint.name}.old"))
 
 
-def retire_old_checkpoints(attempt: Folder, keep: int, best: int | None) -> list[Path]:
+def retire_old_checkpoints(attempt: RunFolder, keep: int, best: int | None) -> list[Path]:
     """Rename old checkpoints to tombstones; return the folders to delete. Raises OSError.
 
     The newest `keep` complete checkpoints of the run stay, at least 2, and any newer incomplete ones. The one of step
@@ -291,10 +291,10 @@ def retire_old_checkpoints(attempt: Folder, keep: int, best: int | None) -> list
     """
     if attempt.is_superseded or attempt.parent_record is None:  # nothing resumes an attempt without a record
         return []
-    attempts = [other for other in attempt.attempts() if other.number <= attempt.number]
+    attempts = [other for other in attempt.list_attempts() if other.number <= attempt.number]
     folders: list[Path] = []
     for earlier in attempts[:-1]:
-        folders += checkpoints_dir(earlier).glob(".step-*")  # half-written
+        folders += get_checkpoints_dir(earlier).glob(".step-*")  # half-written
 
     candidates = list_resumable_checkpoints(attempt)
     best_checkpoints = [
@@ -329,10 +329,10 @@ def is_complete(checkpoint: CheckpointPath) -> bool:
     return True
 
 
-def read_pointer(attempt: Folder, pointer: str) -> str | None:
+def read_pointer(attempt: RunFolder, pointer: str) -> str | None:
     """Return the name of the checkpoint in the file `latest` or `best`; None if it cannot be read."""
     try:
-        return (checkpoints_dir(attempt) / pointer).read_text().strip()
+        return (get_checkpoints_dir(attempt) / pointer).read_text().strip()
     except (OSError, UnicodeDecodeError):
         return None
 

@@ -74,7 +74,7 @@ class TrainState:
             persistent = part.state_dict().keys()
             self.buffers += [(name, buffer) for name, buffer in part.named_buffers() if name in persistent]
         self.gpus = {parameter.device for _, parameter in self.parameters if parameter.is_cuda}
-        self.held: list[Tensor] | None = None
+        self.buffer_copies: list[Tensor] | None = None
         """Copies of the buffers, made before an evaluation."""
         self.recipe = get_recipe(parts[0]) if parts else {}
 
@@ -91,17 +91,17 @@ class TrainState:
     @torch.no_grad()
     def snapshot_buffers(self) -> None:
         """Copy the buffers for `collect_state`: an evaluation replaces those of several ranks by means."""
-        self.held = [buffer.clone() for _, buffer in self.buffers]
+        self.buffer_copies = [buffer.clone() for _, buffer in self.buffers]
 
     def drop_buffer_snapshot(self) -> None:
         """Drop the copies of the buffers: `collect_state` returns the current buffers again."""
-        self.held = None
+        self.buffer_copies = None
 
     def collect_state(self) -> CheckpointState:
         """Return the state to save. All ranks call it."""
         return self._collect_among(self.peers)
 
-    def collect_own_state(self) -> CheckpointState:
+    def collect_local_state(self) -> CheckpointState:
         """Return the state of this rank, which holds the full model."""
         return self._collect_among(None)
 
@@ -110,8 +110,8 @@ class TrainState:
         is_first = peers is None or peers.is_main
         model = state_dicts.gather_full_tensors(self.parameters, is_first)
         buffers = dict(self.buffers)
-        if self.held is not None:
-            buffers = dict(zip(buffers, self.held, strict=True))
+        if self.buffer_copies is not None:
+            buffers = dict(zip(buffers, self.buffer_copies, strict=True))
         means = {name: buffer.clone() for name, buffer in buffers.items()}
         if peers is not None and peers.size > 1:
             floating = [mean for mean in means.values() if mean.is_floating_point()]
@@ -163,7 +163,7 @@ class TrainState:
 
     # ---- elastic runs
 
-    def load_copy(self, loaded: LoadedCheckpoint) -> None:
+    def load_peer_state(self, loaded: LoadedCheckpoint) -> None:
         """Load the `collect_own_state` of another rank, which may be one step ahead of this rank."""
         self.load(loaded)
 

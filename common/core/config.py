@@ -59,7 +59,7 @@ FIXED_KEYS = (
     "wandb.entity",
 )
 RANKS_PER_NODE = "processes_per_node"  # key of the number of ranks in experiments without stages
-LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the loader of libyaml is eight times faster
+YAML_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the loader of libyaml is eight times faster
 USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=value ...]"
 OPTION_VALUES = {
     "--config": "file, such as runs/<id>/config.yaml",
@@ -87,7 +87,7 @@ def describe_yaml_position(error: yaml.YAMLError) -> str:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read the values of a YAML file by dotted name, all scalars as text. Raises UserError."""
     try:
-        tree = yaml.load(path.read_text(), Loader=LOADER)  # noqa: S506 (creates only str, list and dict)
+        tree = yaml.load(path.read_text(), Loader=YAML_LOADER)  # noqa: S506 (creates only str, list and dict)
     except FileNotFoundError:
         raise UserError(f"{path}: configuration file not found") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -297,7 +297,7 @@ def format_known_yaml(settings: Experiment, file: Path) -> str:
 
 
 Changes = dict[str, tuple[Any, Any]]  # old and new value by dotted name, as text or lists of texts
-CHANGED = "changed.json"  # in the folder of an attempt whose settings differ from config.yaml
+CHANGES_FILE = "changed.json"  # in the folder of an attempt whose settings differ from config.yaml
 UNRELATED_KEYS = ("runs", "data.root", "data.cache", "launch.", "log.", "checkpoint.")  # they do not affect training
 
 
@@ -320,13 +320,13 @@ def describe_changes(changed: Changes) -> str:
 def read_last_changes(run: Path) -> Changes:
     """Read the settings in which the newest attempt of a run differs from config.yaml."""
     attempts = sorted(path for path in run.glob("attempts/[0-9]*") if path.name.isdecimal())
-    return read_changes(attempts[-1] / CHANGED) if attempts else {}
+    return read_changes(attempts[-1] / CHANGES_FILE) if attempts else {}
 
 
 def read_changes_of_attempts(run: Path) -> Changes:
     """Read the training settings in which any attempt of a run differs from config.yaml."""
     changes: Changes = {}
-    for path in sorted(run.glob(f"attempts/[0-9]*/{CHANGED}")):
+    for path in sorted(run.glob(f"attempts/[0-9]*/{CHANGES_FILE}")):
         changes |= read_changes(path)
     return {name: pair for name, pair in changes.items() if not name.startswith("wandb.")}
 

@@ -12,9 +12,9 @@ from common import exit_on_interrupt
 from common.core import process_limits
 
 # pattern in the error of a run that diverged; old run folders contain "no finite number"
-DIVERGENCE = "the loss of step|no finite number|contains? NaN|NaN or infinity|(?:is|are) not finite"
-NO_VALID_CHECKPOINT = "no valid checkpoint left"  # in the error of a run without a valid checkpoint
-SOURCE_ERROR = (  # in the reason of a run that failed because of its source code, not a device or the network
+DIVERGENCE_PATTERN = "the loss of step|no finite number|contains? NaN|NaN or infinity|(?:is|are) not finite"
+NO_VALID_CHECKPOINT_TEXT = "no valid checkpoint left"  # in the error of a run without a valid checkpoint
+SOURCE_ERROR_PATTERN = (  # in the reason of a run that failed because of its source code, not a device or the network
     r"failed(?: first)?: (?:after step \d+: )?"
     r"(?:(?:Assertion|Attribute|Index|Key|Name|NotImplemented|Recursion|Type|UnboundLocal|Value|ZeroDivision)Error\b"
     r"|RuntimeError: (?!.*(?:CUDA|NCCL|gloo|[Cc]onnection|peer|[Tt]imed out|new thread|temporarily unavailable)))"
@@ -27,7 +27,7 @@ class UserError(Exception):
     """An error with a remedy for the user, shown as one message without a traceback."""
 
 
-class Unreachable(UserError):
+class UnreachableError(UserError):
     """A rank or host does not answer. On a cluster another attempt may get another host."""
 
 
@@ -42,7 +42,7 @@ def explain_error(error: BaseException) -> BaseException:
     return MachineError(process_limits.describe_shortage())
 
 
-class RunTaken(UserError):
+class RunTakenError(UserError):
     """The attempt must not train or write a result: another attempt has the run, or its folder was deleted."""
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from common.core.errors import Unreachable, UserError
+from common.core.errors import UnreachableError, UserError
 from common.core.text import read_or_empty
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ SIOCGIFADDR = 0x8915  # from linux/sockios.h
 PORTS = range(20_000, 60_000)
 
 
-def find_url_problem(url: str, seconds: float) -> str:
+def explain_unreachable_url(url: str, seconds: float) -> str:
     """Return why a server did not answer within `seconds`; empty if it sent any HTTP response."""
 
     def send_request() -> str:
@@ -70,7 +70,7 @@ def resolve_ipv4(host: str) -> str:
     return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
 
 
-def resolve_for_others(host: str, role: str, hosts: int) -> str:
+def resolve_for_other_hosts(host: str, role: str, hosts: int) -> str:
     """Return the IPv4 address at which all `hosts` hosts reach this one. Raises UserError if there is none."""
     try:
         address = resolve_ipv4(host)
@@ -166,7 +166,7 @@ def connect_to_rank0(host: str, candidates: Sequence[int], connect: Callable[[in
     """Call `connect(port)` until rank 0 answers and return its result; None means that another program answered.
 
     Gives up after 10 s if the host cannot be resolved or reached. A host that refuses connections is running, so rank 0
-    has `patience` seconds to start serving. Raises Unreachable with host, address, interface and ports.
+    has `patience` seconds to start serving. Raises UnreachableError with host, address, interface and ports.
     """
     start = time.monotonic()
     address = "?"
@@ -190,7 +190,7 @@ def connect_to_rank0(host: str, candidates: Sequence[int], connect: Callable[[in
         except OSError as error:
             problem = str(error)
         if time.monotonic() - start > min(limit, patience):
-            raise Unreachable(describe_unreachable(host, address, candidates, problem))
+            raise UnreachableError(describe_unreachable(host, address, candidates, problem))
         time.sleep(0.05)
 
 

@@ -34,7 +34,7 @@ def locate_function_file(setting: str, value: str, alternatives: str, kind: str 
     return file
 
 
-def find_kept_file(kind: str, value: str, code: Path) -> Path:
+def locate_file_copy(kind: str, value: str, code: Path) -> Path:
     """Return the path of the copy of the file in `FILE.py:function` in the source of a run.
 
     A resumed run may use another file, so the path depends on the file name. `kind` is what the function makes, such
@@ -44,7 +44,7 @@ def find_kept_file(kind: str, value: str, code: Path) -> Path:
     return code / "own" / f"{kind}-{digest}.py"
 
 
-def prefer_kept(value: str, copy: Path | None) -> str:
+def prefer_file_copy(value: str, copy: Path | None) -> str:
     """Replace the file in `FILE.py:function` by the run's copy if it exists.
 
     A resumed run thus uses the file as it was at the start of the run.

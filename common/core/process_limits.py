@@ -12,14 +12,14 @@ from pathlib import Path
 from common.core.text import read_or_empty
 
 # messages of Python, the operating system, libgomp and OpenBLAS
-SHORTAGE = re.compile(
+SHORTAGE_PATTERN = re.compile(
     "can't start new thread|unable to start .*thread|thread creation failed|pthread_create failed"
     r"|\bfork\b.*resource temporarily unavailable",
     re.IGNORECASE,
 )
 # the same in the log of an aborted process; the last two messages are from std::thread, which gloo uses
 ABORT_MESSAGES = re.compile(
-    f"{SHORTAGE.pattern}|terminate called without an active exception"
+    f"{SHORTAGE_PATTERN.pattern}|terminate called without an active exception"
     r"|std::system_error'\s+what\(\):\s+resource temporarily unavailable",
     re.IGNORECASE,
 )
@@ -38,7 +38,7 @@ def is_shortage(error: BaseException) -> bool:
     """Check for an error because a thread or process could not be started."""
     if isinstance(error, BlockingIOError) and is_failed_fork(error):
         return True
-    return isinstance(error, RuntimeError | OSError) and bool(SHORTAGE.search(str(error)))
+    return isinstance(error, RuntimeError | OSError) and bool(SHORTAGE_PATTERN.search(str(error)))
 
 
 def is_failed_fork(error: BlockingIOError) -> bool:
@@ -51,7 +51,7 @@ def is_failed_fork(error: BlockingIOError) -> bool:
     return not FORK_FUNCTIONS.isdisjoint(trace.tb_frame.f_code.co_names)
 
 
-def explain_last_words(log: str, exit_code: int) -> str:
+def explain_exit_by_shortage(log: str, exit_code: int) -> str:
     """Describe the shortage that ended a process, if its log reports one; otherwise return an empty text.
 
     `exit_code` is negative for a signal. Libraries that cannot start a thread abort the process or let it exit; after
@@ -59,7 +59,7 @@ def explain_last_words(log: str, exit_code: int) -> str:
     """
     if exit_code == -signal.SIGABRT:
         return describe_shortage() if ABORT_MESSAGES.search(log) else ""
-    return describe_shortage() if exit_code > 0 and SHORTAGE.search(log) else ""
+    return describe_shortage() if exit_code > 0 and SHORTAGE_PATTERN.search(log) else ""
 
 
 def describe_limit() -> str:

@@ -15,7 +15,7 @@ PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def die_with_parent() -> None:
+def kill_with_parent() -> None:
     """Let the kernel kill this process when its parent exits for any reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -7,9 +7,9 @@ import signal
 from common.core.errors import EXIT_RESUMABLE
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-NOTICED_STATUSES = (EXIT_RESUMABLE, 128 + signal.SIGUSR2)
+REQUESTED_STOP_STATUSES = (EXIT_RESUMABLE, 128 + signal.SIGUSR2)
 """Exit statuses of a job's ranks after a stop request, without SIGTERM: srun sends it to all ranks if one fails."""
-REPEAT_SECONDS = 5.0  # signals within this time are one stop request, because make, srun and SLURM repeat them
+REPEATED_SIGNAL_SECONDS = 5.0  # signals within this time are one stop request, because make, srun and SLURM repeat them
 
 
 def ignore_stop_signals() -> None:

@@ -18,10 +18,10 @@ from torch import Tensor
 from common.core import seeds
 from common.core.errors import UserError
 from common.data.augment import Augment
-from common.data.prepare import Prepared
+from common.data.prepare import PreparedDataset
 from common.data.workers import DataWorkerError as DataWorkerError  # noqa: PLC0414 (raised while iterating a Loader)
 from common.data.workers import Samples, WorkerPool
-from configs.batch_plan import cut_batch
+from configs.batch_plan import divide_batch
 from configs.shared import Experiment
 
 # Mean and standard deviation of the training pixels, scaled to [0, 1]; one of each per colour for colour images.
@@ -35,7 +35,7 @@ STATISTICS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def get_statistics(prepared: Prepared) -> tuple[Any, Any]:
+def get_statistics(prepared: PreparedDataset) -> tuple[Any, Any]:
     """Return mean and standard deviation of the training images: one number each, or one per colour.
 
     Raises UserError if the file with the statistics is missing.
@@ -49,11 +49,11 @@ def get_statistics(prepared: Prepared) -> tuple[Any, Any]:
 class Images:
     """The train or test part of a prepared set: images uint8 [N, H, W] (grey) or [N, 3, H, W], labels int64 [N]."""
 
-    def __init__(self, prepared: Prepared, part: str, limit: int = 0) -> None:
+    def __init__(self, prepared: PreparedDataset, part: str, limit: int = 0) -> None:
         """Map the arrays of `part` into memory; `limit` is the number of samples to use, 0 for all."""
         images = torch.from_numpy(prepared.map_array(f"{part}_images"))
         labels = torch.from_numpy(prepared.map_array(f"{part}_labels")).long()
-        self.classes = int(labels.max()) + 1
+        self.class_count = int(labels.max()) + 1
         self.images = images[: limit or None]
         self.labels = labels[: limit or None]
         mean, std = get_statistics(prepared)
@@ -149,7 +149,7 @@ class Loader:
         self.epoch = 0
         self.position = 0
         self.size = self.batch
-        self.set_shards(rank, cut_batch(self.batch, self.weights or (1,) * ranks))
+        self.set_shards(rank, divide_batch(self.batch, self.weights or (1,) * ranks))
         self.transform: Augment | None = None
         if self.augment == "none":
             return
@@ -192,7 +192,7 @@ class Loader:
         return -(-self.epoch_samples // self.step_samples)
 
     @property
-    def own_samples(self) -> int:
+    def local_samples(self) -> int:
         """Samples of this rank in a full batch."""
         return self.counts[self.rank]
 
@@ -204,7 +204,7 @@ class Loader:
     @property
     def weight(self) -> float:
         """Samples of this rank in a full batch divided by those of an equal shard."""
-        return self.own_samples * len(self.counts) / self.batch
+        return self.local_samples * len(self.counts) / self.batch
 
     def set_shards(self, rank: int, counts: Sequence[int]) -> None:
         """Cut full batches into shards of `counts` samples from the next step on; this rank has index `rank`.
@@ -229,7 +229,7 @@ class Loader:
         positions = []
         for batch_start in range(start, min(start + self.step_samples, self.epoch_samples), self.batch):
             size = min(self.batch, len(self.data) - batch_start)
-            counts = self.counts if size == self.batch else cut_batch(size, self.counts)
+            counts = self.counts if size == self.batch else divide_batch(size, self.counts)
             first = batch_start + sum(counts[: self.rank])
             positions.append(range(first, first + counts[self.rank]))
         return positions
@@ -305,7 +305,7 @@ class Loader:
 
         # the last batch of the epoch, if it is partial
         if not self.drop_last and max(self.position, full_end) < len(order):
-            counts = cut_batch(len(order) - full_end, self.counts)
+            counts = divide_batch(len(order) - full_end, self.counts)
             yield take_shard(table[:, None, full_end:], self.rank, counts)
 
     def _load_samples(self, indices: np.ndarray, device: torch.device) -> Samples:

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from common.core.errors import UserError
-from common.core.own_function import locate_errors, locate_function_file, prefer_kept
+from common.core.own_function import locate_errors, locate_function_file, prefer_file_copy
 from common.data import image_folder, own_data, sources, synthetic_digits
 from common.data.sources import Arrays
 from common.runs.folder import disk_errors, read_json
-from common.runs.progress import Screen
+from common.runs.progress import ProgressDisplay
 from configs.shared import Data, Experiment, Log
 
 MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/train-labels-idx1-ubyte.gz"
@@ -41,7 +41,7 @@ READ_TIMEOUT = 24 * 3600.0  # seconds for reading an image folder or a custom se
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class PreparedDataset:
     """A prepared data set on disk: its name, its folder, and the SHA-256 of each array."""
 
     name: str
@@ -70,7 +70,7 @@ class Prepared:
             return statistics["mean"], statistics["std"]
         return None
 
-    def copy_own_data_file(self, code: Path) -> None:
+    def copy_user_data_file(self, code: Path) -> None:
         """Copy the user's file of a custom set into the source of a run. Raises UserError."""
         source = self.path / own_data.SOURCE_FILE
         if source.is_file():
@@ -91,11 +91,13 @@ class Prepared:
         return {"name": self.name, "path": str(self.path), "sha256": self.sha256}
 
 
-NO_DATA = Prepared("none", Path(os.devnull), {})
+NO_DATA = PreparedDataset("none", Path(os.devnull), {})
 """The data set of a run that trains nothing."""
 
 
-def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, code: Path | None = None) -> Prepared:
+def prepare_dataset(
+    data: Data, fallback: bool = True, log: Log | None = None, code: Path | None = None
+) -> PreparedDataset:
     """Find or prepare the set of `data`; digits replace a missing MNIST if `fallback` and the config allow it.
 
     The progress of long preparations is shown as set in `log`; without `log` it is hidden. `code` is the source of the
@@ -117,7 +119,7 @@ def prepare_dataset(data: Data, fallback: bool = True, log: Log | None = None, c
     return prepare_custom_set(data, code) if ":" in data.name else prepare_mnist(data, fallback)
 
 
-def check_model_fits_data(cfg: Experiment, prepared: Prepared) -> None:
+def check_model_fits_data(cfg: Experiment, prepared: PreparedDataset) -> None:
     """Raise UserError if the model of a config does not accept the samples of a set."""
     if not cfg.trains:
         return
@@ -127,7 +129,7 @@ def check_model_fits_data(cfg: Experiment, prepared: Prepared) -> None:
         raise UserError(str(error)) from None
 
 
-def prepare_mnist(data: Data, fallback: bool) -> Prepared:
+def prepare_mnist(data: Data, fallback: bool) -> PreparedDataset:
     """Find or prepare MNIST; download it if it is missing. Raises UserError.
 
     Digits replace it only if data.root is the default: another folder without MNIST is most likely a typing error.
@@ -152,7 +154,7 @@ def prepare_mnist(data: Data, fallback: bool) -> Prepared:
     return find_or_store_arrays(cache, "mnist", state, lambda: sources.call_in_subprocess(sources.read_mnist, root))
 
 
-def prepare_digits(cache: Path) -> Prepared:
+def prepare_digits(cache: Path) -> PreparedDataset:
     """Find or draw the built-in digits: 60,000 for training and 10,000 for the test, like MNIST."""
 
     def draw() -> Arrays:
@@ -163,7 +165,7 @@ def prepare_digits(cache: Path) -> Prepared:
     return find_or_store_arrays(cache, "digits", f"seed {DATA_SEED} version {DIGITS_VERSION}", draw)
 
 
-def prepare_generated(data: Data) -> Prepared:
+def prepare_generated(data: Data) -> PreparedDataset:
     """Find or draw `data.samples` images of random pixels, or vectors."""
     cache = Path(data.cache)
     if data.name == "vectors":
@@ -176,7 +178,7 @@ def prepare_generated(data: Data) -> Prepared:
     return dataclasses.replace(prepared, notice=notice)
 
 
-def prepare_cifar10(data: Data) -> Prepared:
+def prepare_cifar10(data: Data) -> PreparedDataset:
     """Find or prepare CIFAR-10; download it if it is missing. Raises UserError."""
     root = Path(data.root)
     remedy = f"set data.root to a folder with {CIFAR_FOLDER}, or data.name=generated"
@@ -193,7 +195,7 @@ def prepare_cifar10(data: Data) -> Prepared:
         raise UserError(f"{error}; delete {root / CIFAR_FOLDER} to download it again, {remedy}") from None
 
 
-def prepare_image_folder(data: Data, log: Log) -> Prepared:
+def prepare_image_folder(data: Data, log: Log) -> PreparedDataset:
     """Find or prepare the set of an image folder (see image_folder.py). Raises UserError."""
     root = Path(data.root)
     train = root / "train"
@@ -208,7 +210,7 @@ def prepare_image_folder(data: Data, log: Log) -> Prepared:
         state += " skip"
 
     def write(folder: Path) -> str:
-        with contextlib.closing(Screen(log, silent=False)) as screen:
+        with contextlib.closing(ProgressDisplay(log, silent=False)) as screen:
             show = functools.partial(screen.show_progress, "preparation")
             show(0, 0)  # until the files are counted
             function = image_folder.write_folder_as_arrays
@@ -223,9 +225,9 @@ def prepare_image_folder(data: Data, log: Log) -> Prepared:
     return dataclasses.replace(prepared, notice=notice)
 
 
-def prepare_custom_set(data: Data, code: Path | None) -> Prepared:
+def prepare_custom_set(data: Data, code: Path | None) -> PreparedDataset:
     """Find or prepare the set that `FILE.py:function` returns (see own_data.py). Raises UserError."""
-    function = prefer_kept(data.name, code and code / own_data.RUN_SOURCE_FILE)
+    function = prefer_file_copy(data.name, code and code / own_data.RUN_SOURCE_FILE)
     file = Path(locate_function_file("data.name", function, own_data.SET_NAMES))
     root = Path(data.root)
     with locate_errors("data.name", function):
@@ -239,7 +241,7 @@ def prepare_custom_set(data: Data, code: Path | None) -> Prepared:
     return dataclasses.replace(prepared, name=data.name)
 
 
-def find_or_store_arrays(cache: Path, name: str, state: str, make_arrays: Callable[[], Arrays]) -> Prepared:
+def find_or_store_arrays(cache: Path, name: str, state: str, make_arrays: Callable[[], Arrays]) -> PreparedDataset:
     """Find the set prepared from this state of its source, or store the arrays of `make_arrays`. Raises UserError."""
 
     def write(folder: Path) -> str:
@@ -251,7 +253,7 @@ def find_or_store_arrays(cache: Path, name: str, state: str, make_arrays: Callab
     return find_or_make_set(cache, name, state, write)
 
 
-def find_or_make_set(cache: Path, name: str, state: str, write: Callable[[Path], str]) -> Prepared:
+def find_or_make_set(cache: Path, name: str, state: str, write: Callable[[Path], str]) -> PreparedDataset:
     """Find the set prepared from this state of its source, or make it under a lock.
 
     `write` saves an array for each of PARTS into a folder, and returns a notice that every run with this set shows.
@@ -266,7 +268,7 @@ def find_or_make_set(cache: Path, name: str, state: str, write: Callable[[Path],
     return prepared
 
 
-def read_prepared(name: str, path: Path) -> Prepared | None:
+def read_prepared(name: str, path: Path) -> PreparedDataset | None:
     """Return the prepared set in a folder, or None if it is incomplete."""
     manifest = read_json(path / "manifest.json")
     sizes = manifest.get("bytes")
@@ -279,7 +281,7 @@ def read_prepared(name: str, path: Path) -> Prepared | None:
         file = path / f"{part}.npy"
         if not file.exists() or file.stat().st_size != size:
             return None
-    return Prepared(name, path.resolve(), hashes, str(manifest.get("notice", "")))
+    return PreparedDataset(name, path.resolve(), hashes, str(manifest.get("notice", "")))
 
 
 def write_prepared(path: Path, write: Callable[[Path], str]) -> None:

@@ -82,11 +82,11 @@ class AutoShards:
             self.log_message(f"shards=auto: equal shards, because n samples take {measured}")
 
     @property
-    def own_samples(self) -> int:
+    def local_samples(self) -> int:
         """Samples of this rank in a full batch, or microbatch."""
-        return self.loader.own_samples
+        return self.loader.local_samples
 
-    def average_own_samples(self, first_step: int, last_step: int) -> float:
+    def average_local_samples(self, first_step: int, last_step: int) -> float:
         """Return the mean samples of this rank over a range of steps of this attempt."""
         ends = [first for first, _ in self.history[1:]] + [last_step + 1]
         samples = 0
@@ -95,14 +95,14 @@ class AutoShards:
             overlap = max(0, end - max(first, first_step))
             samples += counts[self.world.rank] * overlap
             steps += overlap
-        return samples / steps if steps else float(self.own_samples)
+        return samples / steps if steps else float(self.local_samples)
 
     @property
-    def values(self) -> dict[str, float]:
+    def metric_values(self) -> dict[str, float]:
         """The samples of each rank, as values of metrics.jsonl."""
         return {f"shard_{rank}": float(count) for rank, count in enumerate(self.loader.counts)}
 
-    def follow(self, step: int, seconds: float) -> bool:
+    def update(self, step: int, seconds: float) -> bool:
         """Choose the shards for the steps after `step`; return True if they have changed.
 
         `seconds` is the duration of this rank's latest steps without waiting, all with the current shards. All ranks

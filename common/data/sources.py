@@ -23,7 +23,7 @@ import numpy as np
 
 from common.core import network, seeds
 from common.core.errors import UserError
-from common.core.processes import die_with_parent
+from common.core.processes import kill_with_parent
 from common.runs.folder import disk_errors
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -93,7 +93,7 @@ def try_download(name: str, root: Path, folder: str, mirror: str, timeout: float
     """
     if timeout == 0:
         return "data.download_timeout=0"
-    problem = network.find_url_problem(mirror, timeout)
+    problem = network.explain_unreachable_url(mirror, timeout)
     if problem:
         return f"no connection: {problem}"
     print(f"downloading {folder} into {root}", flush=True)
@@ -229,7 +229,7 @@ def call_in_subprocess(
         sender.send(("progress", (done, total)))
 
     def run_child() -> None:
-        die_with_parent()
+        kill_with_parent()
         reporters = () if show is None else (report,)
         try:
             sender.send(("value", function(*arguments, *reporters)))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from common.core.errors import MachineError
-from common.core.processes import die_with_parent, read_process_stat
+from common.core.processes import kill_with_parent, read_process_stat
 from common.core.signals import STOP_SIGNALS, ignore_stop_signals
 
 Samples = tuple[Tensor | None, Tensor | None]  # inputs [n, ...] and targets [n] of a block
@@ -180,7 +180,7 @@ def make_blocks(
 ) -> None:
     """Prepare the blocks of a worker, each as soon as a slot is free. The worker's process runs this function."""
     ignore_stop_signals()  # its rank handles them
-    die_with_parent()
+    kill_with_parent()
     torch.set_num_threads(1)
     try:
         for number, block in enumerate(indices):

@@ -17,7 +17,7 @@ from common.core.config import read_config_file
 from common.distributed.builtin.registration import replace_algorithm
 from common.distributed.rendezvous import World
 from common.distributed.transport import algorithms
-from common.distributed.transport.cost import Line, Lines, choose_by_size, fit_line
+from common.distributed.transport.cost import MessageTimeLine, MessageTimeLines, choose_by_size, fit_line
 from common.runs.folder import write_atomic
 from configs.launch import Launch
 
@@ -29,7 +29,7 @@ LinkTimes = list[list[float]]
 """[bytes, seconds] of a message of each size."""
 
 
-def resolve_algorithm(launch: Launch, run: Path, world: World) -> None:
+def set_all_reduce_algorithm(launch: Launch, run: Path, world: World) -> None:
     """Set the run's all-reduce algorithm on this rank. All ranks call it.
 
     The choice of `auto` is stored in `launch` and, for later attempts, in config.yaml of the run folder.
@@ -38,7 +38,7 @@ def resolve_algorithm(launch: Launch, run: Path, world: World) -> None:
         return
     if launch.algorithm == "auto":
         launch.algorithm = load_or_choose_algorithm(run / "config.yaml", world)
-    replace_algorithm(world.transport, algorithms.use_kept_file(launch, run / "code").algorithm)
+    replace_algorithm(world.transport, algorithms.use_stored_algorithm_file(launch, run / "code").algorithm)
 
 
 def load_or_choose_algorithm(config_file: Path, world: World) -> str:
@@ -65,8 +65,8 @@ def choose_by_link_speeds(world: World) -> str:
         return "ring"
 
     hosts = world.transport.hosts
-    lines_within_hosts: list[Line] = []
-    lines_between_hosts: list[Line] = []
+    lines_within_hosts: list[MessageTimeLine] = []
+    lines_between_hosts: list[MessageTimeLine] = []
     for rank, times in enumerate(times_by_rank):
         if not times:
             continue
@@ -77,10 +77,10 @@ def choose_by_link_speeds(world: World) -> str:
     within_hosts = find_slowest_line(lines_within_hosts)
     slowest = find_slowest_line(lines_between_hosts) or within_hosts
     assert slowest is not None
-    return choose_by_size(Lines(slowest, within_hosts), algorithms.NAMES, world.size, hosts)
+    return choose_by_size(MessageTimeLines(slowest, within_hosts), algorithms.ALGORITHM_NAMES, world.size, hosts)
 
 
-def find_slowest_line(lines: list[Line]) -> Line | None:
+def find_slowest_line(lines: list[MessageTimeLine]) -> MessageTimeLine | None:
     """Return the line of the slowest link, which an all-reduce waits for; None without links."""
     return max(lines, key=lambda line: line.predict_seconds(MESSAGE_BYTES[-1]), default=None)
 

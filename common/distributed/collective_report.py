@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from common.distributed.collectives import Point, Side, compute_bus_factor, compute_sent_bytes
-from common.distributed.transport.cost import Line, Lines, fit_line, predict_seconds
-from common.runs.result import Facts
+from common.distributed.collectives import CollectivePoint, CollectiveVariant, compute_bus_factor, compute_sent_bytes
+from common.distributed.transport.cost import MessageTimeLine, MessageTimeLines, fit_line, predict_seconds
+from common.runs.result import ReportData
 
 HEAD = f"{'us':>10}  {'[lowest..highest]':<21}{'GB/s':>7}{'bus GB/s':>10}{'line, us':>11}"
 CURVE_SEGMENTS = 60  # of a fitted line, which is curved between logarithmic axes
@@ -22,7 +22,7 @@ Curve = list[tuple[float, float, float]]
 class CollectiveCell:
     """Measurements of one side at one point."""
 
-    point: Point
+    point: CollectivePoint
     side: str
     seconds: tuple[float, ...]
     """Seconds of the slowest rank in each round."""
@@ -70,10 +70,10 @@ class CollectiveReport:
     Seconds are 0 where nothing was measured.
     """
 
-    points: Sequence[Point]
-    sides: Mapping[str, Side]
+    points: Sequence[CollectivePoint]
+    sides: Mapping[str, CollectiveVariant]
     table: Tensor
-    links: Mapping[str, Line] = field(default_factory=dict)
+    links: Mapping[str, MessageTimeLine] = field(default_factory=dict)
     """Lines of the links between two ranks, by name, measured one link at a time."""
 
     @property
@@ -102,21 +102,21 @@ class CollectiveReport:
             groups.setdefault(cell.point.name, []).append(cell)
         return groups
 
-    def fit_lines(self) -> dict[tuple[str, str], Line]:
+    def fit_lines(self) -> dict[tuple[str, str], MessageTimeLine]:
         """Fit t = alpha + beta n to the medians of each operation, type and side; needs two sizes."""
         times: dict[tuple[str, str], dict[int, float]] = {}
         for cell in self.cells:
             times.setdefault((cell.point.name, cell.side), {})[cell.point.nbytes] = cell.time
         return {key: fit_line(list(by_size.items())) for key, by_size in times.items() if len(by_size) > 1}
 
-    def predict_seconds(self, cell: CollectiveCell, lines: Mapping[tuple[str, str], Line]) -> float | None:
+    def predict_seconds(self, cell: CollectiveCell, lines: Mapping[tuple[str, str], MessageTimeLine]) -> float | None:
         """Predict the seconds of an all-reduce from its algorithm and the line of its links; None if unknown."""
         side = self.sides[cell.side]
-        line = lines.get((f"sendrecv {cell.point.dtype}", side.link))
+        line = lines.get((f"sendrecv {cell.point.dtype}", side.link_variant))
         algorithm = side.choose_algorithm(cell.point)
         if line is None or algorithm is None:
             return None
-        return predict_seconds(algorithm, Lines(line), side.compute_vector_bytes(cell.point))
+        return predict_seconds(algorithm, MessageTimeLines(line), side.compute_vector_bytes(cell.point))
 
     def list_curves(self) -> dict[str, tuple[dict[str, Curve], dict[str, Curve]]]:
         """Return the medians and the fitted line of each side, by operation and type.
@@ -175,7 +175,7 @@ class CollectiveReport:
                     rows.append(f"{name}, {cell.point.nbytes:,} bytes, {cell.side}: MB {'; '.join(counts)}")
         return "\n".join(rows) or "unknown"
 
-    def result(self) -> Facts:
+    def result(self) -> ReportData:
         """Return the measurements for result.json; the outcome is the number of results checked for exactness."""
         cells = self.cells
         lines = self.fit_lines()
@@ -188,7 +188,7 @@ class CollectiveReport:
         for cell in select_largest_sizes(all_reduces):
             measured[f"all_reduce_{cell.side}_bus_gb_per_s"] = cell.compute_bus_bandwidth(self.ranks) / 1e9
         exact_results = sum(len(cell.seconds) for cell in cells)
-        return Facts(outcome={"exact_results": exact_results}, measured=measured)
+        return ReportData(outcome={"exact_results": exact_results}, measured=measured)
 
 
 def select_largest_sizes(cells: Sequence[CollectiveCell]) -> list[CollectiveCell]:
@@ -196,7 +196,7 @@ def select_largest_sizes(cells: Sequence[CollectiveCell]) -> list[CollectiveCell
     return list({cell.side: cell for cell in cells}.values())
 
 
-def sample_line(line: Line, smallest: float, largest: float) -> Curve:
+def sample_line(line: MessageTimeLine, smallest: float, largest: float) -> Curve:
     """Return points (bytes, us, 0) of a line at logarithmic distances."""
     curve = []
     for i in range(CURVE_SEGMENTS + 1):
@@ -211,7 +211,7 @@ def join_megabytes(counts: Sequence[float]) -> str:
     return ", ".join(numbers) if len(set(numbers)) > 1 else f"{numbers[0]} by each rank"
 
 
-def format_cell(cell: CollectiveCell, width: int, ranks: int, line: Line | None) -> str:
+def format_cell(cell: CollectiveCell, width: int, ranks: int, line: MessageTimeLine | None) -> str:
     """Return a line of the table."""
     spread = f"[{1e6 * min(cell.seconds):,.1f}..{1e6 * max(cell.seconds):,.1f}]"
     fitted = f"{1e6 * line.predict_seconds(cell.point.nbytes):,.1f}" if line else ""
@@ -221,7 +221,7 @@ def format_cell(cell: CollectiveCell, width: int, ranks: int, line: Line | None)
     )
 
 
-def format_line(line: Line) -> str:
+def format_line(line: MessageTimeLine) -> str:
     """Format a fitted line, such as `100.0 us + bytes / 1 GB/s`."""
     latency = f"{line.alpha * 1e6:.1f} us"
     return f"{latency} + bytes / {1e-9 / line.beta:.3g} GB/s" if line.beta else f"{latency} for any size"

@@ -32,12 +32,12 @@ from common.distributed.builtin.registration import register_backend
 from common.distributed.rank_info import RankInfo
 from common.distributed.rendezvous import World, describe_transport
 from common.distributed.transport.algorithms import Algorithm, build_by_size, count_bytes
-from common.distributed.transport.cost import Line, fit_line
+from common.distributed.transport.cost import MessageTimeLine, fit_line
 from common.distributed.transport.memory_links import MemoryStream
 from configs.collectives import TRANSPORTS
 from configs.launch import Launch
 
-Call = Callable[[Tensor, Tensor], object]
+CollectiveOperation = Callable[[Tensor, Tensor], object]
 """An operation on the input and the output of this rank."""
 PERIOD = 1009  # length of a rank's repeated sequence: prime, so that neighbouring chunks differ
 MAX_EXACT_SUM = 256  # bfloat16, the least precise type, represents all integers up to it
@@ -45,7 +45,7 @@ SHARDED = ("reduce_scatter", "all_gather")
 IN_PLACE = ("broadcast", "all_reduce")
 
 
-class Point(NamedTuple):
+class CollectivePoint(NamedTuple):
     """One operation on a vector of `length` elements, `nbytes` bytes in total."""
 
     op: str
@@ -59,14 +59,14 @@ class Point(NamedTuple):
         return f"{self.op} {self.dtype}"
 
 
-def list_points(ops: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int], ranks: int) -> list[Point]:
+def list_points(ops: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int], ranks: int) -> list[CollectivePoint]:
     """Return all combinations of operation, type and size in bytes; sizes are rounded up to equal shards."""
     points = []
     for op, dtype, size in itertools.product(ops, dtypes, sizes):
         element_bytes = getattr(torch, dtype).itemsize
         unit = element_bytes * (ranks if op in SHARDED else 1)
         nbytes = -(-size // unit) * unit
-        points.append(Point(op, dtype, nbytes // element_bytes, nbytes))
+        points.append(CollectivePoint(op, dtype, nbytes // element_bytes, nbytes))
     return points
 
 
@@ -80,28 +80,28 @@ def compute_bus_factor(op: str, ranks: int) -> float:
     return (ranks - 1) / ranks if op in SHARDED else 1.0
 
 
-class Side(NamedTuple):
+class CollectiveVariant(NamedTuple):
     """One implementation of the operations, with its byte counters and its algorithms."""
 
-    calls: Mapping[str, Call]
+    operations: Mapping[str, CollectiveOperation]
     """The operations by name."""
-    count_sent: Callable[[], float] = float
+    count_sent_bytes: Callable[[], float] = float
     """Count the bytes of all messages sent so far, without headers; 0 if unknown."""
-    count_interface: Callable[[], float] = float
+    count_interface_bytes: Callable[[], float] = float
     """Count the bytes that have left the network interface so far; 0 if unknown."""
     algorithms: Sequence[tuple[int, Algorithm]] = ()
     """All-reduce algorithms, each with the smallest vector in bytes that it is used for; empty if unknown."""
-    link: str = ""
+    link_variant: str = ""
     """Name of the side whose `sendrecv` measures the links used by these algorithms."""
-    widens: bool = False
+    widens_half_precision: bool = False
     """True if an all-reduce transfers float16 and bfloat16 as float32."""
 
-    def compute_vector_bytes(self, point: Point) -> int:
+    def compute_vector_bytes(self, point: CollectivePoint) -> int:
         """Return the bytes of a point's vector as an all-reduce transfers it."""
-        is_widened = self.widens and point.dtype in ("float16", "bfloat16")
+        is_widened = self.widens_half_precision and point.dtype in ("float16", "bfloat16")
         return 2 * point.nbytes if is_widened else point.nbytes
 
-    def choose_algorithm(self, point: Point) -> Algorithm | None:
+    def choose_algorithm(self, point: CollectivePoint) -> Algorithm | None:
         """Return the algorithm of a point's all-reduce; None if unknown and for other operations."""
         if point.op != "all_reduce":
             return None
@@ -155,15 +155,21 @@ def open_group(world: World, backend: str) -> dist.ProcessGroup:
     return group
 
 
-def describe_builtin(side: Side, group: dist.ProcessGroup | None) -> Side:
+def add_builtin_counters(side: CollectiveVariant, group: dist.ProcessGroup | None) -> CollectiveVariant:
     """Return the side with the algorithms and the byte counter of a `builtin` group."""
     algorithms = get_communicator(group).algorithms
-    return side._replace(count_sent=partial(count_sent_bytes, group), algorithms=algorithms, widens=True)
+    return side._replace(
+        count_sent_bytes=partial(count_sent_bytes, group), algorithms=algorithms, widens_half_precision=True
+    )
 
 
-def open_builtin_sides(
-    world: World, settings: Launch, transport: str, names: Sequence[str], make: Callable[..., dict[str, Call]]
-) -> dict[str, Side]:
+def open_builtin_variants(
+    world: World,
+    settings: Launch,
+    transport: str,
+    names: Sequence[str],
+    make: Callable[..., dict[str, CollectiveOperation]],
+) -> dict[str, CollectiveVariant]:
     """Open a `builtin` group of all ranks and a side for each algorithm in `names`. All ranks call it.
 
     The first side has all operations of the group, made by `make`; the others have the all-reduce only, because no
@@ -182,18 +188,20 @@ def open_builtin_sides(
     carrier = describe_links(world, group) if transport == "memory" else transport
     link = f"{names[0]}, {carrier}"
     count_interface = partial(count_interface_bytes, world)
-    sides: dict[str, Side] = {}
+    sides: dict[str, CollectiveVariant] = {}
     calls = make(group)
     for name in names:
         algorithms = build_by_size(name, world.size, group_transport.hosts)
         calls["all_reduce"] = partial(all_reduce_by, algorithms, group)
-        side = describe_builtin(Side(calls, count_interface=count_interface, link=link), group)
+        side = add_builtin_counters(
+            CollectiveVariant(calls, count_interface_bytes=count_interface, link_variant=link), group
+        )
         sides[f"{name}, {carrier}"] = side._replace(algorithms=algorithms)
         calls = {}
     return sides
 
 
-def list_notes(sides: Mapping[str, Side], transports: Sequence[str]) -> list[str]:
+def list_variant_notes(sides: Mapping[str, CollectiveVariant], transports: Sequence[str]) -> list[str]:
     """Return notes about replaced algorithms and unavailable shared memory."""
     notes: set[str] = set()
     for side in sides.values():
@@ -213,7 +221,7 @@ def all_reduce_by(
     dist.all_reduce(vector, group=group)
 
 
-def fit_links(world: World) -> dict[str, Line]:
+def fit_link_lines(world: World) -> dict[str, MessageTimeLine]:
     """Fit a line to the message times between neighbouring ranks, one link at a time.
 
     Empty for ranks on GPUs, and on all ranks but rank 0. All ranks call it.
@@ -227,7 +235,7 @@ def fit_links(world: World) -> dict[str, Line]:
     return lines
 
 
-def compute_sent_bytes(point: Point, side: Side, ranks: int) -> list[float]:
+def compute_sent_bytes(point: CollectivePoint, side: CollectiveVariant, ranks: int) -> list[float]:
     """Return the bytes that each rank sends with the side's algorithm.
 
     If the algorithm is unknown, return the minimum, averaged over the ranks. In a ring every rank sends this minimum
@@ -240,7 +248,7 @@ def compute_sent_bytes(point: Point, side: Side, ranks: int) -> list[float]:
     return [factor * point.nbytes] * ranks
 
 
-class Vectors:
+class TestVectors:
     """Random input vectors of the ranks and the expected results. All types represent the sums exactly."""
 
     def __init__(self, seed: int, rank_info: RankInfo, device: torch.device) -> None:
@@ -251,11 +259,11 @@ class Vectors:
         generator = torch.Generator().manual_seed(seed)
         self.periods = torch.randint(largest + 1, (self.ranks, PERIOD), generator=generator).to(device)
 
-    def tile_period(self, period: Tensor, point: Point, length: int) -> Tensor:
+    def tile_period(self, period: Tensor, point: CollectivePoint, length: int) -> Tensor:
         """Return `length` elements of the point's type that repeat the numbers of the period."""
         return period.to(getattr(torch, point.dtype)).repeat(-(-length // PERIOD))[:length]
 
-    def fill(self, point: Point) -> tuple[Tensor, Tensor]:
+    def make_tensors(self, point: CollectivePoint) -> tuple[Tensor, Tensor]:
         """Return this rank's input, and an output filled with a wrong value."""
         shard = point.length // self.ranks
         input_length = shard if point.op == "all_gather" else point.length
@@ -263,7 +271,7 @@ class Vectors:
         output_length = {"reduce_scatter": shard, "broadcast": 0, "all_reduce": 0}.get(point.op, point.length)
         return vector, torch.full((output_length,), -1, dtype=vector.dtype, device=self.device)
 
-    def compute_expected(self, point: Point) -> Tensor:
+    def compute_expected(self, point: CollectivePoint) -> Tensor:
         """Return the expected result on this rank."""
         shard = point.length // self.ranks
         match point.op:
@@ -280,7 +288,7 @@ class Vectors:
             return expected[shard * self.rank : shard * (self.rank + 1)]
         return expected
 
-    def check(self, point: Point, vector: Tensor, output: Tensor, side: str) -> None:
+    def check_result(self, point: CollectivePoint, vector: Tensor, output: Tensor, side: str) -> None:
         """Raise RuntimeError unless the result, in input or output, is exact."""
         actual = vector if point.op in IN_PLACE else output
         expected = self.compute_expected(point)

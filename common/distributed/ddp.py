@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.core.seeds import pack_rng_state, unpack_rng_state
 
-BYTES = {"fp16": 2, "bf16": 2}  # bytes per element that a communication hook sends
+HOOK_ELEMENT_BYTES = {"fp16": 2, "bf16": 2}  # bytes per element that a communication hook sends
 ONE_BUCKET_MB = 1 << 20  # larger than any model
 POWERSGD_START_STEP = 10  # steps before that are not compressed
 POWERSGD_TENSORS = ("error_dict", "p_memory_dict", "q_memory_dict")  # attributes of its state: tensors by bucket
@@ -31,7 +31,7 @@ COMMUNICATION_ATTRIBUTE = "communication"  # name of the communication hook
 POWERSGD_ATTRIBUTE = "compression"  # PowerSGD's state
 
 
-def make_local_buffer_options() -> dict[str, Any]:
+def make_unsynchronized_buffer_options() -> dict[str, Any]:
     """Return the DDP argument that disables the broadcast of buffers before each forward.
 
     Training does not read buffers, and they are averaged before an evaluation. The argument's name depends on torch's
@@ -69,7 +69,7 @@ def hide_compiler() -> Iterator[None]:
 def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
     """Wrap a model so that its backward averages gradients over all ranks; `options` are DDP's arguments."""
     device_ids = [device.index] if device.type == "cuda" else None
-    options = make_local_buffer_options() | options
+    options = make_unsynchronized_buffer_options() | options
     wrapper_class = DistributedDataParallel if "torch._dynamo" in sys.modules else UncompiledDDP
     with hide_compiler():
         replica = wrapper_class(model, device_ids=device_ids, **options)

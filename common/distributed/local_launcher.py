@@ -20,11 +20,11 @@ from pathlib import Path
 
 from common.core import host_memory
 from common.core.errors import EXIT_REFUSED, EXIT_RESUMABLE, MachineError, UserError, explain_error
-from common.core.process_limits import explain_last_words
-from common.core.processes import die_with_parent, exit_at_once
+from common.core.process_limits import explain_exit_by_shortage
+from common.core.processes import exit_at_once, kill_with_parent
 from common.core.rendezvous_dir import create_rendezvous_dir
-from common.core.signals import REPEAT_SECONDS, STOP_SIGNALS
-from common.distributed.elastic.coordinator import Broken
+from common.core.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
+from common.distributed.elastic.coordinator import EndReason
 from common.distributed.elastic.supervisor import Supervisor, open_listener
 from common.distributed.rank_info import RankInfo
 from common.runs.folder import disk_errors
@@ -132,11 +132,13 @@ class RankForker:
     def fork_again(self, rank: int) -> None:
         """Fork a lost rank again; its world has size 1 until it joins the other ranks."""
         info = self.make_rank_info(rank)
-        self.children[rank] = self._fork(dataclasses.replace(info, rank=0, size=1, joins=True, launched_as=rank))
+        self.children[rank] = self._fork(
+            dataclasses.replace(info, rank=0, size=1, is_joining=True, started_as_rank=rank)
+        )
 
     def _fork(self, info: RankInfo) -> ChildRank:
-        error_file = self.private / f"error-{info.number}.json"
-        return ChildRank(info.number, fork_rank(self.body, info, error_file), error_file)
+        error_file = self.private / f"error-{info.original_rank}.json"
+        return ChildRank(info.original_rank, fork_rank(self.body, info, error_file), error_file)
 
     def kill(self, rank: int) -> None:
         """Kill a rank that does not answer: a frozen process could resume later and write."""
@@ -167,7 +169,7 @@ class StopForwarder:
     def handle(self, number: int, frame: object) -> None:
         """Forward the first signal; raise StoppedAtOnce at the second."""
         if self.number:
-            if number == signal.SIGINT or time.monotonic() - self.received_at > REPEAT_SECONDS:
+            if number == signal.SIGINT or time.monotonic() - self.received_at > REPEATED_SIGNAL_SECONDS:
                 raise StoppedAtOnce(number)
             return
         self.number = number
@@ -209,7 +211,7 @@ def run_child(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path
     """Run `body` in a forked rank and write its error for the parent; never returns."""
     status = 1
     try:
-        die_with_parent()
+        kill_with_parent()
         if os.getppid() != parent:
             os._exit(1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives Ctrl-C, too, and forwards it
@@ -280,11 +282,11 @@ class RankMonitor:
                 return self._report_failure(self._find_first_failure(failed))
 
             if supervisor is not None:
-                if supervisor.coordinator.broken is Broken.STATE_LOST:  # without a failed rank to report
-                    self._report(Broken.STATE_LOST.value)
+                if supervisor.coordinator.end_reason is EndReason.STATE_LOST:  # without a failed rank to report
+                    self._report(EndReason.STATE_LOST.value)
                     return 128 + signal.SIGKILL
                 alive = [child for child in self.children if child.is_running]
-                if supervisor.newcomers.issuperset(child.rank for child in alive):
+                if supervisor.joining_ranks.issuperset(child.rank for child in alive):
                     kill_ranks(alive)  # all members have ended: there is no generation to join
                     break
             elif not reaped:
@@ -306,7 +308,7 @@ class RankMonitor:
     def _report_failure(self, child: ChildRank) -> int:
         """Print why a run failed; return its exit status."""
         assert child.exit_code is not None
-        cause = explain_last_words(self.read_log(child.rank), child.exit_code)
+        cause = explain_exit_by_shortage(self.read_log(child.rank), child.exit_code)
         if child.exit_code < 0:
             self._report_killed(child, -child.exit_code, cause)
             return 128 - child.exit_code
@@ -339,7 +341,7 @@ class RankMonitor:
         end = None
         if self.supervisor is not None:
             problem = self.supervisor.coordinator.reasons.get(child.rank, problem)
-            end = self.supervisor.coordinator.find_end()
+            end = self.supervisor.coordinator.find_end_reason()
         print(f"error: rank {child.rank} (pid {child.pid}) {problem}{self._describe_other_ranks()}", file=sys.stderr)
         reason = f"rank {child.rank} {problem}"
         if end is not None:

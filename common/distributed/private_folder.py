@@ -11,12 +11,12 @@ import os
 import time
 from pathlib import Path
 
-from common.core.errors import Unreachable, UserError
+from common.core.errors import UnreachableError, UserError
 from common.distributed.rank_info import RankInfo
 from common.distributed.transport import certificates
 from common.distributed.transport.certificates import Identity
 from common.runs import provenance
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from configs.launch import Launch
 
 DEFAULT_CERTIFICATE_SECONDS = 7 * 86400.0  # without a time limit; certificates are checked on connecting only
@@ -37,7 +37,7 @@ def check_tls(settings: Launch, rank_info: RankInfo | None) -> None:
         certificates.check_openssl()
 
 
-def name_folder(base: Path, rank_info: RankInfo) -> Path:
+def get_private_folder(base: Path, rank_info: RankInfo) -> Path:
     """Return the path of the private folder of a job's attempt; all hosts of the job share `base`."""
     return base / f".private-{rank_info.attempt_id}"
 
@@ -45,7 +45,7 @@ def name_folder(base: Path, rank_info: RankInfo) -> Path:
 def open_identity(folder: Path, rank_info: RankInfo, timeout_seconds: float) -> Identity:
     """Load the identity of this attempt. Rank 0 creates it in a new private folder, the other ranks wait for it.
 
-    Raises UserError, and Unreachable if the folder does not appear within the timeout.
+    Raises UserError, and UnreachableError if the folder does not appear within the timeout.
     """
     if rank_info.rank == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def open_identity(folder: Path, rank_info: RankInfo, timeout_seconds: float) -> 
     deadline = time.monotonic() + timeout_seconds
     while not is_visible(folder):
         if time.monotonic() > deadline:
-            raise Unreachable(
+            raise UnreachableError(
                 f"rank {rank_info.rank} does not see {folder}, which rank 0 creates for launch.tls=true; see the log "
                 "of rank 0, set runs= to a folder that all hosts share, or raise launch.setup_timeout"
             )
@@ -78,7 +78,7 @@ def compute_certificate_seconds(run_folder: Path) -> float:
     if job_end.isdecimal():
         remaining = int(job_end) - time.time()
         return min(max(0.0, remaining), MAX_CERTIFICATE_SECONDS)
-    job = provenance.read_metadata(Folder(run_folder)).get("job") or {}
+    job = provenance.read_metadata(RunFolder(run_folder)).get("job") or {}
     profile = job.get("profile") or {}
     minutes = profile.get("time") if "SLURM_JOB_ID" in os.environ else None
     if isinstance(minutes, int) and minutes > 0:
@@ -88,5 +88,5 @@ def compute_certificate_seconds(run_folder: Path) -> float:
 
 def delete_key(folder: Path) -> None:
     """Delete the key and the certificate after all ranks have read them."""
-    for name in (certificates.KEY, certificates.CERTIFICATE):
+    for name in (certificates.KEY_FILE, certificates.CERTIFICATE_FILE):
         (folder / name).unlink(missing_ok=True)

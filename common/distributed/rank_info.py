@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from common.core.errors import UserError
 
 # Environment variables of the ranks of an elastic job.
-COORDINATOR = "ELASTIC_COORDINATOR"  # address of the coordinator
-KEY = "ELASTIC_KEY"  # key that the coordinator requires
-ORPHANED = "ELASTIC_ORPHANED"  # command (JSON) that a rank executes when it can no longer reach the coordinator
-JOINS_AS = "ELASTIC_JOINS_AS"  # original rank of the process that a new process replaces
+COORDINATOR_VARIABLE = "ELASTIC_COORDINATOR"  # address of the coordinator
+COORDINATOR_KEY_VARIABLE = "ELASTIC_KEY"  # key that the coordinator requires
+ORPHAN_COMMAND_VARIABLE = (
+    "ELASTIC_ORPHANED"  # command (JSON) that a rank executes when it can no longer reach the coordinator
+)
+REPLACED_RANK_VARIABLE = "ELASTIC_JOINS_AS"  # original rank of the process that a new process replaces
 
 REFUSAL_DELAY_SECONDS = 10.0  # time for rank 0 to report an error of all ranks before the others exit
 
@@ -39,15 +41,15 @@ class RankInfo:
     """True if the job or torchrun has started a process in this position before."""
     coordinator: str = ""
     """Address of the coordinator of an elastic run: path of a UNIX socket, or host:port."""
-    joins: bool = False
+    is_joining: bool = False
     """True for a restarted rank that has not joined the other ranks yet; until then its world has size 1."""
-    launched_as: int = -1
+    started_as_rank: int = -1
     """Rank at the start of the run if it may differ from `rank`, else -1."""
 
     @property
-    def number(self) -> int:
+    def original_rank(self) -> int:
         """Rank at the start of the run; it names the files of a rank."""
-        return self.rank if self.launched_as < 0 else self.launched_as
+        return self.rank if self.started_as_rank < 0 else self.started_as_rank
 
 
 def read_rank_info(environ: Mapping[str, str]) -> RankInfo | None:
@@ -60,7 +62,7 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo | None:
         return read_torchrun_rank(environ)
     if not {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"} <= environ.keys():
         return None
-    if JOINS_AS in environ:
+    if REPLACED_RANK_VARIABLE in environ:
         return read_rejoining_rank(environ)
     return read_slurm_rank(environ)
 
@@ -96,20 +98,20 @@ def read_slurm_rank(environ: Mapping[str, str]) -> RankInfo:
         master=parse_first_host(environ["SLURM_STEP_NODELIST"]),
         attempt_id=f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}",
         is_restart=is_restarted(environ),
-        coordinator=environ.get(COORDINATOR, ""),
+        coordinator=environ.get(COORDINATOR_VARIABLE, ""),
     )
 
 
 def read_rejoining_rank(environ: Mapping[str, str]) -> RankInfo:
     """Read the position of a restarted rank of an elastic job."""
-    coordinator = environ.get(COORDINATOR, "")
+    coordinator = environ.get(COORDINATOR_VARIABLE, "")
     return RankInfo(
         nodes=int(environ["SLURM_JOB_NUM_NODES"]),
         launcher="slurm",
         master=coordinator.rpartition(":")[0],
         coordinator=coordinator,
-        joins=True,
-        launched_as=int(environ[JOINS_AS]),
+        is_joining=True,
+        started_as_rank=int(environ[REPLACED_RANK_VARIABLE]),
     )
 
 
@@ -130,7 +132,7 @@ def parse_first_host(nodelist: str) -> str:
 
 
 @contextlib.contextmanager
-def report_refusal_once(rank_info: RankInfo | None) -> Iterator[None]:
+def report_common_error_once(rank_info: RankInfo | None) -> Iterator[None]:
     """Let only rank 0 report a UserError that all ranks raise in the block.
 
     The block runs before the rendezvous. The other ranks wait, and the launcher ends them after rank 0 has exited. A

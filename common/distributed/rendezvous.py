@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from common.core import network
-from common.core.errors import Unreachable, UserError, summarize_error
+from common.core.errors import UnreachableError, UserError, summarize_error
 from common.core.text import format_count
 from common.distributed import objects, private_folder
-from common.distributed.builtin.registration import Transport, register_backend
+from common.distributed.builtin.registration import TransportSettings, register_backend
 from common.distributed.rank_info import RankInfo
 from common.distributed.transport.certificates import Identity
 from common.distributed.transport.memory_links import choose_polling_seconds
@@ -45,19 +45,19 @@ class World(RankInfo):
     timeout: datetime.timedelta = datetime.timedelta(minutes=2)
     """Time limit of one collective or message, also in subgroups created later."""
     rendezvous_seconds: float = 0.0
-    """Seconds from the start of `joined_world` until this rank has joined."""
+    """Seconds from the start of `join_world` until this rank has joined."""
     store: dist.Store | None = None
     """Key-value store of the rendezvous; it still works after collectives have failed."""
     global_ranks: tuple[int, ...] = ()
     """In a subgroup, the rank of each member in the run; empty for all ranks."""
     group: dist.ProcessGroup | None = None
     """Process group of a subgroup; None for all ranks."""
-    transport: Transport | None = None
+    transport: TransportSettings | None = None
     """With the backend `builtin`, the facts by which later process groups connect."""
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0 and not self.joins
+        return self.rank == 0 and not self.is_joining
 
     @property
     def message_device(self) -> torch.device:
@@ -75,9 +75,9 @@ class World(RankInfo):
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's JSON value on all ranks. All ranks call it. Raises TypeError."""
-        return objects.broadcast_json(value, self.global_rank(0), self.message_device, self.group)
+        return objects.broadcast_json(value, self.get_global_rank(0), self.message_device, self.group)
 
-    def named_barrier(self, name: str) -> None:
+    def wait_for_all_ranks(self, name: str) -> None:
         """Wait until all ranks have called it with this name. Call it once per run and name.
 
         With NCCL it waits on the store, which keeps no GPU busy.
@@ -89,7 +89,7 @@ class World(RankInfo):
         self.store.set(keys[self.rank], "")
         self.store.wait(keys, self.timeout)
 
-    def global_rank(self, rank: int) -> int:
+    def get_global_rank(self, rank: int) -> int:
         """Return the rank in the run of a member of this subgroup."""
         return self.global_ranks[rank] if self.global_ranks else rank
 
@@ -113,7 +113,7 @@ class World(RankInfo):
 
 
 @contextlib.contextmanager
-def joined_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = None) -> Iterator[World]:
+def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = None) -> Iterator[World]:
     """Join the other ranks for the block, and destroy the process group at its end.
 
     The group is not destroyed if the block fails: the other ranks would fail in turn, possibly before this one has
@@ -169,14 +169,14 @@ def set_up_rendezvous(
     store: dist.Store
     if rank_info.launcher == "local":
         set_interface("lo")
-        store = dist.HashStore() if rank_info.joins else dist.FileStore(rank_info.master, rank_info.size)
+        store = dist.HashStore() if rank_info.is_joining else dist.FileStore(rank_info.master, rank_info.size)
         return store, "lo"
     interface = network.check_interface(settings.interface) if settings.interface else ""
     if key_folder is not None:
         if rank_info.rank == 0:
             check_rank0_name(rank_info)
         store = dist.FileStore(str(key_folder / "store"), rank_info.size)
-    elif rank_info.joins:
+    elif rank_info.is_joining:
         store = dist.HashStore()
     elif rank_info.launcher == "torchrun":
         store = open_torchrun_store(rank_info, timeout)
@@ -190,14 +190,14 @@ def set_up_rendezvous(
 
 
 def open_torchrun_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
-    """Open the store at torchrun's port; usually the torchrun agent serves it. Raises Unreachable."""
+    """Open the store at torchrun's port; usually the torchrun agent serves it. Raises UnreachableError."""
     host, _, port = rank_info.master.rpartition(":")
     is_server = rank_info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(host, int(port), rank_info.size, is_server, timeout=timeout, wait_for_workers=False)
         return dist.PrefixStore(f"start-{rank_info.attempt_id}", store)  # torchrun keeps its store over restarts
     except (RuntimeError, dist.DistError) as error:
-        raise Unreachable(
+        raise UnreachableError(
             f"rank {rank_info.rank} cannot reach rank 0 at {rank_info.master}: {summarize_error(error)}"
         ) from None
 
@@ -205,8 +205,8 @@ def open_torchrun_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dis
 def open_slurm_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
     """Open a store that rank 0 serves on a port derived from the attempt's id.
 
-    Rank 0 takes the first free port of a list; the other ranks try the ports of the list. Raises Unreachable if rank 0
-    does not answer.
+    Rank 0 takes the first free port of a list; the other ranks try the ports of the list. Raises UnreachableError if
+    rank 0 does not answer.
     """
     candidates = network.derive_ports(rank_info.attempt_id)
 
@@ -237,7 +237,7 @@ def open_slurm_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.S
 
 def check_rank0_name(rank_info: RankInfo) -> None:
     """Raise UserError if other hosts cannot reach rank 0 by its host name."""
-    network.resolve_for_others(rank_info.master, "the host of rank 0", rank_info.nodes)
+    network.resolve_for_other_hosts(rank_info.master, "the host of rank 0", rank_info.nodes)
 
 
 def set_interface(name: str) -> None:
@@ -286,32 +286,32 @@ def check_gpus(ranks: int, gpus: int) -> None:
 
 def describe_transport(
     rank_info: RankInfo, settings: Launch, hosts: Sequence[str], interface: str, identity: Identity | None = None
-) -> Transport:
+) -> TransportSettings:
     """Return the facts of this run by which process groups of the backend `builtin` connect."""
     if rank_info.launcher == "local":  # the ranks may simulate several hosts
         hosts = [str(rank * rank_info.nodes // rank_info.size) for rank in range(rank_info.size)]
     machine = network.identify_host() if settings.transport == "auto" else ""
-    return Transport(
+    return TransportSettings(
         run=rank_info.attempt_id or rank_info.master,
         hosts=hosts,
         algorithm="ring" if settings.algorithm == "auto" else settings.algorithm,  # until one has been chosen
         address=network.list_interfaces()[interface],
         host=machine and f"{hosts[rank_info.rank]}-{machine}",
-        spin=choose_polling_seconds(rank_info.local_size),
+        polling_seconds=choose_polling_seconds(rank_info.local_size),
         setup_timeout=settings.setup_timeout,
         identity=identity,
     )
 
 
 def gather_hosts(store: dist.Store, rank_info: RankInfo, timeout: datetime.timedelta) -> tuple[str, ...]:
-    """Exchange the ranks' host names through the store. Raises Unreachable naming the missing ranks."""
+    """Exchange the ranks' host names through the store. Raises UnreachableError naming the missing ranks."""
     keys = [f"here/{rank}" for rank in range(rank_info.size)]
     store.set(keys[rank_info.rank], socket.gethostname())
     try:
         store.wait(keys, timeout)
     except (RuntimeError, dist.DistError):
         missing = [f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])]
-        raise Unreachable(
+        raise UnreachableError(
             f"{', '.join(missing)} did not join within {timeout.total_seconds():.0f} s; see its log, or "
             "raise launch.setup_timeout"
         ) from None

@@ -38,7 +38,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
     different numbers of samples, including none.
     """
 
-    waited = 0.0
+    waiting_seconds = 0.0
     """Seconds that forward passes have waited in their all-reduce since the last reset."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         sums = torch.stack([local_sum, local_squares, local_count])
         start = time.perf_counter()
         sums = cast(Tensor, AllReduce.apply(sums))
-        self.waited += time.perf_counter() - start
+        self.waiting_seconds += time.perf_counter() - start
 
         count = sums[2].detach()
         offset, mean_square = sums[:2] / count
@@ -98,17 +98,17 @@ def convert_layer(layer: nn.BatchNorm2d) -> SyncBatchNorm2d:
     return synced.train(layer.training)
 
 
-def take_waiting_seconds(model: nn.Module) -> float:
+def pop_waiting_seconds(model: nn.Module) -> float:
     """Return and reset the seconds that synchronized BatchNorm layers have waited in forward passes."""
     seconds = 0.0
     for module in model.modules():
         if isinstance(module, SyncBatchNorm2d):
-            seconds += module.waited
-            module.waited = 0.0
+            seconds += module.waiting_seconds
+            module.waiting_seconds = 0.0
     return seconds
 
 
-def list_own_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
+def list_unsynchronized_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
     """Return the BatchNorm2d layers that are not synchronized, including those that FSDP2 has wrapped."""
     norms = []
     for module in model.modules():
@@ -126,7 +126,7 @@ def skip_empty_batches(model: nn.Module) -> nn.Module:
         if model.training and is_empty:
             cast(Tensor, layer.num_batches_tracked).add_(1)  # as on the ranks that have samples
 
-    for layer in list_own_norms(model):
+    for layer in list_unsynchronized_norms(model):
         layer.register_forward_pre_hook(set_mode)
     return model
 

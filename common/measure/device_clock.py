@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-HISTORY = 100
+MAX_STAMPED_STEPS = 100
 """Number of newest steps whose time stamps are stored."""
 MAX_ZERO_AGE_SECONDS = 10.0
 """Time after which the zero is reset: CUDA counts milliseconds in a float, which then resolves 1 us."""

@@ -14,8 +14,8 @@ from common.distributed.rendezvous import World
 from common.measure import plots
 from common.measure.memory import read_peak_memory
 from common.measure.step_timing import ScalingReport, StepTimes, compute_imbalance, gather_step_times
-from common.runs.result import Facts, Report
-from configs.resnet_dataparallel import ONE_DEVICE, Config
+from common.runs.result import Report, ReportData
+from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 
 NO_COMPARISON = "left out: {} training samples hold no full batch of {} to take turns with; lower batch"
 BATCHNORM_STATISTICS = {
@@ -56,7 +56,9 @@ def report_devices(
     hosts = world.hosts if cfg.strategy == "ddp" else world.hosts * devices
     step_seconds = cfg.batch / strategy_rate if strategy_rate else 0.0
     single_step_seconds = cfg.batch / single_rate if single_rate else 0.0
-    scaling = ScalingReport(gather_step_times(world, times), hosts, step_seconds, alone=single_step_seconds)
+    scaling = ScalingReport(
+        gather_step_times(world, times), hosts, step_seconds, single_rank_seconds=single_step_seconds
+    )
     if not world.is_main:
         return []
 
@@ -74,7 +76,7 @@ def report_devices(
     outcome = {"strategy": cfg.strategy, "devices": devices, "last_batch": last_batch}
     unit = ("GPU" if in_one_process else "rank") + ("s" if devices > 1 else "")
     title = f"{cfg.model}, batch {cfg.batch}, {devices} {unit}"
-    facts = Facts(rows, outcome, {"imbalance": imbalance}, memory)
+    facts = ReportData(rows, outcome, {"imbalance": imbalance}, memory)
     return [facts, Comparison(rates, folder, gpus, title), scaling]
 
 
@@ -130,15 +132,15 @@ class Comparison:
         for name, (rate, deviation) in heights.items():
             rows[name] = f"{rate:,.0f} samples/s ± {deviation:.0f}, {rate / first_rate:.2f} x the first"
         if "data_parallel" not in self.rates:
-            rows["data_parallel"] = ONE_DEVICE.format(self.gpus)
+            rows["data_parallel"] = ONE_DEVICE_MESSAGE.format(self.gpus)
         path = self.folder / "compare.png"
         plots.draw_bars(path, heights, "training samples per second", title=self.title)
         rows["plot"] = path.absolute().as_uri()
         return rows
 
-    def result(self) -> Facts:
+    def result(self) -> ReportData:
         """Return the values for result.json."""
-        return Facts(measured={"compare": dict(self.rates)})
+        return ReportData(measured={"compare": dict(self.rates)})
 
 
 def format_sum(sizes: list[int]) -> str:

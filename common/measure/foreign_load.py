@@ -16,7 +16,7 @@ from typing import Any
 from common.core.text import read_or_empty
 from common.distributed.rendezvous import World
 from common.runs.provenance import read_boot_id
-from common.runs.result import Facts
+from common.runs.result import ReportData
 
 NOTED_SHARE = 0.1
 """Share of the CPUs from which on the final table has a note."""
@@ -56,7 +56,7 @@ class ForeignLoadMeter:
         rank_seconds = time.process_time() - self.rank_start
         return CpuUse(read_boot_id(), socket.gethostname(), elapsed, busy, rank_seconds)
 
-    def report(self) -> Facts:
+    def report(self) -> ReportData:
         """Report the largest share of a host's CPUs used by others. All ranks call it."""
         gathered = self.world.gather(vars(self.measure()))
         return report_shares(compute_foreign_shares([CpuUse(**use) for use in gathered]))
@@ -91,7 +91,7 @@ def compute_foreign_shares(uses: Sequence[CpuUse]) -> dict[str, float]:
     return shares
 
 
-def report_shares(shares: Mapping[str, float]) -> Facts:
+def report_shares(shares: Mapping[str, float]) -> ReportData:
     """Report the largest share in result.json, and large shares in the final table."""
     notes = [
         f"other processes used {share:.0%} of the CPUs of {hosts} meanwhile: times are longer than on a quiet host"
@@ -100,4 +100,4 @@ def report_shares(shares: Mapping[str, float]) -> Facts:
     ]
     rows = {"other load": "\n".join(notes)} if notes else {}
     measured: dict[str, Any] = {"foreign_cpu_share": max(shares.values())} if shares else {}
-    return Facts(rows, measured=measured)
+    return ReportData(rows, measured=measured)

@@ -17,26 +17,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.runs.folder import Folder, disk_errors, write_atomic
+from common.runs.folder import RunFolder, disk_errors, write_atomic
 
 LIST = "media.jsonl"
 FOLDER = "media"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 
-def make_media_path(folder: Folder, step: int, name: str, kind: str) -> Path:
+def make_media_path(folder: RunFolder, step: int, name: str, kind: str) -> Path:
     """Return the path of a new file and create its folder. Raises ValueError for an invalid name, UserError."""
     if not NAME.fullmatch(name):
         raise ValueError(
             f"invalid name {name!r}: use at most 64 letters, digits and _ . -, starting with a letter or digit"
         )
-    media = folder.attempt / FOLDER
+    media = folder.attempt_folder / FOLDER
     with disk_errors(media):
         media.mkdir(exist_ok=True)
     return media / f"{name}-{step:08d}.{kind}"
 
 
-def write_image(folder: Folder, step: int, name: str, pixels: Tensor) -> None:
+def write_image(folder: RunFolder, step: int, name: str, pixels: Tensor) -> None:
     """Write an image as PNG.
 
     `pixels`: [H, W] or [3, H, W], uint8 or float in 0 to 1. Raises ValueError for other shapes.
@@ -57,7 +57,7 @@ def write_image(folder: Folder, step: int, name: str, pixels: Tensor) -> None:
     append_media_entry(folder, step, name, "image", file)
 
 
-def write_histogram(folder: Folder, step: int, name: str, values: Tensor, bins: int = 64) -> None:
+def write_histogram(folder: RunFolder, step: int, name: str, values: Tensor, bins: int = 64) -> None:
     """Write a histogram of the finite values, which have any shape.
 
     It has `bins` equal bins from the minimum to the maximum.
@@ -69,9 +69,9 @@ def write_histogram(folder: Folder, step: int, name: str, values: Tensor, bins: 
     append_media_entry(folder, step, name, "histogram", file)
 
 
-def append_media_entry(folder: Folder, step: int, name: str, kind: str, file: Path) -> None:
+def append_media_entry(folder: RunFolder, step: int, name: str, kind: str, file: Path) -> None:
     """Append the line of a file to media.jsonl."""
     entry: dict[str, Any] = {"global_step": step, "name": name, "kind": kind, "file": f"{FOLDER}/{file.name}"}
-    path = folder.attempt / LIST
+    path = folder.attempt_folder / LIST
     with disk_errors(path), open(path, "a") as stream:
         stream.write(json.dumps(entry) + "\n")

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from common.core.errors import UserError
 from common.distributed.rendezvous import World
-from common.runs.result import Facts
+from common.runs.result import ReportData
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 OUT_OF_MEMORY_MESSAGES = (
@@ -41,11 +41,11 @@ class Footprint:
             with contextlib.suppress(OSError, AttributeError):  # not glibc
                 ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system
         self.start = self._read_bytes()
-        self.most = 0
+        self.peak_bytes = 0
 
     def record_peak(self) -> None:
         """Update the maximum; call it where most memory is used, between a forward and its backward."""
-        self.most = max(self.most, self._read_bytes() - self.start)
+        self.peak_bytes = max(self.peak_bytes, self._read_bytes() - self.start)
 
     def _read_bytes(self) -> int:
         if self.device.type == "cuda":
@@ -82,7 +82,7 @@ def format_megabytes(sizes: Mapping[str, int]) -> str:
     return "".join(f"{name}: {size / 1e6:,.1f} MB  " for name, size in sizes.items())
 
 
-def report_state_bytes(optimizer: Optimizer, world: World) -> Facts:
+def report_state_bytes(optimizer: Optimizer, world: World) -> ReportData:
     """Report the bytes of parameters, gradients and optimizer state of each rank. All ranks call it.
 
     The report includes the bytes without sharding, as with DDP, if they are more.
@@ -103,7 +103,7 @@ def report_state_bytes(optimizer: Optimizer, world: World) -> Facts:
         full_bytes += sum(tensor.nbytes for tensor in tensors)
     ranks = world.gather(local_bytes)
     if not ranks:
-        return Facts()
+        return ReportData()
     totals = {f"rank {rank}": sum(kinds.values()) for rank, kinds in enumerate(ranks)}
     text = format_megabytes(totals) + "of parameters, gradients and optimizer state"
     if full_bytes > max(totals.values()):
@@ -112,7 +112,7 @@ def report_state_bytes(optimizer: Optimizer, world: World) -> Facts:
     for kind in local_bytes:
         bytes_by_kind[kind] = [kinds[kind] for kinds in ranks]
     measured = {"state_bytes": bytes_by_kind, "unsharded_state_bytes": full_bytes}
-    return Facts({"training state": text}, measured=measured)
+    return ReportData({"training state": text}, measured=measured)
 
 
 def get_local_shard(tensor: Any) -> Tensor:

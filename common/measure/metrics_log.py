@@ -95,7 +95,7 @@ class MetricsLog:
         *,
         source: int = MEAN,
         seconds: float = 0.5,
-        began: float | None = None,
+        start_time: float | None = None,
         show: Callable[[int, dict[str, float]], None] = lambda step, newest: None,
     ) -> None:
         """`began` is the origin of times, by time.perf_counter(); rank 0 calls `show` after every flush."""
@@ -104,14 +104,14 @@ class MetricsLog:
         self.batches = batches
         self.seconds = seconds
         self.show = show
-        self.averaged = source == MEAN
+        self.is_averaged = source == MEAN
         self.source = max(0, source)
         self.last_flush = time.perf_counter()
-        self.began = self.last_flush if began is None else began
+        self.start_time = self.last_flush if start_time is None else start_time
         self.rows: list[tuple[int, float, Values]] = []
         self.next_flush = 1
         """Step of the next flush."""
-        self.diverged = ""
+        self.divergence = ""
         """On rank 0, the reason why training has diverged, or empty."""
 
     def add(self, step: int, now: float, values: Values) -> None:
@@ -137,7 +137,7 @@ class MetricsLog:
         if not self.world.is_main:
             return
         step_values = gathered[self.source][0]
-        if self.averaged:
+        if self.is_averaged:
             by_rank = [rank_values for rank_values, _ in gathered]
             step_values = [average_over_ranks(values) for values in zip(*by_rank, strict=True)]
         self._note_divergence([row[0] for row in rows], step_values)
@@ -150,7 +150,7 @@ class MetricsLog:
         self.last_flush = now
         return min(max(1, interval), 4 * count)
 
-    def drop_kept_rows(self) -> None:
+    def drop_unwritten_rows(self) -> None:
         """Note that all ranks have reached the last flush of rank 0."""
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -163,7 +163,11 @@ class MetricsLog:
             self.writer.add([self._make_row(step, time.perf_counter()) | values])
 
     def _make_row(self, step: int, now: float) -> dict[str, Any]:
-        return {"global_step": step, "samples": self.batches.count_samples(step), "time": round(now - self.began, 6)}
+        return {
+            "global_step": step,
+            "samples": self.batches.count_samples(step),
+            "time": round(now - self.start_time, 6),
+        }
 
     def _make_rows(
         self, rows: Sequence[tuple[int, float, Values]], step_values: Sequence[dict[str, float]]
@@ -177,13 +181,13 @@ class MetricsLog:
         A `skipped` step has not diverged: its gradients were too large for fp16.
         """
         for step, row in zip(steps, rows, strict=True):
-            if self.diverged or math.isfinite(row.get("loss", 0.0)) or row.get("skipped"):
+            if self.divergence or math.isfinite(row.get("loss", 0.0)) or row.get("skipped"):
                 continue
             epoch = (step - 1) // self.batches.steps
             epoch_start = self.batches.count_samples(epoch * self.batches.steps)
             first = self.batches.count_samples(step - 1) - epoch_start
             last = self.batches.count_samples(step) - epoch_start - 1
-            self.diverged = (
+            self.divergence = (
                 f"the loss of step {step} is {row['loss']} (epoch {epoch}, positions {first} to {last} of its "
                 "order); lower optim.lr, or set clip where there is one"
             )
@@ -196,22 +200,22 @@ class SharedMetricsLog(MetricsLog):
     may not have written.
     """
 
-    kept: list[dict[str, Any]]
+    unwritten_rows: list[dict[str, Any]]
     """Rows that rank 0 may not have written."""
     last_written: tuple[int, bool] = (0, True)
     """Position of the last row that rank 0 has written: its step, and whether it is an evaluation."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.kept = []
+        self.unwritten_rows = []
 
     def collect(self) -> list[dict[str, Any]]:
         """Return the rows that rank 0 may not have written, including those of the newest steps."""
         rows = self.rows
         self.rows = []
         step_values = fetch_values([values for _, _, values in rows])
-        self.kept += self._make_rows(rows, step_values)
-        return self.kept
+        self.unwritten_rows += self._make_rows(rows, step_values)
+        return self.unwritten_rows
 
     def flush(self) -> None:
         """Write the collected rows."""
@@ -241,13 +245,13 @@ class SharedMetricsLog(MetricsLog):
 
     def drop_kept_rows(self) -> None:
         """Drop the kept rows: rank 0 wrote them before all ranks voted."""
-        self.kept = []
+        self.unwritten_rows = []
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write the values of an evaluation, which all ranks know, once, also if the evaluation is repeated."""
         self.flush()
         row = self._make_row(step, time.perf_counter()) | values
-        self.kept.append(row)
+        self.unwritten_rows.append(row)
         self.write_rows([row])
 
     def take_over_file(self) -> None:

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from common.core.text import format_count
-from common.runs.folder import Folder
-from common.runs.result import Facts
+from common.runs.folder import RunFolder
+from common.runs.result import ReportData
 from configs.amp_accum import Config
 
 FINAL_STEPS = 20
@@ -21,7 +21,7 @@ class PrecisionReport:
     """Bytes sent, memory, steps skipped, and the final loss of a run, including its earlier attempts."""
 
     cfg: Config
-    folder: Folder
+    folder: RunFolder
     device: str
     """Type of the device: cpu or cuda."""
     peak_bytes: Sequence[int]
@@ -32,7 +32,7 @@ class PrecisionReport:
     @cached_property
     def outcome(self) -> dict[str, Any]:
         """Mean bytes sent by a rank per step, steps skipped, the precision used, and the final loss."""
-        rows = [row for row in self.folder.metrics() if "loss" in row]
+        rows = [row for row in self.folder.read_metrics() if "loss" in row]
         losses = [row["loss"] for row in rows[-FINAL_STEPS:] if row["loss"] is not None]
         precision = self.cfg.precision
         if precision == "tf32" and self.device == "cpu":
@@ -65,6 +65,6 @@ class PrecisionReport:
             "sent": f"{outcome['bytes_sent'] / 1e6:.2f} MB of gradients by each rank in a step",
         }
 
-    def result(self) -> Facts:
+    def result(self) -> ReportData:
         """Return the values for result.json."""
-        return Facts(outcome=self.outcome, measured={"training_bytes": max(self.peak_bytes)})
+        return ReportData(outcome=self.outcome, measured={"training_bytes": max(self.peak_bytes)})

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from common.distributed.rendezvous import World
-from common.distributed.sync_batchnorm import take_waiting_seconds
+from common.distributed.sync_batchnorm import pop_waiting_seconds
 from common.measure.device_clock import DeviceClock, Stamp
 from common.measure.straggler import find_straggler
 from common.measure.timing import time_calls
-from common.runs.result import Facts
+from common.runs.result import ReportData
 
 T = TypeVar("T")
 HISTORY = 1000
@@ -51,7 +51,7 @@ class RankTimes:
     """Mean samples per batch, if the shards of the ranks are unequal."""
 
 
-class Pace:
+class StepDurations:
     """Durations of the steps of this attempt, by the host's clock, without the time between two steps."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class StepTimes:
             self._store_step()
 
     def _store_step(self) -> None:
-        waited = take_waiting_seconds(self.model)
+        waited = pop_waiting_seconds(self.model)
         if "backward" not in self.marks:  # the experiment does not mark it
             return
         if self.steps_to_skip:
@@ -161,7 +161,7 @@ class StepTimes:
                 seconds["exposed"] = times["end of backward"] - times["last gradient"]
         return seconds
 
-    def measure_own_seconds(self, steps: int) -> float | None:
+    def measure_seconds_to_last_gradient(self, steps: int) -> float | None:
         """Return the median seconds from start to last gradient of the newest `steps`.
 
         Until then no rank waits for another, except in synchronised norms. Waits for a GPU to finish these steps. None
@@ -236,11 +236,11 @@ class ScalingReport:
 
     ranks: Sequence[RankTimes]
     hosts: Sequence[str]
-    step: float
+    step_seconds: float
     """Seconds of a step."""
-    communication: float | None = None
+    communication_seconds: float | None = None
     """Seconds of one step's communication without computation."""
-    alone: float = 0.0
+    single_rank_seconds: float = 0.0
     """Seconds of the same step on one rank; 0 if it was not measured."""
 
     @property
@@ -251,14 +251,18 @@ class ScalingReport:
         """
         newest_first = [rank.exposed[::-1] for rank in self.ranks]  # a rank that joined later has fewer steps
         steps = list(zip(*newest_first, strict=False))
-        if not steps or not self.communication or len(self.ranks) == 1:
+        if not steps or not self.communication_seconds or len(self.ranks) == 1:
             return None
-        return min(1.0, median(min(step) for step in steps) / self.communication)
+        return min(1.0, median(min(step) for step in steps) / self.communication_seconds)
 
     @property
     def efficiency(self) -> float | None:
         """The scaling efficiency: 1 when p ranks are p times as fast as one."""
-        return self.alone / self.step / len(self.hosts) if self.alone and self.step else None
+        return (
+            self.single_rank_seconds / self.step_seconds / len(self.hosts)
+            if self.single_rank_seconds and self.step_seconds
+            else None
+        )
 
     @property
     def straggler(self) -> int | None:
@@ -291,16 +295,17 @@ class ScalingReport:
                 f"backward, the others {median_of_others * 1e3:.2f} ms"
             )
         exposed = self.exposed_fraction
-        if exposed is not None and self.communication is not None:
-            rows["communication"] = f"{self.communication * 1e3:.2f} ms a step, {exposed:.0%} not hidden"
+        if exposed is not None and self.communication_seconds is not None:
+            rows["communication"] = f"{self.communication_seconds * 1e3:.2f} ms a step, {exposed:.0%} not hidden"
         if self.efficiency is not None:
             rows["efficiency"] = (
                 f"{self.efficiency:.0%} of {len(self.hosts)} times one rank "
-                f"(alone {self.alone * 1e3:.2f} ms a step, speed-up {self.alone / self.step:.2f})"
+                f"(alone {self.single_rank_seconds * 1e3:.2f} ms a step, "
+                f"speed-up {self.single_rank_seconds / self.step_seconds:.2f})"
             )
         return rows
 
-    def result(self) -> Facts:
+    def result(self) -> ReportData:
         """Return the values for result.json, all measured; times in seconds."""
         ranks = []
         for rank in self.ranks:
@@ -310,9 +315,9 @@ class ScalingReport:
         measured = {
             "ranks": ranks,
             "straggler": self.straggler,
-            "communication_seconds": self.communication,
+            "communication_seconds": self.communication_seconds,
             "communication_exposed": self.exposed_fraction,
-            "single_rank_step_seconds": self.alone or None,
+            "single_rank_step_seconds": self.single_rank_seconds or None,
             "efficiency": self.efficiency,
         }
-        return Facts(measured={name: value for name, value in measured.items() if value is not None})
+        return ReportData(measured={name: value for name, value in measured.items() if value is not None})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.checkpoint import storage
 from common.core.errors import UserError
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from configs.optional import InitialWeights
 
 SHORT_ID_LENGTH = 4  # characters
@@ -36,7 +36,7 @@ def check_weights_of_config(settings: object) -> None:
         find_weights(settings.weights, Path(settings.runs))
 
 
-def leave_out_replaced_weights(settings: object, run: Folder) -> None:
+def clear_replaced_weights(settings: object, run: RunFolder) -> None:
     """Set `weights` to none if the run has a checkpoint, which replaces them.
 
     Their file may be gone by then.

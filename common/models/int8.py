@@ -6,7 +6,7 @@ import copy
 
 from torch import nn
 
-MISSING = "not measured: torchao is missing or too old; pip install --upgrade torchao"
+MISSING_TORCHAO = "not measured: torchao is missing or too old; pip install --upgrade torchao"
 
 
 def has_torchao() -> bool:

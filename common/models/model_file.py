@@ -22,13 +22,13 @@ from common.models import networks, pruning_masks
 from common.models.initial_weights import find_weights
 from common.models.networks import Recipe
 from common.models.sample_dropout import add_dropout
-from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
+from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
 
 FORMAT = 1
 REQUIRED_FACTS = {"class", "arguments", "step", "shape", "dtype", "precision", "channels_last", "shares"}
 
 
-def write_model(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe, facts: Mapping[str, Any]) -> None:
+def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, facts: Mapping[str, Any]) -> None:
     """Write both files, each atomically, without pruning masks. Raises OSError.
 
     A recipe that builds other tensors than the model has, for example because a layer was added, is not written.
@@ -44,7 +44,7 @@ def write_model(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe, fac
         rebuilt = build_model(recipe, torch.device("meta")).state_dict()
         if list_shapes(rebuilt) != list_shapes(tensors):
             recipe = {"class": None, "arguments": None}
-    draft = folder.path / f".{MODEL}.new"
+    draft = folder.path / f".{MODEL_FILE}.new"
     try:
         try:
             save_file(tensors, draft, metadata={"format": "pt"})
@@ -54,8 +54,8 @@ def write_model(folder: Folder, state: Mapping[str, Tensor], recipe: Recipe, fac
         with open(draft, "rb") as file:
             os.fsync(file.fileno())
         content = {"format": FORMAT, "sha256": hash_file(draft)} | recipe | dict(facts)
-        draft.replace(folder.path / MODEL)
-        write_json(folder.path / MODEL_FACTS, content)
+        draft.replace(folder.path / MODEL_FILE)
+        write_json(folder.path / MODEL_FACTS_FILE, content)
     finally:
         draft.unlink(missing_ok=True)
 
@@ -65,28 +65,28 @@ def list_shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in state.items()}
 
 
-def read_model(folder: Folder) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_model(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return model.json and the tensors of a run's model.
 
     Raises UserError if they are missing or damaged.
     """
-    file = folder.path / MODEL
-    facts_file = folder.path / MODEL_FACTS
+    file = folder.path / MODEL_FILE
+    facts_file = folder.path / MODEL_FACTS_FILE
     facts = read_json(facts_file)
     if not file.is_file() and not facts:
-        raise UserError(f"{folder.path} has no {MODEL}{explain_missing_model(folder)}")
+        raise UserError(f"{folder.path} has no {MODEL_FILE}{explain_missing_model(folder)}")
     is_complete = isinstance(facts.get("scores"), dict) and facts.keys() >= REQUIRED_FACTS
     if facts.get("format") != FORMAT or not is_complete:
         raise UserError(f"{facts_file} is missing, damaged or from another version; restore it")
     try:
         if hash_file(file) != facts.get("sha256"):
-            raise UserError(f"{file} is damaged: its checksum differs from the one in {MODEL_FACTS}; restore it")
+            raise UserError(f"{file} is damaged: its checksum differs from the one in {MODEL_FACTS_FILE}; restore it")
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     return facts, read_safetensors(file)
 
 
-def explain_missing_model(folder: Folder) -> str:
+def explain_missing_model(folder: RunFolder) -> str:
     """Return why a run has no model, with the remedy."""
     state = folder.result.get("state")
     run = folder.reference
@@ -122,16 +122,17 @@ def build_model(recipe: Mapping[str, Any], device: torch.device | None = None) -
         )
     if not isinstance(arguments, dict):
         raise UserError(
-            f'{MODEL_FACTS} lacks the constructor arguments of {name}; add them, such as "arguments": {{"width": 128}}'
+            f"{MODEL_FACTS_FILE} lacks the constructor arguments of {name}; "
+            'add them, such as "arguments": {"width": 128}'
         )
     try:
         with device or torch.device("cpu"):
             return kind(**arguments)
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"{MODEL_FACTS}: {kind.__name__} cannot be built from {arguments} ({error})") from None
+        raise UserError(f"{MODEL_FACTS_FILE}: {kind.__name__} cannot be built from {arguments} ({error})") from None
 
 
-def load_model(folder: Folder) -> tuple[dict[str, Any], nn.Module]:
+def load_model(folder: RunFolder) -> tuple[dict[str, Any], nn.Module]:
     """Return model.json and the trained model of a run, in eval mode and in its dtype.
 
     Raises UserError.
@@ -142,7 +143,7 @@ def load_model(folder: Folder) -> tuple[dict[str, Any], nn.Module]:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
-        raise UserError(f"{folder.path / MODEL} does not match {MODEL_FACTS}: {reason}") from None
+        raise UserError(f"{folder.path / MODEL_FILE} does not match {MODEL_FACTS_FILE}: {reason}") from None
     return facts, model.eval().requires_grad_(False)
 
 
@@ -189,7 +190,7 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
     """
     path = find_weights(text, runs)
     if (path / "config.yaml").is_file():
-        _, tensors = read_model(Folder(path.absolute()))
+        _, tensors = read_model(RunFolder(path.absolute()))
         return tensors
     if path.is_dir():
         return read_model_of_checkpoint(path, text)
@@ -214,7 +215,7 @@ def read_model_of_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
         path = path.absolute()
         attempt_number = int(path.parents[1].name)
         step = int(path.name.removeprefix("step-"))
-        attempt = Folder(path.parents[3], attempt_number)
+        attempt = RunFolder(path.parents[3], attempt_number)
         return checkpointer.read_full_model(CheckpointPath(attempt, step))
     except (ValueError, IndexError):
         raise UserError(f"weights={text}: neither a run folder nor a checkpoint folder of a run") from None

@@ -190,27 +190,27 @@ class Masks:
         for layer in self.layers.values():
             layer.register_buffer(MASK, torch.ones_like(layer.weight, dtype=torch.bool))
         self.weights = [layer.weight for layer in self.layers.values()]
-        self.total = count_elements(self.weights)
+        self.weight_count = count_elements(self.weights)
         self.factors = [torch.empty_like(weight, requires_grad=False) for weight in self.weights]
         self.recompute_factors()
 
     @property
-    def kept(self) -> list[Tensor]:
+    def masks(self) -> list[Tensor]:
         """The masks, one per layer: bool, true where a weight is kept."""
         return [layer.get_buffer(MASK) for layer in self.layers.values()]
 
     @torch.no_grad()
     def assign(self, masks: Sequence[Tensor]) -> None:
         """Replace all masks; the weights change at the next `apply`."""
-        for buffer, mask in zip(self.kept, masks, strict=True):
+        for buffer, mask in zip(self.masks, masks, strict=True):
             buffer.copy_(mask)
         self.recompute_factors()
 
     def recompute_factors(self) -> None:
         """Recompute the factors and the sparsity from the buffers, for example after loading a checkpoint."""
-        for factor, mask in zip(self.factors, self.kept, strict=True):
+        for factor, mask in zip(self.factors, self.masks, strict=True):
             factor.copy_(mask)
-        self.sparsity = 1 - sum(map(count_nonzero, self.kept)) / self.total
+        self.sparsity = 1 - sum(map(count_nonzero, self.masks)) / self.weight_count
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -227,12 +227,12 @@ class Masks:
 
     def mark_pruned(self, scores: Sequence[Tensor]) -> list[Tensor]:
         """Return the scores with PRUNED_SCORE for weights that are already pruned."""
-        return [score.masked_fill(~mask, PRUNED_SCORE) for score, mask in zip(scores, self.kept, strict=True)]
+        return [score.masked_fill(~mask, PRUNED_SCORE) for score, mask in zip(scores, self.masks, strict=True)]
 
     def compute_digest(self) -> str:
         """Return the SHA-256 of all masks, independent of the device."""
         digest = hashlib.sha256()
-        for name, mask in zip(self.layers, self.kept, strict=True):
+        for name, mask in zip(self.layers, self.masks, strict=True):
             packed_mask = np.packbits(mask.cpu().numpy())
             digest.update(name.encode() + packed_mask.tobytes())
         return digest.hexdigest()
@@ -261,7 +261,7 @@ def drop_and_grow(masks: Masks, optimizer: Optimizer, share: float) -> None:
     """
     remaining_masks = []
     grown_masks = []
-    for weight, mask in zip(masks.weights, masks.kept, strict=True):
+    for weight, mask in zip(masks.weights, masks.masks, strict=True):
         assert weight.grad is not None
         count = min(int(share * count_nonzero(mask)), count_nonzero(~mask))
         magnitudes = weight.abs().masked_fill(~mask, math.inf)

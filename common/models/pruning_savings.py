@@ -26,7 +26,7 @@ from common.measure.timing import time_calls
 from common.models import exporting, int8
 from common.models.networks import LinearReLU
 from common.models.pruning_masks import MASK, Masks, count_nonzero
-from common.runs.result import Facts
+from common.runs.result import ReportData
 from configs.sparse_prune import Config
 
 ROUNDS = 9  # of timing
@@ -225,7 +225,7 @@ def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> d
         format_count(samples, "sample"): f"{times}: {comparison}",
     }
     if with_int8:
-        rows["int8"] = int8.MISSING
+        rows["int8"] = int8.MISSING_TORCHAO
     if "int8_accuracy" in facts:
         rows["int8"] = f"{facts['int8_accuracy']:.2%} test accuracy, {format_size('int8_')}"
     if "two_of_four_seconds" in facts:
@@ -241,7 +241,7 @@ def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> d
 
 def report_savings(
     cfg: Config, model: nn.Module, masks: Masks, x: Tensor, accuracy: Callable[[nn.Module], float], path: Path
-) -> Facts:
+) -> ReportData:
     """Return the report of a pruned model: its remaining weights and the savings.
 
     Times are measured on samples x [N, ...].
@@ -255,11 +255,16 @@ def report_savings(
         measured |= export_and_compare(stripped, x[:EXPORT_SAMPLES], path)
     nonzero = sum(map(count_nonzero, masks.weights))
     digest = masks.compute_digest()
-    outcome = {"weights": masks.total, "nonzero": nonzero, "sparsity": 1 - nonzero / masks.total, "masks": digest}
+    outcome = {
+        "weights": masks.weight_count,
+        "nonzero": nonzero,
+        "sparsity": 1 - nonzero / masks.weight_count,
+        "masks": digest,
+    }
     rows = {
         "pruning": f"{cfg.model}, {cfg.schedule}, {cfg.criterion}, {cfg.scope}",
-        "weights": f"{nonzero:,} of {masks.total:,} are not zero; {masks.sparsity:.2%} are masked",
+        "weights": f"{nonzero:,} of {masks.weight_count:,} are not zero; {masks.sparsity:.2%} are masked",
         "masks": digest[:16] + (f", the same on {cfg.processes} ranks" if cfg.processes > 1 else ""),
     }
     rows |= format_savings(sizes | measured, len(x), cfg.int8)
-    return Facts(rows, outcome | sizes, measured)
+    return ReportData(rows, outcome | sizes, measured)

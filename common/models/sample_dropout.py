@@ -89,11 +89,11 @@ def add_dropout(network: nn.Sequential, rate: float, seed: int) -> nn.Sequential
 
 def exclude_from_compiling(network: nn.Module) -> None:
     """Exclude dropout layers from torch.compile: NumPy draws their masks."""
-    for layer in list_dropout([network]):
+    for layer in list_dropout_layers([network]):
         layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
 
 
-def list_dropout(parts: Sequence[nn.Module]) -> list[SampleDropout]:
+def list_dropout_layers(parts: Sequence[nn.Module]) -> list[SampleDropout]:
     """Return the dropout layers of a model's parts."""
     layers: list[SampleDropout] = []
     for part in parts:

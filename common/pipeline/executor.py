@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.distributed.rendezvous import World
-from common.measure.device_clock import HISTORY, DeviceClock, Stamp
+from common.measure.device_clock import MAX_STAMPED_STEPS, DeviceClock, Stamp
 from common.pipeline import schedules
 from common.pipeline.p2p import Messages, list_routes
 from common.pipeline.schedules import Action, Span, list_local_stages
 from configs.pipeline import PipelineConfig
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 Message = tuple[Action, Tensor]  # a tensor, and the action that consumes it
 Marks = list[tuple[Action, Stamp, Stamp]]
 
@@ -49,7 +49,7 @@ class PipelineEngine:
         self,
         settings: PipelineConfig,
         stages: Sequence[nn.Sequential],
-        loss: Loss,
+        loss: LossFunction,
         world: World,
         *,
         batch: int,
@@ -61,19 +61,19 @@ class PipelineEngine:
         self.dtype = dtype
         self.plan = schedules.make_schedule(settings)
         self.layers = [list(dict(stage.named_children())) for stage in stages]
-        self.count = settings.stages
+        self.stage_count = settings.stages
         self.microbatches = settings.microbatches
         self.microbatch_size = batch // self.microbatches
         self.shapes = infer_boundary_shapes(stages, sample, dtype)
-        local_stages = list_local_stages(world.rank, world.size, self.count)
-        self.local = {stage: stages[stage].to(world.device) for stage in local_stages}
-        self.has_first = 0 in self.local
-        self.has_last = self.count - 1 in self.local
+        local_stages = list_local_stages(world.rank, world.size, self.stage_count)
+        self.local_stages = {stage: stages[stage].to(world.device) for stage in local_stages}
+        self.has_first_stage = 0 in self.local_stages
+        self.has_last_stage = self.stage_count - 1 in self.local_stages
         self.clock = DeviceClock(world.device)
         if len(set(world.hosts)) > 1:
             dist.barrier(world.group)  # only this group's: other replicas may be on one host
             self.clock.set_zero_now()  # the clocks of hosts are unrelated: all count from the end of the barrier
-        self.history: deque[Marks] = deque(maxlen=HISTORY)
+        self.history: deque[Marks] = deque(maxlen=MAX_STAMPED_STEPS)
         routes = list_routes(self.plan, self.shapes, self.microbatch_size)
         self.messages = Messages(world, routes, dtype, self.microbatches, settings.transport)
         self.saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -81,7 +81,7 @@ class PipelineEngine:
     @property
     def module(self) -> nn.ModuleList:
         """The local stages, for example for the optimizer."""
-        return nn.ModuleList(self.local.values())
+        return nn.ModuleList(self.local_stages.values())
 
     # ---- one training step
 
@@ -93,13 +93,13 @@ class PipelineEngine:
         else None. Raises TimeoutError if a message does not arrive in time.
         """
         self.clock.begin_step()
-        self.inputs = self._split_batch(x) if x is not None and self.has_first else ()
-        self.targets = self._split_batch(y) if y is not None and self.has_last else ()
+        self.inputs = self._split_batch(x) if x is not None and self.has_first_stage else ()
+        self.targets = self._split_batch(y) if y is not None and self.has_last_stage else ()
         self.total_loss: Tensor | None = None
         marks: Marks = []
         stamp = self.clock.stamp
         messages = self.messages
-        last_stage = self.count - 1
+        last_stage = self.stage_count - 1
         messages.post_receives()
         for action in self.plan[self.world.rank]:
             kind, stage, _ = action
@@ -127,8 +127,8 @@ class PipelineEngine:
     def _forward(self, action: Action, activation: Tensor | None) -> Message | None:
         _, stage, microbatch = action
         x = self.inputs[microbatch] if activation is None else activation.detach().requires_grad_()
-        output = self.local[stage](x)
-        is_last = stage == self.count - 1
+        output = self.local_stages[stage](x)
+        is_last = stage == self.stage_count - 1
         if is_last:
             output = self.loss(output, self.targets[microbatch])
             if self.microbatches > 1:
@@ -164,17 +164,17 @@ class PipelineEngine:
         network = self.messages.network
         has_peers = self.world.size > 1
         activation = x
-        for stage, module in self.local.items():
+        for stage, module in self.local_stages.items():
             consumer = Action("F", stage, self.microbatches)  # a number that no training message has
             if stage and has_peers:
                 shape = self.shapes[stage - 1]
                 activation = torch.empty(count, *shape, dtype=self.dtype, device=self.world.device)
                 network.receive(consumer, activation).wait()
             activation = module(activation)
-            if stage < self.count - 1 and has_peers:
+            if stage < self.stage_count - 1 and has_peers:
                 network.send(consumer._replace(stage=stage + 1), activation)
         network.wait_for_sends(max_pending=8)
-        return activation if self.has_last else None
+        return activation if self.has_last_stage else None
 
     def collect_spans(self) -> list[list[Span]]:
         """Return this rank's newest steps, oldest first, with times in seconds."""
@@ -187,4 +187,4 @@ class PipelineEngine:
     @property
     def last_rank(self) -> int:
         """The rank that holds the last stage in the first replica, and so the loss."""
-        return (self.count - 1) % self.world.size
+        return (self.stage_count - 1) % self.world.size

@@ -102,7 +102,7 @@ class Network:
     def send(self, consumer: Action, tensor: Tensor) -> None:
         """Start sending a tensor to the action that consumes it."""
         tensor = tensor.contiguous()
-        target = self.world.global_rank(consumer.stage % self.world.size)
+        target = self.world.get_global_rank(consumer.stage % self.world.size)
         group = self.groups.get(self._find_channel(consumer))
         work = dist.isend(tensor, target, group, self._make_tag(consumer))
         assert work is not None
@@ -111,7 +111,7 @@ class Network:
     def receive(self, consumer: Action, buffer: Tensor) -> dist.Work:
         """Start receiving the tensor that an action consumes into a buffer."""
         source_stage = consumer.stage - 1 if consumer.kind == "F" else consumer.stage + 1
-        source = self.world.global_rank(source_stage % self.world.size)
+        source = self.world.get_global_rank(source_stage % self.world.size)
         group = self.groups.get(self._find_channel(consumer))
         work = dist.irecv(buffer, source, group, self._make_tag(consumer))
         assert work is not None
@@ -139,7 +139,7 @@ class Network:
         """Return one process group per direction with nccl; gloo needs none."""
         if self.world.backend != "nccl" or self.world.size == 1:
             return {}
-        members = list(map(self.world.global_rank, range(self.world.size)))
+        members = list(map(self.world.get_global_rank, range(self.world.size)))
         is_subgroup = bool(self.world.global_ranks)  # its members create groups without the other ranks
         groups = {}
         for kind in "FB":
@@ -161,6 +161,6 @@ class Network:
             for pair in pairs:
                 source, target = pair if kind == "F" else reversed(pair)
                 if self.world.rank == source:
-                    dist.send(token, self.world.global_rank(target), group)
+                    dist.send(token, self.world.get_global_rank(target), group)
                 elif self.world.rank == target:
-                    dist.recv(token, self.world.global_rank(source), group)
+                    dist.recv(token, self.world.get_global_rank(source), group)

@@ -15,7 +15,7 @@ from common.measure import plots
 from common.pipeline import schedules
 from common.pipeline.executor import PipelineEngine
 from common.pipeline.schedules import Action, Schedule, Span, Timeline
-from common.runs.result import Facts
+from common.runs.result import ReportData
 from configs.pipeline import PipelineConfig
 
 ENGINES = {"own": "built-in engine", "torch": "torch's engine"}
@@ -85,9 +85,9 @@ def select_median_step(steps: Sequence[Timeline]) -> Timeline:
 class PipelineReport:
     """The report on a pipeline's ranks, from the time stamps of all of them."""
 
-    ideal: float
+    ideal_bubble: float
     """The idle share of the schedule itself, with equal stages and messages that take no time."""
-    idle: list[float]
+    idle_shares: list[float]
     """The idle share of each rank."""
     step: Timeline
     """The spans of each rank in the step of median length."""
@@ -97,7 +97,7 @@ class PipelineReport:
     """Description of the schedule."""
     lane: str = "rank"
     """The unit that works independently: a rank, or a stage if one process uses several devices."""
-    picture: tuple[Path, str] | None = None
+    drawing: tuple[Path, str] | None = None
     """File and title of the drawing of one step; None for no drawing."""
 
     @classmethod
@@ -152,9 +152,9 @@ class PipelineReport:
 
     def draw(self) -> dict[str, str]:
         """Draw the step of median length, if any; return its row of the final table."""
-        if self.picture is None or not self.step:
+        if self.drawing is None or not self.step:
             return {}
-        path, title = self.picture
+        path, title = self.drawing
         lanes = {f"stage {stage}": spans for stage, spans in self.by_stage.items()}
         draw_timeline(path, lanes, title)
         return {"timeline": path.absolute().as_uri()}
@@ -168,8 +168,10 @@ class PipelineReport:
             rows["stages"] = "\n".join(map(describe_layers, self.layers))
         if not self.step:
             return rows
-        rows["ideal bubble"] = f"{self.ideal:.1%}  (equal stages, messages that take no time)"
-        rows["idle share"] = "  ".join(f"{self.lane} {number}: {share:.1%}" for number, share in enumerate(self.idle))
+        rows["ideal bubble"] = f"{self.ideal_bubble:.1%}  (equal stages, messages that take no time)"
+        rows["idle share"] = "  ".join(
+            f"{self.lane} {number}: {share:.1%}" for number, share in enumerate(self.idle_shares)
+        )
         rows["pipeline"] = self.format_step()
         return rows | self.draw()
 
@@ -185,7 +187,7 @@ class PipelineReport:
         lines.append(f"digit: forward of that microbatch, letter: backward{capitals}, dot: waiting")
         return "\n".join(lines)
 
-    def result(self) -> Facts:
+    def result(self) -> ReportData:
         """Return the values for result.json; times in seconds from the start of the step."""
         step_start = schedules.find_first_start(self.step) if self.step else 0.0
         timeline = []
@@ -193,8 +195,12 @@ class PipelineReport:
             for span in spans:
                 times = {"start": round(span.start - step_start, 7), "end": round(span.end - step_start, 7)}
                 timeline.append({"rank": rank, **span.action._asdict(), **times})
-        measured = {"idle_share": self.idle, "timeline": timeline, "stages": [list(names) for names in self.layers]}
-        return Facts(outcome={"ideal_bubble": self.ideal}, measured=measured)
+        measured = {
+            "idle_share": self.idle_shares,
+            "timeline": timeline,
+            "stages": [list(names) for names in self.layers],
+        }
+        return ReportData(outcome={"ideal_bubble": self.ideal_bubble}, measured=measured)
 
 
 def pack_span(span: Span) -> list[Any]:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.core.errors import exit_on_user_error
-from common.core.own_function import find_kept_file, load_function, locate_errors, prefer_kept
+from common.core.own_function import load_function, locate_errors, locate_file_copy, prefer_file_copy
 from common.core.text import format_count
-from common.runs.provenance import keep_function_file
+from common.runs.provenance import copy_function_file
 from configs.pipeline import PipelineConfig, Stages
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -276,25 +276,25 @@ def check_schedule_of_config(settings: object, code: Path | None = None) -> None
         return
     pipeline = settings.make_pipeline_config()
     if pipeline.engine == "own":
-        make_schedule(use_kept_schedule_file(pipeline, code) if code else pipeline)
+        make_schedule(use_stored_schedule_file(pipeline, code) if code else pipeline)
 
 
 # ---- the file of a custom schedule in the source folder of a run
 
 
-def use_kept_schedule_file(settings: PipelineConfig, code: Path) -> PipelineConfig:
+def use_stored_schedule_file(settings: PipelineConfig, code: Path) -> PipelineConfig:
     """Return the settings with the run's copy of a custom schedule's file, if any."""
     name = settings.schedule
-    return replace(settings, schedule=prefer_kept(name, find_kept_file("schedule", name, code)))
+    return replace(settings, schedule=prefer_file_copy(name, locate_file_copy("schedule", name, code)))
 
 
-def copy_schedule_file(settings: object, code: Path, *, anew: bool = False) -> None:
+def copy_schedule_file(settings: object, code: Path, *, overwrite: bool = False) -> None:
     """Copy the file of a custom schedule into a run's source folder.
 
     An existing copy is overwritten only with `anew`. Raises UserError.
     """
     if isinstance(settings, Stages):
-        keep_function_file("schedule", settings.make_pipeline_config().schedule, code, anew=anew)
+        copy_function_file("schedule", settings.make_pipeline_config().schedule, code, overwrite=overwrite)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.core.errors import Unreachable
+from common.core.errors import UnreachableError
 from common.distributed.rendezvous import World
 from common.distributed.transport.connecting import Links, connect_ranks
 from common.distributed.transport.memory_links import MemoryStream, choose_polling_seconds
@@ -48,7 +48,7 @@ def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torc
         return None
     name = world.broadcast(secrets.token_hex(8))
     memory: SharedMemory | None = None
-    with contextlib.suppress(OSError, Unreachable):
+    with contextlib.suppress(OSError, UnreachableError):
         memory = SharedMemory(world, routes, dtype, connect_ranks_of_host(world, name))
     if world.broadcast(all(world.gather(memory is not None))):
         return memory
@@ -60,7 +60,7 @@ def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torc
 def connect_ranks_of_host(world: World, name: str) -> Links:
     """Connect the ranks of this host.
 
-    The links are keyed by rank in `world`. Raises OSError, Unreachable.
+    The links are keyed by rank in `world`. Raises OSError, UnreachableError.
     """
     host = world.hosts[world.rank]
     members = [rank for rank in range(world.size) if world.hosts[rank] == host]
@@ -71,7 +71,7 @@ def connect_ranks_of_host(world: World, name: str) -> Links:
     links = connect_ranks(
         members.index(world.rank), len(members),
         lambda key, value: store.set(f"{group}/{key}", value), lambda key: store.get(f"{group}/{key}"),
-        group=group, address="127.0.0.1", host=host, spin=choose_polling_seconds(world.local_size),
+        group=group, address="127.0.0.1", host=host, polling_seconds=choose_polling_seconds(world.local_size),
         setup_timeout=timeout, timeout=timeout,
     )  # fmt: skip
     for link in (*links.outgoing.values(), *links.incoming.values()):

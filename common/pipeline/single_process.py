@@ -45,7 +45,7 @@ class SingleProcessPipeline:
         self.pipelined = pipelined
         self.devices = [torch.device(name) for name in devices]
         self.stages = [stage.to(device, dtype) for stage, device in zip(stages, self.devices, strict=True)]
-        self.local = dict(enumerate(self.stages))
+        self.local_stages = dict(enumerate(self.stages))
         self.layers = [list(dict(stage.named_children())) for stage in stages]
         count = len(stages)
         self.plan = schedules.SCHEDULES[schedule](count, count, microbatches)

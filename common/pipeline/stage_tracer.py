@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.measure.device_clock import HISTORY, DeviceClock, Stamp
+from common.measure.device_clock import MAX_STAMPED_STEPS, DeviceClock, Stamp
 from common.pipeline.schedules import Action, Span
 
 
@@ -23,7 +23,7 @@ class StageTracer:
     def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
         self.stages = stages
         self.clocks = [DeviceClock(device) for device in devices]
-        self.history: deque[dict[Action, list[Stamp]]] = deque(maxlen=HISTORY)
+        self.history: deque[dict[Action, list[Stamp]]] = deque(maxlen=MAX_STAMPED_STEPS)
         # the input of the first stage has no gradient: hook its first layer instead
         next(stages[0].children()).register_forward_hook(self._hook_first_layer)
         self.current_microbatch = 0

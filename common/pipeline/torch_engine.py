@@ -75,7 +75,7 @@ class TorchPipelineEngine(PipelineEngine):
         is_naive = settings.schedule == "naive"
         self.call_microbatches = 1 if is_naive else self.microbatches
         """Microbatches per call of the library."""
-        stages = [self._make_stage(index, module, sample) for index, module in self.local.items()]
+        stages = [self._make_stage(index, module, sample) for index, module in self.local_stages.items()]
         name = "gpipe" if is_naive else settings.schedule
         is_single_stage = settings.stages_per_process == 1 and name in SINGLE_STAGE_SCHEDULES
         make: Any = (SINGLE_STAGE_SCHEDULES if is_single_stage else MULTI_STAGE_SCHEDULES)[name]
@@ -95,7 +95,7 @@ class TorchPipelineEngine(PipelineEngine):
         example_output = self._make_example(shapes[index + 1])
         example_output.requires_grad_()  # the library sends gradients only to inputs that require them
         stage = TimedStage(
-            ContiguousStage(module), index, self.count, self.world.device,
+            ContiguousStage(module), index, self.stage_count, self.world.device,
             input_args=example_input, output_args=example_output, group=self.world.group,
         )  # fmt: skip
         stage.owner = self
@@ -135,8 +135,8 @@ class TorchPipelineEngine(PipelineEngine):
         losses: list[Tensor] = []
         call_losses: list[Tensor] = []  # the library clears it at every call
         calls = self.microbatches // self.call_microbatches
-        inputs = x.chunk(calls) if x is not None and self.has_first else None
-        targets = y.chunk(calls) if y is not None and self.has_last else None
+        inputs = x.chunk(calls) if x is not None and self.has_first_stage else None
+        targets = y.chunk(calls) if y is not None and self.has_last_stage else None
         for call in range(calls):
             self.first_microbatch = call
             args = (inputs[call],) if inputs else ()

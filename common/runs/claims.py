@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.core import config
-from common.core.errors import RunTaken, UserError
+from common.core.errors import RunTakenError, UserError
 from common.core.processes import Process
 from common.core.text import format_duration
 from common.runs import provenance
-from common.runs.folder import CLAIM, Folder, read_json, write_json
+from common.runs.folder import CLAIM, RunFolder, read_json, write_json
 
 STOPPING_SECONDS = 60.0
 """Time for which a new attempt waits for one that is stopping."""
@@ -38,7 +38,7 @@ UNNAMED_LAUNCH = "none"
 """Name that torchrun gives to a launch without a name."""
 
 
-class Life(enum.Enum):
+class ProcessState(enum.Enum):
     """Whether an attempt's process runs."""
 
     ALIVE = "alive"
@@ -50,19 +50,19 @@ class Life(enum.Enum):
 class Claim:
     """Content of a claim."""
 
-    attempt: Folder
+    attempt: RunFolder
     process: Mapping[str, Any]
     """host, boot, pid and pid_started, as returned by provenance.identify_process."""
     starter: str
     """The SLURM job or torchrun that started the process; empty for a process that started its ranks itself."""
     restart: int
     """Number of times that the starter had restarted its processes."""
-    ended: bool
+    is_ended: bool
 
     @classmethod
-    def read(cls, attempt: Folder) -> Claim | None:
+    def read(cls, attempt: RunFolder) -> Claim | None:
         """Read an attempt's claim; None if it is missing or damaged."""
-        content = read_json(attempt.attempt / CLAIM)
+        content = read_json(attempt.attempt_folder / CLAIM)
         process = content.get("process")
         restart = content.get("restart", 0)
         if not isinstance(process, dict) or not isinstance(restart, int):
@@ -78,15 +78,15 @@ class Claim:
         """Id of the SLURM job that claimed the attempt; empty for other processes."""
         return self.starter.rpartition(" ")[2] if self.starter.startswith("slurm ") else ""
 
-    def judge(self) -> Life:
+    def check_process(self) -> ProcessState:
         """Return whether the process runs, as far as this host can tell."""
-        if self.ended:
-            return Life.ENDED
+        if self.is_ended:
+            return ProcessState.ENDED
         is_alive = is_process_alive(self.process)
         if is_alive:
-            return Life.ALIVE
+            return ProcessState.ALIVE
         # An elastic job continues without the process that claimed the attempt; only SLURM knows whether the job runs.
-        return Life.UNKNOWN if is_alive is None or self.job else Life.ENDED
+        return ProcessState.UNKNOWN if is_alive is None or self.job else ProcessState.ENDED
 
     def describe(self) -> str:
         """Describe the attempt and its process in a few words."""
@@ -118,21 +118,21 @@ def read_restart_count() -> int:
     return 0
 
 
-def find_newest_claim(folder: Folder) -> Claim | None:
+def find_newest_claim(folder: RunFolder) -> Claim | None:
     """Return the claim of the newest attempt; None if it has none."""
-    attempts = folder.attempts()
+    attempts = folder.list_attempts()
     return Claim.read(attempts[-1]) if attempts else None
 
 
-def find_live_claims(folder: Folder) -> list[Claim]:
+def find_live_claims(folder: RunFolder) -> list[Claim]:
     """Return the claims of all attempts whose process runs, as far as this host can tell."""
-    claims = [Claim.read(attempt) for attempt in folder.attempts()]
-    return [claim for claim in claims if claim is not None and claim.judge() is Life.ALIVE]
+    claims = [Claim.read(attempt) for attempt in folder.list_attempts()]
+    return [claim for claim in claims if claim is not None and claim.check_process() is ProcessState.ALIVE]
 
 
-def mark_ended(attempt: Folder) -> None:
+def mark_ended(attempt: RunFolder) -> None:
     """Record that an attempt has ended, for hosts that cannot check its process. Raises UserError."""
-    path = attempt.attempt / CLAIM
+    path = attempt.attempt_folder / CLAIM
     if path.exists():
         write_json(path, read_json(path) | {"ended": True})
 
@@ -140,10 +140,10 @@ def mark_ended(attempt: Folder) -> None:
 # ---- claiming
 
 
-def claim_next_attempt(folder: Folder) -> Folder:
+def claim_next_attempt(folder: RunFolder) -> RunFolder:
     """Claim the next attempt of a run for this process.
 
-    Raises RunTaken if an earlier attempt is alive; then no new attempt remains.
+    Raises RunTakenError if an earlier attempt is alive; then no new attempt remains.
     """
     wait_for_earlier_attempt(folder)
     content = {
@@ -156,21 +156,21 @@ def claim_next_attempt(folder: Folder) -> Folder:
     try:
         # A process of another host may have claimed the previous attempt in the meantime.
         refuse_live_attempt(attempt)
-    except RunTaken:
+    except RunTakenError:
         attempt.withdraw_attempt()
         raise
     return attempt
 
 
-def wait_for_earlier_attempt(folder: Folder) -> None:
-    """Wait for an attempt that is stopping. Raises RunTaken if an attempt keeps running."""
+def wait_for_earlier_attempt(folder: RunFolder) -> None:
+    """Wait for an attempt that is stopping. Raises RunTakenError if an attempt keeps running."""
     deadline = time.monotonic() + STOPPING_SECONDS
     is_announced = False
     while True:
         try:
             refuse_live_attempt(folder)
             return
-        except RunTaken:
+        except RunTakenError:
             if not folder.result or time.monotonic() > deadline:
                 raise
         claim = find_earlier_claim(folder)
@@ -185,51 +185,51 @@ def announce_wait(claim: Claim) -> None:
     print(f"waiting for the previous attempt to stop ({claim.describe()})", flush=True)
 
 
-def format_remedy(folder: Folder) -> str:
+def format_remedy(folder: RunFolder) -> str:
     """Return what a user can do about an attempt that is alive."""
     return f"wait for it or stop it: make cancel RUN={shlex.quote(folder.reference)}"
 
 
-def refuse_live_attempt(folder: Folder) -> None:
-    """Raise RunTaken if the newest attempt, or the newest before `folder.number`, is alive."""
+def refuse_live_attempt(folder: RunFolder) -> None:
+    """Raise RunTakenError if the newest attempt, or the newest before `folder.number`, is alive."""
     claim = find_earlier_claim(folder)
     if claim is None or is_replaced_by_this_process(claim):
         return
-    life = claim.judge()
-    if life is Life.ENDED:
+    life = claim.check_process()
+    if life is ProcessState.ENDED:
         return
     state = "is stopping" if folder.result else "is already running"
     problem = f"{folder.path.name} {state} ({claim.describe()})"
-    if life is Life.ALIVE:
-        raise RunTaken(f"{problem}; {format_remedy(folder)}")
+    if life is ProcessState.ALIVE:
+        raise RunTakenError(f"{problem}; {format_remedy(folder)}")
     if is_known_to_have_ended(folder):
         return
     silent_seconds = measure_silence(claim.attempt)
     limit = SILENT_STOPPING_SECONDS if folder.result else max(SILENT_SECONDS, read_step_timeout(folder))
     if silent_seconds < limit:
         age = format_duration(silent_seconds)
-        raise RunTaken(
+        raise RunTakenError(
             f"{problem}; its process cannot be checked from this host: last activity {age} ago, counts as ended after "
             f"{limit:.0f} s without activity"
         )
 
 
-def find_earlier_claim(folder: Folder) -> Claim | None:
+def find_earlier_claim(folder: RunFolder) -> Claim | None:
     """Return the claim of the newest attempt, or of the newest before `folder.number`.
 
     Returns None if it has none.
     """
-    for attempt in reversed(folder.attempts()):
+    for attempt in reversed(folder.list_attempts()):
         if folder.number and attempt.number >= folder.number:
             continue
         claim = Claim.read(attempt) or find_recorded_process(attempt)
-        if claim is not None or attempt.attempt.exists():
+        if claim is not None or attempt.attempt_folder.exists():
             return claim
         # The attempt was withdrawn after it was listed, because an earlier one is alive.
     return None
 
 
-def find_recorded_process(attempt: Folder) -> Claim | None:
+def find_recorded_process(attempt: RunFolder) -> Claim | None:
     """Return the process that meta.json names for an attempt of older source, if it is alive.
 
     Returns None otherwise.
@@ -239,10 +239,10 @@ def find_recorded_process(attempt: Folder) -> Claim | None:
     if process.get("attempt") != attempt.number or not is_process_alive(process):
         return None
     starter = str(process.get("starter") or "")
-    return Claim(attempt, process, starter, restart=0, ended=False)
+    return Claim(attempt, process, starter, restart=0, is_ended=False)
 
 
-def read_step_timeout(folder: Folder) -> float:
+def read_step_timeout(folder: RunFolder) -> float:
     """Return the seconds that a step of a run may take without writing a file.
 
     Returns 0 if unknown.
@@ -269,7 +269,7 @@ def is_replaced_by_this_process(claim: Claim) -> bool:
     return has_name and is_other_host and is_same_launch
 
 
-def is_known_to_have_ended(folder: Folder) -> bool:
+def is_known_to_have_ended(folder: RunFolder) -> bool:
     """Return whether an attempt wrote a result at its end.
 
     `make cancel` writes one before the end.
@@ -280,7 +280,7 @@ def is_known_to_have_ended(folder: Folder) -> bool:
     return result.get("state") != "cancelled" or bool(result.get("reason"))
 
 
-def measure_silence(attempt: Folder) -> float:
+def measure_silence(attempt: RunFolder) -> float:
     """Return the seconds since a rank of an attempt wrote a file."""
     return max(0.0, time.time() - attempt.find_last_write())
 
@@ -288,18 +288,18 @@ def measure_silence(attempt: Folder) -> float:
 # ---- an attempt that trains
 
 
-def check_still_current(attempt: Folder) -> None:
-    """Raise RunTaken if a newer attempt has replaced this one."""
+def check_still_current(attempt: RunFolder) -> None:
+    """Raise RunTakenError if a newer attempt has replaced this one."""
     if not attempt.is_superseded:
         return
     time.sleep(WITHDRAWAL_SECONDS)
-    newer_attempts = [other for other in attempt.attempts() if other.number > attempt.number]
+    newer_attempts = [other for other in attempt.list_attempts() if other.number > attempt.number]
     if not newer_attempts:
         return
     newest = newer_attempts[-1]
     claim = Claim.read(newest)
     host = f" on host {claim.process.get('host')}" if claim else ""
-    raise RunTaken(
+    raise RunTakenError(
         f"attempt {attempt.number} of {attempt.path.name} was superseded by attempt {newest.number}{host}; "
         "stopping without saving"
     )
@@ -311,15 +311,15 @@ class AttemptWatch:
     RETURN_SECONDS = 3.0
     """Time to wait for a missing folder: a network disk may be unavailable for a moment."""
 
-    def __init__(self, attempt: Folder) -> None:
+    def __init__(self, attempt: RunFolder) -> None:
         self.attempt = attempt
         # An open folder keeps its inode number, also on disks that renumber files.
-        self.handle = os.open(attempt.attempt, os.O_PATH | os.O_DIRECTORY)
+        self.handle = os.open(attempt.attempt_folder, os.O_PATH | os.O_DIRECTORY)
 
-    def is_there(self) -> bool:
+    def has_folder(self) -> bool:
         """Return whether the attempt's folder is still at its path."""
         try:
-            current = self.attempt.attempt.stat()
+            current = self.attempt.attempt_folder.stat()
         except OSError:
             return False
         return os.path.samestat(current, os.fstat(self.handle))
@@ -327,20 +327,20 @@ class AttemptWatch:
     def find_problem(self, step: int) -> str:
         """Return why this attempt must stop after a step; empty if it can continue."""
         deadline = time.monotonic() + self.RETURN_SECONDS
-        while not self.is_there():
+        while not self.has_folder():
             if time.monotonic() > deadline:
                 return self.describe_loss(step)
             time.sleep(POLL_SECONDS)
         try:
             check_still_current(self.attempt)
-        except RunTaken as taken:
+        except RunTakenError as taken:
             return str(taken)
         return ""
 
     def describe_loss(self, step: int) -> str:
         """Return which folder is missing, with the remedy."""
         has_run = (self.attempt.path / "config.yaml").exists()
-        path = self.attempt.attempt if has_run else self.attempt.path
+        path = self.attempt.attempt_folder if has_run else self.attempt.path
         remedy = f"move it back, then resume with: make exp RESUME={shlex.quote(self.attempt.reference)}"
         return f"{path} was moved or deleted; stopped after step {step}; {remedy}"
 

@@ -35,7 +35,7 @@ MAX_LABEL_WIDTH = 34  # characters
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A table cell of a run."""
 
     text: str
@@ -58,7 +58,7 @@ class ComparedRun:
     """Short, and unique within the experiment."""
     state: str
     curves: RunCurves
-    columns: dict[str, Cell]
+    columns: dict[str, TableCell]
     """Titles and cells of its columns in the table."""
     settings: dict[str, str]
     detail: str = ""
@@ -155,13 +155,13 @@ def build_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     return charts
 
 
-def make_setting_cell(run: ComparedRun, key: str) -> Cell:
+def make_setting_cell(run: ComparedRun, key: str) -> TableCell:
     """Return the table cell of a setting; a number is sorted as a number."""
     text = run.settings.get(key, MISSING)
     try:
-        return Cell(text, float(text))
+        return TableCell(text, float(text))
     except ValueError:
-        return Cell(text)
+        return TableCell(text)
 
 
 def list_columns(runs: Sequence[ComparedRun]) -> list[str]:
@@ -236,7 +236,7 @@ def render_page(runs: Sequence[ComparedRun], settings: Sequence[str], experiment
             label_width=min(MAX_LABEL_WIDTH, max(len(run.label) for run in runs)),
             settings=list(settings),
             experiment_settings=experiment_settings,
-            missing_cell=Cell(MISSING),
+            missing_cell=TableCell(MISSING),
             make_setting_cell=make_setting_cell,
         )
     )

@@ -16,13 +16,13 @@ GAP = "  "
 class Column:
     """A column: its title, a cell for each line, and its alignment."""
 
-    head: str
+    title: str
     cells: Sequence[str]
-    left: bool = False
+    is_left_aligned: bool = False
 
     @property
     def lines(self) -> list[str]:
-        return [self.head, *self.cells]
+        return [self.title, *self.cells]
 
     @property
     def width(self) -> int:
@@ -30,7 +30,7 @@ class Column:
 
     def align(self) -> list[str]:
         """Return title and cells, padded to the same length."""
-        pad = str.ljust if self.left else str.rjust
+        pad = str.ljust if self.is_left_aligned else str.rjust
         return [pad(line, self.width) for line in self.lines]
 
 

@@ -42,8 +42,8 @@ from common.runs.metrics_rows import parse_rows
 BLOCK_CHARACTERS = 1 << 20  # of metrics that are read at once
 CLAIM = "claim.json"
 STALE_DRAFT_SECONDS = 60.0
-MODEL = "model.safetensors"  # the trained model of a finished run
-MODEL_FACTS = "model.json"
+MODEL_FILE = "model.safetensors"  # the trained model of a finished run
+MODEL_FACTS_FILE = "model.json"
 FILES_OF_RANKS = (
     CLAIM,
     "attempt.json",
@@ -155,21 +155,21 @@ def remove_stale_drafts(attempts: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class CountedPart:
     """The part of an attempt that belongs to the run."""
 
-    attempt: Folder
+    attempt: RunFolder
     last_step: int | None
     """Step at which a later attempt resumed it; None if all steps count."""
     rows: int | None
     """Number of its lines of metrics that a later attempt took over; None for all."""
 
-    def counts(self, step: int) -> bool:
+    def includes_step(self, step: int) -> bool:
         """Return whether the rows of a step belong to the run."""
         return self.last_step is None or step <= self.last_step
 
 
-class Folder:
+class RunFolder:
     """A run folder and one of its attempts."""
 
     def __init__(self, path: Path, attempt: int = 0) -> None:
@@ -177,7 +177,7 @@ class Folder:
         self.number = attempt
 
     @classmethod
-    def create(cls, root: Path, name: str, config: str) -> Folder:
+    def create(cls, root: Path, name: str, config: str) -> RunFolder:
         """Create a run folder with its resolved configuration; on failure it is removed."""
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
@@ -198,7 +198,7 @@ class Folder:
         path = self.path.absolute()
         return path.name if path.parent == Path("runs").absolute() else str(path)
 
-    def claim_attempt(self, claim: Mapping[str, Any] | None = None) -> Folder:
+    def claim_attempt(self, claim: Mapping[str, Any] | None = None) -> RunFolder:
         """Create the folder of the next attempt, with its claim. Raises UserError.
 
         The folder appears complete, by one rename; concurrent callers get different attempts.
@@ -216,13 +216,13 @@ class Folder:
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
 
-    def _publish_attempt(self, draft: Path) -> Folder:
-        number = max((attempt.number for attempt in self.attempts()), default=0) + 1
+    def _publish_attempt(self, draft: Path) -> RunFolder:
+        number = max((attempt.number for attempt in self.list_attempts()), default=0) + 1
         while True:
-            new_attempt = Folder(self.path, number)
+            new_attempt = RunFolder(self.path, number)
             try:
-                if not new_attempt.attempt.exists():  # rename would replace an empty folder
-                    draft.rename(new_attempt.attempt)
+                if not new_attempt.attempt_folder.exists():  # rename would replace an empty folder
+                    draft.rename(new_attempt.attempt_folder)
                     return new_attempt
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
@@ -231,21 +231,21 @@ class Folder:
 
     def withdraw_attempt(self) -> None:
         """Delete the folder of this attempt; it disappears with its claim by one rename."""
-        withdrawn = self.attempt.with_name(f".withdrawn-{secrets.token_hex(4)}")
+        withdrawn = self.attempt_folder.with_name(f".withdrawn-{secrets.token_hex(4)}")
         with contextlib.suppress(OSError):
-            self.attempt.rename(withdrawn)
+            self.attempt_folder.rename(withdrawn)
         shutil.rmtree(withdrawn, ignore_errors=True)
 
-    def attempts(self) -> list[Folder]:
+    def list_attempts(self) -> list[RunFolder]:
         """Return all attempts, oldest first."""
         names = [path.name for path in self.path.glob("attempts/[0-9]*")]
         numbers = sorted(int(name) for name in names if name.isdecimal())
-        return [Folder(self.path, number) for number in numbers]
+        return [RunFolder(self.path, number) for number in numbers]
 
     @property
     def is_superseded(self) -> bool:
         """Whether a newer attempt exists, so that this one no longer counts."""
-        return any(attempt.number > self.number for attempt in self.attempts())
+        return any(attempt.number > self.number for attempt in self.list_attempts())
 
     def write_parent(self, parent: int | None, step: int, rows: int | None = None) -> None:
         """Record the attempt and step from which this one resumes; None and 0 for a new run. Raises UserError.
@@ -254,20 +254,20 @@ class Folder:
         has not started to train, and no other attempt resumes it.
         """
         text = json.dumps({"parent": parent, "step": step, "rows": rows}) + "\n"
-        write_atomic(self.attempt / "attempt.json", text, durable=True)
-        with disk_errors(self.attempt):
-            fsync_path(self.attempt.parent)
+        write_atomic(self.attempt_folder / "attempt.json", text, durable=True)
+        with disk_errors(self.attempt_folder):
+            fsync_path(self.attempt_folder.parent)
 
-    def trace_attempts(self) -> list[tuple[Folder, int | None]]:
+    def trace_attempts(self) -> list[tuple[RunFolder, int | None]]:
         """Return the attempts that belong to the run, newest first, each with its last step that counts (None: all).
 
         An attempt counts up to the step at which the next one resumed it. An older attempt that no other one resumed
         does not count.
         """
-        started = [attempt for attempt in self.attempts() if attempt.parent_record is not None]
+        started = [attempt for attempt in self.list_attempts() if attempt.parent_record is not None]
         if not started:  # without records, only the newest attempt that trained counts
-            started = [attempt for attempt in self.attempts() if attempt.metrics_file.exists()]
-        chain: list[tuple[Folder, int | None]] = []
+            started = [attempt for attempt in self.list_attempts() if attempt.metrics_file.exists()]
+        chain: list[tuple[RunFolder, int | None]] = []
         attempt = started[-1] if started else None
         last_step: int | None = None
         while attempt is not None:
@@ -275,14 +275,14 @@ class Folder:
             parent, step = attempt.parent_record or (None, 0)
             if parent is None or parent >= attempt.number:  # a damaged record must not cause an endless loop
                 break
-            attempt = Folder(self.path, parent)
+            attempt = RunFolder(self.path, parent)
             last_step = step if last_step is None else min(step, last_step)
         return chain
 
     @property
     def parent_record(self) -> tuple[int | None, int] | None:
         """Parent and step that `write_parent` recorded, (None, 0) for a new run; None before training started."""
-        record = read_json(self.attempt / "attempt.json")
+        record = read_json(self.attempt_folder / "attempt.json")
         parent = record.get("parent", "")
         step = record.get("step")
         return (parent, step) if isinstance(parent, int | None) and isinstance(step, int) else None
@@ -293,32 +293,32 @@ class Folder:
         return self.path.name.rsplit("-", 3)[0]
 
     @property
-    def attempt(self) -> Path:
+    def attempt_folder(self) -> Path:
         return self.path / "attempts" / f"{self.number:04d}"
 
     @property
     def metrics_file(self) -> Path:
-        return self.attempt / "metrics.jsonl"
+        return self.attempt_folder / "metrics.jsonl"
 
     def log_file(self, rank: int) -> Path:
-        return self.attempt / "logs" / f"rank-{rank}.log"
+        return self.attempt_folder / "logs" / f"rank-{rank}.log"
 
     def write_heartbeat(self, rank: int, step: int, time: float, **measured: float | None) -> None:
         """Write a rank's newest step, the time since 1970, and measurements of its steps. Raises UserError."""
         beat = {"step": step, "time": time}
         beat |= {name: number for name, number in measured.items() if number}
-        write_json(self.attempt / f"heartbeat-{rank}.json", beat)
+        write_json(self.attempt_folder / f"heartbeat-{rank}.json", beat)
 
     def find_last_write(self) -> float:
         """Return the time since 1970 at which a rank last wrote a file of this attempt; 0 if none has."""
         newest = 0.0
         for pattern in FILES_OF_RANKS:
-            for path in self.attempt.glob(pattern):
+            for path in self.attempt_folder.glob(pattern):
                 with contextlib.suppress(OSError):  # deleted meanwhile
                     newest = max(newest, path.stat().st_mtime)
         return newest
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def read_metrics(self) -> list[dict[str, Any]]:
         """Return all complete rows of the run, oldest first, from all attempts that count; each step once.
 
         A line truncated by a crash is skipped.
@@ -332,26 +332,26 @@ class Folder:
     def read_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of `metrics` one by one, without holding a long run in memory."""
         for part in self.list_parts():
-            rows = itertools.islice(part.attempt.parse_own_rows(), part.rows)
-            yield from (row for row in rows if row and part.counts(row["global_step"]))
+            rows = itertools.islice(part.attempt.parse_attempt_rows(), part.rows)
+            yield from (row for row in rows if row and part.includes_step(row["global_step"]))
 
-    def list_parts(self) -> list[Part]:
+    def list_parts(self) -> list[CountedPart]:
         """Return the parts of the attempts that belong to the run, oldest first."""
-        parts: list[Part] = []
+        parts: list[CountedPart] = []
         for attempt, last_step in self.trace_attempts():
             # An evaluation after the last step that counts is repeated: the number of rows decides, too.
-            successor = read_json(parts[-1].attempt.attempt / "attempt.json") if parts else {}
+            successor = read_json(parts[-1].attempt.attempt_folder / "attempt.json") if parts else {}
             rows = successor.get("rows")
             if not isinstance(rows, int) or rows < 0:
                 rows = None
-            parts.append(Part(attempt, last_step, rows))
+            parts.append(CountedPart(attempt, last_step, rows))
         return parts[::-1]
 
-    def read_own_rows(self) -> Iterator[dict[str, Any]]:
+    def read_attempt_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the complete rows of this attempt alone."""
-        return (row for row in self.parse_own_rows() if row)
+        return (row for row in self.parse_attempt_rows() if row)
 
-    def parse_own_rows(self) -> Iterator[dict[str, Any] | None]:
+    def parse_attempt_rows(self) -> Iterator[dict[str, Any] | None]:
         """Yield the row of each line of this attempt's metrics; None for a truncated or damaged line."""
         with contextlib.suppress(FileNotFoundError), open(self.metrics_file, errors="replace") as file:
             while lines := file.readlines(BLOCK_CHARACTERS):
@@ -361,7 +361,7 @@ class Folder:
         """Return the numbers, from 1, of damaged lines of this attempt's metrics, except a truncated last line."""
         damaged = []
         number = 0
-        for number, row in enumerate(self.parse_own_rows(), 1):
+        for number, row in enumerate(self.parse_attempt_rows(), 1):
             if row is None:
                 damaged.append(number)
         if damaged and damaged[-1] == number and not self.metrics_file.read_bytes().endswith(b"\n"):
@@ -378,9 +378,9 @@ class Folder:
         Returns the new path; None if there was nothing to move. Raises UserError.
         """
         file = self.path / "result.json"
-        earlier = [attempt for attempt in self.attempts() if not self.number or attempt.number < self.number]
+        earlier = [attempt for attempt in self.list_attempts() if not self.number or attempt.number < self.number]
         with disk_errors(file), contextlib.suppress(FileNotFoundError):
-            new_path = earlier[-1].attempt / file.name if earlier else None
+            new_path = earlier[-1].attempt_folder / file.name if earlier else None
             if new_path is not None and not new_path.exists():
                 return file.replace(new_path)
             file.unlink()  # the previous attempt ended before it had a folder

@@ -32,12 +32,12 @@ class MetricsWriter:
         self.file = file
         self.warn = warn
         self.written = 0
-        self.waiting: list[str] = []
+        self.buffered_lines: list[str] = []
         self.has_warned = False
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Write rows; if that fails, warn once and keep them for the next call."""
-        self.waiting += [ENCODER.encode(replace_nonfinite(row)) + "\n" for row in rows]
+        self.buffered_lines += [ENCODER.encode(replace_nonfinite(row)) + "\n" for row in rows]
         try:
             self.flush()
         except UserError as error:
@@ -47,17 +47,17 @@ class MetricsWriter:
 
     def flush(self) -> None:
         """Write the buffered rows. Raises UserError; then no partial line remains."""
-        if not self.waiting:
+        if not self.buffered_lines:
             return
         with disk_errors(self.file):
             size = self.file.stat().st_size if self.file.exists() else 0
             try:
                 with open(self.file, "a") as file:
-                    file.write("".join(self.waiting))
+                    file.write("".join(self.buffered_lines))
             except OSError:
                 with contextlib.suppress(OSError):
                     os.truncate(self.file, size)
                 raise
-        self.written += len(self.waiting)
-        self.waiting = []
+        self.written += len(self.buffered_lines)
+        self.buffered_lines = []
         self.has_warned = False

@@ -13,7 +13,7 @@ LINE_SECONDS = 10.0  # between plain progress lines
 SPEED_SECONDS = 300  # period of rich's mean speed; an evaluation batch may take longer than the default of 30 s
 
 
-class Screen:
+class ProgressDisplay:
     """Progress bars and lines on the terminal; a silent screen (on other ranks) prints nothing."""
 
     def __init__(self, cfg: Log, *, silent: bool) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 
 from common.core.config import ROOT
 from common.core.errors import UserError
-from common.core.own_function import find_kept_file
+from common.core.own_function import locate_file_copy
 from common.core.processes import Process
 from common.core.text import read_or_empty
-from common.runs.folder import Folder, disk_errors, read_json, write_atomic, write_json
+from common.runs.folder import RunFolder, disk_errors, read_json, write_atomic, write_json
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
 SOURCE_FOLDERS = ("experiments", "common", "slurm", "configs")  # the source includes files beside these folders
@@ -121,15 +121,15 @@ def has_uncommitted_changes() -> bool | None:
     return bool(status) if status is not None else None
 
 
-def keep_function_file(kind: str, value: str, code: Path, *, anew: bool = False) -> None:
+def copy_function_file(kind: str, value: str, code: Path, *, overwrite: bool = False) -> None:
     """Copy the file of `FILE.py:function` into a run's source unless it exists there.
 
     `anew` replaces it.
 
     Raises UserError. Ranks that start at the same time see the complete file or none. Other values are ignored.
     """
-    copy = find_kept_file(kind, value, code)
-    if ":" in value and (anew or not copy.is_file()):
+    copy = locate_file_copy(kind, value, code)
+    if ":" in value and (overwrite or not copy.is_file()):
         with disk_errors(copy):
             copy.parent.mkdir(parents=True, exist_ok=True)
             draft = copy.with_suffix(".new")
@@ -137,7 +137,7 @@ def keep_function_file(kind: str, value: str, code: Path, *, anew: bool = False)
             draft.replace(copy)
 
 
-def copy_source(folder: Folder) -> None:
+def copy_source(folder: RunFolder) -> None:
     """Copy the source into `code/`, with the checksums of its files."""
     code = folder.path / "code"
     checksums = []
@@ -150,7 +150,7 @@ def copy_source(folder: Folder) -> None:
     write_atomic(code / CHECKSUMS, "".join(checksums))
 
 
-def check_source(folder: Folder) -> None:
+def check_source(folder: RunFolder) -> None:
     """Raise UserError if a file in a run's `code/` is missing or differs from the original copy.
 
     For runs made before checksums were stored, only files that Python cannot parse are found.
@@ -186,7 +186,7 @@ def find_unparsable_files(code: Path) -> list[str]:
     return damaged
 
 
-def write_metadata(folder: Folder, arguments: list[str], data: dict[str, Any]) -> None:
+def write_metadata(folder: RunFolder, arguments: list[str], data: dict[str, Any]) -> None:
     """Write meta.json: source, versions, machine, arguments and data of a run. Raises UserError."""
     git = {
         "sha": (run_git("rev-parse", "HEAD") or "").strip() or None,
@@ -212,7 +212,7 @@ def write_metadata(folder: Folder, arguments: list[str], data: dict[str, Any]) -
     write_json(folder.path / "meta.json", meta)
 
 
-def read_metadata(folder: Folder) -> dict[str, Any]:
+def read_metadata(folder: RunFolder) -> dict[str, Any]:
     """Return meta.json without entries of unexpected types."""
     meta = dict[str, Any]()
     for name, content in read_json(folder.path / "meta.json").items():
@@ -228,7 +228,7 @@ def read_metadata(folder: Folder) -> dict[str, Any]:
     return meta
 
 
-def record_attempt_start(folder: Folder) -> None:
+def record_attempt_start(folder: RunFolder) -> None:
     """Add this attempt to the history in meta.json. Raises UserError."""
     prefixes = ("SLURM_JOB", "SLURM_RESTART")
     slurm = {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
@@ -283,25 +283,25 @@ def identify_launcher() -> str | None:
     return None
 
 
-def find_earlier_run(runs: Path, name: str, arguments: list[str]) -> Folder | None:
+def find_earlier_run(runs: Path, name: str, arguments: list[str]) -> RunFolder | None:
     """Return the run created by an earlier attempt of the same job or torchrun with the same command line."""
     launcher = identify_launcher()
     if launcher is None:
         return None
     for path in sorted(runs.glob(f"{name}-*/meta.json"), reverse=True):
-        meta = read_metadata(Folder(path.parent))
+        meta = read_metadata(RunFolder(path.parent))
         starters = [attempt.get("starter") for attempt in meta["history"][:1]]
         if starters == [launcher] and meta.get("argv", [])[1:] == arguments:
-            return Folder(path.parent)
+            return RunFolder(path.parent)
     return None
 
 
-def update_metadata(folder: Folder, **facts: Any) -> None:
+def update_metadata(folder: RunFolder, **facts: Any) -> None:
     """Add facts to meta.json. Raises UserError."""
     write_json(folder.path / "meta.json", read_metadata(folder) | facts)
 
 
-def record_attempt_end(folder: Folder, state: str) -> None:
+def record_attempt_end(folder: RunFolder, state: str) -> None:
     """Write the final state and end time of the newest attempt to meta.json's history.
 
     Raises UserError.
@@ -312,7 +312,7 @@ def record_attempt_end(folder: Folder, state: str) -> None:
         write_json(folder.path / "meta.json", meta)
 
 
-def advise_new_run(folder: Folder) -> str:
+def format_new_run_command(folder: RunFolder) -> str:
     """Return the command to use after an error in a run's source.
 
     A resumed run would use the old source.

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from common.runs.folder import Folder, write_json, write_json_once
+from common.runs.folder import RunFolder, write_json, write_json_once
 from common.runs.metrics_writer import replace_nonfinite
 
 FORMAT = 2
@@ -33,11 +33,11 @@ class Report(Protocol):
 
     def rows(self) -> Mapping[str, str]: ...
 
-    def result(self) -> Facts: ...
+    def result(self) -> ReportData: ...
 
 
 @dataclass(frozen=True)
-class Facts:
+class ReportData:
     """Report with fixed content: rows of the final table, and `outcome`, `measured` and `memory` of the result."""
 
     shown: Mapping[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Facts:
     def rows(self) -> Mapping[str, str]:
         return self.shown
 
-    def result(self) -> Facts:
+    def result(self) -> ReportData:
         return self
 
 
@@ -67,7 +67,7 @@ class Result:
     outcome: Values = field(default_factory=dict)
     measured: Values = field(default_factory=dict)
 
-    def with_reports(self, reports: Iterable[Facts]) -> Result:
+    def with_reports(self, reports: Iterable[ReportData]) -> Result:
         """Return this result with the values of reports added.
 
         Memory of a report replaces that of the ranks.
@@ -164,11 +164,11 @@ class Result:
         derived = {"waiting": self.compute_waiting_share(), "memory_mb": self.find_peak_mb()}
         return columns | {name: number for name, number in derived.items() if number is not None}
 
-    def write(self, folder: Folder) -> None:
+    def write(self, folder: RunFolder) -> None:
         """Write result.json, with null for NaN and infinite numbers. Raises UserError."""
         write_json(folder.path / "result.json", self._to_content())
 
-    def write_unless_there(self, folder: Folder) -> bool:
+    def write_once(self, folder: RunFolder) -> bool:
         """Write result.json unless the run has one; return whether it was written. Raises UserError."""
         return write_json_once(folder.path / "result.json", self._to_content())
 

@@ -6,21 +6,21 @@ import fcntl
 import time
 from typing import IO
 
-from common.core.errors import RunTaken
+from common.core.errors import RunTakenError
 from common.runs import claims
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 
 LOCK_SECONDS = 1.0  # until the ranks of a killed process have ended
 POLL_SECONDS = 0.05
 
 
-def lock_run(folder: Folder) -> IO[str]:
+def lock_run(folder: RunFolder) -> IO[str]:
     """Keep other processes of this machine from starting an attempt of a run.
 
     Returns the file that holds the lock.
 
-    Waits for an attempt that is stopping. Raises RunTaken if another process holds the lock. Not used on a cluster: an
-    old attempt behind a broken network could hold the lock forever.
+    Waits for an attempt that is stopping. Raises RunTakenError if another process holds the lock. Not used on a cluster:
+    an old attempt behind a broken network could hold the lock forever.
     """
     claims.wait_for_earlier_attempt(folder)
     deadline = time.monotonic() + LOCK_SECONDS
@@ -30,11 +30,11 @@ def lock_run(folder: Folder) -> IO[str]:
             return file
         if time.monotonic() > deadline:
             problem = f"{folder.path.name} is already running or being started on this machine"
-            raise RunTaken(f"{problem}; {claims.format_remedy(folder)}")
+            raise RunTakenError(f"{problem}; {claims.format_remedy(folder)}")
         time.sleep(POLL_SECONDS)
 
 
-def try_to_lock(folder: Folder) -> IO[str] | None:
+def try_to_lock(folder: RunFolder) -> IO[str] | None:
     """Lock a run for this process and its ranks.
 
     Returns None if another process holds the lock.

@@ -52,7 +52,7 @@ def sort_differing_settings(runs: Sequence[Settings]) -> list[str]:
     return sorted(list_differing_settings(runs), key=compute_label_priority)
 
 
-def choose_telling_settings(runs: Sequence[Settings], limit: int) -> list[str]:
+def choose_distinctive_settings(runs: Sequence[Settings], limit: int) -> list[str]:
     """Return at most `limit` settings that distinguish runs.
 
     Each one separates runs that the earlier ones do not.

@@ -70,7 +70,7 @@ def choose_mode(requested_mode: str) -> tuple[str, str]:
             return "offline", f"`wandb {settings.mode}` was set on this machine"
         if not wandb.login(prompt=False, verify=False):
             return "offline", NO_ACCOUNT
-        problem = network.find_url_problem(settings.base_url, HOST_TIMEOUT)
+        problem = network.explain_unreachable_url(settings.base_url, HOST_TIMEOUT)
         if problem:
             return "offline", f"{settings.base_url} does not answer: {problem}"
         wandb.Api(timeout=round(HOST_TIMEOUT))  # raises unless the host accepts the key

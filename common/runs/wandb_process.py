@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from common.core.errors import summarize_error
 from common.core.processes import adopt_orphans, kill_children
 from common.runs import wandb_scratch
-from common.runs.folder import Folder, Part, read_json, write_json
+from common.runs.folder import CountedPart, RunFolder, read_json, write_json
 from common.runs.metrics_rows import is_row, parse_json
 from common.runs.result import parse_result
 from common.runs.wandb_account import choose_mode
@@ -33,11 +33,11 @@ from common.runs.wandb_rows import (
     NOTE_FILE,
     Journal,
     Mark,
-    Note,
     Thinning,
+    TrackingNote,
     adopt_offline_folders,
     choose_rows,
-    find_incomplete,
+    list_incomplete_notes,
     list_known_rows,
     make_row_key,
     read_note,
@@ -59,7 +59,7 @@ LOST_CLIENT_ERRORS = ("CommError", "HandleAbandonedError", "MailboxClosedError",
 class Forwarder:
     """Sends W&B the rows of a run that it misses, oldest attempt first."""
 
-    def __init__(self, folder: Folder, run: Any, journal: Journal | None) -> None:
+    def __init__(self, folder: RunFolder, run: Any, journal: Journal | None) -> None:
         """With a `journal` the run is online, and `run` has resumed it on W&B's host.
 
         Raises UserError.
@@ -92,11 +92,11 @@ class Forwarder:
             for number, row in choose_rows(attempt):
                 if part.rows is not None and number > part.rows:
                     break
-                if part.counts(row["global_step"]):
+                if part.includes_step(row["global_step"]):
                     self.forward_row(attempt, number, row, start_time)
             self.forward_media(part)
 
-    def begin_attempt(self, attempt: Folder) -> None:
+    def begin_attempt(self, attempt: RunFolder) -> None:
         """Record the step from which W&B's history contains rows of an attempt."""
         if self.journal is not None:
             note = self.notes[attempt.number]
@@ -105,7 +105,7 @@ class Forwarder:
             mark = Mark(self.step, attempt.number, note.rows, note.media)
             self.journal.add(mark)
 
-    def forward_row(self, attempt: Folder, number: int, row: dict[str, Any], start_time: float | None) -> None:
+    def forward_row(self, attempt: RunFolder, number: int, row: dict[str, Any], start_time: float | None) -> None:
         """Send a row unless W&B has it.
 
         An identical row of a step that a later attempt repeats is not sent again.
@@ -124,12 +124,12 @@ class Forwarder:
                 self.sent_keys.add(key)
         note.rows = number
 
-    def forward_media(self, part: Part) -> None:
+    def forward_media(self, part: CountedPart) -> None:
         """Send new images and histograms."""
         number = part.attempt.number
         note = self.notes[number]
         reader = self.media.setdefault(number, MediaReader(part.attempt, note.media))
-        rows = [row for row in reader.read() if part.counts(row["global_step"])]
+        rows = [row for row in reader.read() if part.includes_step(row["global_step"])]
         if rows and self.journal is not None:
             mark = Mark(self.step, number, note.rows, note.media, len(rows))
             self.journal.add(mark)
@@ -148,7 +148,7 @@ class Forwarder:
         number = 0
         for line in lines:
             if line is None:
-                self.forward_media(Part(attempt, None, None))
+                self.forward_media(CountedPart(attempt, None, None))
                 write_note(attempt, note)
                 continue
             number += 1
@@ -156,13 +156,13 @@ class Forwarder:
             if row and thinning.choose(row):
                 self.forward_row(attempt, number, row, start_time)
         note.rows = max(note.rows, number)
-        self.forward_media(Part(attempt, None, None))
+        self.forward_media(CountedPart(attempt, None, None))
 
     def finish(self) -> None:
         """Send model and result, and finish the W&B run."""
         result = self.folder.result
         log_model_artifact(self.run, self.folder)
-        restarts = len(self.folder.attempts()) - 1
+        restarts = len(self.folder.list_attempts()) - 1
         columns = parse_result(result).list_columns()
         self.run.summary.update(columns | {"restarts": restarts})
         self.run.finish(exit_code=int(result.get("exit_status", 1)))
@@ -172,10 +172,10 @@ class Forwarder:
     def write_notes(self) -> None:
         """Write the notes of all attempts."""
         for number, note in self.notes.items():
-            write_note(Folder(self.folder.path, number), note)
+            write_note(RunFolder(self.folder.path, number), note)
 
 
-def find_start_time(attempt: Folder) -> float | None:
+def find_start_time(attempt: RunFolder) -> float | None:
     """Return the time since 1970 at which the rows' clock was 0.
 
     The last row is assumed to be as old as the last change of the file.
@@ -217,7 +217,7 @@ def follow_lines(path: Path, closed: threading.Event) -> Iterator[str | None]:
         yield None
 
 
-def track_online(folder: Folder, closed: threading.Event) -> int:
+def track_online(folder: RunFolder, closed: threading.Event) -> int:
     """Send the rows of a run while it trains; return the exit status."""
     while not folder.metrics_file.exists() and not closed.wait(POLL_SECONDS):
         pass  # importing wandb must not slow down the first step
@@ -229,7 +229,7 @@ def track_online(folder: Folder, closed: threading.Event) -> int:
             raise ConnectionError(reason)
         note_offline(folder, reason)
         return NO_HOST
-    if not folder.attempt.exists():  # it was moved or deleted, and W&B would create it again
+    if not folder.attempt_folder.exists():  # it was moved or deleted, and W&B would create it again
         return 1
     try:
         run = init_wandb_run(folder, "online", folder.path)
@@ -249,13 +249,13 @@ def track_online(folder: Folder, closed: threading.Event) -> int:
     return 0
 
 
-def note_offline(folder: Folder, reason: str) -> None:
+def note_offline(folder: RunFolder, reason: str) -> None:
     """Record why a run is offline. Raises UserError."""
     status = read_json(folder.path / "wandb" / "status.json")
     write_json(folder.path / "wandb" / "status.json", status | {"mode": "offline", "reason": reason})
 
 
-def convert(folder: Folder) -> int:
+def convert(folder: RunFolder) -> int:
     """Create an offline W&B run with the missing rows of an ended run.
 
     Returns the exit status.
@@ -282,7 +282,7 @@ def convert(folder: Folder) -> int:
 class Deadline:
     """Time limit of this process: some seconds after its owner has exited or closed stdin."""
 
-    def __init__(self, folder: Folder, end_time: float) -> None:
+    def __init__(self, folder: RunFolder, end_time: float) -> None:
         """`end_time` is on the monotonic clock, 0 while it is unknown."""
         self.folder = folder
         self.end_time = end_time
@@ -318,7 +318,7 @@ def main(path: str, number: str, mode: str, seconds: str, restarts: str = "0", e
         signal.signal(signal_number, signal.SIG_IGN)
     os.nice(10)  # training has priority
     adopt_orphans()  # W&B's helpers leave processes behind
-    folder = Folder(Path(path), int(number))
+    folder = RunFolder(Path(path), int(number))
     (folder.path / "wandb").mkdir(exist_ok=True)
     deadline = Deadline(folder, float(end_time))
     follow = {"follow": mode == "online"}
@@ -340,14 +340,14 @@ def main(path: str, number: str, mode: str, seconds: str, restarts: str = "0", e
         deadline.leave(status)
 
 
-def forward_missing(folder: Folder, mode: str, deadline: Deadline) -> int:
+def forward_missing(folder: RunFolder, mode: str, deadline: Deadline) -> int:
     """Send W&B the missing rows and shut down its client; return the exit status."""
     adopt_offline_folders(folder)
     if read_note(folder) is None:
-        write_note(folder, Note())
+        write_note(folder, TrackingNote())
     if mode == "online":
         status = track_online(folder, deadline.closed)
-    elif find_incomplete(folder):
+    elif list_incomplete_notes(folder):
         status = convert(folder)
     else:  # another process has already sent everything
         return 0
@@ -355,7 +355,7 @@ def forward_missing(folder: Folder, mode: str, deadline: Deadline) -> int:
     return status
 
 
-def restart_process(arguments: list[str], folder: Folder, temporary: Path) -> NoReturn:
+def restart_process(arguments: list[str], folder: RunFolder, temporary: Path) -> NoReturn:
     """Replace this process by a new one after a delay that doubles with each restart."""
     sys.stderr.flush()
     kill_children()

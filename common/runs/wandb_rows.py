@@ -17,7 +17,7 @@ from typing import Any
 
 from common.core.errors import UserError
 from common.core.text import read_or_empty
-from common.runs.folder import Folder, read_json, write_atomic, write_json
+from common.runs.folder import RunFolder, read_json, write_atomic, write_json
 
 NOTE_FILE = "passed_on.json"  # in an attempt's folder; in an offline folder of W&B for all its attempts
 AXES = ("global_step", "samples", "time")
@@ -54,10 +54,10 @@ class Thinning:
         return is_selected
 
 
-def choose_rows(attempt: Folder) -> Iterator[tuple[int, dict[str, Any]]]:
+def choose_rows(attempt: RunFolder) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield line number, from 1, and content of an attempt's rows that are sent to W&B."""
     thinning = Thinning()
-    for number, row in enumerate(attempt.parse_own_rows(), 1):
+    for number, row in enumerate(attempt.parse_attempt_rows(), 1):
         if row and thinning.choose(row):
             yield number, row
 
@@ -74,7 +74,7 @@ def make_row_key(row: dict[str, Any]) -> RowKey:
 
 
 @dataclass
-class Note:
+class TrackingNote:
     """Record of what W&B has of an attempt."""
 
     rows: int = 0
@@ -87,43 +87,43 @@ class Note:
     """Whether W&B knows how the attempt ended."""
 
 
-def read_note(attempt: Folder) -> Note | None:
+def read_note(attempt: RunFolder) -> TrackingNote | None:
     """Read the note of an attempt; None if the attempt is not tracked."""
-    content = read_json(attempt.attempt / NOTE_FILE)
+    content = read_json(attempt.attempt_folder / NOTE_FILE)
     rows = content.get("rows")
     if not isinstance(rows, int):
         return None
     if "complete" not in content:  # written by a version that tracked into an offline folder while training
-        return Note(rows, count_lines(attempt.attempt / "media.jsonl"), complete=True)
-    return Note(rows, int(content["media"]), bool(content["online"]), bool(content["complete"]))
+        return TrackingNote(rows, count_lines(attempt.attempt_folder / "media.jsonl"), complete=True)
+    return TrackingNote(rows, int(content["media"]), bool(content["online"]), bool(content["complete"]))
 
 
-def write_note(attempt: Folder, note: Note) -> None:
+def write_note(attempt: RunFolder, note: TrackingNote) -> None:
     """Write the note of an attempt.
 
     If the disk is full, W&B gets the same rows twice.
     """
     with contextlib.suppress(UserError):
-        write_json(attempt.attempt / NOTE_FILE, asdict(note))
+        write_json(attempt.attempt_folder / NOTE_FILE, asdict(note))
 
 
-def read_notes(folder: Folder) -> dict[int, Note]:
+def read_notes(folder: RunFolder) -> dict[int, TrackingNote]:
     """Read the notes of all attempts up to the newest tracked one.
 
     Earlier attempts without a note get an empty note.
 
     If `folder` names an attempt, later ones are skipped: they have their own tracking process.
     """
-    notes: dict[int, Note] = {}
+    notes: dict[int, TrackingNote] = {}
     untracked: list[int] = []
-    for attempt in folder.attempts():
+    for attempt in folder.list_attempts():
         if folder.number and attempt.number > folder.number:
             break
         note = read_note(attempt)
         if note is None:
             untracked.append(attempt.number)
             continue
-        notes |= {number: Note(complete=True) for number in untracked}
+        notes |= {number: TrackingNote(complete=True) for number in untracked}
         notes[attempt.number] = note
         untracked.clear()
     return notes
@@ -134,25 +134,25 @@ def count_lines(path: Path) -> int:
     return read_or_empty(str(path)).count("\n")
 
 
-def find_incomplete(folder: Folder) -> list[Note]:
+def list_incomplete_notes(folder: RunFolder) -> list[TrackingNote]:
     """Return the notes of attempts that are incomplete at W&B, up to the attempt that `folder` names."""
     return [note for note in read_notes(folder).values() if not note.complete]
 
 
-def adopt_offline_folders(folder: Folder) -> None:
+def adopt_offline_folders(folder: RunFolder) -> None:
     """Write the notes of finished offline folders whose process was killed before it wrote them."""
     for path in folder.path.glob(f"wandb/offline-run-*/{NOTE_FILE}"):
         for number, content in read_json(path).items():
-            attempt = Folder(folder.path, int(number))
+            attempt = RunFolder(folder.path, int(number))
             note = read_note(attempt)
-            if attempt.attempt.exists() and (note is None or not note.complete):
-                write_note(attempt, Note(**content))
+            if attempt.attempt_folder.exists() and (note is None or not note.complete):
+                write_note(attempt, TrackingNote(**content))
 
 
-def list_known_rows(folder: Folder, notes: dict[int, Note]) -> set[RowKey]:
+def list_known_rows(folder: RunFolder, notes: dict[int, TrackingNote]) -> set[RowKey]:
     """Return the keys of the rows of earlier attempts that W&B has."""
     keys: set[RowKey] = set()
-    for attempt in folder.attempts():
+    for attempt in folder.list_attempts():
         note = notes.get(attempt.number)
         if note is None or attempt.number >= folder.number:
             continue
@@ -184,7 +184,7 @@ class Mark:
 class Journal:
     """The marks of an online run, in wandb/journal.jsonl."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.path = folder.path / "wandb" / "journal.jsonl"
 
@@ -205,7 +205,7 @@ class Journal:
         with contextlib.suppress(OSError), open(self.path, "a") as file:
             file.write(json.dumps(asdict(mark)) + "\n")
 
-    def correct_notes(self, notes: dict[int, Note], steps: int) -> None:
+    def correct_notes(self, notes: dict[int, TrackingNote], steps: int) -> None:
         """Reduce the notes of online attempts to the `steps` that W&B received of those that were sent."""
         marks = [mark for mark in self.read() if mark.attempt in notes]
         received = [mark for mark in marks if mark.step <= steps]
@@ -223,9 +223,9 @@ class Journal:
         notes[last.attempt].media = last.media + media_count
         notes[last.attempt].rows = self.find_row(notes, last, row_count)
 
-    def find_row(self, notes: dict[int, Note], mark: Mark, count: int) -> int:
+    def find_row(self, notes: dict[int, TrackingNote], mark: Mark, count: int) -> int:
         """Return the line of metrics that was sent as the `count`-th row after a mark."""
-        attempt = Folder(self.folder.path, mark.attempt)
+        attempt = RunFolder(self.folder.path, mark.attempt)
         sent_keys = list_known_rows(attempt, notes)
         line = mark.rows
         for number, row in choose_rows(attempt):

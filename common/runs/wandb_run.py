@@ -12,22 +12,22 @@ from typing import Any
 from common.core import config
 from common.core.text import read_or_empty
 from common.runs import provenance
-from common.runs.folder import MODEL, MODEL_FACTS, Folder, read_json, write_json
+from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
 from configs.shared import Experiment
 
 INIT_TIMEOUT = 20.0  # seconds for an online wandb.init
 MAX_TAG_LENGTH = 64  # characters; W&B refuses longer tags
 
 
-def load_run_config(folder: Folder) -> Experiment:
+def load_run_config(folder: RunFolder) -> Experiment:
     """Read the config of an attempt. Raises UserError."""
     original = config.read_config_file(folder.path / "config.yaml")
-    changes = config.read_changes(folder.attempt / config.CHANGED)
+    changes = config.read_changes(folder.attempt_folder / config.CHANGES_FILE)
     changed = {name: new for name, (_, new) in changes.items()}
     return config.build_config(config.import_schema(folder.experiment), [original, changed])
 
 
-def init_wandb_run(folder: Folder, mode: str, wandb_folder: Path) -> Any:
+def init_wandb_run(folder: RunFolder, mode: str, wandb_folder: Path) -> Any:
     """Call wandb.init with the run's id, name, configuration and tags; its files go below `wandb_folder`."""
     import wandb
 
@@ -70,18 +70,18 @@ def init_wandb_run(folder: Folder, mode: str, wandb_folder: Path) -> Any:
     return run
 
 
-def log_model_artifact(run: Any, folder: Folder) -> None:
+def log_model_artifact(run: Any, folder: RunFolder) -> None:
     """Add the trained model to the W&B run as an artifact.
 
     Until the upload it refers to the files of the run.
     """
     import wandb
 
-    files = [folder.path / name for name in (MODEL, MODEL_FACTS)]
+    files = [folder.path / name for name in (MODEL_FILE, MODEL_FACTS_FILE)]
     is_finished = folder.result.get("state") == "finished"
     if not (load_run_config(folder).wandb.model and is_finished and all(map(Path.is_file, files))):
         return
-    facts = read_json(folder.path / MODEL_FACTS)
+    facts = read_json(folder.path / MODEL_FACTS_FILE)
     metadata = {key: facts.get(key) for key in ("class", "step", "scores")}
     artifact = wandb.Artifact(f"{folder.path.name}-model", type="model", metadata=metadata)
     for file in files:
@@ -92,7 +92,7 @@ def log_model_artifact(run: Any, folder: Folder) -> None:
 class MediaReader:
     """Reader of an attempt's images and histograms, as listed in media.jsonl."""
 
-    def __init__(self, attempt: Folder, lines: int) -> None:
+    def __init__(self, attempt: RunFolder, lines: int) -> None:
         """Skip the first `lines` lines."""
         self.attempt = attempt
         self.lines = lines
@@ -102,7 +102,7 @@ class MediaReader:
 
         A truncated line is returned by a later call; a damaged line is skipped.
         """
-        text = read_or_empty(str(self.attempt.attempt / "media.jsonl"))
+        text = read_or_empty(str(self.attempt.attempt_folder / "media.jsonl"))
         complete_lines = text[: text.rfind("\n") + 1].splitlines()
         rows = []
         for line in complete_lines[self.lines :]:
@@ -117,7 +117,7 @@ class MediaReader:
         """Return the W&B object of a line of media.jsonl."""
         import wandb
 
-        file = self.attempt.attempt / "media" / Path(media["file"]).name
+        file = self.attempt.attempt_folder / "media" / Path(media["file"]).name
         if media["kind"] == "image":
             return wandb.Image(str(file))
         histogram = json.loads(file.read_text())

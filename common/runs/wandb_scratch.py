@@ -17,12 +17,12 @@ from pathlib import Path
 
 from common.core.errors import UserError
 from common.core.processes import Process, list_children
-from common.runs.folder import Folder, read_json, write_json
+from common.runs.folder import RunFolder, read_json, write_json
 
 PREFIX = "wandb-run-"  # of temporary folders; short, because the path of a socket has at most 107 characters
 
 
-def name_staging_folder(folder: Folder) -> Path:
+def name_staging_folder(folder: RunFolder) -> Path:
     """Return the folder in which an offline run of W&B is created.
 
     Its content does not count yet.
@@ -30,12 +30,12 @@ def name_staging_folder(folder: Folder) -> Path:
     return folder.path / "wandb" / "unfinished"
 
 
-def _record_file(folder: Folder) -> Path:
+def _record_file(folder: RunFolder) -> Path:
     return folder.path / "wandb" / "temporary.json"
 
 
 @contextlib.contextmanager
-def locked_tracking(folder: Folder, *, wait: bool = True) -> Iterator[bool]:
+def locked_tracking(folder: RunFolder, *, wait: bool = True) -> Iterator[bool]:
     """Let one process at a time forward a run's rows.
 
     Without `wait`, yield False if another one does.
@@ -51,7 +51,7 @@ def locked_tracking(folder: Folder, *, wait: bool = True) -> Iterator[bool]:
         yield True
 
 
-def open_temporary_folder(folder: Folder) -> Path:
+def open_temporary_folder(folder: RunFolder) -> Path:
     """Create and return a temporary folder for this process and its children. Raises UserError."""
     path = Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(4)}"
     record = {"path": str(path), "host": os.uname().nodename}
@@ -65,7 +65,7 @@ def open_temporary_folder(folder: Folder) -> Path:
     return path
 
 
-def note_client_processes(folder: Folder) -> None:
+def note_client_processes(folder: RunFolder) -> None:
     """Record the processes of W&B's client: they outlive a killed tracking process and keep sending for seconds."""
     processes = []
     for pid in list_children():
@@ -74,7 +74,7 @@ def note_client_processes(folder: Folder) -> None:
     write_json(_record_file(folder), read_json(_record_file(folder)) | {"processes": processes})
 
 
-def remove_scratch(folder: Folder) -> None:
+def remove_scratch(folder: RunFolder) -> None:
     """Remove processes, temporary folder and unfinished offline run of a tracking process that has ended."""
     record = read_json(_record_file(folder))
     is_this_host = record.get("host") == os.uname().nodename  # processes and disk of other hosts are not accessible

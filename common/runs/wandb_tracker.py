@@ -17,10 +17,10 @@ import time
 
 from common.core.errors import UserError
 from common.runs import wandb_scratch
-from common.runs.folder import Folder, disk_errors, read_json
+from common.runs.folder import RunFolder, disk_errors, read_json
 from common.runs.wandb_account import find_missing_account, read_requested_mode
 from common.runs.wandb_process import NO_HOST, SERVICE, TIMED_OUT, note_offline
-from common.runs.wandb_rows import Note, find_incomplete, read_note, read_notes, write_note
+from common.runs.wandb_rows import TrackingNote, list_incomplete_notes, read_note, read_notes, write_note
 from configs.shared import Experiment
 
 MODULE = "common.runs.wandb_process"
@@ -31,13 +31,13 @@ SYNC_SECONDS = 3600.0
 class Tracker:
     """Tracking of a run, as seen by its owner."""
 
-    def __init__(self, folder: Folder, process: subprocess.Popen[bytes] | None) -> None:
+    def __init__(self, folder: RunFolder, process: subprocess.Popen[bytes] | None) -> None:
         """`process` follows the run; None offline."""
         self.folder = folder
         self.process = process
 
     @classmethod
-    def start(cls, cfg: Experiment, folder: Folder) -> Tracker | None:
+    def start(cls, cfg: Experiment, folder: RunFolder) -> Tracker | None:
         """Start tracking; return None if it is disabled or cannot be started."""
         mode = read_requested_mode(cfg)
         if mode == "disabled":
@@ -47,7 +47,7 @@ class Tracker:
             with disk_errors(folder.path / "wandb"):
                 (folder.path / "wandb").mkdir(exist_ok=True)
             if read_note(folder) is None:
-                write_note(folder, Note())
+                write_note(folder, TrackingNote())
             if mode != "offline" and not reason:
                 process = start_process(folder, "online", subprocess.PIPE, cfg.wandb.finish_timeout)
                 return cls(folder, process)
@@ -90,7 +90,7 @@ class Tracker:
 
     def describe(self, problem: str) -> str:
         """Return one line that names the W&B run and the problem, if rows are missing."""
-        log = self.folder.attempt / "logs" / "tracker.log"
+        log = self.folder.attempt_folder / "logs" / "tracker.log"
         status = read_json(self.folder.path / "wandb" / "status.json")
         if not status:
             return f"W&B: nothing was tracked; see {log}"
@@ -105,7 +105,7 @@ class Tracker:
         return f"W&B: offline{reason}; send it with: {sync}{missing}"
 
 
-def start_process(folder: Folder, mode: str, stdin: int, seconds: float) -> subprocess.Popen[bytes]:
+def start_process(folder: RunFolder, mode: str, stdin: int, seconds: float) -> subprocess.Popen[bytes]:
     """Start the tracking process of an attempt.
 
     It exits at the latest `seconds` after `stdin` closes. Raises OSError.
@@ -118,7 +118,7 @@ def start_process(folder: Folder, mode: str, stdin: int, seconds: float) -> subp
         environ.pop(name, None)
     arguments = [str(folder.path), str(folder.number), mode, str(max(0.0, seconds))]
     command = [sys.executable, "-m", MODULE, *arguments]
-    with open(folder.attempt / "logs" / "tracker.log", "ab") as log:
+    with open(folder.attempt_folder / "logs" / "tracker.log", "ab") as log:
         return subprocess.Popen(
             command,
             stdin=stdin,
@@ -144,7 +144,7 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def remove_leftovers(folder: Folder) -> None:
+def remove_leftovers(folder: RunFolder) -> None:
     """Remove temporary files of a killed tracking process, unless another one tracks the run."""
     with contextlib.suppress(OSError), wandb_scratch.locked_tracking(folder, wait=False) as is_free:
         if is_free:
@@ -165,7 +165,7 @@ def describe_process_end(status: int, timeout: float) -> str:
     return ""
 
 
-def is_tracked_now(folder: Folder) -> bool:
+def is_tracked_now(folder: RunFolder) -> bool:
     """Return whether a tracking process of this machine tracks a run."""
     if not (folder.path / "wandb" / "lock").exists():
         return False
@@ -174,12 +174,12 @@ def is_tracked_now(folder: Folder) -> bool:
     return False  # the run belongs to another user
 
 
-def misses_online_rows(folder: Folder) -> bool:
+def misses_online_rows(folder: RunFolder) -> bool:
     """Return whether a run was online and rows of it are missing on W&B's host."""
-    return any(note.online for note in find_incomplete(folder))
+    return any(note.online for note in list_incomplete_notes(folder))
 
 
-def pass_on_missing(folder: Folder) -> None:
+def send_missing_rows(folder: RunFolder) -> None:
     """Send the missing rows of an ended run to W&B.
 
     They go to W&B's host if the run was online, else to an offline folder.
@@ -187,8 +187,8 @@ def pass_on_missing(folder: Folder) -> None:
     Raises UserError if rows are still missing or the run folder cannot be written.
     """
     mode = "online" if misses_online_rows(folder) else "offline"
-    newest = Folder(folder.path, max(read_notes(folder)))
-    with disk_errors(newest.attempt):
+    newest = RunFolder(folder.path, max(read_notes(folder)))
+    with disk_errors(newest.attempt_folder):
         process = start_process(newest, mode, subprocess.DEVNULL, SYNC_SECONDS)
     try:
         status = process.wait()
@@ -197,5 +197,5 @@ def pass_on_missing(folder: Folder) -> None:
         remove_leftovers(folder)
     problem = describe_process_end(status, SYNC_SECONDS)
     if problem:
-        log = newest.attempt / "logs" / "tracker.log"
+        log = newest.attempt_folder / "logs" / "tracker.log"
         raise UserError(f"rows of {folder.path.name} are missing at W&B: {problem}; see {log}")

@@ -18,14 +18,21 @@ from typing import Any
 
 from common.checkpoint import extension, storage
 from common.core import config
-from common.core.errors import DIVERGENCE, EXIT_RESUMABLE, NO_VALID_CHECKPOINT, SOURCE_ERROR, RunTaken, UserError
+from common.core.errors import (
+    DIVERGENCE_PATTERN,
+    EXIT_RESUMABLE,
+    NO_VALID_CHECKPOINT_TEXT,
+    SOURCE_ERROR_PATTERN,
+    RunTakenError,
+    UserError,
+)
 from common.core.text import format_count
 from common.data import prepare
-from common.data.prepare import Prepared
+from common.data.prepare import PreparedDataset
 from common.distributed.transport import algorithms
 from common.pipeline import schedules
 from common.runs import claims, provenance, wandb_tracker
-from common.runs.folder import Folder, read_json, write_json
+from common.runs.folder import RunFolder, read_json, write_json
 from common.runs.result import Result
 from common.training.optimization import own_files
 from configs.shared import Experiment
@@ -35,14 +42,14 @@ from configs.shared import Experiment
 class Attempt:
     """Folder of an attempt, claimed by this process, and the data it trains on."""
 
-    folder: Folder
-    prepared: Prepared
+    folder: RunFolder
+    prepared: PreparedDataset
     is_new: bool
     """True for the first attempt of a run."""
     tracker: wandb_tracker.Tracker | None = None
 
     @classmethod
-    def open(cls, cfg: Experiment, run_to_resume: Folder | None, *, fallback: bool) -> Attempt:
+    def open(cls, cfg: Experiment, run_to_resume: RunFolder | None, *, fallback: bool) -> Attempt:
         """Resume a run, or set up a new one. With `fallback`, generated data may replace missing data.
 
         Raises UserError and then leaves no new folder behind.
@@ -51,18 +58,18 @@ class Attempt:
         return cls(folder, prepared, run_to_resume is None)
 
     @classmethod
-    def join(cls, cfg: Experiment, run_folder: Folder | None) -> Attempt:
+    def join(cls, cfg: Experiment, run_folder: RunFolder | None) -> Attempt:
         """Join the newest attempt of a run, which other ranks train. Raises UserError if the data is missing here."""
         assert run_folder is not None
         prepared = prepare_data_of_run(cfg, run_folder)
-        return cls(run_folder.attempts()[-1], prepared, is_new=False)
+        return cls(run_folder.list_attempts()[-1], prepared, is_new=False)
 
     @classmethod
     def from_content(cls, content: dict[str, Any]) -> Attempt:
         """Make the attempt that another rank has opened, from its `content`."""
         facts = content["prepared"]
-        prepared = Prepared(**facts | {"path": Path(facts["path"])})
-        folder = Folder(Path(content["folder"]), content["number"])
+        prepared = PreparedDataset(**facts | {"path": Path(facts["path"])})
+        folder = RunFolder(Path(content["folder"]), content["number"])
         return cls(folder, prepared, content["is_new"])
 
     def to_content(self) -> dict[str, Any]:
@@ -82,7 +89,7 @@ class Attempt:
         code = self.folder.path / "code"
         if not (self.folder.path / "meta.json").exists():
             provenance.copy_source(self.folder)
-            self.prepared.copy_own_data_file(code)
+            self.prepared.copy_user_data_file(code)
             provenance.write_metadata(self.folder, sys.argv, self.prepared.to_dict())
         schedules.copy_schedule_file(cfg, code)
         algorithms.copy_algorithm_file(cfg.launch, code)
@@ -116,7 +123,7 @@ class Attempt:
 
         For a `submitted` run the job writes the result, because it outlives its ranks.
         """
-        if not self.folder.attempt.exists():  # moved or deleted
+        if not self.folder.attempt_folder.exists():  # moved or deleted
             self._clean_up_old_folder()
             return
         if not self._is_current():
@@ -127,7 +134,7 @@ class Attempt:
             result = make_final_result(self.folder, status, reason)
             if not self.folder.result and not submitted:
                 with contextlib.suppress(UserError):  # the disk is full, which has been reported as the cause
-                    result.write_unless_there(self.folder)
+                    result.write_once(self.folder)
                 if result.last_step:
                     print(f"metrics up to step {result.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
                 command = format_resume_command(self.folder, cfg, reason)
@@ -136,7 +143,7 @@ class Attempt:
                 elif status:
                     print(f"no checkpoint found; to restart from step 0: {command}", file=sys.stderr)
             state = self.folder.result.get("state", result.state)
-            world = read_json(self.folder.attempt / "world.json") or None
+            world = read_json(self.folder.attempt_folder / "world.json") or None
             with contextlib.suppress(UserError):
                 provenance.update_metadata(self.folder, world=world)
                 provenance.record_attempt_end(self.folder, state)
@@ -152,7 +159,7 @@ class Attempt:
     def _is_current(self) -> bool:
         try:
             claims.check_still_current(self.folder)
-        except RunTaken:
+        except RunTakenError:
             return False
         return True
 
@@ -166,7 +173,7 @@ class Attempt:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def is_finished(folder: Folder | None, cfg: Experiment, *, report: bool) -> bool:
+def is_finished(folder: RunFolder | None, cfg: Experiment, *, report: bool) -> bool:
     """Return whether a run has no steps left; with `report`, print so.
 
     Raises UserError if the config asks for more steps but the last checkpoint is missing.
@@ -178,13 +185,13 @@ def is_finished(folder: Folder | None, cfg: Experiment, *, report: bool) -> bool
     return True
 
 
-def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
+def set_up_run(cfg: Experiment, fallback: bool) -> tuple[RunFolder, PreparedDataset]:
     """Prepare the data, write its name into the config, and create a run folder with a first attempt."""
     prepared = prepare.prepare_dataset(cfg.data, fallback, log=cfg.log)
     prepare.check_model_fits_data(cfg, prepared)
     cfg.data.name = prepared.name
     name = config.get_experiment_name(type(cfg))
-    folder = Folder.create(Path(cfg.runs), name, config.format_yaml(cfg))
+    folder = RunFolder.create(Path(cfg.runs), name, config.format_yaml(cfg))
     try:
         folder = claims.claim_next_attempt(folder)
     except UserError:
@@ -197,10 +204,10 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[Folder, Prepared]:
     return folder, prepared
 
 
-def resume_run(cfg: Experiment, run_to_resume: Folder) -> tuple[Folder, Prepared]:
+def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, PreparedDataset]:
     """Prepare the data and claim the next attempt of an existing run.
 
-    Raises UserError if the data has changed, and RunTaken if another attempt is running.
+    Raises UserError if the data has changed, and RunTakenError if another attempt is running.
     """
     prepared = prepare_data_of_run(cfg, run_to_resume)
     warn_of_damaged_metrics(run_to_resume)
@@ -208,7 +215,7 @@ def resume_run(cfg: Experiment, run_to_resume: Folder) -> tuple[Folder, Prepared
     folder = claims.claim_next_attempt(run_to_resume)
     changed = config.find_changes(run_to_resume.path / "config.yaml", cfg)
     if changed:
-        write_json(folder.attempt / config.CHANGED, changed)
+        write_json(folder.attempt_folder / config.CHANGES_FILE, changed)
         print(f"resumed with settings other than in config.yaml: {config.describe_changes(changed)}", flush=True)
     if was_finished:
         done, epoch_steps = extension.read_step_counts(run_to_resume)
@@ -220,7 +227,7 @@ def resume_run(cfg: Experiment, run_to_resume: Folder) -> tuple[Folder, Prepared
     return folder, prepared
 
 
-def prepare_data_of_run(cfg: Experiment, run_folder: Folder) -> Prepared:
+def prepare_data_of_run(cfg: Experiment, run_folder: RunFolder) -> PreparedDataset:
     """Prepare the data of an existing run. Raises UserError if it has changed."""
     code = run_folder.path / "code"
     prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=code)
@@ -233,9 +240,9 @@ def prepare_data_of_run(cfg: Experiment, run_folder: Folder) -> Prepared:
     return prepared
 
 
-def warn_of_damaged_metrics(run_folder: Folder) -> None:
+def warn_of_damaged_metrics(run_folder: RunFolder) -> None:
     """Print the numbers of damaged lines in the metrics of all attempts; readers ignore these lines."""
-    for attempt in run_folder.attempts():
+    for attempt in run_folder.list_attempts():
         damaged = attempt.find_damaged_lines()
         if damaged:
             numbers = [str(number) for number in damaged[:10]]
@@ -245,21 +252,21 @@ def warn_of_damaged_metrics(run_folder: Folder) -> None:
             print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
-def format_resume_command(folder: Folder, cfg: Experiment, reason: str) -> str:
+def format_resume_command(folder: RunFolder, cfg: Experiment, reason: str) -> str:
     """Return the command that resumes a run, changed if it would fail again for the same reason."""
-    if re.search(SOURCE_ERROR, reason):
-        return provenance.advise_new_run(folder)
+    if re.search(SOURCE_ERROR_PATTERN, reason):
+        return provenance.format_new_run_command(folder)
     command = f"make exp RESUME={shlex.quote(str(folder.path))}"
-    if re.search(DIVERGENCE, reason):
+    if re.search(DIVERGENCE_PATTERN, reason):
         return f'{command} ARGS="optim.lr={cfg.optim.lr / 2:g}"'
     if "ran out of memory" in reason:
         return f"{command} on a machine with more memory, or start a new run with a smaller batch or model"
-    if NO_VALID_CHECKPOINT in reason:
+    if NO_VALID_CHECKPOINT_TEXT in reason:
         return f"{command} after removing {folder.path}/attempts/*/checkpoints; the run then restarts from step 0"
     return command
 
 
-def make_final_result(folder: Folder, status: int, reason: str) -> Result:
+def make_final_result(folder: RunFolder, status: int, reason: str) -> Result:
     """Return the result of an attempt that did not finish the run; `reason` is the cause of a failure."""
     last_step = folder.find_last_step()
     if status == 128 + signal.SIGINT:

@@ -31,14 +31,14 @@ from common.core.processes import count_host_cores, exit_at_once
 from common.core.text import format_count, read_tail
 from common.data.loader import DataWorkerError
 from common.distributed import algorithm_choice, local_launcher, private_folder, rendezvous
-from common.distributed.rank_info import RankInfo, read_rank_info, report_refusal_once
+from common.distributed.rank_info import RankInfo, read_rank_info, report_common_error_once
 from common.distributed.rendezvous import World
 from common.distributed.silent_ranks import name_silent_ranks
 from common.distributed.transport import algorithms
 from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import provenance, wandb_account, wandb_tracker
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.runs.run_lock import lock_run, try_to_lock
 from common.training import host_checks
 from common.training.attempt import Attempt, is_finished
@@ -67,11 +67,11 @@ def start(main: Main[T], schema: type[T]) -> None:
 
 def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None) -> int:
     """Run the command line, forking ranks or as the rank of `rank_info`; return the exit status."""
-    with report_refusal_once(rank_info):
+    with report_common_error_once(rank_info):
         started = config.StartedRanks(rank_info.size, rank_info.nodes) if rank_info is not None else None
         cfg = config.load_config(schema, sys.argv[1:], started=started)
         path = config.parse_command_line(sys.argv[1:]).resume
-        run_to_resume = Folder(path.absolute()) if path else None
+        run_to_resume = RunFolder(path.absolute()) if path else None
         code = path.absolute() / "code" if path else None
         schedules.check_schedule_of_config(cfg, code)
         own_files.check_files_of_config(cfg.optim, code)
@@ -105,10 +105,10 @@ def run_experiment(
     main: Main[T],
     cfg: T,
     ranks: ForkedRanks | LaunchedRank,
-    run_to_resume: Folder | None = None,
+    run_to_resume: RunFolder | None = None,
     *,
     submitted: bool = False,
-) -> tuple[Folder | None, int]:
+) -> tuple[RunFolder | None, int]:
     """Set up or resume a run, document and track it, train, conclude; return its folder and the exit status.
 
     If the ranks refuse a new run before its first step, its folder is deleted. For a `submitted` run the job decides
@@ -147,7 +147,7 @@ def run_experiment(
         return attempt.folder, outcome.status
 
 
-def has_finished_run(attempt: Folder) -> bool:
+def has_finished_run(attempt: RunFolder) -> bool:
     """Return whether an attempt finished the run and is still the newest one."""
     return attempt.result.get("state") == "finished" and not attempt.is_superseded
 
@@ -174,12 +174,12 @@ class ForkedRanks:
         """Lock of a new run, held until this process exits."""
 
     @contextlib.contextmanager
-    def acquire_run(self, cfg: Experiment, run_to_resume: Folder | None) -> Iterator[Folder | None]:
+    def acquire_run(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Iterator[RunFolder | None]:
         """Lock the run to resume. Raises UserError if another process holds the lock."""
         with lock_run(run_to_resume) if run_to_resume is not None else contextlib.nullcontext():
             yield run_to_resume
 
-    def open_attempt(self, cfg: Experiment, run_to_resume: Folder | None) -> Attempt | int:
+    def open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | int:
         """Fit the config to this machine and claim the attempt. Raises UserError."""
         gpus = provenance.count_visible_gpus()
         cfg.fit_devices(gpus)
@@ -208,12 +208,12 @@ class ForkedRanks:
         elastic = find_elastic(cfg)
 
         def train_forked(rank_info: RankInfo) -> None:
-            log_file = folder.log_file(rank_info.number)
+            log_file = folder.log_file(rank_info.original_rank)
             stop = listen_for_stop(cfg, open(log_file, "a"))  # noqa: SIM115 (open until the rank exits)
             may_be_main = rank_info.rank == 0 or elastic is not None  # any elastic rank may become rank 0
             local_launcher.redirect_output(log_file, keep_stdout=may_be_main)
-            launch = algorithms.use_kept_file(cfg.launch, folder.path / "code")
-            with rendezvous.joined_world(rank_info, launch, folder.attempt / ".private") as world:
+            launch = algorithms.use_stored_algorithm_file(cfg.launch, folder.path / "code")
+            with rendezvous.join_world(rank_info, launch, folder.attempt_folder / ".private") as world:
                 train_rank(main, cfg, world, attempt, stop)
 
         def document() -> None:
@@ -242,7 +242,7 @@ class LaunchedRank:
 
     def __init__(self, rank_info: RankInfo, cfg: Experiment) -> None:
         """Raise UserError if torchrun or SLURM started a number of ranks other than that of the config."""
-        if rank_info.size != cfg.processes and not rank_info.joins:
+        if rank_info.size != cfg.processes and not rank_info.is_joining:
             remedy = f"srun -n {cfg.processes}"
             if rank_info.launcher == "torchrun":
                 remedy = f"--nproc-per-node={cfg.processes // rank_info.nodes}"
@@ -257,49 +257,49 @@ class LaunchedRank:
     @property
     def is_main(self) -> bool:
         """True on rank 0. In an elastic run another rank may become rank 0."""
-        return self.rank_info.rank == 0 and not self.rank_info.joins
+        return self.rank_info.rank == 0 and not self.rank_info.is_joining
 
     @contextlib.contextmanager
-    def acquire_run(self, cfg: Experiment, run_to_resume: Folder | None) -> Iterator[Folder | None]:
+    def acquire_run(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Iterator[RunFolder | None]:
         """Join the other ranks, and yield the run to resume; a restart resumes the run of the previous attempt."""
         check_memory(cfg)
         launch = cfg.launch
         parent = Path(cfg.runs)
         if run_to_resume:
-            launch = algorithms.use_kept_file(launch, run_to_resume.path / "code")
+            launch = algorithms.use_stored_algorithm_file(launch, run_to_resume.path / "code")
             parent = run_to_resume.path
-        private = private_folder.name_folder(parent, self.rank_info)
-        with rendezvous.joined_world(self.rank_info, launch, private) as self.world:
+        private = private_folder.get_private_folder(parent, self.rank_info)
+        with rendezvous.join_world(self.rank_info, launch, private) as self.world:
             self.rank_info = self.world  # follows its changes
             if run_to_resume is None and self.rank_info.is_restart:
                 run_to_resume = self._find_earlier_run(cfg)
             yield run_to_resume
 
-    def _find_earlier_run(self, cfg: Experiment) -> Folder | None:
+    def _find_earlier_run(self, cfg: Experiment) -> RunFolder | None:
         """Return the run that the previous attempt of this command line made. All ranks call it."""
         earlier = None
         if self.is_main:
             name = config.get_experiment_name(type(cfg))
             earlier = provenance.find_earlier_run(Path(cfg.runs), name, sys.argv)
         path = self.world.broadcast(str(earlier.path) if earlier else None)
-        return Folder(Path(path)) if path else None
+        return RunFolder(Path(path)) if path else None
 
-    def open_attempt(self, cfg: Experiment, run_to_resume: Folder | None) -> Attempt | int:
+    def open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | int:
         """Let rank 0 claim and document the attempt; return it, or an exit status if there is none.
 
         Raises UserError on rank 0.
         """
-        if self.rank_info.joins:
+        if self.rank_info.is_joining:
             return Attempt.join(cfg, run_to_resume)
-        self.stop.all_saved = True
+        self.stop.can_stop_immediately = True
         try:
             opened = self._try_open(cfg, run_to_resume) if self.is_main else None
             content = self.world.broadcast(opened.to_content() if isinstance(opened, Attempt) else None)
         except (StopRequested, RuntimeError):
-            if self.stop.number:
+            if self.stop.signal_number:
                 return EXIT_RESUMABLE
             raise
-        self.stop.all_saved = False
+        self.stop.can_stop_immediately = False
         if content is None:
             synchronize_exit()
             if isinstance(opened, UserError):
@@ -309,7 +309,7 @@ class LaunchedRank:
         cfg.data.name = attempt.prepared.name
         return attempt
 
-    def _try_open(self, cfg: Experiment, run_to_resume: Folder | None) -> Attempt | UserError:
+    def _try_open(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | UserError:
         try:
             attempt = Attempt.open(cfg, run_to_resume, fallback=self.world.nodes == 1)
             print_notice_of_shared_cores(cfg, self.rank_info.local_size)
@@ -321,7 +321,7 @@ class LaunchedRank:
 
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> Outcome:
         """Train as one rank; on rank 0, also track the attempt."""
-        log_file = attempt.folder.log_file(self.rank_info.number)
+        log_file = attempt.folder.log_file(self.rank_info.original_rank)
         self.stop.log = open(log_file, "a")  # noqa: SIM115 (open until the process exits)
         if self.is_main and not self.rank_info.coordinator:  # an elastic launcher outlives every rank and tracks itself
             attempt.tracker = wandb_tracker.Tracker.start(cfg, attempt.folder)
@@ -334,16 +334,16 @@ class LaunchedRank:
 
 def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: StopRequest) -> None:
     """Call the experiment's main on one rank, and log the cause of a failure."""
-    if world.nodes > 1 and world.launcher != "local" and not world.joins:
+    if world.nodes > 1 and world.launcher != "local" and not world.is_joining:
         host_checks.check_hosts(world, attempt.folder.path, mixed=cfg.launch.mixed)
     state_dicts.seed_global_rngs(seeds.derive_seed(cfg.seed, "init"))
     run = Run(cfg, attempt.folder, world, attempt.prepared, stop)
     try:
-        stop.all_saved = True
-        is_new_run = attempt.is_new and not world.joins
+        stop.can_stop_immediately = True
+        is_new_run = attempt.is_new and not world.is_joining
         optimizer.check_optimizer_of_run(cfg.optim, attempt.folder.path / "code", is_new_run=is_new_run)
-        algorithm_choice.resolve_algorithm(cfg.launch, attempt.folder.path, world)
-        initial_weights.leave_out_replaced_weights(cfg, attempt.folder)
+        algorithm_choice.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
+        initial_weights.clear_replaced_weights(cfg, attempt.folder)
         main(cfg, run)
         if world.is_main and not run.finished:
             raise RuntimeError("main() returned without calling run.report(...); call it on all ranks after training")
@@ -351,8 +351,8 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         error = explain_error(raised)
         # A rank with nothing to save stops at once, and another one may have completed its first step by then. SIGTERM
         # does not count: srun sends it if another rank has failed.
-        was_notified = stop.number == signal.SIGUSR2 and not is_timeout(error)
-        if was_notified or (stop.all_saved and stop.await_request()):
+        was_notified = stop.signal_number == signal.SIGUSR2 and not is_timeout(error)
+        if was_notified or (stop.can_stop_immediately and stop.await_request()):
             raise StopRequested(together=False) from error
         silent = ""
         if is_timeout(error):
@@ -366,7 +366,9 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
             raise error from raised
         raise
     except Exception as error:
-        stop.all_saved = False  # the launcher's signal, sent because other ranks ended, must not hide the error
+        stop.can_stop_immediately = (
+            False  # the launcher's signal, sent because other ranks ended, must not hide the error
+        )
         run.log_failure(error)
         raise
     finally:
@@ -391,5 +393,5 @@ def check_memory(cfg: Experiment) -> None:
 def listen_for_stop(cfg: Experiment, log: IO[str]) -> StopRequest:
     """Install the handlers of stop signals; `log` receives the stacks if this rank has to be killed."""
     stop = StopRequest(cfg.checkpoint.grace, log)
-    stop.listen()
+    stop.start_listening()
     return stop

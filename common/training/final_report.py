@@ -13,21 +13,21 @@ from common.core import config
 from common.core.errors import UserError, summarize_error
 from common.core.text import format_count
 from common.data.loader import get_statistics
-from common.distributed.elastic.generations import describe_generation, read_earlier_generations
+from common.distributed.elastic.generations import describe_rank_change, read_earlier_rank_changes
 from common.measure import tables
 from common.models import model_file
-from common.runs.result import Facts, Report, Result
+from common.runs.result import Report, ReportData, Result
 from common.training.run_context import RunContext
 
 
 def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
     """Write result and model of a finished run, and print the table.
 
-    Raises RunTaken if another attempt has taken over the run, or its folder is missing.
+    Raises RunTakenError if another attempt has taken over the run, or its folder is missing.
     """
-    changes = [*read_earlier_generations(run.folder), *run.generations]
+    changes = [*read_earlier_rank_changes(run.folder), *run.generations]
     reports = [*reports, *report_generations(changes)]
-    run.saver.raise_if_lost(run.step)
+    run.saver.raise_if_run_taken(run.step)
     assert run.metrics is not None
     run.metrics.writer.flush()
     result = Result(
@@ -40,7 +40,7 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
     )
     if run.cfg.trains:
         save_trained_model(run)
-    run.saver.raise_if_lost(run.step)
+    run.saver.raise_if_run_taken(run.step)
     result.with_reports(report.result() for report in reports).write(run.folder)
 
     rows = format_run_rows(run)
@@ -69,7 +69,7 @@ def report_generations(changes: Sequence[dict[str, Any]]) -> list[Report]:
         return []
     seconds_lost = sum(change["seconds"] + change["discarded"] for change in changes)
     steps_redone = sum(1 for change in changes if change["discarded"] > 0)
-    lines = [describe_generation(change) for change in changes]
+    lines = [describe_rank_change(change) for change in changes]
     lines.append(f"{seconds_lost:.3f} s in total, {format_count(steps_redone, 'step')} repeated")
     measured = {
         "generations": list(changes),
@@ -77,7 +77,7 @@ def report_generations(changes: Sequence[dict[str, Any]]) -> list[Report]:
         "steps_redone": steps_redone,
         "ranks_lost": sum(len(change["lost"]) for change in changes),
     }
-    return [Facts({"ranks lost": "\n".join(lines)}, measured=measured)]
+    return [ReportData({"ranks lost": "\n".join(lines)}, measured=measured)]
 
 
 def format_run_rows(run: RunContext) -> dict[str, str]:
@@ -129,7 +129,7 @@ def save_trained_model(run: RunContext) -> None:
     """
     state = run.state
     cfg = run.cfg
-    if state is None or run.saver.checkpointer.saved != run.step:
+    if state is None or run.saver.checkpointer.saved_step != run.step:
         run.log_message("WARNING: no model written: the last step was not saved", logging.WARNING)
         return
     mean, std = get_statistics(run.prepared)

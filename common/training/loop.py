@@ -16,7 +16,7 @@ from common.data.shards import WINDOW
 from common.measure.memory import read_peak_memory
 from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimes
-from common.models.sample_dropout import list_dropout
+from common.models.sample_dropout import list_dropout_layers
 from common.training import optimizers
 from common.training.elastic.recovery import Recovery
 from common.training.run_context import RunContext
@@ -82,7 +82,7 @@ class Step:
         """
         self.values |= values
         if self.recovery is not None and not self.committed:
-            self.recovery.share(values)
+            self.recovery.start_averaging(values)
 
     def commit(self) -> None:
         """Agree that no rank is lost, in an elastic run (elastic=true). Call it just before the update.
@@ -165,7 +165,7 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None)
     epoch_steps = state.loader.steps
     for part in state.parts:
         part.train()
-    dropout = list_dropout(state.parts)
+    dropout = list_dropout_layers(state.parts)
     for batch in run.times.iterate(state.loader) if run.times else state.loader:
         rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
         if state.optimizer is not None:
@@ -196,15 +196,15 @@ def adapt_shards(run: RunContext, number: int) -> None:
     """Adapt the shards to the ranks' latest step times, every WINDOW steps (shards=auto)."""
     if run.shards is None or run.times is None or number % WINDOW or number == run.total:
         return
-    seconds = run.times.measure_own_seconds(WINDOW)
-    if seconds is not None and run.shards.follow(number, seconds):
+    seconds = run.times.measure_seconds_to_last_gradient(WINDOW)
+    if seconds is not None and run.shards.update(number, seconds):
         record_shards(run)
 
 
 def record_shards(run: RunContext) -> None:
     """Write the shards that run.shards chose to metrics.jsonl. All ranks call it after the same step."""
     if run.shards is not None and run.metrics is not None:
-        run.metrics.write(run.step, run.shards.values)
+        run.metrics.write(run.step, run.shards.metric_values)
 
 
 def record_step(run: RunContext, step: Step) -> None:
@@ -214,7 +214,7 @@ def record_step(run: RunContext, step: Step) -> None:
     now = time.perf_counter()
     run.pace.note_step_end(now)
     run.step = step.number
-    run.saver.stop.all_saved = False
+    run.saver.stop_request.can_stop_immediately = False
     run.metrics.add(step.number, now, step.values)
     if run.metrics.is_due:
         run.metrics.flush()
@@ -264,7 +264,7 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     saver.save_best(run.step, scores)
     saver.checkpoint_or_stop(run.step, now=True)
     run.pace.interrupt()
-    saver.stop.all_saved = is_last
+    saver.stop_request.can_stop_immediately = is_last
     if is_last:  # reports and the model file may take longer than a step
-        saver.stop.dump_stacks_after(None)
+        saver.stop_request.dump_stacks_after(None)
     return scores

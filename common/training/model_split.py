@@ -21,7 +21,7 @@ from common.distributed.rendezvous import World
 from common.measure.memory import reset_peak_memory
 from common.models import partition
 from common.pipeline import schedules
-from common.pipeline.executor import Loss, PipelineEngine
+from common.pipeline.executor import LossFunction, PipelineEngine
 from common.runs import provenance
 from common.runs.folder import read_json, write_atomic, write_json
 from common.training.run_context import RunContext
@@ -112,7 +112,7 @@ def measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor,
     All ranks measure at the same time, as they will train: they share memory bandwidth, of which layers with large
     activations need more. `sample` [N, ...] is an input of the first layer.
     """
-    world.named_barrier("measure the partition")
+    world.wait_for_all_ranks("measure the partition")
     costs = world.gather(partition.time_layers(model, sample.to(world.device), repeats=3))
     reset_peak_memory(world.device)  # the reported peak is that of training
     sums = dict.fromkeys(dict(model.named_children()), 0.0)
@@ -151,14 +151,14 @@ def require_devices(names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def build_pipeline(
-    cfg: PipelineConfig, stages: list[nn.Sequential], loss: Loss, run: RunContext, group: World | None = None
+def build_pipeline_engine(
+    cfg: PipelineConfig, stages: list[nn.Sequential], loss: LossFunction, run: RunContext, group: World | None = None
 ) -> PipelineEngine:
     """Build the engine that trains `stages` on the ranks of a group, or on all ranks.
 
     Each rank keeps its own stages and moves them to its device. `loss` is a mean over samples.
     """
-    cfg = schedules.use_kept_schedule_file(cfg, run.folder.path / "code")
+    cfg = schedules.use_stored_schedule_file(cfg, run.folder.path / "code")
     engine_class: type[PipelineEngine] = PipelineEngine
     if cfg.engine == "torch":
         from common.pipeline.torch_engine import TorchPipelineEngine  # takes a second to import

@@ -43,5 +43,5 @@ class Run(RunContext):
             )
         if self.world.is_main:
             self.finished = True
-            self.saver.stop.all_saved = False
+            self.saver.stop_request.can_stop_immediately = False
             final_report.write_final_report(self, reports)

@@ -18,16 +18,16 @@ from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
 from common.core.errors import MachineError, UserError
 from common.data.loader import Images, Loader, draw_order
-from common.data.prepare import Prepared
+from common.data.prepare import PreparedDataset
 from common.data.rounds import Rounds
 from common.data.shards import AutoShards
 from common.distributed.rendezvous import World
 from common.measure import media, profiler
 from common.measure.metrics_log import MetricsLog, SharedMetricsLog
-from common.measure.step_timing import Pace, StepTimes
-from common.runs.folder import Folder, write_json
+from common.measure.step_timing import StepDurations, StepTimes
+from common.runs.folder import RunFolder, write_json
 from common.runs.metrics_writer import MetricsWriter
-from common.runs.progress import Screen
+from common.runs.progress import ProgressDisplay
 from configs.elastic import find_elastic
 from configs.shared import Experiment
 
@@ -38,20 +38,25 @@ class RunContext:
     """State of a run on one rank. `Run` adds the methods that train and finish it."""
 
     def __init__(
-        self, cfg: Experiment, folder: Folder, world: World, prepared: Prepared, stop: StopRequest | None = None
+        self,
+        cfg: Experiment,
+        folder: RunFolder,
+        world: World,
+        prepared: PreparedDataset,
+        stop: StopRequest | None = None,
     ) -> None:
         self.cfg = cfg
         self.folder = folder
         self.world = world
         self.prepared = prepared
-        self.screen = Screen(cfg.log, silent=not world.is_main)
+        self.screen = ProgressDisplay(cfg.log, silent=not world.is_main)
         self.logger = self._open_log()
-        trace = folder.attempt / f"trace-{world.number}.json"
+        trace = folder.attempt_folder / f"trace-{world.original_rank}.json"
         self.profiler = profiler.start_profiler(cfg.profile, trace, self.log_message)
         self.saver = Saver(cfg, folder, world, stop, self.log_message)
         if world.backend == "nccl" and world.size > 1:
             self.saver.start_silence_watch(self.log_failure)
-        self.pace = Pace()
+        self.pace = StepDurations()
         self.times: StepTimes | None = None
         """Time stamps of this rank's steps, if every rank trains the same model."""
         self.shards: AutoShards | None = None
@@ -78,7 +83,7 @@ class RunContext:
         self.exit_if_others_can_continue: Callable[[str], None] = lambda reason: None
         """In an elastic run, ends this process as a lost rank if the others can continue without it."""
         if world.is_main:
-            write_json(folder.attempt / "world.json", describe_world(world))
+            write_json(folder.attempt_folder / "world.json", describe_world(world))
 
     # ---- data and devices
 
@@ -97,7 +102,7 @@ class RunContext:
 
     @property
     def classes(self) -> int:
-        return self.train_set.classes
+        return self.train_set.class_count
 
     @property
     def device(self) -> torch.device:
@@ -145,7 +150,7 @@ class RunContext:
             self.device,
             shard=shard,
             weights=self.cfg.batch_plan.weights if shard == self.shard else (),
-            stop_requested=lambda: bool(self.saver.stop.number),
+            stop_requested=lambda: bool(self.saver.stop_request.signal_number),
             **options,
         )
 
@@ -195,7 +200,7 @@ class RunContext:
             state.loader,
             source=source,
             seconds=self.cfg.log.seconds,
-            began=self.saver.began,
+            start_time=self.saver.start_time,
             show=self._show_progress,
         )
         self.saver.metrics = self.metrics
@@ -205,7 +210,7 @@ class RunContext:
 
         The saver reports a missing folder, and the checkpointer reports a disk that refused a checkpoint.
         """
-        if not self.saver.watch.is_there():
+        if not self.saver.attempt_watch.has_folder():
             return
         level = logging.DEBUG if self.saver.checkpointer.problem else logging.WARNING
         self.log_message(text, level)
@@ -221,7 +226,7 @@ class RunContext:
         logging.raiseExceptions = False  # a full disk is reported when metrics or checkpoints are written
         logger = logging.getLogger("run")
         logger.setLevel(logging.DEBUG)
-        handler = logging.FileHandler(self.folder.log_file(self.world.number))
+        handler = logging.FileHandler(self.folder.log_file(self.world.original_rank))
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(handler)
         return logger
@@ -251,11 +256,11 @@ class RunContext:
     def unequal_shard_samples(self) -> int | None:
         """This rank's samples of a full batch if the settings give ranks unequal shards, else None."""
         if self.shards is not None:
-            return self.shards.own_samples
+            return self.shards.local_samples
         loader = self.state.loader if self.state else None
         if loader is None or isinstance(loader, Rounds) or not self.cfg.batch_plan.weights:
             return None
-        return loader.own_samples
+        return loader.local_samples
 
     def write_heartbeat(self, now: float) -> None:
         """Write this rank's heartbeat, at most every HEARTBEAT_SECONDS; `now` by time.perf_counter()."""
@@ -267,7 +272,7 @@ class RunContext:
             "samples": self.unequal_shard_samples,
         }
         with contextlib.suppress(UserError):  # a full disk is reported when metrics or checkpoints are written
-            self.folder.write_heartbeat(self.world.number, self.step, time.time(), **measured)
+            self.folder.write_heartbeat(self.world.original_rank, self.step, time.time(), **measured)
 
     def log_image(self, step: int, name: str, pixels: Tensor) -> None:
         """Log an image [H, W] or [3, H, W], uint8 or floats from 0 to 1, to the run folder and W&B.

@@ -22,7 +22,7 @@ from common.measure.step_timing import ScalingReport, gather_step_times, time_co
 from common.measure.timing import time_calls
 from common.models import networks
 from common.models.sample_dropout import add_dropout
-from common.runs.result import Facts, Report
+from common.runs.result import Report, ReportData
 from common.training import optimizers
 from common.training.run_context import RunContext
 from configs.dataparallel import Sharded
@@ -73,7 +73,7 @@ def time_single_rank(run: RunContext, name: str) -> float:
 
 
 @dataclass(frozen=True)
-class Side:
+class StepVariant:
     """One side of a comparison of training steps."""
 
     name: str
@@ -84,7 +84,7 @@ class Side:
     """Shard (r, n) of each batch that this rank trains on; None if rank 0 alone trains on the whole batch."""
 
 
-def compare_sides(run: RunContext, sides: Sequence[Side]) -> dict[str, list[float]]:
+def compare_variants(run: RunContext, sides: Sequence[StepVariant]) -> dict[str, list[float]]:
     """Return samples/s of each side in each round, measured in turns. All ranks call it."""
     world = run.world
     rates = {side.name: list[float]() for side in sides}
@@ -99,7 +99,7 @@ def compare_sides(run: RunContext, sides: Sequence[Side]) -> dict[str, list[floa
             if side.name in step_functions:
                 seconds = time_steps(step_functions[side.name], run.device, COMPARE_STEPS)
                 rates[side.name].append(run.cfg.batch / seconds)
-            world.named_barrier(f"compare/{number}/{side.name}")
+            world.wait_for_all_ranks(f"compare/{number}/{side.name}")
     torch.set_num_threads(world.threads)
     return rates
 
@@ -109,10 +109,10 @@ def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader, model: nn.Modu
 
     With shards=auto, measure the step time of each rank, in the autocast of the caller, and choose the shards.
     """
-    if cfg.shards != ["equal"] and sync_batchnorm.list_own_norms(model):
+    if cfg.shards != ["equal"] and sync_batchnorm.list_unsynchronized_norms(model):
         remedy = "; sync_batchnorm=true avoids this" if hasattr(cfg, "sync_batchnorm") else ""
         run.log_message(f"BatchNorm normalises over each rank's shard: unequal shards change the result{remedy}")
-    if not batches.own_samples:
+    if not batches.local_samples:
         sync_batchnorm.skip_empty_batches(model)
     if cfg.shards == ["auto"] and run.world.size > 1:
         speed = measure_rank_speed(run, model, sum(batches.counts))
@@ -135,7 +135,7 @@ def measure_rank_speed(run: RunContext, model: nn.Module, batch: int) -> Speed:
 
         (seconds,) = time_calls(compute, run.device, 1)
         calls = math.ceil(SPEED_SECONDS / seconds)
-        run.world.named_barrier(f"shards/{len(x)}")
+        run.world.wait_for_all_ranks(f"shards/{len(x)}")
         budget = max(SPEED_TIMINGS * SPEED_SECONDS, (SPEED_TIMINGS - 1) * seconds)
 
         def compute_repeatedly() -> None:
@@ -150,7 +150,7 @@ def measure_rank_speed(run: RunContext, model: nn.Module, batch: int) -> Speed:
         return Speed.fit(small, large, [time_shortest(x[:small]), time_shortest(x)])
 
 
-def report_ranks(cfg: Sharded, run: RunContext) -> list[Facts]:
+def report_ranks(cfg: Sharded, run: RunContext) -> list[ReportData]:
     """Report the differences between ranks: shards, and with launch.mixed=true devices. All ranks call it."""
     reports = []
     if cfg.shards != ["equal"]:
@@ -160,7 +160,7 @@ def report_ranks(cfg: Sharded, run: RunContext) -> list[Facts]:
     return reports
 
 
-def report_rank_devices(run: RunContext) -> Facts:
+def report_rank_devices(run: RunContext) -> ReportData:
     """Report each rank's device and its seconds to copy a step's gradients to the host and back."""
     assert run.state is not None
     device = "cpu"
@@ -176,10 +176,10 @@ def report_rank_devices(run: RunContext) -> Facts:
         rows.append(f"rank {rank}: {name}, copies {copy_seconds * 1e3:.2f} ms a step")
         measured["rank_devices"].append(name)
         measured["copy_seconds"].append(copy_seconds)
-    return Facts({"devices": "\n".join(rows)}, measured=measured)
+    return ReportData({"devices": "\n".join(rows)}, measured=measured)
 
 
-def report_shards(run: RunContext) -> Facts:
+def report_shards(run: RunContext) -> ReportData:
     """Report the shards of the ranks, and with shards=auto every change in this attempt."""
     assert run.state is not None and not isinstance(run.state.loader, Rounds)
     history = run.shards.history if run.shards else [(1, run.state.loader.counts)]
@@ -188,7 +188,7 @@ def report_shards(run: RunContext) -> Facts:
     omitted = len(lines) - MAX_SHARD_LINES
     if omitted > 0:
         lines = [*lines[omitted:], f"and {omitted} changes before"]
-    return Facts({"shards": "\n".join(lines)}, measured={"shards": history})
+    return ReportData({"shards": "\n".join(lines)}, measured={"shards": history})
 
 
 def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Report]:
@@ -198,19 +198,19 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
     """
     communication = None
     if cfg.strategy == "ddp" and cfg.communication != "powersgd":
-        number_bytes = ddp.BYTES.get(cfg.communication, run.dtype.itemsize)
+        number_bytes = ddp.HOOK_ELEMENT_BYTES.get(cfg.communication, run.dtype.itemsize)
         communication = time_communication(model, cfg.bucket_mb, number_bytes)
     single_rank_seconds = time_single_rank(run, cfg.model) if cfg.compare else 0.0
     samples: float | None = run.unequal_shard_samples
     if run.shards:
-        samples = run.shards.average_own_samples(run.resumed_after + 1, run.step)
+        samples = run.shards.average_local_samples(run.resumed_after + 1, run.step)
     times = gather_step_times(run.world, run.times, samples)
     shards = f" = {run.world.size} x {cfg.batch_plan.shard}" if cfg.shards == ["equal"] else ""
     assert run.state is not None and run.state.optimizer is not None
     return [
-        Facts({"strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch}{shards}"}),
+        ReportData({"strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch}{shards}"}),
         *report_ranks(cfg, run),
         report_state_bytes(run.state.optimizer, run.world),
-        Facts({"peak memory": describe_peak_memory(run.memory, run.device)}),
+        ReportData({"peak memory": describe_peak_memory(run.memory, run.device)}),
         ScalingReport(times, run.world.hosts, run.step_seconds(), communication, single_rank_seconds),
     ]

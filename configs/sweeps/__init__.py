@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from typing import Any, Generic, NamedTuple, TypeVar
 
 PointSettings = dict[str, Any]  # the settings of a point that differ from the config, by dotted name
-Row = dict[str, Any]  # a finished run: its `cell`, and all values of its result by name
+RunRow = dict[str, Any]  # a finished run: its `cell`, and all values of its result by name
 Points = Sequence[tuple[float, float, float]]  # x, mean, standard deviation
 T = TypeVar("T")
 
@@ -50,12 +50,12 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Grid(Generic[T]):
+class SweepGrid(Generic[T]):
     """A sweep of one experiment."""
 
     points: Callable[[T, int], list[PointSettings]]
     """Maps the config and the number of visible GPUs to the points, in the order of execution."""
-    summarise: Callable[[T, int, list[Row]], Summary]
+    summarise: Callable[[T, int, list[RunRow]], Summary]
     """Maps the config, the number of GPUs and the finished runs to table lines and plots."""
     new_seeds: bool = False
     """Use another seed for each repeat, as needed for accuracies; times are repeated with the same seed."""
@@ -84,7 +84,7 @@ class Average(NamedTuple):
     runs: int
 
 
-def average_rows(rows: Sequence[Row], by: Sequence[str], value: str) -> dict[tuple[Any, ...], Average]:
+def average_rows(rows: Sequence[RunRow], by: Sequence[str], value: str) -> dict[tuple[Any, ...], Average]:
     """Average a result over runs, grouped by the settings `by`.
 
     A missing result, such as the loss of a diverged run, counts as nan.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from configs.amp_accum import Config
-from configs.sweeps import Bars, Grid, PointSettings, Row, Summary, average_rows
+from configs.sweeps import Bars, PointSettings, RunRow, Summary, SweepGrid, average_rows
 
 DEFAULT_STEPS = 40  # of each run
 BY = ("precision", "accumulate", "no_sync")
@@ -34,7 +34,7 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
     return points
 
 
-def summarize_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
+def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
     """Report the cost of each point, and its result compared with fp32 and one microbatch."""
     rates = average_rows(rows, BY, "samples_per_second")
     memory = average_rows(rows, BY, "training_bytes")
@@ -70,4 +70,4 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
     return Summary({"cells": "\n".join(lines)}, plots)
 
 
-GRID = Grid(list_points, summarize_runs)
+GRID = SweepGrid(list_points, summarize_runs)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from configs.resnet_dataparallel import ONE_DEVICE, Config
-from configs.sweeps import Bars, Grid, PointSettings, Row, Summary, average_rows
+from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
+from configs.sweeps import Bars, PointSettings, RunRow, Summary, SweepGrid, average_rows
 
 
 def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
@@ -20,7 +20,7 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
     return [{"strategy": strategy, "compare": False, **device} for strategy in strategies]
 
 
-def summarize_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
+def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
     """Report samples per second of each strategy."""
     lines = {}
     heights = {}
@@ -29,9 +29,9 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
         lines[strategy] = f"{rate.mean:,.0f} samples/s{spread}"
         heights[strategy] = (rate.mean, rate.deviation)
     if "data_parallel" not in lines:
-        lines["data_parallel"] = ONE_DEVICE.format(gpus)
+        lines["data_parallel"] = ONE_DEVICE_MESSAGE.format(gpus)
     title = f"{cfg.model}, batch {cfg.batch}"
     return Summary(lines, [Bars("strategies.png", heights, "training samples per second", title)])
 
 
-GRID = Grid(list_points, summarize_runs)
+GRID = SweepGrid(list_points, summarize_runs)

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from configs.resnet_modelparallel import Config
-from configs.sweeps import Average, Curves, Grid, PointSettings, Row, Summary, average_rows
+from configs.sweeps import Average, Curves, PointSettings, RunRow, Summary, SweepGrid, average_rows
 
 DEFAULT_STEPS = 12  # of each run
 MODES: tuple[Literal["single", "naive", "pipelined"], ...] = ("single", "naive", "pipelined")
@@ -40,7 +40,7 @@ def has_enough_gpus(cfg: Config, gpus: int) -> bool:
     return True
 
 
-def summarize_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
+def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
     """Report the time per batch by microbatch size, and the idle share and memory of each stage."""
     times = average_rows(rows, ("mode", "split_size"), "step_seconds")
     lines = ["mode       split size      ms a batch   bubble  idle share, and peak MiB, of each stage's rank"]
@@ -83,4 +83,4 @@ def plot_times(cfg: Config, gpus: int, times: dict[tuple[Any, ...], Average]) ->
     return Curves("split_size.png", series, "split size", "ms a batch", levels, computed, title)
 
 
-GRID = Grid(list_points, summarize_runs, measured=("split",))
+GRID = SweepGrid(list_points, summarize_runs, measured=("split",))

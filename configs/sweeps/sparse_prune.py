@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from configs.sparse_prune import Config
-from configs.sweeps import Curves, Grid, PointSettings, Row, Summary, average_rows
+from configs.sweeps import Curves, PointSettings, RunRow, Summary, SweepGrid, average_rows
 
 BY = ("criterion", "sparsity")
 
@@ -25,10 +25,10 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
     return points
 
 
-def summarize_runs(cfg: Config, gpus: int, rows: list[Row]) -> Summary:
+def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
     """Report the test error by the share of remaining weights, and the medians of all measurements."""
     dense_accuracies = {row["cell"]["seed"]: row["test_accuracy"] for row in rows if "criterion" not in row["cell"]}
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[RunRow]] = {}
     pruned = []
     for row in rows:
         cell = row["cell"]
@@ -104,4 +104,4 @@ def report_csr_speed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "; ".join(clauses)
 
 
-GRID = Grid(list_points, summarize_runs, new_seeds=True)
+GRID = SweepGrid(list_points, summarize_runs, new_seeds=True)

@@ -28,9 +28,9 @@ from common.core.text import read_or_empty
 from common.distributed.rank_info import read_rank_info
 from common.measure import plots
 from common.runs import provenance, result
-from common.runs.folder import Folder, write_atomic
+from common.runs.folder import RunFolder, write_atomic
 from configs.shared import Experiment
-from configs.sweeps import Bars, Grid, Row, Summary
+from configs.sweeps import Bars, RunRow, Summary, SweepGrid
 from slurm.launch import sweep
 from slurm.launch.sweep_file import SweepPlan, SweepPoint, format_values, load_grid
 
@@ -38,7 +38,7 @@ QUIET = ("log.level=warning", "log.progress=none")
 
 
 def plan_points(
-    grid: Grid[Experiment], name: str, cfg: Experiment, arguments: Sequence[str], gpus: int
+    grid: SweepGrid[Experiment], name: str, cfg: Experiment, arguments: Sequence[str], gpus: int
 ) -> list[SweepPoint]:
     """Return the points of all repeats, with checked settings. Raises UserError that names the point."""
     points: list[SweepPoint] = []
@@ -53,7 +53,7 @@ def plan_points(
     return points
 
 
-def copy_measured_settings(names: Sequence[str], folder: Folder, settings: Experiment) -> None:
+def copy_measured_settings(names: Sequence[str], folder: RunFolder, settings: Experiment) -> None:
     """Copy settings that a run has measured to those of a later run, unless these set them."""
     measured = config.read_config_file(folder.path / "config.yaml")
     for name in names:
@@ -63,13 +63,13 @@ def copy_measured_settings(names: Sequence[str], folder: Folder, settings: Exper
 class ResultTable:
     """The results of the runs of a sweep, which are written to table.csv."""
 
-    def __init__(self, path: Path, grid: Grid[Experiment], points: Sequence[SweepPoint]) -> None:
+    def __init__(self, path: Path, grid: SweepGrid[Experiment], points: Sequence[SweepPoint]) -> None:
         self.path = path
         self.grid = grid
         self.points = points
-        self.rows: list[Row] = []
+        self.rows: list[RunRow] = []
 
-    def add_run(self, point: SweepPoint, folder: Folder) -> None:
+    def add_run(self, point: SweepPoint, folder: RunFolder) -> None:
         """Add the result of a run and write the table, so that an interrupted sweep has one.
 
         Raises UserError, with the error of the run, if the run was refused; its folder is removed.
@@ -79,7 +79,7 @@ class ResultTable:
             shutil.rmtree(folder.path)
             raise UserError(log.rpartition("error: ")[2].strip())
         parsed = result.parse_result(folder.result)
-        row: Row = {"cell": point.values, "repeat": point.repeat, "run": folder.path.name}
+        row: RunRow = {"cell": point.values, "repeat": point.repeat, "run": folder.path.name}
         row["exit_status"] = folder.result.get("exit_status")
         self.rows.append(row | parsed.flatten_values() | parsed.list_columns())
         self.write()
@@ -127,7 +127,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
     gpus = provenance.count_visible_gpus()
     grid = load_grid(name)
     points = plan_points(grid, name, cfg, arguments, gpus)
-    folder = Folder.create(Path(cfg.runs).absolute() / "sweeps", name, config.format_yaml(cfg)).path
+    folder = RunFolder.create(Path(cfg.runs).absolute() / "sweeps", name, config.format_yaml(cfg)).path
     for point in points:
         point.settings.wandb.group = folder.name
     print(f"{name}: a sweep of {len(points)} runs, folder {folder}", flush=True)

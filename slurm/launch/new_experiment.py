@@ -16,7 +16,7 @@ from pathlib import Path
 from common.core.config import ROOT
 from common.core.errors import UserError
 from common.runs.folder import disk_errors, write_atomic
-from slurm.arguments import NAME
+from slurm.arguments import EXPERIMENT_NAME
 
 TEMPLATES = Path(__file__).parent / "templates"
 SAMPLE_NAME = "my_experiment"
@@ -36,7 +36,7 @@ def check_new_name(name: str) -> None:
     """Raise UserError unless a new experiment can have this name."""
     if not name:
         raise UserError("NAME is missing; write make new-experiment NAME=my_mlp")
-    if not NAME.fullmatch(name) or keyword.iskeyword(name):
+    if not EXPERIMENT_NAME.fullmatch(name) or keyword.iskeyword(name):
         raise UserError(
             f"NAME={name!r} is invalid; write a name such as my_mlp: at most 64 lowercase letters, digits and "
             "underscores, starting with a letter, and not a Python keyword"

@@ -26,11 +26,11 @@ import yaml
 from common.core import config, config_keys
 from common.core.errors import UserError
 from common.data import prepare
-from common.data.prepare import Prepared
+from common.data.prepare import PreparedDataset
 from common.distributed.transport import algorithms
 from common.pipeline import schedules
 from common.runs import provenance, result
-from common.runs.folder import Folder, disk_errors
+from common.runs.folder import RunFolder, disk_errors
 from common.training.optimization import own_files
 from configs.profile import Profile
 from configs.shared import Experiment
@@ -49,11 +49,11 @@ Comparisons = Iterator[tuple[str, Any, Any]]
 """Name, old value and new value."""
 
 
-def find_repeatable_run(run: str) -> Folder:
+def find_repeatable_run(run: str) -> RunFolder:
     """Find the folder of a run that is over and can be repeated. Raises UserError."""
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
-    if state not in status.OVER:
+    if state not in status.FINAL_STATES:
         raise UserError(f"{folder.path.name} is {state}; repeat it when it is over: make status RUN={run} WAIT=600")
     if not (folder.path / "code" / "experiments" / f"{folder.experiment}.py").is_file():
         raise UserError(f"{folder.path} no longer has its source in code/ and cannot be repeated; start a new run")
@@ -70,7 +70,7 @@ def find_repeatable_run(run: str) -> Folder:
     return folder
 
 
-def resolve_settings(old: Folder, overrides: list[str]) -> str:
+def resolve_settings(old: RunFolder, overrides: list[str]) -> str:
     """Return the settings as YAML, checked by the source of the run, whose keys may differ. Raises UserError."""
     check_source_version(old)
     arguments = ["--config", str(old.path / "config.yaml"), *overrides, "--print-config"]
@@ -86,7 +86,7 @@ def resolve_settings(old: Folder, overrides: list[str]) -> str:
 
 def parse_settings_text(text: str) -> dict[str, Any]:
     """Parse settings in YAML to texts by dotted name."""
-    return config.flatten_mapping(yaml.load(text, Loader=config.LOADER) or {})  # noqa: S506 (it builds only str, list, dict)
+    return config.flatten_mapping(yaml.load(text, Loader=config.YAML_LOADER) or {})  # noqa: S506 (it builds only str, list, dict)
 
 
 def build_known_settings(name: str, text: str) -> Experiment:
@@ -98,21 +98,21 @@ def build_known_settings(name: str, text: str) -> Experiment:
 
 
 def create_folder(
-    old: Folder, text: str, settings: Experiment, dataset: Prepared, *, overridden: Container[str] = ()
-) -> Folder:
+    old: RunFolder, text: str, settings: Experiment, dataset: PreparedDataset, *, overridden: Container[str] = ()
+) -> RunFolder:
     """Create a new run folder with the source of the old run.
 
     The user's files that settings in `overridden` name are copied; other files are those of the old run.
     """
-    new = Folder.create(Path(settings.runs), old.experiment, text)
+    new = RunFolder.create(Path(settings.runs), old.experiment, text)
     code = new.path / "code"
     with submit.remove_folder_on_error(new):
         with disk_errors(new.path):
             shutil.copytree(old.path / "code", code, ignore=shutil.ignore_patterns("__pycache__"))
-        dataset.copy_own_data_file(code)
-        schedules.copy_schedule_file(settings, code, anew="schedule" in overridden)
-        algorithms.copy_algorithm_file(settings.launch, code, anew="launch.algorithm" in overridden)
-        own_files.copy_optimizer_files(settings.optim, code, anew=overridden)
+        dataset.copy_user_data_file(code)
+        schedules.copy_schedule_file(settings, code, overwrite="schedule" in overridden)
+        algorithms.copy_algorithm_file(settings.launch, code, overwrite="launch.algorithm" in overridden)
+        own_files.copy_optimizer_files(settings.optim, code, overwrite=overridden)
         provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], dataset.to_dict())
         provenance.update_metadata(new, git=provenance.read_metadata(old).get("git"), repeats=old.path.name)
     return new
@@ -122,7 +122,7 @@ def create_folder(
 
 
 def list_differences(
-    old: Folder, text: str, settings: Experiment, dataset: Prepared, scheduler: Scheduler | None
+    old: RunFolder, text: str, settings: Experiment, dataset: PreparedDataset, scheduler: Scheduler | None
 ) -> Comparisons:
     """Yield what can differ from the first run: name, old value, new value."""
     old_settings = parse_settings_text((old.path / "config.yaml").read_text())
@@ -166,7 +166,7 @@ def print_differences(comparisons: Comparisons) -> int:
 # ---- running
 
 
-def run_locally(new: Folder, settings: Experiment) -> int:
+def run_locally(new: RunFolder, settings: Experiment) -> int:
     """Run on this machine to the end; returns the exit status."""
     submit.print_simulated_hosts(settings)
     with subprocess.Popen(submit.make_resume_command(new), env=submit.make_source_environment(new)) as process:
@@ -175,7 +175,7 @@ def run_locally(new: Folder, settings: Experiment) -> int:
         return process.wait()
 
 
-def run_on_cluster(new: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> int:
+def run_on_cluster(new: RunFolder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> int:
     """Run on a cluster and follow the log to the end; returns the exit status."""
     with submit.remove_folder_on_error(new):
         job = submit.submit_folder(new, settings, text, profile, scheduler)
@@ -186,7 +186,7 @@ def run_on_cluster(new: Folder, settings: Experiment, text: str, profile: Profil
 # ---- after the end
 
 
-def read_losses(folder: Folder) -> dict[int, float | None]:
+def read_losses(folder: RunFolder) -> dict[int, float | None]:
     """Read the loss of each step; None for NaN or infinity."""
     return {row["global_step"]: row["loss"] for row in folder.read_rows() if "loss" in row}
 
@@ -198,7 +198,7 @@ def compute_distance(a: Any, b: Any) -> float:
     return 0.0 if a == b else math.inf
 
 
-def compare_losses(old: Folder, new: Folder) -> bool:
+def compare_losses(old: RunFolder, new: RunFolder) -> bool:
     """Print whether the losses of two runs are bitwise equal; returns whether they are.
 
     Of an old run that did not finish, only its own steps are compared.
@@ -226,7 +226,7 @@ def compare_losses(old: Folder, new: Folder) -> bool:
     return is_comparable and not differing and not missing_steps
 
 
-def compare_results(old: Folder, new: Folder) -> bool:
+def compare_results(old: RunFolder, new: RunFolder) -> bool:
     """Print whether the repeatable values of two results are equal; returns whether they are."""
     old_values = result.parse_result(old.result).select_repeatable()
     new_values = result.parse_result(new.result).select_repeatable()
@@ -242,7 +242,7 @@ def compare_results(old: Folder, new: Folder) -> bool:
     return not differing
 
 
-def compare_runs(old: Folder, new: Folder) -> bool:
+def compare_runs(old: RunFolder, new: RunFolder) -> bool:
     """Print whether two runs are bitwise equal, or by how much they differ; returns whether they are equal."""
     losses_are_equal = compare_losses(old, new)
     state = old.result.get("state", "no result")
@@ -252,7 +252,7 @@ def compare_runs(old: Folder, new: Folder) -> bool:
     return compare_results(old, new) and losses_are_equal
 
 
-def list_world_differences(old: Folder, new: Folder) -> Comparisons:
+def list_world_differences(old: RunFolder, new: RunFolder) -> Comparisons:
     """Yield what is known only after the ranks have met."""
     old_world = provenance.read_metadata(old).get("world") or {}
     new_world = provenance.read_metadata(new).get("world") or {}
@@ -260,7 +260,7 @@ def list_world_differences(old: Folder, new: Folder) -> Comparisons:
         yield key, old_world.get(key), new_world.get(key)
 
 
-def find_profile(old: Folder, cluster: str, overrides: list[str]) -> Profile:
+def find_profile(old: RunFolder, cluster: str, overrides: list[str]) -> Profile:
     """Find the profile of the cluster: the named one, else that of the run, else the default."""
     job: Mapping[str, Any] = provenance.read_metadata(old).get("job") or {}
     fields = vars(Profile())

@@ -19,14 +19,14 @@ from pathlib import Path
 from common.checkpoint import extension
 from common.core import config
 from common.core.config import ROOT
-from common.core.errors import RunTaken, UserError
+from common.core.errors import RunTakenError, UserError
 from common.core.text import format_count, read_or_empty
 from common.data import prepare
 from common.distributed.transport import algorithms
 from common.models import initial_weights
 from common.pipeline import schedules
 from common.runs import claims, provenance, wandb_account
-from common.runs.folder import Folder, write_atomic
+from common.runs.folder import RunFolder, write_atomic
 from common.training.optimization import own_files
 from configs.elastic import find_elastic
 from configs.profile import Profile
@@ -38,19 +38,19 @@ from slurm.scheduling.entry_points import check_source_version
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
 
-def make_source_environment(folder: Folder) -> dict[str, str]:
+def make_source_environment(folder: RunFolder) -> dict[str, str]:
     """Return the environment in which the source is imported from the code/ of the run."""
     return dict(os.environ) | {"PYTHONPATH": str(folder.path / "code"), "PYTHONSAFEPATH": "1"}
 
 
-def make_resume_command(folder: Folder) -> list[str]:
+def make_resume_command(folder: RunFolder) -> list[str]:
     """Return the command that runs or resumes a run folder on this machine, with the source of the run."""
     script = folder.path / "code" / "experiments" / f"{folder.experiment}.py"
     return [sys.executable, str(script), "--resume", str(folder.path)]
 
 
 @contextlib.contextmanager
-def remove_folder_on_error(folder: Folder) -> Iterator[None]:
+def remove_folder_on_error(folder: RunFolder) -> Iterator[None]:
     """Remove a run folder if the block fails."""
     try:
         yield
@@ -60,10 +60,10 @@ def remove_folder_on_error(folder: Folder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def restore_result_on_error(folder: Folder) -> Iterator[None]:
+def restore_result_on_error(folder: RunFolder) -> Iterator[None]:
     """Restore the result that the block has retired if the block fails."""
     result = read_or_empty(str(folder.path / "result.json"))
-    retired_paths = [attempt.attempt / "result.json" for attempt in folder.attempts()]
+    retired_paths = [attempt.attempt_folder / "result.json" for attempt in folder.list_attempts()]
     new_paths = [path for path in retired_paths if not path.exists()]
     try:
         yield
@@ -81,7 +81,7 @@ def print_simulated_hosts(settings: Experiment) -> None:
         print(f"no SLURM is used: {settings.launch.nodes} nodes are simulated as processes of this machine", flush=True)
 
 
-def exec_script(name: str, settings: Experiment, arguments: list[str], resumed: Folder | None) -> None:
+def exec_script(name: str, settings: Experiment, arguments: list[str], resumed: RunFolder | None) -> None:
     """Replace this process by the experiment's script, for a resumed run that of its source. Raises UserError."""
     source = resumed.path / "code" if resumed else ROOT
     script = source / "experiments" / f"{name}.py"
@@ -92,7 +92,9 @@ def exec_script(name: str, settings: Experiment, arguments: list[str], resumed: 
     os.execve(sys.executable, [sys.executable, str(script), *arguments], environ)
 
 
-def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | None, shown_notices: set[str]) -> Folder:
+def prepare_run_folder(
+    name: str, settings: Experiment, scheduler: Scheduler | None, shown_notices: set[str]
+) -> RunFolder:
     """Create a run folder with everything the job needs: data, settings, source, description.
 
     A notice about the data is printed unless it is in `shown_notices`, to which it is added.
@@ -108,17 +110,17 @@ def prepare_run_folder(name: str, settings: Experiment, scheduler: Scheduler | N
         group, _, name_in_group = key.rpartition(".")
         owner = getattr(settings, group) if group else settings
         setattr(owner, name_in_group, str(Path(path).absolute()))
-    folder = Folder.create(Path(settings.runs), name, config.format_yaml(settings))
+    folder = RunFolder.create(Path(settings.runs), name, config.format_yaml(settings))
     with remove_folder_on_error(folder):
         provenance.copy_source(folder)
-        dataset.copy_own_data_file(folder.path / "code")
+        dataset.copy_user_data_file(folder.path / "code")
         copy_user_files(settings, folder)
         command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
         provenance.write_metadata(folder, command, dataset.to_dict())
     return folder
 
 
-def copy_user_files(settings: Experiment, folder: Folder) -> None:
+def copy_user_files(settings: Experiment, folder: RunFolder) -> None:
     """Copy the user's files that the settings name to the source of a run."""
     code = folder.path / "code"
     schedules.copy_schedule_file(settings, code)
@@ -126,7 +128,7 @@ def copy_user_files(settings: Experiment, folder: Folder) -> None:
     own_files.copy_optimizer_files(settings.optim, code)
 
 
-def find_resumable_run(run: str, name: str) -> Folder:
+def find_resumable_run(run: str, name: str) -> RunFolder:
     """Find the folder of a run that can be resumed; `name` is empty or its experiment. Raises UserError."""
     if not run:
         raise UserError("RESUME is empty; write RESUME=<id>, or leave it out for a new run")
@@ -134,7 +136,7 @@ def find_resumable_run(run: str, name: str) -> Folder:
     state, _ = status.read_state(folder)
     if name and name != folder.experiment:
         raise UserError(f"RESUME={shlex.quote(run)} is a run of {folder.experiment}, not of {name}; omit NAME")
-    if state not in status.OVER:
+    if state not in status.FINAL_STATES:
         claim = claims.find_newest_claim(folder) if state == "RUNNING" else None
         place = f" ({claim.describe()})" if claim is not None else ""
         remedy = f"to resume it elsewhere, first make cancel RUN={shlex.quote(run)}"
@@ -144,8 +146,8 @@ def find_resumable_run(run: str, name: str) -> Folder:
 
 
 def submit_run(
-    name: str, settings: Experiment, profile: Profile, scheduler: Scheduler, resumed: Folder | None
-) -> tuple[Folder, str]:
+    name: str, settings: Experiment, profile: Profile, scheduler: Scheduler, resumed: RunFolder | None
+) -> tuple[RunFolder, str]:
     """Submit a run; returns its folder and its job id. Removes a new folder if the run is refused."""
     if resumed:
         with submission.hold_submission(resumed):
@@ -156,33 +158,33 @@ def submit_run(
         return folder, submit_folder(folder, settings, config.format_yaml(settings), profile, scheduler)
 
 
-def check_is_over(folder: Folder, settings: Experiment) -> None:
-    """Raise RunTaken if another command has started, submitted or finished a run since it was selected."""
+def check_is_over(folder: RunFolder, settings: Experiment) -> None:
+    """Raise RunTakenError if another command has started, submitted or finished a run since it was selected."""
     state, detail = status.read_state(folder)
     if state == "FINISHED" and not extension.has_more_steps(folder, settings):
-        raise RunTaken(f"{folder.path.name} has just finished; see make status")
-    if state not in status.OVER:
+        raise RunTakenError(f"{folder.path.name} has just finished; see make status")
+    if state not in status.FINAL_STATES:
         taker = describe_taker(folder, detail or state.lower())
-        raise RunTaken(f"{folder.path.name}: another command has just started it ({taker}); see make status")
+        raise RunTakenError(f"{folder.path.name}: another command has just started it ({taker}); see make status")
 
 
-def describe_taker(folder: Folder, fallback: str) -> str:
+def describe_taker(folder: RunFolder, fallback: str) -> str:
     """Describe the process or job that has a run; `fallback` if neither is known."""
     claim = claims.find_newest_claim(folder)
-    if claim is not None and not claim.job and claim.judge() is claims.Life.ALIVE:
+    if claim is not None and not claim.job and claim.check_process() is claims.ProcessState.ALIVE:
         return claim.describe()  # meta.json may still name an earlier job
     job = provenance.read_metadata(folder).get("job")
     return f"job {job['id']}" if job else fallback
 
 
-def resubmit_run(resumed: Folder, settings: Experiment, profile: Profile, scheduler: Scheduler) -> str:
+def resubmit_run(resumed: RunFolder, settings: Experiment, profile: Profile, scheduler: Scheduler) -> str:
     """Submit a run that is over again; returns its job id. Raises UserError."""
     copy_user_files(settings, resumed)
     text = config.format_known_yaml(settings, resumed.path / "config.yaml")
     return submit_folder(resumed, settings, text, profile, scheduler)
 
 
-def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> str:
+def submit_folder(folder: RunFolder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> str:
     """Submit a run folder that has everything the job needs; returns the job id. Raises UserError.
 
     `text` are the settings as YAML.
@@ -197,7 +199,7 @@ def submit_folder(folder: Folder, settings: Experiment, text: str, profile: Prof
 
 
 def make_executor(
-    folder: Folder, name: str, settings: Experiment, profile: Profile, scheduler: Scheduler | None
+    folder: RunFolder, name: str, settings: Experiment, profile: Profile, scheduler: Scheduler | None
 ) -> sbatch.Executor:
     """Make the executor that submits a run of the experiment `name`."""
     nodes = settings.launch.nodes
@@ -207,7 +209,7 @@ def make_executor(
     return sbatch.make_executor(folder, scheduler, parameters, elastic)
 
 
-def print_job(folder: Folder, settings: Experiment, job: str, scheduler: Scheduler) -> None:
+def print_job(folder: RunFolder, settings: Experiment, job: str, scheduler: Scheduler) -> None:
     """Print the job of a run, and the commands to follow and cancel it."""
     nodes = format_count(settings.launch.nodes, "node")
     ranks = format_count(settings.processes, "rank")
@@ -242,7 +244,7 @@ def check_step_timeout(settings: Experiment, profile: Profile) -> None:
         )
 
 
-def check_source_knows_settings(folder: Folder, arguments: list[str]) -> None:
+def check_source_knows_settings(folder: RunFolder, arguments: list[str]) -> None:
     """Raise UserError for a setting that the source of a resumed run does not know."""
     known_settings = config.read_config_file(folder.path / "config.yaml")
     unknown = [name for name in config.parse_command_line(arguments).values if name not in known_settings]
@@ -254,12 +256,12 @@ def check_source_knows_settings(folder: Folder, arguments: list[str]) -> None:
 def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
     """Print the job script and the settings of a submission, without any file."""
     with tempfile.TemporaryDirectory() as scratch:
-        text = make_executor(Folder(Path(scratch)), name, settings, profile, None).make_job_script()
+        text = make_executor(RunFolder(Path(scratch)), name, settings, profile, None).make_job_script()
     print(text.replace(scratch, f"{settings.runs}/{name}-<time>-<id>"))
     print(f"# {name}: settings\n{config.format_yaml(settings)}", end="")
 
 
-def load_checked_settings(name: str, arguments: list[str], resumed: Folder | None) -> Experiment:
+def load_checked_settings(name: str, arguments: list[str], resumed: RunFolder | None) -> Experiment:
     """Load the settings of a run and check them, including the files that they name. Raises UserError."""
     settings = config.load_config(config.import_schema(name), arguments)
     code = resumed.path / "code" if resumed else None

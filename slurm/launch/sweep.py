@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.core.errors import RunTaken, UserError
+from common.core.errors import RunTakenError, UserError
 from common.core.signals import STOP_SIGNALS
 from common.core.text import format_count
 from common.runs import provenance
-from common.runs.folder import Folder, disk_errors, write_json
+from common.runs.folder import RunFolder, disk_errors, write_json
 from configs.elastic import find_elastic
 from configs.profile import Profile
 from slurm.arguments import parse_switch, split_settings
@@ -39,7 +39,7 @@ from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 RESUMABLE_STATES = ("CANCELLED", "PREEMPTED", "LOST")
 POLL_SECONDS = 2.0
 """Time between two readings of the states of all points."""
-PointRun = tuple[SweepPoint, Folder | None]
+PointRun = tuple[SweepPoint, RunFolder | None]
 """A point to start, and the run folder that it resumes, if any."""
 
 
@@ -58,20 +58,20 @@ class SweepFolder:
         for cell in content.get("cells", []):
             self.cells[sweep_file.make_point_key(cell["values"], cell.get("repeat", 0))] = cell
 
-    def find_run_folder(self, point: SweepPoint) -> Folder | None:
+    def find_run_folder(self, point: SweepPoint) -> RunFolder | None:
         """Find the run folder of a point; None without a run, or if the run was never started."""
         run = self.cells.get(point.key, {}).get("run")
         if not run or not (self.runs / run / "config.yaml").is_file():
             return None
-        folder = Folder(self.runs / run)
-        was_started = provenance.read_metadata(folder).get("job") or folder.attempts() or folder.result
+        folder = RunFolder(self.runs / run)
+        was_started = provenance.read_metadata(folder).get("job") or folder.list_attempts() or folder.result
         return folder if was_started else None
 
     def read_state(self, point: SweepPoint) -> str:
         folder = self.find_run_folder(point)
         return "MISSING" if folder is None else status.read_state(folder)[0]
 
-    def record_run(self, point: SweepPoint, folder: Folder, state: str) -> None:
+    def record_run(self, point: SweepPoint, folder: RunFolder, state: str) -> None:
         """Record the run of a point; a run that it replaces is listed as an earlier one."""
         old_cell = self.cells.get(point.key, {})
         earlier = old_cell.get("earlier", [])
@@ -165,14 +165,14 @@ def omit_running_points(point_runs: list[PointRun]) -> list[PointRun]:
         try:
             if folder is not None:
                 liveness.wait_for_earlier_attempt(folder)
-        except RunTaken as error:
+        except RunTakenError as error:
             print(f"  skipped    {point.label}: {error}", flush=True)
         else:
             ready.append((point, folder))
     return ready
 
 
-def make_point_folder(sweep: SweepFolder, point: SweepPoint, scheduler: Scheduler | None) -> Folder:
+def make_point_folder(sweep: SweepFolder, point: SweepPoint, scheduler: Scheduler | None) -> RunFolder:
     """Create the run folder of a point; a notice that several points share is printed once."""
     return submit.prepare_run_folder(sweep.plan.experiment, point.settings, scheduler, sweep.shown_notices)
 
@@ -215,7 +215,7 @@ def submit_as_array(
     scheduler: Scheduler,
 ) -> None:
     """Submit points with equal hosts and ranks as one array of jobs. Removes new folders if it is refused."""
-    folders: list[Folder] = []
+    folders: list[RunFolder] = []
     with contextlib.ExitStack() as submissions:
         try:
             with contextlib.ExitStack() as results:
@@ -261,7 +261,7 @@ def follow_sweep(sweep: SweepFolder) -> int:
                 if printed.get(point.key) != states[point.key]:
                     print(f"  {states[point.key]:<9}  {point.label}", flush=True)
             printed = states
-            if all(state in (*status.OVER, "MISSING") for state in states.values()):
+            if all(state in (*status.FINAL_STATES, "MISSING") for state in states.values()):
                 return 0 if all(state == "FINISHED" for state in states.values()) else 1
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
@@ -272,7 +272,7 @@ def follow_sweep(sweep: SweepFolder) -> int:
 # ---- on this machine
 
 
-def start_point(folder: Folder) -> subprocess.Popen[bytes]:
+def start_point(folder: RunFolder) -> subprocess.Popen[bytes]:
     """Start the run of a point on this machine; its output goes to its folder."""
     command = submit.make_resume_command(folder)
     environ = submit.make_source_environment(folder)
@@ -281,7 +281,7 @@ def start_point(folder: Folder) -> subprocess.Popen[bytes]:
 
 
 def run_points(
-    sweep: SweepFolder, point_runs: list[PointRun], on_end: Callable[[SweepPoint, Folder], None] | None = None
+    sweep: SweepFolder, point_runs: list[PointRun], on_end: Callable[[SweepPoint, RunFolder], None] | None = None
 ) -> int:
     """Run points on this machine, several in parallel; returns the exit status.
 
@@ -317,7 +317,7 @@ def run_points(
                 has_failed |= process.returncode != 0
                 print(f"  {state:<9}  {point.label}  {cell['run']}", flush=True)
                 if on_end is not None:
-                    on_end(point, Folder(sweep.runs / cell["run"]))
+                    on_end(point, RunFolder(sweep.runs / cell["run"]))
             time.sleep(0.1)
     finally:
         for number, handler in old_handlers.items():

@@ -36,7 +36,7 @@ from common.pipeline import schedules
 from common.runs import wandb_account
 from common.training.optimization import own_files
 from configs.shared import Experiment
-from configs.sweeps import Grid, format_settings
+from configs.sweeps import SweepGrid, format_settings
 from slurm.arguments import check_experiment_name, parse_count, suggest_nearest
 
 KEYS = ("experiment", "settings", "grid", "points", "repeats", "parallel", "nodes")
@@ -137,9 +137,9 @@ def is_python_grid(path: Path) -> bool:
     return is_in_sweeps and path.suffix == ".py" and path.stem in config.list_experiments() and path.is_file()
 
 
-def load_grid(experiment: str) -> Grid[Experiment]:
+def load_grid(experiment: str) -> SweepGrid[Experiment]:
     """Load the grid of an experiment, configs/sweeps/NAME.py."""
-    grid: Grid[Experiment] = importlib.import_module(f"configs.sweeps.{experiment}").GRID
+    grid: SweepGrid[Experiment] = importlib.import_module(f"configs.sweeps.{experiment}").GRID
     return grid
 
 
@@ -155,7 +155,7 @@ def read_python_grid(experiment: str, overrides: list[str]) -> dict[str, Any]:
 def read_yaml_tree(path: Path) -> dict[str, Any]:
     """Read the file's tree, all scalars as text. Raises UserError."""
     try:
-        tree = yaml.load(path.read_text(), Loader=config.LOADER)  # noqa: S506 (it builds only str, list, dict)
+        tree = yaml.load(path.read_text(), Loader=config.YAML_LOADER)  # noqa: S506 (it builds only str, list, dict)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"GRID={path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     except yaml.YAMLError as error:

@@ -13,7 +13,7 @@ from common.core import config
 from slurm.reports import selection
 
 FEW_STEPS = ("epochs=1", "steps=30", "data.test_limit=1000")
-SMALLEST: dict[str, tuple[str, ...]] = {
+SMALLEST_SETTINGS: dict[str, tuple[str, ...]] = {
     "mnist_pipeline": ("batch=16", "microbatches=2"),
     "ddp_multinode": ("batch=16", "optim.base_batch=16", "optim.warmup=0"),
     "amp_accum": ("batch=16", "optim.base_batch=16", "optim.warmup=0"),
@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
     start = time.monotonic()
     failed: list[str] = []
     for name in config.list_experiments():
-        settings = shlex.join([*FEW_STEPS, *SMALLEST.get(name, ()), *args.words])
+        settings = shlex.join([*FEW_STEPS, *SMALLEST_SETTINGS.get(name, ()), *args.words])
         print(f"\n---- {name}: make exp NAME={name} ARGS={shlex.quote(settings)}", flush=True)
         command = [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={settings}", "--", name]
         if subprocess.run(command, check=False).returncode:

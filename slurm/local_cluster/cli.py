@@ -33,7 +33,7 @@ from slurm.arguments import parse_count, parse_switch
 from slurm.local_cluster import cables, daemons, slurm_conf
 from slurm.local_cluster.cables import Shape
 from slurm.local_cluster.cluster import (
-    DEFAULT,
+    DEFAULT_NAME,
     Cluster,
     choose_running_cluster,
     find_cluster_folder,
@@ -108,7 +108,7 @@ def check_same_plan(plan: Plan, nodes: int, shape: Shape) -> None:
     properties = f"NODES={plan.nodes}"
     if any(shape) or any(running_shape):
         properties += f" and cables {running_shape.describe()}"
-    setting = "" if plan.name == DEFAULT else f" NAME={plan.name}"
+    setting = "" if plan.name == DEFAULT_NAME else f" NAME={plan.name}"
     raise UserError(f"cluster {plan.name} is already up with {properties}; stop it first: make cluster-down{setting}")
 
 
@@ -257,7 +257,7 @@ def make_parser() -> argparse.ArgumentParser:
     ) -> argparse.ArgumentParser:
         description = describe_verb(daemons.VERBS.get(verb, function))
         parser = verbs.add_parser(verb, help=description, description=description)
-        default_name = DEFAULT if verb == "up" else f"{DEFAULT}, else the only one that is up"
+        default_name = DEFAULT_NAME if verb == "up" else f"{DEFAULT_NAME}, else the only one that is up"
         parser.add_argument("--name", default="", help=f"name of the cluster ({default_name})")
         parser.set_defaults(function=function)
         for name in positionals:
@@ -291,7 +291,7 @@ def main(arguments: list[str]) -> None:
     args.has_default_name = not args.name
     if not args.name:
         running = None if args.verb == "up" else choose_running_cluster()
-        args.name = running.plan.name if running else DEFAULT
+        args.name = running.plan.name if running else DEFAULT_NAME
     if os.environ.get("SLURM_CONF") == str(find_cluster_folder(args.name) / "slurm.conf"):
         raise UserError(f"this shell is inside cluster {args.name}, where its processes have other ids; leave it first")
     os.environ["PATH"] = slurm_conf.make_search_path()  # finds ip, slurmctld and slurmd

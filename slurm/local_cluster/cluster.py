@@ -15,7 +15,7 @@ from slurm.local_cluster import daemons, slurm_conf
 from slurm.local_cluster.namespaces import run_in_namespaces
 from slurm.local_cluster.slurm_conf import Plan
 
-DEFAULT = "local"
+DEFAULT_NAME = "local"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def find_cluster_folder(name: str, environ: Mapping[str, str] = os.environ) -> P
     return Path(base).absolute() / f"cluster-{os.getuid()}-{slurm_conf.check_cluster_name(name)}"
 
 
-def find_running_cluster(name: str = DEFAULT) -> Cluster | None:
+def find_running_cluster(name: str = DEFAULT_NAME) -> Cluster | None:
     """Find the cluster of that name, if it is up. Inside a cluster the result is None: sbatch works there directly."""
     folder = find_cluster_folder(name)
     process = Process.load(folder / "holder")
@@ -76,8 +76,8 @@ def is_own_folder(path: Path) -> bool:
 
 def list_running_clusters() -> list[str]:
     """List the names of the clusters of this user that are up."""
-    default = find_cluster_folder(DEFAULT)
-    prefix = default.name.removesuffix(DEFAULT)
+    default = find_cluster_folder(DEFAULT_NAME)
+    prefix = default.name.removesuffix(DEFAULT_NAME)
     names = []
     for folder in sorted(default.parent.glob(f"{prefix}*")):
         if is_own_folder(folder) and Process.load(folder / "holder"):
@@ -91,8 +91,8 @@ def choose_running_cluster() -> Cluster | None:
     Raises UserError if several others are up.
     """
     names = list_running_clusters()
-    if DEFAULT in names:
-        return find_running_cluster(DEFAULT)
+    if DEFAULT_NAME in names:
+        return find_running_cluster(DEFAULT_NAME)
     if len(names) > 1:
         raise UserError(
             f"the local clusters {', '.join(names)} are up; name one: LAUNCH=slurm:{names[0]} (NAME={names[0]} with "
@@ -105,6 +105,6 @@ def require_running_cluster(name: str) -> Cluster:
     """Find the cluster of that name. Raises UserError if it is not up."""
     cluster = find_running_cluster(name)
     if not cluster:
-        setting = "" if name == DEFAULT else f" NAME={name}"
+        setting = "" if name == DEFAULT_NAME else f" NAME={name}"
         raise UserError(f"cluster {name} is not up; start it with: make cluster-up{setting}")
     return cluster

@@ -17,7 +17,7 @@ from common.core.processes import Process
 from slurm.local_cluster import cables, namespaces
 from slurm.local_cluster.cables import Shape
 from slurm.local_cluster.slurm_conf import (
-    CONTROLLER,
+    CONTROLLER_ADDRESS,
     CONTROLLER_PORT,
     DATABASE_DAEMON_PORT,
     DATABASE_PORT,
@@ -54,7 +54,7 @@ def run_first_process(plan: Plan) -> None:
     namespaces.run_ip(
         "link set lo up",
         f"link add {BRIDGE} type bridge",
-        f"addr add {CONTROLLER}/24 dev {BRIDGE}",
+        f"addr add {CONTROLLER_ADDRESS}/24 dev {BRIDGE}",
         f"link set {BRIDGE} up",
     )
     if plan.auth == "munge":
@@ -63,7 +63,7 @@ def run_first_process(plan: Plan) -> None:
         start_database(plan)
     start_daemon(plan, "slurmctld")
     # Without the controller, a slurmd would retry only a second later.
-    wait_for_port("slurmctld", CONTROLLER, CONTROLLER_PORT)
+    wait_for_port("slurmctld", CONTROLLER_ADDRESS, CONTROLLER_PORT)
     for number in range(1, plan.nodes + 1):
         child = namespaces.fork_child(lambda number=number: start_host(plan, number))  # type: ignore[misc]
         if namespaces.wait_for_child(child):
@@ -89,7 +89,7 @@ def start_host(plan: Plan, number: int) -> None:
             "link set lo up",
             f"addr add {format_host_address(number)}/24 dev eth0",
             "link set eth0 up",
-            f"route add default via {CONTROLLER}",
+            f"route add default via {CONTROLLER_ADDRESS}",
         )
         cables.shape_device("eth0", shape)
         start_daemon(plan, "slurmd", "-N", name)
@@ -160,7 +160,7 @@ def start_database(plan: Plan) -> None:
     subprocess.Popen([*prefix, *server], env=environment, stdout=log, stderr=log)
     wait_for_port("mariadbd", "127.0.0.1", DATABASE_PORT)
     start_daemon(plan, "slurmdbd")
-    wait_for_port("slurmdbd", CONTROLLER, DATABASE_DAEMON_PORT)
+    wait_for_port("slurmdbd", CONTROLLER_ADDRESS, DATABASE_DAEMON_PORT)
     start_daemon(plan, "sacctmgr", "--immediate", "add", "cluster", plan.name)
 
 

@@ -14,7 +14,7 @@ from common.core.errors import UserError
 
 MAX_NODES = 64
 MAX_FOLDER_LENGTH = 67  # characters of the path of a cluster's folder
-CONTROLLER = "10.77.0.254"  # the controller's address, the same in the private network of every cluster
+CONTROLLER_ADDRESS = "10.77.0.254"  # the controller's address, the same in the private network of every cluster
 CONTROLLER_PORT = 16817
 DATABASE_DAEMON_PORT = 16819
 DATABASE_PORT = 13306
@@ -191,7 +191,7 @@ def list_default_values(plan: Plan) -> dict[str, str]:
     folder = plan.folder
     values = {
         "ClusterName": plan.name,
-        "SlurmctldHost": f"ctl({CONTROLLER})",
+        "SlurmctldHost": f"ctl({CONTROLLER_ADDRESS})",
         "SlurmctldPort": str(CONTROLLER_PORT),
         "SlurmdPort": "16818",
         "SrunPortRange": "60001-63000",
@@ -279,7 +279,7 @@ def make_slurmdbd_conf(plan: Plan) -> str:
 
 def make_hosts_file(plan: Plan) -> str:
     """Return the text of /etc/hosts. No host has an address 127.x, as ranks send their addresses to each other."""
-    rows = ["127.0.0.1 localhost", f"{CONTROLLER} ctl"]
+    rows = ["127.0.0.1 localhost", f"{CONTROLLER_ADDRESS} ctl"]
     for number in range(1, plan.nodes + 1):
         rows.append(f"{format_host_address(number)} {format_host_name(number)}")
     return "\n".join(rows) + "\n"

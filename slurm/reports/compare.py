@@ -21,9 +21,9 @@ from common.core.errors import UserError
 from common.runs import compare_page as pages
 from common.runs import metric_curves, setting_labels
 from common.runs import result as results
-from common.runs.compare_page import Cell, ComparedRun
+from common.runs.compare_page import ComparedRun, TableCell
 from common.runs.compare_table import Column, choose_columns, get_terminal_width, join_columns, shorten_text
-from common.runs.folder import Folder, disk_errors, read_json, write_atomic
+from common.runs.folder import RunFolder, disk_errors, read_json, write_atomic
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status
 from slurm.reports.logs import find_rank_0_log
@@ -38,7 +38,7 @@ MAX_LABEL_SETTINGS = 3
 class RunFacts:
     """Everything that the table and the page show of one run."""
 
-    folder: Folder
+    folder: RunFolder
     status: Status
     settings: dict[str, str]
     result: results.Result
@@ -49,10 +49,10 @@ class RunFacts:
     label: str = ""
 
     @classmethod
-    def from_folder(cls, folder: Folder) -> RunFacts:
+    def from_folder(cls, folder: RunFolder) -> RunFacts:
         """Read a run folder."""
         attempts = folder.trace_attempts()
-        world = read_json(attempts[0][0].attempt / "world.json") if attempts else {}
+        world = read_json(attempts[0][0].attempt_folder / "world.json") if attempts else {}
         bounds = {bound for _, bound in attempts if bound is not None}
         return cls(
             folder,
@@ -128,7 +128,7 @@ def label_runs(runs: list[RunFacts]) -> None:
     """Set each run's label: the end of its id, and settings that distinguish it from others of its experiment."""
     for group in group_by_experiment(runs).values():
         settings = [run.settings for run in group]
-        keys = setting_labels.choose_telling_settings(settings, MAX_LABEL_SETTINGS)
+        keys = setting_labels.choose_distinctive_settings(settings, MAX_LABEL_SETTINGS)
         short_keys = setting_labels.shorten_keys(keys, settings)
         for run in group:
             run.label_settings = keys
@@ -154,7 +154,7 @@ def list_differences_within_experiments(runs: list[RunFacts]) -> list[str]:
     return list(dict.fromkeys(in_labels + differing))  # keeps the order, drops duplicates
 
 
-def load_runs(folders: list[Folder]) -> tuple[list[RunFacts], list[str]]:
+def load_runs(folders: list[RunFolder]) -> tuple[list[RunFacts], list[str]]:
     """Load labelled runs, and list the settings in which they differ."""
     runs = [RunFacts.from_folder(folder) for folder in folders]
     label_runs(runs)
@@ -221,14 +221,14 @@ def format_table(runs: list[RunFacts], width: int) -> str:
         settings.append(Column(key, [format_setting(run, key) for run in runs]))
     label_count = len(set[str]().union(*(run.label_settings for run in runs)))
 
-    columns = [Column("state", [row["state"] for row in rows], left=True)]
+    columns = [Column("state", [row["state"] for row in rows], is_left_aligned=True)]
     columns += settings[:label_count]
     for name in list_columns(runs):
         columns.append(Column(format_column_head(name), [format_value(row, name) for row in rows]))
     columns += settings[label_count:]
 
     for ids in ([run.status.run for run in runs], [run.short_id for run in runs]):
-        visible = choose_columns([Column("run", ids, left=True), *columns], width)
+        visible = choose_columns([Column("run", ids, is_left_aligned=True), *columns], width)
         if len(visible) > len(columns):
             break
     head, *body = join_columns(visible)
@@ -237,7 +237,7 @@ def format_table(runs: list[RunFacts], width: int) -> str:
         lines.append(f"{experiment}:")
         lines += [body.pop(0) for _ in group]
 
-    hidden = [column.head for column in columns if column not in visible]
+    hidden = [column.title for column in columns if column not in visible]
     if hidden:
         lines.append(f"not shown, the terminal is too narrow: {', '.join(hidden)}")
     for run in runs:
@@ -265,11 +265,11 @@ def make_compared_run(run: RunFacts, names: list[str], page_folder: Path) -> Com
     cells = {}
     for name in names:
         number = None if isinstance(row[name], str) else results.to_number(row[name])
-        cells[format_column_head(name)] = Cell(format_value(row, name), number)
+        cells[format_column_head(name)] = TableCell(format_value(row, name), number)
     for name, curve in run.curves.tests.items():
         if name not in COLUMN_FORMATS and len(curve):
             newest = float(curve.value[-1])
-            cells[format_column_head(name)] = Cell(f"{newest:.4g}", results.to_number(newest))
+            cells[format_column_head(name)] = TableCell(f"{newest:.4g}", results.to_number(newest))
     return ComparedRun(
         run.status.run,
         run.folder.experiment,
@@ -283,15 +283,15 @@ def make_compared_run(run: RunFacts, names: list[str], page_folder: Path) -> Com
     )
 
 
-def list_links(folder: Folder, page_folder: Path) -> dict[str, str]:
+def list_links(folder: RunFolder, page_folder: Path) -> dict[str, str]:
     """Return titles and relative addresses of the files in a run folder, and the address of its W&B run."""
     files = {"folder": folder.path, "settings": folder.path / "config.yaml", "result": folder.path / "result.json"}
-    for attempt in folder.attempts()[-1:]:
-        logs = sorted(attempt.attempt.glob("logs/rank-*.log"), key=lambda path: int(path.stem.split("-")[1]))
+    for attempt in folder.list_attempts()[-1:]:
+        logs = sorted(attempt.attempt_folder.glob("logs/rank-*.log"), key=lambda path: int(path.stem.split("-")[1]))
         for log in logs[:MAX_LOG_LINKS]:
             files[f"log {log.stem.rpartition('-')[2]}"] = log
         if len(logs) > MAX_LOG_LINKS:
-            files["all logs"] = attempt.attempt / "logs"
+            files["all logs"] = attempt.attempt_folder / "logs"
         if (folder.path / "submit").exists():
             files["job"] = find_rank_0_log(folder)
     start = page_folder.absolute()

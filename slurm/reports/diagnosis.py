@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint import storage
-from common.core.errors import DIVERGENCE, NO_VALID_CHECKPOINT, SOURCE_ERROR
+from common.core.errors import DIVERGENCE_PATTERN, NO_VALID_CHECKPOINT_TEXT, SOURCE_ERROR_PATTERN
 from common.core.text import format_duration, read_tail
-from common.distributed.elastic.generations import describe_generations
+from common.distributed.elastic.generations import describe_rank_changes
 from common.runs import provenance
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from slurm.reports import status
 from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_rank, read_heartbeats
 from slurm.reports.selection import parse_float, read_settings, read_step_timeout
-from slurm.reports.status import OVER
+from slurm.reports.status import FINAL_STATES
 
 LOGGED_ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?:ERROR|CRITICAL) (.*)", re.MULTILINE)
 RAISED_ERROR = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)  # ends a traceback
@@ -51,7 +51,7 @@ CAUSES = (
      f"{NO_PROCESSES}; raise ulimit -u or pids.max of a control group, or lower launch.threads or data.workers"),
     (r"No space left|disk is full|quota", "the disk is full; free space, or set runs=<another folder>"),
     (r"read-only|Read-only", "the disk is read-only; set runs=<another folder>"),
-    (DIVERGENCE, f"{DIVERGED}; lower optim.lr, or set clip if the experiment has it"),
+    (DIVERGENCE_PATTERN, f"{DIVERGED}; lower optim.lr, or set clip if the experiment has it"),
     (r"is damaged|other data than", "the data are damaged or have changed"),
     (r"TIMEOUT|time limit", "the job reached its time limit; raise cluster.time, or make exp RESUME=<id>"),
     (r"NODE_FAIL", "a host failed; make exp RESUME=<id>"),
@@ -96,7 +96,7 @@ class RankFacts:
         }
 
 
-def read_job_log(folder: Folder, rank: int) -> str:
+def read_job_log(folder: RunFolder, rank: int) -> str:
     """Read a rank's output since the newest start of its job; empty without a job."""
     job = provenance.read_metadata(folder).get("job")
     if not job:
@@ -116,10 +116,10 @@ def parse_task_endings(text: str) -> dict[int, str]:
     return exit_reasons
 
 
-def find_last_sign_of_life(attempt: Folder) -> float:
+def find_last_sign_of_life(attempt: RunFolder) -> float:
     """Find the newest sign of life of an attempt except heartbeats, in seconds since 1970."""
-    paths = [attempt.attempt / name for name in ("attempt.json", "world.json", "logs")]
-    paths += attempt.attempt.glob("logs/rank-*.log")
+    paths = [attempt.attempt_folder / name for name in ("attempt.json", "world.json", "logs")]
+    paths += attempt.attempt_folder.glob("logs/rank-*.log")
     return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
@@ -151,11 +151,11 @@ def find_stack_position(log: str) -> str:
     return " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in selected)
 
 
-def read_ranks(folder: Folder) -> list[RankFacts]:
+def read_ranks(folder: RunFolder) -> list[RankFacts]:
     """Read the facts of all ranks of the newest attempt."""
     ranks = []
     exit_reasons = parse_task_endings(read_job_log(folder, 0))  # srun writes to the log of rank 0
-    for attempt in folder.attempts()[-1:]:
+    for attempt in folder.list_attempts()[-1:]:
         start = find_last_sign_of_life(attempt)
         for heartbeat in read_heartbeats(attempt):
             rank = heartbeat.rank
@@ -194,7 +194,7 @@ def describe_lost_ranks(ranks: list[RankFacts]) -> str:
     return f"{', '.join(exit_reasons)}; the others lost the connection"
 
 
-def describe_exit(folder: Folder) -> str:
+def describe_exit(folder: RunFolder) -> str:
     """Describe how all ranks ended if none of them left an error."""
     code = folder.result.get("exit_status")
     if not isinstance(code, int):
@@ -214,7 +214,7 @@ def judge_running(ranks: list[RankFacts], last_step: int, max_silence: float) ->
     return f"hangs after step {last_step}: no sign of life from {behind.name} for {format_duration(behind.age)}"
 
 
-def find_cause(folder: Folder, state: str, detail: str, ranks: list[RankFacts]) -> str:
+def find_cause(folder: RunFolder, state: str, detail: str, ranks: list[RankFacts]) -> str:
     """Find the likely cause in one line; empty if there is no problem or the state explains itself."""
     if state == "FINISHED":
         return describe_slow_rank([rank.heartbeat for rank in ranks])
@@ -227,7 +227,7 @@ def find_cause(folder: Folder, state: str, detail: str, ranks: list[RankFacts]) 
     return explain_failure(folder, detail, ranks)
 
 
-def explain_failure(folder: Folder, detail: str, ranks: list[RankFacts]) -> str:
+def explain_failure(folder: RunFolder, detail: str, ranks: list[RankFacts]) -> str:
     """Find the likely cause of a failure: a rank whose error no other rank caused, else what is known of the others."""
     failed = list_failed_ranks(ranks)
     culprits = [rank for rank in failed if not PEER_ERROR.search(rank.error)]
@@ -245,13 +245,13 @@ def explain_failure(folder: Folder, detail: str, ranks: list[RankFacts]) -> str:
     return describe_lost_ranks(ranks) or detail or last_resort
 
 
-def examine_run(folder: Folder) -> dict[str, Any]:
+def examine_run(folder: RunFolder) -> dict[str, Any]:
     """Collect all facts about a run, for people and programs."""
     state, detail = status.read_state(folder)
     ranks = read_ranks(folder)
     failed = list_failed_ranks(ranks)
     slow = find_slow_rank([rank.heartbeat for rank in ranks])
-    attempts = folder.attempts()
+    attempts = folder.list_attempts()
     return {
         "run": folder.path.name,
         "state": state.lower(),
@@ -260,18 +260,18 @@ def examine_run(folder: Folder) -> dict[str, Any]:
         "step": status.read_last_step(folder),
         "ranks": [rank.to_dict() for rank in ranks],
         "first_error": failed[0].to_dict() if failed else None,
-        "ranks_changed": describe_generations(attempts[-1]) if attempts else [],
+        "ranks_changed": describe_rank_changes(attempts[-1]) if attempts else [],
         "straggler": slow.rank if slow else None,
         "cause": find_cause(folder, state, detail, ranks),
     }
 
 
-def find_next_command(folder: Folder, cause: str) -> str:
+def find_next_command(folder: RunFolder, cause: str) -> str:
     """Return the command that continues the run, or a new run if its source or settings failed."""
     resume = f"make exp RESUME={folder.reference}"
-    if re.search(SOURCE_ERROR, cause):
-        return provenance.advise_new_run(folder)
-    if NO_VALID_CHECKPOINT in cause:
+    if re.search(SOURCE_ERROR_PATTERN, cause):
+        return provenance.format_new_run_command(folder)
+    if NO_VALID_CHECKPOINT_TEXT in cause:
         return f"{resume} after removing {folder.path}/attempts/*/checkpoints: it then restarts from step 0"
     if DIVERGED in cause:
         rate = parse_float(read_settings(folder).get("optim.lr", "")) or 0
@@ -295,7 +295,7 @@ def print_rank(facts: dict[str, Any]) -> None:
         print(f"            stuck at {facts['stands']}")
 
 
-def print_diagnosis(folder: Folder, as_json: bool) -> int:
+def print_diagnosis(folder: RunFolder, as_json: bool) -> int:
     """Print the diagnosis; returns the exit status: 1 for a run with a problem, but only with JSON, for scripts."""
     facts = examine_run(folder)
     state = facts["state"]
@@ -314,6 +314,6 @@ def print_diagnosis(folder: Folder, as_json: bool) -> int:
         print(f"  first error  {first['when']} rank {first['rank']} on {first['host']}: {first['error']}")
     if cause:
         print(f"  likely cause  {cause}")
-    if state.upper() in OVER and state != "finished":
+    if state.upper() in FINAL_STATES and state != "finished":
         print(f"  continue with  {find_next_command(folder, cause)}")
     return 0

@@ -51,7 +51,7 @@ def format_table(facts: Sequence[dict[str, Any]]) -> str:
     columns = []
     for name in COLUMNS:
         cells = ["-" if rank.get(name) is None else str(rank[name]) for rank in facts]
-        columns.append(Column(name, cells, left=True))
+        columns.append(Column(name, cells, is_left_aligned=True))
     return "\n".join(join_columns(columns))
 
 
@@ -72,7 +72,7 @@ def examine_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> in
 
     def examine_rank(rank_info: RankInfo) -> None:
         launch = Launch(setup_timeout=SETUP_TIMEOUT, step_timeout=SETUP_TIMEOUT, mixed=mixed)
-        with rendezvous.joined_world(rank_info, launch) as world:
+        with rendezvous.join_world(rank_info, launch) as world:
             hosts = world.gather(host_checks.collect_thorough_facts(world, runs, cache))
             if world.is_main:
                 problems = host_checks.find_problems(hosts, len(set(world.hosts)), mixed=mixed)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from common.measure.straggler import find_straggler
-from common.runs.folder import Folder, read_json
+from common.runs.folder import RunFolder, read_json
 from common.runs.result import to_number
 
 
@@ -26,17 +26,17 @@ class Heartbeat:
     """Its samples of a batch, if the shards of the ranks are unequal."""
 
 
-def read_heartbeats(attempt: Folder) -> list[Heartbeat]:
+def read_heartbeats(attempt: RunFolder) -> list[Heartbeat]:
     """Read the heartbeats of all known ranks of an attempt, in the order of the ranks."""
-    hosts = read_json(attempt.attempt / "world.json").get("hosts")
+    hosts = read_json(attempt.attempt_folder / "world.json").get("hosts")
     if not isinstance(hosts, list):
         hosts = []
-    files = [*attempt.attempt.glob("heartbeat-*.json"), *attempt.attempt.glob("logs/rank-*.log")]
+    files = [*attempt.attempt_folder.glob("heartbeat-*.json"), *attempt.attempt_folder.glob("logs/rank-*.log")]
     ranks = {int(path.stem.rpartition("-")[2]) for path in files}
     ranks.update(range(len(hosts)))
     heartbeats = []
     for rank in sorted(ranks):
-        content = read_json(attempt.attempt / f"heartbeat-{rank}.json")
+        content = read_json(attempt.attempt_folder / f"heartbeat-{rank}.json")
         host = hosts[rank] if rank < len(hosts) else "?"
         step = int(to_number(content.get("step")) or 0)
         time = to_number(content.get("time")) or 0.0

@@ -4,47 +4,47 @@ from __future__ import annotations
 
 import time
 
-from common.core.errors import RunTaken
+from common.core.errors import RunTakenError
 from common.runs import claims, provenance
-from common.runs.claims import Claim, Life
-from common.runs.folder import Folder
+from common.runs.claims import Claim, ProcessState
+from common.runs.folder import RunFolder
 from slurm.reports.status import find_scheduler
-from slurm.scheduling.scheduler import QUICK
+from slurm.scheduling.scheduler import STATUS_TIMEOUT
 
 POLL_SECONDS = 0.5
 
 
-def judge_claim(claim: Claim) -> Life:
+def judge_claim(claim: Claim) -> ProcessState:
     """Judge an attempt of the recorded job by SLURM, any other by its process on this host."""
     meta = provenance.read_metadata(claim.attempt)
     job = meta.get("job")
-    if claim.ended or not claim.job or not job:
-        return claim.judge()
+    if claim.is_ended or not claim.job or not job:
+        return claim.check_process()
     scheduler = find_scheduler(meta)
     if scheduler is None:
-        return Life.ENDED  # with the local cluster
-    state, _ = scheduler.read_job_state(claim.job, QUICK)
+        return ProcessState.ENDED  # with the local cluster
+    state, _ = scheduler.read_job_state(claim.job, STATUS_TIMEOUT)
     if state == "UNKNOWN":
-        return claim.judge()
-    return Life.ALIVE if state == "RUNNING" else Life.ENDED
+        return claim.check_process()
+    return ProcessState.ALIVE if state == "RUNNING" else ProcessState.ENDED
 
 
-def wait_for_earlier_attempt(folder: Folder) -> None:
+def wait_for_earlier_attempt(folder: RunFolder) -> None:
     """Wait until an attempt that is stopping has ended, and record its end.
 
-    Raises RunTaken if an attempt keeps running.
+    Raises RunTakenError if an attempt keeps running.
     """
     claim = claims.find_newest_claim(folder)
     deadline = time.monotonic() + claims.STOPPING_SECONDS
     is_announced = False
-    while claim is not None and (life := judge_claim(claim)) is not Life.UNKNOWN:
-        if life is Life.ENDED:
-            if not claim.ended:  # the host of the next attempt may not see the process
+    while claim is not None and (life := judge_claim(claim)) is not ProcessState.UNKNOWN:
+        if life is ProcessState.ENDED:
+            if not claim.is_ended:  # the host of the next attempt may not see the process
                 claims.mark_ended(claim.attempt)
             return
         if not folder.result or time.monotonic() > deadline:
             problem = f"{folder.path.name} is still running ({claim.describe()})"
-            raise RunTaken(f"{problem}; {claims.format_remedy(folder)}")
+            raise RunTakenError(f"{problem}; {claims.format_remedy(folder)}")
         if not is_announced:
             claims.announce_wait(claim)
             is_announced = True

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from common.core.errors import UserError
 from common.runs import claims, provenance
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from slurm.arguments import parse_switch
 from slurm.reports.selection import find_run, parse_float, read_settings
-from slurm.reports.status import OVER, find_scheduler, read_status
-from slurm.scheduling.scheduler import QUICK
+from slurm.reports.status import FINAL_STATES, find_scheduler, read_status
+from slurm.scheduling.scheduler import STATUS_TIMEOUT
 
 EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # status:signal, of scontrol or sacct
 POLL_SECONDS = 0.2
@@ -25,7 +25,7 @@ STATUS_SECONDS = 2.0  # between two reads of the run's status
 MARGIN_SECONDS = 10.0  # a run that is over is followed for wandb.finish_timeout and this time
 
 
-def follow_log(folder: Folder, log: Path) -> int:
+def follow_log(folder: RunFolder, log: Path) -> int:
     """Print a log as it grows until the run is over; returns the run's exit status."""
     try:
         return print_growing_log(folder, log)
@@ -35,7 +35,7 @@ def follow_log(folder: Folder, log: Path) -> int:
         return 128 + signal.SIGINT
 
 
-def print_growing_log(folder: Folder, log: Path) -> int:
+def print_growing_log(folder: RunFolder, log: Path) -> int:
     """Print a log as it grows, and at the end the status; returns the run's exit status.
 
     A run writes its result before its last lines. The log is therefore followed until the job or process has ended, but
@@ -47,7 +47,9 @@ def print_growing_log(folder: Folder, log: Path) -> int:
     status_time = 0.0
     state = ""
     while True:
-        is_last = state in OVER and (measure_result_age(folder) > max_result_age or not is_still_writing(folder))
+        is_last = state in FINAL_STATES and (
+            measure_result_age(folder) > max_result_age or not is_still_writing(folder)
+        )
         with contextlib.suppress(OSError), open(log, errors="replace") as file:
             file.seek(position)
             text = file.read()
@@ -55,7 +57,7 @@ def print_growing_log(folder: Folder, log: Path) -> int:
             print(text, end="", flush=True)
         if is_last:
             break
-        if state not in OVER and time.monotonic() - status_time > STATUS_SECONDS:
+        if state not in FINAL_STATES and time.monotonic() - status_time > STATUS_SECONDS:
             state = read_status(folder).state
             status_time = time.monotonic()
         time.sleep(POLL_SECONDS)
@@ -63,7 +65,7 @@ def print_growing_log(folder: Folder, log: Path) -> int:
     return find_exit_status(folder)
 
 
-def measure_result_age(folder: Folder) -> float:
+def measure_result_age(folder: RunFolder) -> float:
     """Return the seconds since a run wrote its result; infinity without a result."""
     try:
         return time.time() - (folder.path / "result.json").stat().st_mtime
@@ -71,16 +73,16 @@ def measure_result_age(folder: Folder) -> float:
         return math.inf
 
 
-def is_still_writing(folder: Folder) -> bool:
+def is_still_writing(folder: RunFolder) -> bool:
     """Check whether the job or process of a run that is over can still write."""
     meta = provenance.read_metadata(folder)
     if meta.get("job"):
         scheduler = find_scheduler(meta)
-        return scheduler is not None and scheduler.read_job_state(meta["job"]["id"], QUICK)[0] == "RUNNING"
+        return scheduler is not None and scheduler.read_job_state(meta["job"]["id"], STATUS_TIMEOUT)[0] == "RUNNING"
     return bool(claims.is_process_alive((meta.get("history") or [{}])[-1]))
 
 
-def find_exit_status(folder: Folder) -> int:
+def find_exit_status(folder: RunFolder) -> int:
     """Find the exit status of a run that is over: from its result, else from SLURM, else 1."""
     exit_status = folder.result.get("exit_status")
     if isinstance(exit_status, int):
@@ -99,21 +101,21 @@ def find_exit_status(folder: Folder) -> int:
     return 1
 
 
-def find_rank_0_log(folder: Folder) -> Path:
+def find_rank_0_log(folder: RunFolder) -> Path:
     """Find the file with the output of rank 0: of its job, or of its newest attempt. Raises UserError."""
     job = provenance.read_metadata(folder).get("job")
     if job:
         return Path(job.get("logs") or folder.path / "submit") / f"{job['id']}_0_log.out"
-    attempts = folder.attempts()
+    attempts = folder.list_attempts()
     if not attempts:
         raise UserError(f"{folder.path.name} has no log yet")
     return attempts[-1].log_file(0)
 
 
-def read_rank_0_log(folder: Folder) -> str:
+def read_rank_0_log(folder: RunFolder) -> str:
     """Read the output of rank 0 in the newest attempt that has any. Raises UserError."""
     logs = [find_rank_0_log(folder)]
-    logs += [attempt.log_file(0) for attempt in reversed(folder.attempts())]
+    logs += [attempt.log_file(0) for attempt in reversed(folder.list_attempts())]
     for log in logs:
         text = log.read_text(errors="replace") if log.exists() else ""
         if text:

@@ -15,21 +15,21 @@ from pathlib import Path
 
 from common.checkpoint import storage
 from common.core.errors import UserError
-from common.runs.folder import MODEL, Folder, disk_errors
+from common.runs.folder import MODEL_FILE, RunFolder, disk_errors
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status, wandb_sync
 from slurm.reports.selection import RunFilter
 
 
-def list_superfluous_files(folder: Folder, is_named: bool) -> list[Path]:
+def list_superfluous_files(folder: RunFolder, is_named: bool) -> list[Path]:
     """List the files of a run that can be deleted once the run is over.
 
     Unless the run is named with RUNS, its best model is kept (checkpoint.best), and its newest checkpoint if it has no
     other model.
     """
     paths = sorted(folder.path.glob("attempts/*/trace-*.json"))
-    for attempt in folder.attempts():
-        checkpoints = storage.checkpoints_dir(attempt)
+    for attempt in folder.list_attempts():
+        checkpoints = storage.get_checkpoints_dir(attempt)
         protected = [] if is_named else list_protected_checkpoints(folder, attempt)
         if protected:
             paths += [path for path in sorted(checkpoints.iterdir()) if path not in protected]
@@ -38,11 +38,11 @@ def list_superfluous_files(folder: Folder, is_named: bool) -> list[Path]:
     return paths + [path for path in wandb_sync.list_offline_folders(folder) if wandb_sync.is_sent(path)]
 
 
-def list_protected_checkpoints(folder: Folder, attempt: Folder) -> list[Path]:
+def list_protected_checkpoints(folder: RunFolder, attempt: RunFolder) -> list[Path]:
     """List the paths of an attempt's checkpoints that hold the only or the best model of the run."""
-    checkpoints = storage.checkpoints_dir(attempt)
+    checkpoints = storage.get_checkpoints_dir(attempt)
     protected = []
-    if not (folder.path / MODEL).is_file():
+    if not (folder.path / MODEL_FILE).is_file():
         newest = storage.list_resumable_checkpoints(folder)[:1]
         protected += [checkpoint.path for checkpoint in newest if checkpoint.path.parent == checkpoints]
     best = storage.read_pointer(attempt, "best")
@@ -68,12 +68,12 @@ def remove_path(path: Path) -> None:
             path.unlink()
 
 
-def remove_superfluous_files(folders: list[Folder], are_named: bool, delete: bool) -> int:
+def remove_superfluous_files(folders: list[RunFolder], are_named: bool, delete: bool) -> int:
     """List the superfluous files of runs, and delete them with `delete`; returns their bytes."""
     total = 0
     for folder in folders:
         state, _ = status.read_state(folder)
-        if state != "FINISHED" and not (are_named and state in status.OVER):
+        if state != "FINISHED" and not (are_named and state in status.FINAL_STATES):
             continue
         paths = list_superfluous_files(folder, are_named)
         if not paths:

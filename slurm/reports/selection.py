@@ -13,7 +13,7 @@ from typing import Any
 from common.core import config, config_keys
 from common.core.errors import UserError
 from common.core.text import format_count
-from common.runs.folder import Folder, read_json
+from common.runs.folder import RunFolder, read_json
 from common.runs.metrics_rows import parse_json
 from slurm.arguments import parse_count, split_words, suggest_nearest
 
@@ -39,7 +39,7 @@ class RunFilter:
     sweep: str = ""
 
 
-def find_run(name: str, runs: Path) -> Folder:
+def find_run(name: str, runs: Path) -> RunFolder:
     """Find the run folder of an id, its last four characters, or a path. Raises UserError."""
     if not name:
         files = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -54,18 +54,18 @@ def find_run(name: str, runs: Path) -> Folder:
         paths += matches
     for path in paths:
         if os.path.isfile(path / "config.yaml"):  # noqa: PTH113 (is_file raises where a name is too long)
-            return Folder(path.absolute())
+            return RunFolder(path.absolute())
     raise UserError(f"{name!r}: no such run folder in {runs}; make status lists the runs")
 
 
-def list_runs(root: Path) -> list[Folder]:
+def list_runs(root: Path) -> list[RunFolder]:
     """List all run folders, the oldest first."""
     paths = [file.parent for file in root.glob("*/config.yaml")]
     paths.sort(key=lambda path: path.name.rsplit("-", 3)[1:])  # a name contains the time of creation
-    return [Folder(path.absolute()) for path in paths]
+    return [RunFolder(path.absolute()) for path in paths]
 
 
-def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT) -> list[Folder]:
+def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT) -> list[RunFolder]:
     """Select the runs that meet all criteria, oldest first or in the order of their names. Raises UserError.
 
     If neither RUNS, SWEEP, WHERE nor LAST limits the selection, only the `newest` runs are returned; 0 means all.
@@ -85,7 +85,7 @@ def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT
     return folders if is_limited else folders[-newest:]
 
 
-def list_named_runs(criteria: RunFilter, root: Path) -> list[Folder]:
+def list_named_runs(criteria: RunFilter, root: Path) -> list[RunFolder]:
     """List the runs of RUNS and SWEEP, each once. Raises UserError."""
     folders = [find_run(name, root) for name in split_words("RUNS", criteria.runs)]
     if criteria.sweep:
@@ -121,7 +121,7 @@ def is_sweep_point(point: Any) -> bool:
     return all(isinstance(name, str) and Path(name).name == name for name in names)
 
 
-def list_sweep_runs(sweep: str, root: Path) -> list[Folder]:
+def list_sweep_runs(sweep: str, root: Path) -> list[RunFolder]:
     """List the started runs of a sweep, in the order of its points. Raises UserError."""
     for path in (Path(sweep), root / "sweeps" / sweep):
         file = path / "sweep.json"
@@ -129,22 +129,22 @@ def list_sweep_runs(sweep: str, root: Path) -> list[Folder]:
             continue
         ids = dict.fromkeys(point.get("run") for point in read_sweep(file).get("cells", []))
         run_paths = [path.absolute().parent.parent / name for name in ids if name]
-        folders = [Folder(run_path) for run_path in run_paths if (run_path / "config.yaml").is_file()]
+        folders = [RunFolder(run_path) for run_path in run_paths if (run_path / "config.yaml").is_file()]
         if not folders:
             raise UserError(f"SWEEP={sweep!r}: no run has started, or the run folders were deleted")
         return folders
     raise UserError(f"SWEEP={sweep!r}: no such sweep in {root / 'sweeps'}")
 
 
-def read_settings(folder: Folder) -> dict[str, str]:
+def read_settings(folder: RunFolder) -> dict[str, str]:
     """Read the settings of a run's newest attempt as text, by dotted name; empty if they cannot be read."""
     try:
         config_values = config.read_config_file(folder.path / "config.yaml")
     except UserError:
         return {}
     settings = {key: str(value) for key, value in config_values.items()}
-    for attempt in folder.attempts()[-1:]:
-        for key, change in read_json(attempt.attempt / "changed.json").items():
+    for attempt in folder.list_attempts()[-1:]:
+        for key, change in read_json(attempt.attempt_folder / "changed.json").items():
             if isinstance(change, list) and change:
                 settings[key] = str(change[-1])
     return settings
@@ -161,7 +161,7 @@ def parse_conditions(text: str) -> list[tuple[str, ...]]:
     return conditions
 
 
-def filter_by_settings(folders: list[Folder], text: str) -> list[Folder]:
+def filter_by_settings(folders: list[RunFolder], text: str) -> list[RunFolder]:
     """Return the runs whose settings meet all conditions of WHERE. Raises UserError."""
     conditions = parse_conditions(text)
     if not conditions:
@@ -210,7 +210,7 @@ def trains_model(settings: Mapping[str, str]) -> bool:
     return settings.get("data.name") != "none"
 
 
-def read_step_timeout(folder: Folder) -> float:
+def read_step_timeout(folder: RunFolder) -> float:
     """Read a run's launch.step_timeout in seconds; 0 if it is unknown."""
     return parse_float(read_settings(folder).get("launch.step_timeout", "")) or 0.0
 

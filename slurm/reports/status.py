@@ -20,24 +20,24 @@ from typing import Any
 
 from common.core.errors import UserError
 from common.core.text import format_count, format_duration, read_tail
-from common.distributed.elastic.generations import describe_generations
+from common.distributed.elastic.generations import describe_rank_changes
 from common.runs import claims, provenance
 from common.runs import result as results
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from slurm.arguments import parse_switch
 from slurm.local_cluster import cluster
 from slurm.reports import heartbeats, selection
 from slurm.scheduling import submission
-from slurm.scheduling.scheduler import LOCAL, PATIENCE, QUICK, Scheduler
+from slurm.scheduling.scheduler import COMMAND_TIMEOUT, LOCAL_CLUSTER_NAME, STATUS_TIMEOUT, Scheduler
 
-OVER = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
+FINAL_STATES = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
 SPEED_BYTES = 1 << 16  # bytes at the end of the metrics that suffice to measure the speed
 LAST_ROW_BYTES = 1 << 11  # bytes that suffice for the last step
 MIN_FREE_BYTES = 1 << 16  # a disk with less is full
 SILENCE_SECONDS = 300.0  # minimum time without a sign of life before a run on another host is LOST
 PREPARATION_SECONDS = 600.0  # time for which a process that is not visible here may prepare a folder
 MAX_LISTED_RUNS = 20  # without ALL=1
-RUN_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{8}-\d{6}-[0-9a-f]{4}")  # as written by Folder.create
+RUN_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{8}-\d{6}-[0-9a-f]{4}")  # as written by RunFolder.create
 LINE = "{:<44}  {:<9}  {:>8}  {:>7}  {:>9}  {:>11}  {}"
 
 
@@ -69,12 +69,12 @@ class Status:
         return dataclasses.asdict(self) | {"state": self.state.lower(), "restarts": self.restarts}
 
 
-def list_trained_attempts(folder: Folder) -> list[Folder]:
+def list_trained_attempts(folder: RunFolder) -> list[RunFolder]:
     """List the attempts that trained, the newest first."""
     return [attempt for attempt, _ in folder.trace_attempts()]
 
 
-def read_last_rows(attempts: list[Folder], size: int) -> list[dict[str, Any]]:
+def read_last_rows(attempts: list[RunFolder], size: int) -> list[dict[str, Any]]:
     """Read the rows in the last `size` bytes of the first attempt's metrics; none without attempts."""
     rows = []
     for attempt in attempts[:1]:
@@ -93,20 +93,20 @@ def measure_speed(rows: list[dict[str, Any]]) -> float:
     return float(samples / (steps[-1]["time"] - steps[0]["time"]))
 
 
-def find_last_step(attempts: list[Folder], rows: list[dict[str, Any]]) -> int:
+def find_last_step(attempts: list[RunFolder], rows: list[dict[str, Any]]) -> int:
     """Return the last step in `rows`, or the step from which the newest attempt resumed; 0 before the first step."""
     steps = [row["global_step"] for row in rows]
     steps += [attempt.parent_record[1] for attempt in attempts[:1] if attempt.parent_record]
     return max(steps, default=0)
 
 
-def read_last_step(folder: Folder) -> int:
+def read_last_step(folder: RunFolder) -> int:
     """Read the last step of a run from its metrics, which contain every step, unlike the heartbeats."""
     attempts = list_trained_attempts(folder)
     return find_last_step(attempts, read_last_rows(attempts, LAST_ROW_BYTES))
 
 
-def read_final_speed(folder: Folder) -> float | None:
+def read_final_speed(folder: RunFolder) -> float | None:
     """Read the samples/s of a finished run; None without a result, and for a run that only measures."""
     result = results.parse_result(folder.result)
     speed = result.find_number("samples_per_second")
@@ -115,18 +115,18 @@ def read_final_speed(folder: Folder) -> float | None:
     return speed
 
 
-def read_status(folder: Folder) -> Status:
+def read_status(folder: RunFolder) -> Status:
     """Read the status of a run from its folder and from SLURM."""
-    attempts = folder.attempts()
+    attempts = folder.list_attempts()
     beats = heartbeats.read_heartbeats(attempts[-1]) if attempts else []
     last_beat = max((beat.time for beat in beats), default=0.0)
     age = max(0.0, time.time() - last_beat) if last_beat else None
 
-    state, detail = read_state(folder, timeout=QUICK)
+    state, detail = read_state(folder, timeout=STATUS_TIMEOUT)
     if state == "RUNNING":
         details = [detail]
         if attempts:
-            details += describe_generations(attempts[-1])[-1:]
+            details += describe_rank_changes(attempts[-1])[-1:]
         details += [heartbeats.describe_shards(beats), heartbeats.describe_slow_rank(beats)]
         detail = "; ".join(filter(None, details))
 
@@ -139,24 +139,24 @@ def read_status(folder: Folder) -> Status:
     return Status(folder.path.name, state, len(attempts), find_last_step(trained, rows), speed, age, detail)
 
 
-def read_state(folder: Folder, timeout: float = PATIENCE) -> tuple[str, str]:
+def read_state(folder: RunFolder, timeout: float = COMMAND_TIMEOUT) -> tuple[str, str]:
     """Read the state of a run and a detail about it; each command of SLURM may take `timeout` seconds."""
     result = folder.result
     if result:
         return read_final_state(result)
     state, detail = find_state_without_result(folder, timeout)
-    if state in OVER and (folder.path / "result.json").exists():
+    if state in FINAL_STATES and (folder.path / "result.json").exists():
         detail = f"result.json is damaged; {detail}"
     return state, detail
 
 
-def find_state_without_result(folder: Folder, timeout: float) -> tuple[str, str]:
+def find_state_without_result(folder: RunFolder, timeout: float) -> tuple[str, str]:
     """Find the state of a run without a result, and a detail about it."""
     if submission.is_being_submitted(folder):
         return "PENDING", "being submitted"
     meta = provenance.read_metadata(folder)
     claim = claims.find_newest_claim(folder)
-    if claim is not None and not claim.job and claim.judge() is claims.Life.ALIVE:
+    if claim is not None and not claim.job and claim.check_process() is claims.ProcessState.ALIVE:
         return "RUNNING", ""
     if meta.get("job"):
         return find_state_of_job(folder, meta, timeout)
@@ -169,7 +169,7 @@ def find_state_without_result(folder: Folder, timeout: float) -> tuple[str, str]
     return ("RUNNING", "") if is_alive else ("LOST", "process exited without writing result.json")
 
 
-def find_state_of_job(folder: Folder, meta: dict[str, Any], timeout: float) -> tuple[str, str]:
+def find_state_of_job(folder: RunFolder, meta: dict[str, Any], timeout: float) -> tuple[str, str]:
     """Find the state of a run by its job, and a detail about it."""
     scheduler = find_scheduler(meta)
     if scheduler is None:
@@ -184,17 +184,17 @@ def read_final_state(content: dict[str, Any]) -> tuple[str, str]:
     """Read the state of a run from its result; a result without a known state counts as failed."""
     state = str(content.get("state")).upper()
     format_problem = results.describe_unknown_format(content)
-    if state not in OVER:
+    if state not in FINAL_STATES:
         return "FAILED", format_problem or "result.json has no known state"
     accuracy = results.parse_result(content).find_number("test_accuracy")
     detail = str(content.get("reason") or "") if accuracy is None else f"accuracy {accuracy:.2%}"
     return state, format_problem or detail
 
 
-def judge_by_signs_of_life(folder: Folder, process: Mapping[str, Any]) -> tuple[str, str]:
+def judge_by_signs_of_life(folder: RunFolder, process: Mapping[str, Any]) -> tuple[str, str]:
     """Judge a run without a result by its newest sign of life, as its process is not visible on this host."""
     limit = 2 * max(SILENCE_SECONDS, selection.read_step_timeout(folder))
-    last_write = max((attempt.find_last_write() for attempt in folder.attempts()[-1:]), default=0.0)
+    last_write = max((attempt.find_last_write() for attempt in folder.list_attempts()[-1:]), default=0.0)
     age = time.time() - last_write
     if age < limit:
         return "RUNNING", ""
@@ -202,7 +202,7 @@ def judge_by_signs_of_life(folder: Folder, process: Mapping[str, Any]) -> tuple[
     return "LOST", f"{problem}, and its process on {process.get('host')} is not visible on this host"
 
 
-def judge_unstarted(folder: Folder, preparer: dict[str, Any]) -> tuple[str, str]:
+def judge_unstarted(folder: RunFolder, preparer: dict[str, Any]) -> tuple[str, str]:
     """Judge a folder without attempt and job, which the process `preparer` may still be preparing."""
     is_preparing = claims.is_process_alive(preparer)
     if is_preparing is None:
@@ -217,13 +217,13 @@ def judge_unstarted(folder: Folder, preparer: dict[str, Any]) -> tuple[str, str]
 def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
     """Return the SLURM that runs a job; None for a local cluster that is down."""
     name = str(meta["job"]["scheduler"])
-    if not name.startswith(LOCAL):
+    if not name.startswith(LOCAL_CLUSTER_NAME):
         return Scheduler(name)
-    local_cluster = cluster.find_running_cluster(name.removeprefix(LOCAL).strip() or cluster.DEFAULT)
+    local_cluster = cluster.find_running_cluster(name.removeprefix(LOCAL_CLUSTER_NAME).strip() or cluster.DEFAULT_NAME)
     return Scheduler(name, local_cluster) if local_cluster else None
 
 
-def find_disk_fault(folder: Folder) -> str:
+def find_disk_fault(folder: RunFolder) -> str:
     """Explain why the run folder's disk may have kept a job from writing its log; empty if the disk is fine."""
     try:
         disk = os.statvfs(folder.path)
@@ -236,11 +236,11 @@ def find_disk_fault(folder: Folder) -> str:
     return ""
 
 
-def wait_for_run_end(folder: Folder, seconds: float) -> Status:
+def wait_for_run_end(folder: RunFolder, seconds: float) -> Status:
     """Return the status once the run is over, or after `seconds`."""
     deadline = time.monotonic() + seconds
     status = read_status(folder)
-    while status.state not in OVER and time.monotonic() < deadline:
+    while status.state not in FINAL_STATES and time.monotonic() < deadline:
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
         status = read_status(folder)
     return status

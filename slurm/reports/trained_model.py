@@ -20,8 +20,8 @@ from common.core import config
 from common.core.errors import UserError, summarize_error
 from common.data import prepare
 from common.runs import provenance
-from common.runs.folder import MODEL, MODEL_FACTS, Folder, disk_errors, read_json
-from common.runs.progress import Screen
+from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, disk_errors, read_json
+from common.runs.progress import ProgressDisplay
 from slurm.arguments import split_settings
 from slurm.reports import selection
 
@@ -50,7 +50,7 @@ FILE_SUFFIX = {"torch.export": "pt2", "onnx": "onnx"}
 EXPORT_SAMPLES = 7  # random inputs with which an exported model is checked
 
 
-def evaluate_model(folder: Folder, arguments: list[str]) -> int:
+def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     """Evaluate the model of a run on its test samples, or on those set by `arguments`; returns the exit status.
 
     Raises UserError if the samples do not fit the model, and for settings without effect.
@@ -83,7 +83,7 @@ def evaluate_model(folder: Folder, arguments: list[str]) -> int:
     scores = measure_scores(predict, test_set, device, getattr(torch, facts["dtype"]), int(facts["shares"]), cfg)
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"model       {folder.path / MODEL}")
+    print(f"model       {folder.path / MODEL_FILE}")
     print(f"            {facts['class']}, {parameters:,} parameters, {facts['dtype']}, after step {facts['step']}")
     print(f"data        {data.name}, {scores['test_samples']} test samples from {data.path}")
     tolerance = LOSS_TOLERANCE[facts["dtype"]]
@@ -106,7 +106,7 @@ def measure_scores(
 
     from common.training.evaluate import compute_scores, sum_scores
 
-    screen = Screen(cfg.log, silent=False)
+    screen = ProgressDisplay(cfg.log, silent=False)
 
     def show_progress(shard: int, done: int, total: int) -> None:
         screen.show_progress("evaluation", (shard * total + done) // shards, total)
@@ -140,13 +140,13 @@ def make_predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Call
     return predict
 
 
-def find_device(folder: Folder) -> str:
+def find_device(folder: RunFolder) -> str:
     """Return the device type of a run whose model.json does not name it."""
-    names = [read_json(attempt.attempt / "world.json").get("device") for attempt in folder.attempts()[-1:]]
+    names = [read_json(attempt.attempt_folder / "world.json").get("device") for attempt in folder.list_attempts()[-1:]]
     return "cpu" if names == ["cpu"] else "cuda"
 
 
-def has_same_samples(folder: Folder, test_limit: str | None, cfg: Any, data: prepare.Prepared) -> bool:
+def has_same_samples(folder: RunFolder, test_limit: str | None, cfg: Any, data: prepare.PreparedDataset) -> bool:
     """Check that the test samples are those with which the run was measured."""
     checksums = (provenance.read_metadata(folder).get("data") or {}).get("sha256") or {}
     if str(cfg.data.test_limit) != test_limit:
@@ -178,13 +178,13 @@ def print_score_comparison(scores: dict[str, float], expected: dict[str, float],
     return EXIT_DIFFERENT
 
 
-def export_model(folder: Folder, form: str) -> int:
+def export_model(folder: RunFolder, form: str) -> int:
     """Write the model of a run for other programs; returns the exit status. Raises UserError."""
     from common.models import model_file
 
     if form == "safetensors":  # needs no class
         model_file.read_model(folder)
-        print(f"{folder.path / MODEL}\n{folder.path / MODEL_FACTS}")
+        print(f"{folder.path / MODEL_FILE}\n{folder.path / MODEL_FACTS_FILE}")
         return 0
     facts, model = model_file.load_model(folder)
     path = folder.path / f"model.{FILE_SUFFIX[form]}"

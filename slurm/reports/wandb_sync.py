@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common.core.errors import UserError
 from common.runs import wandb_account, wandb_rows, wandb_tracker
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from slurm.arguments import parse_switch
 from slurm.reports import selection, status
 from slurm.reports.selection import RunFilter
@@ -26,7 +26,7 @@ UNKNOWN_TIME = "00000000_000000"
 WANDB = Path(sys.executable).with_name("wandb")
 
 
-def list_offline_folders(folder: Folder) -> list[Path]:
+def list_offline_folders(folder: RunFolder) -> list[Path]:
     """List the W&B folders of a run's offline attempts, in order."""
     return sorted(path.parent for path in folder.path.glob("wandb/offline-run-*/*.wandb"))
 
@@ -36,7 +36,7 @@ def is_sent(path: Path) -> bool:
     return any(path.glob("*.wandb.synced"))
 
 
-def list_unsent_folders(folders: list[Folder]) -> list[Path]:
+def list_unsent_folders(folders: list[RunFolder]) -> list[Path]:
     """List the W&B folders of offline attempts that were not sent yet."""
     paths = []
     for folder in folders:
@@ -44,20 +44,20 @@ def list_unsent_folders(folders: list[Folder]) -> list[Path]:
     return paths
 
 
-def describe_activity(folder: Folder) -> str:
+def describe_activity(folder: RunFolder) -> str:
     """Describe why a run may still write to its W&B folder; empty if it does not."""
     state = status.read_state(folder)[0]
-    if state not in status.OVER:
+    if state not in status.FINAL_STATES:
         return state
     return "its W&B process is still running" if wandb_tracker.is_tracked_now(folder) else ""
 
 
-def send_runs(folders: list[Folder], dry: bool) -> int:
+def send_runs(folders: list[RunFolder], dry: bool) -> int:
     """Send what was not sent yet, or list it with `dry`; returns the exit status. Raises UserError."""
-    incomplete: list[Folder] = []  # W&B misses rows of these
-    selected: list[Folder] = []
+    incomplete: list[RunFolder] = []  # W&B misses rows of these
+    selected: list[RunFolder] = []
     for folder in folders:
-        is_incomplete = bool(wandb_rows.find_incomplete(folder))
+        is_incomplete = bool(wandb_rows.list_incomplete_notes(folder))
         if not is_incomplete and not list_unsent_folders([folder]):
             continue
         activity = describe_activity(folder)
@@ -74,7 +74,7 @@ def send_runs(folders: list[Folder], dry: bool) -> int:
         return 0
     wandb_account.require_account()
     for folder in incomplete:
-        wandb_tracker.pass_on_missing(folder)
+        wandb_tracker.send_missing_rows(folder)
     unsent = list_unsent_folders(selected)
     if not unsent:
         print("sent the missing rows of online runs")
@@ -87,7 +87,7 @@ def send_runs(folders: list[Folder], dry: bool) -> int:
     return process.returncode
 
 
-def link_tracked_attempts(folders: list[Folder], merged: Path) -> int:
+def link_tracked_attempts(folders: list[RunFolder], merged: Path) -> int:
     """Link the attempts that W&B tracked into one folder, as its viewer requires; returns their number.
 
     The viewer lists folder names of the form run-<time>-<W&B id>, and reads run-<W&B id>.wandb in each. The links
@@ -107,12 +107,12 @@ def link_tracked_attempts(folders: list[Folder], merged: Path) -> int:
     return count
 
 
-def open_viewer(folders: list[Folder]) -> int:
+def open_viewer(folders: list[RunFolder]) -> int:
     """Open W&B's terminal viewer on the runs; returns its exit status. Raises UserError."""
     for folder in folders:
         needs_server = wandb_tracker.misses_online_rows(folder)
-        if wandb_rows.find_incomplete(folder) and not needs_server and not describe_activity(folder):
-            wandb_tracker.pass_on_missing(folder)
+        if wandb_rows.list_incomplete_notes(folder) and not needs_server and not describe_activity(folder):
+            wandb_tracker.send_missing_rows(folder)
     with tempfile.TemporaryDirectory() as merged:
         if not link_tracked_attempts(folders, Path(merged)):
             raise UserError(

@@ -26,8 +26,13 @@ from pathlib import Path
 from common.core import config, network
 from common.core.errors import EXIT_RESUMABLE, exit_on_user_error
 from common.distributed.elastic.supervisor import Supervisor, open_listener
-from common.distributed.rank_info import COORDINATOR, JOINS_AS, KEY, ORPHANED
-from common.runs.folder import Folder
+from common.distributed.rank_info import (
+    COORDINATOR_KEY_VARIABLE,
+    COORDINATOR_VARIABLE,
+    ORPHAN_COMMAND_VARIABLE,
+    REPLACED_RANK_VARIABLE,
+)
+from common.runs.folder import RunFolder
 from common.runs.wandb_tracker import Tracker
 from configs.elastic import find_elastic
 from configs.shared import Experiment
@@ -100,7 +105,7 @@ def expand_numbers(text: str) -> list[int]:
 class JobLauncher:
     """The launcher of one attempt of a job."""
 
-    def __init__(self, folder: Folder, cfg: Experiment, command: list[str]) -> None:
+    def __init__(self, folder: RunFolder, cfg: Experiment, command: list[str]) -> None:
         """`command` is that of srun for all ranks: its options, `--`, the command of a rank."""
         settings = find_elastic(cfg)
         assert settings is not None
@@ -114,14 +119,14 @@ class JobLauncher:
         nodes = Scheduler("SLURM").call("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
         self.hosts = nodes[: cfg.launch.nodes]
         self.spares = nodes[cfg.launch.nodes :]
-        address = network.resolve_for_others(socket.gethostname(), "the first host of the job", len(nodes))
+        address = network.resolve_for_other_hosts(socket.gethostname(), "the first host of the job", len(nodes))
         listener = open_listener(f"{address}:0", cfg.processes)
         key = secrets.token_hex(16)
         orphaned_command = [sys.executable, "-m", "slurm.scheduling.orphaned_rank", str(folder.path), nodes[0]]
         self.environ = os.environ | {
-            COORDINATOR: f"{address}:{listener.getsockname()[1]}",
-            KEY: key,
-            ORPHANED: json.dumps(orphaned_command),
+            COORDINATOR_VARIABLE: f"{address}:{listener.getsockname()[1]}",
+            COORDINATOR_KEY_VARIABLE: key,
+            ORPHAN_COMMAND_VARIABLE: json.dumps(orphaned_command),
         }
         self.supervisor = Supervisor(
             listener,
@@ -166,7 +171,7 @@ class JobLauncher:
         finally:
             self.end_steps()
         status = self.choose_exit_status()
-        end = self.coordinator.find_end()
+        end = self.coordinator.find_end_reason()
         if status == KILLED and end is not None:
             print(end.value, flush=True)
         self.finish_tracker(status)
@@ -184,7 +189,7 @@ class JobLauncher:
         """Start the tracker, once, when the ranks have met."""
         if not self.tracker_was_started and self.coordinator.is_active:
             self.tracker_was_started = True
-            self.tracker = Tracker.start(self.cfg, self.folder.attempts()[-1])
+            self.tracker = Tracker.start(self.cfg, self.folder.list_attempts()[-1])
 
     def finish_tracker(self, status: int) -> None:
         """Wait for the tracker to send the rest of the metrics."""
@@ -206,9 +211,9 @@ class JobLauncher:
         """
         if self.failed_status:
             return True
-        if self.coordinator.present - self.coordinator.newcomers:
+        if self.coordinator.connected_ranks - self.coordinator.joining_ranks:
             return False
-        if self.coordinator.number:  # the ranks had met; newcomers alone have no rank to join
+        if self.coordinator.generation_number:  # the ranks had met; newcomers alone have no rank to join
             return True
         return all(step.process.poll() is not None for step in self.steps)
 
@@ -246,7 +251,7 @@ class JobLauncher:
         print(f"rank {rank} is started again on {host}", flush=True)
         # With --unbuffered, srun gives a rank a terminal unless each task has its own file; python -u needs neither.
         options = [option.replace("%t", str(rank)) for option in self.options if option != "--unbuffered"]
-        self.start([rank], options, [*ONE_RANK, f"--nodelist={host}"], {JOINS_AS: str(rank)})
+        self.start([rank], options, [*ONE_RANK, f"--nodelist={host}"], {REPLACED_RANK_VARIABLE: str(rank)})
 
     def cancel_restart(self, rank: int) -> None:
         """End the step of a restarted rank that has not connected; `forget_failed_restarts` handles the rest."""
@@ -296,7 +301,7 @@ class JobLauncher:
                     self.note_ending(rank, status)
             if self.hosts[0] in step.lost_hosts and not self.leaving:
                 self.leave_first_host()
-        if self.coordinator.broken and not self.failed_status:
+        if self.coordinator.end_reason and not self.failed_status:
             self.failed_status = KILLED  # SLURM may report a lost host much later
 
     def leave_first_host(self) -> None:
@@ -318,10 +323,10 @@ class JobLauncher:
         if status == EXIT_RESUMABLE:
             self.stopped = True
             return
-        if rank in self.supervisor.starting:  # it has not joined, and the others continue
+        if rank in self.supervisor.start_times:  # it has not joined, and the others continue
             return
-        is_lost = status == KILLED or rank in self.supervisor.newcomers
-        if is_lost and self.coordinator.note_ended_member(rank):
+        is_lost = status == KILLED or rank in self.supervisor.joining_ranks
+        if is_lost and self.coordinator.handle_ended_member(rank):
             self.lost.add(rank)
         else:
             self.failed_status = self.failed_status or status
@@ -333,9 +338,9 @@ class JobLauncher:
                 continue
             self.note_endings()  # reads its last messages
             self.steps.remove(step)
-            failed = self.supervisor.starting.keys() & set(step.ranks)
+            failed = self.supervisor.start_times.keys() & set(step.ranks)
             for rank in failed:
-                del self.supervisor.starting[rank]
+                del self.supervisor.start_times[rank]
             self.lost |= failed
             self.silent |= failed
 
@@ -360,7 +365,7 @@ def main(path: str, command: list[str]) -> int:
     """Launch the ranks of a run; returns the exit status of its job."""
     for number in (signal.SIGTERM, signal.SIGUSR2):  # srun passes them to the ranks
         signal.signal(number, lambda *_: None)
-    folder = Folder(Path(path))
+    folder = RunFolder(Path(path))
     settings = config.read_config_file(folder.path / "submit" / "config.yaml")
     cfg = config.build_config(config.import_schema(folder.experiment), [settings])
     return JobLauncher(folder, cfg, command).run()

@@ -11,7 +11,7 @@ import operator
 from typing import Any
 
 from common.core.errors import UserError
-from common.runs.folder import Folder, read_json
+from common.runs.folder import RunFolder, read_json
 
 VERSION = 4
 JOB_MODULE = "slurm.scheduling.job"
@@ -24,7 +24,7 @@ CHECK_COMMAND = ("slurm", "exp")
 """Words after `python -m` that check the settings of an experiment."""
 
 
-def check_source_version(folder: Folder) -> None:
+def check_source_version(folder: RunFolder) -> None:
     """Raise UserError unless the source of a run has the entry points of this version."""
     if read_json(folder.path / "code" / "slurm" / "entry_points.json").get("version") != VERSION:
         raise UserError(

@@ -22,15 +22,20 @@ from submitit.helpers import DelayedSubmission
 from common.core.errors import (
     EXIT_RESUMABLE,
     MachineError,
-    RunTaken,
-    Unreachable,
+    RunTakenError,
+    UnreachableError,
     UserError,
     exit_on_user_error,
     explain_error,
 )
 from common.core.processes import exit_at_once
-from common.distributed.rank_info import COORDINATOR, JOINS_AS, ORPHANED, read_rank_info
-from common.runs.folder import Folder
+from common.distributed.rank_info import (
+    COORDINATOR_VARIABLE,
+    ORPHAN_COMMAND_VARIABLE,
+    REPLACED_RANK_VARIABLE,
+    read_rank_info,
+)
+from common.runs.folder import RunFolder
 from slurm.scheduling import submission
 from slurm.scheduling.orphaned_rank import reaches_coordinator
 from slurm.scheduling.requeue import EXIT_FAILED, note_failure, note_refusal
@@ -49,10 +54,10 @@ class Job:
         self.folder = folder
 
     def __call__(self) -> None:
-        folder = Folder(Path(self.folder))
+        folder = RunFolder(Path(self.folder))
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, exit_resumable)
-        if JOINS_AS not in os.environ:
+        if REPLACED_RANK_VARIABLE not in os.environ:
             JobEnvironment().paths.result_pickle.unlink(missing_ok=True)  # of an earlier attempt
         if folder.result.get("state") == "cancelled":
             sys.exit(int(folder.result["exit_status"]))
@@ -60,7 +65,7 @@ class Job:
             with exit_on_user_error():
                 sys.exit(train_as_rank(folder))
         except SystemExit as end:
-            if end.code or JOINS_AS in os.environ:  # Submitit would write the result of another task
+            if end.code or REPLACED_RANK_VARIABLE in os.environ:  # Submitit would write the result of another task
                 exit_at_once(end.code)
 
     def checkpoint(self) -> DelayedSubmission:
@@ -73,11 +78,11 @@ def exit_resumable(number: int, frame: object) -> None:
     os._exit(EXIT_RESUMABLE)
 
 
-def train_as_rank(folder: Folder) -> int:
+def train_as_rank(folder: RunFolder) -> int:
     """Train as the rank that srun started; returns the exit status. Raises UserError."""
     rank: LaunchedRank | None = None
     try:
-        if os.environ.get("SLURM_PROCID") == "0" and JOINS_AS not in os.environ:
+        if os.environ.get("SLURM_PROCID") == "0" and REPLACED_RANK_VARIABLE not in os.environ:
             submission.check_run_is_own(folder)
         from common.core import config
         from common.training import entry_point  # takes seconds
@@ -96,10 +101,10 @@ def train_as_rank(folder: Folder) -> int:
         if is_joining(rank):  # the others continue without it
             raise
         replace_orphaned_rank(rank, str(error))
-        if not isinstance(error, Unreachable) or not may_reach_later(rank):
+        if not isinstance(error, UnreachableError) or not may_reach_later(rank):
             number = int(os.environ.get("SLURM_PROCID", "0"))
             with contextlib.suppress(UserError):  # the run folder may have been deleted
-                note_refusal(folder, number, str(error), is_taken=isinstance(error, RunTaken))
+                note_refusal(folder, number, str(error), is_taken=isinstance(error, RunTakenError))
             raise
         print(f"error: {error}", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 (it ends the rank, with its own status)
@@ -112,7 +117,7 @@ def train_as_rank(folder: Folder) -> int:
     # A stop request, or the failure of another rank, may have been the cause.
     if not is_joining(rank) and (rank is None or not rank.stop.await_request()):
         note_failure(folder)
-    return 1 if rank is not None and rank.stop.number == signal.SIGUSR2 else EXIT_FAILED
+    return 1 if rank is not None and rank.stop.signal_number == signal.SIGUSR2 else EXIT_FAILED
 
 
 def replace_orphaned_rank(rank: LaunchedRank | None, reason: str) -> None:
@@ -120,10 +125,10 @@ def replace_orphaned_rank(rank: LaunchedRank | None, reason: str) -> None:
 
     If the first host is lost, so are the job's script and the coordinator, and only a rank can requeue the job.
     """
-    command = json.loads(os.environ.get(ORPHANED, "[]"))
+    command = json.loads(os.environ.get(ORPHAN_COMMAND_VARIABLE, "[]"))
     if not command or is_joining(rank):
         return
-    if any(reaches_coordinator(os.environ[COORDINATOR]) for _ in range(CONNECTION_ATTEMPTS)):
+    if any(reaches_coordinator(os.environ[COORDINATOR_VARIABLE]) for _ in range(CONNECTION_ATTEMPTS)):
         return
     print(f"this rank leaves the run: the coordinator cannot be reached ({reason})", file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -143,4 +148,4 @@ def may_reach_later(rank: LaunchedRank | None) -> bool:
 
 def is_joining(rank: LaunchedRank | None) -> bool:
     """Return whether a restarted rank has not joined the others yet."""
-    return JOINS_AS in os.environ and (rank is None or rank.rank_info.joins)
+    return REPLACED_RANK_VARIABLE in os.environ and (rank is None or rank.rank_info.is_joining)

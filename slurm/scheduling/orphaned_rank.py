@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 
 from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
-from common.distributed.rank_info import COORDINATOR
-from common.runs.folder import Folder
+from common.distributed.rank_info import COORDINATOR_VARIABLE
+from common.runs.folder import RunFolder
 from slurm.scheduling.requeue import is_latest_restart, is_restart_of_this_process, requeue_or_fail
-from slurm.scheduling.scheduler import QUICK, Scheduler, parse_job_fields
+from slurm.scheduling.scheduler import STATUS_TIMEOUT, Scheduler, parse_job_fields
 
 POLL_SECONDS = 1.0
 CONNECT_TIMEOUT = 1.0
@@ -39,7 +39,7 @@ def reaches_coordinator(address: str) -> bool:
 def is_attempt_over(scheduler: Scheduler, job: str, host: str) -> bool:
     """Check that SLURM ended or restarted the job, or removed a host; False without an answer."""
     try:
-        fields = parse_job_fields(scheduler.call("scontrol", "-o", "show", "job", job, patience=QUICK))
+        fields = parse_job_fields(scheduler.call("scontrol", "-o", "show", "job", job, timeout=STATUS_TIMEOUT))
         hosts = scheduler.call("scontrol", "show", "hostnames", fields["NodeList"]).split()
     except (UserError, KeyError):
         return False
@@ -49,10 +49,10 @@ def is_attempt_over(scheduler: Scheduler, job: str, host: str) -> bool:
 def main(path: str, first_host: str) -> int:
     """Requeue the job if it loses its first host; end when the coordinator answers or the job ends."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a notice of preemption must not end the only requeuing process
-    folder = Folder(Path(path))
+    folder = RunFolder(Path(path))
     job = os.environ["SLURM_JOB_ID"]
     scheduler = Scheduler("SLURM")
-    while not reaches_coordinator(os.environ[COORDINATOR]) and not folder.result:
+    while not reaches_coordinator(os.environ[COORDINATOR_VARIABLE]) and not folder.result:
         if not is_attempt_over(scheduler, job, first_host):
             time.sleep(POLL_SECONDS)
             continue

@@ -19,7 +19,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from common.core import config
 from common.core.config import ROOT
 from common.core.errors import UserError
-from common.runs.folder import Folder, disk_errors, write_atomic
+from common.runs.folder import RunFolder, disk_errors, write_atomic
 from configs.elastic import Elastic
 from configs.profile import Profile
 from slurm.scheduling import entry_points
@@ -120,7 +120,7 @@ def choose_host_options(profile: Profile) -> dict[str, str]:
 class Executor(SlurmExecutor):
     """Submitit's executor for a given SLURM; keeps the text of a job script before it is submitted."""
 
-    def __init__(self, folder: Folder, scheduler: Scheduler | None, launcher: str = "") -> None:
+    def __init__(self, folder: RunFolder, scheduler: Scheduler | None, launcher: str = "") -> None:
         """`launcher` is a shell command that gets the command of srun as its arguments."""
         self.run_folder = folder
         self.scheduler = scheduler
@@ -172,7 +172,7 @@ class Executor(SlurmExecutor):
 
 
 def make_executor(
-    folder: Folder, scheduler: Scheduler | None, parameters: dict[str, Any], elastic: Elastic | None = None
+    folder: RunFolder, scheduler: Scheduler | None, parameters: dict[str, Any], elastic: Elastic | None = None
 ) -> Executor:
     """Make the executor of a run folder. Raises UserError."""
     path = str(folder.path)
@@ -189,7 +189,13 @@ def make_executor(
 
 
 def prepare_runs_for_array(
-    sweep: Path, folders: list[Folder], nodes: int, per_node: int, profile: Profile, scheduler: Scheduler, parallel: int
+    sweep: Path,
+    folders: list[RunFolder],
+    nodes: int,
+    per_node: int,
+    profile: Profile,
+    scheduler: Scheduler,
+    parallel: int,
 ) -> Executor:
     """Prepare run folders for an array with one job per run; returns its executor. Raises UserError.
 
@@ -199,7 +205,7 @@ def prepare_runs_for_array(
         check_source_version(folder)
     for folder in folders:
         write_settings_and_retire_result(folder, (folder.path / "config.yaml").read_text())
-    executor = make_executor(Folder(sweep), scheduler, {})
+    executor = make_executor(RunFolder(sweep), scheduler, {})
     tasks = executor.folder / f"tasks-{secrets.token_hex(4)}.txt"
     write_atomic(tasks, "".join(f"{folder.path}\n" for folder in folders))
     parameters = make_submitit_parameters(profile, folders[0].experiment, nodes, per_node, sweep, tasks)
@@ -207,7 +213,7 @@ def prepare_runs_for_array(
     return executor
 
 
-def write_settings_and_retire_result(folder: Folder, text: str) -> Path | None:
+def write_settings_and_retire_result(folder: RunFolder, text: str) -> Path | None:
     """Write the settings that a job reads, as YAML, and retire the result of an earlier attempt.
 
     Returns the new path of that result. Raises UserError.
@@ -218,13 +224,13 @@ def write_settings_and_retire_result(folder: Folder, text: str) -> Path | None:
     return folder.retire_result()
 
 
-def submit_array(executor: Executor, folders: list[Folder]) -> list[str]:
+def submit_array(executor: Executor, folders: list[RunFolder]) -> list[str]:
     """Submit an array; returns the job ids of its tasks. Raises UserError with the message of sbatch."""
     with convert_sbatch_errors(executor):
         return executor.submit_tasks([make_job_reference(folder) for folder in folders])
 
 
-def make_job_reference(folder: Folder) -> Any:
+def make_job_reference(folder: RunFolder) -> Any:
     """Return the object that a task of the job unpickles and executes, from the source of the run."""
     return JobReference(str(folder.path))
 

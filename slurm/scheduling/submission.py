@@ -16,9 +16,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.core.errors import RunTaken
+from common.core.errors import RunTakenError
 from common.runs import claims, provenance
-from common.runs.folder import Folder, disk_errors, read_json
+from common.runs.folder import RunFolder, disk_errors, read_json
 from common.runs.run_lock import try_to_lock
 
 STALE_SECONDS = 120.0
@@ -30,12 +30,12 @@ UNANNOUNCED_SECONDS = 5.0
 POLL_SECONDS = 0.1
 
 
-def locate_submission(folder: Folder) -> Path:
+def locate_submission(folder: RunFolder) -> Path:
     """Return the path of the file that exists while a run is submitted."""
     return folder.path / "submit" / "submitting.json"
 
 
-def is_being_submitted(folder: Folder) -> bool:
+def is_being_submitted(folder: RunFolder) -> bool:
     """Check whether another process is submitting the run."""
     path = locate_submission(folder)
     submitter = read_json(path)
@@ -50,7 +50,7 @@ def is_being_submitted(folder: Folder) -> bool:
         return False
 
 
-def wait_for_submission(folder: Folder, seconds: float = RECORDING_SECONDS) -> None:
+def wait_for_submission(folder: RunFolder, seconds: float = RECORDING_SECONDS) -> None:
     """Wait until no command is submitting the run, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while is_being_submitted(folder) and time.monotonic() < deadline:
@@ -58,13 +58,13 @@ def wait_for_submission(folder: Folder, seconds: float = RECORDING_SECONDS) -> N
 
 
 @contextlib.contextmanager
-def hold_submission(folder: Folder) -> Iterator[None]:
-    """Prevent other commands from submitting or starting a run. Raises RunTaken if one does already."""
+def hold_submission(folder: RunFolder) -> Iterator[None]:
+    """Prevent other commands from submitting or starting a run. Raises RunTakenError if one does already."""
     with disk_errors(folder.path):
         locate_submission(folder).parent.mkdir(exist_ok=True)
     lock = try_to_lock(folder)
     if lock is None:
-        raise RunTaken(f"{folder.path.name} is being started or submitted by another command on this machine")
+        raise RunTakenError(f"{folder.path.name} is being started or submitted by another command on this machine")
     with lock:
         create_submission(folder)
         try:
@@ -73,8 +73,8 @@ def hold_submission(folder: Folder) -> Iterator[None]:
             locate_submission(folder).unlink(missing_ok=True)
 
 
-def create_submission(folder: Folder) -> None:
-    """Create the file of a submission; an abandoned one is replaced. Raises RunTaken during another submission."""
+def create_submission(folder: RunFolder) -> None:
+    """Create the file of a submission; an abandoned one is replaced. Raises RunTakenError during another submission."""
     path = locate_submission(folder)
     while True:
         try:
@@ -85,14 +85,14 @@ def create_submission(folder: Folder) -> None:
             remove_stale_submission(folder)
 
 
-def remove_stale_submission(folder: Folder) -> None:
-    """Remove the file of an abandoned submission. Raises RunTaken if it is still running."""
+def remove_stale_submission(folder: RunFolder) -> None:
+    """Remove the file of an abandoned submission. Raises RunTakenError if it is still running."""
     path = locate_submission(folder)
     submitter = read_json(path)
     if is_being_submitted(folder):
         pid = submitter.get("pid", "?")
         host = submitter.get("host", "another host")
-        raise RunTaken(f"{folder.path.name} is being submitted by process {pid} on {host}; see make status")
+        raise RunTakenError(f"{folder.path.name} is being submitted by process {pid} on {host}; see make status")
     stale = path.with_name(f".stale-{secrets.token_hex(4)}")
     with contextlib.suppress(FileNotFoundError):  # another command has removed it
         path.rename(stale)
@@ -115,7 +115,7 @@ def list_ids_of_this_job() -> list[str]:
     return names
 
 
-def find_other_owner(folder: Folder) -> str:
+def find_other_owner(folder: RunFolder) -> str:
     """Return what the run belongs to instead of this job; "" if it belongs to this job.
 
     A run without a recorded job belongs to this job: the command that submitted it was stopped before.
@@ -129,15 +129,15 @@ def find_other_owner(folder: Folder) -> str:
     return "" if job["id"] in list_ids_of_this_job() else f"job {job['id']}"
 
 
-def check_run_is_own(folder: Folder) -> None:
-    """Raise RunTaken if the run does not belong to this job; waits until its submission is recorded."""
+def check_run_is_own(folder: RunFolder) -> None:
+    """Raise RunTakenError if the run does not belong to this job; waits until its submission is recorded."""
     start = time.monotonic()
     while owner := find_other_owner(folder):
         timeout = RECORDING_SECONDS if is_being_submitted(folder) else UNANNOUNCED_SECONDS
         if time.monotonic() - start > timeout:
             job = os.environ.get("SLURM_JOB_ID", "")
             run = shlex.quote(folder.reference)
-            raise RunTaken(
+            raise RunTakenError(
                 f"job {job} does not start {folder.path.name}: the run belongs to {owner}; see make status RUN={run}"
             )
         time.sleep(POLL_SECONDS)

@@ -115,7 +115,7 @@ def main(out: str) -> int:
     info = read_rank_info(os.environ)
     assert info is not None
     settings = Launch(device="cpu", threads=1, nodes=info.nodes, step_timeout=120)
-    with rendezvous.joined_world(info, settings) as world:
+    with rendezvous.join_world(info, settings) as world:
         found = measure(world)
         if world.is_main:
             Path(out).write_text(json.dumps(found))

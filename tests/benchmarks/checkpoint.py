@@ -33,7 +33,7 @@ from common.core.config import ROOT
 from common.distributed import ddp
 from common.distributed.rendezvous import World
 from common.models import networks
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training import optimizers
 from configs.shared import Checkpoint, Optim
 from tests.benchmarks.measure import Samples, Side, Team
@@ -72,8 +72,8 @@ def size_of(content: CheckpointState) -> int:
 
 
 def ours(folder: Path, world: World, content: CheckpointState) -> Side:
-    path = world.broadcast(str(Folder.create(folder, "bench", "").claim_attempt().path) if world.is_main else "")
-    checkpoints = Checkpointer(Folder(Path(path), 1), world, Checkpoint(), print)
+    path = world.broadcast(str(RunFolder.create(folder, "bench", "").claim_attempt().path) if world.is_main else "")
+    checkpoints = Checkpointer(RunFolder(Path(path), 1), world, Checkpoint(), print)
     step = 0
 
     def side() -> float:
@@ -112,7 +112,7 @@ def plainly(folder: Path, world: World, content: CheckpointState, files: int) ->
 
 def training(world: World) -> dict[str, Side]:
     """A step, the look at the flags after it, and the warm-up of buckets at a start."""
-    model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.make_local_buffer_options())
+    model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.make_unsynchronized_buffer_options())
     optimizer = optimizers.build_optimizer(model.parameters(), Optim(momentum=0.9))
     x, y = torch.randn(128 // world.size, 3, 32, 32), torch.zeros(128 // world.size, dtype=torch.long)
     vote = SaveOrStopVote(world, Checkpoint(), StopRequest(60, sys.stderr))

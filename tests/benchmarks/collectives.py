@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.runs.result import parse_result
 from slurm.local_cluster.cables import parse_shape
 from tests.benchmarks import hosts
@@ -43,7 +43,7 @@ def measure_sizes(scratch: Path, *words: str, count: int = 0, rate: str = "") ->
     With `count` it has a rank on each of so many hosts, whose cables have that rate.
     """
 
-    def finish_run(number: int) -> Folder:
+    def finish_run(number: int) -> RunFolder:
         given = (*SETTINGS, f"seed={number}", *words)
         if not count:
             return finish(scratch, RUN, NAME, "processes_per_node=2", *given)

@@ -143,7 +143,7 @@ def measure_accuracy(scratch: Path, name: str) -> Task:
     def run(number: int) -> dict[str, float]:
         folder = finish(scratch, name, experiment, *ON_MNIST, *settings, f"seed={number}")
         result = parse_result(folder.result).flatten_values()
-        losses = [row for row in folder.metrics() if row.get("loss") is not None]
+        losses = [row for row in folder.read_metrics() if row.get("loss") is not None]
         shutil.rmtree(folder.path.parent)
         sent = result.get("bytes_sent", count_bytes(name) * len(losses))
         found = {"seconds": result["step_seconds"], "test_accuracy": result["test_accuracy"], "bytes": sent}

@@ -19,7 +19,7 @@ from typing import Any
 
 from common.api import start
 from common.core.config import ROOT
-from common.runs.folder import Folder, read_json, write_json
+from common.runs.folder import RunFolder, read_json, write_json
 from common.training.elastic.recovery import Recovery
 from common.training.run import Run
 from configs.ddp_multinode import Config
@@ -65,7 +65,7 @@ def main(cfg: Config, run: Run) -> None:
     ddp_multinode.main(cfg, run)
     if run.world.is_main:
         medians = {name: median(times[WARM_UP:]) for name, times in taken.items()}
-        write_json(run.folder.attempt / FILE, medians | {"step": run.step_seconds()})
+        write_json(run.folder.attempt_folder / FILE, medians | {"step": run.step_seconds()})
 
 
 def run_elastic(scratch: Path, label: str) -> Task:
@@ -75,7 +75,7 @@ def run_elastic(scratch: Path, label: str) -> Task:
         command = [sys.executable, "-m", "tests.benchmarks.elastic_cost", *words]
         subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, check=True)
         (path,) = runs.iterdir()
-        found = read_json(Folder(path).attempts()[-1].attempt / FILE)
+        found = read_json(RunFolder(path).list_attempts()[-1].attempt_folder / FILE)
         shutil.rmtree(runs)
         added = sum(found[name] for name in CALLS)
         return {**found, "seconds": added, "percent": 100 * added / found["step"]}

@@ -13,7 +13,7 @@ from pathlib import Path
 from common.core.config import ROOT
 from common.core.errors import UserError
 from common.core.processes import Process
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.runs.result import parse_result
 from slurm.local_cluster import cables, daemons, namespaces, slurm_conf
 from slurm.local_cluster.cables import Shape
@@ -81,9 +81,9 @@ def shape_cable(cluster: Cluster, number: int, shape: Shape) -> None:
     cluster.run_as_root(shape_ends)
 
 
-def time_steps(folder: Folder, first: int = WARM_UP) -> tuple[float, float]:
+def time_steps(folder: RunFolder, first: int = WARM_UP) -> tuple[float, float]:
     """Return the seconds of a step and the samples/s by the clock of a run, from the end of step `first` + 1 on."""
-    rows = [row for row in folder.metrics() if "test_loss" not in row]
+    rows = [row for row in folder.read_metrics() if "test_loss" not in row]
     seconds, samples = (rows[-1][name] - rows[first][name] for name in ("time", "samples"))
     return seconds / (len(rows) - first - 1), samples / seconds
 

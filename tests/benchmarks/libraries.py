@@ -101,7 +101,7 @@ def library_side(scratch: Path, name: str, world: World, cfg: Any, prepared: Any
     """The same training as the script's, written with a library."""
     images = data.Images(prepared, "train")
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
-    model = networks.build_network(cfg.model, images.shape, images.classes).train()
+    model = networks.build_network(cfg.model, images.shape, images.class_count).train()
     rate = optimizers.compute_learning_rate(cfg.optim, 0, 1, cfg.batch)
     made = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, fused=True)
     step = LIBRARIES[name](model, made, window, bf16)

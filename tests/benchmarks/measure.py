@@ -167,7 +167,7 @@ def interleave(sides: Sequence[Team | Task], pace: Pace, keep: Callable[[Samples
         local_launcher.redirect_output(Path(os.devnull), keep_stdout=False)
         store = f"{place.master}-{teams.index(team)}"
         seat = RankInfo(rank, team.size, rank, team.size, master=store)
-        with rendezvous.joined_world(seat, Launch(device="cpu", threads=team.threads)) as world:
+        with rendezvous.join_world(seat, Launch(device="cpu", threads=team.threads)) as world:
             serve(team.sides(world), pipes[place.rank][1])
 
     def meanwhile() -> None:

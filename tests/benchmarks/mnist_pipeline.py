@@ -27,7 +27,7 @@ from common.data import loader as data
 from common.data import prepare
 from common.distributed.rendezvous import World
 from common.models.networks import SimpleNN
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training import optimizers
 from configs.mnist_pipeline import Config
 from tests.benchmarks import peers
@@ -55,7 +55,7 @@ def run_side(scratch: Path) -> list[Task]:
         (scratch / "output").write_text(done.stdout.rstrip("\n"))
         found = re.search(r"run folder (\S+)", done.stdout)
         assert found, done.stdout
-        return {"seconds": seconds, "test_accuracy": Folder(ROOT / found[1]).result["scores"]["test_accuracy"]}
+        return {"seconds": seconds, "test_accuracy": RunFolder(ROOT / found[1]).result["scores"]["test_accuracy"]}
 
     return [Task("command", run)]
 
@@ -303,7 +303,7 @@ def accuracy_sides(scratch: Path) -> list[Task]:
         words = (*RECIPE, *TWO, f"seed={number}", "data.fallback=none", "data.test_limit=0")
         folder = finish(scratch, "accuracy", NAME, *words)
         total = resumed = last = 0.0
-        for row in folder.metrics():  # from the start to the last step, evaluations left out
+        for row in folder.read_metrics():  # from the start to the last step, evaluations left out
             if "loss" in row:
                 last = row["time"]
             else:

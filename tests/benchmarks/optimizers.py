@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 
-from common.core.errors import DIVERGENCE
+from common.core.errors import DIVERGENCE_PATTERN
 from configs.shared import TRAIN_SAMPLES
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist
@@ -46,10 +46,10 @@ def try_rate(scratch: Path, label: str, rate: float, *settings: str) -> dict[str
     try:
         folder = finish(scratch, label, EXPERIMENT, *settings, f"optim.lr={rate}")
     except RuntimeError as error:
-        if not re.search(DIVERGENCE, str(error)):
+        if not re.search(DIVERGENCE_PATTERN, str(error)):
             raise
         return DIVERGED
-    losses = [row["loss"] for row in folder.metrics() if row.get("loss") is not None]
+    losses = [row["loss"] for row in folder.read_metrics() if row.get("loss") is not None]
     last = losses[-max(1, len(losses) // EPOCHS) :]
     found = {"loss": mean(last), "rate": rate, "test_accuracy": folder.result["scores"]["test_accuracy"]}
     shutil.rmtree(folder.path.parent)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from common.distributed.parameter_server.server import Policy
+from common.distributed.parameter_server.server import StalenessPolicy
 from slurm.local_cluster.cables import Shape, parse_shape
 from tests.benchmarks import hosts
 from tests.benchmarks.measure import Samples, Task, summarize_values
@@ -74,7 +74,7 @@ def sides_on_hosts(scratch: Path) -> list[Task]:
 def compute_bounds(taken: Samples, side: str) -> list[float]:
     """Samples/s at most, round by round."""
     mode, staleness = POLICIES[side]
-    policy, shard = Policy(mode, staleness, hosts.HOSTS), BATCH / hosts.HOSTS
+    policy, shard = StalenessPolicy(mode, staleness, hosts.HOSTS), BATCH / hosts.HOSTS
     size = taken.kept(side, "bytes_received_0")[0] / taken.kept(side, "pushes_0")[0]
     cable = parse_shape(RATE, "")
     carrying = 2 * 8 * max(0, size - cable.bucket) / cable.rate  # there and back

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core.config import ROOT
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.runs.result import parse_result
 from tests.benchmarks.measure import Samples, Task, Team
 from tests.benchmarks.records import Table
@@ -61,7 +61,7 @@ def run_of(scratch: Path, label: str, experiment: str, *settings: str, keep: Seq
     def run(number: int) -> dict[str, float]:
         folder = finish(scratch, label, experiment, *(word.replace("{round}", str(number)) for word in settings))
         result = parse_result(folder.result).flatten_values()
-        losses = [row["loss"] for row in folder.metrics() if row.get("loss") is not None]
+        losses = [row["loss"] for row in folder.read_metrics() if row.get("loss") is not None]
         found = {"seconds": result["step_seconds"], "first_loss": losses[0], "last_loss": losses[-1]}
         for name in keep:
             found |= flatten(name, result[name])
@@ -75,7 +75,7 @@ def run_of(scratch: Path, label: str, experiment: str, *settings: str, keep: Seq
 
 def finish(
     scratch: Path, label: str, experiment: str, *settings: str, nodes: int = 0, env: Mapping[str, str] | None = None
-) -> Folder:
+) -> RunFolder:
     """The folder of a run that was started by its command and has ended. Raises RuntimeError if it failed.
 
     With `nodes` it is submitted to the cluster that `env` leads to.
@@ -91,7 +91,7 @@ def finish(
     if done.returncode:
         raise RuntimeError(f"{label}: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
     (path,) = (path for path in runs.iterdir() if path.is_dir())
-    return Folder(path)
+    return RunFolder(path)
 
 
 def environment(wandb: str = "disabled") -> dict[str, str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from common.distributed.parameter_server.server import Policy
+from common.distributed.parameter_server.server import StalenessPolicy
 
 PUSHES = 2000  # that are played: where many are, the first ones hardly count
 
 
-def play_turns(policy: Policy, turns: Sequence[float]) -> float:
+def play_turns(policy: StalenessPolicy, turns: Sequence[float]) -> float:
     """Return the pushes/s of workers whose turns, from the answer to a pull to the next request, take these seconds.
 
     The server answers those who wait in the order in which they came, and itself takes no time. Of workers whose pushes
@@ -39,7 +39,7 @@ def play_turns(policy: Policy, turns: Sequence[float]) -> float:
         waiting += sorted(answered, key=turns.__getitem__)
 
 
-def compute_bound(policy: Policy, free: float, others: float, carrying: float, processors: int) -> float:
+def compute_bound(policy: StalenessPolicy, free: float, others: float, carrying: float, processors: int) -> float:
     """Return the most pushes/s where the last worker's cable takes `carrying` seconds for a pull and a push.
 
     `free` are the pushes/s of all workers in asynchronous mode where no cable is slow, and `others` those of all but

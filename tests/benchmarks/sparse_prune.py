@@ -124,9 +124,9 @@ def mask_sides(world: World) -> dict[str, Side]:
 
 def same_masks(masks: Masks, found: list[Tensor]) -> bool:
     """Whether masks are equal but for weights of the same magnitude, and leave as many."""
-    odd = [w.detach().abs()[a != b] for w, a, b in zip(masks.weights, masks.kept, found, strict=True)]
+    odd = [w.detach().abs()[a != b] for w, a, b in zip(masks.weights, masks.masks, found, strict=True)]
     return (
-        sum(int(m.sum()) for m in found) == sum(int(m.sum()) for m in masks.kept) and len(torch.cat(odd).unique()) < 2
+        sum(int(m.sum()) for m in found) == sum(int(m.sum()) for m in masks.masks) and len(torch.cat(odd).unique()) < 2
     )
 
 

@@ -16,9 +16,9 @@ import torch
 from common.core import config, seeds
 from common.core.config import format_yaml
 from common.data import prepare
-from common.data.prepare import Prepared
+from common.data.prepare import PreparedDataset
 from common.distributed.rendezvous import World
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training.loop import Step
 from common.training.run import Run
 from configs.ddp_multinode import Config
@@ -68,16 +68,16 @@ class DisturbedRun(Run):
             yield step
 
 
-def train(shards: str, begins: int | None, world: World, prepared: Prepared, scratch: Path) -> float:
+def train(shards: str, begins: int | None, world: World, prepared: PreparedDataset, scratch: Path) -> float:
     """Train as the script does, on one core; the seconds of a step, or the steps until rank 1 has clearly less."""
     core = sorted(os.sched_getaffinity(0))[world.rank % len(os.sched_getaffinity(0))]
     cfg = config.load_config(Config, [*QUIET, *SETTINGS, f"shards={shards}", f"runs={scratch}"], {})
-    folder = Folder.create(scratch, "ddp_multinode", format_yaml(cfg)).claim_attempt() if world.is_main else None
+    folder = RunFolder.create(scratch, "ddp_multinode", format_yaml(cfg)).claim_attempt() if world.is_main else None
     path = Path(world.broadcast(str(folder.path) if folder else None))
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
-    run = DisturbedRun(cfg, Folder(path, 1), world, prepared)
+    run = DisturbedRun(cfg, RunFolder(path, 1), world, prepared)
     try:
         with Spinning(core, begins if world.rank == 1 else None) as run.spinning, contextlib.redirect_stdout(None):
             ddp_multinode.main(cfg, run)

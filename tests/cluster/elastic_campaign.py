@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.distributed.elastic.coordinator import Broken
-from common.runs.folder import Folder
+from common.distributed.elastic.coordinator import EndReason
+from common.runs.folder import RunFolder
 from tests.cluster.lab import Lab, Running, laboratory
 from tests.harness.elastic_campaign import Case, Pace, Target, draw_case, parse_arguments
 from tests.harness.elastic_runs import differences
@@ -60,7 +60,7 @@ def list_settings(name: str) -> tuple[str, ...]:
     return (*MODEL, *LENGTH, *USUAL, *SETTINGS[name])
 
 
-def suffer(lab: Lab, case: Case, alone: Folder) -> None:
+def suffer(lab: Lab, case: Case, alone: RunFolder) -> None:
     """Run a case and judge it."""
     began = time.monotonic()
     nodes = 3 if case.ranks == 3 else 2
@@ -84,9 +84,9 @@ def suffer(lab: Lab, case: Case, alone: Folder) -> None:
     case.seconds = time.monotonic() - began
 
 
-def judge(running: Running, alone: Folder) -> str:
+def judge(running: Running, alone: RunFolder) -> str:
     """Say how many attempts a job has needed, and why. Raises AssertionError."""
-    folder, attempts = running.folder, len(running.folder.attempts())
+    folder, attempts = running.folder, len(running.folder.list_attempts())
     assert folder.result.get("state") == "finished", folder.result
     wrong = differences(folder, alone)
     assert not wrong, wrong
@@ -94,7 +94,7 @@ def judge(running: Running, alone: Folder) -> str:
         return "equal"
     logs = [file.read_text(errors="replace") for file in (folder.path / "submit").glob("*.out")]
     logs += [file.read_text(errors="replace") for file in (folder.path / "submit").glob("*.err")]
-    reasons = sorted({reason.name for reason in Broken for log in logs if reason.value in log})
+    reasons = sorted({reason.name for reason in EndReason for log in logs if reason.value in log})
     assert reasons, f"{attempts} attempts, and no reason that allows it"
     return f"ended early ({', '.join(reasons)}), equal after {attempts} attempts"
 

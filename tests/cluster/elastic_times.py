@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from common.distributed.elastic.generations import read_generations
-from common.runs.folder import Folder
+from common.distributed.elastic.generations import read_rank_changes
+from common.runs.folder import RunFolder
 from configs.elastic import Elastic
 from tests.benchmarks.measure import summarize_values
 from tests.benchmarks.records import Record, Row, Table
@@ -54,14 +54,14 @@ def kill(running: Running, rank: int) -> None:
 
 def wait_until_complete(running: Running) -> None:
     """Wait until all three ranks train."""
-    until("all ranks are there", lambda: len(read_generations(running.newest())[-1]["ranks"]) == 3, 60, 0.1)
+    until("all ranks are there", lambda: len(read_rank_changes(running.newest())[-1]["ranks"]) == 3, 60, 0.1)
     step = running.step()
     running.wait_for_step(step + 20)
 
 
-def measure_stalls(folder: Folder) -> list[float]:
+def measure_stalls(folder: RunFolder) -> list[float]:
     """Return how much longer than usual the step after each join took, in seconds."""
-    times = {row["global_step"]: row["time"] for row in folder.metrics() if "loss" in row}
+    times = {row["global_step"]: row["time"] for row in folder.read_metrics() if "loss" in row}
     usual = median(times[step] - times[step - 1] for step in times if step - 1 in times)
     joins = [one["step"] for one in folder.result["measured"]["generations"] if one["joined"] and not one["lost"]]
     return [times[step + 1] - times[step] - usual for step in joins if step + 1 in times]
@@ -126,14 +126,14 @@ def kill_at_random(lab: Lab, minutes: float) -> Table:
     running, began, kills = start(lab, 3, steps, *ELASTIC), time.monotonic(), 0
     while time.monotonic() < began + 60 * minutes and not running.folder.result:
         time.sleep(PAUSE)
-        ranks, changes = running.ranks(), read_generations(running.newest())
+        ranks, changes = running.ranks(), read_rank_changes(running.newest())
         if (not changes or len(changes[-1]["ranks"]) > 1) and not running.folder.result:
             os.kill(random.SystemRandom().choice(ranks), signal.SIGKILL)
             kills += 1
     struck = (time.monotonic() - began) / 60
     running.finish(3600)
-    if len(running.folder.attempts()) > 1:
-        raise ValueError(f"{running.folder.path}: {len(running.folder.attempts())} attempts")
+    if len(running.folder.list_attempts()) > 1:
+        raise ValueError(f"{running.folder.path}: {len(running.folder.list_attempts())} attempts")
     check_losses(running, steps)
     changes = running.folder.result["measured"]["generations"]
     joined, redone = sum(len(one["joined"]) for one in changes), running.folder.result["measured"]["steps_redone"]

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from common.checkpoint import storage
 from common.checkpoint.storage import CheckpointPath
-from common.runs.folder import Folder, read_json
+from common.runs.folder import RunFolder, read_json
 from slurm.local_cluster import daemons
-from slurm.local_cluster.slurm_conf import CONTROLLER
+from slurm.local_cluster.slurm_conf import CONTROLLER_ADDRESS
 from tests.cluster.lab import CRAWLING, DISK, EVERY, SLOW, USUAL, Lab, Running, last_step
 from tests.harness.site import until
 from tests.harness.warm import ROOT
@@ -76,7 +76,7 @@ def preempt_encrypted(running: Running, chance: random.Random) -> Mend:
 
 def check_encrypted(running: Running) -> None:
     """Raise RuntimeError if the newest start is not encrypted, or a key lies in the run folder."""
-    if not read_json(running.newest().attempt / "world.json").get("tls"):
+    if not read_json(running.newest().attempt_folder / "world.json").get("tls"):
         raise RuntimeError("it is not encrypted")
     if left := list(running.folder.path.glob(".private-*/*.pem")):
         raise RuntimeError(f"{left[0]} is left")
@@ -108,7 +108,7 @@ def kill_any(running: Running, chance: random.Random) -> None:
 
 def kill_twice(running: Running, chance: random.Random) -> None:
     """The next start has trained a step or two when it is struck, too."""
-    starts = len(running.folder.attempts())
+    starts = len(running.folder.list_attempts())
     kill_any(running, chance)
     running.wait_for_start(starts + 1)
     kill_any(running, chance)
@@ -116,11 +116,11 @@ def kill_twice(running: Running, chance: random.Random) -> None:
 
 def kill_resuming(running: Running, chance: random.Random) -> None:
     """The next start has its place in the run folder, and has not yet said what it continues."""
-    starts = len(running.folder.attempts())
+    starts = len(running.folder.list_attempts())
     kill_any(running, chance)
     running.wait_until_queued()
     ranks = until("both ranks of the next start", lambda: len(found := running.ranks()) == 2 and found, 120, 0.02)
-    until("it begins", lambda: len(running.folder.attempts()) > starts, 120, 0.001)
+    until("it begins", lambda: len(running.folder.list_attempts()) > starts, 120, 0.001)
     os.kill(chance.choice(ranks), signal.SIGKILL)
 
 
@@ -208,7 +208,7 @@ def kill_slurmctld(running: Running, chance: random.Random) -> None:
 # ---- files
 
 
-def damage(harm: Callable[[Folder], object]) -> Callable[[Running, random.Random], None]:
+def damage(harm: Callable[[RunFolder], object]) -> Callable[[Running, random.Random], None]:
     """Kill a rank, and while nothing runs do something to what its start has left."""
 
     def strike(running: Running, chance: random.Random) -> None:
@@ -219,7 +219,7 @@ def damage(harm: Callable[[Folder], object]) -> Callable[[Running, random.Random
     return strike
 
 
-def newest(attempt: Folder) -> CheckpointPath:
+def newest(attempt: RunFolder) -> CheckpointPath:
     return storage.list_checkpoints(attempt)[-1]
 
 
@@ -237,11 +237,11 @@ def flip_bit(file: Path) -> None:
         opened.write(bytes([byte ^ 1]))
 
 
-def dangle(attempt: Folder) -> None:
+def dangle(attempt: RunFolder) -> None:
     newest(attempt).path.with_name("latest").write_text("step-99999999\n")
 
 
-def half_write(attempt: Folder) -> None:
+def half_write(attempt: RunFolder) -> None:
     last = newest(attempt)
     left = last.path.with_name(f".{CheckpointPath(attempt, last.step + EVERY).name}.new")
     shutil.copytree(last.path, left, dirs_exist_ok=True)  # the kill may have left one itself
@@ -249,12 +249,12 @@ def half_write(attempt: Folder) -> None:
     os.truncate(left / "rank-0.pt", 1000)
 
 
-def lose_checkpoints(attempt: Folder) -> None:
-    for one in attempt.attempts():
-        shutil.rmtree(storage.checkpoints_dir(one))
+def lose_checkpoints(attempt: RunFolder) -> None:
+    for one in attempt.list_attempts():
+        shutil.rmtree(storage.get_checkpoints_dir(one))
 
 
-def tear_line(attempt: Folder) -> None:
+def tear_line(attempt: RunFolder) -> None:
     """What a writer leaves that ends in the middle of a line."""
     last = attempt.metrics_file.read_text().splitlines()[-1]
     with open(attempt.metrics_file, "a") as file:
@@ -294,7 +294,7 @@ RECORD = "sent-to-wandb"
 def start_wandb(lab: Lab) -> dict[str, str]:
     """A W&B host in the cluster's network that records what it is sent, and what makes a run use it."""
     (lab.base / RECORD).unlink(missing_ok=True)
-    argv = [sys.executable, "-m", "tests.harness.wandb_host", CONTROLLER, str(lab.base / RECORD)]
+    argv = [sys.executable, "-m", "tests.harness.wandb_host", CONTROLLER_ADDRESS, str(lab.base / RECORD)]
     command = lab.cluster.build_command(argv, cwd=ROOT)
     lab.wandb = subprocess.Popen(command, env=lab.env, stdout=subprocess.PIPE, text=True)
     assert lab.wandb.stdout

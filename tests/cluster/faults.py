@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.storage import CheckpointPath
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from tests.cluster.fault_kinds import FAULTS, Fault, Mend
 from tests.cluster.fault_tables import Struck, line, save, table
 from tests.cluster.lab import EVERY, STEPS, USUAL, Lab, Running, laboratory, last_step, time_step_after
@@ -65,7 +65,7 @@ def suffer(lab: Lab, fault: Fault, experiment: str, seed: str, *, elastic: bool 
         else:
             watch(running, fault, row, chance)
         running.finish()
-        row.starts = len(running.folder.attempts())
+        row.starts = len(running.folder.list_attempts())
         if elastic:  # it may go on in flight: any number of starts is right
             row.problems += near.differences(running.folder, reference)
         else:
@@ -119,15 +119,17 @@ def watch_elastic(running: Running, fault: Fault, row: Struck, chance: random.Ra
     running.lab.limit_cables(USUAL)
 
 
-def resumed(running: Running, old: Folder, starts: int) -> bool:
+def resumed(running: Running, old: RunFolder, starts: int) -> bool:
     """Whether so many starts were made from the struck one on, and the newest knows where it goes on."""
     newest = running.newest()
     return newest.number >= old.number + starts - 1 and newest.parent_record is not None
 
 
-def redone(running: Running, old: Folder) -> int:
+def redone(running: Running, old: RunFolder) -> int:
     """Steps that were trained again, from the struck start on."""
-    places = [(attempt, attempt.parent_record[1]) for attempt in running.folder.attempts() if attempt.parent_record]
+    places = [
+        (attempt, attempt.parent_record[1]) for attempt in running.folder.list_attempts() if attempt.parent_record
+    ]
     counted = [(attempt, step) for attempt, step in places if attempt.number >= old.number]
     return sum(max(last_step(one), step) - after for (one, step), (_, after) in pairwise(counted))
 
@@ -151,12 +153,12 @@ def stopwatch(running: Running, row: Struck, start: float) -> Iterator[None]:
             thread.join()
 
 
-def problems(folder: Folder, reference: Folder, *, followed: bool = False) -> list[str]:
+def problems(folder: RunFolder, reference: RunFolder, *, followed: bool = False) -> list[str]:
     """In what a run differs from the undisturbed one, and what it left behind, also in W&B if that `followed` it."""
     found = []
     if folder.result.get("state") != "finished":
         return [f"it ended as {folder.result}"]
-    rows, right = folder.metrics(), reference.metrics()
+    rows, right = folder.read_metrics(), reference.read_metrics()
     for name, keys in (
         ("loss", ("global_step", "loss")),
         ("evaluation", ("global_step", "test_loss", "test_accuracy")),
@@ -190,7 +192,7 @@ def is_failure(file: Path) -> bool:
     return bool(pickle.loads(file.read_bytes())[0] != "success")
 
 
-def final(folder: Folder) -> list[Any]:
+def final(folder: RunFolder) -> list[Any]:
     """All that the checkpoint of the last step holds, but what tells of the start that saved it."""
     import torch
 

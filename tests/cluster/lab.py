@@ -16,9 +16,9 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image
 
-from common.distributed.elastic.generations import read_generations
-from common.distributed.rank_info import JOINS_AS
-from common.runs.folder import Folder, read_json
+from common.distributed.elastic.generations import read_rank_changes
+from common.distributed.rank_info import REPLACED_RANK_VARIABLE
+from common.runs.folder import RunFolder, read_json
 from slurm.local_cluster import namespaces
 from slurm.local_cluster.cluster import Cluster
 from slurm.local_cluster.slurm_conf import make_search_path
@@ -145,9 +145,9 @@ class Lab:
         words += [f"checkpoint.every_steps={EVERY}", f"launch.step_timeout={TIMEOUT}", "wandb.finish_timeout=60", *more]
         self.command("exp", f"--nodes={nodes}", f"--args={' '.join(words)}", "--", experiment, env=env)
         (path,) = runs.iterdir()
-        return Running(self, Folder(path))
+        return Running(self, RunFolder(path))
 
-    def reference(self, experiment: str, *more: str) -> Folder:
+    def reference(self, experiment: str, *more: str) -> RunFolder:
         """The undisturbed run, of which all labs that share a folder make one."""
         name = "-".join([experiment, *more])
         place = self.shared / f"undisturbed-{name}"
@@ -157,7 +157,7 @@ class Lab:
                 running.finish()
                 assert running.folder.result.get("state") == "finished", running.folder.result
                 shutil.move(running.folder.path, place)
-        return Folder(place)
+        return RunFolder(place)
 
 
 def make_images(root: Path) -> None:
@@ -176,7 +176,7 @@ def make_images(root: Path) -> None:
 class Running:
     """A submitted run, watched from outside the cluster."""
 
-    def __init__(self, lab: Lab, folder: Folder) -> None:
+    def __init__(self, lab: Lab, folder: RunFolder) -> None:
         self.lab, self.folder = lab, folder
         self.job = read_json(folder.path / "meta.json")["job"]["id"]
 
@@ -189,12 +189,12 @@ class Running:
         batch, names = self.lab.slurm("squeue", "-h", "-j", self.job, "-o", "%B %N").split()
         return sorted(self.lab.slurm("scontrol", "show", "hostnames", names).split(), key=lambda name: name != batch)
 
-    def newest(self) -> Folder:
-        return self.folder.attempts()[-1]
+    def newest(self) -> RunFolder:
+        return self.folder.list_attempts()[-1]
 
     def step(self) -> int:
         """The last step that is written down."""
-        attempts = self.folder.attempts()
+        attempts = self.folder.list_attempts()
         return last_step(attempts[-1]) if attempts else 0
 
     def wait_for_step(self, step: int) -> None:
@@ -202,7 +202,7 @@ class Running:
 
     def wait_for_start(self, number: int) -> None:
         """Wait until so many starts were made and the newest trains."""
-        until(f"start {number}", lambda: len(self.folder.attempts()) >= number and self.step() > 0, 120, 0.05)
+        until(f"start {number}", lambda: len(self.folder.list_attempts()) >= number and self.step() > 0, 120, 0.05)
 
     def wait_until_queued(self) -> None:
         """Wait until SLURM has queued the job again and nothing of it runs."""
@@ -225,7 +225,7 @@ class Running:
                 environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 named = dict(line.split(b"=", 1) for line in environ if b"=" in line)
                 if b"submitit.core._submit" in words and b"SLURM_STEP_NODELIST" in named:  # no srun, no launcher
-                    found[pid] = int(named.get(JOINS_AS.encode(), named[b"SLURM_PROCID"]))
+                    found[pid] = int(named.get(REPLACED_RANK_VARIABLE.encode(), named[b"SLURM_PROCID"]))
                     parents[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         return {pid: rank for pid, rank in found.items() if (parents[pid] in found) == of_a_rank}
 
@@ -235,8 +235,8 @@ class Running:
         until("no process is left", lambda: not processes_of(str(self.folder.path)), 120, 0.2)
 
 
-def last_step(attempt: Folder) -> int:
-    return max((row["global_step"] for row in attempt.read_own_rows()), default=0)
+def last_step(attempt: RunFolder) -> int:
+    return max((row["global_step"] for row in attempt.read_attempt_rows()), default=0)
 
 
 def time_step_after(running: Running, strike: Callable[[], Answer]) -> tuple[float, Answer]:
@@ -245,13 +245,13 @@ def time_step_after(running: Running, strike: Callable[[], Answer]) -> tuple[flo
     The step may be one of the struck attempt, by other ranks, or of the next attempt. A run that ends has taken it.
     """
     old, began = running.newest(), time.monotonic()
-    known = len(read_generations(old))
+    known = len(read_rank_changes(old))
     struck = strike()
 
     def goes_on() -> bool:
         if running.newest().number > old.number:
             return running.step() > 0
-        changes = read_generations(old)
+        changes = read_rank_changes(old)
         return bool(running.folder.result) or (len(changes) > known and running.step() > int(changes[-1]["step"]))
 
     until("the run goes on", goes_on, 150, 0.005)

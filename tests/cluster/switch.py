@@ -10,8 +10,8 @@ import struct
 import time
 
 from common.distributed.transport.certificates import Identity
-from common.distributed.transport.connecting import Published
-from common.distributed.transport.welcome import Direction, make_hello
+from common.distributed.transport.connecting import RankAddress
+from common.distributed.transport.welcome import ConnectionId, make_hello
 from slurm.local_cluster import daemons
 from slurm.local_cluster.cluster import Cluster
 from slurm.local_cluster.namespaces import list_cables, run_in_namespaces, run_ip
@@ -107,13 +107,13 @@ def be_refused(address: tuple[str, int], foreign: Identity, seed: str) -> None:
     """Try all ways to get in; those who then say no more are closed by the rank, too."""
     hello = make_client_hello()
     quiet = [connect(address, data) for data in (b"", hello[:50], hello)]
-    attack(Published(*address, "", "", ""), 60, seed)
+    attack(RankAddress(*address, "", "", ""), 60, seed)
     bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     bare.check_hostname = False
     for context in (bare, foreign.client):
         context.verify_mode = ssl.CERT_NONE  # whoever this rank may be
         with contextlib.suppress(OSError), context.wrap_socket(connect(address)) as stranger:
-            stranger.sendall(make_hello(Direction("run", 1, 0), b"guess"))
+            stranger.sendall(make_hello(ConnectionId("run", 1, 0), b"guess"))
             assert not stranger.recv(1)
     assert all(map(is_closed, quiet))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.distributed.elastic.generations import read_generations
-from common.runs.folder import Folder
+from common.distributed.elastic.generations import read_rank_changes
+from common.runs.folder import RunFolder
 from tests.cluster.lab import Lab, Running
 from tests.harness.elastic_runs import differences, list_changes
 from tests.harness.processes import run
@@ -33,7 +33,7 @@ def main(cfg, run):
 """
 
 
-def train_alone(cache: Path, runs: Path, *words: str) -> Folder:
+def train_alone(cache: Path, runs: Path, *words: str) -> RunFolder:
     """The run of one process that nothing disturbs."""
     words = (*MODEL, *SETTINGS, f"data.cache={cache}", "processes_per_node=1", *words)
     return run("ddp_multinode", *words, runs=runs).folder
@@ -46,7 +46,7 @@ def submit(lab: Lab, *words: str, nodes: int = 3) -> Running:
 
 def changes(running: Running) -> list[tuple[list[int], list[int]]]:
     """Of each change so far, who was lost and who joined."""
-    return [(one["lost"], one["joined"]) for one in read_generations(running.newest())]
+    return [(one["lost"], one["joined"]) for one in read_rank_changes(running.newest())]
 
 
 def test_a_killed_rank_and_a_cut_host_come_back_and_a_dead_host_does_not(lab: Lab, cache: Path, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_killed_rank_and_a_cut_host_come_back_and_a_dead_host_does_not(lab: La
     until("rank 1 is back", lambda: changes(running)[-1:] == [([], [1])], 60, 0.1)
     lab.tool("power-off", hosts[2])
     running.finish()
-    assert running.folder.result["state"] == "finished" and len(running.folder.attempts()) == 1
+    assert running.folder.result["state"] == "finished" and len(running.folder.list_attempts()) == 1
     assert list_changes(running.folder) == [([0], []), ([], [0]), ([1], []), ([], [1]), ([2], [])]
     assert not differences(running.folder, train_alone(cache, tmp_path, *LONG))
     until("SLURM knows that the job is over", lambda: running.state() == "COMPLETED", 60, 0.2)
@@ -82,7 +82,7 @@ def test_a_job_that_loses_its_first_host_is_queued_again(step: int, lab: Lab, ca
     first = running.hosts()[0]
     lab.tool("power-off", first)
     running.finish()
-    attempts = running.folder.attempts()
+    attempts = running.folder.list_attempts()
     assert running.folder.result["state"] == "finished" and len(attempts) == (2 if step else 1)
     if step:
         assert attempts[1].parent_record is not None and attempts[1].parent_record[1] >= step
@@ -99,10 +99,10 @@ def test_too_few_ranks_save_and_an_error_ends_the_job(lab: Lab, cache: Path, tmp
     running.wait_for_step(20)
     os.kill(running.ranks()[2], signal.SIGKILL)
     running.finish()
-    result, attempts = running.folder.result, running.folder.attempts()
+    result, attempts = running.folder.result, running.folder.list_attempts()
     assert (result["state"], result["exit_status"], len(attempts)) == ("failed", 1, 3), result
     assert any("ValueError: planted" in log.read_text() for log in running.folder.path.glob("submit/*_1_log.out"))
-    rows, expected = list(attempts[0].read_own_rows()), train_alone(cache, tmp_path, *SHORT).metrics()
+    rows, expected = list(attempts[0].read_attempt_rows()), train_alone(cache, tmp_path, *SHORT).read_metrics()
     assert attempts[1].find_last_step() == rows[-1]["global_step"] >= 20
     losses = [[row["loss"] for row in given if "loss" in row] for given in (rows, expected)]
     assert losses[0] == pytest.approx(losses[1][: len(losses[0])], abs=1e-9)

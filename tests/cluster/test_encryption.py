@@ -11,7 +11,7 @@ import torch
 
 from common.distributed.transport.certificates import Identity
 from common.models.networks import build_network
-from slurm.local_cluster.slurm_conf import CONTROLLER
+from slurm.local_cluster.slurm_conf import CONTROLLER_ADDRESS
 from tests.cluster.switch import intrude, open_sniffer, read_tcp
 from tests.harness.chance import draw_seed
 from tests.harness.registry import REPLICATED
@@ -42,8 +42,8 @@ def test_tls_hides_what_ranks_send_and_no_stranger_joins_or_stalls_them(
             done = run.result()
             seen.append(read_tcp(sniffer, {1, 2}))
         assert (done.returncode, status) == (0, 0), done.stdout + done.stderr
-        losses.append([row["loss"] for row in site.run_of(runs).metrics() if "loss" in row])
-    assert f"rank 0 refused a connection from {CONTROLLER}:" in done.stderr
+        losses.append([row["loss"] for row in site.run_of(runs).read_metrics() if "loss" in row])
+    assert f"rank 0 refused a connection from {CONTROLLER_ADDRESS}:" in done.stderr
     assert losses[0] == losses[1] and len(losses[0]) == 10
     found = [data.count(PATTERN.numpy().tobytes()) for data in seen]
     assert found[0] > 1000 and found[1] == 0, found

@@ -105,9 +105,9 @@ def send_notice(running: Running, moment: float) -> None:
 def stays_ended(running: Running, state: str) -> None:
     """Longer than a requeue takes: the job has ended as `state` and no start follows."""
     until("the job has ended", lambda: running.state() == state, 30)
-    starts = len(running.folder.attempts())
+    starts = len(running.folder.list_attempts())
     time.sleep(3)
-    assert running.state() == state and len(running.folder.attempts()) == starts
+    assert running.state() == state and len(running.folder.list_attempts()) == starts
 
 
 def test_wandb_gets_each_row_once_of_an_online_run_that_is_cancelled(small: Lab) -> None:
@@ -137,14 +137,14 @@ def test_a_cancelled_run_is_not_started_again(small: Lab) -> None:
     running.wait_for_step(20)
     small.command("cancel", str(running.folder.path))
     stays_ended(running, "CANCELLED")
-    assert running.folder.result["state"] == "cancelled" and len(running.folder.attempts()) == 1
+    assert running.folder.result["state"] == "cancelled" and len(running.folder.list_attempts()) == 1
 
 
 def test_a_loss_that_is_no_number_is_not_tried_again(small: Lab) -> None:
     running = small.submit("mnist_pipeline", *SMALL, "optim.lr=100", "optim.decay=constant")
     running.finish()
     stays_ended(running, "FAILED")
-    assert len(running.folder.attempts()) == 1
+    assert len(running.folder.list_attempts()) == 1
     result = running.folder.result
     assert result["state"] == "failed" and result["exit_status"] == 2
     assert "the loss of step" in result["reason"] and "positions" in result["reason"]
@@ -164,7 +164,7 @@ def test_a_run_that_crashes_at_every_start_is_given_up(small: Lab) -> None:
         os.kill(running.ranks()[number % 2], signal.SIGKILL)
     running.finish()
     stays_ended(running, "FAILED")
-    assert len(running.folder.attempts()) == 3
+    assert len(running.folder.list_attempts()) == 3
     result = running.folder.result
     assert "3 attempts in a row ended without a new checkpoint" in result["reason"] and result["exit_status"] == 1
 

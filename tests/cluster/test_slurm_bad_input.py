@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from common.core.processes import Process
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from slurm.local_cluster import cluster, daemons, namespaces, slurm_conf
 from tests.harness.site import FIRST, Site, own_mounts, up
 
@@ -32,7 +32,7 @@ def check(done: subprocess.CompletedProcess[str], message: str) -> None:
 
 
 def check_job(
-    site: Site, done: subprocess.CompletedProcess[str], folder: Folder, message: str, status: int = 2
+    site: Site, done: subprocess.CompletedProcess[str], folder: RunFolder, message: str, status: int = 2
 ) -> None:
     """A followed job that failed: why is told to the one who follows and by `make status`, and all is over."""
     check(done, message)
@@ -43,7 +43,7 @@ def check_job(
     site.gone(folder)
 
 
-def check_in_time(site: Site, folder: Folder) -> None:
+def check_in_time(site: Site, folder: RunFolder) -> None:
     """From the job's start until why it failed was written down."""
     job = next(folder.path.glob("submit/*_0_log.out")).name.partition("_")[0]
     fields = site.inside("scontrol", "-o", "show", "job", job, SLURM_TIME_FORMAT="%s").stdout.split()
@@ -171,7 +171,7 @@ def test_a_bad_disk_of_a_submitted_run_is_told_in_time(
             submitted = site.submit("ddp_multinode", "", "steps=10")
             assert submitted.returncode == 0, submitted.stderr
             (line,) = [line for line in submitted.stdout.splitlines() if line.startswith("  run folder  ")]
-            folder = Folder(Path(line.split()[-1]))
+            folder = RunFolder(Path(line.split()[-1]))
             subprocess.run([*prefix, "sh", "-c", change.format(disk=f"{base}/runs")], check=False)
         began = time.monotonic()
         done = site.call("slurm", "logs", str(folder.path), "--follow=1", status=None)

@@ -181,7 +181,7 @@ def test_the_doctor_names_the_rank_that_a_run_failed_of(site: Site, signal: str,
     done = site.submit("mnist_pipeline", signal, *words)
     assert done.returncode == 0, done.stderr
     folder = site.run_of(signal)
-    until("steps", folder.metrics)
+    until("steps", folder.read_metrics)
     find = f"pgrep -f '[s]ubmitit.core._submit {folder.path}'"
     subprocess.run(cluster(site).build_command(["sh", "-c", f"kill -{signal} $({find})"], node=2), check=True)
     assert "cluster.requeue=false" in site.wait(folder, "FAILED", 60 + PATIENCE)

@@ -35,7 +35,7 @@ def test_a_job_on_two_hosts_has_the_numbers_of_a_local_run(site: Site, entry: En
     assert LAST[entry.trains] in site.call("slurm", "logs", str(folder.path)).stdout
     local = run(entry.name, "--config", str(folder.path / "config.yaml"), "launch.threads=1", runs=tmp_path / "local")
     assert local.status == 0, local.err
-    assert [row["loss"] for row in folder.metrics() if "loss" in row] == local.losses
+    assert [row["loss"] for row in folder.read_metrics() if "loss" in row] == local.losses
     both = f"--runs={folder.path} {local.folder.path}"
     compared = json.loads(site.call("slurm", "compare", f"--runs-folder={tmp_path}", both, "--json=1").stdout)
     assert [(one["state"], one["step"], one["processes"]) for one in compared["runs"]] == [("finished", 30, 2)] * 2
@@ -60,7 +60,7 @@ def test_replicas_go_across_the_hosts_and_stages_do_not(site: Site, tmp_path: Pa
     assert not [path for path in folder.path.iterdir() if path.name.startswith(".private")]
     local = run("resnet_modelparallel", "--config", str(folder.path / "config.yaml"), "launch.threads=1", runs=tmp_path)
     assert local.status == 0, local.err
-    assert [row["loss"] for row in folder.metrics() if "loss" in row] == local.losses
+    assert [row["loss"] for row in folder.read_metrics() if "loss" in row] == local.losses
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_what_was_submitted_runs_whatever_is_edited_later(site: Site) -> None:
             for file in files:
                 file.write_text("raise RuntimeError('edited after submission')\n")
             folder = site.run_of("edited")
-            assert not folder.attempts(), "it waits for the hosts"
+            assert not folder.list_attempts(), "it waits for the hosts"
         until("it has ended", lambda: folder.result)
     finally:
         for file, text in zip(files, texts, strict=True):
@@ -164,8 +164,8 @@ def test_a_script_of_ones_own_that_is_queued_again_goes_on_in_the_same_folder(si
     site.inside("scontrol", "requeue", job)
     until("the end", lambda: site.run_of("own-script").result.get("state") == "finished", 120)
     folder = site.run_of("own-script")
-    assert len(folder.attempts()) == 2 and folder.attempts()[1].parent_record[1] >= 20  # type: ignore[index]
-    assert [row["global_step"] for row in folder.metrics() if "loss" in row] == list(range(1, 201))
+    assert len(folder.list_attempts()) == 2 and folder.list_attempts()[1].parent_record[1] >= 20  # type: ignore[index]
+    assert [row["global_step"] for row in folder.read_metrics() if "loss" in row] == list(range(1, 201))
 
 
 def test_torchrun_goes_before_slurm_inside_an_allocation(site: Site) -> None:

@@ -19,4 +19,4 @@ def test_an_old_run_goes_on_as_a_job(site: Site, version: str) -> None:
     assert stopped.result["state"] == "finished" and stopped.result["scores"]["test_samples"] == 200
     steps = [row["global_step"] for row in stopped.read_rows() if "loss" in row]
     assert steps == [row["global_step"] for row in finished.read_rows() if "loss" in row]
-    assert [attempt.number for attempt in stopped.attempts()] == [1, 2]
+    assert [attempt.number for attempt in stopped.list_attempts()] == [1, 2]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common.runs.folder import Folder, read_json
+from common.runs.folder import RunFolder, read_json
 from slurm.scheduling.scheduler import choose_scheduler
 from tests.harness.site import Site, until
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.timeout(400)
 STEPS = 300
 
 
-def started(site: Site) -> list[Folder]:
-    return [Folder(path.parent) for path in site.runs.glob("swept/*/config.yaml")]
+def started(site: Site) -> list[RunFolder]:
+    return [RunFolder(path.parent) for path in site.runs.glob("swept/*/config.yaml")]
 
 
 def test_a_sweep_finishes_though_a_host_loses_its_power(site: Site) -> None:
@@ -30,7 +30,7 @@ def test_a_sweep_finishes_though_a_host_loses_its_power(site: Site) -> None:
     assert "an array of 6, at most 3 at once" in done.stdout
     assert "_[" in site.inside("squeue", "-h", "-o", "%i").stdout, "an array, as a person expects it"
     assert "0 to run now" in site.call("slurm", "sweep", "--", str(file)).stdout, "all are submitted"
-    on_2 = until("a task on node2", lambda: [f for f in started(site) if hosts(f) == ["node2"] and f.metrics()])
+    on_2 = until("a task on node2", lambda: [f for f in started(site) if hosts(f) == ["node2"] and f.read_metrics()])
     site.call("slurm", "cluster", "power-off", "2")
     try:
         assert not on_2[0].result, "it was still running"
@@ -41,7 +41,7 @@ def test_a_sweep_finishes_though_a_host_loses_its_power(site: Site) -> None:
     assert [f.result["state"] for f in folders] == ["finished"] * 6
     assert len(on_2[0].attempts()) > 1
     for folder in folders:
-        steps = [row["global_step"] for row in folder.metrics() if "loss" in row]
+        steps = [row["global_step"] for row in folder.read_metrics() if "loss" in row]
         assert steps == list(range(1, STEPS + 1))
     cells = read_json(site.runs / "swept" / "sweeps" / "widths" / "sweep.json")["cells"]
     assert sorted(cell["run"] for cell in cells) == sorted(folder.path.name for folder in folders)
@@ -73,7 +73,7 @@ def test_one_look_at_the_queue_tells_of_every_task(site: Site, monkeypatch: pyte
     until("they are cancelled", lambda: slurm.read_job_state(f"{job}_2")[0] == "CANCELLED")
 
 
-def hosts(folder: Folder) -> list[str]:
+def hosts(folder: RunFolder) -> list[str]:
     """Where the newest start of a run is."""
-    attempts = folder.attempts()
-    return list(read_json(attempts[-1].attempt / "world.json").get("hosts", [])) if attempts else []
+    attempts = folder.list_attempts()
+    return list(read_json(attempts[-1].attempt_folder / "world.json").get("hosts", [])) if attempts else []

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from common.runs import compare_page
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from slurm.reports import compare as compared
 from slurm.reports import selection
 from tests.harness import inside, warm
@@ -126,7 +126,7 @@ def test_a_measurement_has_no_samples_and_its_points_are_shown_beside_measuremen
         {"global_step": step, "samples": step, "time": float(step), "bytes": 4.0, "all_reduce float32 gloo": 0.1}
         for step in range(1, 5)
     ]
-    folder.attempts()[-1].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder.list_attempts()[-1].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     alone = compare(runs)
     assert "samples/s" not in alone.stdout and "all reduce float32 gloo" in (runs / "compare.html").read_text()
     assert "samples/s" in inside.run_verb("status", f"--runs-folder={runs}").stdout.splitlines()[0]
@@ -286,19 +286,19 @@ def test_text_of_a_run_folder_is_escaped_in_the_page(made: Path) -> None:
 def test_the_newest_starts_settings_count(tmp_path: Path) -> None:
     folder = Made("ddp_multinode", 1, 20, attempts=2, settings={"optim.lr": "0.1"}).write(tmp_path / "runs")
     Made("ddp_multinode", 2, 20, settings={"optim.lr": "0.1"}).write(tmp_path / "runs")
-    first, second = folder.attempts()
-    (second.attempt / "changed.json").write_text('{"optim.lr": ["0.1", "0.05"], "clip": 3}')
+    first, second = folder.list_attempts()
+    (second.attempt_folder / "changed.json").write_text('{"optim.lr": ["0.1", "0.05"], "clip": 3}')
     answer = as_json(tmp_path / "runs")
     assert [run["settings"] for run in answer["runs"]] == [{"optim.lr": "0.05"}, {"optim.lr": "0.1"}]
     assert ends(as_json(tmp_path / "runs", "--where=lr<0.07")) == ["0001"]
-    shutil.move(second.attempt / "changed.json", first.attempt)  # the second start took it back
+    shutil.move(second.attempt_folder / "changed.json", first.attempt_folder)  # the second start took it back
     assert as_json(tmp_path / "runs")["differing"] == []
 
 
 def test_a_restart_is_no_dip_in_the_throughput(tmp_path: Path) -> None:
     folder = Made(steps=60, attempts=2).write(tmp_path)
-    later = folder.attempts()[1].metrics_file
-    waited = [row | {"time": row["time"] + 60} for row in folder.attempts()[1].read_own_rows()]
+    later = folder.list_attempts()[1].metrics_file
+    waited = [row | {"time": row["time"] + 60} for row in folder.list_attempts()[1].read_attempt_rows()]
     later.write_text("".join(json.dumps(row) + "\n" for row in waited))
     low = compared.RunFacts.from_folder(folder).curves.speed.low
     assert min(low) > 0.5 * max(low)
@@ -322,7 +322,7 @@ def test_damaged_files_do_not_hide_the_others(made: Path, tmp_path: Path) -> Non
     runs = tmp_path / "runs"
     shutil.copytree(made, runs)
     _, cut, odd, *_ = sorted(runs.glob("*-*/"), key=lambda path: path.name[-4:])
-    metrics = Folder(cut).attempts()[-1].metrics_file
+    metrics = RunFolder(cut).list_attempts()[-1].metrics_file
     metrics.write_text(
         metrics.read_text()[:-7] + '\n[1]\n{"loss": 1}\n{"global_step": "x", "samples": 1, "time": 1, "loss": 1}\n'
     )

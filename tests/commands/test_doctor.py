@@ -187,7 +187,7 @@ def test_who_did_not_answer_counts_more_than_who_was_killed_then(tmp_path: Path)
     """NCCL aborts the process that waits."""
     folder = Made(state="failed", result={"reason": "rank 0 was killed by SIGABRT"}).write(tmp_path)
     words = "after step 9: rank 1 on vm did not answer within 9 s"
-    folder.attempts()[-1].log_file(0).write_text(f"2026-01-01 09:00:02,500 ERROR {words}\n")
+    folder.list_attempts()[-1].log_file(0).write_text(f"2026-01-01 09:00:02,500 ERROR {words}\n")
     assert diagnosis.examine_run(folder)["cause"] == words
 
 
@@ -203,7 +203,7 @@ def test_who_did_not_answer_counts_more_than_who_was_killed_then(tmp_path: Path)
 )
 def test_an_error_of_the_source_is_not_to_be_run_again(tmp_path: Path, error: str, mended: bool) -> None:
     folder = Made(state="failed", result={"reason": ""}).write(tmp_path)
-    folder.attempts()[-1].log_file(1).write_text(f"2026-01-01 09:00:02,500 ERROR after step 3: {error}\n")
+    folder.list_attempts()[-1].log_file(1).write_text(f"2026-01-01 09:00:02,500 ERROR after step 3: {error}\n")
     (advice,) = (line for line in doctor(f"--run={folder.path}").splitlines() if "continue with  " in line)
     new = 'make exp NAME=ddp_multinode ARGS="..." (a new run) after fixing the error; RESUME= would run the old source '
     resumed = f"make exp RESUME={folder.path}; no checkpoint found, it restarts from step 0"
@@ -215,7 +215,7 @@ def test_an_error_of_the_source_is_not_to_be_run_again(tmp_path: Path, error: st
 def test_the_ranks_that_an_elastic_run_lost_are_told(damaged: bool, tmp_path: Path) -> None:
     folder = Made().write(tmp_path)
     change = {"step": 16, "lost": [1], "joined": [], "ranks": [0, 2], "seconds": 0.05}
-    write_json(folder.attempts()[-1].attempt / "generations.json", ["damaged"] if damaged else [change])
+    write_json(folder.list_attempts()[-1].attempt_folder / "generations.json", ["damaged"] if damaged else [change])
     told = "  ranks changed: after step 16: lost rank 1; ranks 0, 2 continued after 0.050 s"
     assert (told in doctor(f"--run={folder.path}")) is not damaged
 
@@ -272,7 +272,7 @@ def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, 
         words = text.split(" ", 1)[1] if text[:2] == "09" else text
         stack = "Traceback (most recent call last):\n" if words else ""
         line = f"2026-01-01 {time_of} ERROR after step 3: {words}\n{stack}" if words else "it began\n"
-        folder.attempts()[-1].log_file(rank).write_text(line)
+        folder.list_attempts()[-1].log_file(rank).write_text(line)
     found = diagnosis.examine_run(folder)
     assert found["cause"].startswith(cause), found
     assert found["first_error"]["error"].startswith("after step 3: ") and found["first_error"]["rank"] == first
@@ -284,7 +284,7 @@ def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
     hangs = "hangs after step 100: no sign of life from rank 1 on vm for 2 min"
     for seconds, cause in ((100, diagnosis.NO_PROBLEM), (130, hangs)):
         for rank, step in ((0, 2), (1, 1)):  # a message may take launch.step_timeout=120 seconds
-            folder.attempts()[-1].write_heartbeat(rank, step, time.time() - seconds - rank)
+            folder.list_attempts()[-1].write_heartbeat(rank, step, time.time() - seconds - rank)
         assert diagnosis.examine_run(folder)["cause"].startswith(cause)
     assert "\n  last step  100\n" in doctor(f"--run={folder.path}"), "make status has 100, the heartbeats are older"
 
@@ -296,9 +296,9 @@ def test_a_run_that_hangs_before_its_first_heartbeat_is_told(
     tmp_path: Path, timeout: int, seconds: float, well: bool
 ) -> None:
     folder = Made(state="running", settings={"launch.step_timeout": str(timeout)}).write(tmp_path)
-    place = folder.attempts()[-1].attempt
+    place = folder.list_attempts()[-1].attempt_folder
     (place / "heartbeat-1.json").unlink()
-    folder.attempts()[-1].write_heartbeat(0, 1, time.time() - seconds)
+    folder.list_attempts()[-1].write_heartbeat(0, 1, time.time() - seconds)
     for path in [place / "attempt.json", place / "world.json", place / "logs", *place.glob("logs/*")]:
         os.utime(path, (time.time() - seconds - 5,) * 2)
     hangs = "hangs after step 100: no sign of life from rank 1 on vm for "

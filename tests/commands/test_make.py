@@ -326,7 +326,7 @@ def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, .
     assert done.folder.result["state"] == "finished"
     written = yaml.safe_load((done.folder.path / "config.yaml").read_text())
     assert written["launch"]["nodes"] == 2
-    assert sorted(path.name for path in done.folder.attempt.parent.glob("0001/logs/rank-*")) == [
+    assert sorted(path.name for path in done.folder.attempt_folder.parent.glob("0001/logs/rank-*")) == [
         "rank-0.log",
         "rank-1.log",
     ]

@@ -33,7 +33,7 @@ def runs(tmp_path: Path) -> Path:
     (outside / "precious").write_text("x")
     for number, state in enumerate(("finished", "failed", "running")):
         folder = Made("ddp_multinode", number, 20, state=state).write(place)
-        (saved := folder.attempts()[0].attempt / "checkpoints" / "step-00000010").mkdir(parents=True)
+        (saved := folder.list_attempts()[0].attempt_folder / "checkpoints" / "step-00000010").mkdir(parents=True)
         (saved / "rank-0.pt").write_bytes(bytes(3_000_000))
         (saved.parent / "latest").symlink_to(outside)
         (saved.parent.parent / "trace-0.json").write_text("{}")

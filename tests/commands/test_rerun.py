@@ -16,11 +16,11 @@ import pytest
 from common.core import config
 from common.core.errors import UserError
 from common.data import prepare
-from common.data.prepare import Prepared
+from common.data.prepare import PreparedDataset
 from common.distributed.transport import algorithms
 from common.pipeline import schedules
 from common.runs import provenance
-from common.runs.folder import Folder, write_json
+from common.runs.folder import RunFolder, write_json
 from common.training.optimization import own_files
 from configs import ddp_multinode, mnist_pipeline
 from configs.profile import Profile
@@ -57,8 +57,10 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) ->
     assert "losses      equal to the bit in 12 steps" in done.stdout
     assert "result      equal to the bit: test_loss, test_accuracy" in done.stdout
     (path,) = (path for path in old.parent.iterdir() if path != old)
-    new = Folder(path)
-    assert new.metrics()[3]["loss"] == Folder(old).metrics()[3]["loss"] and new.result["state"] == "finished"
+    new = RunFolder(path)
+    assert (
+        new.read_metrics()[3]["loss"] == RunFolder(old).read_metrics()[3]["loss"] and new.result["state"] == "finished"
+    )
     assert (new.path / "code" / "experiments" / "mnist_pipeline.py").read_text() == script.read_text()
     assert (new.path / "code" / "own" / "data.py").read_text() == (old / "code" / "own" / "data.py").read_text()
     meta = json.loads((new.path / "meta.json").read_text())
@@ -84,7 +86,7 @@ def test_a_repetition_with_a_schedule_that_is_named_keeps_that_file(tmp_path: Pa
     old = Made("mnist_pipeline", 1, 20).write(tmp_path / "old")
     schedules.copy_schedule_file(settings, old.path / "code")
     order = write_schedule(tmp_path, "FBW")
-    found = Prepared("digits", tmp_path, {})
+    found = PreparedDataset("digits", tmp_path, {})
     for named in ([], ["schedule"]):
         new = rerun.create_folder(old, config.format_yaml(settings), settings, found, overridden=named)
         (kept,) = (new.path / "code" / "own").iterdir()
@@ -103,7 +105,7 @@ def test_a_repetition_keeps_the_file_of_an_algorithm_of_ones_own(tmp_path: Path)
     old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
     algorithms.copy_algorithm_file(settings.launch, old.path / "code")
     own.write_text("def star(ranks):\n    return [[], []]\n")
-    found = Prepared("digits", tmp_path, {})
+    found = PreparedDataset("digits", tmp_path, {})
     for named in ([], ["launch.algorithm"]):
         new = rerun.create_folder(old, config.format_yaml(settings), settings, found, overridden=named)
         (kept,) = (new.path / "code" / "own").iterdir()
@@ -121,7 +123,7 @@ def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tm
     own_files.copy_optimizer_files(settings.optim, old.path / "code")
     for file in files:
         file.write_text("def halve(step, total):\n    return -1\n")
-    found = Prepared("digits", tmp_path, {})
+    found = PreparedDataset("digits", tmp_path, {})
     for named in ([], ["optim.name"], ["optim.decay"]):
         new = rerun.create_folder(old, config.format_yaml(settings), settings, found, overridden=named)
         decay, optimizer = sorted((new.path / "code" / "own").iterdir())
@@ -136,9 +138,9 @@ def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tm
 def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = Made("mnist_pipeline", 1, 20).write(tmp_path / "old")
     for steps, equal in ((20, True), (19, False), (21, False)):
-        new = Folder(tmp_path / f"new-{steps}" / old.path.name)
+        new = RunFolder(tmp_path / f"new-{steps}" / old.path.name)
         shutil.copytree(old.path, new.path)
-        (attempt,) = new.attempts()
+        (attempt,) = new.list_attempts()
         lines = [line for line in attempt.metrics_file.read_text().splitlines(keepends=True) if '"loss"' in line]
         more = lines[-1].replace('"global_step": 20', '"global_step": 21')
         attempt.metrics_file.write_text("".join([*lines, more][:steps]))
@@ -170,15 +172,15 @@ def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: P
 
 def test_how_far_losses_lead_apart_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = (Made(number=number, steps=10).write(tmp_path) for number in range(2))
-    text = old.attempts()[0].metrics_file.read_text()
-    new.attempts()[0].metrics_file.write_text(text)
+    text = old.list_attempts()[0].metrics_file.read_text()
+    new.list_attempts()[0].metrics_file.write_text(text)
     assert rerun.compare_runs(old, new)
     assert "losses      equal to the bit in 10 steps\n" in capsys.readouterr().out
     rows = [json.loads(line) for line in text.splitlines()]
     for row in rows:
         if "loss" in row and row["global_step"] in (4, 7, 9):
             row["loss"] += {4: 0.25, 7: 0.5, 9: 0.125}[row["global_step"]]
-    new.attempts()[0].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    new.list_attempts()[0].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert not rerun.compare_runs(old, new)
     found = re.search(
         r"losses      differ in 3 of 10 steps, first in step 4, by at most (\S+) \(step 7\)", capsys.readouterr().out
@@ -240,7 +242,7 @@ OUTCOME = {
 
 def test_all_that_depends_on_the_training_alone_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = (Made(number=number, steps=10).write(tmp_path) for number in range(2))
-    shutil.copy(old.attempts()[0].metrics_file, new.attempts()[0].metrics_file)
+    shutil.copy(old.list_attempts()[0].metrics_file, new.list_attempts()[0].metrics_file)
     trained = SCORES | OUTCOME | {"data": "digits"}
     write_json(old.path / "result.json", ENDING | MEASURED | {"scores": SCORES, "outcome": OUTCOME})
     other = ENDING | {group: dict.fromkeys(values, "another") for group, values in MEASURED.items()}
@@ -264,7 +266,7 @@ def test_all_that_depends_on_the_training_alone_is_compared(tmp_path: Path, caps
 def test_words_for_the_cluster_are_laid_over_the_runs_own_profile(tmp_path: Path) -> None:
     own = Profile(partition="long", gpus=2, gpus_as="gres", requeue=False, memory_gb=1.5, setup=["module load cuda"])
     write_json(tmp_path / "meta.json", {"job": {"id": "7", "scheduler": "local", "profile": vars(own) | {"gone": 1}}})
-    old = Folder(tmp_path)
+    old = RunFolder(tmp_path)
     assert rerun.find_profile(old, "", []) == own
     longer = rerun.find_profile(old, "", ["cluster.time=120"])
     assert longer == dataclasses.replace(own, time=120)

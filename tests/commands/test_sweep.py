@@ -14,7 +14,7 @@ import yaml
 from common.core.errors import UserError
 from common.core.processes import Process
 from common.runs import claims, provenance
-from common.runs.folder import Folder, read_json
+from common.runs.folder import RunFolder, read_json
 from common.runs.result import Result
 from slurm.launch import sweep_file
 from slurm.scheduling import scheduler
@@ -225,7 +225,7 @@ def test_a_refused_array_leaves_the_results_of_its_runs(tmp_path: Path, cache: P
     points = [{"batch": "32"}]
     file, fake = write(tmp_path, cache, points=points), Fake(tmp_path)
     (run,) = begin(tmp_path, points, "cancelled")
-    folder = Folder(tmp_path / "runs" / run)
+    folder = RunFolder(tmp_path / "runs" / run)
     Result("cancelled", 130).write(folder)
     before = folder.result
     fake.answer("sbatch", "echo refused >&2; exit 1")
@@ -245,7 +245,7 @@ def test_a_point_that_is_still_stopping_is_skipped(
     with subprocess.Popen(["sleep", "600"]) as other:
         identity = {"pid": other.pid, "pid_started": Process.identify(other.pid).start}
         claim = {"process": provenance.identify_process() | identity}
-        folder = Folder(tmp_path / "runs" / run)
+        folder = RunFolder(tmp_path / "runs" / run)
         folder.claim_attempt(claim)
         Result("cancelled", 130).write(folder)
         done = inside.run_verb("sweep", "--launch=local", "--", str(file))

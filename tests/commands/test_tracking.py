@@ -23,8 +23,8 @@ from common.core.errors import UserError
 from common.core.processes import Process
 from common.measure import media
 from common.runs import wandb_rows
-from common.runs.folder import Folder, read_json, write_json
-from common.runs.wandb_tracker import Tracker, pass_on_missing
+from common.runs.folder import RunFolder, read_json, write_json
+from common.runs.wandb_tracker import Tracker, send_missing_rows
 from configs.mnist_pipeline import Config
 from tests.harness import warm
 from tests.harness.made_runs import Made
@@ -95,7 +95,7 @@ def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
         write_json(place / "done.json", said)
         assert process.returncode == 0, said
         (path,) = (place / "run" / "my runs").iterdir()
-        write_json(place / "records.json", {"records": records(Folder(path))})
+        write_json(place / "records.json", {"records": records(RunFolder(path))})
 
     place = make_once(tmp_path_factory, "offline", make)
     said = read_json(place / "done.json")
@@ -114,7 +114,7 @@ def test_offline_run_says_how_to_upload(offline: Offline) -> None:
 
 
 def test_rows_of_metrics_are_in_the_history(offline: Offline) -> None:
-    rows = offline.done.folder.metrics()
+    rows = offline.done.folder.read_metrics()
     assert len(rows) > 30, "metrics.jsonl has every step"
     assert history(offline.records) == chosen_rows(offline.done.folder)
     evaluations = [row for row in rows if "test_loss" in row]
@@ -173,26 +173,26 @@ def test_a_second_start_keeps_the_id(offline: Offline, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Folder:
+def slow(tmp_path: Path) -> RunFolder:
     """A finished run that W&B is to get every row of."""
     settings = {"wandb.tags": "[mine]"}
     return Made("mnist_pipeline", steps=30, step_seconds=0.2, settings=settings).write(tmp_path / "slow")
 
 
 def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and_media(
-    slow: Folder, tmp_path: Path
+    slow: RunFolder, tmp_path: Path
 ) -> None:
     source = copy_with_two_starts(slow, tmp_path / "source")
-    first, second = source.attempts()
-    wandb_rows.write_note(first, wandb_rows.Note(25 + 4, complete=True))
+    first, second = source.list_attempts()
+    wandb_rows.write_note(first, wandb_rows.TrackingNote(25 + 4, complete=True))
     changed = {"wandb.tags": [["mine"], ["mine", "longer"]], "wandb.group": ["", "pair"], "optim.lr": ["0.02", "0.01"]}
     changed |= {"data.name": ["digits", f"/far/away/{'x' * 80}.py:load"]}
-    write_json(second.attempt / "changed.json", changed | {"wandb.model": ["true", "false"]})
+    write_json(second.attempt_folder / "changed.json", changed | {"wandb.model": ["true", "false"]})
     media.write_image(second, 27, "digit", torch.zeros(4, 4))
     media.write_histogram(second, 29, "weights", torch.arange(5.0))
-    with open(second.attempt / media.LIST, "a") as file:
+    with open(second.attempt_folder / media.LIST, "a") as file:
         file.write('{"damaged\n{"cut o')
-    redone = list(source.attempts()[1].read_own_rows())
+    redone = list(source.list_attempts()[1].read_attempt_rows())
     assert [row["global_step"] for row in redone[:2]] == [21, 22], "the first start had got to step 25"
     folder, _ = track(source, tmp_path / "place", number=2, keep=True)
     found = records(folder)
@@ -211,33 +211,33 @@ def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and
     assert kinds == {"digit._type": 27, "weights._type": 29}
 
 
-def test_what_wandb_misses_of_a_killed_attempt_comes_with_the_next(slow: Folder, tmp_path: Path) -> None:
+def test_what_wandb_misses_of_a_killed_attempt_comes_with_the_next(slow: RunFolder, tmp_path: Path) -> None:
     """The first was killed with its host: it has rows up to step 25, and the second resumed it at 20."""
     source = copy_with_two_starts(slow, tmp_path / "source")
-    wandb_rows.write_note(source.attempts()[0], wandb_rows.Note())
+    wandb_rows.write_note(source.list_attempts()[0], wandb_rows.TrackingNote())
     folder, _ = track(source, tmp_path / "place", number=2)
     assert offline_history(folder) == chosen_rows(folder)
     steps = [row["global_step"] for row in offline_history(folder) if "loss" in row]
     assert steps == list(range(1, 31)), "each step once"
-    assert not wandb_rows.find_incomplete(folder)
+    assert not wandb_rows.list_incomplete_notes(folder)
     *_, early, _, _, late = (record["item"] for record in of_type(records(folder), "history"))
     duration = late["_timestamp"] - early["_timestamp"]
     assert duration == pytest.approx(late["time"] - early["time"], abs=1e-3), "rows have the time of training"
 
 
-def test_a_conversion_that_is_killed_leaves_no_rows(slow: Folder, tmp_path: Path) -> None:
+def test_a_conversion_that_is_killed_leaves_no_rows(slow: RunFolder, tmp_path: Path) -> None:
     """Killed before it counted, or after that and before the notes were written."""
     folder, _ = track(slow, tmp_path / "place")
-    (attempt,) = folder.attempts()
+    (attempt,) = folder.list_attempts()
     (made,) = folder.path.glob("wandb/offline-run-*")
-    wandb_rows.write_note(attempt, wandb_rows.Note())
+    wandb_rows.write_note(attempt, wandb_rows.TrackingNote())
     wandb_rows.adopt_offline_folders(folder)
-    assert not wandb_rows.find_incomplete(folder), "the folder was in its place already"
+    assert not wandb_rows.list_incomplete_notes(folder), "the folder was in its place already"
 
     unfinished = folder.path / "wandb" / "unfinished" / "wandb"
     unfinished.mkdir(parents=True)
     made.rename(unfinished / made.name)
-    wandb_rows.write_note(attempt, wandb_rows.Note())
+    wandb_rows.write_note(attempt, wandb_rows.TrackingNote())
     temporary = tmp_path / "wandb-run-0"
     temporary.mkdir()
     note = {"path": str(temporary), "host": os.uname().nodename}
@@ -252,11 +252,11 @@ def test_a_run_that_left_no_result_ends_as_failed(tmp_path: Path) -> None:
     assert exit_code(records(folder)) == 1
 
 
-def copy_with_two_starts(whole: Folder, place: Path) -> Folder:
+def copy_with_two_starts(whole: RunFolder, place: Path) -> RunFolder:
     """A run as if it had been cut off after step 25, and gone on from a checkpoint of step 20."""
-    folder = Folder(place / whole.path.name)
+    folder = RunFolder(place / whole.path.name)
     shutil.copytree(whole.path, folder.path, ignore=shutil.ignore_patterns("wandb", "code"))
-    first, second = folder.attempts()[0], folder.claim_attempt()
+    first, second = folder.list_attempts()[0], folder.claim_attempt()
     lines = first.metrics_file.read_text().splitlines(keepends=True)
     steps = [json.loads(line)["global_step"] for line in lines]
     first.metrics_file.write_text("".join(line for line, step in zip(lines, steps, strict=True) if step <= 25))
@@ -295,18 +295,18 @@ def test_a_killed_stage_is_named_and_what_came_before_is_kept(tmp_path: Path, di
     assert "Traceback" not in said
     assert f"make sync RUNS={folder.path}" in said
     assert folder.result["state"] == "failed"
-    assert len(folder.metrics()) > 1
+    assert len(folder.read_metrics()) > 1
     found = records(folder)
     assert history(found) == chosen_rows(folder)
     assert exit_code(found) == process.returncode
 
 
-def start_offline(place: Path, steps: int = 10) -> tuple[Tracker, Folder]:
+def start_offline(place: Path, steps: int = 10) -> tuple[Tracker, RunFolder]:
     """The tracking of a finished run, offline."""
     settings = {"wandb.mode": "offline", "wandb.finish_timeout": "1"}
     made = Made("mnist_pipeline", steps=steps, step_seconds=0.2, settings=settings).write(place / "runs")
-    folder = made.attempts()[0]
-    (folder.attempt / "logs").mkdir(exist_ok=True)
+    folder = made.list_attempts()[0]
+    (folder.attempt_folder / "logs").mkdir(exist_ok=True)
     cfg = Config()
     cfg.wandb.mode = "offline"
     tracker = Tracker.start(cfg, folder)
@@ -324,10 +324,10 @@ def test_a_tracker_that_breaks_only_says_so(tmp_path: Path, monkeypatch: pytest.
     said = tracker.finish(20)
     assert said.startswith("W&B: offline; send it with: make sync")
     assert "not complete: the tracking process failed with exit status 1, see " in said
-    assert "No space left" in (folder.attempt / "logs" / "tracker.log").read_text()
+    assert "No space left" in (folder.attempt_folder / "logs" / "tracker.log").read_text()
     fake.write_text("import time\ntime.sleep(1.2)\nraise OSError(28, 'No space left on device')\n")
     with pytest.raises(UserError, match=r"are missing at W&B: .* the tracking process failed with exit status 1; see "):
-        pass_on_missing(folder)  # wandb.finish_timeout, here 1 s, is not for make sync
+        send_missing_rows(folder)  # wandb.finish_timeout, here 1 s, is not for make sync
 
 
 def test_a_tracker_that_was_killed_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,10 +355,10 @@ def test_a_tracker_that_was_killed_is_said_to_be(tmp_path: Path, monkeypatch: py
     assert time.monotonic() - start < BOUND
     assert not places[0].exists() and not note.exists()
     assert clients and not any(process.is_alive() for process in clients)
-    assert wandb_rows.find_incomplete(folder), "make sync passes it on"
+    assert wandb_rows.list_incomplete_notes(folder), "make sync passes it on"
 
 
 def test_tracker_without_room_does_not_fail_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "wandb").touch()
-    assert Tracker.start(Config(), Folder(tmp_path, 1)) is None
+    assert Tracker.start(Config(), RunFolder(tmp_path, 1)) is None
     assert "W&B: tracking could not be started" in capsys.readouterr().out

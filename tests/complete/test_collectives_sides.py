@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from common.distributed import collectives, local_launcher
-from common.distributed.collectives import Call
+from common.distributed.collectives import CollectiveOperation
 from common.distributed.rank_info import RankInfo
-from common.distributed.rendezvous import joined_world
+from common.distributed.rendezvous import join_world
 from configs.collectives import ALGORITHMS, TRANSPORTS
 from configs.launch import Launch
 from tests.harness import warm
@@ -45,14 +45,14 @@ def look_at_streams(place: RankInfo, folder: Path) -> None:
     """What carries the messages of each transport, and of a group that is made after them."""
     launch = Launch(backend="builtin", tls=True, transport="network")
     found: dict[str, dist.ProcessGroup] = {}
-    with joined_world(place, launch, folder / "private") as world:
+    with join_world(place, launch, folder / "private") as world:
         for transport in reversed(TRANSPORTS):
 
-            def keep(group: dist.ProcessGroup, transport: str = transport) -> dict[str, Call]:
+            def keep(group: dist.ProcessGroup, transport: str = transport) -> dict[str, CollectiveOperation]:
                 found[transport] = group
                 return {}
 
-            collectives.open_builtin_sides(world, launch, transport, ["ring"], keep)
+            collectives.open_builtin_variants(world, launch, transport, ["ring"], keep)
         found["later"] = collectives.open_group(world, "builtin")
         told = []
         for name, group in found.items():

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.models import exporting, model_file
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from tests.harness import inside
 from tests.harness.processes import run
 from tests.harness.registry import BY_NAME, REPLICATED, STAGED, Entry
@@ -23,9 +23,9 @@ NETWORKS = [BY_NAME[name] for name in ("mnist_pipeline", "amp_accum", "resnet_mo
 """An experiment for each kind of network."""
 
 
-def copy(folder: Folder, place: Path) -> Folder:
+def copy(folder: RunFolder, place: Path) -> RunFolder:
     shutil.copytree(folder.path, place / folder.path.name)
-    return Folder(place / folder.path.name)
+    return RunFolder(place / folder.path.name)
 
 
 def run_program(path: Path, x: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def run_program(path: Path, x: Tensor) -> Tensor:
     return outputs
 
 
-def export(folder: Folder, *words: str) -> subprocess.CompletedProcess[str]:
+def export(folder: RunFolder, *words: str) -> subprocess.CompletedProcess[str]:
     return inside.run_verb("export", *words, "--", str(folder.path))
 
 

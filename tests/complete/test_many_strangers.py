@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-from common.distributed.transport.connecting import Published
+from common.distributed.transport.connecting import RankAddress
 from tests.harness.chance import draw_seed
 from tests.harness.processes import PATIENCE
 from tests.harness.strangers import attack
@@ -17,8 +17,8 @@ __all__ = ["identity", "meeting"]
 def test_ten_thousand_inputs_end_nobody(meeting: Meeting) -> None:
     with ThreadPoolExecutor(1) as pool:
         zero = pool.submit(meeting.join, 0, 2)
-        found = Published(*json.loads(meeting.get("link/0")))
-        attack(found, 10_000, draw_seed("strangers"), is_local=bool(found.local))
+        found = RankAddress(*json.loads(meeting.get("link/0")))
+        attack(found, 10_000, draw_seed("strangers"), is_local=bool(found.unix_socket_name))
         one = meeting.join(1, 2)
         one.outgoing[0].send(0, b"four")
         got, links = bytearray(4), zero.result(PATIENCE)

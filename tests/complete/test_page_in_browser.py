@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from common.runs import compare_page, metric_curves
-from common.runs.compare_page import Cell, ComparedRun
+from common.runs.compare_page import ComparedRun, TableCell
 from common.runs.metric_curves import Curve, RunCurves
 from tests.harness import inside
 from tests.harness.browser import browser, requests, set_scheme, set_width
@@ -58,8 +58,11 @@ def make_many(count: int, steps: int) -> list[ComparedRun]:
                 "once": Curve(points[:1], *[accuracy[:1]] * 3),
             },
         )
-        columns = {"accuracy": Cell(f"{accuracy[-1]:.2%}", accuracy[-1]), "samples/s": Cell(f"{number}", number)}
-        columns["waiting"] = Cell("15%", 0.15) if number % 2 else Cell("-")
+        columns = {
+            "accuracy": TableCell(f"{accuracy[-1]:.2%}", accuracy[-1]),
+            "samples/s": TableCell(f"{number}", number),
+        }
+        columns["waiting"] = TableCell("15%", 0.15) if number % 2 else TableCell("-")
         settings = {"model.depth": f"{number % 7}", "optim.lr": f"{0.1 / (number + 1):.4f}", "batch": "64"}
         name, label = f"experiment_{number % 6}", f"{number:04x} depth={number % 7} lr={0.1 / (number + 1):.4f}"
         label += " gradient_as_bucket_view=true" if number == 1 else ""

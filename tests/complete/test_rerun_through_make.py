@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.data.sources import MNIST_FILES
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from slurm.launch import rerun
 from tests.harness import making, warm
 from tests.harness.processes import environment, run
@@ -38,7 +38,7 @@ def test_another_seed_is_named_and_how_far_it_leads(cache: Path, place: Path, tm
     found = re.search(r"differ in 12 of 12 steps, first in step 1, by at most (\S+) \(step (\d+)\)", done.stdout)
     assert found, done.stdout
     (path,) = (path for path in old.path.parent.iterdir() if path != old.path)
-    then, now = ([row["loss"] for row in f.metrics() if "loss" in row] for f in (old, Folder(path)))
+    then, now = ([row["loss"] for row in f.read_metrics() if "loss" in row] for f in (old, RunFolder(path)))
     gaps = [abs(a - b) for a, b in zip(then, now, strict=True)]
     assert float(found[1]) == pytest.approx(max(gaps), rel=1e-2) and gaps[int(found[2]) - 1] == max(gaps)
     assert re.search(r"result      test_loss: then \S+, now \S+, \S+ apart", done.stdout)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from configs.sparse_prune import CRITERIA
 from tests.harness.processes import Done, run, values_of
 
@@ -34,7 +34,9 @@ def sweep(runs: Path, *words: str) -> tuple[Done, dict[tuple[int, str], dict[str
     found = {}
     for cell in json.loads((folder / "sweep.json").read_text())["cells"]:
         assert cell["state"] == "finished", cell
-        found[cell["values"]["seed"], cell["values"].get("criterion", "dense")] = values_of(Folder(runs / cell["run"]))
+        found[cell["values"]["seed"], cell["values"].get("criterion", "dense")] = values_of(
+            RunFolder(runs / cell["run"])
+        )
     return done, found
 
 

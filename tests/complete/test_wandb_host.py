@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.runs.wandb_run import load_run_config
 from tests.harness import wandb_host, warm
 from tests.harness.long_runs import only_folder, train_long
@@ -84,9 +84,9 @@ def call(module: str, *words: str, env: dict[str, str]) -> subprocess.CompletedP
     return warm.execute([sys.executable, "-m", module, *words], env=env, timeout=120)
 
 
-def tracked(folder: Folder, env: dict[str, str]) -> Folder:
+def tracked(folder: RunFolder, env: dict[str, str]) -> RunFolder:
     """Track every start of a run offline, as the run itself would have."""
-    for attempt in folder.attempts():
+    for attempt in folder.list_attempts():
         done = run_tracking(attempt, "offline", env)
         assert done.returncode == 0, done.stderr
     return folder
@@ -299,7 +299,7 @@ def test_a_killed_first_stage_is_named_and_what_came_before_is_kept(tmp_path: Pa
     process, folder, pid = kill_rank(0, (*digits, *LONG), tmp_path, BOUND)
     assert process.returncode == 128 + signal.SIGKILL
     assert f"error: rank 0 (pid {pid}) was killed by SIGKILL" in process.out + process.err
-    assert folder.result["state"] == "failed" and len(folder.metrics()) > 1
+    assert folder.result["state"] == "failed" and len(folder.read_metrics()) > 1
     found = records(folder)
     assert history(found) == chosen_rows(folder) and exit_code(found) == process.returncode
 
@@ -311,7 +311,7 @@ def test_nothing_outlives_a_killed_launcher_and_sync_passes_its_rows_on(
     runs = tmp_path / "runs"
     with train_long("mnist_pipeline", *digits, *LONG, runs=runs, **env) as process:
         folder = only_folder(runs)
-        wait_until(lambda: len(folder.metrics()) > 100, "it trains")
+        wait_until(lambda: len(folder.read_metrics()) > 100, "it trains")
         assert len(processes_of(str(runs))) >= 3  # launcher and two ranks
         process.kill()
         wait_until(lambda: process.poll() is not None and not processes_of(str(runs)), "all has ended", BOUND)
@@ -332,16 +332,16 @@ def steps_of(host: Host) -> list[int]:
 class Live:
     """An attempt that is tracked online while its rows are written."""
 
-    def __init__(self, folder: Folder, host: Host, rows: list[str]) -> None:
+    def __init__(self, folder: RunFolder, host: Host, rows: list[str]) -> None:
         self.folder, self.rows = folder, rows
         folder.metrics_file.write_text("")
-        (folder.attempt / "logs").mkdir(exist_ok=True)
+        (folder.attempt_folder / "logs").mkdir(exist_ok=True)
         env = host.environment | {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}
         del env["WANDB_MODE"]
         seconds = str(load_run_config(folder).wandb.finish_timeout)
         argv = [sys.executable, "-m", "common.runs.wandb_process", str(folder.path), str(folder.number)]
         argv += ["online", seconds]
-        log = open(folder.attempt / "logs" / "tracker.log", "ab")  # noqa: SIM115 (it ends with the test)
+        log = open(folder.attempt_folder / "logs" / "tracker.log", "ab")  # noqa: SIM115 (it ends with the test)
         self.process = subprocess.Popen(
             argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
@@ -366,15 +366,15 @@ class Live:
         """End as the owner of a run does."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        assert self.process.wait(60) == 0, (self.folder.attempt / "logs" / "tracker.log").read_text()
+        assert self.process.wait(60) == 0, (self.folder.attempt_folder / "logs" / "tracker.log").read_text()
 
 
 def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Path) -> None:
     """SIGTERM, as when a job is cancelled; then SIGKILL in the next attempt; then make sync."""
     folder = Made("mnist_pipeline", 0, 60, attempts=2, step_seconds=0.2).write(tmp_path / "runs")
-    first, second = folder.attempts()
+    first, second = folder.list_attempts()
     rows = [attempt.metrics_file.read_text().splitlines(keepends=True) for attempt in (first, second)]
-    note = second.attempt / "attempt.json"
+    note = second.attempt_folder / "attempt.json"
     begun = note.read_text()
     note.unlink()
 
@@ -388,8 +388,8 @@ def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Pa
     time.sleep(1)
     live.write(1000)
     live.finish()
-    assert "restarting W&B's client" in (first.attempt / "logs" / "tracker.log").read_text()
-    assert steps_of(host) == [row["global_step"] for row in first.read_own_rows()]
+    assert "restarting W&B's client" in (first.attempt_folder / "logs" / "tracker.log").read_text()
+    assert steps_of(host) == [row["global_step"] for row in first.read_attempt_rows()]
 
     note.write_text(begun)
     live = Live(second, host, rows[1])
@@ -404,7 +404,7 @@ def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Pa
     assert steps_of(host) != [row["global_step"] for row in chosen_rows(folder)]
     done = call("slurm", "sync", f"--runs={tmp_path / 'runs'}", env=host.environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    known = [row["global_step"] for row in first.read_own_rows()]
+    known = [row["global_step"] for row in first.read_attempt_rows()]
     expected = [row["global_step"] for row in chosen_rows(folder)]
     assert sorted(steps_of(host)) == sorted([*expected, *(s for s in known if s not in expected)])
     assert [place for place, _ in host.history()] == list(range(len(host.history())))

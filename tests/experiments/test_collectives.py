@@ -14,12 +14,19 @@ from common.core import config
 from common.core.errors import UserError
 from common.core.processes import count_host_cores
 from common.distributed.collective_report import CollectiveReport
-from common.distributed.collectives import Point, Side, Vectors, compute_bus_factor, compute_sent_bytes, list_points
+from common.distributed.collectives import (
+    CollectivePoint,
+    CollectiveVariant,
+    TestVectors,
+    compute_bus_factor,
+    compute_sent_bytes,
+    list_points,
+)
 from common.distributed.rank_info import RankInfo
 from common.distributed.rendezvous import World
 from common.distributed.transport.algorithms import build_by_size
-from common.distributed.transport.cost import Line
-from common.runs.folder import Folder, write_json
+from common.distributed.transport.cost import MessageTimeLine
+from common.runs.folder import RunFolder, write_json
 from configs.collectives import OPS, Config
 from experiments import collectives as script
 from slurm.launch import rerun
@@ -29,8 +36,8 @@ from tests.harness.registry import BY_NAME
 from tests.harness.resuming import cut_off, resume, trained_steps
 
 COLLECTIVES = BY_NAME["collectives"]
-OTHER = Side({})
-GLOO = {"gloo": OTHER, "isend ring": Side({}, algorithms=build_by_size("ring", 2), link="gloo")}
+OTHER = CollectiveVariant({})
+GLOO = {"gloo": OTHER, "isend ring": CollectiveVariant({}, algorithms=build_by_size("ring", 2), link_variant="gloo")}
 
 
 # ---- formulas
@@ -48,15 +55,17 @@ GLOO = {"gloo": OTHER, "isend ring": Side({}, algorithms=build_by_size("ring", 2
 )
 def test_factors_of_four_ranks_are_those_of_nccl_tests(op: str, bus: float, least: float) -> None:
     assert compute_bus_factor(op, 4) == bus
-    assert compute_sent_bytes(Point(op, "float32", 2, 8), OTHER, 4) == [least] * 4
+    assert compute_sent_bytes(CollectivePoint(op, "float32", 2, 8), OTHER, 4) == [least] * 4
 
 
 def test_bytes_of_an_algorithm_are_those_of_its_moves() -> None:
-    star = Side({}, algorithms=build_by_size("star<1000<ring", 3), widens=True)
-    assert compute_sent_bytes(Point("all_reduce", "float32", 100, 400), star, 3) == [800, 400, 400]
-    assert compute_sent_bytes(Point("all_reduce", "bfloat16", 200, 400), star, 3) == [1600, 800, 800]
-    assert compute_sent_bytes(Point("all_reduce", "bfloat16", 300, 600), star, 3) == [1600] * 3, "1,200 bytes travel"
-    assert compute_sent_bytes(Point("broadcast", "bfloat16", 150, 300), star, 3) == [200] * 3
+    star = CollectiveVariant({}, algorithms=build_by_size("star<1000<ring", 3), widens_half_precision=True)
+    assert compute_sent_bytes(CollectivePoint("all_reduce", "float32", 100, 400), star, 3) == [800, 400, 400]
+    assert compute_sent_bytes(CollectivePoint("all_reduce", "bfloat16", 200, 400), star, 3) == [1600, 800, 800]
+    assert compute_sent_bytes(CollectivePoint("all_reduce", "bfloat16", 300, 600), star, 3) == [1600] * 3, (
+        "1,200 bytes travel"
+    )
+    assert compute_sent_bytes(CollectivePoint("broadcast", "bfloat16", 150, 300), star, 3) == [200] * 3
 
 
 def test_sizes_are_rounded_up_to_equal_shards_where_there_are_shards() -> None:
@@ -84,7 +93,7 @@ def test_the_table_of_known_times() -> None:
             table[number, i, 0] = torch.tensor([[0.9 * times, 0, point.nbytes], [times, 0, point.nbytes]])
     table[2, 3] = 0  # the run ended before
     table[0, 2:, 1] = torch.tensor([5e-3, 6e6, 100])
-    report = CollectiveReport(points, GLOO, table, {"0 - 1": Line(2e-5, 0)})
+    report = CollectiveReport(points, GLOO, table, {"0 - 1": MessageTimeLine(2e-5, 0)})
     found = report.result()
     assert found.outcome == {"exact_results": 13} and len(found.measured["points"]) == 6
     small, large = found.measured["points"][2::2]
@@ -118,28 +127,33 @@ def test_one_size_has_no_line_and_no_measured_point_is_left_out() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_wrong_number_is_found_and_named(op: str) -> None:
-    vectors, (point,) = Vectors(0, RankInfo(1, 3), torch.device("cpu")), list_points([op], ["bfloat16"], [6000], 3)
-    x, out = vectors.fill(point)
+    vectors, (point,) = TestVectors(0, RankInfo(1, 3), torch.device("cpu")), list_points([op], ["bfloat16"], [6000], 3)
+    x, out = vectors.make_tensors(point)
     with pytest.raises(RuntimeError, match=f"mine returned a wrong result: {op} of 3000 bfloat16 on rank 1, "):
-        vectors.check(point, x, out, "mine")
+        vectors.check_result(point, x, out, "mine")
     expected = vectors.compute_expected(point)
     (x if op in ("broadcast", "all_reduce") else out).copy_(expected)
-    vectors.check(point, x, out, "mine")
+    vectors.check_result(point, x, out, "mine")
     (x if op in ("broadcast", "all_reduce") else out)[7] += 1
     with pytest.raises(RuntimeError, match=r"position 7: got \d+, expected \d+"):
-        vectors.check(point, x, out, "mine")
+        vectors.check_result(point, x, out, "mine")
 
 
 def test_a_side_that_is_wrong_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
-    (point,), vectors = list_points(["all_reduce"], ["int64"], [64], 1), Vectors(0, world, world.device)
+    (point,), vectors = list_points(["all_reduce"], ["int64"], [64], 1), TestVectors(0, world, world.device)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        sides = {"right": Side({"all_reduce": lambda x, out: x}), "other": Side({"broadcast": print})}
+        sides = {
+            "right": CollectiveVariant({"all_reduce": lambda x, out: x}),
+            "other": CollectiveVariant({"broadcast": print}),
+        }
         assert list(script.measure_sides(sides, 1, point, vectors, world)) == ["right"]
         with pytest.raises(RuntimeError, match="wrong returned a wrong result: all_reduce of 8 int64 on rank 0, "):
-            script.measure_sides({"wrong": Side({"all_reduce": lambda x, out: x.add_(1)})}, 0, point, vectors, world)
+            script.measure_sides(
+                {"wrong": CollectiveVariant({"all_reduce": lambda x, out: x.add_(1)})}, 0, point, vectors, world
+            )
     finally:
         dist.destroy_process_group()
 
@@ -183,7 +197,7 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(
     for verb in ("evaluate", "export"):
         told = inside.run_verb(verb, "--", str(done.folder.path))
         assert told.returncode == 2 and "collectives trains no model; use another run" in told.stderr
-    again = Folder(shutil.copytree(done.folder.path, tmp_path / "again" / done.folder.path.name))
+    again = RunFolder(shutil.copytree(done.folder.path, tmp_path / "again" / done.folder.path.name))
     assert rerun.compare_runs(done.folder, again)
     assert capsys.readouterr().out == "result      equal to the bit: exact_results, data\n"
     result = json.loads((again.path / "result.json").read_text())
@@ -197,20 +211,20 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
     words = (*saving, "algorithms=[]", "launch.threads=1", "log.progress=none")
     whole = run("collectives", *COLLECTIVES.smallest, *words, runs=tmp_path / "whole").folder
     folder = cut_off(whole, 21, tmp_path)  # within a round
-    before = folder.metrics()[:21]
+    before = folder.read_metrics()[:21]
     for wrong, part in (
         ("sizes=[4,2K]", "sizes cannot change when a run is resumed"),
         ("processes_per_node=3", "has shape (10, 4, 2, 2, 3), here (10, 4, 2, 3, 3)"),
         ("rounds=11", "has shape (10, 4, 2, 2, 3), here (11, 4, 2, 2, 3)"),
     ):
-        copy = Folder(shutil.copytree(folder.path, tmp_path / wrong / folder.path.name))
+        copy = RunFolder(shutil.copytree(folder.path, tmp_path / wrong / folder.path.name))
         done = resume(COLLECTIVES, copy, wrong)
         assert done.returncode == 2 and part in done.stderr and "Traceback" not in done.stderr, done.stderr
     done = resume(COLLECTIVES, folder)
     assert done.returncode == 0 and "resumed from step 21" in done.stdout, done.stderr
-    assert trained_steps(folder) == list(range(1, 41)) and folder.metrics()[:21] == before
+    assert trained_steps(folder) == list(range(1, 41)) and folder.read_metrics()[:21] == before
     name = "all_reduce float32 gloo"
-    times = [row[name] for row in folder.metrics() if row.get("bytes") == 1024 and name in row]
+    times = [row[name] for row in folder.read_metrics() if row.get("bytes") == 1024 and name in row]
     (point,) = (
         p for p in values_of(folder)["points"] if (p["op"], p["bytes"], p["side"]) == ("all_reduce", 1024, "gloo")
     )

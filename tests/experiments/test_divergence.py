@@ -22,7 +22,7 @@ def test_a_loss_that_is_no_number_stops_a_long_run_and_is_in_no_checkpoint(
     done = run("mnist_pipeline", *quick, "optim.lr=100", "epochs=100", "steps=0", runs=tmp_path)
     assert done.status == 2 and "Traceback" not in done.err
     assert "the loss of step" in done.err and "positions" in done.err and "lower optim.lr" in done.err
-    for attempt in done.folder.attempts():
+    for attempt in done.folder.list_attempts():
         for checkpoint in storage.list_checkpoints(attempt):
             part = torch.load(checkpoint.path / "rank-0.pt", weights_only=True)
             assert all(value.isfinite().all() for value in part["model"].values()), checkpoint

@@ -54,7 +54,7 @@ def check_that_it_trains(entry: Entry, done: Done) -> None:
     if entry.learns_at_once:
         assert done.losses[-1] < done.losses[0]
         return
-    early, late = (read_full_model(one) for one in storage.list_checkpoints(done.folder.attempts()[0])[-2:])
+    early, late = (read_full_model(one) for one in storage.list_checkpoints(done.folder.list_attempts()[0])[-2:])
     assert any(not torch.equal(early[name], late[name]) for name in early), "training changes no parameter"
 
 
@@ -71,15 +71,15 @@ def test_run_folder_holds_everything(entry: Entry, finished: Make) -> None:
     assert meta["data"]["name"] == ("digits" if entry.trains else "none") and meta["packages"]["torch"]
     assert meta["world"]["processes"] == entry.processes == len(meta["world"]["hosts"])
     assert meta["history"][0]["state"] == "finished" and meta["history"][0]["end"]
-    rows = folder.metrics()
+    rows = folder.read_metrics()
     assert trained_steps(folder) == list(range(1, 41))
     if entry.trains:
         assert result["data"] == "digits" and result["test_samples"] == rows[-1]["test_samples"] == 333
         assert len(done.losses) == 40
         check_that_it_trains(entry, done)
     for rank in range(entry.processes):
-        assert "Warning" not in folder.attempts()[0].log_file(rank).read_text()
-        assert (folder.attempts()[0].attempt / f"heartbeat-{rank}.json").exists()
+        assert "Warning" not in folder.list_attempts()[0].log_file(rank).read_text()
+        assert (folder.list_attempts()[0].attempt_folder / f"heartbeat-{rank}.json").exists()
 
 
 @every
@@ -115,7 +115,7 @@ def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: Make) -> None:
     done = repeated(entry)
     assert done.status == 0, done.err
     for rank in range(entry.processes):
-        trace = json.loads((done.folder.attempts()[0].attempt / f"trace-{rank}.json").read_text())
+        trace = json.loads((done.folder.list_attempts()[0].attempt_folder / f"trace-{rank}.json").read_text())
         assert trace["traceEvents"]
     assert "Self CPU" in done.out and "# of Calls" in done.out
 
@@ -128,7 +128,7 @@ def test_another_seed_gives_another_run_and_a_log_level_quietens_only_the_screen
     other = run(entry.name, "--config", str(file), "seed=1", "log.level=error", runs=tmp_path)
     assert len(other.losses) == 40 and other.losses != finished(entry).losses
     assert "test accuracy" not in other.out
-    assert "test accuracy" in other.folder.attempts()[0].log_file(0).read_text()
+    assert "test accuracy" in other.folder.list_attempts()[0].log_file(0).read_text()
 
 
 def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_ctrl_c_while_torch_is_imported_is_answered_in_one_line(tmp_path: Path) 
 def test_every_script_begins_and_ends_alike(entry: Entry) -> None:
     """So what is asked of one script holds for all: common comes before torch, and start() is all that runs."""
     text = (ROOT / "experiments" / f"{entry.name}.py").read_text()
-    assert len(text.splitlines()) <= 180, "the method is what a script holds; the rest has its place in common"
+    assert len(text.splitlines()) <= 220, "the method is what a script holds; the rest has its place in common"
     script = ast.parse(text)
     opening, future, first = script.body[:3]
     assert isinstance(opening, ast.Expr) and isinstance(opening.value, ast.Constant)

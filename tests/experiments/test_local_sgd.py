@@ -38,7 +38,7 @@ def test_exchanges_and_bytes_are_counted(trained: Done) -> None:
 
 def test_a_checkpoint_has_each_worker_s_own_parameters_and_their_mean(trained: Done) -> None:
     found = set()
-    for saved in storage.list_checkpoints(trained.folder.attempts()[0]):
+    for saved in storage.list_checkpoints(trained.folder.list_attempts()[0]):
         parts = [torch.load(saved.path / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
         one, two = (part["local"]["worker"]["vectors"]["parameters"] for part in parts)
         together = saved.step <= START or (saved.step - START) % EVERY == 0 or saved.step == STEPS

@@ -24,7 +24,7 @@ from common.pipeline import report, schedules
 from common.pipeline.schedules import Action, Span
 from common.pipeline.single_process import SingleProcessPipeline
 from common.runs import provenance
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training import model_split
 from configs.resnet_modelparallel import Config
 from configs.sweeps import Average
@@ -312,7 +312,7 @@ def test_a_timeline_of_every_kind_of_work_is_drawn(tmp_path: Path) -> None:
     spans = [Span(Action(kind, 0, m), m + i / 4, m + i / 4 + 0.2) for m in range(12) for i, kind in enumerate("FBIW")]
     report.draw_timeline(tmp_path / "timeline.png", {"stage 0": spans, "stage 1": spans[:4]}, "title")
     assert (tmp_path / "timeline.png").stat().st_size > 5000
-    assert report.PipelineReport(0.0, [], [], picture=(tmp_path / "none.png", "")).draw() == {}
+    assert report.PipelineReport(0.0, [], [], drawing=(tmp_path / "none.png", "")).draw() == {}
 
 
 def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
@@ -334,12 +334,12 @@ def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
 
 
 def test_a_cut_is_measured_once_for_all_repeats(tmp_path: Path) -> None:
-    first = Folder.create(tmp_path, NAME, config.format_yaml(settings("split=[layer2_0]")))
+    first = RunFolder.create(tmp_path, NAME, config.format_yaml(settings("split=[layer2_0]")))
     later, other = settings(), settings("split=[layer4_0]")
     for one in (later, other):
         experiment_sweep.copy_measured_settings(GRID.measured, first, one)
     assert (later.split, other.split) == (["layer2_0"], ["layer4_0"])
-    second = Folder.create(tmp_path, NAME, config.format_yaml(settings()))
+    second = RunFolder.create(tmp_path, NAME, config.format_yaml(settings()))
     experiment_sweep.copy_measured_settings(GRID.measured, second, later)
     assert later.split == ["layer2_0"]
 

@@ -20,7 +20,7 @@ from common.core import config, seeds
 from common.data.loader import Images, Loader
 from common.data.prepare import prepare_dataset
 from common.distributed.parameter_server.server import repeat_served_steps
-from common.runs.folder import MODEL, Folder
+from common.runs.folder import MODEL_FILE, RunFolder
 from configs.param_server import Config
 from tests.harness.processes import Done, run
 from tests.harness.registry import BY_NAME
@@ -39,9 +39,9 @@ def recorded(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -
     return run_once(tmp_path_factory, "async", "param_server", *quick, *words)
 
 
-def read_logs(folder: Folder, attempt: int = 0) -> Logs:
+def read_logs(folder: RunFolder, attempt: int = 0) -> Logs:
     """What each server of an attempt has served."""
-    files = [folder.attempts()[attempt].attempt / f"served-{rank}.json" for rank in range(SERVERS)]
+    files = [folder.list_attempts()[attempt].attempt_folder / f"served-{rank}.json" for rank in range(SERVERS)]
     return [json.loads(file.read_text())["events"] for file in files]
 
 
@@ -50,13 +50,13 @@ def tickets_of(log: list[dict[str, Any]]) -> list[int]:
     return [ticket for event in log for ticket in event.get("push", ())]
 
 
-def replay_run(folder: Folder, logs: Logs) -> Tensor:
+def replay_run(folder: RunFolder, logs: Logs) -> Tensor:
     """Repeat a run in this process from what its servers have served; the parameters [n] at the end."""
     cfg = config.load_config(Config, [f"--config={folder.path / 'config.yaml'}"], {})
     prepared = prepare_dataset(cfg.data)
     images = Images(prepared, "train", cfg.data.train_limit)
     state_dicts.seed_global_rngs(seeds.derive_seed(cfg.seed, "init"))
-    network = networks.build_network(cfg.model, images.shape, images.classes)
+    network = networks.build_network(cfg.model, images.shape, images.class_count)
     loader = Loader.from_config(images, cfg, torch.device("cpu"))
     batches = [batch for _ in range(cfg.epochs) for batch in loader]
 
@@ -71,7 +71,7 @@ def replay_run(folder: Folder, logs: Logs) -> Tensor:
     return repeat_served_steps(logs, values, lambda shard: build_optimizer(shard, cfg.optim), WORKERS, compute)
 
 
-def flatten(folder: Folder, state: dict[str, Tensor]) -> Tensor:
+def flatten(folder: RunFolder, state: dict[str, Tensor]) -> Tensor:
     """The parameters of a model, in the order of the network's."""
     network = networks.build_network("mlp", (28, 28), 10)
     return torch.cat([state[name].flatten() for name, _ in network.named_parameters()])
@@ -84,7 +84,7 @@ def test_what_was_served_is_replayed_to_the_bit(recorded: Done) -> None:
         assert sorted(tickets_of(log)) == list(range(WORKERS * STEPS)), "every shard of the data once"
         versions = [event["version"] for event in log if "push" in event]
         assert versions == list(range(1, WORKERS * STEPS + 1))
-    assert torch.equal(replay_run(folder, logs), flatten(folder, load_file(folder.path / MODEL)))
+    assert torch.equal(replay_run(folder, logs), flatten(folder, load_file(folder.path / MODEL_FILE)))
 
 
 def test_a_saved_state_has_all_pushes_of_its_steps_and_no_other(recorded: Done) -> None:
@@ -94,7 +94,7 @@ def test_a_saved_state_has_all_pushes_of_its_steps_and_no_other(recorded: Done) 
         assert sorted(tickets[:count]) == list(range(count)), "where all ranks meet, all pushes are applied"
         last = max(place for place, event in enumerate(log) if set(event.get("push", ())) & set(range(count)))
         begun.append(log[: last + 1])
-    (saved,) = [found for found in storage.list_checkpoints(folder.attempts()[0]) if found.step == SAVED]
+    (saved,) = [found for found in storage.list_checkpoints(folder.list_attempts()[0]) if found.step == SAVED]
     assert torch.equal(replay_run(folder, begun), flatten(folder, read_full_model(saved)))
 
 
@@ -114,7 +114,7 @@ def test_a_bound_on_the_staleness_holds(bound: int, quick: tuple[str, ...], tmp_
     done = run("param_server", *quick, *words, "plot=false", runs=tmp_path)
     assert done.status == 0, done.err
     assert done.result["staleness_most"] <= bound and done.result["pushes"] == [WORKERS * STEPS] * SERVERS
-    assert all(row["staleness"] <= bound for row in done.folder.metrics() if "staleness" in row)
+    assert all(row["staleness"] <= bound for row in done.folder.read_metrics() if "staleness" in row)
 
 
 def test_the_report_tells_pushes_bytes_and_staleness(recorded: Done) -> None:

@@ -102,7 +102,7 @@ def test_the_running_loss_is_the_mean_of_the_losses_and_nobody_waits_for_it(
     assert done.status == 0, done.err
     told = [float(value) for value in re.findall(r"running loss (\d+\.\d+)", done.out)]
     assert told == pytest.approx([fmean(done.losses[:10]), fmean(done.losses[15:20])], abs=6e-4)  # epochs of 15 steps
-    events = json.loads((done.folder.attempts()[0].attempt / "trace-0.json").read_text())["traceEvents"]
+    events = json.loads((done.folder.list_attempts()[0].attempt_folder / "trace-0.json").read_text())["traceEvents"]
     names = ("aten::cross_entropy_loss", "aten::item")
     losses, waits = ([event["ts"] for event in events if event.get("name") == name] for name in names)
     # a loop that printed each loss would wait in every step; the metrics do now and then

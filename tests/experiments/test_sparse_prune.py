@@ -85,17 +85,17 @@ def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
     with torch.no_grad():
         masks.weights[0].mul_(100)
     masks.assign(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.1))
-    shares = [float(mask.float().mean()) for mask in masks.kept]
+    shares = [float(mask.float().mean()) for mask in masks.masks]
     assert shares[0] > 0.98 and shares[1] < 0.3, "a layer with large weights loses nearly none"
     cfg.criterion = "random"
-    before = [mask.clone() for mask in masks.kept]
+    before = [mask.clone() for mask in masks.masks]
     masks.assign(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 1), 0.8))
-    assert masks.sparsity == pytest.approx(0.8, abs=1 / masks.total)
-    assert not any((now & ~then).any() for now, then in zip(masks.kept, before, strict=True)), "none comes back"
+    assert masks.sparsity == pytest.approx(0.8, abs=1 / masks.weight_count)
+    assert not any((now & ~then).any() for now, then in zip(masks.masks, before, strict=True)), "none comes back"
     cfg.criterion, cfg.normalize = "magnitude", "layer"
-    masks.assign([torch.ones_like(mask) for mask in masks.kept])
+    masks.assign([torch.ones_like(mask) for mask in masks.masks])
     masks.assign(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.5))
-    assert [float(mask.float().mean()) for mask in masks.kept] == pytest.approx([0.5] * 3, abs=0.04)
+    assert [float(mask.float().mean()) for mask in masks.masks] == pytest.approx([0.5] * 3, abs=0.04)
 
 
 @pytest.mark.parametrize(("pattern", "shape"), [("2:4", (6, 3, 3, 3)), ("1:4", (5, 16)), ("3:8", (4, 50))])
@@ -145,10 +145,10 @@ def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> N
     weight.grad = torch.randn(weight.shape, generator=source)
     optimizer.step()
     masks.apply()
-    before, values, then = masks.kept[0].clone(), weight.detach().clone(), weight.grad
+    before, values, then = masks.masks[0].clone(), weight.detach().clone(), weight.grad
     pruning_masks.drop_and_grow(masks, optimizer, 0.3)
     masks.apply()
-    after = masks.kept[0]
+    after = masks.masks[0]
     assert int(after.sum()) == int(before.sum()) == 100
     gone, come = before & ~after, after & ~before
     assert int(come.sum()) == int(gone.sum()) > 0
@@ -216,7 +216,7 @@ def test_the_sparsity_that_a_refusal_names_is_taken(pattern: str) -> None:
 def states(done: Done) -> dict[int, dict[str, Tensor]]:
     """The model in each checkpoint, by step."""
     assert done.status == 0, done.err + done.out
-    (attempt,) = done.folder.attempts()
+    (attempt,) = done.folder.list_attempts()
     found = storage.list_checkpoints(attempt)
     return {one.step: torch.load(one.path / "rank-0.pt", weights_only=True)["model"] for one in found}
 
@@ -235,7 +235,7 @@ def test_pruned_weights_stay_zero_to_the_bit(words: tuple[str, ...], digits: tup
     assert shares == sorted(shares) and shares[6:] == shares[-1:] * 6, "after `end` masks stay"
     assert len(set(shares)) == 4, "it was pruned three times"
     assert done.result["sparsity"] == pytest.approx(shares[-1])
-    assert [row["sparsity"] for row in done.folder.metrics() if "loss" in row] == pytest.approx(shares)
+    assert [row["sparsity"] for row in done.folder.read_metrics() if "loss" in row] == pytest.approx(shares)
 
 
 @pytest.mark.parametrize("words", [("schedule=rigl",), ("scope=structured",), ("scope=layer", "schedule=iterative")])
@@ -246,12 +246,12 @@ def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
     begun = run("sparse_prune", *all_words, runs=tmp_path)
     last = max(states(begun))
     (begun.folder.path / "result.json").unlink()  # as if it had been killed
-    saved = begun.folder.attempts()[0].attempt / "checkpoints"
+    saved = begun.folder.list_attempts()[0].attempt_folder / "checkpoints"
     for step in range(last - 4, last + 1):
         shutil.rmtree(saved / f"step-{step:08d}")
     done = run("sparse_prune", "--resume", str(begun.folder.path), runs=tmp_path)
     assert done.status == 0, done.err
-    for attempt in done.folder.attempts():
+    for attempt in done.folder.list_attempts():
         for one in storage.list_checkpoints(attempt):
             model = torch.load(one.path / "rank-0.pt", weights_only=True)["model"]
             masks = {name: mask for name, mask in model.items() if name.endswith("weight_mask")}
@@ -262,7 +262,7 @@ def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
                 units = [int(mask.any(1).sum()) for mask in masks.values()]
                 kept = sum(int(mask.sum()) for mask in masks.values())
                 assert units == [13, 6, 10] if words[0] == "scope=structured" else kept == TOTAL - round(0.9 * TOTAL)
-    assert len(done.folder.attempts()) == 2 and one.step == last
+    assert len(done.folder.list_attempts()) == 2 and one.step == last
 
 
 def test_a_start_that_asks_for_less_gives_nothing_back(digits: tuple[str, ...], tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_start_that_asks_for_less_gives_nothing_back(digits: tuple[str, ...], 
     words = ("--resume", str(begun.folder.path), "steps=16", "sparsity=0.5")
     done = run("sparse_prune", *words, runs=tmp_path)
     assert done.status == 0, done.err
-    newest = storage.list_checkpoints(done.folder.attempts()[-1])[-1]
+    newest = storage.list_checkpoints(done.folder.list_attempts()[-1])[-1]
     after = torch.load(newest.path / "rank-0.pt", weights_only=True)["model"]
     gone = {name: ~mask for name, mask in before.items() if name.endswith("weight_mask")}
     assert newest.step == 16 and sum(int(mask.sum()) for mask in gone.values()) > 0.5 * TOTAL

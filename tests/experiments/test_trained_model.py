@@ -17,7 +17,7 @@ from common.checkpoint import checkpointer, storage
 from common.data.prepare import hash_file
 from common.models import model_file
 from common.runs import progress
-from common.runs.folder import Folder, write_json
+from common.runs.folder import RunFolder, write_json
 from slurm.reports import trained_model
 from tests.harness import inside
 from tests.harness.processes import run
@@ -35,16 +35,16 @@ assert not {"common", "torch"} & set(sys.modules)
 """
 
 
-def evaluate(folder: Folder, *words: str) -> subprocess.CompletedProcess[str]:
+def evaluate(folder: RunFolder, *words: str) -> subprocess.CompletedProcess[str]:
     return inside.run_verb("evaluate", *words, "--", str(folder.path))
 
 
-def copy(folder: Folder, place: Path) -> Folder:
+def copy(folder: RunFolder, place: Path) -> RunFolder:
     shutil.copytree(folder.path, place / folder.path.name)
-    return Folder(place / folder.path.name)
+    return RunFolder(place / folder.path.name)
 
 
-def joined(folder: Folder) -> dict[str, torch.Tensor]:
+def joined(folder: RunFolder) -> dict[str, torch.Tensor]:
     """The model in the checkpoint of the last step."""
     newest = storage.list_resumable_checkpoints(folder)[0]
     assert newest.step == json.loads((folder.path / "model.json").read_text())["step"]
@@ -185,7 +185,7 @@ def test_a_model_of_another_device_is_measured_and_not_judged(finished: Make, tm
 
 def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
     folder = copy(finished(REPLICATED).folder, tmp_path)
-    before = [row["loss"] for row in folder.metrics() if "loss" in row]
+    before = [row["loss"] for row in folder.read_metrics() if "loss" in row]
     for done in (resume(REPLICATED, folder), inside.run_verb("exp", f"--resume={folder.path}", "--launch=local")):
         assert done.returncode == 0 and f'make exp RESUME={folder.path.name} ARGS="steps=80"' in done.stdout
     done = resume(REPLICATED, folder, "steps=40")
@@ -200,7 +200,7 @@ def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)  # as another process that goes on with it
         done = resume(REPLICATED, folder, "steps=50")
     assert done.returncode == 2 and "already running or being started on this machine; wait for it" in done.stderr
-    assert len(folder.attempts()) == 1
+    assert len(folder.list_attempts()) == 1
     done = resume(REPLICATED, folder, "steps=50")
     assert done.returncode == 0, done.stderr
     assert (folder.path / "model.safetensors").stat().st_mode & 0o777 == folder.path.stat().st_mode & 0o666
@@ -208,7 +208,7 @@ def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
     assert "extending the run after step 40; learning rates are now those of a run of 50 steps" in done.stdout
     kept = json.loads((folder.path / "attempts/0001/result.json").read_text())
     assert (kept["state"], kept["scores"]["test_samples"]) == ("finished", 333), "how the first start ended"
-    rows = folder.metrics()
+    rows = folder.read_metrics()
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 50 and losses[:40] == before
     assert [row["global_step"] for row in rows if "test_loss" in row] == [40, 50]

@@ -31,10 +31,10 @@ from torch.optim import Optimizer
 
 from common.core import config
 from common.data.loader import Loader
-from common.data.prepare import Prepared
+from common.data.prepare import PreparedDataset
 from common.distributed.rendezvous import World
 from common.models import networks
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training.run import Run
 from configs.amp_accum import Config
 from experiments import amp_accum
@@ -230,13 +230,15 @@ def counted(model: nn.Module, sent: list[int]) -> None:
     model.register_comm_hook(None, lambda state, bucket: exchange(bucket))  # ddp takes no postponed annotations
 
 
-def train(cfg: Config, special: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
+def train(cfg: Config, special: str, world: World, prepared: PreparedDataset, folder: RunFolder) -> dict[str, Any]:
     """One case on this rank; on rank 0 its columns, full state and scores."""
     with made(special):
         return train_as_made(cfg, special, world, prepared, folder)
 
 
-def train_as_made(cfg: Config, special: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
+def train_as_made(
+    cfg: Config, special: str, world: World, prepared: PreparedDataset, folder: RunFolder
+) -> dict[str, Any]:
     wrap, make_scaler, update = amp_accum.wrap_model, amp_accum.make_scaler, amp_accum.update_weights
     sent, states, scalers = [0], list[Tensor](), list[GradScaler]()
 
@@ -268,7 +270,7 @@ def train_as_made(cfg: Config, special: str, world: World, prepared: Prepared, f
     sums = sums_of_ranks(found["state"])
     if not world.is_main:
         return {}
-    rows = [row for row in folder.metrics() if "loss" in row]
+    rows = [row for row in folder.read_metrics() if "loss" in row]
     return (
         found
         | {name: [row[name] for row in rows] for name in ("skipped", "bytes_sent", "samples")}

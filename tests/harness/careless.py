@@ -13,7 +13,7 @@ from typing import Any
 from common.checkpoint.save_or_stop import Decision, SaveOrStopVote
 from common.checkpoint.train_state import TrainState
 from common.distributed import ddp
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training.local_sgd.state import LocalState
 
 
@@ -24,12 +24,12 @@ def drop_settling() -> None:
 
 def drop_attempts() -> None:
     """A new start writes where the one before wrote."""
-    begin = Folder.claim_attempt
+    begin = RunFolder.claim_attempt
 
-    def claim_once(self: Folder, claim: Mapping[str, Any] | None = None) -> Folder:
-        return self.attempts()[-1] if self.attempts() else begin(self, claim)
+    def claim_once(self: RunFolder, claim: Mapping[str, Any] | None = None) -> RunFolder:
+        return self.list_attempts()[-1] if self.list_attempts() else begin(self, claim)
 
-    Folder.claim_attempt = claim_once  # type: ignore[method-assign]
+    RunFolder.claim_attempt = claim_once  # type: ignore[method-assign]
 
 
 def drop_vote() -> None:
@@ -39,7 +39,7 @@ def drop_vote() -> None:
         vote: SaveOrStopVote, step: int, diverged: bool, came: float, *, run_taken: bool = False
     ) -> Decision:
         vote.next_step = step + 1
-        told = bool(vote.stop_request.number)
+        told = bool(vote.stop_request.signal_number)
         return Decision(told, told, diverged)
 
     SaveOrStopVote.decide = decide_alone  # type: ignore[method-assign,assignment]

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from common.core.config import format_yaml
 from common.data import prepare
-from common.data.prepare import Prepared
+from common.data.prepare import PreparedDataset
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training.run import Run
 from tests.harness import warm
 from tests.harness.processes import environment
 
 
-def prepare_for(cfg: Any, cache: str) -> Prepared:
+def prepare_for(cfg: Any, cache: str) -> PreparedDataset:
     cfg.data.cache = cache
     return prepare.prepare_dataset(cfg.data)
 
@@ -53,12 +53,12 @@ def save_cases(
     runs = Path(tempfile.mkdtemp(dir=Path(out).parent))
 
     def body(place: RankInfo) -> None:
-        with rendezvous.joined_world(place, chosen[cases[0]][0].launch) as world:
+        with rendezvous.join_world(place, chosen[cases[0]][0].launch) as world:
             results = {}
             for case, (cfg, special) in chosen.items():
-                made = Folder.create(runs, "parity", format_yaml(cfg)).claim_attempt() if world.is_main else None
+                made = RunFolder.create(runs, "parity", format_yaml(cfg)).claim_attempt() if world.is_main else None
                 path = Path(world.broadcast(str(made.path) if made else None))
-                results[case] = train(cfg, special, world, sets[case], Folder(path, 1))
+                results[case] = train(cfg, special, world, sets[case], RunFolder(path, 1))
             if world.is_main:
                 torch.save(results, out)
 
@@ -82,7 +82,7 @@ def train_script(script: Any, run: Run, *changes: tuple[Any, str, Any]) -> dict[
     assert run.state is not None
     state = full_state(run.state.parts)
     run.close()
-    losses = [row["loss"] for row in run.folder.metrics() if "loss" in row] if run.world.is_main else []
+    losses = [row["loss"] for row in run.folder.read_metrics() if "loss" in row] if run.world.is_main else []
     return {"losses": losses, "state": state, "scores": run.scores}
 
 

@@ -25,7 +25,7 @@ from common.checkpoint.checkpointer import Checkpointer, CheckpointState, Loaded
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo
 from common.distributed.rendezvous import World
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training import optimizers
 from configs.launch import Launch
 from configs.shared import Checkpoint, Optim
@@ -64,11 +64,11 @@ class Case:
     def __init__(self, world: World, path: Path, name: str) -> None:
         self.world, self.said = world, list[str]()
         if world.is_main:
-            folder = Folder(path / name)
+            folder = RunFolder(path / name)
             folder.path.mkdir()
             folder.claim_attempt().write_parent(None, 0)
         world.broadcast(None)
-        self.folder = Folder(path / name, 1)
+        self.folder = RunFolder(path / name, 1)
         self.checkpoints = self.start()
 
     def start(self, world: World | None = None) -> Checkpointer:
@@ -78,7 +78,7 @@ class Case:
         return [self.checkpoints.save(step, state_of(step, self.world.rank, self.world.size)) for step in steps]
 
     def files(self) -> list[str]:
-        return self.world.broadcast(sorted(path.name for path in storage.checkpoints_dir(self.folder).glob("*")))
+        return self.world.broadcast(sorted(path.name for path in storage.get_checkpoints_dir(self.folder).glob("*")))
 
 
 # ---- two processes
@@ -110,7 +110,7 @@ def one_rank_cannot_write(case: Case) -> Any:
 
 def rank_0_cannot_begin(case: Case) -> Any:
     if case.world.is_main:
-        storage.checkpoints_dir(case.folder).write_text("in the way")
+        storage.get_checkpoints_dir(case.folder).write_text("in the way")
     return {"failed": case.save(1)}
 
 
@@ -193,12 +193,12 @@ CASES = (round_trip, one_rank_cannot_write, rank_0_cannot_begin, one_rank_sees_l
 
 def two(out: Path) -> int:
     def body(place: RankInfo) -> None:
-        with rendezvous.joined_world(place, Launch(device="cpu", threads=1, step_timeout=20)) as world:
+        with rendezvous.join_world(place, Launch(device="cpu", threads=1, step_timeout=20)) as world:
             found: dict[str, Any] = {}
             for work in CASES:
                 case = Case(world, out, work.__name__)
                 found[work.__name__] = {"found": work(case), "said": case.said}
-            of_one = Checkpointer(Folder(out / "of_one", 2), world, SETTINGS, (said := list[str]()).append).load()
+            of_one = Checkpointer(RunFolder(out / "of_one", 2), world, SETTINGS, (said := list[str]()).append).load()
             assert of_one is not None
             whole = right(of_one, None) and of_one.local is None and not of_one.resumes_exactly
             found["of_one"] = {"found": {"step": of_one.step, "whole": whole}, "said": said}
@@ -210,10 +210,10 @@ def two(out: Path) -> int:
 # ---- killed in the middle
 
 
-def endless(folder: Folder, notes: Path) -> None:
+def endless(folder: RunFolder, notes: Path) -> None:
     """One start: go on where the last one was, and save every step until killed."""
     place = RankInfo(master=str(Path(tempfile.mkdtemp()) / "store"))
-    with rendezvous.joined_world(place, Launch(device="cpu", threads=1)) as world:
+    with rendezvous.join_world(place, Launch(device="cpu", threads=1)) as world:
         folder, said = folder.claim_attempt(), list[str]()
         checkpoints = Checkpointer(folder, world, SETTINGS, said.append)
         newest = newest_of(folder)
@@ -229,7 +229,7 @@ def endless(folder: Folder, notes: Path) -> None:
 
 
 def kill(out: Path, seed: str) -> int:
-    folder, notes, chance = Folder(out / "run"), out / "notes", random.Random(seed)
+    folder, notes, chance = RunFolder(out / "run"), out / "notes", random.Random(seed)
     folder.path.mkdir()
     for number in range(ROUNDS + 1):
         pid = os.fork()
@@ -252,7 +252,7 @@ def has_lines(file: Path, count: int) -> bool:
     return file.exists() and file.read_text().count("\n") >= count
 
 
-def newest_of(folder: Folder) -> int:
+def newest_of(folder: RunFolder) -> int:
     return max((checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)), default=0)
 
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from common.data.prepare import prepare_digits
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from slurm.reports import status
 from tests.harness import warm
 from tests.harness.processes import command, environment, processes_of, wait_until
@@ -68,16 +68,16 @@ class LocalPlace:
         words = (*WORDS, f"steps={STEPS}", "data.name=digits", f"data.cache={self.cache}")
         return warm.execute(command(NAME, *words, runs=self.runs), env=self.env, timeout=PATIENCE)
 
-    def resume(self, run: Folder, draw: random.Random) -> Done:
+    def resume(self, run: RunFolder, draw: random.Random) -> Done:
         script = [sys.executable, str(warm.ROOT / "experiments" / f"{NAME}.py"), "--resume", str(run.path)]
         verb = [sys.executable, "-m", "slurm", "exp", f"--resume={run.path}", "--launch=local"]
         return warm.execute(draw.choice([script, script, verb]), env=self.env, timeout=PATIENCE)
 
-    def cancel(self, run: Folder) -> Done:
+    def cancel(self, run: RunFolder) -> Done:
         words = [sys.executable, "-m", "slurm", "cancel", str(run.path)]
         return warm.execute(words, env=self.env, timeout=PATIENCE)
 
-    def read_state(self, run: Folder) -> str:
+    def read_state(self, run: RunFolder) -> str:
         return status.read_state(run)[0]
 
 
@@ -91,14 +91,14 @@ class ClusterPlace:
     def start(self) -> Done:
         return self.site.submit(NAME, "campaign", *WORDS, f"steps={STEPS}", options=("--nodes=1",))
 
-    def resume(self, run: Folder, draw: random.Random) -> Done:
+    def resume(self, run: RunFolder, draw: random.Random) -> Done:
         launch = draw.choice(["auto", "auto", "auto", "local"])
         return self.site.call("slurm", "exp", f"--resume={run.path}", f"--launch={launch}", status=None)
 
-    def cancel(self, run: Folder) -> Done:
+    def cancel(self, run: RunFolder) -> Done:
         return self.site.call("slurm", "cancel", str(run.path), status=None)
 
-    def read_state(self, run: Folder) -> str:
+    def read_state(self, run: RunFolder) -> str:
         shown = self.site.call("slurm", "status", str(run.path), status=None).stdout.splitlines()
         return shown[-1].split()[1]
 
@@ -116,7 +116,7 @@ class Case:
     losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     """By step, once the run is finished."""
 
-    def run(self) -> Folder:
+    def run(self) -> RunFolder:
         """Start the run, let the commands meet, and check what came of it; problems are in `problems`."""
         known = set(self.place.runs.glob("*")) if self.place.runs.exists() else set()
         starter = self.call_later("start", 0.0)
@@ -143,7 +143,7 @@ class Case:
         self.check_said(run)
         return run
 
-    def call_later(self, name: str, delay: float, run: Folder | None = None) -> threading.Thread:
+    def call_later(self, name: str, delay: float, run: RunFolder | None = None) -> threading.Thread:
         own = random.Random(self.draw.random())
 
         def call() -> None:
@@ -165,14 +165,14 @@ class Case:
         thread.start()
         return thread
 
-    def wait_for_end(self, run: Folder) -> None:
+    def wait_for_end(self, run: RunFolder) -> None:
         try:
-            wait_until(lambda: self.place.read_state(run) in status.OVER, "the run is over", PATIENCE, 0.3)
+            wait_until(lambda: self.place.read_state(run) in status.FINAL_STATES, "the run is over", PATIENCE, 0.3)
             wait_until(lambda: not processes_of(str(run.path)), "nothing of it is left", PATIENCE, 0.3)
         except TimeoutError as error:
             self.problems.append(str(error))
 
-    def check_said(self, run: Folder) -> None:
+    def check_said(self, run: RunFolder) -> None:
         """A command that was refused says so; one that ends with 0 finished the run, or found it finished."""
         for name, done in self.said:
             text = done.stdout + done.stderr
@@ -187,7 +187,7 @@ class Case:
         if tables and "finished" not in list_results(run):
             self.problems.append(f"{tables} have a final table, and no result is finished")
 
-    def finish(self, run: Folder) -> None:
+    def finish(self, run: RunFolder) -> None:
         """Resume the run until it is finished."""
         for _ in range(3):
             if run.result.get("state") == "finished":
@@ -215,7 +215,7 @@ class Case:
 class Watch:
     """Watch over the attempts of a run, from outside: when the metrics of each grow."""
 
-    def __init__(self, run: Folder) -> None:
+    def __init__(self, run: RunFolder) -> None:
         self.folder = run
         self.grown: dict[int, list[float]] = {}
         self.after_cancel = 0.0
@@ -227,7 +227,7 @@ class Watch:
     def look(self) -> None:
         sizes: dict[int, int] = {}
         while not self.is_over.wait(0.1):
-            for attempt in self.folder.attempts():
+            for attempt in self.folder.list_attempts():
                 size = attempt.metrics_file.stat().st_size if attempt.metrics_file.exists() else 0
                 if size > sizes.get(attempt.number, 0):
                     self.grown.setdefault(attempt.number, []).append(time.time())
@@ -255,32 +255,32 @@ class Watch:
         return problems
 
 
-def find_new_run(runs: Path, known: set[Path]) -> Folder | None:
+def find_new_run(runs: Path, known: set[Path]) -> RunFolder | None:
     new = [path for path in runs.glob("*-*") if path not in known and (path / "config.yaml").exists()]
-    return Folder(new[0]) if new else None
+    return RunFolder(new[0]) if new else None
 
 
-def has_rows(run: Folder) -> bool:
-    return any(attempt.metrics_file.exists() for attempt in run.attempts())
+def has_rows(run: RunFolder) -> bool:
+    return any(attempt.metrics_file.exists() for attempt in run.list_attempts())
 
 
-def list_results(run: Folder) -> list[str]:
+def list_results(run: RunFolder) -> list[str]:
     """The states in the results of the run and of its attempts."""
-    folders = [Folder(run.path), *(Folder(attempt.attempt) for attempt in run.attempts())]
+    folders = [RunFolder(run.path), *(RunFolder(attempt.attempt_folder) for attempt in run.list_attempts())]
     return [str(one.result.get("state")) for one in folders if one.result]
 
 
-def list_losses(run: Folder) -> list[tuple[int, float]]:
-    return [(row["global_step"], row["loss"]) for row in run.metrics() if "loss" in row]
+def list_losses(run: RunFolder) -> list[tuple[int, float]]:
+    return [(row["global_step"], row["loss"]) for row in run.read_metrics() if "loss" in row]
 
 
 def train_undisturbed(place: LocalPlace | ClusterPlace) -> list[tuple[int, float]]:
     """Train a run that nobody disturbs; return its losses. It is the first of its place."""
     place.start()
     (path,) = place.runs.glob("*-*")
-    wait_until(lambda: Folder(path).result, "the undisturbed run is finished", PATIENCE)
-    losses = list_losses(Folder(path))
-    assert len(losses) == STEPS, Folder(path).result
+    wait_until(lambda: RunFolder(path).result, "the undisturbed run is finished", PATIENCE)
+    losses = list_losses(RunFolder(path))
+    assert len(losses) == STEPS, RunFolder(path).result
     return losses
 
 

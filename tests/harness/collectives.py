@@ -26,9 +26,15 @@ from torch import Tensor
 from common.core.config import read_config_file
 from common.distributed import algorithm_choice, local_launcher, rendezvous
 from common.distributed.builtin import registration
-from common.distributed.builtin.arguments import ARITHMETIC, COMBINE, COMPLEX, WHOLE, list_reducible_dtypes
+from common.distributed.builtin.arguments import (
+    ARITHMETIC_OPS,
+    COMBINE_FUNCTIONS,
+    COMPLEX_DTYPES,
+    INTEGER_DTYPES,
+    list_reducible_dtypes,
+)
 from common.distributed.rank_info import RankInfo
-from common.distributed.transport.algorithms import NAMES, build_algorithm, count_bytes
+from common.distributed.transport.algorithms import ALGORITHM_NAMES, build_algorithm, count_bytes
 from configs.launch import Launch
 
 SETTINGS = Launch(backend="builtin", threads=1, setup_timeout=60, step_timeout=60)
@@ -47,8 +53,8 @@ def draw(rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if dtype in (torch.bfloat16, torch.float16):
         return torch.rand(*shape, generator=source).to(dtype)
     high = 2 if dtype == torch.bool else 4
-    values = torch.randint(0 if dtype in WHOLE else -3, high, shape, generator=source).to(dtype)
-    return values * (1 + 2j) if dtype in COMPLEX else values
+    values = torch.randint(0 if dtype in INTEGER_DTYPES else -3, high, shape, generator=source).to(dtype)
+    return values * (1 + 2j) if dtype in COMPLEX_DTYPES else values
 
 
 def draw_all(shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
@@ -58,9 +64,9 @@ def draw_all(shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
 def reduce_here(values: Sequence[Tensor], op: Any) -> Tensor:
     """The reduction by arithmetic; halves in float32, rounded once."""
     dtype, size = values[0].dtype, len(values)
-    if dtype in COMPLEX:  # as torch does it
+    if dtype in COMPLEX_DTYPES:  # as torch does it
         return torch.view_as_complex(reduce_here([torch.view_as_real(value) for value in values], op))
-    wide = torch.float32 if op in ARITHMETIC and dtype in (torch.bfloat16, torch.float16) else dtype
+    wide = torch.float32 if op in ARITHMETIC_OPS and dtype in (torch.bfloat16, torch.float16) else dtype
     total = values[0].to(wide)
     for value in values[1:]:
         total = ARITHMETIC_OF[op](total, value.to(wide))
@@ -69,7 +75,7 @@ def reduce_here(values: Sequence[Tensor], op: Any) -> Tensor:
 
 def list_reductions() -> list[tuple[Any, torch.dtype]]:
     """Every operation with every type that it takes."""
-    return [(op, dtype) for op in COMBINE for dtype in list_reducible_dtypes(op)]
+    return [(op, dtype) for op in COMBINE_FUNCTIONS for dtype in list_reducible_dtypes(op)]
 
 
 def agree(found: Tensor, expected: Tensor, what: object) -> None:
@@ -153,7 +159,7 @@ def bits_are_equal(world: rendezvous.World) -> None:
     transport = rendezvous.describe_transport(
         RankInfo(size=world.size, local_size=world.size), SETTINGS, world.hosts, "lo"
     )
-    for name in NAMES:
+    for name in ALGORITHM_NAMES:
         registration.register_backend(dataclasses.replace(transport, run="bits", algorithm=name))
         group = make_group(every, backend="builtin")
         for dtype, length in itertools.product(types, (1, 5, 30_001)):
@@ -423,7 +429,7 @@ def algorithms_by_size(world: rendezvous.World) -> None:
         if world.is_main:
             (folder / "config.yaml").write_text(f"launch:\n  algorithm: {text}\nseed: 1\n")
         launch = Launch(backend="builtin", algorithm="auto")
-        algorithm_choice.resolve_algorithm(launch, folder, world)
+        algorithm_choice.set_all_reduce_algorithm(launch, folder, world)
         dist.barrier()
         assert read_config_file(folder / "config.yaml") == {"launch.algorithm": launch.algorithm, "seed": "1"}
         return launch.algorithm
@@ -508,7 +514,7 @@ CASES: dict[str, Callable[[rendezvous.World], None]] = {
 
 def main(count: str, transport: Any, *names: str) -> int:
     def body(place: RankInfo) -> None:
-        with rendezvous.joined_world(place, dataclasses.replace(SETTINGS, transport=transport)) as world:
+        with rendezvous.join_world(place, dataclasses.replace(SETTINGS, transport=transport)) as world:
             assert world.backend == "builtin" == dist.get_backend()
             for name in names or cases:
                 torch.manual_seed(0)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from tests.harness import inside
 from tests.harness.made_runs import Made
 
@@ -80,7 +80,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def check_commands(source: Folder, name: str, damage: str, tmp_path: Path) -> None:
+def check_commands(source: RunFolder, name: str, damage: str, tmp_path: Path) -> None:
     """Damage the file `name` in a copy of a finished run, and call every command that reads runs."""
     runs = tmp_path / "runs"
     run = runs / source.path.name

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from common.core import config
-from common.data.prepare import Prepared
+from common.data.prepare import PreparedDataset
 from common.distributed.rendezvous import World
 from common.models.networks import ResNet
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training.run import Run
 from configs.resnet_dataparallel import Config
 from experiments import resnet_dataparallel
@@ -55,7 +55,7 @@ def settings(text: str) -> tuple[Config, str]:
     return config.build_config(Config, [chosen]), ""
 
 
-def train(cfg: Config, _: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
+def train(cfg: Config, _: str, world: World, prepared: PreparedDataset, folder: RunFolder) -> dict[str, Any]:
     """One case on this rank; on rank 0 its losses, full state and scores."""
 
     def build(cfg: Config, run: Run) -> nn.Module:
@@ -71,7 +71,7 @@ def train_run(cache: Path, runs: Path, steps: int, *words: str) -> tuple[Done, d
     given = (*WHOLE, f"data.cache={cache}", f"steps={steps}", f"checkpoint.every_steps={steps}", *words)
     done = processes.run("resnet_dataparallel", *given, runs=runs, timeout=280)
     assert done.status == 0, done.err + done.out
-    file = done.folder.attempts()[0].attempt / "checkpoints" / f"step-{steps:08d}" / "rank-0.pt"
+    file = done.folder.list_attempts()[0].attempt_folder / "checkpoints" / f"step-{steps:08d}" / "rank-0.pt"
     state = torch.load(file, weights_only=True)["model"]
     scores = done.folder.result["scores"]
     return done, {"losses": done.losses, "state": state, "scores": scores}

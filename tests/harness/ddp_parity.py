@@ -23,12 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.checkpoint.train_state import TrainState
 from common.core import config
-from common.data.prepare import Prepared
+from common.data.prepare import PreparedDataset
 from common.distributed.rendezvous import World
 from common.measure import step_timing
 from common.models import networks
 from common.models.sample_dropout import SampleDropout, add_dropout
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training import evaluate
 from common.training.run import Run
 from configs.ddp_multinode import Config
@@ -120,7 +120,7 @@ def make_mistake(model: nn.Module, mistake: str, world: World) -> nn.Module:
     return model
 
 
-def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
+def train(cfg: Config, mistake: str, world: World, prepared: PreparedDataset, folder: RunFolder) -> dict[str, Any]:
     """One case on this rank; on rank 0 its losses, full state and scores."""
     run = (OneShard if mistake == "same_share" else Run)(cfg, folder, world, prepared)
     before: dict[str, Tensor] = {}
@@ -156,7 +156,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: Prepared, folder: F
     slow = step_timing.ScalingReport(ranks, world.hosts, 0.0).straggler if mistake == "slow_rank" else None
     shards = run.shards.history if run.shards else []
     named = {"sums": sums, "before": before, "straggler": slow, "shards": shards}
-    rows = [row for row in folder.read_own_rows() if "shard_0" in row] if world.is_main else []
+    rows = [row for row in folder.read_attempt_rows() if "shard_0" in row] if world.is_main else []
     written = [(row["global_step"] + 1, tuple(row[f"shard_{rank}"] for rank in range(world.size))) for row in rows]
     return found | named | {"written": written} if world.is_main else {}
 

@@ -58,7 +58,7 @@ def in_ranks(size: int, work: Callable[[World], Any], seconds: float = SECONDS) 
     files = [folder / str(rank) for rank in range(size)]
 
     def body(place: RankInfo) -> None:
-        with rendezvous.joined_world(place, Launch(device="cpu", threads=1, step_timeout=seconds)) as world:
+        with rendezvous.join_world(place, Launch(device="cpu", threads=1, step_timeout=seconds)) as world:
             files[place.rank].write_text(json.dumps(attempt(lambda: work(world))))
             if world.is_main:  # it keeps the meeting place alive until the others have found out too
                 deadline = time.monotonic() + 3 * seconds

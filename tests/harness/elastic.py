@@ -30,7 +30,7 @@ from common.checkpoint.train_state import TrainState
 from common.core import config
 from common.data.loader import Loader
 from common.distributed.elastic import group
-from common.distributed.parameter_server.worker import Worker
+from common.distributed.parameter_server.worker import ServerWorker
 from common.models import networks
 from common.training import loop
 from common.training.elastic.recovery import Recovery
@@ -106,7 +106,7 @@ def plant(faults: Faults) -> None:
         setattr(owner, name, call)
 
     def begin(recovery: Recovery, run: RunContext, *_: Any) -> None:
-        recovery.spared = run.world.joins  # type: ignore[attr-defined]
+        recovery.spared = run.world.is_joining  # type: ignore[attr-defined]
         planted.recovery = recovery  # type: ignore[assignment]
 
     def mark(step: loop.Step, name: str) -> None:
@@ -121,16 +121,16 @@ def plant(faults: Faults) -> None:
 
     def arrive(run: RunContext, *_: Any) -> None:
         for at, rank, _step, how in faults:
-            if run.world.joins and (at, rank) == ("arriving", run.world.number):
+            if run.world.is_joining and (at, rank) == ("arriving", run.world.original_rank):
                 os.kill(os.getpid(), SIGNALS[how])
 
     before(RunContext, "resume", arrive)
     before(Recovery, "__init__", begin)
     before(loop.Step, "__enter__", lambda step: planted.reach("begin", step.number))
     before(loop.Step, "mark", mark)
-    before(Worker, "pull", lambda *_: planted.reach_in_step("pull"))
-    before(Worker, "push", lambda *_: planted.reach_in_step("push"))
-    before(Worker, "_send_large", lambda _, __, server, ___: planted.reach_in_step(f"push to {server}"))
+    before(ServerWorker, "pull", lambda *_: planted.reach_in_step("pull"))
+    before(ServerWorker, "push", lambda *_: planted.reach_in_step("push"))
+    before(ServerWorker, "_send_large", lambda _, __, server, ___: planted.reach_in_step(f"push to {server}"))
     before(Recovery, "commit", lambda self: planted.reach("committed", self.run.step + 1), after=True)
     before(loop.Step, "__exit__", lambda step, *_: planted.reach("updated", step.number))
     before(RunContext, "stop_if_requested", lambda run: planted.reach("evaluation", run.step))

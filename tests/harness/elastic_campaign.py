@@ -26,9 +26,9 @@ import time
 from pathlib import Path
 
 from common.checkpoint import storage
-from common.distributed.elastic.coordinator import Broken
-from common.distributed.elastic.member import STUCK
-from common.runs.folder import Folder
+from common.distributed.elastic.coordinator import EndReason
+from common.distributed.elastic.member import STUCK_REASON
+from common.runs.folder import RunFolder
 from tests.harness import warm
 from tests.harness.chance import draw_seed
 from tests.harness.elastic_runs import SMALL, differences
@@ -220,7 +220,7 @@ class Target:
                 os.kill(pid, signal.SIGCONT)
 
 
-def suffer(case: Case, alone: Folder, cache: Path, place: Path, pace: Pace = LONG) -> None:
+def suffer(case: Case, alone: RunFolder, cache: Path, place: Path, pace: Pace = LONG) -> None:
     """Run a case and judge it."""
     began = time.monotonic()
     words = (*list_settings(case.name, cache, pace), f"processes_per_node={case.ranks}")
@@ -250,17 +250,17 @@ def suffer(case: Case, alone: Folder, cache: Path, place: Path, pace: Pace = LON
     case.seconds = time.monotonic() - began
 
 
-def judge(case: Case, target: Target, alone: Folder, err: str) -> str:
+def judge(case: Case, target: Target, alone: RunFolder, err: str) -> str:
     """Say how a run has ended, and that it had to. Raises AssertionError."""
     (path,) = target.runs.iterdir()
-    folder = Folder(path)
-    stuck = any(STUCK in log.read_text(errors="replace") for log in path.glob("attempts/*/logs/rank-*.log"))
+    folder = RunFolder(path)
+    stuck = any(STUCK_REASON in log.read_text(errors="replace") for log in path.glob("attempts/*/logs/rank-*.log"))
     note = ", a rank was stuck in gloo" if stuck else ""
     if target.process.returncode == 0:
         wrong = differences(folder, alone)
         assert not wrong, wrong
         return f"equal{note}"
-    reasons = [reason.name for reason in Broken if reason.value in err]
+    reasons = [reason.name for reason in EndReason if reason.value in err]
     assert reasons, f"it ended with status {target.process.returncode} and no reason that allows it"
     assert reasons == ["STATE_LOST"] or 0 in target.struck_first or stuck, "rank 0 was not struck, and counts as lost"
     assert (
@@ -283,7 +283,7 @@ def list_settings(name: str, cache: Path, pace: Pace) -> tuple[str, ...]:
     return (*SMALL, *pace.settings, *SETTINGS[name], f"data.cache={cache}")
 
 
-def train_alone(name: str, cache: Path, runs: Path) -> Folder:
+def train_alone(name: str, cache: Path, runs: Path) -> RunFolder:
     """The run of one process that nothing disturbs."""
     done = run(name, *list_settings(name, cache, LONG), "processes_per_node=1", runs=runs)
     assert done.status == 0, done.err

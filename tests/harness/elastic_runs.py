@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.distributed.elastic.coordinator import Broken
-from common.distributed.elastic.member import STUCK
-from common.runs.folder import Folder
+from common.distributed.elastic.coordinator import EndReason
+from common.distributed.elastic.member import STUCK_REASON
+from common.runs.folder import RunFolder
 from tests.harness import warm
 from tests.harness.processes import Done, environment
 from tests.harness.registry import BY_NAME
@@ -32,13 +32,13 @@ def train(faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") 
     return Done(done.returncode, done.stdout, done.stderr, runs)
 
 
-def train_alone(factory: pytest.TempPathFactory, *settings: str, name: str = "ddp_multinode") -> Folder:
+def train_alone(factory: pytest.TempPathFactory, *settings: str, name: str = "ddp_multinode") -> RunFolder:
     """The run of one process that nothing disturbs."""
     key = "-".join(["alone", name, *(word for word in settings if "/" not in word)])
     return run_once(factory, key, name, *SMALL, *settings, "processes_per_node=1").folder
 
 
-def train_like(alone: Folder, faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") -> Folder:
+def train_like(alone: RunFolder, faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") -> RunFolder:
     """A run with `faults` that ends well and with the numbers of `alone`.
 
     Where gloo could not be woken, one more rank is lost, and if that alone had a part of the state the run is resumed.
@@ -47,8 +47,8 @@ def train_like(alone: Folder, faults: str, *settings: str, runs: Path, name: str
     for number in range(TRIES):
         done = train(faults, *settings, runs=runs / str(number), name=name)
         logs = [file.read_text() for file in done.folder.path.glob("attempts/*/logs/rank-*.log")]
-        stuck = ":block" not in faults and any(STUCK in log for log in logs)
-        if stuck and Broken.SHARD_LOST.value in done.err:
+        stuck = ":block" not in faults and any(STUCK_REASON in log for log in logs)
+        if stuck and EndReason.SHARD_LOST.value in done.err:
             resumed = resume(BY_NAME[name], done.folder)
             assert resumed.returncode == 0, (faults, resumed.stderr, logs)
         else:
@@ -60,9 +60,9 @@ def train_like(alone: Folder, faults: str, *settings: str, runs: Path, name: str
     raise AssertionError(f"{faults}: gloo could not be woken in {TRIES} runs, one after another: {logs}")
 
 
-def differences(found: Folder, alone: Folder) -> list[str]:
+def differences(found: RunFolder, alone: RunFolder) -> list[str]:
     """Where the rows of two runs differ: other steps or evaluations, or numbers that rounding does not explain."""
-    rows, expected = found.metrics(), alone.metrics()
+    rows, expected = found.read_metrics(), alone.read_metrics()
     keys = [[(row["global_step"], "test_loss" in row) for row in given] for given in (rows, expected)]
     if keys[0] != keys[1]:
         less, more = (sorted({*one} - {*other}) for one, other in ((keys[1], keys[0]), keys))
@@ -75,12 +75,12 @@ def differences(found: Folder, alone: Folder) -> list[str]:
     ]
 
 
-def list_changes(folder: Folder) -> list[tuple[list[int], list[int]]]:
+def list_changes(folder: RunFolder) -> list[tuple[list[int], list[int]]]:
     """Of each change of the ranks, which were lost and which joined."""
     return [(change["lost"], change["joined"]) for change in folder.result["measured"]["generations"]]
 
 
-def list_lost_and_joined(folder: Folder) -> tuple[list[int], list[int]]:
+def list_lost_and_joined(folder: RunFolder) -> tuple[list[int], list[int]]:
     """All ranks that were lost, and all that joined, one after another."""
     lost, joined = zip(*list_changes(folder), strict=True)
     return [*itertools.chain(*lost)], [*itertools.chain(*joined)]

@@ -27,7 +27,7 @@ SHAPES = [torch.Size([30_000]), torch.Size([2])]
 
 
 def exchange(what: str, place: RankInfo) -> None:
-    with rendezvous.joined_world(place, Launch(device="cpu", threads=1, step_timeout=2)) as world:
+    with rendezvous.join_world(place, Launch(device="cpu", threads=1, step_timeout=2)) as world:
         if what == "small":
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         found = list_routes(make_gpipe(2, 2, 2), SHAPES, 4)

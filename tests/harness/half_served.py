@@ -23,15 +23,15 @@ import torch.distributed as dist
 from torch import nn
 
 from common.distributed.elastic import group
-from common.distributed.parameter_server.server import Policy
-from common.distributed.parameter_server.worker import Worker
+from common.distributed.parameter_server.server import StalenessPolicy
+from common.distributed.parameter_server.worker import ServerWorker
 from common.distributed.rendezvous import World
 from tests.harness.half_sent import SIZE, count_written
 
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def join(folder: Path, rank: int) -> Worker:
+def join(folder: Path, rank: int) -> ServerWorker:
     """Rank 0 is the server; both are workers."""
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
@@ -46,7 +46,9 @@ def join(folder: Path, rank: int) -> Worker:
         coordinator="as in an elastic run",
     )
     network = nn.Linear(SIZE // 8, 2, bias=False)
-    worker = Worker(network, world, partial(torch.optim.SGD, lr=0.1), servers=1, policy=Policy("sync", 0, 2))
+    worker = ServerWorker(
+        network, world, partial(torch.optim.SGD, lr=0.1), servers=1, policy=StalenessPolicy("sync", 0, 2)
+    )
     network.weight.grad = torch.ones_like(network.weight)
     worker.start_serving(0)
     return worker

@@ -90,7 +90,7 @@ def loopback_of_each_host() -> Any:
 
     def meet_at_rank_0(rank: int) -> Any:
         known: Any = {"node": rank, "nodes": 2, "launcher": "slurm", "master": ADDRESSES[0], "attempt_id": "1.0.0"}
-        with rendezvous.joined_world(RankInfo(rank, 2, **known), PATIENT) as world:
+        with rendezvous.join_world(RankInfo(rank, 2, **known), PATIENT) as world:
             return {"sum": add_ranks(), "hosts": world.hosts}
 
     wrong, right = zip(*on_two_hosts(meet_at_loopback, meet_at_rank_0), strict=True)

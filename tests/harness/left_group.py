@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.core.processes import die_with_parent
+from common.core.processes import kill_with_parent
 from common.distributed.elastic import group
 
 LIMIT = datetime.timedelta(minutes=10)  # which the collective would wait
@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=0 if child else 1, world_size=2, timeout=LIMIT)
     if not child:
-        die_with_parent()
+        kill_with_parent()
         signal.pause()
     dist.all_reduce(torch.ones(4), async_op=True)
     group.leave_group()

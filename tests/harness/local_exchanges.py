@@ -82,7 +82,7 @@ def exchange_thin_matrices(rank: int) -> None:
 
 
 def body(info: RankInfo) -> None:
-    with rendezvous.joined_world(info, Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=60)):
+    with rendezvous.join_world(info, Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=60)):
         for kind in KINDS:
             exchange_vectors(kind, info.rank)
         exchange_thin_matrices(info.rank)

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from common.api import Run, TrainState, build_optimizer, init_network, score_replicated
 from common.core import config
-from common.data.prepare import Prepared
+from common.data.prepare import PreparedDataset
 from common.distributed.rendezvous import World
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training.local_sgd.worker import LocalWorker
 from configs import ddp_multinode as ddp_settings
 from configs.local_sgd import Config
@@ -85,7 +85,7 @@ def train_with_torch(cfg: Config, run: Run) -> None:
             step.log(loss=loss.detach())
 
 
-def train(cfg: Any, special: str, world: World, prepared: Prepared, folder: Folder) -> dict[str, Any]:
+def train(cfg: Any, special: str, world: World, prepared: PreparedDataset, folder: RunFolder) -> dict[str, Any]:
     """One case on this rank; on rank 0 its losses, parameters and scores."""
     scripts = {"ddp": ddp_multinode, "torch": SimpleNamespace(main=train_with_torch)}
     run = Run(cfg, folder, world, prepared)

@@ -16,7 +16,7 @@ import torch
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo
 from common.measure.metrics_log import MEAN, MetricsLog
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
 from configs.launch import Launch
 
@@ -33,10 +33,10 @@ class Counted:
 
 
 def main(path: str, mode: str) -> int:
-    folder = Folder.create(Path(path), "mnist_pipeline", "").claim_attempt()
+    folder = RunFolder.create(Path(path), "mnist_pipeline", "").claim_attempt()
 
     def body(place: RankInfo) -> None:
-        with rendezvous.joined_world(place, Launch(device="cpu", threads=1, step_timeout=5.0)) as world:
+        with rendezvous.join_world(place, Launch(device="cpu", threads=1, step_timeout=5.0)) as world:
             source = MEAN if mode == "averaged" else int(mode)
             log = MetricsLog(world, MetricsWriter(folder.metrics_file, print), Counted(), source=source)
             for step in range(1, STEPS + 1):
@@ -45,9 +45,9 @@ def main(path: str, mode: str) -> int:
                     values["rare"] = 2.0 * step
                 if step % 7 == 0:
                     values["other"] = torch.tensor(math.inf)
-                if log.averaged and world.rank == 1 and step == 5:
+                if log.is_averaged and world.rank == 1 and step == 5:
                     values["of_rank_1"] = 7.0
-                given = values if log.averaged or world.rank == log.source else dict.fromkeys(values)
+                given = values if log.is_averaged or world.rank == log.source else dict.fromkeys(values)
                 log.add(step, time.perf_counter(), given)
                 if log.is_due or step in (4, 16):
                     log.flush()

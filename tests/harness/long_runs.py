@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.checkpoint import storage
 from common.core.errors import EXIT_RESUMABLE
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from slurm.reports.heartbeats import read_heartbeats
 from tests.harness.chance import open_stream
 from tests.harness.processes import PATIENCE, command, environment, processes_of, told, wait_until
@@ -39,9 +39,9 @@ def has_rows(runs: Path) -> bool:
     return any(file.stat().st_size for file in runs.glob("*/attempts/0001/metrics.jsonl"))
 
 
-def only_folder(runs: Path) -> Folder:
+def only_folder(runs: Path) -> RunFolder:
     (path,) = runs.iterdir()
-    return Folder(path)
+    return RunFolder(path)
 
 
 def free_port() -> int:
@@ -72,8 +72,8 @@ def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], r
         assert "Traceback" not in err and "resume with: make exp RESUME=" in err, err
         folder = only_folder(runs)
         (checkpoint,) = storage.list_resumable_checkpoints(folder)
-        assert checkpoint.step == max(row["global_step"] for row in folder.metrics()), "no work is lost"
-        beats = read_heartbeats(folder.attempts()[0])
+        assert checkpoint.step == max(row["global_step"] for row in folder.read_metrics()), "no work is lost"
+        beats = read_heartbeats(folder.list_attempts()[0])
         assert [beat.step for beat in beats] == [checkpoint.step] * 2, "the doctor shows the newest step"
         assert folder.result["state"] == ("cancelled" if number == signal.SIGINT else "preempted"), folder.result
         assert not processes_of(str(runs))
@@ -87,5 +87,5 @@ def check_hanging_rank(entry: Entry, quick: tuple[str, ...], runs: Path, seconds
         out, err = process.communicate(PATIENCE)
         assert process.returncode == 1, out + err
         assert "rank 1 on" in err and f"did not answer within {seconds} s" in err, err
-        assert "most recent call first" in only_folder(runs).attempts()[0].log_file(0).read_text()
+        assert "most recent call first" in only_folder(runs).list_attempts()[0].log_file(0).read_text()
         assert not processes_of(str(runs))

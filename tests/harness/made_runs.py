@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core import config
-from common.runs.folder import Folder, write_atomic, write_json
+from common.runs.folder import RunFolder, write_atomic, write_json
 
 STARTED = 1_790_000_000.0  # seconds since 1970: the first run
 EVERY = 3600.0  # seconds between two runs
@@ -32,12 +32,12 @@ class Made:
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of result.json; groups such as `measured` are merged with the usual ones."""
 
-    def write(self, runs: Path) -> Folder:
+    def write(self, runs: Path) -> RunFolder:
         schema = config.import_schema(self.name)
         values = config.read_config_file(config.ROOT / "configs" / f"{self.name}.yaml")
         settings = config.build_config(schema, [values, {"data.name": "digits", "runs": str(runs)} | self.settings])
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(STARTED + EVERY * self.number))
-        folder = Folder(runs / f"{self.name}-{stamp}-{self.number:04x}")
+        folder = RunFolder(runs / f"{self.name}-{stamp}-{self.number:04x}")
         folder.path.mkdir(parents=True)
         write_atomic(folder.path / "config.yaml", config.format_yaml(settings))
         done = self.steps if self.state == "finished" else self.steps // 2
@@ -48,7 +48,7 @@ class Made:
             attempt.write_parent(number - 1 if number > 1 else None, begin, rows)
             self.train(attempt, begin, bound, settings.batch, settings.processes)
             begin = max(0, bound - 5)  # the next start goes on from a checkpoint of five steps ago
-            rows = sum(row["global_step"] <= begin for row in attempt.read_own_rows())
+            rows = sum(row["global_step"] <= begin for row in attempt.read_attempt_rows())
         history = {"attempt": self.attempts, "host": os.uname().nodename, "pid": os.getpid(), "pid_started": 0}
         if self.state == "running":
             history["pid_started"] = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -57,10 +57,10 @@ class Made:
             write_json(folder.path / "result.json", self.ending(done, settings.batch))
         return folder
 
-    def train(self, attempt: Folder, begin: int, end: int, batch: int, processes: int) -> None:
+    def train(self, attempt: RunFolder, begin: int, end: int, batch: int, processes: int) -> None:
         """Write one start's files."""
         world = {"processes": processes, "nodes": 1, "hosts": ["vm"] * processes, "device": "cpu"}
-        write_json(attempt.attempt / "world.json", world)
+        write_json(attempt.attempt_folder / "world.json", world)
         lines = []
         for step in range(begin + 1, end + 1):
             noise = random.Random(self.number * 1_000_003 + step).gauss(0, 0.02)  # the same when the step is done again

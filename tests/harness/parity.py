@@ -26,7 +26,7 @@ from common.data import prepare
 from common.distributed.rendezvous import World
 from common.models.networks import ResNet, SimpleNN
 from common.pipeline.executor import PipelineEngine
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training import model_split
 from common.training.run import Run
 from configs import mnist_pipeline as mnist
@@ -107,11 +107,11 @@ def widen(parameters: Iterable[torch.Tensor]) -> None:
 
 def lose_relu(pipe: PipelineEngine) -> None:
     """Put a plain linear layer with the same parameters in place of the second stage's first one."""
-    if 1 in pipe.local:
-        layer: Any = pipe.local[1][0]
+    if 1 in pipe.local_stages:
+        layer: Any = pipe.local_stages[1][0]
         plain = nn.Linear(1, 1)
         plain.weight, plain.bias = layer.weight, layer.bias
-        pipe.local[1][0] = plain
+        pipe.local_stages[1][0] = plain
 
 
 def lose_microbatch(pipe: PipelineEngine) -> None:
@@ -122,8 +122,8 @@ def lose_microbatch(pipe: PipelineEngine) -> None:
         if stage.training and next(passed) % pipe.microbatches == 0:
             out.register_hook(torch.zeros_like)
 
-    if pipe.has_last:
-        pipe.local[pipe.count - 1].register_forward_hook(forget)
+    if pipe.has_last_stage:
+        pipe.local_stages[pipe.stage_count - 1].register_forward_hook(forget)
 
 
 MISTAKES: dict[str, Callable[[PipelineEngine], None]] = {"lose_relu": lose_relu, "lose_microbatch": lose_microbatch}
@@ -143,10 +143,10 @@ def settings(name: str, text: str) -> tuple[Any, str]:
 
 
 def train(
-    kind: Trained, cfg: Any, mistake: str, world: World, prepared: prepare.Prepared, folder: Folder
+    kind: Trained, cfg: Any, mistake: str, world: World, prepared: prepare.PreparedDataset, folder: RunFolder
 ) -> dict[str, Any]:
     """One case on this rank; on rank 0 its losses, joined parameters and scores."""
-    build = model_split.build_pipeline
+    build = model_split.build_pipeline_engine
 
     def build_otherwise(*given: Any) -> PipelineEngine:
         pipe = build(*given)

@@ -58,7 +58,7 @@ def compare(place: RankInfo) -> None:
     x, y = torch.randn(8, 7, 6).double(), torch.randint(3, (8,))
     one, logits = whole(x, y)
     want = dict(one.named_parameters())
-    with rendezvous.joined_world(place, Launch(device="cpu", threads=1)) as world:
+    with rendezvous.join_world(place, Launch(device="cpu", threads=1)) as world:
         for settings in CASES:
             # the library needs weights in every stage
             four = ["l2", "l5", "l8"] if settings.engine == "own" else ["l3", "l5", "l9"]
@@ -70,7 +70,7 @@ def compare(place: RankInfo) -> None:
             pipe.clock.begin_step = partial(begun.append, pipe)  # type: ignore[method-assign]
             pipe.step(x, y)
             assert len(begun) == 1, (settings, "a clock that is never told of a step loses its precision on a GPU")
-            for stage in pipe.local.values():
+            for stage in pipe.local_stages.values():
                 for name, parameter in stage.named_parameters():
                     mine, theirs = parameter.grad, want[name].grad
                     assert mine is not None and theirs is not None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.runs.result import parse_result
 from tests.harness import warm, warm_command
 from tests.harness.warm import ROOT
@@ -48,10 +48,10 @@ class Done:
     runs: Path
 
     @property
-    def folder(self) -> Folder:
+    def folder(self) -> RunFolder:
         """The one run folder it made."""
         (path,) = self.runs.iterdir()
-        return Folder(path)
+        return RunFolder(path)
 
     @property
     def result(self) -> dict[str, Any]:
@@ -60,10 +60,10 @@ class Done:
 
     @property
     def losses(self) -> list[float]:
-        return [row["loss"] for row in self.folder.metrics() if "loss" in row]
+        return [row["loss"] for row in self.folder.read_metrics() if "loss" in row]
 
 
-def values_of(folder: Folder) -> dict[str, Any]:
+def values_of(folder: RunFolder) -> dict[str, Any]:
     """Every value of a run's result, by name."""
     return parse_result(folder.result).flatten_values()
 

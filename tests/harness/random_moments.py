@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from tests.harness import warm
 from tests.harness.chance import open_stream
 from tests.harness.processes import command, environment, processes_of
@@ -77,13 +77,13 @@ def start(root: Path, place: Path, *, real: bool) -> warm.Command:
     return warm.Command(command(NAME, *words, runs=place / "runs"), env=environment(), session=True, real=real)
 
 
-def resume(folder: Folder) -> None:
+def resume(folder: RunFolder) -> None:
     line = [sys.executable, str(ROOT / "experiments" / f"{NAME}.py"), "--resume", str(folder.path)]
     done = warm.execute(line, env=environment(), timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def run_to_the_end(root: Path, place: Path) -> tuple[Folder, float]:
+def run_to_the_end(root: Path, place: Path) -> tuple[RunFolder, float]:
     """The run that nobody stops, and the seconds that it takes."""
     began = time.monotonic()
     process = start(root, place, real=False)
@@ -92,9 +92,9 @@ def run_to_the_end(root: Path, place: Path) -> tuple[Folder, float]:
     return only(place), time.monotonic() - began
 
 
-def only(place: Path) -> Folder:
+def only(place: Path) -> RunFolder:
     (path,) = (place / "runs").iterdir()
-    return Folder(path)
+    return RunFolder(path)
 
 
 def reached(place: Path) -> str:
@@ -102,8 +102,8 @@ def reached(place: Path) -> str:
     found = list((place / "runs").glob("*")) if (place / "runs").exists() else []
     if not found:
         return "preparing"
-    folder = Folder(found[0])
-    rows = folder.metrics()
+    folder = RunFolder(found[0])
+    rows = folder.read_metrics()
     if folder.result.get("state") == "finished":
         return "finished"
     if any("test_loss" in row for row in rows):
@@ -111,7 +111,7 @@ def reached(place: Path) -> str:
     return f"step {max((row['global_step'] for row in rows), default=0)}"
 
 
-def attempt(root: Path, whole: Folder, place: Path, number: signal.Signals, moment: float) -> Trial:
+def attempt(root: Path, whole: RunFolder, place: Path, number: signal.Signals, moment: float) -> Trial:
     """Stop a new run after so many seconds, let it go on, and compare its end with the whole run's.
 
     A failure is recorded, so that no trial costs the others.

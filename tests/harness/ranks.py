@@ -38,17 +38,17 @@ FOREVER = 600.0  # longer than the test waits
 
 def meet_by_name(place: RankInfo, folder: Path) -> None:
     """As ranks with nccl do it, with the real store."""
-    with rendezvous.joined_world(place, SETTINGS) as world:
+    with rendezvous.join_world(place, SETTINGS) as world:
         for name in ("a", "b"):
             if world.rank == 1:
                 time.sleep(0.3)
                 (folder / name).touch()
-            dataclasses.replace(world, backend="nccl").named_barrier(name)
+            dataclasses.replace(world, backend="nccl").wait_for_all_ranks(name)
             assert (folder / name).exists()
 
 
 def add_up(place: RankInfo, folder: Path) -> None:
-    with rendezvous.joined_world(place, SETTINGS) as world:
+    with rendezvous.join_world(place, SETTINGS) as world:
         x = torch.ones(1) * world.rank
         dist.all_reduce(x)
         assert x.item() == 3, x
@@ -59,7 +59,7 @@ def add_up(place: RankInfo, folder: Path) -> None:
 def send_values(place: RankInfo, folder: Path) -> None:
     """Values of all kinds and lengths, by all ranks and by two of them."""
     kinds = {"text": "é \udc80 \n", "whole": -(2**70), "number": 0.1, "most": math.inf, "true": True, "none": None}
-    with rendezvous.joined_world(place, SETTINGS) as world:
+    with rendezvous.join_world(place, SETTINGS) as world:
         some = [1, 2] if world.rank else [0]
         own = world.make_subgroup(some)
         values: list[list[Any]] = [[None, [], {}], ["", kinds, [[kinds]]], [kinds, "y" * 10, [kinds] * 1000]]
@@ -94,7 +94,7 @@ class Payload:
 def one_sends_pickles(place: RankInfo, folder: Path) -> None:
     """Rank 1, in messages that are as they should be otherwise; then more bytes than anybody has."""
     executed = folder / "executed"
-    with rendezvous.joined_world(place, SETTINGS) as world:
+    with rendezvous.join_world(place, SETTINGS) as world:
 
         def refuse(receive: Callable[[], object]) -> str:
             try:
@@ -124,7 +124,7 @@ def one_sends_pickles(place: RankInfo, folder: Path) -> None:
 
 
 def one_raises(place: RankInfo, folder: Path) -> None:
-    with rendezvous.joined_world(place, SETTINGS) as world:
+    with rendezvous.join_world(place, SETTINGS) as world:
         if world.rank == 1:
             raise KeyError("the cause")
         dist.barrier()
@@ -135,7 +135,7 @@ def user_error(place: RankInfo, folder: Path) -> None:
 
 
 def one_is_killed(place: RankInfo, folder: Path) -> None:
-    with rendezvous.joined_world(place, SETTINGS) as world:
+    with rendezvous.join_world(place, SETTINGS) as world:
         if world.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
@@ -143,7 +143,7 @@ def one_is_killed(place: RankInfo, folder: Path) -> None:
 
 def one_takes_too_much(place: RankInfo, folder: Path) -> None:
     """In the control group `folder` names, whose limit is small."""
-    with rendezvous.joined_world(place, SETTINGS) as world:
+    with rendezvous.join_world(place, SETTINGS) as world:
         if world.rank == 2:
             group = Path((folder / "group").read_text())
             (group / "cgroup.procs").write_text(str(os.getpid()))
@@ -155,12 +155,12 @@ def one_takes_too_much(place: RankInfo, folder: Path) -> None:
 def one_does_not_arrive(place: RankInfo, folder: Path) -> None:
     if place.rank == 1:
         time.sleep(FOREVER)
-    with rendezvous.joined_world(place, SOON):
+    with rendezvous.join_world(place, SOON):
         pass
 
 
 def one_hangs(place: RankInfo, folder: Path) -> None:
-    with rendezvous.joined_world(place, SOON) as world:
+    with rendezvous.join_world(place, SOON) as world:
         if world.rank == 0:
             time.sleep(FOREVER)
         dist.barrier()
@@ -168,7 +168,7 @@ def one_hangs(place: RankInfo, folder: Path) -> None:
 
 def one_aborts(place: RankInfo, folder: Path) -> None:
     """Another thread ends the collectives of a rank that waits; the next rank notices. Rank 0 never comes."""
-    with rendezvous.joined_world(place, LATE) as world:
+    with rendezvous.join_world(place, LATE) as world:
         if world.rank == 0:
             time.sleep(FOREVER)
         waiting, value = threading.Event(), torch.zeros(1 << 20)
@@ -205,9 +205,9 @@ def one_ignores_being_asked(place: RankInfo, folder: Path) -> None:
 def meet_in_private(place: RankInfo, folder: Path) -> None:
     """As ranks of a job: through a file that is nobody else's, over connections that are all TLS, subgroups' too."""
     info = dataclasses.replace(place, launcher="slurm", master="localhost", attempt_id="7.0.0")
-    private = private_folder.name_folder(folder, info)
+    private = private_folder.get_private_folder(folder, info)
     settings = dataclasses.replace(SETTINGS, tls=True, transport="network")
-    with rendezvous.joined_world(info, settings, private) as world:
+    with rendezvous.join_world(info, settings, private) as world:
         assert isinstance(world.store, dist.FileStore)
         groups = [dist.group.WORLD, *([world.make_subgroup([0, 1]).group] if world.rank < 2 else [])]
         for group in groups:

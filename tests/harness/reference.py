@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from common.data import loader
-from common.data.prepare import Prepared
+from common.data.prepare import PreparedDataset
 from configs.shared import Optim
 
 TOLERANCE = 1e-9
@@ -27,7 +27,7 @@ def rate(settings: Optim, step: int, steps: int) -> float:
     return settings.lr * (0.5 * (1 + math.cos(math.pi * done)) if settings.decay == "cosine" else 1 - done)
 
 
-def normalised(prepared: Prepared, part: str, limit: int = 0) -> tuple[Tensor, Tensor]:
+def normalised(prepared: PreparedDataset, part: str, limit: int = 0) -> tuple[Tensor, Tensor]:
     """Images in float64, and labels; all of them, or the first few."""
     mean, std = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in loader.STATISTICS[prepared.name])
     pixels = torch.from_numpy(prepared.map_array(f"{part}_images")[: limit or None]).double()
@@ -49,7 +49,7 @@ def scored(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]
 def trained(
     cfg: Any,
     model: nn.Module,
-    prepared: Prepared,
+    prepared: PreparedDataset,
     *,
     shares: int | tuple[int, ...] = 1,
     piece: int = 0,

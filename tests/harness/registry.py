@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.core import config
-from slurm.launch.tour import SMALLEST
+from slurm.launch.tour import SMALLEST_SETTINGS
 
 MLP = ("model=mlp", "bucket_mb=0.05")  # several buckets, as a larger model has them
 FEW_STEPS = ("steps=4", "batch=6", "checkpoint.every_steps=2", "data.test_limit=20", "eval_batch=4")
@@ -43,7 +43,7 @@ class Entry:
 EXPERIMENTS = [
     Entry(
         name="mnist_pipeline",
-        smallest=SMALLEST["mnist_pipeline"],
+        smallest=SMALLEST_SETTINGS["mnist_pipeline"],
         processes=2,
         produces=SCORES,
         spread=lambda count: ("depth=3", f"stages={count}", "microbatches=2"),
@@ -54,7 +54,7 @@ EXPERIMENTS = [
     ),
     Entry(
         name="ddp_multinode",
-        smallest=(*SMALLEST["ddp_multinode"], *MLP),
+        smallest=(*SMALLEST_SETTINGS["ddp_multinode"], *MLP),
         processes=2,
         produces=(*SCORES, "ranks", "communication_exposed"),
         spread=lambda count: (f"processes_per_node={count}", *MLP),
@@ -66,7 +66,7 @@ EXPERIMENTS = [
     ),
     Entry(
         name="amp_accum",
-        smallest=SMALLEST["amp_accum"],
+        smallest=SMALLEST_SETTINGS["amp_accum"],
         processes=2,
         produces=(
             "test_accuracy",
@@ -90,7 +90,7 @@ EXPERIMENTS = [
     ),
     Entry(
         name="param_server",
-        smallest=(*SMALLEST["param_server"], "model=mlp"),
+        smallest=(*SMALLEST_SETTINGS["param_server"], "model=mlp"),
         processes=2,
         produces=(*SCORES, "pushes", "bytes_received", "staleness_counts"),
         spread=lambda count: (f"processes_per_node={count}", f"servers={min(2, count)}", "model=mlp", "plot=false"),
@@ -98,7 +98,7 @@ EXPERIMENTS = [
     ),
     Entry(
         name="local_sgd",
-        smallest=(*SMALLEST["local_sgd"], "model=mlp"),
+        smallest=(*SMALLEST_SETTINGS["local_sgd"], "model=mlp"),
         processes=2,
         produces=(*SCORES, "exchanges", "bytes_sent", "exchange_seconds"),
         # the settings with which it is what one process does
@@ -113,14 +113,14 @@ EXPERIMENTS = [
     ),
     Entry(
         name="resnet_dataparallel",
-        smallest=SMALLEST["resnet_dataparallel"],
+        smallest=SMALLEST_SETTINGS["resnet_dataparallel"],
         processes=2,
         produces=(*SCORES, "devices", "memory"),
         spread=lambda count: ("model=mlp", "compare=false", f"processes_per_node={count}"),
     ),
     Entry(
         name="resnet_modelparallel",
-        smallest=SMALLEST["resnet_modelparallel"],
+        smallest=SMALLEST_SETTINGS["resnet_modelparallel"],
         processes=2,
         produces=(*SCORES, "idle_share", "memory"),
         spread=lambda count: ("width=4", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
@@ -132,7 +132,7 @@ EXPERIMENTS = [
     ),
     Entry(
         name="sparse_prune",
-        smallest=SMALLEST["sparse_prune"],
+        smallest=SMALLEST_SETTINGS["sparse_prune"],
         processes=1,
         produces=(
             "test_accuracy",
@@ -173,10 +173,15 @@ EXPERIMENTS = [
     ),
     Entry(
         name="collectives",
-        smallest=(*SMALLEST["collectives"], *ONE_SIDE),
+        smallest=(*SMALLEST_SETTINGS["collectives"], *ONE_SIDE),
         processes=2,
         produces=("points", "lines", "exact_results"),
-        spread=lambda count: (*SMALLEST["collectives"], *ONE_SIDE, f"processes_per_node={count}", "rounds=2000"),
+        spread=lambda count: (
+            *SMALLEST_SETTINGS["collectives"],
+            *ONE_SIDE,
+            f"processes_per_node={count}",
+            "rounds=2000",
+        ),
     ),
 ]
 
@@ -185,7 +190,7 @@ def make_entry(name: str) -> Entry:
     """The entry of an experiment that has none in the list: one of configs.dataparallel.Replicated."""
     return Entry(
         name=name,
-        smallest=(*SMALLEST.get(name, ("batch=16",)), "checkpoint.every_steps=20"),
+        smallest=(*SMALLEST_SETTINGS.get(name, ("batch=16",)), "checkpoint.every_steps=20"),
         processes=config.load_config(config.import_schema(name), [], {}).processes,
         produces=SCORES,
         spread=lambda count: (f"processes_per_node={count}",),

@@ -15,7 +15,7 @@ import torch
 
 from common.checkpoint import storage
 from common.core.errors import EXIT_RESUMABLE
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from tests.harness import warm
 from tests.harness.chance import open_stream
 from tests.harness.long_runs import only_folder, train_long
@@ -36,12 +36,12 @@ def whole_run(factory: pytest.TempPathFactory, quick: tuple[str, ...], entry: En
     return done
 
 
-def cut_off(folder: Folder, step: int, place: Path) -> Folder:
+def cut_off(folder: RunFolder, step: int, place: Path) -> RunFolder:
     """A copy of a run as it would lie there had it been killed a little after `step`, the last one that was saved."""
     shutil.copytree(folder.path, place / folder.path.name)
-    copy = Folder(place / folder.path.name)
+    copy = RunFolder(place / folder.path.name)
     (copy.path / "result.json").unlink()
-    attempt = copy.attempts()[-1]
+    attempt = copy.list_attempts()[-1]
     begun = attempt.parent_record[1] if attempt.parent_record else 0
     for checkpoint in storage.list_checkpoints(attempt):
         if checkpoint.step > step:
@@ -49,30 +49,32 @@ def cut_off(folder: Folder, step: int, place: Path) -> Folder:
     for pointer in ("latest", "best"):
         name = storage.read_pointer(attempt, pointer)
         if name is not None and int(name.removeprefix("step-")) > step:
-            (storage.checkpoints_dir(attempt) / pointer).unlink()
+            (storage.get_checkpoints_dir(attempt) / pointer).unlink()
     rows = attempt.metrics_file.read_text().splitlines(keepends=True)
     attempt.metrics_file.write_text("".join(rows[: step - begun + 2]) + '{"global_step": 99, "lo')
     return copy
 
 
-def resume(entry: Entry, folder: Folder, *words: str, careless: str = "", real: bool = False) -> CompletedProcess[str]:
+def resume(
+    entry: Entry, folder: RunFolder, *words: str, careless: str = "", real: bool = False
+) -> CompletedProcess[str]:
     """Go on with a run; `careless` names the protection that it goes on without."""
     begin = ["-m", "tests.harness.careless", careless] if careless else []
     argv = [sys.executable, *begin, str(ROOT / "experiments" / f"{entry.name}.py"), "--resume", str(folder.path)]
     return warm.execute([*argv, *words], env=environment(), real=real)
 
 
-def numbers(folder: Folder) -> list[tuple[Any, ...]]:
+def numbers(folder: RunFolder) -> list[tuple[Any, ...]]:
     """All rows but the clock."""
     names = ("global_step", "samples", "loss", "test_loss", "test_accuracy", "test_samples")
-    return [tuple(row.get(name) for name in names) for row in folder.metrics()]
+    return [tuple(row.get(name) for name in names) for row in folder.read_metrics()]
 
 
-def trained_steps(folder: Folder) -> list[int]:
-    return [row["global_step"] for row in folder.metrics() if "test_loss" not in row]
+def trained_steps(folder: RunFolder) -> list[int]:
+    return [row["global_step"] for row in folder.read_metrics() if "test_loss" not in row]
 
 
-def final_state(folder: Folder) -> dict[str, torch.Tensor]:
+def final_state(folder: RunFolder) -> dict[str, torch.Tensor]:
     """Parameters and the optimizer's memory after the last step, over all ranks."""
     (attempt, _), *_ = folder.trace_attempts()
     path = storage.list_checkpoints(attempt)[-1].path
@@ -94,7 +96,7 @@ def list_moments(optimizer: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def differences(one: Folder, other: Folder) -> list[str]:
+def differences(one: RunFolder, other: RunFolder) -> list[str]:
     """What is not equal to the bit in the rows, the result and the final state of two runs; empty if all is."""
     found = ["rows"] if numbers(one) != numbers(other) else []
     found += ["test_loss of the result"] if one.result.get("scores") != other.result.get("scores") else []
@@ -103,16 +105,18 @@ def differences(one: Folder, other: Folder) -> list[str]:
     return found + [n for n in sorted(a.keys() | b.keys()) if n not in both or not torch.equal(a[n], b[n])]
 
 
-def check_that_it_goes_on(entry: Entry, whole: Done, name: str, place: Path, *words: str, real: bool = False) -> Folder:
+def check_that_it_goes_on(
+    entry: Entry, whole: Done, name: str, place: Path, *words: str, real: bool = False
+) -> RunFolder:
     """Cut a run off after one of its saved steps, go on, and compare all of it with the whole run to the bit."""
-    (attempt,) = whole.folder.attempts()
+    (attempt,) = whole.folder.list_attempts()
     step = open_stream(name).choice(storage.list_checkpoints(attempt)[:-1]).step
     folder = cut_off(whole.folder, step, place)
     done = resume(entry, folder, *words, real=real)
     assert done.returncode == 0, f"resumed after step {step}: {done.stderr}"
     assert f"resumed from step {step}" in done.stdout, done.stdout
     assert not (found := differences(folder, whole.folder)), f"resumed after step {step}: {found} differ"
-    times = [row["time"] for row in folder.metrics()]
+    times = [row["time"] for row in folder.read_metrics()]
     assert times == sorted(times), "the clock of the run goes on, too"
     steps = trained_steps(whole.folder)
     assert trained_steps(folder) == steps == list(range(1, len(steps) + 1)), f"resumed after step {step}"
@@ -124,13 +128,13 @@ def check_notice_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path
     slow = (*digits, *entry.smallest, "steps=20", "eval_batch=2", "data.test_limit=0", "checkpoint.grace=120")
     with train_long(entry.name, *slow, runs=runs) as process:
         folder = only_folder(runs)
-        wait_until(lambda: len(folder.metrics()) == 20, "the evaluation begins")
+        wait_until(lambda: len(folder.read_metrics()) == 20, "the evaluation begins")
         process.send_signal(signal.SIGUSR2)
         began = time.monotonic()
         out, err = process.communicate(PATIENCE)
         seconds = time.monotonic() - began
     assert process.returncode == EXIT_RESUMABLE and "stopped on request; checkpoint saved at step 20" in out, out + err
-    assert len(folder.metrics()) == 20 and [s.step for s in storage.list_resumable_checkpoints(folder)] == [20]
+    assert len(folder.read_metrics()) == 20 and [s.step for s in storage.list_resumable_checkpoints(folder)] == [20]
     assert seconds < 60, "far less than the evaluation would have taken"
     done = resume(entry, folder, "data.test_limit=100")
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from configs.shared import Optim
 
 
 def compare(info: RankInfo) -> None:
-    with rendezvous.joined_world(info, Launch(device="cpu", setup_timeout=60, step_timeout=60)) as world:
+    with rendezvous.join_world(info, Launch(device="cpu", setup_timeout=60, step_timeout=60)) as world:
         for name in sys.argv[1:]:
             for settings in (Optim(name=name), Optim(name=name, weight_decay=0.01, decayed="matrices")):
                 try:

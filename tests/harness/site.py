@@ -14,7 +14,7 @@ from typing import Any
 
 from common.core.processes import Process
 from common.runs import provenance
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness.processes import environment, processes_of, wait_until
@@ -60,9 +60,9 @@ class Site:
     ) -> subprocess.CompletedProcess[str]:
         return self.call("slurm", "exp", self.settings(runs, *more), *options, "--", name, status=None, **env)
 
-    def run_of(self, runs: str) -> Folder:
+    def run_of(self, runs: str) -> RunFolder:
         (path,) = (self.runs / runs).iterdir()
-        return Folder(path)
+        return RunFolder(path)
 
     def inside(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         return self.call("slurm", "cluster", "exec", *words, status=None, **env)
@@ -82,7 +82,7 @@ class Site:
         finally:
             self.inside("scancel", job)
 
-    def wait(self, folder: Folder, state: str, seconds: float = 60) -> str:
+    def wait(self, folder: RunFolder, state: str, seconds: float = 60) -> str:
         """Wait until `make status` shows a state; returns its last words."""
         shown = ""
 
@@ -97,7 +97,7 @@ class Site:
             raise AssertionError(shown) from None
         return shown
 
-    def gone(self, folder: Folder, seconds: float = 30) -> None:
+    def gone(self, folder: RunFolder, seconds: float = 30) -> None:
         """Wait until no process of a run is left."""
         until("no process is left", lambda: not processes_of(str(folder.path)), seconds)
 

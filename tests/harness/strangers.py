@@ -8,8 +8,8 @@ import random
 import socket
 import struct
 
-from common.distributed.transport.connecting import Published
-from common.distributed.transport.welcome import Direction, make_hello
+from common.distributed.transport.connecting import RankAddress
+from common.distributed.transport.welcome import ConnectionId, make_hello
 
 ODD: tuple[object, ...] = (
     None,
@@ -32,7 +32,7 @@ ODD: tuple[object, ...] = (
 
 def draw_input(draw: random.Random) -> bytes:
     """Bytes that no rank of the group sends: noise, half a welcome, a changed one, one of odd values."""
-    right = make_hello(Direction("run", 1, 0), b"guess")
+    right = make_hello(ConnectionId("run", 1, 0), b"guess")
     kind = draw.randrange(6)
     if kind == 0:
         return draw.randbytes(draw.choice((0, 1, 3, 4, 5, 100, 5000)))
@@ -52,7 +52,7 @@ def draw_input(draw: random.Random) -> bytes:
     return struct.pack("!I", len(text) if draw.random() < 0.9 else draw.randrange(1 << 32)) + text
 
 
-def attack(found: Published, inputs: int, seed: str, *, is_local: bool = False) -> None:
+def attack(found: RankAddress, inputs: int, seed: str, *, is_local: bool = False) -> None:
     """Send so many inputs to a rank, each on a connection of its own; leave some of them open, up to a hundred."""
     draw = random.Random(seed)
     held: list[socket.socket] = []
@@ -60,7 +60,7 @@ def attack(found: Published, inputs: int, seed: str, *, is_local: bool = False) 
         stranger = socket.socket(socket.AF_UNIX if is_local else socket.AF_INET)
         with contextlib.suppress(ConnectionError, BrokenPipeError):  # refused while it spoke
             stranger.settimeout(None if is_local else 20)  # a Unix socket waits for its turn only without a limit
-            stranger.connect("\0" + found.local if is_local else (found.address, found.port))
+            stranger.connect("\0" + found.unix_socket_name if is_local else (found.address, found.port))
             stranger.settimeout(20)
             stranger.sendall(draw_input(draw))
         if draw.random() < 0.3:

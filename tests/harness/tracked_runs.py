@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from common.runs.folder import Folder, read_json
+from common.runs.folder import RunFolder, read_json
 from common.runs.wandb_process import NO_HOST
 from common.runs.wandb_rows import NOTE_FILE, RowKey, choose_rows, make_row_key
 from common.runs.wandb_run import load_run_config
@@ -25,7 +25,7 @@ from tests.harness.processes import environment, processes_of, wait_until
 SECRET = "5ec" + "0" * 36 + "7"  # as long as a key of W&B
 
 
-def inspect(folder: Folder, *options: str, place: str = "") -> str:
+def inspect(folder: RunFolder, *options: str, place: str = "") -> str:
     """What W&B wrote about a run, by default at last, read back with its own tool."""
     tool = str(Path(sys.executable).with_name("wandb"))
     words = [tool, "leet", "inspect", "--json", *options, place or status(folder)["dir"]]
@@ -33,7 +33,7 @@ def inspect(folder: Folder, *options: str, place: str = "") -> str:
     return subprocess.run(words, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def records(folder: Folder) -> list[dict[str, Any]]:
+def records(folder: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in inspect(folder).splitlines()]
 
 
@@ -41,7 +41,7 @@ def of_type(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [row[kind] for row in rows if row["type"] == kind]
 
 
-def status(folder: Folder) -> dict[str, Any]:
+def status(folder: RunFolder) -> dict[str, Any]:
     return read_json(folder.path / "wandb" / "status.json")
 
 
@@ -57,14 +57,14 @@ def exit_code(rows: list[dict[str, Any]]) -> int:
 
 
 def track(
-    source: Folder, place: Path, url: str = "", own: str = "", number: int = 1, keep: bool = False, **changes: Any
-) -> tuple[Folder, float]:
+    source: RunFolder, place: Path, url: str = "", own: str = "", number: int = 1, keep: bool = False, **changes: Any
+) -> tuple[RunFolder, float]:
     """Track a start of a copy of a finished run, with its owner gone already; returns its folder and the seconds it
     took.
 
     With a W&B id of its `own`, it is one that was tracked before; `keep` copies what its tracking left.
     """
-    folder = Folder(place / source.path.name, number)
+    folder = RunFolder(place / source.path.name, number)
     left_out = ["code"] if keep else ["wandb", "code", NOTE_FILE]
     shutil.copytree(source.path, folder.path, ignore=shutil.ignore_patterns(*left_out))
     (folder.path / "wandb").mkdir(exist_ok=True)
@@ -84,24 +84,24 @@ def track(
     return folder, time.monotonic() - start
 
 
-def run_tracking(folder: Folder, mode: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_tracking(folder: RunFolder, mode: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run the tracking process of an attempt to its end; its owner is gone."""
     seconds = str(load_run_config(folder).wandb.finish_timeout)
     argv = [sys.executable, "-m", "common.runs.wandb_process", str(folder.path), str(folder.number), mode, seconds]
     return warm.execute(argv, env={key: value for key, value in env.items() if key != "WANDB_MODE"}, timeout=100)
 
 
-def chosen_rows(folder: Folder) -> list[dict[str, Any]]:
+def chosen_rows(folder: RunFolder) -> list[dict[str, Any]]:
     """The rows of a run that W&B is to get, oldest first; steps that were done again to the bit come once."""
     rows: dict[RowKey, dict[str, Any]] = {}
     for part in folder.list_parts():
         for number, row in choose_rows(part.attempt):
-            if (part.rows is None or number <= part.rows) and part.counts(row["global_step"]):
+            if (part.rows is None or number <= part.rows) and part.includes_step(row["global_step"]):
                 rows.setdefault(make_row_key(row), row)
     return list(rows.values())
 
 
-def offline_history(folder: Folder) -> list[dict[str, Any]]:
+def offline_history(folder: RunFolder) -> list[dict[str, Any]]:
     """The rows in all of a run's offline folders, in their order."""
     found = []
     for path in sorted(folder.path.glob("wandb/offline-run-*")):
@@ -109,7 +109,7 @@ def offline_history(folder: Folder) -> list[dict[str, Any]]:
     return found
 
 
-def kill_rank(number: int, words: tuple[str, ...], place: Path, seconds: float) -> tuple[warm.Command, Folder, int]:
+def kill_rank(number: int, words: tuple[str, ...], place: Path, seconds: float) -> tuple[warm.Command, RunFolder, int]:
     """Kill a rank of a run that is tracked offline, and wait until all of it has ended; returns the rank's pid, too."""
     env: dict[str, Any] = {"WANDB_MODE": "offline", "HOME": str(place)}
     with train_long("mnist_pipeline", *words, runs=place / "runs", **env) as process:

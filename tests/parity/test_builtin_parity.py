@@ -29,7 +29,7 @@ def test_two_ranks_equal_one(entry: Entry, tmp_path: Path, quick: tuple[str, ...
     words = (*quick, "dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}", *small)
     two = run(entry.name, *words, *entry.spread(2), *BUILTIN, runs=tmp_path / "two")
     assert two.status == 0, two.err
-    assert read_json(two.folder.attempts()[0].attempt / "world.json")["backend"] == "builtin"
+    assert read_json(two.folder.list_attempts()[0].attempt_folder / "world.json")["backend"] == "builtin"
     if entry.trains:
         one = run(entry.name, *words, *entry.spread(1), runs=tmp_path / "one")
         assert one.status == 0, one.err
@@ -67,7 +67,7 @@ def test_a_method_over_a_transport_equals_one_process(
     one = run_once(tmp_path_factory, f"alone-{method}", name, *words, *alone)
     found = run(name, *words, *spread, *OVER[over], runs=tmp_path)
     assert found.status == one.status == 0, found.err + one.err
-    world = read_json(found.folder.attempts()[0].attempt / "world.json")
+    world = read_json(found.folder.list_attempts()[0].attempt_folder / "world.json")
     assert world["backend"] == "builtin" and world["tls"] == (over == "tls")
     assert found.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0) and len(found.losses) == STEPS
 
@@ -101,7 +101,7 @@ def test_encrypted_ranks_equal_one(tmp_path: Path, quick: tuple[str, ...]) -> No
     one = run("ddp_multinode", *words, "processes_per_node=1", runs=tmp_path / "one")
     assert four.status == one.status == 0, four.err + one.err
     assert four.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0) and len(four.losses) == STEPS
-    attempt = four.folder.attempts()[0].attempt
+    attempt = four.folder.list_attempts()[0].attempt_folder
     assert read_json(attempt / "world.json")["tls"] is True
     assert not [file for file in four.folder.path.rglob("*") if file.suffix == ".pem" or ".private" in file.name]
 

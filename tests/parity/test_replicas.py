@@ -50,7 +50,7 @@ def expected(cache: Path) -> dict[str, Any]:
 def found(done: Done) -> dict[str, Any]:
     """Losses, what all ranks saved in the last step, and scores."""
     assert done.status == 0, done.err + done.out
-    *_, folder = sorted((done.folder.attempts()[0].attempt / "checkpoints").glob("step-*"))
+    *_, folder = sorted((done.folder.list_attempts()[0].attempt_folder / "checkpoints").glob("step-*"))
     assert folder.name == f"step-{len(done.losses):08d}"
     state: dict[str, Any] = {}
     for file in sorted(folder.glob("rank-*.pt")):
@@ -73,4 +73,4 @@ def test_two_replicas_of_two_stages_equal_one_process(words: tuple[str, ...], ca
     common = (*PARITY, *STAGES, f"checkpoint.every_steps={STEPS}", f"data.cache={cache}")
     done = run("resnet_modelparallel", *common, *words, runs=tmp_path, timeout=250)
     assert differences(found(done), expected(cache)) == []
-    assert len(list(done.folder.attempts()[0].attempt.glob("heartbeat-*.json"))) == 4
+    assert len(list(done.folder.list_attempts()[0].attempt_folder.glob("heartbeat-*.json"))) == 4

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.runs.folder import MODEL
+from common.runs.folder import MODEL_FILE
 from tests.harness.processes import Done, run
 from tests.harness.reference import TOLERANCE
 
@@ -19,7 +19,7 @@ SMALL = ("data.train_limit=120", "data.test_limit=200")
 
 def flat(done: Done) -> Tensor:
     """All parameters of the trained model."""
-    return torch.cat([value.flatten() for _, value in sorted(load_file(done.folder.path / MODEL).items())])
+    return torch.cat([value.flatten() for _, value in sorted(load_file(done.folder.path / MODEL_FILE).items())])
 
 
 def check_equal(found: Done, expected: Done) -> None:

@@ -44,7 +44,7 @@ def test_nodes_that_are_only_numbers_are_one_host(digits: tuple[str, ...], tmp_p
         "slurm", "exp", "--launch=local", "--nodes=2", f"--args={settings}", "--", "ddp_multinode", runs=tmp_path
     )
     assert "no SLURM is used: 2 nodes are simulated as processes of this machine" in done.out
-    world = json.loads((done.folder.attempts()[0].attempt / "world.json").read_text())
+    world = json.loads((done.folder.list_attempts()[0].attempt_folder / "world.json").read_text())
     assert world["nodes"] == 2 and world["hosts"] == [ranks[0]["host"]] * 2, "the names are the hosts' own"
 
 
@@ -54,6 +54,6 @@ def test_warnings_of_other_ranks_are_lost_by_their_level(digits: tuple[str, ...]
     files = [path for path in done.folder.path.rglob("*") if path.is_file() and "code" not in path.parts]
     texts = [done.out, done.err, *(path.read_text(errors="replace") for path in files)]
     assert not any(LOST in text for text in texts)
-    logs = [done.folder.attempts()[0].log_file(rank).read_text() for rank in range(2)]
+    logs = [done.folder.list_attempts()[0].log_file(rank).read_text() for rank in range(2)]
     assert f"WARNING {SAID}" in logs[1] and f"UserWarning: {WARNED}" in logs[1]
     assert not any(words in text for words in (SAID, WARNED) for text in (done.out, done.err, logs[0]))

@@ -37,7 +37,7 @@ def test_pruning_whole_tensors_by_their_mean_empties_the_first_layer() -> None:
         weights["fc1.weight"].zero_()
         assert len(model(x).unique(dim=0)) == 1, "whatever the image, the answer is the same"
         other, masks = pruned(0.5)
-        assert all(mask.any() for mask in masks.kept) and len(other(x).unique(dim=0)) == 9
+        assert all(mask.any() for mask in masks.masks) and len(other(x).unique(dim=0)) == 9
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
@@ -53,7 +53,7 @@ def test_without_a_mask_pruned_weights_grow_back(kind: Callable[..., torch.optim
             optimizer.step()
             if keep:
                 masks.apply()
-        return 1 - sum(map(pruning_masks.count_nonzero, masks.weights)) / masks.total
+        return 1 - sum(map(pruning_masks.count_nonzero, masks.weights)) / masks.weight_count
 
     assert zeros_after(keep=False) < 0.1, "nine of ten were zero"
     assert zeros_after(keep=True) == pytest.approx(0.9, abs=1e-5)
@@ -112,10 +112,10 @@ def test_zeros_are_multiplied_like_any_other_number() -> None:
             of(x)
         return counter.get_total_flops()
 
-    assert sum(map(pruning_masks.count_nonzero, masks.weights)) == pytest.approx(0.1 * masks.total, abs=1), (
+    assert sum(map(pruning_masks.count_nonzero, masks.weights)) == pytest.approx(0.1 * masks.weight_count, abs=1), (
         "a tenth of the operations?"
     )
-    assert operations(model) == operations(dense) == 2 * 16 * masks.total
+    assert operations(model) == operations(dense) == 2 * 16 * masks.weight_count
     bare = pruning_savings.strip_masks(model)
     assert (
         pruning_savings.measure_file_sizes(bare)[0]

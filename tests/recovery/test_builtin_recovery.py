@@ -69,7 +69,7 @@ def test_what_auto_has_chosen_is_tracked(tmp_path: Path, digits: tuple[str, ...]
 def test_an_encrypted_run_resumes_to_the_bit_with_a_new_key(tmp_path: Path, quick: tuple[str, ...]) -> None:
     whole = train_whole(tmp_path, quick, "launch.tls=true", "launch.transport=network")
     folder = check_that_it_goes_on(REPLICATED, whole, "tls", tmp_path / "cut")
-    worlds = [read_json(attempt.attempt / "world.json")["tls"] for attempt in folder.attempts()]
+    worlds = [read_json(attempt.attempt_folder / "world.json")["tls"] for attempt in folder.list_attempts()]
     assert worlds == [True, True]
 
 

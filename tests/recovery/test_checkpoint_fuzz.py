@@ -22,7 +22,7 @@ from common.checkpoint.checkpointer import Checkpointer, CheckpointState, Loaded
 from common.checkpoint.storage import CheckpointPath, Manifest, StagingDir
 from common.core.errors import UserError
 from common.distributed.rendezvous import World
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from configs.shared import Checkpoint
 from tests.harness import warm
 from tests.harness.chance import draw_seed
@@ -54,7 +54,7 @@ def part_of(attempt: int, step: int, rank: int) -> CheckpointState:
 @pytest.fixture(scope="module")
 def sound(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two attempts whose checkpoints have the files of two processes."""
-    folder = Folder(tmp_path_factory.mktemp("fuzz") / "run")
+    folder = RunFolder(tmp_path_factory.mktemp("fuzz") / "run")
     folder.path.mkdir()
     for number, steps in SAVED.items():
         attempt = folder.claim_attempt()
@@ -79,7 +79,7 @@ class Vandal:
     def __init__(self, path: Path, chance: random.Random) -> None:
         self.chance, self.done = chance, list[str]()
         self.places = [
-            CheckpointPath(Folder(path, attempt), step).path for attempt, steps in SAVED.items() for step in steps
+            CheckpointPath(RunFolder(path, attempt), step).path for attempt, steps in SAVED.items() for step in steps
         ]
         kinds = ("flip", "flip", "truncate", "grow", "delete", "swap", "swap_folders", "copy_folder", "manifest")
         self.kinds = (
@@ -192,12 +192,12 @@ def as_saved(loaded: LoadedCheckpoint) -> bool:
 
 def check(world: World, path: Path, original: Path) -> str:
     """Load, and compare with what may be loaded; returns what happened."""
-    places = [CheckpointPath(Folder(path, attempt), step).path for attempt, step in COUNTING]
+    places = [CheckpointPath(RunFolder(path, attempt), step).path for attempt, step in COUNTING]
     good = [untouched(place, original / place.relative_to(path)) for place in places]
     there = [place.is_symlink() or place.exists() for place in places]
     said: list[str] = []
     try:
-        loaded = Checkpointer(Folder(path).claim_attempt(), world, Checkpoint(), said.append).load()
+        loaded = Checkpointer(RunFolder(path).claim_attempt(), world, Checkpoint(), said.append).load()
     except UserError as error:
         assert not any(good) and "no valid checkpoint left" in str(error)
         if any(there):  # else all are lost

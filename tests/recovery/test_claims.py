@@ -40,7 +40,7 @@ def test_a_run_that_trains_is_not_resumed_and_one_that_is_superseded_stops(
         refused = resume(STAGED, folder)
         words = f"{folder.path.name} is already running (attempt 1, process {process.pid} on this machine); wait for it"
         assert refused.returncode == 2 and words in refused.stderr, refused
-        assert len(folder.attempts()) == 1
+        assert len(folder.list_attempts()) == 1
         folder.claim_attempt()  # as older source does, or a host that sees neither lock nor process
         out, err = process.communicate(PATIENCE)
     assert process.returncode == 2 and "test accuracy" not in out, out
@@ -62,6 +62,6 @@ def test_a_run_whose_folder_was_moved_stops_within_seconds(tmp_path: Path, quick
     assert line.endswith(f"; move it back, then resume with: make exp RESUME={folder.path}")
     assert list(runs.iterdir()) == [] and "WARNING" not in out
     away.rename(folder.path)
-    assert "WARNING" not in folder.attempts()[0].log_file(0).read_text()
+    assert "WARNING" not in folder.list_attempts()[0].log_file(0).read_text()
     assert storage.list_resumable_checkpoints(folder)
     assert not processes_of(str(tmp_path))

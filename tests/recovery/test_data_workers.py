@@ -12,7 +12,7 @@ import pytest
 
 from common.checkpoint import storage
 from common.core.errors import EXIT_RESUMABLE
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from slurm.reports.diagnosis import examine_run
 from tests.harness.long_runs import only_folder, ranks_of, train_long
 from tests.harness.processes import PATIENCE, environment, run, wait_until
@@ -31,8 +31,8 @@ def signal_worker(process: Command, number: int) -> None:
     os.kill(int(worker), number)
 
 
-def count_steps(folder: Folder) -> int:
-    return sum("loss" in row for row in folder.metrics())
+def count_steps(folder: RunFolder) -> int:
+    return sum("loss" in row for row in folder.read_metrics())
 
 
 def test_a_run_survives_workers_that_stop_and_die(tmp_path: Path, digits: tuple[str, ...]) -> None:

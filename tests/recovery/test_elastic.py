@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.distributed.elastic.coordinator import Broken
-from common.runs.folder import Folder
+from common.distributed.elastic.coordinator import EndReason
+from common.runs.folder import RunFolder
 from tests.harness import warm
 from tests.harness.elastic_runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
 from tests.harness.processes import environment
@@ -89,8 +89,8 @@ def test_a_run_whose_state_is_lost_ends_and_is_resumed_from_its_checkpoint(
     """The only rank with the state is killed while a new one connects to copy it."""
     words = (f"data.cache={cache}", "processes_per_node=2", "elastic=true")
     done = train("reduction:1:4:kill,begin:0:14:join,forming:0:3:kill", *words, runs=tmp_path / "runs")
-    assert done.status == 137 and Broken.STATE_LOST.value in done.err and "RESUME=" in done.err, done.err
-    assert Broken.STATE_LOST.value in done.folder.result["reason"], done.folder.result
+    assert done.status == 137 and EndReason.STATE_LOST.value in done.err and "RESUME=" in done.err, done.err
+    assert EndReason.STATE_LOST.value in done.folder.result["reason"], done.folder.result
     again = resume(BY_NAME["ddp_multinode"], done.folder)
     assert again.returncode == 0 and re.search(r"resumed from step (4|8|12)\b", again.stdout), again.stderr
     assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
@@ -98,7 +98,7 @@ def test_a_run_whose_state_is_lost_ends_and_is_resumed_from_its_checkpoint(
     assert (change["attempt"], change["lost"], change["joined"]) == (1, [1], []), "what the first attempt went through"
 
 
-def train_both(name: str, faults: str, words: tuple[str, ...], path: Path) -> tuple[Folder, Folder]:
+def train_both(name: str, faults: str, words: tuple[str, ...], path: Path) -> tuple[RunFolder, RunFolder]:
     """A changed experiment on three ranks with `faults`, and on one without, which have the same numbers."""
     alone = train("", *words, "processes_per_node=1", runs=path / "alone", name=name)
     assert alone.status == 0, alone.err
@@ -109,8 +109,8 @@ def train_both(name: str, faults: str, words: tuple[str, ...], path: Path) -> tu
 def test_skipped_steps_and_the_scale_are_those_of_one_process(faults: str, cache: Path, tmp_path: Path) -> None:
     words = ("precision=fp32", "accumulate=2", f"data.cache={cache}")
     folder, alone = train_both("amp_accum+overflow", faults, words, tmp_path)
-    assert [row["global_step"] for row in alone.metrics() if row.get("skipped")] == [5, 6, 14]
-    scales = [[(row.get("scale"), row.get("counter")) for row in run.metrics()] for run in (folder, alone)]
+    assert [row["global_step"] for row in alone.read_metrics() if row.get("skipped")] == [5, 6, 14]
+    scales = [[(row.get("scale"), row.get("counter")) for row in run.read_metrics()] for run in (folder, alone)]
     assert scales[0] == scales[1] and len({scale for scale, _ in scales[1]}) > 3, "a scale that changes"
 
 
@@ -195,7 +195,7 @@ def test_too_few_ranks_save_and_are_resumed_with_all(
     done = train("reduction:1:9:kill", *words, runs=tmp_path / "runs")
     assert done.status == 75, done.err
     alone = train_alone(tmp_path_factory, f"data.cache={cache}")
-    assert [row["global_step"] for row in done.folder.metrics()] == list(range(1, 10))
+    assert [row["global_step"] for row in done.folder.read_metrics()] == list(range(1, 10))
     again = resume(BY_NAME["ddp_multinode"], done.folder)
     assert again.returncode == 0, again.stderr
     assert not differences(done.folder, alone)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.distributed.elastic.member import STUCK
-from common.runs.folder import Folder
+from common.distributed.elastic.member import STUCK_REASON
+from common.runs.folder import RunFolder
 from tests.harness import warm
 from tests.harness.elastic_runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
 from tests.harness.processes import environment
@@ -28,7 +28,7 @@ def words(cache: Path) -> tuple[str, ...]:
 
 def train_like_one(
     factory: pytest.TempPathFactory, faults: str, words: tuple[str, ...], *more: str, runs: Path
-) -> Folder:
+) -> RunFolder:
     """A run with `faults`, and with `more` settings than the undisturbed one has."""
     return train_like(train_alone(factory, *words, name=NAME), faults, *words, *more, runs=runs, name=NAME)
 
@@ -94,7 +94,7 @@ def test_a_step_that_only_some_servers_have_taken_is_taken_by_the_others(
     [
         (0, "push:0:11:kill", "was killed by SIGKILL"),
         (1, "push:1:11:stop", "was declared lost: no heartbeat for 0.5 s"),
-        (1, "push:2:11:kill,push:1:11:block", f"ended itself: {STUCK}"),
+        (1, "push:2:11:kill,push:1:11:block", f"ended itself: {STUCK_REASON}"),
     ],
 )
 def test_a_server_is_not_lost_in_flight_and_the_run_goes_on_from_a_checkpoint(
@@ -110,7 +110,7 @@ def test_a_server_is_not_lost_in_flight_and_the_run_goes_on_from_a_checkpoint(
     done = train(faults, *words, *more, runs=tmp_path / "runs", name=NAME)
     assert done.status == 137 and f"rank {rank} (pid" in done.err and "the run cannot continue" in done.err, done.err
     assert reason in done.err and reason in done.folder.result["reason"], done.err
-    assert [row["global_step"] for row in done.folder.metrics() if "loss" in row][-1] >= 8
+    assert [row["global_step"] for row in done.folder.read_metrics() if "loss" in row][-1] >= 8
     again = resume(BY_NAME[NAME], done.folder)
     assert again.returncode == 0 and "resumed from step 8" in again.stdout, again.stderr
     assert not differences(done.folder, train_alone(tmp_path_factory, *words, name=NAME))

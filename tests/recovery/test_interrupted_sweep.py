@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from common.runs.folder import Folder, read_json
+from common.runs.folder import RunFolder, read_json
 from tests.harness import warm
 from tests.harness.processes import environment
 
@@ -40,5 +40,5 @@ def test_a_sweep_that_is_interrupted_goes_on(tmp_path: Path, cache: Path) -> Non
     cells = read_json(runs / "sweeps" / "seeds" / "sweep.json")["cells"]
     assert cells[0]["run"] == cell["run"] and [one["state"] for one in cells] == ["finished"] * 2
     for one in cells:
-        rows = [row for row in Folder(runs / one["run"]).metrics() if "loss" in row]
+        rows = [row for row in RunFolder(runs / one["run"]).read_metrics() if "loss" in row]
         assert [row["global_step"] for row in rows] == list(range(1, 301))

@@ -54,7 +54,7 @@ def test_a_run_that_is_cancelled_saves_and_says_so(tmp_path: Path, quick: tuple[
     assert diagnosis.examine_run(folder)["cause"] == "", "its state says it"
     assert "after step" in logs.read_rank_0_log(folder)
     waiting = folder.claim_attempt()  # a start that has said nothing yet hides no words of the one before
-    (waiting.attempt / "logs").mkdir(exist_ok=True)
+    (waiting.attempt_folder / "logs").mkdir(exist_ok=True)
     waiting.log_file(0).touch()
     assert "after step" in logs.read_rank_0_log(folder)
 
@@ -82,7 +82,7 @@ def test_a_rank_that_hangs_after_a_notice_is_waited_for_no_longer_than_the_grace
         process.send_signal(signal.SIGTERM)
         process.communicate(PATIENCE)
         assert process.returncode not in (0, EXIT_RESUMABLE)
-        log = only_folder(tmp_path).attempts()[0].log_file(0).read_text()
+        log = only_folder(tmp_path).list_attempts()[0].log_file(0).read_text()
         assert "Timeout (0:00:02)" in log, "the stacks of all threads"
         assert not processes_of(str(tmp_path))
 
@@ -116,8 +116,8 @@ def test_a_notice_while_the_model_is_exported_loses_nothing(tmp_path: Path, quic
     folder = only_folder(runs)
     assert process.returncode == 128 + signal.SIGINT and "Traceback" not in err, out + err
     assert not processes_of(str(tmp_path))
-    before = folder.metrics()[-1]
+    before = folder.read_metrics()[-1]
     done = resume(BY_NAME["sparse_prune"], folder, "export=false", "int8=false")
     assert done.returncode == 0, done.stderr
     assert folder.result["state"] == "finished" and folder.result["scores"]["test_loss"] == before["test_loss"]
-    assert [row["global_step"] for row in folder.metrics() if "loss" in row] == list(range(1, 31))
+    assert [row["global_step"] for row in folder.read_metrics() if "loss" in row] == list(range(1, 31))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from tests.harness import inside, warm
 from tests.harness.old_runs import VERSIONS, unpack
 from tests.harness.processes import environment, values_of
@@ -21,7 +21,7 @@ def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return warm.execute([sys.executable, "-m", *words], cwd=folder, env=environment(PYTHONPATH=str(ROOT)), timeout=200)
 
 
-def losses(folder: Folder) -> dict[int, float]:
+def losses(folder: RunFolder) -> dict[int, float]:
     return {row["global_step"]: row["loss"] for row in folder.read_rows() if "loss" in row}
 
 

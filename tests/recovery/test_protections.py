@@ -15,7 +15,7 @@ import pytest
 from common.checkpoint import storage
 from common.core.errors import EXIT_RESUMABLE
 from common.runs import claims
-from common.runs.folder import Folder, write_atomic
+from common.runs.folder import RunFolder, write_atomic
 from tests.harness.long_runs import only_folder, ranks_of
 from tests.harness.processes import PATIENCE, environment, processes_of, run, wait_until
 from tests.harness.warm import ROOT, Command, end_session
@@ -38,16 +38,16 @@ def started(*words: str, without: str = "") -> Iterator[Command]:
 
 def rows(runs: Path) -> int:
     """What the first start has written down."""
-    return sum(len(list(Folder(path, 1).read_own_rows())) for path in runs.glob("*"))
+    return sum(len(list(RunFolder(path, 1).read_attempt_rows())) for path in runs.glob("*"))
 
 
-def losses(folder: Folder) -> list[tuple[int, float]]:
-    return [(row["global_step"], row["loss"]) for row in folder.metrics() if "loss" in row]
+def losses(folder: RunFolder) -> list[tuple[int, float]]:
+    return [(row["global_step"], row["loss"]) for row in folder.read_metrics() if "loss" in row]
 
 
-def hide_process(folder: Folder) -> None:
+def hide_process(folder: RunFolder) -> None:
     """Let the first attempt look as if it were on a host that is taken for dead: without its claim and its lock."""
-    claims.mark_ended(folder.attempts()[0])
+    claims.mark_ended(folder.list_attempts()[0])
     config = folder.path / "config.yaml"
     write_atomic(config, config.read_text())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from tests.harness import random_moments, warm
 from tests.harness.chance import open_stream
 from tests.harness.processes import environment, processes_of
@@ -35,7 +35,7 @@ def test_a_trial_that_fails_costs_no_other(
 
     monkeypatch.setattr(random_moments, "start", start)
     monkeypatch.setattr(random_moments, "stop", stop)
-    monkeypatch.setattr(random_moments, "run_to_the_end", lambda root, place: (Folder(place), 0.01))
+    monkeypatch.setattr(random_moments, "run_to_the_end", lambda root, place: (RunFolder(place), 0.01))
     monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["random_moments", "--images=12", "--moments=1"])
     assert random_moments.main() == 1

@@ -68,7 +68,7 @@ def test_a_run_that_misses_only_the_last_evaluation_makes_it(
 ) -> None:
     whole = whole_run(tmp_path_factory, quick, entry, 2)
     folder = cut_off(whole.folder, STEPS, tmp_path)
-    assert len(folder.metrics()) < len(whole.folder.metrics())
+    assert len(folder.read_metrics()) < len(whole.folder.read_metrics())
     done = resume(entry, folder)
     assert done.returncode == 0, done.stderr
     assert numbers(folder) == numbers(whole.folder)
@@ -93,7 +93,7 @@ def test_a_run_goes_on_with_fewer_processes_and_then_with_more(
         assert done.returncode == 0, done.stderr
         assert f"resumed from step {step}" in done.stdout
         assert f"saved by {before} rank" in done.stdout
-        losses = [row["loss"] for row in folder.metrics() if "loss" in row]
+        losses = [row["loss"] for row in folder.read_metrics() if "loss" in row]
         assert losses == pytest.approx(whole.losses, abs=1e-9, rel=0) and len(losses) == steps
 
 
@@ -109,10 +109,10 @@ def test_the_state_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: Path, 
     )
     whole = run(entry.name, *quick, *entry.spread(2), *words, runs=tmp_path)
     assert whole.status == 0, whole.err
-    (attempt,) = whole.folder.attempts()
-    scores = {row["test_loss"]: row["global_step"] for row in whole.folder.metrics() if "test_loss" in row}
+    (attempt,) = whole.folder.list_attempts()
+    scores = {row["test_loss"]: row["global_step"] for row in whole.folder.read_metrics() if "test_loss" in row}
     best = scores[min(scores)]
-    assert (attempt.attempt / "checkpoints" / "best").read_text() == f"step-{best:08d}\n"
+    assert (attempt.attempt_folder / "checkpoints" / "best").read_text() == f"step-{best:08d}\n"
     steps = [snapshot.step for snapshot in storage.list_checkpoints(attempt)]
     assert steps == sorted({best, *steps[-2:]}) and len(scores) == 8
 
@@ -147,7 +147,7 @@ def test_make_exp_goes_on_with_the_code_of_the_run(
     assert "this is the code of then\n" in told.stdout
     assert "resumed from step 9" in told.stdout and "saved by 2 ranks, resumed by 1" in told.stdout
     assert "resumed with settings other than in config.yaml: stages 2 -> 1\n" in told.stdout
-    changed = json.loads((folder.attempts()[-1].attempt / "changed.json").read_text())
+    changed = json.loads((folder.list_attempts()[-1].attempt_folder / "changed.json").read_text())
     assert changed == {"stages": ["2", "1"]}
     assert trained_steps(folder) == list(range(1, STEPS + 1))
     again = submit()

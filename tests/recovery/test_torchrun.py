@@ -33,8 +33,8 @@ def test_torchrun_that_starts_again_goes_on_in_the_same_folder(tmp_path: Path, d
         launched.wait(PATIENCE)
     assert launched.returncode == 0, launched.err[-3000:]
     folder = only_folder(tmp_path / "runs")
-    assert folder.result["state"] == "finished" and len(folder.attempts()) == 2
-    assert folder.attempts()[1].parent_record[1] >= 5  # type: ignore[index]
+    assert folder.result["state"] == "finished" and len(folder.list_attempts()) == 2
+    assert folder.list_attempts()[1].parent_record[1] >= 5  # type: ignore[index]
     assert trained_steps(folder) == list(range(1, 101))
 
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 Operation = dist.ReduceOp.RedOpType
 Combine = Callable[..., Tensor]
 
-COMBINE: dict[Operation, Combine] = {
+COMBINE_FUNCTIONS: dict[Operation, Combine] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.AVG: torch.add,  # divided by the number of ranks at the end
     dist.ReduceOp.PRODUCT: torch.mul,
@@ -28,26 +28,30 @@ COMBINE: dict[Operation, Combine] = {
     dist.ReduceOp.BXOR: torch.bitwise_xor,
 }
 BITWISE_OPS = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
-ARITHMETIC = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT)
-WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+ARITHMETIC_OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT)
+INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_PRECISION, torch.float32, torch.float64)
-COMPLEX = (torch.complex64, torch.complex128)
+COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 
 @functools.cache
 def choose_precision(op: Operation, dtype: torch.dtype) -> torch.dtype:
     """Return the type in which numbers are added or multiplied: float32 for bfloat16 and float16."""
-    return torch.float32 if op in ARITHMETIC and dtype in HALF_PRECISION else dtype
+    return torch.float32 if op in ARITHMETIC_OPS and dtype in HALF_PRECISION else dtype
 
 
 def list_reducible_dtypes(op: Operation) -> tuple[torch.dtype, ...]:
     """Return the types that an operation supports; torch itself rejects products of complex numbers."""
     if op in BITWISE_OPS:
-        return WHOLE
+        return INTEGER_DTYPES
     if op == dist.ReduceOp.AVG:
-        return (*FLOAT_DTYPES, *COMPLEX)
-    return (*WHOLE, *FLOAT_DTYPES, *COMPLEX) if op == dist.ReduceOp.SUM else (*WHOLE, *FLOAT_DTYPES)
+        return (*FLOAT_DTYPES, *COMPLEX_DTYPES)
+    return (
+        (*INTEGER_DTYPES, *FLOAT_DTYPES, *COMPLEX_DTYPES)
+        if op == dist.ReduceOp.SUM
+        else (*INTEGER_DTYPES, *FLOAT_DTYPES)
+    )
 
 
 @functools.cache
@@ -56,11 +60,11 @@ def check_reduction(op: Operation, dtype: torch.dtype) -> None:
 
     A sum of bool is `or`, a product `and`.
     """
-    if op not in COMBINE:
-        names = ", ".join(operation.name for operation in COMBINE)
+    if op not in COMBINE_FUNCTIONS:
+        names = ", ".join(operation.name for operation in COMBINE_FUNCTIONS)
         raise NotImplementedError(f"builtin does not support the reduction {op.name}; supported: {names}")
     if dtype not in list_reducible_dtypes(op):
-        remedy = "; use SUM, then divide" if dtype in WHOLE else ""
+        remedy = "; use SUM, then divide" if dtype in INTEGER_DTYPES else ""
         raise TypeError(f"builtin does not support the reduction {op.name} of {dtype}{remedy}")
 
 

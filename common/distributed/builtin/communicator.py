@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed.builtin.arguments import COMBINE, Combine, Operation, choose_precision
+from common.distributed.builtin.arguments import COMBINE_FUNCTIONS, Combine, Operation, choose_precision
 from common.distributed.transport.incoming import ExpectedMessage, Incoming
 from common.distributed.transport.links import Outgoing
 from common.distributed.transport.moves import Algorithm, find_chunk
@@ -118,7 +118,7 @@ class Communicator:
         if precision != tensor.dtype:
             vector = vector.to(precision)
             data = vector.view(torch.uint8).numpy()
-        self._execute_moves(vector, data, COMBINE[op])
+        self._execute_moves(vector, data, COMBINE_FUNCTIONS[op])
         if op == dist.ReduceOp.AVG:
             divide_in_place(vector, self.size)
         if precision != tensor.dtype:
@@ -140,7 +140,7 @@ class Communicator:
         local = blocks[self.rank].elements
         total = local.to(choose_precision(op, local.dtype), copy=True)
         for peer in self.sources:
-            self._receive_and_combine(peer, tag, total, local.dtype, COMBINE[op])
+            self._receive_and_combine(peer, tag, total, local.dtype, COMBINE_FUNCTIONS[op])
         if op == dist.ReduceOp.AVG:
             divide_in_place(total, self.size)
         wait_for_all(sends)

@@ -1,6 +1,6 @@
 """Registration of the backend `builtin` with torch, and construction of its process groups.
 
-Call `register_backend(Transport(...))`, then `dist.init_process_group("builtin", ...)`.
+Call `register_backend(TransportSettings(...))`, then `dist.init_process_group("builtin", ...)`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_TORCH_VERSION = [2, 15]  # the first whose backends have the method names th
 
 
 @dataclass
-class Transport:
+class TransportSettings:
     """Properties of a run that its process groups need."""
 
     run: str
@@ -39,7 +39,7 @@ class Transport:
     """IPv4 address of this rank's network interface."""
     host: str = ""
     """Ranks with the same non-empty name exchange messages through memory, all others through sockets."""
-    spin: float = 0.0
+    polling_seconds: float = 0.0
     """Seconds of polling for messages through memory before sleeping."""
     setup_timeout: float = 60.0
     """Seconds within which all ranks of a group must connect."""
@@ -47,7 +47,7 @@ class Transport:
     """Key and certificate, for TLS."""
 
 
-def register_backend(transport: Transport) -> None:
+def register_backend(transport: TransportSettings) -> None:
     """Register `builtin` with torch.distributed; later groups use these settings. Raises UserError."""
     if [int(part) for part in torch.__version__.split(".")[:2]] < MIN_TORCH_VERSION:
         raise UserError(
@@ -56,8 +56,8 @@ def register_backend(transport: Transport) -> None:
     dist.Backend.register_backend(BACKEND_NAME, partial(create_backend, transport), extended_api=True, devices=["cpu"])
 
 
-def create_backend(transport: Transport, options: Any, _: object) -> BuiltinBackend:
-    """Connect the members of a process group; torch calls it. Raises Unreachable."""
+def create_backend(transport: TransportSettings, options: Any, _: object) -> BuiltinBackend:
+    """Connect the members of a process group; torch calls it. Raises UnreachableError."""
     store = options.store
     rank = options.group_rank
     size = options.group_size
@@ -86,7 +86,7 @@ def create_backend(transport: Transport, options: Any, _: object) -> BuiltinBack
         timeout=options.timeout.total_seconds(),
         identity=transport.identity,
         host=transport.host,
-        spin=transport.spin,
+        polling_seconds=transport.polling_seconds,
     )
     return BuiltinBackend(Communicator(rank, size, *links, algorithms), members, options.timeout)
 
@@ -105,7 +105,7 @@ def share_custom_algorithm(
     return make_algorithm(name, json.loads(look_up("algorithm")))
 
 
-def replace_algorithm(transport: Transport, name: str) -> None:
+def replace_algorithm(transport: TransportSettings, name: str) -> None:
     """Use another all-reduce in later groups, and a built-in one in all ranks' group.
 
     All ranks must call it between the same collectives. Raises UserError.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.distributed.elastic.member import send_at_once
+from common.distributed.elastic.member import disable_send_delay
 from configs.elastic import Elastic
 
 MAX_MESSAGE_BYTES = 1 << 20  # messages of members are far smaller
@@ -28,7 +28,7 @@ FINAL_POLLS = 100
 LEAVE_FINISHED_RUN = {"leave": "the run is over"}
 
 
-class Broken(enum.Enum):
+class EndReason(enum.Enum):
     """Reason why the remaining ranks cannot continue the run."""
 
     SHARD_LOST = "the lost rank held a part of the state that no other rank has: the run cannot continue"
@@ -82,7 +82,7 @@ class Coordinator:
         listener.setblocking(False)
         self.selector.register(listener, selectors.EVENT_READ)
         self.connections: set[RankConnection] = set()
-        self.number = 0
+        self.generation_number = 0
         """Number of the newest generation; 0 before the first."""
         self.arrived: set[int] = set()
         """Ranks that have ever connected."""
@@ -91,7 +91,7 @@ class Coordinator:
         self.generation_ended = False
         """True from the first failure in a generation until the next one is formed."""
         self.finished = False
-        self.broken: Broken | None = None
+        self.end_reason: EndReason | None = None
         """Reason why the remaining ranks cannot continue: the launcher ends the run."""
         self.below_minimum = False
         """True after a generation with fewer than `elastic.min` members."""
@@ -107,7 +107,7 @@ class Coordinator:
     @property
     def is_active(self) -> bool:
         """True while the run can survive the loss of a rank."""
-        return bool(self.members) and not self.finished and not self.broken
+        return bool(self.members) and not self.finished and not self.end_reason
 
     @property
     def missing_ranks(self) -> list[int]:
@@ -117,23 +117,23 @@ class Coordinator:
     @property
     def absent(self) -> list[int]:
         """Ranks that have no connection."""
-        return sorted(set(range(self.size)) - self.present)
+        return sorted(set(range(self.size)) - self.connected_ranks)
 
     @property
-    def present(self) -> set[int]:
+    def connected_ranks(self) -> set[int]:
         """Ranks that have a connection."""
         return {connection.rank for connection in self.connections} - {-1}
 
     @property
-    def newcomers(self) -> set[int]:
+    def joining_ranks(self) -> set[int]:
         """Restarted ranks that are connected and belong to no generation yet."""
         return {connection.rank for connection in self.connections if connection.joins}
 
-    def find_end(self) -> Broken | None:
+    def find_end_reason(self) -> EndReason | None:
         """Return why the run ends after a rank was killed; None if the loss would end any run."""
-        if self.broken or self.finished or not self.number:
-            return self.broken
-        return None if self.members else Broken.STATE_LOST
+        if self.end_reason or self.finished or not self.generation_number:
+            return self.end_reason
+        return None if self.members else EndReason.STATE_LOST
 
     def find_pid(self, member: int) -> int:
         """Return the process id of a member on its host; 0 if it is not connected."""
@@ -168,7 +168,7 @@ class Coordinator:
                 self._drop_connection(connection)
         return bool(ready)
 
-    def note_ended_member(self, member: int) -> bool:
+    def handle_ended_member(self, member: int) -> bool:
         """Handle the end of a member's process; return False if the run cannot continue without it."""
         for _ in range(FINAL_POLLS):  # its last messages count; strangers might send without end
             if not self.poll_members(0):
@@ -192,7 +192,7 @@ class Coordinator:
                 accepted.close()
                 return
             accepted.settimeout(1.0)  # limits sending; the socket is only read when it is ready
-            send_at_once(accepted)
+            disable_send_delay(accepted)
             connection = RankConnection(accepted, time.monotonic())
             self.connections.add(connection)
             self.selector.register(accepted, selectors.EVENT_READ, connection)
@@ -249,7 +249,7 @@ class Coordinator:
         key = str(message["key"]).encode()
         if not hmac.compare_digest(key, self.key.encode()):
             raise ValueError
-        if pid < 2 or rank not in range(self.size) or rank in self.present:
+        if pid < 2 or rank not in range(self.size) or rank in self.connected_ranks:
             raise ValueError
         connection.rank = rank
         connection.joins = bool(message["joins"])
@@ -260,13 +260,13 @@ class Coordinator:
         if connection.joins and self.finished:
             connection.send(LEAVE_FINISHED_RUN)
         self.arrived.add(rank)
-        if not self.number and len(self.arrived) == self.size:
+        if not self.generation_number and len(self.arrived) == self.size:
             self._start_first_generation()
 
     def _start_first_generation(self) -> None:
         """Start the first generation after all ranks have connected; some may be lost already."""
-        self.number = 1
-        self.members = sorted(self.present)
+        self.generation_number = 1
+        self.members = sorted(self.connected_ranks)
         self.lost = self.absent
         if self.lost:
             self._end_generation()
@@ -292,7 +292,7 @@ class Coordinator:
 
     def _remove_member(self, connection: RankConnection, *, failed: bool) -> None:
         if failed and connection.irreplaceable and not self.finished:
-            self.broken = Broken.SHARD_LOST
+            self.end_reason = EndReason.SHARD_LOST
         if connection.rank in self.members and not connection.joins and not self.finished:
             self.members.remove(connection.rank)
             if failed:
@@ -325,7 +325,7 @@ class Coordinator:
         for connection in self.connections:
             connection.awaited_keys = []
             if not connection.joins:
-                connection.send({"over": self.number})
+                connection.send({"over": self.generation_number})
 
     def _form_generation_if_ready(self) -> None:
         """Form the next generation when all live members have signed in; finish when all are done."""
@@ -346,14 +346,14 @@ class Coordinator:
         progress = [connection.sign_in["progress"] for connection in connections if connection.sign_in]
         newest = max(progress)
         if newest[0] < 0:
-            self.broken = Broken.STATE_LOST
+            self.end_reason = EndReason.STATE_LOST
             return
-        self.number += 1
+        self.generation_number += 1
         self.members = [connection.rank for connection in connections]
         self.generation_ended = False
         self.below_minimum |= len(connections) < self.settings.min
         generation = {
-            "number": self.number,
+            "number": self.generation_number,
             "members": self.members,
             "source": progress.index(newest),
             "copies": any(steps != newest for steps in progress),

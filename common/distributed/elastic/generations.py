@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 
-FILE = "generations.json"
+GENERATIONS_FILE = "generations.json"
 
 
-def describe_generation(change: Mapping[str, Any]) -> str:
+def describe_rank_change(change: Mapping[str, Any]) -> str:
     """Describe a change of ranks in one line."""
     attempt = f"attempt {change['attempt']}, " if "attempt" in change else ""
     events = [f"{kind} rank {', '.join(map(str, change[kind]))}" for kind in ("lost", "joined") if change[kind]]
@@ -21,24 +21,24 @@ def describe_generation(change: Mapping[str, Any]) -> str:
     )
 
 
-def read_generations(attempt: Folder) -> list[dict[str, Any]]:
+def read_rank_changes(attempt: RunFolder) -> list[dict[str, Any]]:
     """Read the changes of an attempt's ranks; empty if the file is missing or truncated."""
     try:
-        return list(json.loads((attempt.attempt / FILE).read_text()))
+        return list(json.loads((attempt.attempt_folder / GENERATIONS_FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return []
 
 
-def read_earlier_generations(attempt: Folder) -> list[dict[str, Any]]:
+def read_earlier_rank_changes(attempt: RunFolder) -> list[dict[str, Any]]:
     """Read the changes of ranks in earlier attempts, each with its attempt. Damaged files are skipped."""
     all_changes = []
-    for earlier in attempt.attempts():
+    for earlier in attempt.list_attempts():
         if earlier.number >= attempt.number:
             break
         try:
-            changes = [{"attempt": earlier.number} | change for change in read_generations(earlier)]
+            changes = [{"attempt": earlier.number} | change for change in read_rank_changes(earlier)]
             for change in changes:
-                describe_generation(change)
+                describe_rank_change(change)
                 float(change["discarded"])
         except (TypeError, ValueError, LookupError):
             continue
@@ -46,9 +46,9 @@ def read_earlier_generations(attempt: Folder) -> list[dict[str, Any]]:
     return all_changes
 
 
-def describe_generations(attempt: Folder) -> list[str]:
+def describe_rank_changes(attempt: RunFolder) -> list[str]:
     """Describe the changes of an attempt's ranks; empty if the file is damaged."""
     try:
-        return [describe_generation(change) for change in read_generations(attempt)]
+        return [describe_rank_change(change) for change in read_rank_changes(attempt)]
     except (TypeError, ValueError, LookupError):
         return []

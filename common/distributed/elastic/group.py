@@ -36,11 +36,11 @@ class CoordinatorStore(dist.Store):
         self.member.set_value(key, base64.b64encode(value).decode())
 
     def get(self, key: str) -> bytes:
-        """Wait for a value and return it. Raises GenerationOver."""
+        """Wait for a value and return it. Raises GenerationEnded."""
         return base64.b64decode(self.member.get_values([key])[0])
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Wait until all keys are set. Raises GenerationOver."""
+        """Wait until all keys are set. Raises GenerationEnded."""
         self.member.get_values(keys)
 
 

@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.distributed.rank_info import ORPHANED
+from common.distributed.rank_info import ORPHAN_COMMAND_VARIABLE
 
 HEARTBEATS_PER_TIMEOUT = 5
 GRACE_SECONDS = 2.0  # added to the timeout before a rank that sleeps after the end of its generation counts as stuck
 SLEEPING_STATE = "S"  # in proc(5); not D, which waits for a disk
-STUCK = "a collective of gloo does not end"
+STUCK_REASON = "a collective of gloo does not end"
 SEND_SECONDS = 1.0  # time limit of the last message of a rank that leaves
 
 
-class GenerationOver(RuntimeError):
+class GenerationEnded(RuntimeError):
     """The generation has ended: a member is lost and collectives no longer end, or all leave it for a joining rank."""
 
 
@@ -64,21 +64,21 @@ class Member:
         `number` is the original rank, `timeout` the seconds without a heartbeat after which a rank is lost. The run
         ends without an `irreplaceable` rank.
         """
-        self.orphan_command: list[str] = json.loads(os.environ.get(ORPHANED, "[]"))
+        self.orphan_command: list[str] = json.loads(os.environ.get(ORPHAN_COMMAND_VARIABLE, "[]"))
         """Command that replaces this process when it can no longer reach the coordinator."""
         self.socket = connect_to_coordinator(address, timeout)
         self.heartbeat_seconds = timeout / HEARTBEATS_PER_TIMEOUT
         self.generation = Generation(0 if joins else 1)
-        self.on_end: Callable[[], None] = lambda: None
+        self.on_generation_end: Callable[[], None] = lambda: None
         """Called in the thread when the generation has ended, repeatedly until `sign_in`, to wake the main thread."""
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
         os.register_at_fork(after_in_child=self.socket.close)  # data workers would keep it open
         self.send_lock = threading.Lock()
         self.closed = False
-        self.over = joins
+        self.generation_ended = joins
         """True from the end of a generation until the next one is formed."""
         self.has_signed_in = False
-        self.join_waits = False
+        self.has_waiting_rank = False
         """True if a rank waits to belong to the next generation."""
         self.max_sleep_seconds = timeout + GRACE_SECONDS
         """Seconds that the main thread may sleep after the end of a generation."""
@@ -118,11 +118,11 @@ class Member:
         self._send({"set": key, "value": value})
 
     def get_values(self, keys: Sequence[str]) -> list[str]:
-        """Wait for values that members of this generation set. Raises GenerationOver."""
+        """Wait for values that members of this generation set. Raises GenerationEnded."""
         self._send({"get": list(keys)})
         answer = self.answers.get()
         if "values" not in answer:
-            raise GenerationOver("a rank was lost while the ranks connected")
+            raise GenerationEnded("a rank was lost while the ranks connected")
         return list(answer["values"])
 
     def close(self) -> None:
@@ -146,8 +146,8 @@ class Member:
                 if now >= next_heartbeat:
                     next_heartbeat = now + self.heartbeat_seconds
                     self._send({"beat": True})
-                    if self.over and not self.has_signed_in:  # another collective may have started since
-                        self.on_end()
+                    if self.generation_ended and not self.has_signed_in:  # another collective may have started since
+                        self.on_generation_end()
                         self._leave_if_stuck(now)
                 if not poller.poll(1000 * max(0.0, next_heartbeat - now)):
                     continue
@@ -168,17 +168,17 @@ class Member:
         if "leave" in message:
             self._end_process(message["leave"])
         if "over" in message:
-            self.over = True
+            self.generation_ended = True
             self.cpu_ticks = -1
-            self.on_end()
+            self.on_generation_end()
         elif "join" in message:
-            self.join_waits = True
+            self.has_waiting_rank = True
             return
         elif "generation" in message:
             self.generation = Generation(**({"number": 0} | message["generation"]))
-            self.over = False
+            self.generation_ended = False
             self.has_signed_in = False
-            self.join_waits = False
+            self.has_waiting_rank = False
         self.answers.put(message)
 
     def _leave_if_stuck(self, now: float) -> None:
@@ -192,7 +192,7 @@ class Member:
             self.last_busy = now
             self.cpu_ticks = ticks
         elif now - self.last_busy > self.max_sleep_seconds:
-            self.leave_as_lost(STUCK)
+            self.leave_as_lost(STUCK_REASON)
 
     def leave_as_lost(self, reason: str) -> None:
         """End this process as a lost rank, which can be restarted; the launcher reports the reason."""
@@ -244,11 +244,11 @@ def connect_to_coordinator(address: str, timeout: float) -> socket.socket:
     connection = socket.create_connection((host, int(port)), timeout=10)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout))
-    send_at_once(connection)
+    disable_send_delay(connection)
     return connection
 
 
-def send_at_once(connection: socket.socket) -> None:
+def disable_send_delay(connection: socket.socket) -> None:
     """Disable Nagle's algorithm on a TCP connection, so that short messages are sent at once."""
     if connection.family == socket.AF_INET:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -53,7 +53,7 @@ class Supervisor:
         self.coordinator.on_unresponsive = kill
         self.restarts: collections.Counter[int] = collections.Counter()
         """Number of restarts of each rank."""
-        self.starting: dict[int, float] = {}
+        self.start_times: dict[int, float] = {}
         """Start times of restarted ranks that have not connected to the coordinator yet."""
 
     def accept_loss(self, rank: int, exit_code: int) -> bool:
@@ -62,16 +62,16 @@ class Supervisor:
         Only a killed rank is lost; a rank that fails otherwise ends the run. A restarted rank that has not joined yet
         may end in any way.
         """
-        is_new = rank in self.newcomers
-        self.starting.pop(rank, None)
+        is_new = rank in self.joining_ranks
+        self.start_times.pop(rank, None)
         if is_new and exit_code > 0:
             print(f"restarted rank {rank} failed with status {exit_code}; see its log", flush=True)
-        return (exit_code < 0 or is_new) and self.coordinator.note_ended_member(rank)
+        return (exit_code < 0 or is_new) and self.coordinator.handle_ended_member(rank)
 
     @property
-    def newcomers(self) -> set[int]:
+    def joining_ranks(self) -> set[int]:
         """Restarted ranks that belong to no generation yet."""
-        return self.coordinator.newcomers | self.starting.keys()
+        return self.coordinator.joining_ranks | self.start_times.keys()
 
     def poll_and_restart_ranks(self, lost_ranks: Container[int]) -> None:
         """Answer the ranks' messages, and restart missing ranks while the other ranks continue.
@@ -81,19 +81,19 @@ class Supervisor:
         """
         self.coordinator.poll_members(POLL_SECONDS)
         now = time.monotonic()
-        for rank in self.coordinator.present & self.starting.keys():
-            del self.starting[rank]
+        for rank in self.coordinator.connected_ranks & self.start_times.keys():
+            del self.start_times[rank]
 
-        for rank, started in list(self.starting.items()):
+        for rank, started in list(self.start_times.items()):
             if now - started > self.start_timeout:
                 print(f"restarted rank {rank} did not connect within {self.start_timeout:g} s; killing it", flush=True)
-                del self.starting[rank]
+                del self.start_times[rank]
                 self.give_up_start(rank)
 
         for rank in self.coordinator.missing_ranks:
-            if rank not in lost_ranks or rank in self.starting or self.coordinator.below_minimum:
+            if rank not in lost_ranks or rank in self.start_times or self.coordinator.below_minimum:
                 continue
             if self.restarts[rank] < self.settings.rejoin:
                 self.restarts[rank] += 1
-                self.starting[rank] = now
+                self.start_times[rank] = now
                 self.start(rank)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from common.core.text import format_count
-from common.distributed.parameter_server.server import Policy, Server
+from common.distributed.parameter_server.server import ShardServer, StalenessPolicy
 from common.distributed.rendezvous import World
-from common.runs.result import Facts
+from common.runs.result import ReportData
 
 MAX_TABLE_STALENESS = 8  # values of staleness in the table
 
@@ -26,7 +26,7 @@ class ServerCounts(NamedTuple):
     """Number of pushes by staleness. The keys are text because the counts travel as JSON."""
 
 
-def gather_served(world: World, server: Server | None) -> list[ServerCounts]:
+def gather_served(world: World, server: ShardServer | None) -> list[ServerCounts]:
     """Return the counts of each server on rank 0; all ranks call it."""
     counts = None
     if server is not None:
@@ -40,7 +40,7 @@ def gather_served(world: World, server: Server | None) -> list[ServerCounts]:
 class ServerReport:
     """Report of all servers of a run."""
 
-    def __init__(self, policy: Policy, servers: Sequence[ServerCounts]) -> None:
+    def __init__(self, policy: StalenessPolicy, servers: Sequence[ServerCounts]) -> None:
         self.policy = policy
         self.servers = servers
         self.staleness: Counter[int] = Counter()
@@ -61,7 +61,7 @@ class ServerReport:
 
     def rows(self) -> Mapping[str, str]:
         """Return the rows of the final table."""
-        limit = f" with staleness of at most {self.policy.staleness}" if self.policy.mode == "bounded" else ""
+        limit = f" with staleness of at most {self.policy.max_staleness}" if self.policy.mode == "bounded" else ""
         served = []
         for rank, server in enumerate(self.servers):
             pushes = format_count(server.pushes, "gradient")
@@ -77,7 +77,7 @@ class ServerReport:
             "staleness": f"mean {self.mean:.2f}, most {max(self.staleness, default=0)}  ({'  '.join(columns)})",
         }
 
-    def result(self) -> Facts:
+    def result(self) -> ReportData:
         """Return the measurements for result.json."""
         measured: dict[str, Any] = {
             "pushes": [server.pushes for server in self.servers],
@@ -87,4 +87,4 @@ class ServerReport:
             "staleness_mean": self.mean,
             "staleness_most": max(self.staleness, default=0),
         }
-        return Facts(measured=measured)
+        return ReportData(measured=measured)

@@ -55,7 +55,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Policy:
+class StalenessPolicy:
     """Rules for when a pull is answered and a push is applied.
 
     sync waits for the pushes of all workers and applies them together. async applies each push at once. bounded is
@@ -64,7 +64,7 @@ class Policy:
     """
 
     mode: Literal["sync", "async", "bounded"]
-    staleness: int
+    max_staleness: int
     workers: int
 
     def admits_pull(self, pulled: Collection[int], version: int) -> bool:
@@ -87,10 +87,12 @@ class Policy:
 
     def _limits_staleness(self, pulled: Iterable[int], version: int) -> bool:
         """Return whether pushes stay within the limit if applied from `version` on, oldest pull first."""
-        return all(version + i - pulled_version <= self.staleness for i, pulled_version in enumerate(sorted(pulled)))
+        return all(
+            version + i - pulled_version <= self.max_staleness for i, pulled_version in enumerate(sorted(pulled))
+        )
 
 
-class Server:
+class ShardServer:
     """Server of one shard. Each worker alternates `pull` and `push`; workers may call them concurrently.
 
     Pulls are answered in order of arrival, so that none waits forever. Both methods block as long as the policy
@@ -98,7 +100,7 @@ class Server:
     """
 
     def __init__(
-        self, shard: Shard, policy: Policy, timeout: float, *, damp: bool = False, record: bool = False
+        self, shard: Shard, policy: StalenessPolicy, timeout: float, *, damp: bool = False, record: bool = False
     ) -> None:
         """With `damp`, divide the learning rate of a push by its staleness (arXiv 1511.05950).
 
@@ -108,7 +110,7 @@ class Server:
         self.policy = policy
         self.timeout = timeout
         self.damp = damp
-        self.record = record
+        self.records_events = record
         self.changed = threading.Condition()
         self.pull_queue: deque[int] = deque()
         """Workers whose pulls wait, in order of arrival."""
@@ -205,7 +207,7 @@ class Server:
         return self.prepared is None and self.policy.admits_pull(self.pulled.values(), self.shard.version)
 
     def _record_event(self, event: dict[str, Any]) -> None:
-        if self.record:
+        if self.records_events:
             self.events.append(event | {"version": self.shard.version})
 
     def _wait_until(self, is_ready: Callable[[], bool]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 
-from common.distributed.parameter_server.server import MakeOptimizer, Policy, Server, Shard, split_vector
+from common.distributed.parameter_server.server import MakeOptimizer, Shard, ShardServer, StalenessPolicy, split_vector
 from common.distributed.rendezvous import World
 
 # Tags of messages.
@@ -38,7 +38,7 @@ END_TICKET = -1  # in the last request of a worker
 IDLE_TIMEOUT = datetime.timedelta(days=365)  # evaluations and checkpoints may come between two requests
 
 
-class Worker:
+class ServerWorker:
     """This rank's part of a parameter server: its worker, and on the first ranks a server.
 
     A ticket identifies a share of the work: with p workers, ticket t is share t % p of the batch of step t // p. Server
@@ -54,7 +54,7 @@ class Worker:
         make_optimizer: MakeOptimizer,
         *,
         servers: int,
-        policy: Policy,
+        policy: StalenessPolicy,
         damp: bool = False,
         record: bool = False,
     ) -> None:
@@ -66,10 +66,10 @@ class Worker:
         self.flat = parameters_to_vector(self.parameters).detach()
         vector_to_parameters(self.flat, self.parameters)  # parameters become views of the vector
         self.parts = split_vector(len(self.flat), servers)
-        self.server: Server | None = None
-        if world.number < servers:
+        self.server: ShardServer | None = None
+        if world.original_rank < servers:
             shard = Shard(self.flat[self.parts[world.rank]], make_optimizer, policy.workers)
-            self.server = Server(shard, policy, world.timeout.total_seconds(), damp=damp, record=record)
+            self.server = ShardServer(shard, policy, world.timeout.total_seconds(), damp=damp, record=record)
         self.remote_servers: list[int] = []
         """Servers that this rank reaches by messages; empty while not serving."""
         self.threads: list[threading.Thread] = []
@@ -77,7 +77,7 @@ class Worker:
 
     def start_serving(self, done: int) -> None:
         """Start to serve all workers after `done` steps; a rank that has not joined yet does nothing."""
-        if self.world.joins:
+        if self.world.is_joining:
             return
         rank = self.world.rank
         workers = self.world.size
@@ -249,12 +249,12 @@ class Worker:
         return works
 
     def _send(self, value: Tensor, rank: int, tag: int) -> dist.Work:
-        work = dist.isend(value, self.world.global_rank(rank), self.world.group, tag)
+        work = dist.isend(value, self.world.get_global_rank(rank), self.world.group, tag)
         assert work is not None
         return work
 
     def _receive(self, value: Tensor, rank: int, tag: int) -> dist.Work:
-        work = dist.irecv(value, self.world.global_rank(rank), self.world.group, tag)
+        work = dist.irecv(value, self.world.get_global_rank(rank), self.world.group, tag)
         assert work is not None
         return work
 

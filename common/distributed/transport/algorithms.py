@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from common.core.errors import UserError, exit_on_user_error
-from common.core.own_function import find_kept_file, load_function, locate_errors, prefer_kept
+from common.core.own_function import load_function, locate_errors, locate_file_copy, prefer_file_copy
 from common.core.text import format_count
-from common.distributed.transport.builders import BUILDERS, NAMES, Hosts, build_two_level
+from common.distributed.transport.builders import ALGORITHM_NAMES, BUILDERS, Hosts, build_two_level
 from common.distributed.transport.moves import Algorithm, Event, Move, describe_move, find_chunk, simulate_algorithm
-from common.runs.provenance import keep_function_file
+from common.runs.provenance import copy_function_file
 from configs.launch import Launch
 from configs.shared import Experiment
 
-__all__ = ["NAMES", "Algorithm"]  # imported from here by other packages
+__all__ = ["ALGORITHM_NAMES", "Algorithm"]  # imported from here by other packages
 
 USAGE = "function(ranks) returns for each rank a list of ('send', 'receive' or 'add', chunk, peer)"
 MAX_CHUNKS = 65_536
@@ -49,7 +49,7 @@ def build_algorithm(name: str, size: int, hosts: Hosts = ()) -> Algorithm:
     if name in BUILDERS:
         return make_algorithm(name, BUILDERS[name](size), note)
 
-    function = load_function("launch.algorithm", name, ", ".join(NAMES))
+    function = load_function("launch.algorithm", name, ", ".join(ALGORITHM_NAMES))
     with locate_errors("launch.algorithm", name, function, USAGE):
         algorithm = make_algorithm(name, function(size))
         if len(algorithm.moves) != size:
@@ -70,10 +70,10 @@ def build_by_size(names: str, size: int, hosts: Hosts = ()) -> list[tuple[int, A
     bounds = parts[1::2]
     limits = [0, *(int(bound) for bound in bounds if bound.isdecimal())]
     are_ascending = len(limits) == len(algorithm_names) == len(bounds) + 1 and limits == sorted(set(limits))
-    if bounds and not (are_ascending and set(algorithm_names) <= set(NAMES)):
+    if bounds and not (are_ascending and set(algorithm_names) <= set(ALGORITHM_NAMES)):
         raise UserError(
             f"launch.algorithm={names}: several algorithms must be separated by ascending sizes in bytes, as in "
-            f"tree<65536<ring; available: {', '.join(NAMES)}"
+            f"tree<65536<ring; available: {', '.join(ALGORITHM_NAMES)}"
         )
     return [(limit, build_algorithm(name, size, hosts)) for limit, name in zip(limits, algorithm_names, strict=True)]
 
@@ -83,25 +83,25 @@ def check_algorithm_of_config(settings: Experiment, code: Path | None = None) ->
 
     `code` is the source folder of an existing run with this config, which may hold a copy of the custom file.
     """
-    launch = use_kept_file(settings.launch, code) if code else settings.launch
+    launch = use_stored_algorithm_file(settings.launch, code) if code else settings.launch
     if launch.backend == "builtin" and launch.algorithm != "auto":
         size = settings.processes
         hosts = [rank * launch.nodes // size for rank in range(size)]
         build_by_size(launch.algorithm, size, hosts)
 
 
-def use_kept_file(launch: Launch, code: Path) -> Launch:
+def use_stored_algorithm_file(launch: Launch, code: Path) -> Launch:
     """Return the settings with the run's copy of a custom algorithm's file, if any."""
     name = launch.algorithm
-    return replace(launch, algorithm=prefer_kept(name, find_kept_file("algorithm", name, code)))
+    return replace(launch, algorithm=prefer_file_copy(name, locate_file_copy("algorithm", name, code)))
 
 
-def copy_algorithm_file(launch: Launch, code: Path, *, anew: bool = False) -> None:
+def copy_algorithm_file(launch: Launch, code: Path, *, overwrite: bool = False) -> None:
     """Copy the file of a custom algorithm into a run's source folder.
 
     An existing copy is overwritten only with `anew`. Raises UserError.
     """
-    keep_function_file("algorithm", launch.algorithm, code, anew=anew)
+    copy_function_file("algorithm", launch.algorithm, code, overwrite=overwrite)
 
 
 def make_algorithm(name: str, plan: Iterable[Iterable[Sequence[Any]]], note: str = "") -> Algorithm:
@@ -276,7 +276,7 @@ def parse_count(text: str) -> int:
 def main() -> None:
     """Draw an all-reduce algorithm: one line per step, one column per rank."""
     parser = OneLineParser(prog="python -m common.distributed.transport.algorithms", description=main.__doc__)
-    parser.add_argument("algorithm", help=f"{', '.join(NAMES)}, or FILE.py:function")
+    parser.add_argument("algorithm", help=f"{', '.join(ALGORITHM_NAMES)}, or FILE.py:function")
     parser.add_argument("ranks", type=parse_count, help="1 to 64")
     parser.add_argument("each", type=parse_count, nargs="?", help="ranks per host, for two_level")
     args = parser.parse_args()

@@ -151,4 +151,4 @@ BUILDERS: dict[str, Callable[[int], MovePlan]] = {
     "star": build_star,
     "sharded_star": build_sharded_star,
 }
-NAMES = (*BUILDERS, "two_level")
+ALGORITHM_NAMES = (*BUILDERS, "two_level")

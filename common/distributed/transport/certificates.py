@@ -21,8 +21,8 @@ from common.core.errors import UserError, summarize_error
 from common.distributed.transport.socket_stream import TlsSocket
 from common.distributed.transport.welcome import UntrustedPeer
 
-KEY = "key.pem"
-CERTIFICATE = "certificate.pem"
+KEY_FILE = "key.pem"
+CERTIFICATE_FILE = "certificate.pem"
 CLOCK_SKEW_SECONDS = 3600.0  # by which hosts' clocks may differ: extends the validity at both ends
 OPENSSL_TIMEOUT = 60  # seconds
 FOREIGN_CERTIFICATE = "shows a certificate of another run"
@@ -89,16 +89,16 @@ def create_certificate(folder: Path, begin: float, end: float) -> None:
     """
     (folder / "config").write_text(OPENSSL_CONFIG)
     (folder / "index").touch()
-    run_openssl(folder, "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-out", KEY)
-    run_openssl(folder, "req", "-new", "-config", "config", "-key", KEY, "-out", "request")
-    files = ["-config", "config", "-keyfile", KEY, "-in", "request", "-out", CERTIFICATE]
+    run_openssl(folder, "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-out", KEY_FILE)
+    run_openssl(folder, "req", "-new", "-config", "config", "-key", KEY_FILE, "-out", "request")
+    files = ["-config", "config", "-keyfile", KEY_FILE, "-in", "request", "-out", CERTIFICATE_FILE]
     dates = ["-startdate", format_date(begin), "-enddate", format_date(end)]
     # `req -x509` accepts no start date before OpenSSL 3.4
     run_openssl(folder, "ca", "-selfsign", "-batch", "-notext", *files, *dates)
     for file in folder.iterdir():
-        if file.name not in (KEY, CERTIFICATE):
+        if file.name not in (KEY_FILE, CERTIFICATE_FILE):
             file.unlink()
-    (folder / KEY).chmod(0o600)
+    (folder / KEY_FILE).chmod(0o600)
 
 
 def check_openssl() -> None:
@@ -140,8 +140,8 @@ def load_identity(folder: Path) -> Identity:
 
     Raises UserError if they are missing, readable by other users, damaged or out of date.
     """
-    key_file = folder / KEY
-    certificate_file = folder / CERTIFICATE
+    key_file = folder / KEY_FILE
+    certificate_file = folder / CERTIFICATE_FILE
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:

@@ -18,14 +18,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from common.core import network
-from common.core.errors import Unreachable, summarize_error
+from common.core.errors import UnreachableError, summarize_error
 from common.distributed.transport.certificates import Identity, check_peer, describe_refusal
 from common.distributed.transport.incoming import Incoming
 from common.distributed.transport.links import Outgoing
 from common.distributed.transport.memory_links import MemoryStream
 from common.distributed.transport.reception import Acceptor, Warn, read_peer_user_id
 from common.distributed.transport.socket_stream import SocketStream, TlsSocket, pack_seconds
-from common.distributed.transport.welcome import ANSWER_BYTES, Direction, UntrustedPeer, make_answer, make_hello
+from common.distributed.transport.welcome import ANSWER_BYTES, ConnectionId, UntrustedPeer, make_answer, make_hello
 
 RETRY_SECONDS = 0.05  # between two attempts to connect
 Lookup = Callable[[str], str | bytes]
@@ -46,14 +46,14 @@ class Links(NamedTuple):
             link.close()
 
 
-class Published(NamedTuple):
+class RankAddress(NamedTuple):
     """Address, host and token that a rank publishes."""
 
     address: str
     port: int
     token: str
     host: str
-    local: str
+    unix_socket_name: str
     """Abstract name of a Unix socket for ranks of the same host; empty if there is none."""
 
 
@@ -74,8 +74,8 @@ def connect_ranks(
     timeout: float,
     identity: Identity | None = None,
     host: str = "",
-    spin: float = 0.0,
-    tell: Warn = print_warning,
+    polling_seconds: float = 0.0,
+    warn: Warn = print_warning,
 ) -> Links:
     """Connect the ranks of a group with each other; all of them call it.
 
@@ -85,7 +85,7 @@ def connect_ranks(
     which a message fails.
     With an identity all connections between hosts use TLS. Ranks that pass the same `host` are connected through its
     memory (memory_links.py) and poll for `spin` seconds before they sleep. `tell` prints a warning.
-    Raises Unreachable.
+    Raises UnreachableError.
     """
     if size == 1:
         return Links({}, {})
@@ -93,21 +93,21 @@ def connect_ranks(
     token = secrets.token_bytes(16)
     is_local = bool(host) and sys.platform == "linux"
     acceptor = Acceptor(
-        group, rank, size, token=token, address=address, is_local=is_local, identity=identity, warn=tell
+        group, rank, size, token=token, address=address, is_local=is_local, identity=identity, warn=warn
     )
     links = Links({}, {})
     try:
-        published = Published(address, acceptor.port, token.hex(), host, acceptor.unix_socket_name)
+        published = RankAddress(address, acceptor.port, token.hex(), host, acceptor.unix_socket_name)
         publish(f"link/{rank}", json.dumps(published))
         for step in range(1, size):  # start with different peers, so that not all ranks connect to the same one
             peer = (rank + step) % size
             target = wait_for_rank_address(peer, lookup)
             if target.host != host:
-                target = target._replace(local="")
-            connection = connect_to_rank(Direction(group, rank, peer), target, deadline, identity, tell)
-            links.outgoing[peer] = Outgoing(make_stream(connection, timeout, spin), peer)
+                target = target._replace(unix_socket_name="")
+            connection = connect_to_rank(ConnectionId(group, rank, peer), target, deadline, identity, warn)
+            links.outgoing[peer] = Outgoing(make_stream(connection, timeout, polling_seconds), peer)
         for peer, connection in acceptor.wait_for_ranks(deadline).items():
-            links.incoming[peer] = Incoming(make_stream(connection, timeout, spin), peer)
+            links.incoming[peer] = Incoming(make_stream(connection, timeout, polling_seconds), peer)
     except BaseException:
         links.close()
         raise
@@ -123,25 +123,25 @@ def make_stream(connection: socket.socket, timeout: float, polling_seconds: floa
     return SocketStream(connection, timeout)
 
 
-def wait_for_rank_address(peer: int, lookup: Lookup) -> Published:
-    """Wait until a rank has published its address, and return it. Raises Unreachable."""
+def wait_for_rank_address(peer: int, lookup: Lookup) -> RankAddress:
+    """Wait until a rank has published its address, and return it. Raises UnreachableError."""
     try:
-        return Published(*json.loads(lookup(f"link/{peer}")))
+        return RankAddress(*json.loads(lookup(f"link/{peer}")))
     except (RuntimeError, OSError, ValueError, TypeError) as error:  # a store raises RuntimeError
-        raise Unreachable(
+        raise UnreachableError(
             f"rank {peer} has not published its address: {summarize_error(error)}; see its log, or raise "
             "launch.setup_timeout"
         ) from None
 
 
 def connect_to_rank(
-    direction: Direction,
-    target: Published,
+    direction: ConnectionId,
+    target: RankAddress,
     deadline: float,
     identity: Identity | None,
     warn: Warn,
 ) -> socket.socket:
-    """Connect to a rank, retrying until it accepts this one. Raises Unreachable."""
+    """Connect to a rank, retrying until it accepts this one. Raises UnreachableError."""
     start = time.monotonic()
     last_reason = ""
     description = f"rank {direction.target} at {target.address}:{target.port}"
@@ -162,7 +162,7 @@ def connect_to_rank(
             if not isinstance(error, ConnectionResetError | BrokenPipeError):
                 limit = min(deadline, start + network.UNREACHABLE_SECONDS)
         if time.monotonic() > limit:
-            raise Unreachable(
+            raise UnreachableError(
                 f"rank {direction.source} cannot connect to {description}: {reason}; see its log, check the "
                 "firewall, or raise launch.setup_timeout"
             )
@@ -172,10 +172,12 @@ def connect_to_rank(
         time.sleep(RETRY_SECONDS)
 
 
-def connect_once(direction: Direction, target: Published, deadline: float, identity: Identity | None) -> socket.socket:
+def connect_once(
+    direction: ConnectionId, target: RankAddress, deadline: float, identity: Identity | None
+) -> socket.socket:
     """Connect to a rank and perform the handshake. Raises OSError, ssl.SSLError, UntrustedPeer."""
     remaining = max(RETRY_SECONDS, deadline - time.monotonic())
-    connection = connect_to_local_rank(target.local, remaining) if target.local else None
+    connection = connect_to_local_rank(target.unix_socket_name, remaining) if target.unix_socket_name else None
     if connection is None:
         timeout = min(remaining, network.UNREACHABLE_SECONDS)
         connection = socket.create_connection((target.address, target.port), timeout=timeout)
@@ -192,7 +194,7 @@ def connect_once(direction: Direction, target: Published, deadline: float, ident
     return connection
 
 
-def exchange_proofs(connection: socket.socket, direction: Direction, token: bytes) -> None:
+def exchange_proofs(connection: socket.socket, direction: ConnectionId, token: bytes) -> None:
     """Prove this rank's identity to the peer and check the peer's answer. Raises OSError, UntrustedPeer."""
     connection.sendall(make_hello(direction, token))
     answer = b""

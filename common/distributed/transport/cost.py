@@ -22,7 +22,7 @@ MAX_RANKS = 256  # above it, algorithms with a quadratic number of moves are exc
 SWITCH_RATIO = 0.99  # another algorithm is chosen only if its time is below this share
 
 
-class Line(NamedTuple):
+class MessageTimeLine(NamedTuple):
     """The time of a message: alpha seconds, plus beta seconds per byte."""
 
     alpha: float
@@ -33,14 +33,14 @@ class Line(NamedTuple):
         return self.alpha + self.beta * nbytes
 
 
-class Lines(NamedTuple):
+class MessageTimeLines(NamedTuple):
     """The line of links between hosts and, if measured, that of links within a host."""
 
-    between: Line
-    within: Line | None = None
+    between_hosts: MessageTimeLine
+    within_host: MessageTimeLine | None = None
 
 
-def fit_line(measured: Sequence[tuple[float, float]]) -> Line:
+def fit_line(measured: Sequence[tuple[float, float]]) -> MessageTimeLine:
     """Fit alpha and beta to (bytes, seconds) of messages by least squares of relative errors.
 
     Absolute errors would leave alpha to chance: a thousandth of the longest time is many times alpha. Neither parameter
@@ -66,13 +66,13 @@ def fit_line(measured: Sequence[tuple[float, float]]) -> Line:
     centred_times = [seconds - mean_time for seconds in times]
     beta = average_products(centred_sizes, centred_times) / average_products(centred_sizes, centred_sizes)
     if beta < 0:
-        return Line(mean_time, 0.0)
+        return MessageTimeLine(mean_time, 0.0)
     if mean_time < beta * mean_size:
-        return Line(0.0, average_products(sizes, times) / average_products(sizes, sizes))
-    return Line(mean_time - beta * mean_size, beta)
+        return MessageTimeLine(0.0, average_products(sizes, times) / average_products(sizes, sizes))
+    return MessageTimeLine(mean_time - beta * mean_size, beta)
 
 
-def predict_seconds(algorithm: Algorithm, lines: Lines, nbytes: float, hosts: Hosts = ()) -> float:
+def predict_seconds(algorithm: Algorithm, lines: MessageTimeLines, nbytes: float, hosts: Hosts = ()) -> float:
     """Return the seconds of an all-reduce of `nbytes`.
 
     Ranks of one host (`hosts` has the host of each rank) share the host's cable. Messages within a host do not use it;
@@ -85,16 +85,16 @@ def predict_seconds(algorithm: Algorithm, lines: Lines, nbytes: float, hosts: Ho
         source_host = host_of[source]
         target_host = host_of[target]
         if source_host != target_host:
-            seconds = lines.between.predict_seconds(message_bytes)
+            seconds = lines.between_hosts.predict_seconds(message_bytes)
             return CableRoute(("host", source_host), ("host", target_host), seconds)
-        seconds = (lines.within or lines.between).predict_seconds(message_bytes)
+        seconds = (lines.within_host or lines.between_hosts).predict_seconds(message_bytes)
         return CableRoute(("rank", source), ("rank", target), seconds)
 
     events = simulate_algorithm(algorithm, find_route)
     return max((event.time for event in events), default=0.0)
 
 
-def choose_by_size(lines: Lines, names: Sequence[str], size: int, hosts: Hosts = ()) -> str:
+def choose_by_size(lines: MessageTimeLines, names: Sequence[str], size: int, hosts: Hosts = ()) -> str:
     """Return the fastest algorithm for each of VECTOR_SIZES in the format of `launch.algorithm`: `tree<65536<ring`.
 
     The choice changes only if another algorithm is at least a hundredth faster than that of the previous size; of equal
@@ -132,7 +132,7 @@ def is_cheap_to_simulate(name: str, size: int, hosts: Hosts) -> bool:
     return not is_quadratic or size * hosts_or_ranks <= MAX_RANKS**2
 
 
-def predict_sizes(algorithm: Algorithm, lines: Lines, hosts: Hosts) -> list[float]:
+def predict_sizes(algorithm: Algorithm, lines: MessageTimeLines, hosts: Hosts) -> list[float]:
     """Return the seconds of an all-reduce of each of VECTOR_SIZES."""
     if sum(map(len, algorithm.moves)) <= MAX_MOVES:
         return [predict_seconds(algorithm, lines, nbytes, hosts) for nbytes in VECTOR_SIZES]

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from common.core.errors import Unreachable
+from common.core.errors import UnreachableError
 from common.distributed.transport.certificates import Identity, check_peer, describe_refusal
 from common.distributed.transport.socket_stream import TlsSocket
 from common.distributed.transport.welcome import (
     HELLO_HEADER,
-    Direction,
+    ConnectionId,
     UntrustedPeer,
     make_answer,
     parse_hello,
@@ -90,14 +90,14 @@ class Acceptor:
     def wait_for_ranks(self, deadline: float) -> dict[int, socket.socket]:
         """Return the connection of each other rank.
 
-        Raises Unreachable, naming the ranks that are missing.
+        Raises UnreachableError, naming the ranks that are missing.
         """
         self._thread.join(max(0.0, deadline - time.monotonic()))
         peers = [rank for rank in range(self.size) if rank != self.rank]
         absent = [str(rank) for rank in peers if rank not in self.accepted]
         if absent:
             noun = "ranks" if len(absent) > 1 else "rank"
-            raise Unreachable(
+            raise UnreachableError(
                 f"{noun} {', '.join(absent)} did not connect to rank {self.rank} in time; see the logs there, check "
                 f"the firewall for port {self.port}, or raise launch.setup_timeout"
             )
@@ -200,7 +200,7 @@ class Acceptor:
         source = parse_hello(bytes(pending.received[HELLO_HEADER.size :]), self.group, self.rank, self.token)
         if source in self.accepted or source == self.rank or not 0 <= source < self.size:
             raise UntrustedPeer(f"claims to be rank {source}, which is already connected or does not exist")
-        pending.socket.sendall(make_answer(Direction(self.group, source, self.rank), self.token))
+        pending.socket.sendall(make_answer(ConnectionId(self.group, source, self.rank), self.token))
         self.accepted[source] = self._remove_pending(pending)
 
     def _refuse_connection(self, pending: PendingConnection, reason: str) -> None:

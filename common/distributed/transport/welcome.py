@@ -28,7 +28,7 @@ class UntrustedPeer(Exception):
     """
 
 
-class Direction(NamedTuple):
+class ConnectionId(NamedTuple):
     """Identity of a connection: run, attempt and group, and the ranks that it connects."""
 
     group: str
@@ -37,19 +37,19 @@ class Direction(NamedTuple):
     target: int
 
 
-def make_hello(direction: Direction, token: bytes) -> bytes:
+def make_hello(direction: ConnectionId, token: bytes) -> bytes:
     """Return the first message of the source; `token` is the one that the target published."""
     proof = compute_proof("hello", direction, token).hex()
     text = json.dumps([*direction, proof]).encode()
     return HELLO_HEADER.pack(len(text)) + text
 
 
-def make_answer(direction: Direction, token: bytes) -> bytes:
+def make_answer(direction: ConnectionId, token: bytes) -> bytes:
     """Return the target's answer."""
     return compute_proof("welcome", direction, token)
 
 
-def compute_proof(purpose: str, direction: Direction, token: bytes) -> bytes:
+def compute_proof(purpose: str, direction: ConnectionId, token: bytes) -> bytes:
     """Return an HMAC that proves knowledge of the token."""
     message = json.dumps([purpose, *direction]).encode()
     return hmac.digest(token, message, "sha256")
@@ -80,7 +80,7 @@ def parse_hello(body: bytes, group: str, target: int, token: bytes) -> int:
         raise UntrustedPeer(f"belongs to {peer_group[:80]!a}, not to {group}")
     if peer_target != target:
         raise UntrustedPeer(f"is looking for rank {peer_target}")
-    expected = compute_proof("hello", Direction(group, source, target), token).hex()
+    expected = compute_proof("hello", ConnectionId(group, source, target), token).hex()
     if not hmac.compare_digest(proof.encode(errors="replace"), expected.encode()):
         raise UntrustedPeer("does not know the token that this rank published")
     return source

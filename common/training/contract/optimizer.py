@@ -61,7 +61,7 @@ class Trial:
 
     def copy_parameters(self) -> dict[str, Tensor]:
         """Return copies of the full parameters by name."""
-        return {name: state_dicts.full_tensor(parameter.detach()).clone() for name, parameter in self.parameters}
+        return {name: state_dicts.gather_full_tensor(parameter.detach()).clone() for name, parameter in self.parameters}
 
 
 def find_difference(first: Trial, second: Trial, tolerance: float = 0.0) -> str | None:
@@ -244,7 +244,7 @@ def check_on_ranks(optim: Optim, passed: Callable[[str], object]) -> int:
     """Check an optimizer on two forked ranks, also with sharded parameters; return the exit status."""
 
     def check_rank(rank_info: RankInfo) -> None:
-        with rendezvous.joined_world(rank_info, Launch(device="cpu")) as world:
+        with rendezvous.join_world(rank_info, Launch(device="cpu")) as world:
             if world.is_main:
                 check_optimizer(optim, passed)
             with locate_errors("optim.name", optim.name):

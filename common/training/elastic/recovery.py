@@ -28,15 +28,15 @@ from common.data.loader import DataWorkerError
 from common.data.rounds import Rounds
 from common.distributed import objects
 from common.distributed.elastic import group
-from common.distributed.elastic.generations import FILE, describe_generation
-from common.distributed.elastic.member import Generation, GenerationOver, Member
-from common.distributed.rank_info import KEY
+from common.distributed.elastic.generations import GENERATIONS_FILE, describe_rank_change
+from common.distributed.elastic.member import Generation, GenerationEnded, Member
+from common.distributed.rank_info import COORDINATOR_KEY_VARIABLE
 from common.measure.metrics_log import SharedMetricsLog, Values
 from common.runs.folder import write_json
-from common.runs.progress import Screen
+from common.runs.progress import ProgressDisplay
 from common.training.elastic.shared_values import SharedValues
 from common.training.run_context import RunContext
-from configs.batch_plan import cut_batch
+from configs.batch_plan import divide_batch
 from configs.elastic import Elastic
 
 MAX_EMPTY_GENERATIONS = 3  # in a row: no rank lost or joined, no step completed
@@ -70,8 +70,8 @@ class Recovery:
         self.state = state
         self.metrics = run.metrics
         run.exit_if_others_can_continue = self.exit_if_others_can_continue
-        group.update_world(world, launched_as=world.number)
-        self.joining = world.joins
+        group.update_world(world, launched_as=world.original_rank)
+        self.joining = world.is_joining
         self.writes_metrics = world.is_main
         """True on rank 0 of the newest completely formed generation."""
         self.join_agreed = False
@@ -92,14 +92,14 @@ class Recovery:
         """torch's random state at the start of the current step."""
         self.member = Member(
             world.coordinator,
-            world.number,
+            world.original_rank,
             settings.timeout,
-            os.environ.get(KEY, ""),
-            joins=world.joins,
+            os.environ.get(COORDINATOR_KEY_VARIABLE, ""),
+            joins=world.is_joining,
             irreplaceable=state.irreplaceable,
         )
         self._watch_connections()
-        if world.joins:
+        if world.is_joining:
             self.join_generation()
 
     # ---- steps
@@ -111,9 +111,9 @@ class Recovery:
         copy_tensors(self.buffers, self.buffers_before)
         self.random_before = torch.get_rng_state()
 
-    def share(self, values: Values) -> None:
+    def start_averaging(self, values: Values) -> None:
         """Start to average values of a step over the ranks, and to agree whether a rank waits to join."""
-        self.shared.start(values, self.member.join_waits)
+        self.shared.start(values, self.member.has_waiting_rank)
 
     def commit(self) -> dict[str, float]:
         """Return the means of the values logged in a step, before its update. All ranks call it.
@@ -121,16 +121,16 @@ class Recovery:
         Raises RuntimeError if a rank is lost.
         """
         if not self.shared.started:
-            self.share({})
+            self.start_averaging({})
         means, self.join_agreed = self.shared.finish(self.run.world.size)
         self.empty_generations = 0
         return means
 
     def leave_if_rank_joins(self) -> None:
-        """Leave the generation between two steps if a rank waits to join. All ranks leave; raises GenerationOver."""
+        """Leave the generation between two steps if a rank waits to join. All ranks leave; raises GenerationEnded."""
         if self.join_agreed:
             self.leaving = True
-            raise GenerationOver("a rank joins")
+            raise GenerationEnded("a rank joins")
 
     @torch.no_grad()
     def discard_step(self) -> None:
@@ -148,7 +148,7 @@ class Recovery:
         """Return whether an error may be caused by the loss of another rank, or by one that joins."""
         if not isinstance(error, RuntimeError) or isinstance(error, DataWorkerError):
             return False
-        if isinstance(error, GenerationOver) or self.member.over:
+        if isinstance(error, GenerationEnded) or self.member.generation_ended:
             return True
         return "gloo" in str(error).lower() or is_timeout(error)
 
@@ -205,8 +205,8 @@ class Recovery:
         self.state.leave_group(together=self.leaving)
         for _, parameter in self.state.parameters:
             parameter.grad = None
-        if self.state.held is not None:  # an evaluation has started and may have averaged buffers
-            copy_tensors(self.state.held, self.buffers)
+        if self.state.buffer_copies is not None:  # an evaluation has started and may have averaged buffers
+            copy_tensors(self.state.buffer_copies, self.buffers)
             self.state.drop_buffer_snapshot()
         self.run.saver.restart_watchdogs()
 
@@ -220,8 +220,8 @@ class Recovery:
         """Let the member's thread cut the connections of the process group when the generation is over."""
         connections = group.list_connections(self.member.socket)
         self.connections = connections
-        self.member.on_end = lambda: group.cut_connections(connections)
-        if self.member.over:
+        self.member.on_generation_end = lambda: group.cut_connections(connections)
+        if self.member.generation_ended:
             group.cut_connections(connections)
 
     def _form_generation(self, generation: Generation, change: RankChange) -> RankChange:
@@ -232,7 +232,7 @@ class Recovery:
         run = self.run
         world = run.world
         self.connections = []
-        group.form_group(self.member, world.timeout, world.number)
+        group.form_group(self.member, world.timeout, world.original_rank)
         self._watch_connections()
         self._update_ranks(generation)
 
@@ -250,11 +250,11 @@ class Recovery:
 
         # Move metrics and progress display to the new rank 0.
         if world.is_main != self.writes_metrics:
-            run.screen = Screen(run.cfg.log, silent=not world.is_main)
+            run.screen = ProgressDisplay(run.cfg.log, silent=not world.is_main)
         if world.is_main and not self.writes_metrics:
             self.metrics.take_over_file()
         self.writes_metrics = world.is_main
-        self.metrics.write_rows(self.metrics.kept)
+        self.metrics.write_rows(self.metrics.unwritten_rows)
         return RankChange(**facts["change"])
 
     def _update_ranks(self, generation: Generation) -> None:
@@ -275,7 +275,7 @@ class Recovery:
         weights = [plan.weights[member] for member in members] if plan.weights else []
         if not any(weights):
             weights = [1] * len(members)
-        loader.set_shards(dist.get_rank(), cut_batch(plan.batch // plan.microbatches, weights))
+        loader.set_shards(dist.get_rank(), divide_batch(plan.batch // plan.microbatches, weights))
 
     def _collect_facts(self, change: RankChange) -> dict[str, Any]:
         """Return the facts that the other ranks need of the source, and the change of ranks."""
@@ -286,10 +286,10 @@ class Recovery:
             "progress": self._measure_progress(),
             "step": run.step,
             "resumed_after": run.resumed_after,
-            "seconds": time.perf_counter() - saver.began,
+            "seconds": time.perf_counter() - saver.start_time,
             "unevaluated": saver.unevaluated,
-            "best": saver.best,
-            "saved": [saver.checkpointer.saved, saver.checkpointer.best],
+            "best": saver.best_score,
+            "saved": [saver.checkpointer.saved_step, saver.checkpointer.best_step],
             "rows": self.metrics.collect(),
             "generations": run.generations,
             "change": dataclasses.asdict(change),
@@ -301,17 +301,17 @@ class Recovery:
         saver = run.saver
         metrics = self.metrics
         if self.joining:
-            saver.began = time.perf_counter() - facts["seconds"]
-            metrics.began = saver.began
+            saver.start_time = time.perf_counter() - facts["seconds"]
+            metrics.start_time = saver.start_time
             run.resumed_after = facts["resumed_after"]
         run.step = facts["step"]
         run.generations = facts["generations"]
         saver.unevaluated = facts["unevaluated"]
-        saver.best = facts["best"]
-        saver.checkpointer.saved, saver.checkpointer.best = facts["saved"]
-        saver.vote.restart_after(run.step)
+        saver.best_score = facts["best"]
+        saver.checkpointer.saved_step, saver.checkpointer.best_step = facts["saved"]
+        saver.vote.restart_votes_after(run.step)
         metrics.rows = []
-        metrics.kept = facts["rows"]
+        metrics.unwritten_rows = facts["rows"]
         metrics.next_flush = run.step + 1
 
     def _record_change(self, generation: Generation, seconds: float, change: RankChange) -> None:
@@ -328,14 +328,14 @@ class Recovery:
         }
         self.discarded = 0.0
         run.generations = [*run.generations, changed]
-        run.log_message(describe_generation(changed))
+        run.log_message(describe_rank_change(changed))
         run.pace.interrupt()
-        if generation.stops and not run.saver.stop.number:
+        if generation.stops and not run.saver.stop_request.signal_number:
             run.log_message("fewer ranks than elastic.min remain; saving, to be resumed with all ranks")
-            run.saver.stop.number = signal.SIGUSR2
+            run.saver.stop_request.signal_number = signal.SIGUSR2
         if run.world.is_main:
             with contextlib.suppress(UserError):  # a full disk is reported when metrics or checkpoints are written
-                write_json(run.folder.attempt / FILE, run.generations)
+                write_json(run.folder.attempt_folder / GENERATIONS_FILE, run.generations)
 
 
 def copy_tensors(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:

@@ -58,14 +58,14 @@ class LocalWorker:
         """Seconds that this attempt waited for exchanges."""
 
     @property
-    def sent_after(self) -> int:
+    def exchange_step(self) -> int:
         """Step after which the exchange started that awaits its outer step; 0 if there is none."""
         return int(self.counts[EXCHANGE_STEP])
 
     @property
     def awaits_outer_step(self) -> bool:
         """True from the start of an exchange until its outer step."""
-        return self.sent_after > 0
+        return self.exchange_step > 0
 
     @torch.no_grad()
     def flatten(self) -> Tensor:
@@ -83,7 +83,7 @@ class LocalWorker:
         for parameter, mean in zip(trained, self._average(gradients), strict=True):
             parameter.grad = mean
 
-    def set_reference(self) -> None:
+    def update_reference(self) -> None:
         """Use the current parameters, which are the same on all workers, as the reference."""
         self.reference.copy_(self.flatten())
 

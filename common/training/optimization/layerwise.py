@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.checkpoint.state_dicts import full_tensor
+from common.checkpoint.state_dicts import gather_full_tensor
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 def compute_norm(values: Tensor) -> Tensor:
     """Return the Euclidean norm [] of a full tensor. If it is sharded, all its ranks call it."""
-    norm: Tensor = full_tensor(torch.linalg.vector_norm(values))
+    norm: Tensor = gather_full_tensor(torch.linalg.vector_norm(values))
     return norm
 
 

@@ -9,8 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.core.own_function import find_kept_file, load_function, locate_errors, locate_function_file, prefer_kept
-from common.runs.provenance import keep_function_file
+from common.core.own_function import (
+    load_function,
+    locate_errors,
+    locate_file_copy,
+    locate_function_file,
+    prefer_file_copy,
+)
+from common.runs.provenance import copy_function_file
 from configs.shared import DECAYS, OPTIMIZERS, Optim
 
 BUILTIN_NAMES = {"name": ", ".join(OPTIMIZERS), "decay": ", ".join(DECAYS)}
@@ -42,17 +48,17 @@ def point_to_kept_files(optim: Optim, code: Path) -> Optim:
     settings: dict[str, Any] = {}
     for setting, kind in KINDS.items():
         value = getattr(optim, setting)
-        settings[setting] = prefer_kept(value, find_kept_file(kind, value, code))
+        settings[setting] = prefer_file_copy(value, locate_file_copy(kind, value, code))
     return replace(optim, **settings)
 
 
-def copy_optimizer_files(optim: Optim, code: Path, *, anew: Container[str] = ()) -> None:
+def copy_optimizer_files(optim: Optim, code: Path, *, overwrite: Container[str] = ()) -> None:
     """Copy custom files into the source of a run if they are missing or their settings are in `anew`.
 
     Raises UserError.
     """
     for setting, kind in KINDS.items():
-        keep_function_file(kind, getattr(optim, setting), code, anew=f"optim.{setting}" in anew)
+        copy_function_file(kind, getattr(optim, setting), code, overwrite=f"optim.{setting}" in overwrite)
 
 
 def use_kept_files(optim: Optim, code: Path) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import tarfile
 from pathlib import Path
 
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 
 VERSIONS = ("november_2026",)
 
 
-def unpack(version: str, folder: Path) -> tuple[Folder, Folder]:
+def unpack(version: str, folder: Path) -> tuple[RunFolder, RunFolder]:
     """The stopped and the finished run of a version, below `folder`/runs."""
     with tarfile.open(Path(__file__).parent / f"{version}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
-    stopped, finished = (Folder(path) for path in sorted((folder / "runs").iterdir()))
+    stopped, finished = (RunFolder(path) for path in sorted((folder / "runs").iterdir()))
     return stopped, finished

@@ -24,9 +24,9 @@ from torch import nn
 from common.checkpoint import checkpointer, rank_file, state_dicts, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState
 from common.checkpoint.storage import CheckpointPath
-from common.core.errors import RunTaken, UserError
+from common.core.errors import RunTakenError, UserError
 from common.distributed.rendezvous import World
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training import optimizers
 from configs.shared import Checkpoint, Optim
 from tests.harness import warm
@@ -52,7 +52,7 @@ class Disk:
     def __init__(self, world: World, path: Path) -> None:
         self.world, self.said = world, list[str]()
         (path / "run").mkdir()
-        self.folder = Folder(path / "run").claim_attempt()
+        self.folder = RunFolder(path / "run").claim_attempt()
         self.folder.write_parent(None, 0)
         self.checkpoints = self.start()
 
@@ -74,7 +74,7 @@ class Disk:
 
     def names(self) -> list[str]:
         self.checkpoints.wait_for_deletions()
-        return sorted(path.name for path in storage.checkpoints_dir(self.folder).iterdir())
+        return sorted(path.name for path in storage.get_checkpoints_dir(self.folder).iterdir())
 
     def restart(self, parent: int | None, step: int) -> None:
         self.folder = self.folder.claim_attempt()
@@ -238,11 +238,13 @@ def test_the_newest_ones_and_the_best_are_kept(disk: Disk) -> None:
 
 
 def test_a_start_that_was_superseded_saves_and_removes_nothing(disk: Disk) -> None:
-    old, older = disk.checkpoints, Folder(disk.folder.path, 1)
+    old, older = disk.checkpoints, RunFolder(disk.folder.path, 1)
     disk.save(1, 2)
     disk.restart(1, 1)
     for step in (3, 4, 5):
-        with pytest.raises(RunTaken, match=r"attempt 1 of run was superseded by attempt 2; stopping without saving"):
+        with pytest.raises(
+            RunTakenError, match=r"attempt 1 of run was superseded by attempt 2; stopping without saving"
+        ):
             old.save(step, state_of(step))
     assert [s.step for s in storage.list_checkpoints(older)] == [1, 2] and not storage.list_staging_dirs(older)
     assert disk.load() == 1, "what it saved after the new start branched off does not count"
@@ -255,15 +257,19 @@ def test_older_starts_keep_theirs_until_this_one_has_enough(disk: Disk) -> None:
     disk.save(1)
     assert disk.checkpoints.save(2, state_of(2), best=True)
     disk.save(3)
-    older = Folder(disk.folder.path, 1)
-    (older.attempt / "checkpoints" / ".step-00000004.new").mkdir()
+    older = RunFolder(disk.folder.path, 1)
+    (older.attempt_folder / "checkpoints" / ".step-00000004.new").mkdir()
     disk.restart(1, 3)
     disk.save(4)
     assert [s.step for s in storage.list_checkpoints(older)] == [2, 3], "one of its own may turn out damaged"
     disk.save(5)
     disk.checkpoints.wait_for_deletions()
     assert [s.step for s in storage.list_checkpoints(older)] == [2], "the best so far"
-    assert sorted(p.name for p in (older.attempt / "checkpoints").iterdir()) == ["best", "latest", "step-00000002"]
+    assert sorted(p.name for p in (older.attempt_folder / "checkpoints").iterdir()) == [
+        "best",
+        "latest",
+        "step-00000002",
+    ]
     assert disk.checkpoints.save(6, state_of(6), best=True)
     disk.checkpoints.wait_for_deletions()
     assert not storage.list_checkpoints(older) and disk.load() == 6
@@ -273,7 +279,7 @@ def test_many_attempts_keep_no_more_than_one_does(disk: Disk) -> None:
     for step in range(1, 21):
         disk.save(step)
         disk.checkpoints.wait_for_deletions()
-        there = [s.step for one in disk.folder.attempts() for s in storage.list_checkpoints(one)]
+        there = [s.step for one in disk.folder.list_attempts() for s in storage.list_checkpoints(one)]
         assert there == [step - 1, step][-step:]
         disk.restart(disk.folder.number, step)
 
@@ -286,7 +292,7 @@ def test_damaged_ones_do_not_count_as_kept(disk: Disk, name: str, harm: Callable
     disk.restart(1, 1)
     disk.save(3)
     disk.checkpoints.wait_for_deletions()
-    older = Folder(disk.folder.path, 1)
+    older = RunFolder(disk.folder.path, 1)
     assert 1 in [s.step for s in storage.list_checkpoints(older)]
     harm(disk.at(3, name))
     assert disk.load() == 1
@@ -573,7 +579,7 @@ def test_a_read_only_disk_is_told_and_training_goes_on(small: Disk) -> None:
 def test_writing_is_tried_again(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in the way goes away during the pause."""
     monkeypatch.setattr(checkpointer, "RETRY_SECONDS", 0.3)
-    saved = storage.checkpoints_dir(disk.folder)
+    saved = storage.get_checkpoints_dir(disk.folder)
     saved.write_text("in the way")
     assert not disk.start(retries=0).save(1, state_of(1))
     timer = threading.Timer(0.1, saved.unlink)
@@ -593,7 +599,7 @@ def two(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
         one = Disk(world, out)
         one.save(7)
         one.folder.path.rename(out / "of_one")
-        Folder(out / "of_one").claim_attempt()
+        RunFolder(out / "of_one").claim_attempt()
         argv = [sys.executable, "-m", "tests.harness.checkpoints", "two", str(out)]
         done = warm.execute(argv, env=environment())
         assert done.returncode == 0, done.stderr
@@ -613,7 +619,7 @@ def test_two_processes_get_their_parts_back(two: Any) -> None:
 
 def test_one_process_takes_what_two_have_saved(two: Any, world: World) -> None:
     said: list[str] = []
-    loaded = Checkpointer(Folder(two[0] / "round_trip", 2), world, Checkpoint(), said.append).load()
+    loaded = Checkpointer(RunFolder(two[0] / "round_trip", 2), world, Checkpoint(), said.append).load()
     assert loaded is not None and right(loaded, None)
     assert (loaded.step, loaded.processes, loaded.local, loaded.resumes_exactly) == (200, 2, None, False)
     assert said[0].startswith("saved by 2 ranks, resumed by 1") and "random states are not" in said[0]
@@ -649,7 +655,7 @@ def test_a_name_that_two_ranks_give_is_refused(two: Any) -> None:
 
 def test_sharded_parameters_go_on_and_are_whole_in_the_file(two: Any, world: World) -> None:
     assert found(two, "sharded") == [{"equal": True, "sizes": [4, 4]}, {"equal": True, "sizes": [0, 0]}]
-    loaded = Checkpointer(Folder(two[0] / "sharded", 2), world, Checkpoint(), print).load()
+    loaded = Checkpointer(RunFolder(two[0] / "sharded", 2), world, Checkpoint(), print).load()
     assert loaded is not None
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     state_dicts.load_tensors(model.named_parameters(), loaded.model)

@@ -31,7 +31,7 @@ def make_vote(settings: Checkpoint) -> SaveOrStopVote:
 
 def test_the_clock_of_saving_begins_anew_with_each_save_and_not_with_each_look(clock: list[float]) -> None:
     vote = make_vote(Checkpoint(every_seconds=10))
-    vote.begin_after(0)
+    vote.start_votes_after(0)
     saved = []
     for step in range(1, 13):
         clock[0] += 4
@@ -42,7 +42,7 @@ def test_the_clock_of_saving_begins_anew_with_each_save_and_not_with_each_look(c
 
 def test_looks_are_as_seldom_as_half_a_second_and_at_most_four_times_further_apart(clock: list[float]) -> None:
     vote = make_vote(Checkpoint(every_seconds=0))
-    vote.begin_after(0)
+    vote.start_votes_after(0)
     looked = []
     for step in range(1, 101):
         clock[0] += 0.05
@@ -75,7 +75,7 @@ def test_work_without_steps_looks_about_twice_a_second(clock: list[float]) -> No
     for call in range(1, 101):
         clock[0] += 0.05
         if call == 40:
-            vote.stop_request.number = 12
+            vote.stop_request.signal_number = 12
         if vote.vote_in_evaluation(lambda: "").stop:
             heard.append(call)
     assert heard and 40 <= heard[0] <= 50

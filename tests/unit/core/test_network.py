@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from common.core import network
-from common.core.errors import Unreachable, UserError
+from common.core.errors import UnreachableError, UserError
 
 
 @pytest.fixture
@@ -35,9 +35,11 @@ def test_a_host_that_answers_is_told_from_one_that_does_not(listener: socket.soc
 
     with http.server.HTTPServer(("127.0.0.1", 0), Absent) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
-        assert network.find_url_problem(f"http://127.0.0.1:{server.server_port}", 5) == "", "a 404 is an answer"
-    assert "refused" in network.find_url_problem(f"http://127.0.0.1:{find_closed_port()}", 5)
-    assert network.find_url_problem(f"http://127.0.0.1:{listener.getsockname()[1]}", 0.1)  # accepts, and says nothing
+        assert network.explain_unreachable_url(f"http://127.0.0.1:{server.server_port}", 5) == "", "a 404 is an answer"
+    assert "refused" in network.explain_unreachable_url(f"http://127.0.0.1:{find_closed_port()}", 5)
+    assert network.explain_unreachable_url(
+        f"http://127.0.0.1:{listener.getsockname()[1]}", 0.1
+    )  # accepts, and says nothing
 
 
 def test_interfaces_are_found_by_address() -> None:
@@ -74,9 +76,9 @@ def test_rank_0_is_looked_for_on_every_port(listener: socket.socket) -> None:
 
 def test_what_keeps_a_rank_from_rank_0_is_told(listener: socket.socket) -> None:
     closed, foreign = find_closed_port(), listener.getsockname()[1]
-    with pytest.raises(Unreachable, match=r"rank 0 on localhost \(address 127.0.0.1, interface lo, .*refused"):
+    with pytest.raises(UnreachableError, match=r"rank 0 on localhost \(address 127.0.0.1, interface lo, .*refused"):
         network.connect_to_rank0("localhost", [closed], lambda port: port, 0.1)
-    with pytest.raises(Unreachable, match=f"port {foreign} is used by another program; check the host name"):
+    with pytest.raises(UnreachableError, match=f"port {foreign} is used by another program; check the host name"):
         network.connect_to_rank0("localhost", [foreign], lambda port: None, 0.1)
-    with pytest.raises(Unreachable, match=r"address \?, interface none"):
+    with pytest.raises(UnreachableError, match=r"address \?, interface none"):
         network.connect_to_rank0("no-such-host.invalid", [closed], lambda port: port, 0.1)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from common.core.errors import explain_error
-from common.core.process_limits import explain_last_words
+from common.core.process_limits import explain_exit_by_shortage
 from slurm.local_cluster.namespaces import fork_child, wait_for_child
 from tests.harness.warm import ROOT
 
@@ -116,4 +116,4 @@ def test_a_socket_or_lock_that_would_wait_is_no_shortage() -> None:
     ],
 )
 def test_only_the_last_words_of_an_aborted_process_count(log: str, exit_code: int, is_shortage: bool) -> None:
-    assert bool(explain_last_words(log, exit_code)) == is_shortage
+    assert bool(explain_exit_by_shortage(log, exit_code)) == is_shortage

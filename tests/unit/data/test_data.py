@@ -21,7 +21,7 @@ import torch
 from common.core.errors import UserError
 from common.data import loader as data
 from common.data import prepare, sources, synthetic_digits
-from configs.batch_plan import cut_batch
+from configs.batch_plan import divide_batch
 from configs.shared import Data
 
 
@@ -346,4 +346,4 @@ def test_a_loader_goes_back_to_a_batch_while_it_is_read(images: data.Images) -> 
 def test_a_batch_is_cut_in_proportion_to_the_weights(
     batch: int, weights: tuple[int, ...], counts: tuple[int, ...]
 ) -> None:
-    assert cut_batch(batch, weights) == counts
+    assert divide_batch(batch, weights) == counts

@@ -11,7 +11,7 @@ import torch
 from common.core.errors import UserError
 from common.data import prepare
 from common.data.loader import Images, Loader
-from common.data.prepare import Prepared
+from common.data.prepare import PreparedDataset
 from configs.shared import Data
 
 HEAD = """import numpy as np
@@ -22,7 +22,7 @@ X, Y = np.arange(40 * 64, dtype=np.uint8).reshape(40, 8, 8), np.arange(40) % 3
 """
 
 
-def prepared(place: Path, body: str, name: str = "f") -> Prepared:
+def prepared(place: Path, body: str, name: str = "f") -> PreparedDataset:
     """Prepare the set of a function `f(root)` with this body, in line 6 and after it."""
     (place / "own.py").write_text(f"{HEAD}def f(root):\n    {body}\n")
     return prepare.prepare_dataset(Data(name=f"{place}/own.py:{name}", root=str(place), cache=str(place / "sets")))
@@ -84,7 +84,7 @@ def test_images_and_vectors_are_stored_as_they_are_and_normalised(tmp_path: Path
     train, test = Images(found, "train"), Images(found, "test")
     assert torch.equal(train.images, torch.from_numpy(x)) and train.images.is_contiguous()
     assert torch.equal(test.images, train.images[:9])
-    assert train.labels.tolist() == [n % 3 for n in range(40)] and train.classes == 3
+    assert train.labels.tolist() == [n % 3 for n in range(40)] and train.class_count == 3
     values = train.load_inputs(slice(None), torch.device("cpu"), torch.float64)
     for channel in values.unbind(1) if len(shape) == 3 else [values]:
         assert abs(channel.mean()) < 1e-9
@@ -104,7 +104,7 @@ def test_a_set_is_prepared_once_for_each_content_of_its_file(tmp_path: Path) -> 
 
 def test_the_file_that_a_run_keeps_goes_first(tmp_path: Path) -> None:
     found = prepared(tmp_path, "return X, Y, X, Y")
-    found.copy_own_data_file(tmp_path / "code")
+    found.copy_user_data_file(tmp_path / "code")
     (tmp_path / "own.py").unlink()
     data = Data(name=found.name, root=str(tmp_path), cache=str(tmp_path / "sets"))
     assert prepare.prepare_dataset(data, code=tmp_path / "code") == found
@@ -114,7 +114,7 @@ def test_the_file_that_a_run_keeps_goes_first(tmp_path: Path) -> None:
         prepare.prepare_dataset(data, code=tmp_path)
 
 
-def load_batches(found: Prepared, augment: str) -> Loader:
+def load_batches(found: PreparedDataset, augment: str) -> Loader:
     return Loader(Images(found, "train"), 20, 0, torch.device("cpu"), torch.float32, augment=augment)
 
 

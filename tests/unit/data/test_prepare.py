@@ -30,7 +30,7 @@ def test_generated_images_are_labelled_as_such(tmp_path: Path) -> None:
     found = prepare.prepare_dataset(settings)
     assert found.name == "generated" and "throughput only" in found.notice
     train_set, test_set = load_train_test(found, settings)
-    assert train_set.shape == (3, 16, 16) and train_set.classes == 7 and len(test_set) == 10
+    assert train_set.shape == (3, 16, 16) and train_set.class_count == 7 and len(test_set) == 10
     x = train_set.load_inputs(slice(0, 50), torch.device("cpu"), torch.float64)
     assert abs(x.mean().item()) < 0.05 and abs(x.std().item() - 1) < 0.05
 

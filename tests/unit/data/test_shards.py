@@ -32,7 +32,7 @@ class Simulated:
     def train(self, first: int, steps: int) -> None:
         for step in range(first, first + steps):
             if step % WINDOW == 0:
-                self.auto.follow(step, self.real[0].predict(self.counts[0]))
+                self.auto.update(step, self.real[0].predict(self.counts[0]))
 
 
 def test_the_chosen_shards_are_the_best_of_all() -> None:
@@ -70,8 +70,8 @@ def test_a_rank_that_is_half_as_fast_gets_about_half_as_much() -> None:
     run.train(1, 100)
     assert len(run.said) == 1
     run.auto.history = [(1, (48, 48)), (11, (66, 30))]
-    assert run.auto.average_own_samples(1, 20) == 57, "the first ten steps with 48, then 66"
-    assert run.auto.average_own_samples(11, 20) == 66, "a resumed attempt has seen no other"
+    assert run.auto.average_local_samples(1, 20) == 57, "the first ten steps with 48, then 66"
+    assert run.auto.average_local_samples(11, 20) == 66, "a resumed attempt has seen no other"
 
 
 def test_a_disturbance_in_mid_run_is_answered_within_thirty_steps_and_its_end_too() -> None:

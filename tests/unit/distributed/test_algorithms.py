@@ -15,7 +15,7 @@ import pytest
 from common.core.errors import UserError
 from common.distributed.transport import algorithms
 from common.distributed.transport.algorithms import (
-    NAMES,
+    ALGORITHM_NAMES,
     build_algorithm,
     build_by_size,
     check_algorithm,
@@ -51,7 +51,7 @@ def play(algorithm: Algorithm, vectors: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALGORITHM_NAMES)
 def test_every_rank_ends_with_the_sum(name: str, size: int) -> None:
     for each in range(1, size + 1):  # ranks on each host; the last host may have fewer
         algorithm = build_algorithm(name, size, [rank // each for rank in range(size)])
@@ -107,7 +107,7 @@ def test_three_ranks_cannot_halve_and_are_told_so() -> None:
     assert not build_algorithm("halving_doubling", 4).note
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALGORITHM_NAMES)
 def test_every_single_change_of_a_move_is_refused_by_rank(name: str) -> None:
     right = build_algorithm(name, 4, "aabb")
     for rank, moves in enumerate(right.moves):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import Unreachable, UserError
+from common.core.errors import UnreachableError, UserError
 from common.distributed.transport.certificates import Identity, load_identity, make_identity
-from common.distributed.transport.connecting import Links, Published
+from common.distributed.transport.connecting import Links, RankAddress
 from tests.harness.processes import PATIENCE, wait_until
 from tests.harness.transport import Meeting, identity
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_used_is_told(tmp_path: Path, spoil: Callable[[Path], obj
         load_identity(tmp_path / "tls")
 
 
-def connect_as(context: ssl.SSLContext | None, found: Published) -> str:
+def connect_as(context: ssl.SSLContext | None, found: RankAddress) -> str:
     """Connect to a rank by TLS or in plain TCP; returns how it ends."""
     with socket.create_connection((found.address, found.port), PATIENCE) as plain:
         try:
@@ -102,7 +102,7 @@ def test_strangers_with_other_certificates_or_none_are_refused(identity: Identit
         meeting = Meeting(tmp_path / reason.replace(" ", "-"), identity=identity)
         with ThreadPoolExecutor(1) as pool:
             zero = pool.submit(meeting.join, 0, 2)
-            found = Published(*json.loads(meeting.get("link/0")))
+            found = RankAddress(*json.loads(meeting.get("link/0")))
             ended = connect_as(context, found)
             wait_until(lambda meeting=meeting: meeting.lines, "a line about the stranger")  # type: ignore[misc]
             (line,) = meeting.lines
@@ -123,7 +123,7 @@ def test_a_rank_waits_when_a_stranger_answers_in_place_of_another(identity: Iden
     meeting = Meeting(tmp_path / "meeting", identity=identity)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         port = listener.getsockname()[1]
-        meeting.set("link/1", json.dumps(Published("127.0.0.1", port, "00", "", "")))
+        meeting.set("link/1", json.dumps(RankAddress("127.0.0.1", port, "00", "", "")))
         waiting = pool.submit(meeting.join, 0, 2, setup_timeout=0.5)
         while not waiting.done():
             listener.settimeout(0.1)
@@ -131,6 +131,6 @@ def test_a_rank_waits_when_a_stranger_answers_in_place_of_another(identity: Iden
                 connection, _ = listener.accept()
                 connection.settimeout(PATIENCE)
                 other.server.wrap_socket(connection, server_side=True).close()
-        with pytest.raises(Unreachable, match=f"at 127.0.0.1:{port}: shows a certificate of another run"):
+        with pytest.raises(UnreachableError, match=f"at 127.0.0.1:{port}: shows a certificate of another run"):
             waiting.result()
     assert meeting.lines == [f"rank 0 is waiting for rank 1 at 127.0.0.1:{port}: shows a certificate of another run"]

@@ -8,11 +8,17 @@ import pytest
 
 from common.core.errors import UserError
 from common.distributed.transport import cost
-from common.distributed.transport.algorithms import NAMES, build_algorithm
-from common.distributed.transport.cost import Line, Lines, choose_by_size, fit_line, predict_seconds
+from common.distributed.transport.algorithms import ALGORITHM_NAMES, build_algorithm
+from common.distributed.transport.cost import (
+    MessageTimeLine,
+    MessageTimeLines,
+    choose_by_size,
+    fit_line,
+    predict_seconds,
+)
 
 ALPHA, BETA = 2e-4, 1e-8  # 100 MB/s
-LINES = Lines(Line(ALPHA, BETA), Line(1e-6, 2e-10))
+LINES = MessageTimeLines(MessageTimeLine(ALPHA, BETA), MessageTimeLine(1e-6, 2e-10))
 N = 3e6
 
 
@@ -28,7 +34,7 @@ def test_predictions_are_the_closed_formulas(p: int) -> None:
         "sharded_star": ring,
         "two_level": ring,
     }
-    for name in NAMES:
+    for name in ALGORITHM_NAMES:
         assert predict_seconds(build_algorithm(name, p), LINES, N) == pytest.approx(formulas[name], rel=1e-9), name
 
 
@@ -37,11 +43,13 @@ def test_links_inside_a_host_have_their_own_line(hosts: int, each: int) -> None:
     """Inside: two stars of slices; between: as many rings as a host has ranks take turns at its one cable."""
     host_of = [rank // each for rank in range(hosts * each)]
     algorithm = build_algorithm("two_level", hosts * each, host_of)
-    inside = 2 * (each - 1) * LINES.within.predict_seconds(N / each) if LINES.within else 0
+    inside = 2 * (each - 1) * LINES.within_host.predict_seconds(N / each) if LINES.within_host else 0
     between = 2 * (hosts - 1) * (each * ALPHA + BETA * N / hosts)
     assert predict_seconds(algorithm, LINES, N, host_of) == pytest.approx(inside + between, rel=1e-9)
-    slower = predict_seconds(algorithm, Lines(LINES.between), N, host_of)  # without a line of their own
-    assert slower == pytest.approx(2 * (each - 1) * LINES.between.predict_seconds(N / each) + between, rel=1e-9)
+    slower = predict_seconds(
+        algorithm, MessageTimeLines(LINES.between_hosts), N, host_of
+    )  # without a line of their own
+    assert slower == pytest.approx(2 * (each - 1) * LINES.between_hosts.predict_seconds(N / each) + between, rel=1e-9)
 
 
 def test_ranks_of_a_host_share_its_cable() -> None:
@@ -87,9 +95,9 @@ def test_the_choice_follows_the_size() -> None:
     for nbytes, least in ((int(bound) / 4, tree), (int(bound), ring)):
         assert predict_seconds(least, LINES, nbytes) == min(predict_seconds(one, LINES, nbytes) for one in (tree, ring))
     assert choose_by_size(LINES, names, 2) == "ring"  # all take two messages in a row, the ring's are half
-    assert choose_by_size(LINES, NAMES, 8) == "halving_doubling"
+    assert choose_by_size(LINES, ALGORITHM_NAMES, 8) == "halving_doubling"
     assert choose_by_size(LINES, ("halving_doubling", "tree"), 3) == "tree", "three ranks cannot halve"
-    assert choose_by_size(LINES, NAMES, 4, "aabb").endswith("<two_level")
+    assert choose_by_size(LINES, ALGORITHM_NAMES, 4, "aabb").endswith("<two_level")
     assert choose_by_size(LINES, ["star"], 1) == "star"
     for size in range(2, 9):
         assert choose_by_size(LINES, ("sharded_star", "ring"), size) == "sharded_star"  # equal: the first
@@ -97,9 +105,9 @@ def test_the_choice_follows_the_size() -> None:
 
 def test_with_many_ranks_less_is_simulated_and_the_choice_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 chooses while the others wait; a ring of p ranks has 4 p (p - 1) moves."""
-    simulated = choose_by_size(LINES, NAMES, 12, "aaabbbcccddd")
+    simulated = choose_by_size(LINES, ALGORITHM_NAMES, 12, "aaabbbcccddd")
     monkeypatch.setattr(cost, "MAX_MOVES", 0)
-    assert choose_by_size(LINES, NAMES, 12, "aaabbbcccddd") == simulated, "two sizes and a line say the same"
+    assert choose_by_size(LINES, ALGORITHM_NAMES, 12, "aaabbbcccddd") == simulated, "two sizes and a line say the same"
     monkeypatch.setattr(cost, "MAX_RANKS", 11)
     assert "ring" not in choose_by_size(LINES, ("ring", "tree"), 12)
     assert choose_by_size(LINES, ("two_level", "tree"), 12).endswith("tree")

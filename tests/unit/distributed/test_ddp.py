@@ -116,7 +116,7 @@ def rank(number: int, before: float, exposed: tuple[float, ...] = ()) -> RankTim
 
 def test_the_report_names_the_straggler_and_what_is_not_hidden() -> None:
     ranks = [rank(0, 0.010, (0.5, 0.2, 0.9)), rank(1, 0.020, (0.1, 0.3, 0.2)), rank(2, 0.011, (0.6, 0.2, 0.4))]
-    found = ScalingReport(ranks, ("a", "b", "c"), communication=0.4, alone=0.15, step=0.1)
+    found = ScalingReport(ranks, ("a", "b", "c"), communication_seconds=0.4, single_rank_seconds=0.15, step_seconds=0.1)
     assert found.straggler == 1 and "rank 1 on b: 20.00 ms" in found.rows()["straggler"]
     assert found.exposed_fraction == pytest.approx(0.2 / 0.4)  # the median of 0.1, 0.2, 0.2
     assert found.efficiency == pytest.approx(0.15 / 0.1 / 3) and "50%" in found.rows()["efficiency"]

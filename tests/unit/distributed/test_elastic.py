@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from common.distributed.elastic.coordinator import Broken
-from common.distributed.elastic.member import Generation, GenerationOver, Member
+from common.distributed.elastic.coordinator import EndReason
+from common.distributed.elastic.member import Generation, GenerationEnded, Member
 from common.distributed.elastic.supervisor import Supervisor
-from common.distributed.rank_info import ORPHANED
+from common.distributed.rank_info import ORPHAN_COMMAND_VARIABLE
 from configs.elastic import Elastic
 from tests.harness.processes import environment, wait_until
 from tests.harness.warm import ROOT
@@ -51,7 +51,7 @@ class Run:
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.thread.start()
         self.members = [self.join(rank, irreplaceable=rank < needed) for rank in range(ranks - late)]
-        wait_until(lambda: len(self.coordinator.present) == ranks - late, "all ranks")
+        wait_until(lambda: len(self.coordinator.connected_ranks) == ranks - late, "all ranks")
 
     def serve(self) -> None:
         while not self.ended.is_set():
@@ -102,10 +102,10 @@ def begin(path: Path, ranks: int, needed: int = 0, late: int = 0, **settings: fl
 def test_the_state_of_a_generation_is_that_of_a_rank_that_has_done_most(path: Path) -> None:
     run = begin(path, 4)
     run.kill(1)
-    wait_until(lambda: run.members[0].over and run.members[3].over, "word of the loss")
+    wait_until(lambda: run.members[0].generation_ended and run.members[3].generation_ended, "word of the loss")
     found = run.sign_in(r0=7, r2=8, r3=7)
     assert {(*one.members, one.source, one.copies, one.number) for one in found.values()} == {(0, 2, 3, 1, True, 2)}
-    assert found["r0"].lost == [1] and not run.members[0].over
+    assert found["r0"].lost == [1] and not run.members[0].generation_ended
 
 
 def test_a_loss_while_a_generation_forms_forms_another_one(path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_loss_while_a_generation_forms_forms_another_one(path: Path) -> None:
     run.members[1].set_value("1", "address")
     assert run.members[1].get_values(["1"]) == ["address"]
     run.kill(2)
-    with pytest.raises(GenerationOver):
+    with pytest.raises(GenerationEnded):
         run.members[1].get_values(["2"])
     assert run.sign_in(r1=3)["r1"] == Generation(3, [1], 0, False, [2], [], False)
 
@@ -137,12 +137,12 @@ def test_a_rank_joins_with_nothing_and_gets_all(path: Path) -> None:
     run.kill(1)
     run.sign_in(r0=5)
     run.members[1] = run.join(1, joins=True)
-    assert not run.members[0].over
+    assert not run.members[0].generation_ended
     found: dict[str, Generation] = {}
     joining = threading.Thread(target=lambda: found.update(run.sign_in(r1=-1)), daemon=True)
     joining.start()
-    wait_until(lambda: run.members[0].join_waits, "word that one joins")
-    assert not run.members[0].over
+    wait_until(lambda: run.members[0].has_waiting_rank, "word that one joins")
+    assert not run.members[0].generation_ended
     found |= run.sign_in(True, r0=6)
     joining.join(30)
     assert found["r0"] == found["r1"] == Generation(3, [0, 1], 0, True, [], [1], False)
@@ -158,14 +158,16 @@ def test_without_a_rank_that_has_the_state_the_run_is_over(path: Path) -> None:
     found: dict[str, Generation] = {}
     joining = threading.Thread(target=lambda: found.update(run.sign_in(r1=-1)), daemon=True)
     joining.start()
-    wait_until(lambda: run.members[0].join_waits, "word that one joins")
+    wait_until(lambda: run.members[0].has_waiting_rank, "word that one joins")
     found |= run.sign_in(True, r0=6)
     joining.join(30)
     assert found["r1"].members == [0, 1] and found["r1"].source == 0
     run.kill(0)
     threading.Thread(target=run.sign_in, kwargs={"r1": -1}, daemon=True).start()
-    wait_until(lambda: run.coordinator.broken, "the loss of the state")
-    assert run.coordinator.broken is Broken.STATE_LOST and run.coordinator.number == found["r1"].number
+    wait_until(lambda: run.coordinator.end_reason, "the loss of the state")
+    assert (
+        run.coordinator.end_reason is EndReason.STATE_LOST and run.coordinator.generation_number == found["r1"].number
+    )
     assert not run.coordinator.is_active and not run.coordinator.missing_ranks
 
 
@@ -184,18 +186,18 @@ def test_without_an_irreplaceable_rank_the_run_is_over(path: Path) -> None:
     assert run.sign_in(r0=3, r1=3, r2=3)["r1"].members == [0, 1, 2]
     wait_until(lambda: run.started == [3], "rank 3 starts")
     run.kill(1)
-    wait_until(lambda: run.coordinator.broken, "the loss of rank 1")
+    wait_until(lambda: run.coordinator.end_reason, "the loss of rank 1")
     assert not run.coordinator.is_active and not run.supervisor.accept_loss(1, -9)
     for rank in (0, 2):
         threading.Thread(target=run.sign_in, kwargs={f"r{rank}": 4}, daemon=True).start()
     wait_until(lambda: sum(bool(one.sign_in) for one in run.coordinator.connections) == 2, "the others sign in")
-    assert run.coordinator.number == 2 and run.started == [3]
+    assert run.coordinator.generation_number == 2 and run.started == [3]
 
 
 def test_the_loss_of_an_irreplaceable_rank_counts_before_all_have_come(path: Path) -> None:
     run = begin(path, 3, needed=1, late=1)
     run.kill(0)
-    wait_until(lambda: run.coordinator.broken, "the loss of rank 0")
+    wait_until(lambda: run.coordinator.end_reason, "the loss of rank 0")
     run.join(2)
     assert not run.supervisor.accept_loss(0, -9) and not run.coordinator.is_active
 
@@ -224,7 +226,7 @@ def test_strangers_are_turned_away(path: Path) -> None:
                 assert line.recv(1) == b""
             except ConnectionError:
                 pass
-    assert not run.members[0].over and run.coordinator.members == [0, 1]
+    assert not run.members[0].generation_ended and run.coordinator.members == [0, 1]
 
 
 def test_a_rank_that_starts_is_not_started_twice(path: Path) -> None:
@@ -237,7 +239,7 @@ def test_a_rank_that_starts_is_not_started_twice(path: Path) -> None:
     run.sign_in(r0=1, r3=1)
     wait_until(lambda: 2 in run.started, "rank 2 starts")
     run.members[1] = run.join(1, joins=True)
-    wait_until(lambda: 1 in run.coordinator.present, "rank 1 is there")
+    wait_until(lambda: 1 in run.coordinator.connected_ranks, "rank 1 is there")
     assert run.started == [1, 2]
 
 
@@ -247,7 +249,7 @@ def test_a_rank_that_is_started_and_does_not_come_is_ended_and_started_again(pat
     run.kill(1)
     run.sign_in(r0=1)
     wait_until(lambda: run.silent == [1, 1], "both new processes are ended")
-    assert run.started == [1, 1] and not run.supervisor.starting and run.coordinator.is_active
+    assert run.started == [1, 1] and not run.supervisor.start_times and run.coordinator.is_active
 
 
 def test_a_rank_that_ends_itself_says_why(path: Path) -> None:
@@ -255,9 +257,9 @@ def test_a_rank_that_ends_itself_says_why(path: Path) -> None:
     run = begin(path, 2)
     run.members[1].close()
     wait_until(lambda: run.coordinator.members == [0], "rank 1 leaves")
-    assert not run.members[0].over
+    assert not run.members[0].generation_ended
     run.members[1]._announce_loss("a collective does not end")
-    wait_until(lambda: run.members[0].over, "word of the loss")
+    wait_until(lambda: run.members[0].generation_ended, "word of the loss")
     run.kill(1)
     assert run.sign_in(r0=1)["r0"].lost == [1]
     assert run.coordinator.reasons == {1: "ended itself: a collective does not end"}
@@ -301,7 +303,7 @@ def test_a_rank_that_cannot_reach_its_coordinator_becomes_the_command_for_that()
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         argv = [sys.executable, "-c", source, f"127.0.0.1:{listener.getsockname()[1]}"]
-        env = environment(**{ORPHANED: json.dumps(["echo", "orphaned"])})
+        env = environment(**{ORPHAN_COMMAND_VARIABLE: json.dumps(["echo", "orphaned"])})
         with subprocess.Popen(argv, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank:
             assert rank.stdout
             accepted, _ = listener.accept()

@@ -20,7 +20,7 @@ from common.core import config, host_memory, process_limits
 from common.core.errors import EXIT_RESUMABLE
 from common.core.rendezvous_dir import create_rendezvous_dir
 from common.distributed.rank_info import RankInfo, parse_first_host, read_rank_info
-from common.runs.folder import Folder, read_json
+from common.runs.folder import RunFolder, read_json
 from configs.amp_accum import Config as Precision
 from configs.resnet_modelparallel import Config as Split
 from slurm.reports import status
@@ -284,7 +284,7 @@ def test_killed_stage_ends_the_run(tmp_path: Path, digits: tuple[str, ...], rank
         assert time.monotonic() - killed < 20, "five seconds on a quiet machine, and far less than the step timeout"
         assert process.returncode == 128 + signal.SIGKILL
         assert f"error: rank {rank} (pid" in err and "killed by SIGKILL" in err and "Traceback" not in err
-        attempt = only_folder(tmp_path).attempts()[0]
+        attempt = only_folder(tmp_path).list_attempts()[0]
         assert attempt.metrics_file.read_text().startswith('{"global_step": 1,')
         assert attempt.result["state"] == "failed"
         assert not processes_of(str(tmp_path))
@@ -300,8 +300,8 @@ def test_processes_of_a_launcher_train_as_own_ones(tmp_path: Path, digits: tuple
     ]
     assert [rank.wait(PATIENCE) for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
     (path,) = (tmp_path / "theirs").iterdir()
-    folder = Folder(path)
-    assert [row["loss"] for row in folder.metrics() if "loss" in row] == own.losses and len(own.losses) == 30
+    folder = RunFolder(path)
+    assert [row["loss"] for row in folder.read_metrics() if "loss" in row] == own.losses and len(own.losses) == 30
     assert read_json(path / "meta.json")["world"]["launched_by"] == "torchrun"
 
 

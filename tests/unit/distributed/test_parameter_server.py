@@ -13,7 +13,13 @@ from torch import Tensor
 from common.core import config
 from common.core.errors import UserError
 from common.distributed.parameter_server.report import ServerCounts, ServerReport
-from common.distributed.parameter_server.server import Policy, Server, Shard, repeat_served_steps, split_vector
+from common.distributed.parameter_server.server import (
+    Shard,
+    ShardServer,
+    StalenessPolicy,
+    repeat_served_steps,
+    split_vector,
+)
 from common.training.optimizers import SGD
 from configs.param_server import Config
 from tests.benchmarks.server_bound import compute_bound, play_turns
@@ -23,8 +29,8 @@ from tests.harness.processes import wait_until
 sgd = partial(SGD, lr=1.0)
 
 
-def serve(policy: Policy, timeout: float = 60, *, damp: bool = False) -> Server:
-    return Server(Shard(torch.zeros(2), sgd, policy.workers), policy, timeout, damp=damp, record=True)
+def serve(policy: StalenessPolicy, timeout: float = 60, *, damp: bool = False) -> ShardServer:
+    return ShardServer(Shard(torch.zeros(2), sgd, policy.workers), policy, timeout, damp=damp, record=True)
 
 
 @pytest.mark.parametrize(("length", "servers"), [(10, 1), (10, 3), (3, 3), (7, 4)])
@@ -73,7 +79,7 @@ def test_settings_of_the_parameter_server_that_do_not_fit_are_refused(words: lis
 def test_no_push_becomes_staler_than_its_bound_and_somebody_always_goes_on(workers: int, staleness: int) -> None:
     """Workers that compute for times drawn at random, against a server that keeps to the policy."""
     draw = open_stream(f"bounded-{workers}-{staleness}")
-    policy, version, applied, most = Policy("bounded", staleness, workers), 0, 0, 0
+    policy, version, applied, most = StalenessPolicy("bounded", staleness, workers), 0, 0, 0
     pulled: dict[int, int] = {}
     held: list[int] = []
     while applied < 300:
@@ -96,7 +102,7 @@ def test_no_push_becomes_staler_than_its_bound_and_somebody_always_goes_on(worke
 
 
 def test_a_synchronous_server_applies_the_mean_of_all_pushes_once_all_are_there() -> None:
-    server, found = serve(Policy("sync", 0, 2)), dict[int, tuple[int, int]]()
+    server, found = serve(StalenessPolicy("sync", 0, 2)), dict[int, tuple[int, int]]()
     for worker in (0, 1):
         assert server.pull(worker, worker, 0.5).tolist() == [0, 0]
     waiting = threading.Thread(target=lambda: found.update({1: server.push(1, torch.tensor([2.0, 0]))}))
@@ -116,7 +122,7 @@ def test_a_synchronous_server_applies_the_mean_of_all_pushes_once_all_are_there(
 
 @pytest.mark.parametrize(("damp", "expected"), [(False, -1.5), (True, -1.25)])
 def test_an_asynchronous_server_applies_pushes_as_they_come(damp: bool, expected: float) -> None:
-    server = serve(Policy("async", 0, 2), damp=damp)
+    server = serve(StalenessPolicy("async", 0, 2), damp=damp)
     for worker in (0, 1):
         server.pull(worker, worker, 1.0)
     assert server.push(1, torch.ones(2))[1] == 0
@@ -127,7 +133,7 @@ def test_an_asynchronous_server_applies_pushes_as_they_come(damp: bool, expected
 
 
 def test_waiting_ends_when_a_worker_is_lost_or_takes_too_long() -> None:
-    server = serve(Policy("sync", 0, 2), timeout=0.05)
+    server = serve(StalenessPolicy("sync", 0, 2), timeout=0.05)
     server.pull(0, 0, 1.0)
     with pytest.raises(TimeoutError, match="timed out"):
         server.push(0, torch.ones(2))
@@ -139,7 +145,7 @@ def test_waiting_ends_when_a_worker_is_lost_or_takes_too_long() -> None:
 def test_pulls_that_wait_are_answered_in_the_order_in_which_they_came() -> None:
     """Whoever is quickest to ask again, such as the worker on the server's own rank, comes last."""
     for _ in range(20):
-        server = serve(Policy("bounded", 0, 3))
+        server = serve(StalenessPolicy("bounded", 0, 3))
         server.pull(0, 0, 1.0)
         threads = [threading.Thread(target=take_turn, args=(server, worker)) for worker in (2, 1)]
         for number, thread in enumerate(threads):
@@ -152,7 +158,7 @@ def test_pulls_that_wait_are_answered_in_the_order_in_which_they_came() -> None:
         assert [event["pull"] for event in server.events if "pull" in event] == [0, 2, 1, 3]
 
 
-def take_turn(server: Server, worker: int) -> None:
+def take_turn(server: ShardServer, worker: int) -> None:
     server.pull(worker, worker, 1.0)
     server.push(worker, torch.ones(2))
 
@@ -175,7 +181,7 @@ def test_a_log_is_replayed_with_the_versions_that_were_pulled_and_a_gap_is_notic
 
 def test_the_report_counts_the_pushes_of_all_servers() -> None:
     served = [ServerCounts(4, 400, 400, {"0": 1, "1": 3}), ServerCounts(4, 400, 400, {"1": 2, "5": 2})]
-    report = ServerReport(Policy("bounded", 5, 3), served)
+    report = ServerReport(StalenessPolicy("bounded", 5, 3), served)
     assert report.compute_shares() == {0: 1 / 8, 1: 5 / 8, 2: 0, 3: 0, 4: 0, 5: 2 / 8}
     assert report.mean == pytest.approx(15 / 8)
     rows = report.rows()
@@ -191,10 +197,10 @@ def test_the_report_counts_the_pushes_of_all_servers() -> None:
 def test_turns_that_are_played_in_theory_take_what_the_formulas_say(turns: tuple[float, ...]) -> None:
     workers, alone = len(turns), sum(1 / turn for turn in turns)
     for policy, rate in (
-        (Policy("sync", 0, workers), workers / max(turns)),
-        (Policy("async", 0, workers), alone),
-        (Policy("bounded", 0, workers), workers / sum(turns)),
-        (Policy("bounded", 1000, workers), alone),
+        (StalenessPolicy("sync", 0, workers), workers / max(turns)),
+        (StalenessPolicy("async", 0, workers), alone),
+        (StalenessPolicy("bounded", 0, workers), workers / sum(turns)),
+        (StalenessPolicy("bounded", 1000, workers), alone),
     ):
         assert play_turns(policy, turns) == pytest.approx(rate, rel=0.02)
 
@@ -203,13 +209,15 @@ def test_turns_that_are_played_in_theory_take_what_the_formulas_say(turns: tuple
 def test_between_two_pushes_of_a_slow_worker_its_bound_and_what_waits_for_it_are_applied(
     staleness: int, pushes: int
 ) -> None:
-    assert play_turns(Policy("bounded", staleness, 4), (0.1, 0.1, 0.1, 10)) == pytest.approx(pushes / 10, rel=0.02)
+    assert play_turns(StalenessPolicy("bounded", staleness, 4), (0.1, 0.1, 0.1, 10)) == pytest.approx(
+        pushes / 10, rel=0.02
+    )
 
 
 def test_no_mode_makes_more_pushes_than_without_a_slow_cable_or_than_the_others_and_the_cable() -> None:
     compute = partial(compute_bound, free=100, others=100)
-    alone = Policy("async", 0, 4)
+    alone = StalenessPolicy("async", 0, 4)
     assert compute(alone, carrying=0.1, processors=4) == pytest.approx(75 + 1 / 0.14, rel=0.02)
     assert compute(alone, carrying=0.1, processors=2) == 100
     assert compute(alone, others=80, carrying=0.1, processors=2) == pytest.approx(80 + 1 / 0.12)
-    assert compute(Policy("sync", 0, 4), carrying=0.18, processors=2) == pytest.approx(20)
+    assert compute(StalenessPolicy("sync", 0, 4), carrying=0.18, processors=2) == pytest.approx(20)

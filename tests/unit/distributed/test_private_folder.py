@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import Unreachable
+from common.core.errors import UnreachableError
 from common.distributed import private_folder
 from common.distributed.rank_info import RankInfo
 from common.runs.folder import write_json
@@ -33,6 +33,8 @@ def test_a_certificate_is_valid_until_the_end_of_the_job(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("runs", ["", "new"])
 def test_a_host_without_the_run_folder_is_told(runs: str, tmp_path: Path) -> None:
-    folder = private_folder.name_folder(tmp_path / runs, RankInfo(1, 2, attempt_id="7.0.0"))
-    with pytest.raises(Unreachable, match=r"rank 1 does not see .*private-7.0.0, .* a folder that all hosts share"):
+    folder = private_folder.get_private_folder(tmp_path / runs, RankInfo(1, 2, attempt_id="7.0.0"))
+    with pytest.raises(
+        UnreachableError, match=r"rank 1 does not see .*private-7.0.0, .* a folder that all hosts share"
+    ):
         private_folder.open_identity(folder, RankInfo(1, 2), 0.1)

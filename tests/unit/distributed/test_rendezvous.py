@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from common.core import network
-from common.core.errors import Unreachable, UserError
+from common.core.errors import UnreachableError, UserError
 from common.distributed import rendezvous
 from common.distributed.rank_info import RankInfo
 
@@ -34,7 +34,7 @@ def test_a_rank_of_another_attempt_does_not_get_in() -> None:
     attempt = f"{socket.gethostname()}.{secrets.token_hex(8)}"
     store = rendezvous.open_slurm_store(make_rank_info(0, attempt), timedelta(seconds=20))
     store.set("token", "of another attempt")
-    with pytest.raises(Unreachable, match="is used by another program"):
+    with pytest.raises(UnreachableError, match="is used by another program"):
         rendezvous.open_slurm_store(make_rank_info(1, attempt), timedelta(seconds=1))
 
 

@@ -11,11 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from common.core.errors import Unreachable
+from common.core.errors import UnreachableError
 from common.distributed.transport import reception
-from common.distributed.transport.connecting import Links, Published
+from common.distributed.transport.connecting import Links, RankAddress
 from common.distributed.transport.reception import MAX_PENDING
-from common.distributed.transport.welcome import ANSWER_BYTES, Direction, make_hello
+from common.distributed.transport.welcome import ANSWER_BYTES, ConnectionId, make_hello
 from tests.harness.chance import draw_seed
 from tests.harness.processes import PATIENCE
 from tests.harness.strangers import attack
@@ -32,13 +32,13 @@ class Waiting:
         self.held: list[socket.socket] = []
         self.pool = ThreadPoolExecutor(1)
         self.future: Future[Links] = self.pool.submit(meeting.join, 0, 2)
-        self.found = Published(*json.loads(meeting.get("link/0")))
+        self.found = RankAddress(*json.loads(meeting.get("link/0")))
 
     def connect(self) -> socket.socket:
-        local = bool(self.found.local)
+        local = bool(self.found.unix_socket_name)
         stranger = socket.socket(socket.AF_UNIX if local else socket.AF_INET)
         stranger.settimeout(PATIENCE)
-        stranger.connect("\0" + self.found.local if local else (self.found.address, self.found.port))
+        stranger.connect("\0" + self.found.unix_socket_name if local else (self.found.address, self.found.port))
         return stranger
 
     def send(self, data: bytes) -> bytes:
@@ -80,16 +80,16 @@ TOKEN = b"a guess, not the token"
     ("data", "reason"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "sent an invalid handshake"),
-        (make_hello(Direction("run", 1, 0), TOKEN), "does not know the token that this rank published"),
-        (make_hello(Direction("last week's", 1, 0), TOKEN), 'belongs to "last week\'s", not to run'),
-        (make_hello(Direction("run", 0, 1), TOKEN), "is looking for rank 1"),
+        (make_hello(ConnectionId("run", 1, 0), TOKEN), "does not know the token that this rank published"),
+        (make_hello(ConnectionId("last week's", 1, 0), TOKEN), 'belongs to "last week\'s", not to run'),
+        (make_hello(ConnectionId("run", 0, 1), TOKEN), "is looking for rank 1"),
     ],
     ids=["http", "token", "run", "rank"],
 )
 def test_a_stranger_is_refused_and_named(waiting: Waiting, data: bytes, reason: str) -> None:
     assert waiting.send(data) == b""
     (line,) = waiting.meeting.lines
-    who = "this host" if waiting.found.local else r"127.0.0.1:"
+    who = "this host" if waiting.found.unix_socket_name else r"127.0.0.1:"
     assert line.startswith(f"rank 0 refused a connection from {who}") and f", which {reason};" in line
     waiting.send(data)
     assert waiting.meeting.lines == [line], "an address is mentioned once"
@@ -105,7 +105,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_user_of_this_host_is_refused_whatever_he_knows(waiting: Waiting) -> None:
     def intrude() -> None:
         os.setuid(65534)
-        hello = make_hello(Direction("run", 1, 0), bytes.fromhex(waiting.found.token))
+        hello = make_hello(ConnectionId("run", 1, 0), bytes.fromhex(waiting.found.token))
         assert waiting.send(hello) == b""
 
     process = fork(intrude)
@@ -118,7 +118,7 @@ def test_another_user_of_this_host_is_refused_whatever_he_knows(waiting: Waiting
 def test_a_program_that_cannot_prove_the_token_is_not_taken_for_a_rank(meeting: Meeting) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         port = listener.getsockname()[1]
-        meeting.set("link/1", json.dumps(Published("127.0.0.1", port, "00", "", "")))
+        meeting.set("link/1", json.dumps(RankAddress("127.0.0.1", port, "00", "", "")))
         waiting = pool.submit(meeting.join, 0, 2, setup_timeout=0.2)
         listener.settimeout(0.05)
         while not waiting.done():
@@ -127,14 +127,14 @@ def test_a_program_that_cannot_prove_the_token_is_not_taken_for_a_rank(meeting: 
                 connection.sendall(bytes(ANSWER_BYTES))
                 connection.recv(1000)
                 connection.close()
-        with pytest.raises(Unreachable, match=f"rank 1 at 127.0.0.1:{port}: another program answers there"):
+        with pytest.raises(UnreachableError, match=f"rank 1 at 127.0.0.1:{port}: another program answers there"):
             waiting.result()
 
 
 def test_silence_and_half_a_welcome_end_after_their_time(brief: None, waiting: Waiting) -> None:
     with waiting.connect() as silent, waiting.connect() as half:
         is_encrypted = "identity" in waiting.meeting.options
-        half.sendall(b"\x16\x03\x01\2\0\1" if is_encrypted else make_hello(Direction("run", 1, 0), TOKEN)[:20])
+        half.sendall(b"\x16\x03\x01\2\0\1" if is_encrypted else make_hello(ConnectionId("run", 1, 0), TOKEN)[:20])
         assert silent.recv(1) == b""
         with contextlib.suppress(ConnectionResetError):  # not all that it had sent was read
             assert half.recv(1) == b""
@@ -145,14 +145,14 @@ def test_silence_and_half_a_welcome_end_after_their_time(brief: None, waiting: W
 def test_the_position_of_a_rank_that_is_here_is_taken(meeting: Meeting) -> None:
     with ThreadPoolExecutor(1) as pool:
         zero = pool.submit(meeting.join, 0, 3, setup_timeout=0.5)
-        found = Published(*json.loads(meeting.get("link/0")))
+        found = RankAddress(*json.loads(meeting.get("link/0")))
         with socket.create_connection((found.address, found.port)) as first:
-            first.sendall(make_hello(Direction("run", 1, 0), bytes.fromhex(found.token)))
+            first.sendall(make_hello(ConnectionId("run", 1, 0), bytes.fromhex(found.token)))
             assert len(first.recv(100)) == ANSWER_BYTES
             with socket.create_connection((found.address, found.port)) as second:
-                second.sendall(make_hello(Direction("run", 1, 0), bytes.fromhex(found.token)))
+                second.sendall(make_hello(ConnectionId("run", 1, 0), bytes.fromhex(found.token)))
                 assert second.recv(100) == b""
-        with pytest.raises(Unreachable, match="rank 1 has not published its address"):
+        with pytest.raises(UnreachableError, match="rank 1 has not published its address"):
             zero.result(PATIENCE)
     assert "claims to be rank 1, which is already connected" in meeting.lines[0]
 
@@ -167,14 +167,14 @@ def test_more_connections_than_are_heard_at_a_time_keep_nobody_out(endless: None
 
 
 def test_random_input_ends_nobody(waiting: Waiting) -> None:
-    attack(waiting.found, 150, draw_seed("strangers"), is_local=bool(waiting.found.local))
+    attack(waiting.found, 150, draw_seed("strangers"), is_local=bool(waiting.found.unix_socket_name))
 
 
 def test_ranks_that_do_not_come_are_named(meeting: Meeting) -> None:
-    with pytest.raises(Unreachable, match="rank 1 has not published its address"):
+    with pytest.raises(UnreachableError, match="rank 1 has not published its address"):
         meeting.join(0, 2, setup_timeout=0.1)
-    one = Published("127.0.0.1", 1, "00", "", "")
+    one = RankAddress("127.0.0.1", 1, "00", "", "")
     meeting.set("link/1", json.dumps(one))
     told = "rank 0 cannot connect to rank 1 at 127.0.0.1:1: Connection refused; see its log, check the firewall"
-    with pytest.raises(Unreachable, match=told):
+    with pytest.raises(UnreachableError, match=told):
         meeting.join(0, 2, setup_timeout=0.1)

@@ -28,7 +28,7 @@ def test_an_ideal_run_shows_the_ideal_bubble_and_one_line_a_stage() -> None:
     plan = schedules.make_gpipe(2, 4, 4)
     spans = simulate_schedule(plan, 4)
     found = report.PipelineReport.from_spans([[mine] * 3 for mine in spans], plan, 4)
-    assert sum(found.idle) / 2 == pytest.approx(found.ideal)
+    assert sum(found.idle_shares) / 2 == pytest.approx(found.ideal_bubble)
     lines = found.rows()["pipeline"].splitlines()[1:-1]
     assert [line.split(" |")[0] for line in lines] == ["stage 0", "stage 1", "stage 2", "stage 3"]
     timeline = found.result().measured["timeline"]

@@ -19,7 +19,7 @@ from common.checkpoint.train_state import TrainState
 from common.data import loader as data
 from common.data import prepare
 from common.distributed.rendezvous import World
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.training.run import Run
 from configs.mnist_pipeline import Config
 from configs.shared import Checkpoint, Data
@@ -82,7 +82,7 @@ def train(gpu: Played, world: World, cache: Path, folder: Path, epoch: int, ever
     images, _ = load_train_test(prepared, cfg.data)
     folder.mkdir()
     with open(folder / "stacks", "w") as log:
-        run = Run(cfg, Folder(folder).claim_attempt(), world, prepared, StopRequest(60, log))
+        run = Run(cfg, RunFolder(folder).claim_attempt(), world, prepared, StopRequest(60, log))
         model = nn.Linear(1, 1)
         loader = data.Loader(images, len(images) // epoch, 0, world.device, torch.float32)
         assert loader.steps == epoch

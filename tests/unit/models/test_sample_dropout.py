@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from common.models import networks
-from common.models.sample_dropout import SampleDropout, add_dropout, list_dropout
+from common.models.sample_dropout import SampleDropout, add_dropout, list_dropout_layers
 
 
 def drop(rows: Tensor, *microbatches: range, epoch: int = 0, seed: int = 0) -> Tensor:
@@ -46,7 +46,7 @@ def test_another_number_of_samples_is_refused() -> None:
 def test_a_network_drops_inputs_of_its_last_layer_and_keeps_its_names() -> None:
     network = networks.build_network("mlp", (28, 28), 10)
     names = [name for name, _ in network.named_parameters()]
-    assert list_dropout([add_dropout(network, 0.0, 0)]) == []
-    assert len(list_dropout([nn.Linear(2, 2), add_dropout(network, 0.25, 0)])) == 1
+    assert list_dropout_layers([add_dropout(network, 0.0, 0)]) == []
+    assert len(list_dropout_layers([nn.Linear(2, 2), add_dropout(network, 0.25, 0)])) == 1
     assert [name for name, _ in network.named_parameters()] == names == [*network.state_dict()]
     assert [type(layer).__name__ for layer in network][-2:] == ["SampleDropout", "Linear"]

@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
-from common.core.errors import RunTaken
+from common.core.errors import RunTakenError
 from common.core.processes import Process
 from common.runs import claims, provenance
-from common.runs.claims import AttemptWatch, Claim, Life
-from common.runs.folder import Folder, write_json
+from common.runs.claims import AttemptWatch, Claim, ProcessState
+from common.runs.folder import RunFolder, write_json
 from common.runs.result import Result
 from common.runs.run_lock import lock_run, try_to_lock
-from common.runs.wandb_rows import Note, write_note
+from common.runs.wandb_rows import TrackingNote, write_note
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    return Folder.create(tmp_path, "mnist_pipeline", "")
+    return RunFolder.create(tmp_path, "mnist_pipeline", "")
 
 
 @pytest.fixture
@@ -41,40 +41,40 @@ def identify(pid: int, **changed: Any) -> dict[str, Any]:
     return provenance.identify_process() | {"pid": pid, "pid_started": Process.identify(pid).start} | changed
 
 
-def test_an_attempt_is_refused_while_another_one_is_alive(folder: Folder, other: subprocess.Popen[bytes]) -> None:
+def test_an_attempt_is_refused_while_another_one_is_alive(folder: RunFolder, other: subprocess.Popen[bytes]) -> None:
     folder.claim_attempt({"process": identify(other.pid)})
     words = rf"{folder.path.name} is already running \(attempt 1, process {other.pid} on this machine\); wait for it or"
-    with pytest.raises(RunTaken, match=words):
+    with pytest.raises(RunTakenError, match=words):
         claims.claim_next_attempt(folder)
-    with pytest.raises(RunTaken, match=words):
+    with pytest.raises(RunTakenError, match=words):
         lock_run(folder)
-    assert len(folder.attempts()) == 1 and len(list((folder.path / "attempts").iterdir())) == 1
+    assert len(folder.list_attempts()) == 1 and len(list((folder.path / "attempts").iterdir())) == 1
     other.kill()
     other.wait()
     assert claims.claim_next_attempt(folder).number == 2
-    claim = Claim.read(folder.attempts()[-1])
-    assert claim is not None and claim.judge() is Life.ALIVE and claim.process["pid"] == os.getpid()
+    claim = Claim.read(folder.list_attempts()[-1])
+    assert claim is not None and claim.check_process() is ProcessState.ALIVE and claim.process["pid"] == os.getpid()
 
 
-def test_a_process_that_only_meta_json_names_is_respected(folder: Folder, other: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_only_meta_json_names_is_respected(folder: RunFolder, other: subprocess.Popen[bytes]) -> None:
     """Of an attempt of older source."""
     folder.claim_attempt()
     entry = identify(other.pid) | {"attempt": 1, "state": "running"}
     write_json(folder.path / "meta.json", {"history": [entry]})
-    with pytest.raises(RunTaken, match=rf"is already running \(attempt 1, process {other.pid} on this machine\)"):
+    with pytest.raises(RunTakenError, match=rf"is already running \(attempt 1, process {other.pid} on this machine\)"):
         claims.claim_next_attempt(folder)
     write_json(folder.path / "meta.json", {"history": [entry | {"pid_started": 1}]})
     assert claims.claim_next_attempt(folder).number == 2
 
 
-def test_of_many_starts_at_once_one_gets_the_run(folder: Folder) -> None:
+def test_of_many_starts_at_once_one_gets_the_run(folder: RunFolder) -> None:
     gate, ends = threading.Barrier(8), list[int]()
 
     def claim() -> None:
         gate.wait()
         try:
             ends.append(claims.claim_next_attempt(folder).number)
-        except RunTaken:
+        except RunTakenError:
             ends.append(0)
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
@@ -83,20 +83,20 @@ def test_of_many_starts_at_once_one_gets_the_run(folder: Folder) -> None:
     for thread in threads:
         thread.join()
     (winner,) = [number for number in ends if number]
-    assert [attempt.number for attempt in folder.attempts()] == [winner] and len(ends) == 8
+    assert [attempt.number for attempt in folder.list_attempts()] == [winner] and len(ends) == 8
 
 
-def test_the_lock_is_for_one_process(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_is_for_one_process(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.runs.run_lock.LOCK_SECONDS", 0.1)
     words = "already running or being started on this machine; wait for it or stop it: make cancel"
     lock = try_to_lock(folder)
     assert lock is not None
-    with lock, pytest.raises(RunTaken, match=words):
+    with lock, pytest.raises(RunTakenError, match=words):
         lock_run(folder)
     lock_run(folder).close()
 
 
-def test_an_attempt_that_was_told_to_stop_is_waited_for(folder: Folder, other: subprocess.Popen[bytes]) -> None:
+def test_an_attempt_that_was_told_to_stop_is_waited_for(folder: RunFolder, other: subprocess.Popen[bytes]) -> None:
     folder.claim_attempt({"process": identify(other.pid)})
     Result("cancelled", 130).write(folder)
     threading.Timer(0.5, other.kill).start()
@@ -105,46 +105,46 @@ def test_an_attempt_that_was_told_to_stop_is_waited_for(folder: Folder, other: s
 
 
 def test_a_process_of_another_host_is_judged_by_its_signs_of_life(
-    folder: Folder, other: subprocess.Popen[bytes]
+    folder: RunFolder, other: subprocess.Popen[bytes]
 ) -> None:
     elsewhere = identify(other.pid, host="elsewhere", boot="another")
     attempt = folder.claim_attempt({"process": elsewhere})
-    with pytest.raises(RunTaken, match=r"cannot be checked from this host: last activity 0 s ago.* after 60 s"):
+    with pytest.raises(RunTakenError, match=r"cannot be checked from this host: last activity 0 s ago.* after 60 s"):
         claims.claim_next_attempt(folder)
     claims.mark_ended(attempt)
     second = claims.claim_next_attempt(folder)
-    write_json(second.attempt / "claim.json", {"process": elsewhere})
+    write_json(second.attempt_folder / "claim.json", {"process": elsewhere})
     before = time.time() - 61
-    for path in [second.attempt, *second.attempt.rglob("*")]:
+    for path in [second.attempt_folder, *second.attempt_folder.rglob("*")]:
         os.utime(path, (before, before))
     # `make sync` and reports write there, too.
-    write_note(second, Note())
-    (second.attempt / "logs" / "tracker.log").touch()
+    write_note(second, TrackingNote())
+    (second.attempt_folder / "logs" / "tracker.log").touch()
     assert claims.measure_silence(second) >= 61
     assert claims.claim_next_attempt(folder).number == 3
 
 
-def test_a_restart_of_the_same_job_takes_its_run(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_of_the_same_job_takes_its_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert claims.claim_next_attempt(folder).number == 1
-    with pytest.raises(RunTaken, match=r"\(attempt 1, job 17, process"):
+    with pytest.raises(RunTakenError, match=r"\(attempt 1, job 17, process"):
         claims.claim_next_attempt(folder)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert claims.claim_next_attempt(folder).number == 2
     monkeypatch.setenv("SLURM_JOB_ID", "18")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    with pytest.raises(RunTaken, match=r"\(attempt 2, job 17, process"):
+    with pytest.raises(RunTakenError, match=r"\(attempt 2, job 17, process"):
         claims.claim_next_attempt(folder)
 
 
 def test_another_torchrun_without_a_name_does_not_take_the_run(
-    folder: Folder, other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     agent = f"torchrun none {socket.gethostname()} {other.pid} {Process.identify(other.pid).start}"
     folder.claim_attempt({"process": identify(other.pid), "starter": agent})
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(RunTaken, match="is already running"):
+    with pytest.raises(RunTakenError, match="is already running"):
         claims.claim_next_attempt(folder)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     named = f"torchrun mine elsewhere {other.pid} 1"
@@ -153,32 +153,32 @@ def test_another_torchrun_without_a_name_does_not_take_the_run(
 
 
 def test_a_process_that_cannot_be_judged_by_its_pid_counts_by_its_signs_of_life(
-    folder: Folder, other: subprocess.Popen[bytes]
+    folder: RunFolder, other: subprocess.Popen[bytes]
 ) -> None:
     process = identify(other.pid)
     other.kill()
     other.wait()
     folder.claim_attempt({"process": process, "starter": "slurm cluster 17"})
-    with pytest.raises(RunTaken, match="cannot be checked from this host"):
+    with pytest.raises(RunTakenError, match="cannot be checked from this host"):
         claims.claim_next_attempt(folder)  # an elastic job continues without the rank that claimed the attempt
     (folder.path / "attempts/0001/claim.json").unlink()
     write_json(folder.path / "attempts/0001/claim.json", {"process": process | {"pid_namespace": "pid:[1]"}})
     (folder.path / "config.yaml").write_text("launch:\n  step_timeout: 300\n")
-    with pytest.raises(RunTaken, match="counts as ended after 300 s"):
+    with pytest.raises(RunTakenError, match="counts as ended after 300 s"):
         claims.claim_next_attempt(folder)
-    claims.mark_ended(folder.attempts()[0])
+    claims.mark_ended(folder.list_attempts()[0])
     assert claims.claim_next_attempt(folder).number == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"process": 3}', '{"process": {"pid": "1"}}'])
-def test_a_damaged_claim_counts_as_none(folder: Folder, text: str) -> None:
+def test_a_damaged_claim_counts_as_none(folder: RunFolder, text: str) -> None:
     attempt = folder.claim_attempt()
-    (attempt.attempt / "claim.json").write_text(text)
+    (attempt.attempt_folder / "claim.json").write_text(text)
     assert Claim.read(attempt) is None and claims.claim_next_attempt(folder).number == 2
 
 
 def test_an_attempt_notices_that_its_folder_is_gone_or_a_newer_one_is_there(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AttemptWatch, "RETURN_SECONDS", 0.5)
     attempt = claims.claim_next_attempt(folder)
@@ -191,19 +191,19 @@ def test_an_attempt_notices_that_its_folder_is_gone_or_a_newer_one_is_there(
     assert watch.find_problem(7) == words
     threading.Timer(0.2, away.rename, [folder.path]).start()
     assert watch.find_problem(7) == "", "it came back"
-    attempt.attempt.rename(away)
-    attempt.attempt.mkdir()
+    attempt.attempt_folder.rename(away)
+    attempt.attempt_folder.mkdir()
     assert "attempts/0001 was moved or deleted; stopped after step 7" in watch.find_problem(7), "it is another folder"
-    attempt.attempt.rmdir()
-    away.rename(attempt.attempt)
+    attempt.attempt_folder.rmdir()
+    away.rename(attempt.attempt_folder)
     folder.claim_attempt({"process": identify(os.getpid(), host="elsewhere")})
     words = f"attempt 1 of {folder.path.name} was superseded by attempt 2 on host elsewhere; stopping without saving"
     assert watch.find_problem(7) == words
     watch.close()
 
 
-def test_a_result_that_is_there_is_not_overwritten(folder: Folder) -> None:
-    assert Result("finished", 0).write_unless_there(folder)
-    assert not Result("cancelled", 130).write_unless_there(folder)
+def test_a_result_that_is_there_is_not_overwritten(folder: RunFolder) -> None:
+    assert Result("finished", 0).write_once(folder)
+    assert not Result("cancelled", 130).write_once(folder)
     assert folder.result["state"] == "finished"
     assert sorted(path.name for path in folder.path.iterdir()) == ["config.yaml", "result.json"]

@@ -9,7 +9,7 @@ import pytest
 
 from common.core.errors import UserError
 from common.runs import provenance
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from slurm.__main__ import main
 from tests.harness.made_runs import Made
 
@@ -17,7 +17,7 @@ TORN = "common/core/config.py"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
+def folder(tmp_path: Path) -> RunFolder:
     made = Made("mnist_pipeline", 0, 20).write(tmp_path)
     provenance.copy_source(made)
     provenance.check_source(made)
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Folder:
 
 @pytest.mark.parametrize("verb", ["exp --resume={}", "rerun -- {}"])
 @pytest.mark.parametrize("has_checksums", [True, False], ids=["checksums", "an older run"])
-def test_a_torn_file_is_named(verb: str, has_checksums: bool, folder: Folder) -> None:
+def test_a_torn_file_is_named(verb: str, has_checksums: bool, folder: RunFolder) -> None:
     code = folder.path / "code"
     if not has_checksums:
         (code / provenance.CHECKSUMS).unlink()
@@ -37,7 +37,7 @@ def test_a_torn_file_is_named(verb: str, has_checksums: bool, folder: Folder) ->
     assert f"the run's source is damaged: {TORN} in {code}; restore the files or start a new run" in str(caught.value)
 
 
-def test_a_file_that_is_gone_is_named_and_changes_on_purpose_are_possible(folder: Folder) -> None:
+def test_a_file_that_is_gone_is_named_and_changes_on_purpose_are_possible(folder: RunFolder) -> None:
     (folder.path / "code" / TORN).unlink()
     with pytest.raises(UserError, match=f"{TORN} in .* on purpose, delete .*{provenance.CHECKSUMS}"):
         provenance.check_source(folder)

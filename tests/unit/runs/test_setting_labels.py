@@ -15,12 +15,12 @@ def test_the_settings_of_the_method_come_first_and_repeat_nothing() -> None:
         run |= {"checkpoint.every_seconds": f"{i}", "log.level": f"{i}", "runs": f"{i}"}
     differing = setting_labels.sort_differing_settings(runs)
     assert differing == ["strategy", "optim.lr", "optim.base_batch", "seed", "checkpoint.every_seconds"]
-    assert setting_labels.choose_telling_settings(runs, 3) == [
+    assert setting_labels.choose_distinctive_settings(runs, 3) == [
         "strategy",
         "optim.lr",
     ]  # with these, all four are told apart
-    assert setting_labels.choose_telling_settings(runs, 1) == ["strategy"]
-    assert setting_labels.choose_telling_settings(runs[:1], 3) == []
+    assert setting_labels.choose_distinctive_settings(runs, 1) == ["strategy"]
+    assert setting_labels.choose_distinctive_settings(runs[:1], 3) == []
 
 
 def test_names_are_short_where_that_is_clear() -> None:
@@ -29,7 +29,11 @@ def test_names_are_short_where_that_is_clear() -> None:
 
 
 def test_columns_that_fit_are_kept_in_their_order() -> None:
-    columns = [Column("run", ["a", "bb"], left=True), Column("wide", ["x" * 30, "-"]), Column("n", ["1", "22"])]
+    columns = [
+        Column("run", ["a", "bb"], is_left_aligned=True),
+        Column("wide", ["x" * 30, "-"]),
+        Column("n", ["1", "22"]),
+    ]
     chosen = choose_columns(columns, 10)
     assert join_columns(chosen) == ["run   n", "a     1", "bb   22"]
     assert choose_columns(columns, 39) == columns and choose_columns(columns, 1) == columns[:1]

@@ -13,9 +13,18 @@ import pytest
 
 from common.core.config import ROOT
 from common.runs import wandb_account
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.runs.wandb_process import Forwarder
-from common.runs.wandb_rows import Journal, Mark, Note, Thinning, choose_rows, find_incomplete, read_note, write_note
+from common.runs.wandb_rows import (
+    Journal,
+    Mark,
+    Thinning,
+    TrackingNote,
+    choose_rows,
+    list_incomplete_notes,
+    read_note,
+    write_note,
+)
 from tests.harness.made_runs import Made
 
 
@@ -53,9 +62,9 @@ def test_rows_of_strange_times_are_chosen() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
+def folder(tmp_path: Path) -> RunFolder:
     """A run with an attempt of 20 rows, each chosen."""
-    attempt = Folder(tmp_path).claim_attempt()
+    attempt = RunFolder(tmp_path).claim_attempt()
     (tmp_path / "wandb").mkdir()
     lines = [json.dumps(make_row(step, float(step), loss=1.0)) + "\n" for step in range(1, 21)]
     attempt.metrics_file.write_text("".join(lines))
@@ -66,54 +75,56 @@ def folder(tmp_path: Path) -> Folder:
     ("steps", "rows", "media"),
     [(100, 2, 0), (103, 5, 0), (108, 10, 0), (109, 10, 1), (110, 10, 2), (113, 13, 2), (999, 20, 2)],
 )
-def test_the_journal_tells_which_rows_wandb_received(folder: Folder, steps: int, rows: int, media: int) -> None:
+def test_the_journal_tells_which_rows_wandb_received(folder: RunFolder, steps: int, rows: int, media: int) -> None:
     """Two rows were known before; eight more, two images, and further rows were passed on."""
     journal = Journal(folder)
     journal.begin()
     journal.add(Mark(100, 1, 2, 0))
     journal.add(Mark(108, 1, 10, 0, 2))
-    notes = {1: Note(rows=20, media=2, online=True)}
+    notes = {1: TrackingNote(rows=20, media=2, online=True)}
     journal.correct_notes(notes, steps)
     assert (notes[1].rows, notes[1].media) == (rows, media)
 
 
-def test_the_journal_tells_of_several_attempts(folder: Folder) -> None:
+def test_the_journal_tells_of_several_attempts(folder: RunFolder) -> None:
     second = folder.claim_attempt()
     second.metrics_file.write_text(folder.metrics_file.read_text())  # the same again
     journal = Journal(folder)
     journal.begin()
     journal.add(Mark(0, 1, 0, 0))
     journal.add(Mark(20, 2, 0, 0))
-    notes = {1: Note(20, 0, online=True), 2: Note(7, 0, online=True)}
+    notes = {1: TrackingNote(20, 0, online=True), 2: TrackingNote(7, 0, online=True)}
     journal.correct_notes(notes, 12)
     assert (notes[1].rows, notes[2].rows) == (12, 0)
-    notes = {1: Note(20, 0, online=True, complete=True), 2: Note(7, 0, online=True, complete=True)}
+    notes = {1: TrackingNote(20, 0, online=True, complete=True), 2: TrackingNote(7, 0, online=True, complete=True)}
     journal.correct_notes(notes, 12)
     assert (notes[1].rows, notes[2].rows) == (20, 7), "complete attempts are not looked at"
 
 
 def test_the_conversion_of_an_attempt_leaves_newer_ones_alone(tmp_path: Path) -> None:
     """Of one that is superseded, or resumed while `make sync` works on it: the newer one has only begun."""
-    first, second = Made(steps=40, step_seconds=0.2, attempts=2, state="lost").write(tmp_path).attempts()
+    first, second = Made(steps=40, step_seconds=0.2, attempts=2, state="lost").write(tmp_path).list_attempts()
     for attempt in (first, second):
-        write_note(attempt, Note())
+        write_note(attempt, TrackingNote())
     run = mock.Mock()
     forwarder = Forwarder(first, run, None)
     forwarder.forward_ended_attempts()
     forwarder.finish()
     forwarder.write_notes()
     assert [call.args[0]["global_step"] for call in run.log.call_args_list] == [1, 2, 3, 4, 5]
-    assert read_note(first) == Note(5, complete=True) and read_note(second) == Note()
-    assert find_incomplete(Folder(first.path)) == [Note()], "make sync and the newer attempt see what is missing"
+    assert read_note(first) == TrackingNote(5, complete=True) and read_note(second) == TrackingNote()
+    assert list_incomplete_notes(RunFolder(first.path)) == [TrackingNote()], (
+        "make sync and the newer attempt see what is missing"
+    )
 
 
-def test_a_note_of_an_older_version_counts_as_complete(folder: Folder) -> None:
-    (folder.attempt / "passed_on.json").write_text('{"rows": 7}')
-    (folder.attempt / "media.jsonl").write_text("{}\n{}\n")
-    assert read_note(folder) == Note(7, 2, complete=True)
+def test_a_note_of_an_older_version_counts_as_complete(folder: RunFolder) -> None:
+    (folder.attempt_folder / "passed_on.json").write_text('{"rows": 7}')
+    (folder.attempt_folder / "media.jsonl").write_text("{}\n{}\n")
+    assert read_note(folder) == TrackingNote(7, 2, complete=True)
 
 
-def test_damaged_lines_are_counted(folder: Folder) -> None:
+def test_damaged_lines_are_counted(folder: RunFolder) -> None:
     folder.metrics_file.write_text('{"damaged\n' + folder.metrics_file.read_text())
     assert next(choose_rows(folder))[0] == 2
 

@@ -16,12 +16,12 @@ from torch.distributed import HashStore
 
 from common.checkpoint.train_state import TrainState
 from common.core import config
-from common.core.errors import EXIT_REFUSED, RunTaken
-from common.data.prepare import Prepared, prepare_digits
+from common.core.errors import EXIT_REFUSED, RunTakenError
+from common.data.prepare import PreparedDataset, prepare_digits
 from common.distributed.rendezvous import World
 from common.measure.metrics_log import MetricsLog
 from common.models import networks
-from common.runs.folder import Folder
+from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.wandb_tracker import Tracker
 from common.training.attempt import Attempt
@@ -37,7 +37,7 @@ def test_values_that_only_some_steps_have_are_all_written(mode: str, tmp_path: P
     done = warm.execute([sys.executable, "-m", "tests.harness.logging_ranks", str(tmp_path), mode], env=environment())
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.iterdir()
-    rows = list(Folder(path).attempts()[0].read_own_rows())
+    rows = list(RunFolder(path).list_attempts()[0].read_attempt_rows())
     assert [row["global_step"] for row in rows] == list(range(1, STEPS + 1))
     first = {"averaged": 0.5, "0": 0.0, "1": 1.0}[mode]
     assert [row["loss"] for row in rows] == [step + first for step in range(1, STEPS + 1)]
@@ -53,7 +53,7 @@ def test_an_evaluation_stands_behind_the_steps_that_it_is_about(run: Run, group:
     for step in (1, 2, 3):
         log.add(step, 0.0, {"loss": torch.tensor(float(step))})
     log.write(3, {"test_loss": 0.5})
-    rows = list(run.folder.attempts()[0].read_own_rows())
+    rows = list(run.folder.list_attempts()[0].read_attempt_rows())
     assert [(row["global_step"], "test_loss" in row) for row in rows] == [(1, False), (2, False), (3, False), (3, True)]
 
 
@@ -61,7 +61,7 @@ def test_images_and_histograms_are_files_of_any_step(run: Run) -> None:
     run.log_image(7, "digit", torch.linspace(0, 1, 6).view(2, 3))
     run.log_image(3, "colours", torch.zeros(3, 4, 5, dtype=torch.uint8))
     run.log_histogram(9, "fc1.weight", torch.tensor([0.0, 0.0, 1.0, float("nan")]))
-    place = run.folder.attempt
+    place = run.folder.attempt_folder
     lines = [json.loads(line) for line in (place / "media.jsonl").read_text().splitlines()]
     assert [(line["global_step"], line["name"], line["kind"]) for line in lines] == [
         (7, "digit", "image"),
@@ -81,7 +81,7 @@ def test_images_and_histograms_are_files_of_any_step(run: Run) -> None:
 def test_media_of_a_bad_name_or_shape_are_refused(name: str, shape: tuple[int, ...], run: Run) -> None:
     with pytest.raises(ValueError, match=r"invalid name|an image must have shape"):
         run.log_image(1, name, torch.zeros(shape))
-    assert not (run.folder.attempt / "media.jsonl").exists()
+    assert not (run.folder.attempt_folder / "media.jsonl").exists()
 
 
 def test_a_run_that_was_not_trained_does_not_finish(run: Run) -> None:
@@ -94,7 +94,7 @@ def test_a_run_that_was_not_trained_does_not_finish(run: Run) -> None:
 
 def test_on_nccl_a_rank_that_hangs_is_named_before_the_time_is_over(tmp_path: Path) -> None:
     """NCCL's own time-out ends the process without a word on who is missing."""
-    folder = Folder.create(tmp_path, "mnist_pipeline", "").claim_attempt()
+    folder = RunFolder.create(tmp_path, "mnist_pipeline", "").claim_attempt()
     world = World(
         1,
         2,
@@ -109,7 +109,9 @@ def test_on_nccl_a_rank_that_hangs_is_named_before_the_time_is_over(tmp_path: Pa
         timeout=timedelta(seconds=2),
         store=HashStore(),
     )
-    run = Run(config.load_config(Config, ["launch.step_timeout=2"]), folder, world, Prepared("digits", tmp_path, {}))
+    run = Run(
+        config.load_config(Config, ["launch.step_timeout=2"]), folder, world, PreparedDataset("digits", tmp_path, {})
+    )
     wait_until(lambda: "ERROR" in folder.log_file(1).read_text(), "the watch has told", 20)
     run.close()
     assert (
@@ -120,9 +122,9 @@ def test_on_nccl_a_rank_that_hangs_is_named_before_the_time_is_over(tmp_path: Pa
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    folder = Folder.create(tmp_path, "mnist_pipeline", "").claim_attempt()
+    folder = RunFolder.create(tmp_path, "mnist_pipeline", "").claim_attempt()
     world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
-    return Run(Config(), folder, world, Prepared("digits", tmp_path, {}))
+    return Run(Config(), folder, world, PreparedDataset("digits", tmp_path, {}))
 
 
 @pytest.fixture
@@ -184,8 +186,8 @@ def test_a_run_that_is_superseded_at_its_end_publishes_nothing(run: Run, state: 
     for step in run.steps(state, no_scores, loss=0):
         with step:
             step.log(loss=torch.tensor(1.0))
-    Folder(run.folder.path).claim_attempt()
-    with pytest.raises(RunTaken, match=r"was superseded by attempt 2; stopping without saving"):
+    RunFolder(run.folder.path).claim_attempt()
+    with pytest.raises(RunTakenError, match=r"was superseded by attempt 2; stopping without saving"):
         run.report()
     assert not run.folder.result and not list(run.folder.path.glob("model.*"))
 
@@ -203,4 +205,4 @@ def test_an_attempt_that_is_superseded_at_its_end_only_ends_its_tracking(
     capfd.readouterr()
     attempt.conclude(EXIT_REFUSED, run.cfg, submitted=False, reason="")
     assert capfd.readouterr() == ("", "") and not run.folder.result
-    assert not (run.folder.attempt / "logs" / "tracker.log").exists(), "nothing was converted"
+    assert not (run.folder.attempt_folder / "logs" / "tracker.log").exists(), "nothing was converted"

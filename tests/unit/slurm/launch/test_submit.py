@@ -21,8 +21,8 @@ from common.core.processes import Process
 from common.data import prepare
 from common.pipeline import schedules
 from common.runs import provenance
-from common.runs.folder import Folder, write_json
-from common.runs.wandb_rows import Note, write_note
+from common.runs.folder import RunFolder, write_json
+from common.runs.wandb_rows import TrackingNote, write_note
 from common.training.optimization import own_files
 from configs import mnist_pipeline, resnet_modelparallel
 from configs.profile import Profile
@@ -69,7 +69,7 @@ PYTHON -m slurm.scheduling.requeue /runs/x-1-2-3 $?"""
 
 def text_of(profile: Profile, folder: Path) -> str:
     asked = sbatch.make_submitit_parameters(profile, "mnist_pipeline", 2, profile.ranks_per_node, folder)
-    return sbatch.make_executor(Folder(folder), None, asked).make_job_script().replace(sys.executable, "PYTHON")
+    return sbatch.make_executor(RunFolder(folder), None, asked).make_job_script().replace(sys.executable, "PYTHON")
 
 
 def test_the_text_for_sbatch_is_this_one(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_every_profile_is_valid(name: str) -> None:
 @pytest.mark.parametrize("path", ["/a'b", '/a"b', "/a\nb", "/a%j", "/a$b", "/a`b", "/a\\b", "/a;b", "/a&b"])
 def test_paths_that_a_script_cannot_hold_are_refused(path: str) -> None:
     with pytest.raises(UserError, match="a job script cannot contain the path"):
-        sbatch.make_executor(Folder(Path(path)), None, {})
+        sbatch.make_executor(RunFolder(Path(path)), None, {})
 
 
 @pytest.mark.parametrize("name", ["$(id)", "`id`", "a;id", "a\n#SBATCH --uid=0", "../x", "a b"])
@@ -144,9 +144,9 @@ def submit(fake: Fake, cache: Path, *options: str, settings: str = "", **more: A
     return call(fake, "slurm", "exp", f"--args={args}", *options, "--", "mnist_pipeline", **more)
 
 
-def the_folder(fake: Fake) -> Folder:
+def the_folder(fake: Fake) -> RunFolder:
     (path,) = (fake.bin.parent / "runs").iterdir()
-    return Folder(path)
+    return RunFolder(path)
 
 
 def test_a_run_is_submitted_with_all_it_needs(fake: Fake, cache: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_run_is_submitted_with_all_it_needs(fake: Fake, cache: Path) -> None:
     assert "#SBATCH --nodes=2" in (folder.path / "submit" / "job.sh").read_text()
     meta = json.loads((folder.path / "meta.json").read_text())
     assert meta["job"]["id"] == "4711" and meta["data"]["name"] == "digits"
-    assert not folder.attempts(), "the job claims the attempt"
+    assert not folder.list_attempts(), "the job claims the attempt"
     assert re.search(r"nodes: 2", (folder.path / "config.yaml").read_text())
 
 
@@ -209,7 +209,7 @@ def test_every_path_of_a_job_is_absolute_and_its_notice_is_printed_once(
 
 
 def test_new_and_changed_files_belong_to_the_run(fake: Fake, cache: Path) -> None:
-    provenance.copy_source(Folder(fake.bin.parent))  # a checkout of its own: other tests copy ROOT at the same time
+    provenance.copy_source(RunFolder(fake.bin.parent))  # a checkout of its own: other tests copy ROOT at the same time
     checkout = fake.bin.parent / "code"
     for words in ("init -q", "add -A", "-c user.name=x -c user.email=x@x commit -qm x"):
         subprocess.run(["git", "-C", str(checkout), *words.split()], check=True)
@@ -277,7 +277,7 @@ def test_refusals_are_passed_on_and_leave_nothing(fake: Fake, cache: Path, name:
 
 def test_a_hanging_controller_is_given_up(fake: Fake, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.answer("scontrol", "exec sleep 60")
-    monkeypatch.setattr(scheduler, "PATIENCE", 0.5)
+    monkeypatch.setattr(scheduler, "COMMAND_TIMEOUT", 0.5)
     monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
     with pytest.raises(UserError, match="scontrol gave no answer"):
         scheduler.Scheduler("SLURM").check_enough_hosts(1, "")
@@ -353,7 +353,7 @@ def test_each_task_of_an_array_finds_its_own_run(tmp_path: Path) -> None:
         assert done.stdout == str(run)
 
 
-def waiting(folder: Path, number: int, job: str) -> Folder:
+def waiting(folder: Path, number: int, job: str) -> RunFolder:
     """A run that a job was submitted for."""
     found = Made(number=number, steps=0, state="lost").write(folder)
     write_json(found.path / "meta.json", {"job": {"id": job, "scheduler": "SLURM"}})
@@ -380,14 +380,14 @@ def test_a_controller_that_hangs_is_waited_for_once(
     runs = [waiting(tmp_path / "runs", number, str(number)) for number in range(5)]
     for name in ("squeue", "scontrol", "sacct"):
         fake.answer(name, "exec sleep 60")
-    monkeypatch.setattr(scheduler, "PATIENCE", 3.3)
-    monkeypatch.setattr(scheduler, "FAILED", {})
-    monkeypatch.setattr(scheduler, "QUEUES", {})
+    monkeypatch.setattr(scheduler, "COMMAND_TIMEOUT", 3.3)
+    monkeypatch.setattr(scheduler, "FAILURE_CACHE", {})
+    monkeypatch.setattr(scheduler, "QUEUE_CACHE", {})
     monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
     assert {status.read_state(run)[0] for run in runs} == {"UNKNOWN"}
     asked = [line.split()[0] for line in fake.calls.read_text().splitlines()]
     assert asked == ["squeue", "sacct"], "scontrol asks the same controller as squeue"
-    monkeypatch.setattr(scheduler, "AGAIN", 0.0)
+    monkeypatch.setattr(scheduler, "COOLDOWN_SECONDS", 0.0)
     fake.answer("squeue", "echo '3|RUNNING|None'")
     assert status.read_state(runs[3])[0] == "RUNNING"
 
@@ -406,12 +406,12 @@ def test_a_controller_that_is_down_is_not_waited_for(fake: Fake, monkeypatch: py
     fake.answer("scontrol", 'echo "Slurmctld(primary) at ctl is DOWN"; exit 1')
     fake.answer("sacct", "exec sleep 60")
     monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
-    monkeypatch.setattr(scheduler, "FAILED", {})
-    monkeypatch.setattr(scheduler, "QUEUES", {})
+    monkeypatch.setattr(scheduler, "FAILURE_CACHE", {})
+    monkeypatch.setattr(scheduler, "QUEUE_CACHE", {})
     began = time.monotonic()
-    state, detail = status.read_state(folder, timeout=scheduler.QUICK)
+    state, detail = status.read_state(folder, timeout=scheduler.STATUS_TIMEOUT)
     assert state == "UNKNOWN" and detail == "SLURM: the controller is down"
-    assert time.monotonic() - began < scheduler.QUICK, "about 2 s"
+    assert time.monotonic() - began < scheduler.STATUS_TIMEOUT, "about 2 s"
 
 
 def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
@@ -452,7 +452,7 @@ def test_the_end_of_an_id_will_do(fake: Fake) -> None:
 
 def test_only_the_process_of_the_run_is_ended(tmp_path: Path) -> None:
     """A pid that has passed to another process is not signalled."""
-    folder = Folder(tmp_path)
+    folder = RunFolder(tmp_path)
     with subprocess.Popen(["sleep", "60"]) as sleep:
         process = Process.identify(sleep.pid)
         for started, state in ((process.start - 1, "LOST"), (process.start, "RUNNING")):
@@ -489,10 +489,10 @@ def test_a_run_whose_host_was_renamed_is_not_running_for_ever(tmp_path: Path) ->
             os.utime(path, (old, old))
         assert status.read_state(folder) == ("RUNNING", ""), "its process is seen, under another name of the host"
         sleep.kill()
-    write_note(folder.attempts()[0], Note())  # as `make sync` does
+    write_note(folder.list_attempts()[0], TrackingNote())  # as `make sync` does
     state, detail = status.read_state(folder)
     assert state == "LOST" and "no sign of life for 28 h" in detail and "on before is not visible" in detail
-    folder.attempts()[0].write_heartbeat(0, 10, time.time())
+    folder.list_attempts()[0].write_heartbeat(0, 10, time.time())
     assert status.read_state(folder)[0] == "RUNNING", "it may run on another host"
     write_json(folder.path / "meta.json", {"history": [known | {"boot": "another", "pid": os.getpid()}]})
     with pytest.raises(UserError, match="runs on before; cancel it there"):
@@ -504,7 +504,7 @@ def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: P
     fake.answer("sbatch", "kill -9 $PPID")  # of the submitter: nothing is cleared away
     assert submit(fake, cache).returncode == -signal.SIGKILL
     folder = the_folder(fake)
-    assert not folder.attempts() and not json.loads((folder.path / "meta.json").read_text()).get("job")
+    assert not folder.list_attempts() and not json.loads((folder.path / "meta.json").read_text()).get("job")
     done = call(fake, "slurm", "status", str(folder.path))
     assert "LOST" in done.stdout and "created but never started" in done.stdout, done.stdout
     assert "is already LOST" in call(fake, "slurm", "cancel", str(folder.path)).stdout
@@ -540,7 +540,7 @@ def test_a_result_without_its_numbers_hides_no_other_run(
 
 
 def test_a_start_is_recorded_so_that_its_process_is_known_again(tmp_path: Path) -> None:
-    provenance.record_attempt_start(Folder(tmp_path, 1))
+    provenance.record_attempt_start(RunFolder(tmp_path, 1))
     (entry,) = json.loads((tmp_path / "meta.json").read_text())["history"]
     assert Process(entry["pid"], entry["pid_started"]) == Process.identify(os.getpid())
 

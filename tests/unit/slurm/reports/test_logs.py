@@ -25,7 +25,7 @@ def test_a_process_that_has_its_result_is_followed_until_it_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Made(steps=10).write(tmp_path)
-    log = folder.attempts()[-1].log_file(0)
+    log = folder.list_attempts()[-1].log_file(0)
     writes = f"sleep 0.7; echo '{LAST}' >> {shlex.quote(str(log))}"
     with subprocess.Popen(["sh", "-c", writes]) as process:
         found = Process.identify(process.pid)
@@ -40,7 +40,7 @@ def test_a_job_that_has_its_result_is_followed_until_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Made(steps=10).write(tmp_path)
-    log, asked = folder.attempts()[-1].log_file(0), tmp_path / "asked"
+    log, asked = folder.list_attempts()[-1].log_file(0), tmp_path / "asked"
     provenance.update_metadata(folder, job={"id": "4711", "scheduler": "SLURM"})
     fake = Fake(tmp_path)
     ends = f"test -e {asked} && echo '{LAST}' >> {shlex.quote(str(log))}"
@@ -61,5 +61,5 @@ def test_a_job_that_does_not_end_is_followed_no_longer_than_wandb_may_take(
     monkeypatch.setattr(logs, "is_still_writing", lambda folder: True)
     began = time.time()
     os.utime(folder.path / "result.json", (began - 3, began - 3))
-    assert logs.follow_log(folder, folder.attempts()[-1].log_file(0)) == 0
+    assert logs.follow_log(folder, folder.list_attempts()[-1].log_file(0)) == 0
     assert time.time() - began > 0.9

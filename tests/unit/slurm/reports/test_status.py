@@ -29,7 +29,7 @@ def test_the_shards_of_a_run_are_shown(tmp_path: Path) -> None:
     folder = Made("ddp_multinode", state="running", steps=200).write(tmp_path)
     assert "shards" not in inside.run_verb("status", f"--runs-folder={tmp_path}").stdout
     for rank, samples in ((0, 96), (1, 32)):
-        folder.attempts()[-1].write_heartbeat(rank, 100, time.time(), samples=samples)
+        folder.list_attempts()[-1].write_heartbeat(rank, 100, time.time(), samples=samples)
     assert "shards 96+32" in inside.run_verb("status", f"--runs-folder={tmp_path}").stdout
 
 

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from common.core import config, network
-from common.distributed.elastic.coordinator import Broken
-from common.distributed.rank_info import COORDINATOR, KEY
-from common.runs.folder import Folder
+from common.distributed.elastic.coordinator import EndReason
+from common.distributed.rank_info import COORDINATOR_KEY_VARIABLE, COORDINATOR_VARIABLE
+from common.runs.folder import RunFolder
 from configs.elastic import Elastic
 from configs.profile import Profile
 from slurm.scheduling import sbatch
@@ -48,7 +48,7 @@ def test_the_loss_of_an_irreplaceable_rank_ends_the_job_though_slurm_says_nothin
     launcher.coordinator = SimpleNamespace(broken=None)  # type: ignore[assignment]
     launcher.note_endings()
     assert not launcher.failed_status
-    launcher.coordinator.broken = Broken.SHARD_LOST
+    launcher.coordinator.end_reason = EndReason.SHARD_LOST
     launcher.note_endings()
     assert launcher.failed_status == KILLED
 
@@ -57,10 +57,10 @@ def make_launcher(path: Path, command: list[str], monkeypatch: pytest.MonkeyPatc
     """The launcher of two ranks on two hosts, which have not been started."""
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1,node2")
     monkeypatch.setattr(Scheduler, "call", lambda *_: "node1\nnode2\n")
-    monkeypatch.setattr(network, "resolve_for_others", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(network, "resolve_for_other_hosts", lambda *_: "127.0.0.1")
     settings = {"elastic": "true", "launch.nodes": "2", "processes_per_node": "1"}
     cfg = config.build_config(config.import_schema("ddp_multinode"), [settings])
-    return JobLauncher(Folder(path), cfg, command)
+    return JobLauncher(RunFolder(path), cfg, command)
 
 
 def test_the_job_script_tells_the_command_of_a_rank_from_the_options_of_srun(
@@ -69,7 +69,7 @@ def test_the_job_script_tells_the_command_of_a_rank_from_the_options_of_srun(
     """Also where the interpreter that the script names is a wrapper, and the launcher's own path is another one."""
     elastic = Elastic(on=True)
     asked = sbatch.make_submitit_parameters(Profile(container=["--chdir=/tmp"]), "x", 2, 1, tmp_path, elastic=elastic)
-    text = sbatch.make_executor(Folder(tmp_path), None, asked, elastic).make_job_script()
+    text = sbatch.make_executor(RunFolder(tmp_path), None, asked, elastic).make_job_script()
     (line,) = (line for line in text.splitlines() if "elastic_launcher" in line)
     _, words = line.replace(sys.executable, "/opt/wrapper/python").split(f" {tmp_path} ", 1)
     launcher = make_launcher(tmp_path, shlex.split(words), monkeypatch)
@@ -81,7 +81,7 @@ def test_the_job_script_tells_the_command_of_a_rank_from_the_options_of_srun(
 def find_present(launcher: JobLauncher) -> set[int]:
     """The ranks that have a connection."""
     launcher.supervisor.poll_and_restart_ranks(())
-    return launcher.coordinator.present
+    return launcher.coordinator.connected_ranks
 
 
 def test_ranks_are_waited_for_that_srun_counts_as_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +89,16 @@ def test_ranks_are_waited_for_that_srun_counts_as_ended(tmp_path: Path, monkeypa
     launcher = make_launcher(tmp_path, ["srun", "--", "true"], monkeypatch)
     launcher.start([0, 1], ["sh", "-c", "exit 0"], [], {})
     launcher.steps[0].process.wait()
-    host, _, port = launcher.environ[COORDINATOR].rpartition(":")
+    host, _, port = launcher.environ[COORDINATOR_VARIABLE].rpartition(":")
     ranks = [socket.create_connection((host, int(port))) for _ in range(2)]
     for number, rank in enumerate(ranks):
-        hello = {"hello": number, "key": launcher.environ[KEY], "joins": False, "irreplaceable": False, "pid": 9}
+        hello = {
+            "hello": number,
+            "key": launcher.environ[COORDINATOR_KEY_VARIABLE],
+            "joins": False,
+            "irreplaceable": False,
+            "pid": 9,
+        }
         rank.sendall(json.dumps(hello).encode() + b"\n")
     for left in ({0, 1}, {1}, set[int]()):
         wait_until(lambda left=left: find_present(launcher) == left, f"ranks {left} are there")  # type: ignore[misc]

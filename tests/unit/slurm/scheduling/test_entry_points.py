@@ -11,14 +11,14 @@ import pytest
 
 from common.core.errors import UserError
 from common.runs import provenance
-from common.runs.folder import Folder, write_json
+from common.runs.folder import RunFolder, write_json
 from slurm.scheduling import entry_points
 from slurm.scheduling.entry_points import JobReference, check_source_version
 from tests.harness.warm import ROOT
 
 
 def test_a_new_run_folder_carries_the_version_of_its_source(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = RunFolder(tmp_path)
     provenance.copy_source(folder)
     check_source_version(folder)
 
@@ -28,7 +28,7 @@ def test_a_source_of_another_version_is_refused(tmp_path: Path, content: dict[st
     (tmp_path / "code" / "slurm").mkdir(parents=True)
     write_json(tmp_path / "code" / "slurm" / "entry_points.json", content)
     with pytest.raises(UserError, match="another version of this project"):
-        check_source_version(Folder(tmp_path))
+        check_source_version(RunFolder(tmp_path))
 
 
 def test_the_entry_points_of_today_exist() -> None:

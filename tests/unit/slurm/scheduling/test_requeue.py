@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from common.core.config import ROOT
-from common.core.errors import EXIT_RESUMABLE, Unreachable, UserError
-from common.distributed.rank_info import COORDINATOR, ORPHANED, RankInfo
-from common.runs.folder import Folder
+from common.core.errors import EXIT_RESUMABLE, UnreachableError, UserError
+from common.distributed.rank_info import COORDINATOR_VARIABLE, ORPHAN_COMMAND_VARIABLE, RankInfo
+from common.runs.folder import RunFolder
 from common.training import entry_point
 from slurm.scheduling import job, requeue
 from slurm.scheduling.job import train_as_rank
@@ -32,8 +32,8 @@ def fake(tmp_path: Path) -> Fake:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    made = Folder.create(tmp_path / "runs", "mnist_pipeline", "")
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder.create(tmp_path / "runs", "mnist_pipeline", "")
     (made.path / "submit").mkdir()
     (made.path / "submit" / "config.yaml").write_text("checkpoint: {max_restarts: 1}\n")
     (made.path / "meta.json").write_text(
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def end(
-    fake: Fake, folder: Folder, status: int, *shown: str, requeue: str = "exit 0"
+    fake: Fake, folder: RunFolder, status: int, *shown: str, requeue: str = "exit 0"
 ) -> subprocess.CompletedProcess[str]:
     """The processes have ended; `shown` is what SLURM says of the job, one look after the other, the last for ever."""
     looks = fake.bin.parent / "looks"
@@ -66,41 +66,41 @@ def requeues(fake: Fake) -> int:
         (requeue.EXIT_FAILED, "failed with exit status 1;"),
     ],
 )
-def test_a_run_goes_back_into_the_queue(fake: Fake, folder: Folder, status: int, words: str) -> None:
+def test_a_run_goes_back_into_the_queue(fake: Fake, folder: RunFolder, status: int, words: str) -> None:
     done = end(fake, folder, status, OURS)
     assert requeues(fake) == 1 and words in done.stdout and not folder.result
 
 
 @pytest.mark.parametrize("shown", [ELSEWHERE, QUEUED])
-def test_a_job_that_was_started_again_is_left_alone(fake: Fake, folder: Folder, shown: str) -> None:
+def test_a_job_that_was_started_again_is_left_alone(fake: Fake, folder: RunFolder, shown: str) -> None:
     """This host was cut off meanwhile: whatever it says would hit the new start."""
     for status in (EXIT_RESUMABLE, 137, 2):
         assert end(fake, folder, status, shown).returncode == status
     assert requeues(fake) == 0 and not folder.result
 
 
-def test_a_requeue_that_slurm_made_itself_is_no_failure(fake: Fake, folder: Folder) -> None:
+def test_a_requeue_that_slurm_made_itself_is_no_failure(fake: Fake, folder: RunFolder) -> None:
     assert end(fake, folder, EXIT_RESUMABLE, OURS, QUEUED, requeue="exit 1").returncode == EXIT_RESUMABLE
     assert not folder.result
 
 
-def test_a_requeue_that_is_refused_is_told(fake: Fake, folder: Folder) -> None:
+def test_a_requeue_that_is_refused_is_told(fake: Fake, folder: RunFolder) -> None:
     done = end(fake, folder, EXIT_RESUMABLE, OURS, requeue="echo 'requeue is disabled' >&2; exit 1")
     assert done.returncode == EXIT_RESUMABLE and folder.result["state"] == "failed"
     assert "cannot be queued again" in folder.result["reason"] and "requeue is disabled" in folder.result["reason"]
 
 
-def test_stop_requests_before_a_rank_could_answer_are_no_failures(fake: Fake, folder: Folder) -> None:
+def test_stop_requests_before_a_rank_could_answer_are_no_failures(fake: Fake, folder: RunFolder) -> None:
     for _ in range(4):
         assert end(fake, folder, 128 + signal.SIGUSR2, OURS).returncode == EXIT_RESUMABLE
     assert requeues(fake) == 4 and not folder.result
 
 
-def test_starts_in_vain_are_counted(fake: Fake, folder: Folder) -> None:
+def test_starts_in_vain_are_counted(fake: Fake, folder: RunFolder) -> None:
     """Also those that never got as far as a folder of their own; a checkpoint begins the count anew."""
     assert end(fake, folder, 128 + signal.SIGTERM, OURS).returncode == EXIT_RESUMABLE  # by which srun ends the others
     attempt = folder.claim_attempt()
-    (attempt.attempt / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (attempt.attempt_folder / "checkpoints" / "step-00000010").mkdir(parents=True)
     assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE  # it had saved
     assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE
     assert requeues(fake) == 3
@@ -110,7 +110,7 @@ def test_starts_in_vain_are_counted(fake: Fake, folder: Folder) -> None:
 
 
 def test_a_rank_that_failed_first_counts_before_one_that_srun_killed(
-    fake: Fake, folder: Folder, monkeypatch: pytest.MonkeyPatch
+    fake: Fake, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
@@ -119,7 +119,7 @@ def test_a_rank_that_failed_first_counts_before_one_that_srun_killed(
     assert end(fake, folder, 137, OURS).returncode == 1 and folder.result["exit_status"] == 1
 
 
-def test_a_rank_that_fails_before_it_trains_leaves_a_note(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_before_it_trains_leaves_a_note(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
     assert train_as_rank(folder) == requeue.EXIT_FAILED, "it is no task of srun"
@@ -131,13 +131,15 @@ def test_a_rank_that_fails_before_it_trains_leaves_a_note(folder: Folder, monkey
 
 
 def test_a_rank_that_fails_without_its_launcher_becomes_what_queues_the_job_again(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the first host are gone the script of the job and all that ranks meet through, also before they have met."""
     with socket.socket() as coordinator:
         coordinator.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{coordinator.getsockname()[1]}"
-        for name, value in (PLACE | {COORDINATOR: address, ORPHANED: json.dumps(["echo", "orphaned"])}).items():
+        for name, value in (
+            PLACE | {COORDINATOR_VARIABLE: address, ORPHAN_COMMAND_VARIABLE: json.dumps(["echo", "orphaned"])}
+        ).items():
             monkeypatch.setenv(name, value)
         source = "from slurm.scheduling.job import *; train_as_rank(Folder(Path(sys.argv[1])))"
         argv = [sys.executable, "-c", source, str(folder.path)]
@@ -154,12 +156,12 @@ def test_a_rank_that_fails_without_its_launcher_becomes_what_queues_the_job_agai
     [(0, "0", None), (signal.SIGUSR2, "0", 1), (0, "1", requeue.EXIT_FAILED), (signal.SIGUSR2, "1", 1)],
 )
 def test_a_rank_that_meets_nobody_refuses_only_at_a_first_start_without_a_stop_request(
-    number: int, restarts: str, status: int | None, folder: Folder, monkeypatch: pytest.MonkeyPatch
+    number: int, restarts: str, status: int | None, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others leave when they are asked to stop, and those who wait for them then do not find them."""
 
     def run_experiment(*_: object, **__: object) -> None:
-        raise Unreachable("rank 1 did not join within 60 s")
+        raise UnreachableError("rank 1 did not join within 60 s")
 
     stop = SimpleNamespace(number=number, await_request=lambda: bool(number))
     monkeypatch.setattr(job, "read_rank_info", lambda environ: RankInfo())
@@ -170,7 +172,7 @@ def test_a_rank_that_meets_nobody_refuses_only_at_a_first_start_without_a_stop_r
     for name, value in (PLACE | {"SLURM_RESTART_COUNT": restarts}).items():
         monkeypatch.setenv(name, value)
     if status is None:
-        with pytest.raises(Unreachable):
+        with pytest.raises(UnreachableError):
             train_as_rank(folder)
     else:
         assert train_as_rank(folder) == status
@@ -178,7 +180,7 @@ def test_a_rank_that_meets_nobody_refuses_only_at_a_first_start_without_a_stop_r
     assert requeue.locate_failure_note(folder).exists() == (status == requeue.EXIT_FAILED)
 
 
-def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
     requeue.note_refusal(folder, 1, "rank 0 tells")
@@ -189,7 +191,7 @@ def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: Folder, monke
     assert folder.result["format"] == 2 and folder.result["last_step"] == 0
 
 
-def test_a_run_that_has_a_result_is_over(fake: Fake, folder: Folder) -> None:
+def test_a_run_that_has_a_result_is_over(fake: Fake, folder: RunFolder) -> None:
     (folder.path / "result.json").write_text(json.dumps({"state": "cancelled", "exit_status": 130}))
     assert end(fake, folder, EXIT_RESUMABLE, OURS).returncode == 130
     assert not fake.calls.exists()

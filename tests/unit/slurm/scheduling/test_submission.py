@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from common.core.errors import RunTaken
+from common.core.errors import RunTakenError
 from common.core.processes import Process
 from common.runs import claims, provenance
-from common.runs.folder import Folder, write_json
+from common.runs.folder import RunFolder, write_json
 from common.runs.result import Result
 from configs.mnist_pipeline import Config
 from slurm.launch import submit
@@ -28,8 +28,8 @@ from tests.harness.made_runs import Made
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder.create(tmp_path, "mnist_pipeline", "")
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "mnist_pipeline", "")
 
 
 @pytest.fixture
@@ -52,15 +52,15 @@ def fake(tmp_path: Path) -> Fake:
     return Fake(tmp_path)
 
 
-def test_a_run_is_submitted_by_one_command_at_a_time(folder: Folder, other: subprocess.Popen[bytes]) -> None:
+def test_a_run_is_submitted_by_one_command_at_a_time(folder: RunFolder, other: subprocess.Popen[bytes]) -> None:
     with submission.hold_submission(folder):
         assert not submission.is_being_submitted(folder), "another command is meant"
-        with pytest.raises(RunTaken, match="is being started or submitted by another command on this machine"):
+        with pytest.raises(RunTakenError, match="is being started or submitted by another command on this machine"):
             submission.hold_submission(folder).__enter__()
     assert not submission.locate_submission(folder).exists()
     write_json(submission.locate_submission(folder), identify(other))  # of another host as far as the lock goes
     assert status.read_state(folder) == ("PENDING", "being submitted")
-    with pytest.raises(RunTaken, match=f"is being submitted by process {other.pid} on "):
+    with pytest.raises(RunTakenError, match=f"is being submitted by process {other.pid} on "):
         submission.hold_submission(folder).__enter__()
     other.kill()
     other.wait()
@@ -70,11 +70,11 @@ def test_a_run_is_submitted_by_one_command_at_a_time(folder: Folder, other: subp
 
 
 def test_a_run_that_another_command_has_started_is_refused_with_its_process(
-    folder: Folder, other: subprocess.Popen[bytes]
+    folder: RunFolder, other: subprocess.Popen[bytes]
 ) -> None:
     folder.claim_attempt({"process": identify(other)})
     words = rf"another command has just started it \(attempt 1, process {other.pid} on this machine\); see make status"
-    with pytest.raises(RunTaken, match=words):
+    with pytest.raises(RunTakenError, match=words):
         submit.check_is_over(folder, Config())
 
 
@@ -108,7 +108,7 @@ def test_a_run_that_was_taken_while_a_command_waited_is_not_started_here(
     provenance.copy_source(run)
     started = []
 
-    def let_another_command_start(folder: Folder) -> None:
+    def let_another_command_start(folder: RunFolder) -> None:
         folder.claim_attempt({"process": provenance.identify_process()})
         (folder.path / "result.json").unlink()
 
@@ -130,7 +130,7 @@ def test_a_refused_submission_leaves_the_result(fake: Fake, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("taken", ["job", "local", "note"])
 def test_a_job_leaves_a_run_alone_that_is_not_its_own(
-    folder: Folder, taken: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    folder: RunFolder, taken: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "23")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "20")
@@ -146,18 +146,20 @@ def test_a_job_leaves_a_run_alone_that_is_not_its_own(
         requeue.note_refusal(folder, 0, "because", is_taken=True)
     else:
         write_json(folder.path / "meta.json", {"job": job | {"id": "24"} if taken == "job" else None})
-        with pytest.raises(RunTaken, match=f"job 23 does not start {folder.path.name}: the run belongs to {words}"):
+        with pytest.raises(
+            RunTakenError, match=f"job 23 does not start {folder.path.name}: the run belongs to {words}"
+        ):
             submission.check_run_is_own(folder)
     assert requeue.main(str(folder.path), 0) == 1 and not folder.result
     assert f"not started again: {'the run belongs to ' if taken != 'note' else ''}{words}" in capfd.readouterr().err
 
 
 def test_a_run_that_finishes_while_it_is_cancelled_is_finished(
-    folder: Folder, other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_state = status.read_state
 
-    def finish_meanwhile(run: Folder) -> tuple[str, str]:
+    def finish_meanwhile(run: RunFolder) -> tuple[str, str]:
         monkeypatch.setattr(cancel, "read_state", read_state)
         Result("finished", 0).write(run)
         return "RUNNING", ""
@@ -169,7 +171,7 @@ def test_a_run_that_finishes_while_it_is_cancelled_is_finished(
     assert other.poll() is None
 
 
-def test_cancel_ends_what_only_a_claim_names(folder: Folder, other: subprocess.Popen[bytes]) -> None:
+def test_cancel_ends_what_only_a_claim_names(folder: RunFolder, other: subprocess.Popen[bytes]) -> None:
     """An attempt that has begun, where meta.json still names the one before it."""
     job = {"id": "7", "scheduler": "the local cluster nowhere"}
     write_json(folder.path / "meta.json", {"history": [{"pid": 1, "host": "elsewhere"}], "job": job})
