@@ -35,7 +35,7 @@ class Replicated(RanksPerNode):
 class Sharded(Replicated):
     """Settings of ranks with unequal speed or different devices."""
 
-    joins_devices: ClassVar[bool] = True
+    can_mix_devices: ClassVar[bool] = True
 
     shards: list[str] = field(default_factory=lambda: ["equal"])
     """Division of each batch among the ranks: equal; a list of integer weights, one per rank, such as [3,1], where 0

@@ -106,13 +106,13 @@ def main(cfg: Config, run: Run) -> None:
     with limit_memory(cfg.memory_cap, devices) as training_bytes:
         pipe = build_pipeline(cfg, build_model(cfg, run), run, pp)
         optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
-        batches = run.batches(shard=shard, inputs=pipe.has_first, targets=pipe.has_last)
+        batches = run.batches(shard=shard, inputs=pipe.has_first_stage, targets=pipe.has_last_stage)
         peers = dp if cfg.replicas > 1 else None
         state = TrainState(list(pipe.local.values()), optimizer, batches, run.world, peers=peers)
 
         def evaluate() -> dict[str, float]:
             sync_batchnorm.average_buffers(pipe.module, dp.group)  # BatchNorm of each replica saw other samples
-            return score_test_set(pipe.predict, run, inputs=pipe.has_first, shard=shard)
+            return score_test_set(pipe.predict, run, inputs=pipe.has_first_stage, shard=shard)
 
         run.resume(state)
         for step in run.steps(state, evaluate, loss=pipe.last_rank):

@@ -45,7 +45,7 @@ class ServedState(TrainState):
         self.worker.load_server_from(self.optimizer)
         self.optimizer.state.clear()
 
-    def load_copy(self, loaded: LoadedCheckpoint) -> None:
+    def load_peer_state(self, loaded: LoadedCheckpoint) -> None:
         """Load another rank's state except the shards, which are newer; the next pull updates the network.
 
         If that rank has taken one more step, this rank's server has received all pushes of it, and takes it now.

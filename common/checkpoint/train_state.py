@@ -164,7 +164,7 @@ class TrainState:
     # ---- elastic runs
 
     def load_peer_state(self, loaded: LoadedCheckpoint) -> None:
-        """Load the `collect_own_state` of another rank, which may be one step ahead of this rank."""
+        """Load the `collect_local_state` of another rank, which may be one step ahead of this rank."""
         self.load(loaded)
 
     def leave_group(self, *, together: bool) -> None:

@@ -243,7 +243,7 @@ class SharedMetricsLog(MetricsLog):
             logged = {name: value for name, value in last_row.items() if name not in POSITION_FIELDS}
             self.show(last_row["global_step"], logged)
 
-    def drop_kept_rows(self) -> None:
+    def drop_unwritten_rows(self) -> None:
         """Drop the kept rows: rank 0 wrote them before all ranks voted."""
         self.unwritten_rows = []
 

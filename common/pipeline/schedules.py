@@ -291,7 +291,7 @@ def use_stored_schedule_file(settings: PipelineConfig, code: Path) -> PipelineCo
 def copy_schedule_file(settings: object, code: Path, *, overwrite: bool = False) -> None:
     """Copy the file of a custom schedule into a run's source folder.
 
-    An existing copy is overwritten only with `anew`. Raises UserError.
+    An existing copy is overwritten only with `overwrite`. Raises UserError.
     """
     if isinstance(settings, Stages):
         copy_function_file("schedule", settings.make_pipeline_config().schedule, code, overwrite=overwrite)

@@ -20,8 +20,8 @@ class SingleProcessPipeline:
     `loss` is a mean over samples; a batch has `microbatches` of `size` samples (`configs.batch_plan`).
     """
 
-    has_first = True
-    has_last = True
+    has_first_stage = True
+    has_last_stage = True
     last_rank = 0
 
     def __init__(

@@ -124,7 +124,7 @@ def has_uncommitted_changes() -> bool | None:
 def copy_function_file(kind: str, value: str, code: Path, *, overwrite: bool = False) -> None:
     """Copy the file of `FILE.py:function` into a run's source unless it exists there.
 
-    `anew` replaces it.
+    `overwrite` replaces it.
 
     Raises UserError. Ranks that start at the same time see the complete file or none. Other values are ignored.
     """

@@ -19,8 +19,8 @@ def lock_run(folder: RunFolder) -> IO[str]:
 
     Returns the file that holds the lock.
 
-    Waits for an attempt that is stopping. Raises RunTakenError if another process holds the lock. Not used on a cluster:
-    an old attempt behind a broken network could hold the lock forever.
+    Waits for an attempt that is stopping. Raises RunTakenError if another process holds the lock. Not used on a
+    cluster: an old attempt behind a broken network could hold the lock forever.
     """
     claims.wait_for_earlier_attempt(folder)
     deadline = time.monotonic() + LOCK_SECONDS

@@ -241,7 +241,7 @@ def main(args: argparse.Namespace) -> int:
 class FolderSettings(Experiment):
     """The settings that every experiment has: folders of runs and data, and whether devices are mixed."""
 
-    joins_devices: ClassVar[bool] = True
+    can_mix_devices: ClassVar[bool] = True
 
     @property
     def processes(self) -> int:

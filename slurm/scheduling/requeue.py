@@ -129,7 +129,7 @@ def is_latest_restart(scheduler: Scheduler, job: str) -> bool:
     """Check that the job runs and was neither restarted nor requeued since this restart began.
 
     SLURM does that if it believes this host dead, for instance one that the network has cut off. Waits for a
-    controller that does not answer. Raises UserError after PATIENCE seconds.
+    controller that does not answer. Raises UserError after CONTROLLER_TIMEOUT seconds.
     """
     deadline = time.monotonic() + CONTROLLER_TIMEOUT
     while True:

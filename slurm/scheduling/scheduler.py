@@ -21,7 +21,7 @@ COMMAND_TIMEOUT = 15.0
 STATUS_TIMEOUT = 4.0
 """Seconds for a query, of which a report may make several."""
 RETRY_SECONDS = 0.5
-"""Seconds for the next query after one without an answer, where the time limit is at most QUICK."""
+"""Seconds for the next query after one without an answer, where the time limit is at most STATUS_TIMEOUT."""
 PING_AFTER_SECONDS = 1.2
 """Seconds without an answer after which `scontrol ping` checks the controller."""
 CONTROLLER_COMMANDS = ("squeue", "scontrol")
@@ -29,7 +29,7 @@ CONTROLLER_COMMANDS = ("squeue", "scontrol")
 QUEUE_CACHE_SECONDS = 1.0
 """Seconds for which a listing of the queue is reused."""
 SLOW_FAILURE_SECONDS = 1.0
-"""A command that fails after at least so many seconds is not repeated for AGAIN seconds."""
+"""A command that fails after at least so many seconds is not repeated for COOLDOWN_SECONDS."""
 COOLDOWN_SECONDS = 15.0
 CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
 ENDED_JOB_STATES = {"COMPLETED": "LOST", "CANCELLED": "CANCELLED"}
@@ -147,7 +147,7 @@ class Scheduler:
             raise
 
     def read_queue(self, timeout: float = COMMAND_TIMEOUT) -> dict[str, str]:
-        """Read `STATE|REASON` of the user's queued jobs by id; a listing serves all runs for FRESH seconds."""
+        """Read `STATE|REASON` of the user's queued jobs by id; a listing serves all runs for QUEUE_CACHE_SECONDS."""
         key = tuple(self.build_command("squeue"))
         read_at, jobs = QUEUE_CACHE.get(key, (0.0, {}))
         if read_at and time.monotonic() - read_at <= QUEUE_CACHE_SECONDS:

@@ -221,7 +221,7 @@ def test_runs_are_chosen(made: Path, words: tuple[str, ...], found: list[str]) -
         (("--where=lr>high",), "is not a number"),
         (("--where=strategy=ddp batch=3",), "none of 6 runs"),
         (("--sweep=nosuch",), "no such sweep"),
-        (("--json=yes",), "JSON="),
+        (("--json=yes",), "JSON must be 0 or 1"),
     ],
 )
 def test_mistakes_are_answered(made: Path, words: tuple[str, ...], part: str) -> None:

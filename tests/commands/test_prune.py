@@ -86,8 +86,8 @@ def test_the_only_model_of_a_run_goes_only_with_its_name(runs: Path) -> None:
 def test_a_strange_switch_removes_nothing(runs: Path) -> None:
     before = files(runs)
     for words, message in (
-        (("--dry-run=no",), "DRY_RUN="),
-        (("--delete=yes",), "DELETE="),
+        (("--dry-run=no",), "DRY_RUN must be 0 or 1"),
+        (("--delete=yes",), "DELETE must be 0 or 1"),
         (("--delete=1", "--dry-run=1"), "DELETE=1 and DRY_RUN=1 contradict each other; omit one of them"),
     ):
         done = prune(runs, *words)

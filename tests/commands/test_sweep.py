@@ -101,7 +101,7 @@ def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The queue is looked at three times, and both runs end before the last time."""
-    for name, value in (("QUEUES", {}), ("FRESH", 0)):
+    for name, value in (("QUEUE_CACHE", {}), ("QUEUE_CACHE_SECONDS", 0)):
         monkeypatch.setattr(scheduler, name, value)
     monkeypatch.setattr("slurm.launch.sweep.POLL_SECONDS", 0.01)
     file, fake = write(tmp_path, cache, points=[{"batch": "32"}, {"batch": "64"}], parallel="2"), Fake(tmp_path)
@@ -177,7 +177,7 @@ def test_a_damaged_sweep_is_told_and_not_begun_anew(damage: str, tmp_path: Path,
     content = DAMAGES[damage](kept.read_bytes()) if damage in DAMAGES else json.dumps({"cells": [cell]}).encode()
     kept.write_bytes(content)
     for words in ((), ("--dry-run=1",), ("--failed=1",)):
-        assert "sweep.json is damaged; bring it back, or delete it" in refused(file, *words)
+        assert "sweep.json is damaged; restore it, or delete it" in refused(file, *words)
     done = inside.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates")
     assert done.returncode == 2 and "sweep.json is damaged" in done.stderr and done.stderr.count("\n") == 1
     assert kept.read_bytes() == content

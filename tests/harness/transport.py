@@ -39,7 +39,7 @@ class Meeting:
 
     def join(self, rank: int, size: int, **options: Any) -> Links:
         known: dict[str, Any] = {"group": "run", "address": "127.0.0.1", "setup_timeout": PATIENCE}
-        known |= {"timeout": PATIENCE, "tell": self.lines.append} | self.options | options
+        known |= {"timeout": PATIENCE, "warn": self.lines.append} | self.options | options
         lookup = functools.partial(self.get, seconds=known["setup_timeout"])
         return connect_ranks(rank, size, self.set, lookup, **known)
 
@@ -49,7 +49,10 @@ class Meeting:
 
 
 def options_of(way: str, identity: Identity) -> dict[str, Any]:
-    options: dict[str, dict[str, Any]] = {"tls": {"identity": identity}, "memory": {"host": "here", "spin": 1e-3}}
+    options: dict[str, dict[str, Any]] = {
+        "tls": {"identity": identity},
+        "memory": {"host": "here", "polling_seconds": 1e-3},
+    }
     return options.get(way, {})
 
 

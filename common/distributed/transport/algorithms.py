@@ -99,7 +99,7 @@ def use_stored_algorithm_file(launch: Launch, code: Path) -> Launch:
 def copy_algorithm_file(launch: Launch, code: Path, *, overwrite: bool = False) -> None:
     """Copy the file of a custom algorithm into a run's source folder.
 
-    An existing copy is overwritten only with `anew`. Raises UserError.
+    An existing copy is overwritten only with `overwrite`. Raises UserError.
     """
     copy_function_file("algorithm", launch.algorithm, code, overwrite=overwrite)
 

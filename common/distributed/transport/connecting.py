@@ -84,7 +84,7 @@ def connect_ranks(
     interface. `setup_timeout` is the time limit of this call in seconds, `timeout` the seconds without progress after
     which a message fails.
     With an identity all connections between hosts use TLS. Ranks that pass the same `host` are connected through its
-    memory (memory_links.py) and poll for `spin` seconds before they sleep. `tell` prints a warning.
+    memory (memory_links.py) and poll for `polling_seconds` before they sleep. `warn` prints a warning.
     Raises UnreachableError.
     """
     if size == 1:

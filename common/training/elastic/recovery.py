@@ -70,7 +70,7 @@ class Recovery:
         self.state = state
         self.metrics = run.metrics
         run.exit_if_others_can_continue = self.exit_if_others_can_continue
-        group.update_world(world, launched_as=world.original_rank)
+        group.update_world(world, started_as_rank=world.original_rank)
         self.joining = world.is_joining
         self.writes_metrics = world.is_main
         """True on rank 0 of the newest completely formed generation."""
@@ -261,7 +261,7 @@ class Recovery:
         """Update ranks and hosts of the world to those of the new process group."""
         world = self.run.world
         rank = dist.get_rank()
-        group.update_world(world, rank=rank, size=len(generation.members), joins=False, store=None)
+        group.update_world(world, rank=rank, size=len(generation.members), is_joining=False, store=None)
         hosts = world.all_gather(socket.gethostname())
         host = hosts[rank]
         local_rank = hosts[:rank].count(host)

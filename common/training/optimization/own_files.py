@@ -53,7 +53,7 @@ def point_to_kept_files(optim: Optim, code: Path) -> Optim:
 
 
 def copy_optimizer_files(optim: Optim, code: Path, *, overwrite: Container[str] = ()) -> None:
-    """Copy custom files into the source of a run if they are missing or their settings are in `anew`.
+    """Copy custom files into the source of a run if they are missing or their settings are in `overwrite`.
 
     Raises UserError.
     """

@@ -65,5 +65,5 @@ def test_rows_of_before_a_vote_are_kept_no_longer(tmp_path: Path) -> None:
     survivor = open_log(file, is_main=False)
     add_steps(survivor, 1, 5)
     survivor.write(5, {"test_loss": 0.5})
-    survivor.drop_kept_rows()
+    survivor.drop_unwritten_rows()
     assert survivor.collect() == []

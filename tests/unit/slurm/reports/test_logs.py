@@ -46,7 +46,7 @@ def test_a_job_that_has_its_result_is_followed_until_it_ends(
     ends = f"test -e {asked} && echo '{LAST}' >> {shlex.quote(str(log))}"
     fake.answer("squeue", f"{ends} || {{ touch {asked}; echo '4711|RUNNING|None'; }}")
     fake.answer("scontrol", "echo JobState=COMPLETED")
-    for name, value in (("QUEUES", {}), ("FAILED", {}), ("FRESH", 0)):
+    for name, value in (("QUEUE_CACHE", {}), ("FAILURE_CACHE", {}), ("QUEUE_CACHE_SECONDS", 0)):
         monkeypatch.setattr(scheduler, name, value)
     monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
     assert logs.follow_log(folder, log) == 0

@@ -45,7 +45,7 @@ def test_the_loss_of_an_irreplaceable_rank_ends_the_job_though_slurm_says_nothin
     """As where its host is cut off: SLURM takes minutes to notice."""
     launcher = JobLauncher.__new__(JobLauncher)
     launcher.steps, launcher.failed_status = [], 0
-    launcher.coordinator = SimpleNamespace(broken=None)  # type: ignore[assignment]
+    launcher.coordinator = SimpleNamespace(end_reason=None)  # type: ignore[assignment]
     launcher.note_endings()
     assert not launcher.failed_status
     launcher.coordinator.end_reason = EndReason.SHARD_LOST

@@ -141,7 +141,7 @@ def test_a_rank_that_fails_without_its_launcher_becomes_what_queues_the_job_agai
             PLACE | {COORDINATOR_VARIABLE: address, ORPHAN_COMMAND_VARIABLE: json.dumps(["echo", "orphaned"])}
         ).items():
             monkeypatch.setenv(name, value)
-        source = "from slurm.scheduling.job import *; train_as_rank(Folder(Path(sys.argv[1])))"
+        source = "from slurm.scheduling.job import *; train_as_rank(RunFolder(Path(sys.argv[1])))"
         argv = [sys.executable, "-c", source, str(folder.path)]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout == "orphaned\n", done.stderr
@@ -163,7 +163,7 @@ def test_a_rank_that_meets_nobody_refuses_only_at_a_first_start_without_a_stop_r
     def run_experiment(*_: object, **__: object) -> None:
         raise UnreachableError("rank 1 did not join within 60 s")
 
-    stop = SimpleNamespace(number=number, await_request=lambda: bool(number))
+    stop = SimpleNamespace(signal_number=number, await_request=lambda: bool(number))
     monkeypatch.setattr(job, "read_rank_info", lambda environ: RankInfo())
     monkeypatch.setattr(
         entry_point, "LaunchedRank", lambda info, cfg: SimpleNamespace(rank_info=info, stop=stop, cfg=cfg)
