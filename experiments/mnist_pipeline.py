@@ -32,18 +32,15 @@ def main(cfg: Config, run: Run) -> None:
     stages = model_split.split_model(cfg, model, run)  # by layer names, parameter counts or measured times
     pipe = model_split.build_pipeline_engine(cfg, stages, F.cross_entropy, run)  # holds the stages of this rank only
     optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
-    # images go to the first stage, labels to the last
-    batches = run.batches(inputs=pipe.has_first_stage, targets=pipe.has_last_stage)
-    state = TrainState(list(pipe.local_stages.values()), optimizer, batches, run.world)
+    has_images = pipe.has_first_stage  # images go to the first stage, labels to the last
+    batches = run.batches(inputs=has_images, targets=pipe.has_last_stage)
+    state = TrainState(list(pipe.local_stages.values()), optimizer, batches, run.world)  # of this rank's stages
 
-    def evaluate() -> dict[str, float]:
-        return score_test_set(pipe.predict, run, inputs=pipe.has_first_stage)
-
-    for step in run.steps(state, evaluate, loss=pipe.last_rank):
+    for step in run.steps(state, lambda: score_test_set(pipe.predict, run, inputs=has_images), loss=pipe.last_rank):
         with step:
             optimizer.zero_grad()
             loss = pipe.step(step.x, step.y)  # forward and backward of all microbatches, ordered by the schedule
-            optimizer.step()  # each rank updates its own stages
+            optimizer.step()
             step.log(loss=loss)
     title = f"SimpleNN (width {cfg.width}, depth {cfg.depth}), batch {cfg.batch}"
     run.report(PipelineReport.gather(pipe, run.world, cfg, run.folder.path if cfg.plot else None, title))

@@ -108,7 +108,7 @@ def main(cfg: Config, run: Run) -> None:
         optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
         batches = run.batches(shard=shard, inputs=pipe.has_first_stage, targets=pipe.has_last_stage)
         peers = dp if cfg.replicas > 1 else None
-        state = TrainState(list(pipe.local.values()), optimizer, batches, run.world, peers=peers)
+        state = TrainState(list(pipe.local_stages.values()), optimizer, batches, run.world, peers=peers)
 
         def evaluate() -> dict[str, float]:
             sync_batchnorm.average_buffers(pipe.module, dp.group)  # BatchNorm of each replica saw other samples

@@ -59,7 +59,7 @@ class Planted:
         if recovery is None:
             return
         for at, rank, number, how in self.faults:
-            if (at, rank, number) != (point, recovery.run.world.number, step):
+            if (at, rank, number) != (point, recovery.run.world.original_rank, step):
                 continue
             if how == "join":
                 wait_until(self.has_all, "a rank joins")
@@ -85,7 +85,7 @@ class Planted:
 
     def has_all(self) -> bool:
         run, member = self.recovery.run, self.recovery.member  # type: ignore[attr-defined]
-        return bool(member.join_waits or run.world.size == run.cfg.processes)
+        return bool(member.has_waiting_rank or run.world.size == run.cfg.processes)
 
 
 def plant(faults: Faults) -> None:

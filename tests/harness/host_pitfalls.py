@@ -89,7 +89,7 @@ def loopback_of_each_host() -> Any:
         dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
 
     def meet_at_rank_0(rank: int) -> Any:
-        known: Any = {"node": rank, "nodes": 2, "launcher": "slurm", "master": ADDRESSES[0], "attempt_id": "1.0.0"}
+        known: Any = {"nodes": 2, "launcher": "slurm", "master": ADDRESSES[0], "attempt_id": "1.0.0"}
         with rendezvous.join_world(RankInfo(rank, 2, **known), PATIENT) as world:
             return {"sum": add_ranks(), "hosts": world.hosts}
 

@@ -157,7 +157,7 @@ def train(
         return pipe
 
     run = Run(cfg, folder, world, prepared)
-    found = train_script(kind.script, run, (model_split, "build_pipeline", build_otherwise))
+    found = train_script(kind.script, run, (model_split, "build_pipeline_engine", build_otherwise))
     torch.save(found["state"], folder.path / f"state-{world.rank}.pt")
     dist.barrier()
     if not world.is_main:
