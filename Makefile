@@ -85,10 +85,11 @@ test-all: .settings  ## these, and every combination: parity, recovery, compiler
 test-slurm: .settings  ## the tests that need a real SLURM cluster
 	@$(PY) -m pytest tests/cluster --numprocesses 4 --dist worksteal
 
-lint: .settings  ## ruff (lint and format), mypy, and the order of imports
+lint: .settings  ## check code: ruff (lint and format), mypy, readability, and the order of imports
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@$(PY) -m tests.readability
 	@$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-cache --no-logo
 
 bench: .settings  ## measure side by side, within a budget, and show goals met or missed [NAME=ddp_multinode] [MINUTES=5]

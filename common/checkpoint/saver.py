@@ -163,7 +163,7 @@ class Saver:
         state = self.state.collect_state()
         is_finite = all(bool(tensor.isfinite().all()) for tensor in state.model.values())
         if not self.world.broadcast(all(self.world.gather(is_finite))):
-            raise UserError(f"a parameter is no finite number after step {step}; lower optim.lr")
+            raise UserError(f"parameters contain NaN or infinity after step {step}; lower optim.lr")
         state.common["rows"] = writer.written
         state.common["seconds"] = time.perf_counter() - self.start_time
         state.common["wandb"] = read_json(self.folder.path / "wandb" / "id.json").get("id")

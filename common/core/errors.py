@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from common import exit_on_interrupt
 from common.core import process_limits
 
-# pattern in the error of a run that diverged; old run folders contain "no finite number"
-DIVERGENCE_PATTERN = "the loss of step|no finite number|contains? NaN|NaN or infinity|(?:is|are) not finite"
+# pattern in the error of a run that diverged; old run folders contain the second alternative
+DIVERGENCE_PATTERN = "the loss of step|no finite.number|contains? NaN|NaN or infinity|(?:is|are) not finite"
 NO_VALID_CHECKPOINT_TEXT = "no valid checkpoint left"  # in the error of a run without a valid checkpoint
 SOURCE_ERROR_PATTERN = (  # in the reason of a run that failed because of its source code, not a device or the network
     r"failed(?: first)?: (?:after step \d+: )?"

@@ -138,14 +138,14 @@ MISTAKES = [
     Mistake(
         "environment-in-meta",  # with API keys in it
         "common/runs/provenance.py",
-        'for name, value in os.environ.items() if name.startswith(("SLURM_JOB", "SLURM_RESTART"))}',
-        "for name, value in os.environ.items()}",
+        "for name, text in os.environ.items() if name.startswith(prefixes)}",
+        "for name, text in os.environ.items()}",
     ),
     Mistake(
         "new-id-in-tracking",  # a run that goes on is another one in W&B
         "common/runs/wandb_run.py",
-        'own = read_json(kept).get("id") or secrets.token_hex(4)',
-        "own = secrets.token_hex(4)",
+        'run_id = read_json(id_file).get("id") or secrets.token_hex(4)',
+        "run_id = secrets.token_hex(4)",
     ),
     Mistake(
         "largest-value-refused",
@@ -163,12 +163,12 @@ MISTAKES = [
         "stride-of-first-convolution",  # ResNet v1 instead of v1.5: the same shapes and names
         "common/models/networks.py",
         """\
-        self.conv1 = nn.Conv2d(before, width, 1, bias=False)
+        self.conv1 = nn.Conv2d(in_channels, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
 """,
         """\
-        self.conv1 = nn.Conv2d(before, width, 1, stride, bias=False)
+        self.conv1 = nn.Conv2d(in_channels, width, 1, stride, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
 """,
@@ -177,8 +177,8 @@ MISTAKES = [
     Mistake(
         "requeued-without-limit",
         "slurm/scheduling/requeue.py",
-        "0 if status in NOTICED_STATUSES else record_failure(folder)",
-        "record_failure(folder) if status in NOTICED_STATUSES else 0",
+        "0 if status in REQUESTED_STOP_STATUSES else record_failure(folder)",
+        "record_failure(folder) if status in REQUESTED_STOP_STATUSES else 0",
     ),
     Mistake(
         "signal-is-success",  # the exit status of a job that a signal ended
@@ -195,8 +195,8 @@ MISTAKES = [
     Mistake(
         "launcher-words-inherited",  # a job begins as a rank of the torchrun around it
         "slurm/scheduling/scheduler.py",
-        "if not k.startswith(LEFTOVERS) and k not in LAUNCHER}",
-        "if not k.startswith(LEFTOVERS)}",
+        "if not k.startswith(ALLOCATION_VARIABLE_PREFIXES) and k not in LAUNCHER_VARIABLES\n",
+        "if not k.startswith(ALLOCATION_VARIABLE_PREFIXES)\n",
     ),
     Mistake(
         "sweep-ignores-failures",
@@ -207,8 +207,8 @@ MISTAKES = [
     Mistake(
         "prunes-what-can-go-on",  # checkpoints of unfinished runs that nobody named
         "slurm/reports/prune_runs.py",
-        'if state != "FINISHED" and not (are_named and state in status.OVER):',
-        "if state not in status.OVER:",
+        'if state != "FINISHED" and not (are_named and state in status.FINAL_STATES):',
+        "if state not in status.FINAL_STATES:",
     ),
     Mistake(
         "missing-steps-are-equal",
@@ -278,7 +278,7 @@ MISTAKES = [
     Mistake(
         "smallest-gradients-grow",
         "common/models/pruning_masks.py",
-        "select_lowest([-weight.grad.abs().masked_fill(stays, -1)], count)",
-        "select_lowest([weight.grad.abs().masked_fill(stays, math.inf)], count)",
+        "growth_scores = -weight.grad.abs().masked_fill(remaining, -1)",
+        "growth_scores = weight.grad.abs().masked_fill(remaining, math.inf)",
     ),
 ]

@@ -216,7 +216,7 @@ def test_mistakes_are_refused_naming_rank_and_move(tmp_path: Path, plan: Any, me
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
         UserError,
-        match=r"launch\.algorithm=rng is neither FILE\.py:function nor one of ring, halving_doubling, tree, star",
+        match=r"launch\.algorithm=rng: expected FILE\.py:function or one of ring, halving_doubling, tree, star",
     ):
         build_algorithm("rng", 4)
 
@@ -282,7 +282,7 @@ def test_drawings_show_hosts_whole_vectors_and_what_is_taken_instead(
         ("ring many", "argument ranks: expected a number from 1 to 64, got 'many'; usage: "),
         ("ring 4 65", "argument each: expected a number from 1 to 64, got '65'; usage: "),
         ("ring 4 2 1", "unrecognized arguments: 1; usage: "),
-        ("rng 4", "launch.algorithm=rng is neither FILE.py:function nor one of ring, "),
+        ("rng 4", "launch.algorithm=rng: expected FILE.py:function or one of ring, "),
         ("nowhere.py:f 4", "launch.algorithm=nowhere.py:f: there is no file "),
     ],
 )

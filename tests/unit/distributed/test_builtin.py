@@ -92,7 +92,7 @@ def test_encryption_that_cannot_be_is_refused(
         (("launch.tls=true",), "launch.tls=true needs launch.backend=builtin; add that"),
         (
             ("launch.backend=builtin", "launch.algorithm=oak"),
-            "=oak is neither FILE.py:function nor one of ring, ",
+            "=oak: expected FILE.py:function or one of ring, ",
         ),
         (("launch.backend=builtin", "launch.algorithm={own}:wait"), "own.py:1: deadlock: rank 0, move 0"),
         (("launch.backend=builtin", "launch.algorithm={own}:forget"), "ends without the values of rank"),

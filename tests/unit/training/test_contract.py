@@ -77,7 +77,7 @@ def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
         (Optim(decay="no.py:f"), "no.py; name an existing FILE.py:function, or use one of linear, cosine,"),
         (
             Optim(name="own.txt:Own"),
-            "optim.name=own.txt:Own is neither FILE.py:Class nor one of sgd, adam, adamw, lars",
+            "optim.name=own.txt:Own: expected FILE.py:Class or one of sgd, adam, adamw, lars",
         ),
         (Optim(decay=f"{tmp_path / 'own.py'}:f"), "has no function 'f'; define it there, or use one of linear,"),
     ):
