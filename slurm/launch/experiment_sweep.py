@@ -17,13 +17,14 @@ import io
 import itertools
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from common.core import config
-from common.core.errors import UserError, exit_on_user_error
+from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
 from common.core.text import read_or_empty
 from common.distributed.rank_info import read_rank_info
 from common.measure import plots
@@ -141,8 +142,8 @@ def main(name: str, arguments: Sequence[str]) -> int:
         if not table.rows:
             shutil.rmtree(folder)
         raise
-    if status > 128:  # after a stop request
-        return status
+    if status > 128:  # after a stop request, answered as a single run answers it
+        return status if status == 128 + signal.SIGINT else EXIT_RESUMABLE
     finished = [row for row in table.rows if row.get("state") == "finished"]
     if finished:
         report_summary(grid.summarise(cfg, gpus, finished), folder)

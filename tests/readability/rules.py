@@ -36,7 +36,7 @@ PHRASES = {
 """Phrases that no text of the project contains, and what to write instead."""
 
 MESSAGE_PHRASES = {
-    r"(?<!there )\bis no (?:\w+ ){0,2}(?:file|folder|number|name|run|key|list|setting|rank|process)\b": "`is not a ...`",
+    r"(?<!there )\bis no (?:\w+ ){0,2}(?:file|folder|number|name|run|key|setting|rank|process)\b": "`is not a ...`",
     r"\bnothing wrong\b": "`no problem found`",
     r"\b(?:is|are) (?:all )?sound\b": "`passed`",
     r"\bnobody\b": "`no rank`, `no user` or `no process`",

@@ -28,13 +28,19 @@ def sweep_runs(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, scr
     return experiment_sweep.main("sparse_prune", [*WORDS, f"data.cache={cache}", f"runs={tmp_path}", "sweep=true"])
 
 
+@pytest.mark.parametrize(("name", "status"), [("INT", 130), ("USR2", 75), ("TERM", 75)])
 def test_a_stop_request_at_the_end_of_a_run_ends_the_sweep(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    name: str,
+    status: int,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
     result = """echo '{"format": 2, "state": "finished", "exit_status": 0}' >$RUN/result.json"""
-    script = f"{result}; kill -INT {os.getpid()}"
-    assert sweep_runs(tmp_path, cache, monkeypatch, script) == 130
+    script = f"{result}; kill -{name} {os.getpid()}"
+    assert sweep_runs(tmp_path, cache, monkeypatch, script) == status
     assert signal.getsignal(signal.SIGINT) is before and "FINISHED" in capfd.readouterr().out
     (folder,) = (tmp_path / "sweeps").iterdir()
     (cell,) = read_json(folder / "sweep.json")["cells"]
