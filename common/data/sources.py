@@ -228,7 +228,7 @@ def call_in_subprocess(
     def report(done: int, total: int) -> None:
         sender.send(("progress", (done, total)))
 
-    def run_child() -> None:
+    def call_and_send_result() -> None:
         kill_with_parent()
         reporters = () if show is None else (report,)
         try:
@@ -239,7 +239,7 @@ def call_in_subprocess(
             sender.send(("error", f"{function.__name__} failed: {type(error).__name__}: {error}"))
         os._exit(0)
 
-    process = context.Process(target=run_child)
+    process = context.Process(target=call_and_send_result)
     process.start()
     sender.close()
     deadline = time.monotonic() + limit

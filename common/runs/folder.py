@@ -331,11 +331,11 @@ class RunFolder:
 
     def read_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of `metrics` one by one, without holding a long run in memory."""
-        for part in self.list_parts():
+        for part in self.list_counted_parts():
             rows = itertools.islice(part.attempt.parse_attempt_rows(), part.rows)
             yield from (row for row in rows if row and part.includes_step(row["global_step"]))
 
-    def list_parts(self) -> list[CountedPart]:
+    def list_counted_parts(self) -> list[CountedPart]:
         """Return the parts of the attempts that belong to the run, oldest first."""
         parts: list[CountedPart] = []
         for attempt, last_step in self.trace_attempts():

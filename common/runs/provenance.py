@@ -283,7 +283,7 @@ def identify_launcher() -> str | None:
     return None
 
 
-def find_earlier_run(runs: Path, name: str, arguments: list[str]) -> RunFolder | None:
+def find_run_of_same_launch(runs: Path, name: str, arguments: list[str]) -> RunFolder | None:
     """Return the run created by an earlier attempt of the same job or torchrun with the same command line."""
     launcher = identify_launcher()
     if launcher is None:

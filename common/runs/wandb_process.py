@@ -79,7 +79,7 @@ class Forwarder:
 
     def forward_ended_attempts(self) -> None:
         """Send the rows of ended attempts that belong to the run."""
-        for part in self.folder.list_parts():
+        for part in self.folder.list_counted_parts():
             attempt = part.attempt
             note = self.notes.get(attempt.number)
             if note is None:

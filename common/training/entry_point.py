@@ -272,15 +272,15 @@ class LaunchedRank:
         with rendezvous.join_world(self.rank_info, launch, private) as self.world:
             self.rank_info = self.world  # follows its changes
             if run_to_resume is None and self.rank_info.is_restart:
-                run_to_resume = self._find_earlier_run(cfg)
+                run_to_resume = self._find_run_of_same_launch(cfg)
             yield run_to_resume
 
-    def _find_earlier_run(self, cfg: Experiment) -> RunFolder | None:
+    def _find_run_of_same_launch(self, cfg: Experiment) -> RunFolder | None:
         """Return the run that the previous attempt of this command line made. All ranks call it."""
         earlier = None
         if self.is_main:
             name = config.get_experiment_name(type(cfg))
-            earlier = provenance.find_earlier_run(Path(cfg.runs), name, sys.argv)
+            earlier = provenance.find_run_of_same_launch(Path(cfg.runs), name, sys.argv)
         path = self.world.broadcast(str(earlier.path) if earlier else None)
         return RunFolder(Path(path)) if path else None
 

@@ -43,11 +43,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_explains_where_data_come_from_and_how_a_run_is_made_short() -> None:
-    assert "`DATA_ROOT` sets the default of `data.root`" in TEXT and "`steps=100` ends a run" in TEXT
+    assert "`DATA_ROOT` sets the default value of `data.root`" in TEXT and "`steps=100` ends a run" in TEXT
 
 
 def test_the_readme_is_short() -> None:
-    assert len(TEXT.splitlines()) <= 200
+    assert len(TEXT.splitlines()) <= 170
 
 
 def test_sample_output_has_the_lines_of_a_real_run(cache: Path, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class ServerWorker:
             works += [self._send(request, server, REQUEST) for server in remote]
             if self.server is not None and rank in group:
                 self.flat[self.parts[rank]] = self.server.pull(rank, self.ticket, rate)
-            wait_for(works)
+            wait_for_works(works)
 
     def push(self) -> int:
         """Send each server its shard of the gradient and wait for all answers; return the staleness.
@@ -140,7 +140,7 @@ class ServerWorker:
             rank = self.world.rank
             answer = self.server.push(rank, gradient[self.parts[rank]])
             answers[rank] = torch.tensor(answer)
-        wait_for(works)
+        wait_for_works(works)
         self.ticket = int(answers[0][0])
         return int(torch.stack(answers)[:, 1].max())
 
@@ -229,7 +229,7 @@ class ServerWorker:
                 works = self._receive_large(gradient, worker, GRADIENT)
                 values = self.server.pull(worker, int(ticket), rate)
                 works += self._send_large(values, worker, VALUES)
-                wait_for(works, IDLE_TIMEOUT)
+                wait_for_works(works, IDLE_TIMEOUT)
                 answer = torch.tensor(self.server.push(worker, gradient))
                 self._send(answer, worker, ANSWER).wait()
         except (RuntimeError, TimeoutError) as error:
@@ -259,7 +259,7 @@ class ServerWorker:
         return work
 
 
-def wait_for(works: Sequence[dist.Work], timeout: datetime.timedelta | None = None) -> None:
+def wait_for_works(works: Sequence[dist.Work], timeout: datetime.timedelta | None = None) -> None:
     """Wait for all messages, each at most `timeout`, by default the timeout of the group."""
     for work in works:
         if timeout is None:
