@@ -61,7 +61,7 @@ def split_arguments(text: str) -> tuple[list[str], list[str]]:
 
 
 def split_settings(text: str) -> tuple[list[str], list[str]]:
-    """Split ARGS for a command that takes no options of an experiment. Raises UserError for an option."""
+    """Split ARGS into the settings of a run and those of a profile. Raises UserError for a command-line option."""
     arguments, for_profile = split_arguments(text)
     for argument in arguments:
         if argument.startswith("-"):

@@ -131,9 +131,11 @@ class Checkpointer:
             newest = (
                 "this attempt has no older one"
                 if self.saved_step is None
-                else f"the newest is of step {self.saved_step}"
+                else f"the newest is from step {self.saved_step}"
             )
-            self.log_message(f"WARNING: no checkpoint of step {step}: {problem}; training continues ({newest})")
+            self.log_message(
+                f"WARNING: no checkpoint was saved for step {step}: {problem}; training continues ({newest})"
+            )
         self.problem = problem
 
     def _collect_rank_content(self, step: int, state: CheckpointState) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def to_plain(value: Any, name: str) -> Any:
     kind = type(value).__name__
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, torch.nn.Parameter):
-            raise TypeError(f"{name} is a {kind}; a checkpoint contains full tensors")
+            raise TypeError(f"{name} is a {kind}; a checkpoint can contain only full, plain tensors")
         tensor = value.detach()
         is_view = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
         return tensor.clone() if is_view else tensor  # saving a view would save its whole storage

@@ -312,7 +312,7 @@ def gather_hosts(store: dist.Store, rank_info: RankInfo, timeout: datetime.timed
     except (RuntimeError, dist.DistError):
         missing = [f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])]
         raise UnreachableError(
-            f"{', '.join(missing)} did not join within {timeout.total_seconds():.0f} s; see its log, or "
-            "raise launch.setup_timeout"
+            f"{', '.join(missing)} did not join within {timeout.total_seconds():.0f} s; "
+            "check the logs of the missing ranks, or raise launch.setup_timeout"
         ) from None
     return tuple(store.get(key).decode() for key in keys)

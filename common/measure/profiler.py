@@ -1,4 +1,4 @@
-"""Profile of a few steps: a Chrome trace, and the ten operations that take most CPU time."""
+"""Profile of a few steps: a Chrome trace, and the ten operations that take the most CPU time."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class StepTimes:
 
 
 def gather_step_times(world: World, times: StepTimes | None, samples: float | None = None) -> list[RankTimes]:
-    """Return the times of all ranks that have some, on rank 0. All ranks call it.
+    """On rank 0, return the step times of all ranks that recorded any. All ranks call it.
 
     `samples` is the mean number of this rank's samples per batch, if shards are unequal.
     """

@@ -40,7 +40,7 @@ def make_step_function(
 ) -> Callable[[], Tensor]:
     """Return a function that trains one step on a shard of the next batch and returns the loss [].
 
-    `model` is the forward, `module` has the parameters.
+    `model` is called for the forward pass; `module` has the parameters that are trained.
     """
     optimizer = optimizers.build_optimizer(module.train().parameters(), run.cfg.optim)
     loader = Loader.from_config(run.train_set, run.cfg, run.device, shard=shard)

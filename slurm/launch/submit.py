@@ -97,7 +97,7 @@ def prepare_run_folder(
 ) -> RunFolder:
     """Create a run folder with everything the job needs: data, settings, source, description.
 
-    A notice about the data is printed unless it is in `shown_notices`, to which it is added.
+    Print a notice about the data once; `shown_notices` contains those already printed.
     """
     fallback = scheduler is None or scheduler.local is not None
     dataset = prepare.prepare_dataset(settings.data, fallback, log=settings.log)

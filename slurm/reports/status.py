@@ -272,7 +272,7 @@ def report_unlisted_folders(runs: Path) -> None:
     folders = [path for path in sorted(runs.glob("*")) if RUN_NAME.fullmatch(path.name) and path.is_dir()]
     names = [path.name for path in folders if not (path / "config.yaml").exists()]
     if names:
-        print(f"not listed, without config.yaml: {', '.join(names)}", file=sys.stderr)
+        print(f"not listed (no config.yaml): {', '.join(names)}", file=sys.stderr)
 
 
 def main(args: argparse.Namespace) -> int:

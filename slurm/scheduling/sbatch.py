@@ -38,8 +38,8 @@ def load_profile(name: str, overrides: list[str]) -> Profile:
     names = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in names:
         raise UserError(
-            f"CLUSTER={name} is unknown; there are {', '.join(names)} in configs/cluster/; "
-            "LAUNCH=slurm:NAME chooses a local cluster"
+            f"unknown CLUSTER={name}; choose one of {', '.join(names)} (configs/cluster/), or use LAUNCH=slurm:NAME "
+            "for a local cluster"
         )
     return make_profile(config.read_config_file(folder / f"{name}.yaml"), overrides)
 

@@ -484,7 +484,7 @@ def refusals(world: rendezvous.World) -> None:
         ("SUM of torch.float8_e4m3fn", lambda: dist.reduce(fp8, 0)),
         ("receiving from any rank", lambda: dist.recv(torch.zeros(2))),
         ("sparse", lambda: dist.all_reduce(torch.zeros(2).to_sparse())),
-        ("needs", lambda: dist.all_gather_into_tensor(torch.zeros(size + 1), torch.zeros(1))),
+        ("must be contiguous", lambda: dist.all_gather_into_tensor(torch.zeros(size + 1), torch.zeros(1))),
         ("do not match", lambda: dist.all_gather([torch.zeros(2)] * size, torch.zeros(3))),
         ("does not support", lambda: dist.gather_into_tensor(torch.zeros(size), torch.zeros(1))),
     ]

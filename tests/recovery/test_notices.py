@@ -52,11 +52,11 @@ def test_a_run_that_is_cancelled_saves_and_says_so(tmp_path: Path, quick: tuple[
     assert process.returncode == EXIT_RESUMABLE and storage.list_resumable_checkpoints(folder)
     assert status.read_state(folder)[0] == "CANCELLED" and folder.result["exit_status"] == 130
     assert diagnosis.examine_run(folder)["cause"] == "", "its state says it"
-    assert "after step" in logs.read_rank_0_log(folder)
+    assert "checkpoint saved at step" in logs.read_rank_0_log(folder)
     waiting = folder.claim_attempt()  # a start that has said nothing yet hides no words of the one before
     (waiting.attempt_folder / "logs").mkdir(exist_ok=True)
     waiting.log_file(0).touch()
-    assert "after step" in logs.read_rank_0_log(folder)
+    assert "checkpoint saved at step" in logs.read_rank_0_log(folder)
 
 
 def test_a_run_that_is_interrupted_twice_ends_at_once(tmp_path: Path, quick: tuple[str, ...]) -> None:

@@ -126,8 +126,8 @@ def cut_equally(tensor: Tensor, size: int, part: Tensor) -> Sequence[Tensor]:
     if tensor.numel() != size * part.numel() or tensor.dtype != part.dtype or not is_contiguous:
         layout = "" if is_contiguous else ", not contiguous"
         raise ValueError(
-            f"the tensor of all ranks has {tensor.numel()} elements of {tensor.dtype}{layout}, needs {size} times "
-            f"{part.numel()} contiguous elements of {part.dtype}"
+            f"the tensor that covers all ranks has {tensor.numel()} elements of dtype {tensor.dtype}{layout}; "
+            f"it must be contiguous and have {size} x {part.numel()} elements of dtype {part.dtype}"
         )
     return tensor.detach().view(-1).tensor_split(size)
 

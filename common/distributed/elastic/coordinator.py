@@ -291,6 +291,11 @@ class Coordinator:
         self._remove_member(connection, failed=not connection.has_left)
 
     def _remove_member(self, connection: RankConnection, *, failed: bool) -> None:
+        """Remove the rank of a connection from the members, if it is one.
+
+        A failure ends the generation; the failure of an irreplaceable rank ends the run. Without effect if the rank has
+        been removed before.
+        """
         if failed and connection.irreplaceable and not self.finished:
             self.end_reason = EndReason.SHARD_LOST
         if connection.rank in self.members and not connection.joins and not self.finished:

@@ -105,7 +105,7 @@ def copy_algorithm_file(launch: Launch, code: Path, *, overwrite: bool = False) 
 
 
 def make_algorithm(name: str, plan: Iterable[Iterable[Sequence[Any]]], note: str = "") -> Algorithm:
-    """Return an algorithm from moves as tuples. Raises TypeError for an invalid move."""
+    """Build an algorithm from moves given as tuples. Raises TypeError for an invalid move."""
     chunks = 1
     all_moves = []
     for rank_plan in plan:

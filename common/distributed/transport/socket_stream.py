@@ -102,7 +102,7 @@ class TlsSocket(socket.socket):
             return 0
 
     def _call_until_complete(self, call: Callable[..., T], *arguments: object) -> T:
-        """Repeat a call of the TLS object until it needs no more records."""
+        """Repeat a method call on the TLS object, receiving records until the call completes."""
         while True:
             try:
                 return call(*arguments)

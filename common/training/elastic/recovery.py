@@ -331,7 +331,9 @@ class Recovery:
         run.log_message(describe_rank_change(changed))
         run.pace.interrupt()
         if generation.stops and not run.saver.stop_request.signal_number:
-            run.log_message("fewer ranks than elastic.min remain; saving, to be resumed with all ranks")
+            run.log_message(
+                "fewer ranks than elastic.min remain; saving a checkpoint so that the run can be resumed with all ranks"
+            )
             run.saver.stop_request.signal_number = signal.SIGUSR2
         if run.world.is_main:
             with contextlib.suppress(UserError):  # a full disk is reported when metrics or checkpoints are written

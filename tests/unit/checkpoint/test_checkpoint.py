@@ -555,8 +555,8 @@ def test_a_full_disk_is_told_and_training_goes_on(small: Disk, free: int) -> Non
             os.truncate(ballast, ballast.stat().st_size - free)
     content = CheckpointState({"w": torch.rand(20_000)}, {}, {})
     assert small.checkpoints.save(3, content) is False
-    assert small.said[0].startswith("WARNING: no checkpoint of step 3: ")
-    assert os.strerror(errno.ENOSPC) in small.said[0] and "the newest is of step 2" in small.said[0]
+    assert small.said[0].startswith("WARNING: no checkpoint was saved for step 3: ")
+    assert os.strerror(errno.ENOSPC) in small.said[0] and "the newest is from step 2" in small.said[0]
     assert small.names() == ["latest", "step-00000001", "step-00000002"], "nothing half-written"
     assert small.load() == 2
     said = len(small.said)
@@ -635,7 +635,7 @@ def test_if_one_cannot_write_none_has_saved_and_all_go_on(two: Any) -> None:
     want = {"failed": [False], "files": kept, "healed": [True], "after": [*kept, "step-00000003"]}
     assert found(two, "one_rank_cannot_write") == [want] * 2
     warning, end = two[1][1]["one_rank_cannot_write"]["said"]
-    assert "no checkpoint of step 2: rank 1 on " in warning and os.strerror(errno.EFBIG) in warning
+    assert "no checkpoint was saved for step 2: rank 1 on " in warning and os.strerror(errno.EFBIG) in warning
     assert end == "checkpoints are written again, after step 3"
     assert found(two, "rank_0_cannot_begin") == [{"failed": [False]}] * 2
 

@@ -200,7 +200,10 @@ def test_ranks_of_a_launcher_that_are_told_before_the_first_step_leave_at_once(t
 def test_rank_that_does_not_arrive_is_named(tmp_path: Path) -> None:
     done = fork_ranks("one_does_not_arrive", tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "error: rank 1 did not join within 3 s; see its log, or raise launch.setup_timeout\n"
+    assert (
+        done.stderr
+        == "error: rank 1 did not join within 3 s; check the logs of the missing ranks, or raise launch.setup_timeout\n"
+    )
 
 
 def test_rank_that_hangs_ends_the_run_after_the_step_timeout(tmp_path: Path) -> None:

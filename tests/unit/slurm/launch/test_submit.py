@@ -104,7 +104,7 @@ def test_bad_profiles_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         sbatch.load_profile("default", words)
     assert message in str(caught.value)
-    with pytest.raises(UserError, match=r"CLUSTER=nowhere is unknown; there are .*default"):
+    with pytest.raises(UserError, match=r"unknown CLUSTER=nowhere; choose one of .*default"):
         sbatch.load_profile("nowhere", [])
 
 
@@ -559,7 +559,7 @@ def test_a_run_folder_without_settings_is_named(fake: Fake, tmp_path: Path) -> N
     (tmp_path / "runs" / "sweeps").mkdir()
     done = call(fake, "slurm", "status", f"--runs-folder={tmp_path / 'runs'}")
     assert sound.path.name in done.stdout and broken.path.name not in done.stdout
-    assert done.stderr == f"not listed, without config.yaml: {broken.path.name}\n"
+    assert done.stderr == f"not listed (no config.yaml): {broken.path.name}\n"
 
 
 def test_a_run_of_another_source_is_neither_submitted_nor_given_settings_that_it_lacks(tmp_path: Path) -> None:
