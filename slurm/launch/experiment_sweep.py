@@ -17,15 +17,15 @@ import io
 import itertools
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from common.core import config
-from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
-from common.core.text import read_or_empty
+from common.core.errors import UserError, exit_on_user_error
+from common.core.signals import STOPPED_STATUSES
+from common.core.text import read_tail
 from common.distributed.rank_info import read_rank_info
 from common.measure import plots
 from common.runs import provenance, result
@@ -50,6 +50,7 @@ def plan_points(
             settings = config.load_config(config.import_schema(name), [*QUIET, *arguments, "sweep=false", *overrides])
         except UserError as error:
             raise UserError(f"sweep, at {' '.join(overrides)}: {error}") from None
+        settings.fit_devices(gpus)  # before its folder is created, so that its config.yaml is final
         points.append(SweepPoint(values, repeat, settings))
     return points
 
@@ -64,10 +65,11 @@ def copy_measured_settings(names: Sequence[str], folder: RunFolder, settings: Ex
 class ResultTable:
     """The results of the runs of a sweep, which are written to table.csv."""
 
-    def __init__(self, path: Path, grid: SweepGrid[Experiment], points: Sequence[SweepPoint]) -> None:
-        self.path = path
+    def __init__(self, sweep_folder: sweep.SweepFolder, grid: SweepGrid[Experiment]) -> None:
+        self.sweep = sweep_folder
+        self.path = sweep_folder.path
         self.grid = grid
-        self.points = points
+        self.points = sweep_folder.plan.points
         self.rows: list[RunRow] = []
 
     def add_run(self, point: SweepPoint, folder: RunFolder) -> None:
@@ -75,9 +77,11 @@ class ResultTable:
 
         Raises UserError, with the error of the run, if the run was refused; its folder is removed.
         """
-        log = read_or_empty(str(folder.path / "screen.log"))
-        if not folder.result and "error: " in log:
+        log = read_tail(folder.path / "screen.log")
+        if not folder.result and not folder.list_attempts() and "error: " in log:
             shutil.rmtree(folder.path)
+            self.sweep.forget_run(point)
+            self.sweep.save()
             raise UserError(log.rpartition("error: ")[2].strip())
         parsed = result.parse_result(folder.result)
         row: RunRow = {"cell": point.values, "repeat": point.repeat, "run": folder.path.name}
@@ -133,17 +137,17 @@ def main(name: str, arguments: Sequence[str]) -> int:
         point.settings.wandb.group = folder.name
     print(f"{name}: a sweep of {len(points)} runs, folder {folder}", flush=True)
 
-    table = ResultTable(folder, grid, points)
     plan = SweepPlan(folder.name, name, {}, points, parallel=1)
     sweep_folder = sweep.SweepFolder(folder, plan)
+    table = ResultTable(sweep_folder, grid)
     try:
-        status = sweep.run_points(sweep_folder, [(point, None) for point in points], table.add_run)
+        status = sweep.run_points(sweep_folder, [(point, None) for point in points], table.add_run, stops_with_run=True)
     except UserError:
         if not table.rows:
             shutil.rmtree(folder)
         raise
-    if status > 128:  # after a stop request, answered as a single run answers it
-        return status if status == 128 + signal.SIGINT else EXIT_RESUMABLE
+    if status in STOPPED_STATUSES:
+        return status
     finished = [row for row in table.rows if row.get("state") == "finished"]
     if finished:
         report_summary(grid.summarise(cfg, gpus, finished), folder)

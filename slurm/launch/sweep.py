@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core.errors import RunTakenError, UserError
-from common.core.signals import STOP_SIGNALS
+from common.core.signals import STOP_SIGNALS, STOPPED_STATUSES
 from common.core.text import format_count
 from common.runs import provenance
 from common.runs.folder import RunFolder, disk_errors, write_json
@@ -281,15 +281,21 @@ def start_point(folder: RunFolder) -> subprocess.Popen[bytes]:
 
 
 def run_points(
-    sweep: SweepFolder, point_runs: list[PointRun], on_end: Callable[[SweepPoint, RunFolder], None] | None = None
+    sweep: SweepFolder,
+    point_runs: list[PointRun],
+    on_end: Callable[[SweepPoint, RunFolder], None] | None = None,
+    *,
+    stops_with_run: bool = False,
 ) -> int:
     """Run points on this machine, several in parallel; returns the exit status.
 
-    `on_end` is called after each run, with its folder. After Ctrl-C, SIGTERM or SIGUSR2 the runs save and stop.
+    `on_end` is called after each run, with its folder. After Ctrl-C, SIGTERM or SIGUSR2 the runs save and stop. With
+    `stops_with_run`, a run that was stopped, for example by `make cancel`, ends the sweep with the run's exit status.
     """
     waiting = list(point_runs)
     running: dict[subprocess.Popen[bytes], SweepPoint] = {}
     stop_signal = 0
+    stopped_status = 0
     has_failed = False
 
     def stop(number: int, frame: Any) -> None:
@@ -299,10 +305,11 @@ def run_points(
             for process in running:
                 process.send_signal(number)
 
-    old_handlers = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    old_handlers = {number: signal.signal(number, stop) for number in handled}
     try:
-        while running or (waiting and not stop_signal):
-            while waiting and len(running) < sweep.plan.parallel and not stop_signal:
+        while running or (waiting and not stop_signal and not stopped_status):
+            while waiting and len(running) < sweep.plan.parallel and not stop_signal and not stopped_status:
                 point, resumed = waiting.pop(0)
                 folder = resumed or make_point_folder(sweep, point, None)
                 running[start_point(folder)] = point
@@ -315,6 +322,8 @@ def run_points(
                 cell["state"] = state.lower()
                 sweep.save()
                 has_failed |= process.returncode != 0
+                if stops_with_run and process.returncode in STOPPED_STATUSES:
+                    stopped_status = process.returncode
                 print(f"  {state:<9}  {point.label}  {cell['run']}", flush=True)
                 if on_end is not None:
                     on_end(point, RunFolder(sweep.runs / cell["run"]))
@@ -322,6 +331,8 @@ def run_points(
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
+    if stopped_status:
+        return stopped_status
     return 128 + stop_signal if stop_signal else int(has_failed)
 
 

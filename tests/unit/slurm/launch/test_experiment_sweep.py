@@ -28,7 +28,7 @@ def sweep_runs(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, scr
     return experiment_sweep.main("sparse_prune", [*WORDS, f"data.cache={cache}", f"runs={tmp_path}", "sweep=true"])
 
 
-@pytest.mark.parametrize(("name", "status"), [("INT", 130), ("USR2", 75), ("TERM", 75)])
+@pytest.mark.parametrize(("name", "status"), [("INT", 130), ("USR2", 140), ("TERM", 143)])
 def test_a_stop_request_at_the_end_of_a_run_ends_the_sweep(
     name: str,
     status: int,
@@ -45,6 +45,22 @@ def test_a_stop_request_at_the_end_of_a_run_ends_the_sweep(
     (folder,) = (tmp_path / "sweeps").iterdir()
     (cell,) = read_json(folder / "sweep.json")["cells"]
     assert cell["state"] == "finished" and cell["run"] in (folder / "table.csv").read_text()
+
+
+@pytest.mark.parametrize("status", [75, 130])
+def test_a_run_that_is_stopped_ends_the_sweep(
+    status: int, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = f"""echo '{{"format": 2, "state": "cancelled", "exit_status": {status}}}' >$RUN/result.json"""
+    assert sweep_runs(tmp_path, cache, monkeypatch, f"{result}; exit {status}") == status
+    assert len(list(tmp_path.glob("sparse_prune-*"))) == 1
+
+
+def test_a_run_that_has_trained_is_never_deleted(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "mkdir -p $RUN/attempts/0001; echo 'error: attempt 1 was superseded' >$RUN/screen.log; exit 2"
+    assert sweep_runs(tmp_path, cache, monkeypatch, script) == 1
+    runs = list(tmp_path.glob("sparse_prune-*"))
+    assert runs and all((run / "screen.log").exists() for run in runs)
 
 
 def test_a_run_that_is_refused_ends_the_sweep_with_its_error(
