@@ -115,6 +115,7 @@ def kill_rank(number: int, words: tuple[str, ...], place: Path, seconds: float) 
     with train_long("mnist_pipeline", *words, runs=place / "runs", **env) as process:
         folder = only_folder(place / "runs")
         wait_until(lambda: status(folder), "it is tracked")
+        wait_until(lambda: len(folder.read_metrics()) > 1, "more than the first row is written")
         pid = ranks_of(process)[number]
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: process.poll() is not None and not processes_of(str(place)), "all has ended", seconds)
