@@ -2,8 +2,9 @@
 
     python -m tests.harness.elastic NAME POINT:RANK:STEP:HOW[,...] key=value ...
 
-HOW is kill, stop, fail (an error of this rank's connections), wait (for a second), block (for ever), join (until all
-lost ranks are back, or wait to be), or worker-kill or worker-stop, for this rank's data workers. NAME may be followed
+HOW is kill, stop, fail (an error of this rank's connections), wait (for a second), block (for ever), await-block (wait
+until another rank blocks), join (until all lost ranks are back, or wait to be), or worker-kill or worker-stop, for this
+rank's data workers. NAME may be followed
 by one of CHANGES, as in ddp_multinode+own_state. RANK is that at the start of the run; a rank that was started again
 does not fail, except at the point "arriving", before its first message to the coordinator.
 """
@@ -38,6 +39,7 @@ from common.training.run_context import RunContext
 from tests.harness.processes import wait_until
 
 SLOW = 0.02
+BLOCKED_FILE = "a-rank-blocks"
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 Faults = list[tuple[str, int, int, str]]
 
@@ -73,7 +75,10 @@ class Planted:
             elif how == "wait":
                 time.sleep(1)
             elif how == "block":
+                (recovery.run.folder.path / BLOCKED_FILE).touch()
                 threading.Event().wait()
+            elif how == "await-block":
+                wait_until((recovery.run.folder.path / BLOCKED_FILE).exists, "another rank blocks")
             elif how == "fail":
                 self.faults.remove((at, rank, number, how))
                 raise RuntimeError("gloo: planted")

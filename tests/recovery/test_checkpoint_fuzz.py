@@ -64,12 +64,12 @@ def sound(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
             draft.create()
             for rank in range(RANKS):
                 seat = dataclasses.replace(world, rank=rank, size=RANKS)
-                content = Checkpointer(attempt, seat, Checkpoint(), print)._collect_rank_content(
-                    step, part_of(number, step, rank)
-                )
+                saver = Checkpointer(attempt, seat, Checkpoint(), print)
+                content = saver._collect_rank_content(step, part_of(number, step, rank))
                 name = storage.make_rank_file_name(rank)
                 entries[name] = rank_file.write_rank_file(draft.path / name, content)
             draft.publish(Manifest(step, number, RANKS, entries, {}))
+        draft.path.with_name("latest").write_text(f"{CheckpointPath(attempt, steps[-1]).name}\n")
     return folder.path
 
 

@@ -94,7 +94,7 @@ def test_a_step_that_only_some_servers_have_taken_is_taken_by_the_others(
     [
         (0, "push:0:11:kill", "was killed by SIGKILL"),
         (1, "push:1:11:stop", "was declared lost: no heartbeat for 0.5 s"),
-        (1, "push:2:11:kill,push:1:11:block", f"ended itself: {STUCK_REASON}"),
+        (1, "push:2:11:await-block,push:2:11:kill,push:1:11:block", f"ended itself: {STUCK_REASON}"),
     ],
 )
 def test_a_server_is_not_lost_in_flight_and_the_run_goes_on_from_a_checkpoint(

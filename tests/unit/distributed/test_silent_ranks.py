@@ -6,7 +6,6 @@ import datetime
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -33,11 +32,11 @@ def serve(answer: Connection) -> None:
 @pytest.fixture
 def found() -> Iterator[tuple[World, int]]:
     """Rank 1's world, and the pid of the process that has its store, as rank 0 does."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # a fork of this process would inherit the locks of its threads
+    context.set_forkserver_preload(["torch.distributed"])
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,), daemon=True)
     process.start()
-    before = set(threading.enumerate())
     assert ours.poll(SECONDS.total_seconds()), "the store's process has begun"
     store = dist.TCPStore("127.0.0.1", ours.recv(), 2, False, SECONDS, wait_for_workers=False)
     yield (
@@ -49,8 +48,6 @@ def found() -> Iterator[tuple[World, int]]:
     )  # fmt: skip
     process.kill()
     process.join()
-    for thread in set(threading.enumerate()) - before:  # it asked the store: a fork would inherit the locks it holds
-        thread.join(SECONDS.total_seconds())
 
 
 def test_who_has_not_waited_is_named(found: tuple[World, int]) -> None:
