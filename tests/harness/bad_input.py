@@ -178,7 +178,7 @@ DISKS = [
     disk(
         "disk: full while preparing",
         "data.cache=disk/cache",
-        parts=("cannot write disk/cache", "free space"),
+        parts=("cannot write disk/cache", "free up space"),
         shell=(MOUNT.format(size="1M"), "run", f"{LEFT} | grep -v -e 'cache$' -e 'lock$'"),
     ),
     dataclasses.replace(
