@@ -102,7 +102,7 @@ def test_an_interface_that_is_not_there_is_told_in_time(site: Site) -> None:
     done = follow(site, "interface", "launch.interface=eth9")
     check_job(site, done, site.run_of("interface"), "launch.interface=eth9 does not exist on node")
     check_in_time(site, site.run_of("interface"))
-    assert "it has lo (127.0.0.1), eth0 (10.77.0." in done.stdout
+    assert "use one of: lo (127.0.0.1), eth0 (10.77.0." in done.stdout
 
 
 # ---- data
