@@ -1,4 +1,4 @@
-"""Packages that all experiments share. Importing them also sets up the handling of Ctrl-C during imports."""
+"""Packages that all experiments share. Importing this package sets up the handling of Ctrl-C during imports."""
 
 import _thread
 import os
@@ -38,4 +38,4 @@ def is_project_command() -> bool:
 
 
 if threading.current_thread() is threading.main_thread() and is_project_command():
-    signal.signal(signal.SIGINT, exit_on_interrupt)  # replaced by `exit_on_user_error`
+    signal.signal(signal.SIGINT, exit_on_interrupt)  # `exit_on_user_error` replaces this handler

@@ -95,7 +95,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML{describe_yaml_position(error)}") from None
-    tree = tree or {}  # None for an empty file
+    tree = tree or {}  # an empty file yields None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines")
     return flatten_mapping(tree)
@@ -129,7 +129,7 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
 
 @dataclasses.dataclass(frozen=True)
 class StartedRanks:
-    """Number of ranks that another launcher has started, and number of their nodes."""
+    """Number of ranks that another launcher has started, and the number of nodes on which these ranks run."""
 
     ranks: int
     nodes: int
@@ -291,7 +291,7 @@ def format_yaml(settings: Experiment) -> str:
 
 
 def format_known_yaml(settings: Experiment, file: Path) -> str:
-    """Return the config as YAML, without the keys that are missing in `file` from an older version."""
+    """Return the config as YAML, limited to the keys of `file`, which an older version has written."""
     values: Any = OmegaConf.to_container(OmegaConf.structured(settings))
     tree = OmegaConf.create()
     names_in_file = read_config_file(file)

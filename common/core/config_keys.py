@@ -38,7 +38,7 @@ SYNONYMS = {
     "wd": "optim.weight_decay",
     "world_size": "processes_per_node",
 }
-"""Keys by the names that other programs use for the same setting."""
+"""Keys of this project by the names that other programs use for the same settings."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from common.core import process_limits
 # matches the error of a run that diverged; the second alternative occurs only in old run folders
 DIVERGENCE_PATTERN = "the loss of step|no finite.number|contains? NaN|NaN or infinity|(?:is|are) not finite"
 NO_VALID_CHECKPOINT_TEXT = "no valid checkpoint left"  # part of the error of a run without a valid checkpoint
-# matches the reason of a run that failed because of its source code and not because of a device or the network
+# matches the failure reason of a run if its source code, and not a device or the network, caused the failure
 SOURCE_ERROR_PATTERN = (
     r"failed(?: first)?: (?:after step \d+: )?"
     r"(?:(?:Assertion|Attribute|Index|Key|Name|NotImplemented|Recursion|Type|UnboundLocal|Value|ZeroDivision)Error\b"
@@ -78,7 +78,7 @@ def exit_on_user_error() -> Iterator[None]:
 
     The exit status is 2 for a UserError, 1 for a MachineError, and 130 for Ctrl-C.
     """
-    if signal.getsignal(signal.SIGINT) is exit_on_interrupt:  # imports are complete
+    if signal.getsignal(signal.SIGINT) is exit_on_interrupt:  # the imports are complete
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

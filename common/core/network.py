@@ -105,7 +105,7 @@ def list_interfaces() -> dict[str, str]:
 
 
 def identify_host() -> str:
-    """Return an id that all processes share that can connect to each other through Unix sockets.
+    """Return an id shared by all processes that can connect to each other through Unix sockets.
 
     Returns an empty string if the id is unknown. A host name is not sufficient: containers on different machines may
     have the same name, and containers on the same machine may have separate networks.
@@ -137,7 +137,7 @@ def find_interface(address: str) -> str:
 def read_sent_bytes(name: str) -> int:
     """Return the number of bytes that an interface has sent, or 0 if unknown. Packet headers are included.
 
-    /sys/class/net is not used, because it lacks the counters of a separate network namespace of this process.
+    /sys/class/net is not used, because it does not show the counters of a separate network namespace.
     """
     counters = re.search(rf"^\s*{re.escape(name)}:((?:\s+\d+)+)", read_or_empty("/proc/self/net/dev"), re.MULTILINE)
     return int(counters[1].split()[8]) if counters else 0

@@ -11,19 +11,19 @@ from pathlib import Path
 
 from common.core.text import read_or_empty
 
-# messages of Python, the operating system, libgomp and OpenBLAS
+# matches messages of Python, the operating system, libgomp and OpenBLAS
 SHORTAGE_PATTERN = re.compile(
     "can't start new thread|unable to start .*thread|thread creation failed|pthread_create failed"
     r"|\bfork\b.*resource temporarily unavailable",
     re.IGNORECASE,
 )
-# messages in the log of an aborted process; the last two are from std::thread, which gloo uses
+# matches the same messages and two messages of std::thread, which gloo uses, in the log of an aborted process
 ABORT_MESSAGES = re.compile(
     f"{SHORTAGE_PATTERN.pattern}|terminate called without an active exception"
     r"|std::system_error'\s+what\(\):\s+resource temporarily unavailable",
     re.IGNORECASE,
 )
-FORK_FUNCTIONS = {"fork", "fork_exec", "_fork_exec"}  # in os and subprocess
+FORK_FUNCTIONS = {"fork", "fork_exec", "_fork_exec"}  # functions of os and subprocess that fork
 
 
 def describe_shortage() -> str:

@@ -32,12 +32,12 @@ STOPPING_SECONDS = 60.0
 SILENT_SECONDS = 60.0
 """Seconds without activity after which an attempt is considered ended if this host cannot check its process."""
 SILENT_STOPPING_SECONDS = 15.0
-"""Seconds used instead of SILENT_SECONDS for an attempt that is stopping, because it only saves a checkpoint."""
+"""Shorter limit than SILENT_SECONDS for an attempt that is stopping. Such an attempt only saves a checkpoint."""
 WITHDRAWAL_SECONDS = 1.0
-"""Seconds after which a newer attempt is valid. Until then, it withdraws if it finds this attempt alive."""
+"""Seconds after which a newer attempt is valid. Until then, the newer attempt withdraws if this attempt is alive."""
 POLL_SECONDS = 0.2
 UNNAMED_LAUNCH = "none"
-"""Name of a torchrun launch for which the user has not set a name."""
+"""Default name of a torchrun launch, used if the user does not set a name."""
 
 
 class ProcessState(enum.Enum):
@@ -256,9 +256,9 @@ def find_recorded_process(attempt: RunFolder) -> Claim | None:
 
 
 def read_step_timeout(folder: RunFolder) -> float:
-    """Return the seconds for which a step of a run may write no file, as set by launch.step_timeout.
+    """Return how long a step of a run may take without writing a file, in seconds.
 
-    Returns 0 if the setting is unknown.
+    The value is the setting launch.step_timeout, or 0 if the setting is unknown.
     """
     try:
         settings = config.read_config_file(folder.path / "config.yaml")
@@ -319,7 +319,7 @@ def check_still_current(attempt: RunFolder) -> None:
 
 
 class AttemptWatch:
-    """Checks that the folder of an attempt still exists and that no newer attempt has started."""
+    """Monitor that checks whether an attempt's folder still exists and whether a newer attempt has started."""
 
     RETURN_SECONDS = 3.0
     """Seconds to wait for a missing folder. A network disk may be unavailable for a moment."""

@@ -32,7 +32,7 @@ DISTINCT_COLOURS = (
 LINE_DASHES = {"finished": "", "running": "2 3", "pending": "2 3"}
 UNFINISHED_DASHES = "7 4"  # line style of runs that ended before they finished
 FIRST_TESTS = ("test_accuracy", "test_loss")  # the evaluation metrics that are shown first
-MAX_LABEL_WIDTH = 34  # characters
+MAX_LABEL_WIDTH = 34  # maximum width of a label in characters
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TableCell:
 
     text: str
     value: float | None = None
-    """Number by which the table is sorted, or None if the cell contains text."""
+    """Number that is used to sort the table, or None if the cell contains text."""
 
     @property
     def has_number(self) -> bool:

@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DEFAULT_WIDTH = 120  # characters, if the output is not a terminal and COLUMNS is not set
-DEFAULT_HEIGHT = 24  # lines
-MAX_CELL_WIDTH = 24  # characters
+DEFAULT_WIDTH = 120  # width in characters if the output is not a terminal and COLUMNS is not set
+DEFAULT_HEIGHT = 24  # height in lines
+MAX_CELL_WIDTH = 24  # maximum width of a cell in characters
 GAP = "  "
 
 

@@ -68,7 +68,7 @@ DISK_REMEDIES = {
     errno.ENOENT: "the folder does not exist or was deleted; choose another one",
     errno.ENOTDIR: "part of the path is a file; choose another folder",
 }
-"""Disk problems and their remedies by error number."""
+"""Description and remedy of each disk problem, by error number."""
 
 
 @contextlib.contextmanager
@@ -234,7 +234,7 @@ class RunFolder:
             number += 1
 
     def withdraw_attempt(self) -> None:
-        """Delete the folder of this attempt. A single rename hides the folder and its claim first."""
+        """Delete the folder of this attempt. A single rename first hides the folder and its claim."""
         withdrawn = self.attempt_folder.with_name(f".withdrawn-{secrets.token_hex(4)}")
         with contextlib.suppress(OSError):
             self.attempt_folder.rename(withdrawn)
@@ -317,7 +317,7 @@ class RunFolder:
         write_json(self.attempt_folder / f"heartbeat-{rank}.json", beat)
 
     def find_last_write(self) -> float:
-        """Return when a rank last wrote a file of this attempt, in seconds since 1970, or 0 without such a file."""
+        """Return when a rank last wrote a file of this attempt, in seconds since 1970, or 0 if there is none."""
         newest = 0.0
         for pattern in FILES_OF_RANKS:
             for path in self.attempt_folder.glob(pattern):

@@ -41,7 +41,7 @@ def format_utc_now() -> str:
 def run_git(*arguments: str) -> str | None:
     """Return the output of a git command in the source tree.
 
-    Returns None if git is not installed or the source tree is not a git checkout.
+    Returns None if the command fails, for example without git or outside a checkout.
     """
     command = ["git", "-C", str(ROOT), *arguments]
     try:
@@ -54,7 +54,7 @@ def run_git(*arguments: str) -> str | None:
 def list_source_files() -> list[Path]:
     """Return the paths of the source files, including untracked files, relative to the root.
 
-    Files of runs and caches, and figures, are excluded.
+    Figures, caches and files of runs are excluded.
     """
     git_files = run_git("ls-files", "-co", "--exclude-standard", "-z")
     if git_files:
@@ -124,8 +124,8 @@ def has_uncommitted_changes() -> bool | None:
 def copy_function_file(kind: str, value: str, code: Path, *, overwrite: bool = False) -> None:
     """Copy the file of `FILE.py:function` into a run's source if the copy does not exist.
 
-    If `overwrite` is true, an existing copy is replaced. Values without a file are ignored. Ranks that start at the
-    same time see either the complete file or no file. Raises UserError if writing fails.
+    If `overwrite` is true, an existing copy is replaced. Values that do not name a file are ignored. Ranks that start
+    at the same time see either the complete file or no file. Raises UserError if writing fails.
     """
     copy = locate_file_copy(kind, value, code)
     if ":" in value and (overwrite or not copy.is_file()):
@@ -175,7 +175,7 @@ def check_source(folder: RunFolder) -> None:
 
 
 def find_unparsable_files(code: Path) -> list[str]:
-    """Return the paths, relative to a folder, of its Python files that cannot be parsed."""
+    """Return the Python files below a folder that cannot be parsed, as paths relative to the folder."""
     damaged = []
     for path in code.rglob("*.py"):
         try:

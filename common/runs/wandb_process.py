@@ -51,8 +51,8 @@ POLL_SECONDS = 0.3  # time between two reads of the metrics file
 TAIL_BYTES = 65_536  # size of the last part of the metrics file, which contains at least one complete row
 TIMED_OUT = 3  # exit status if the time limit was exceeded
 NO_HOST = 4  # exit status if the run must be converted after its end
-MAX_RESTARTS = 5  # restarts after the W&B client was killed; a scheduler may kill it together with the ranks
-SERVICE = "WANDB_SERVICE"  # environment variable that names a W&B helper process that was started earlier
+MAX_RESTARTS = 5  # restarts after the W&B client was killed; a scheduler may kill this client together with the ranks
+SERVICE = "WANDB_SERVICE"  # environment variable that identifies a W&B helper process started earlier
 LOST_CLIENT_ERRORS = ("CommError", "HandleAbandonedError", "MailboxClosedError", "WandbServiceConnectionError")
 """Names of the exceptions that wandb raises after its client was killed, in addition to ConnectionError."""
 
@@ -79,7 +79,7 @@ class Forwarder:
         self.media: dict[int, MediaReader] = {}
 
     def forward_ended_attempts(self) -> None:
-        """Send the rows of ended attempts, as far as these rows belong to the run."""
+        """Send the rows that belong to the run from all attempts that have ended."""
         for part in self.folder.list_counted_parts():
             attempt = part.attempt
             note = self.notes.get(attempt.number)
@@ -178,7 +178,7 @@ class Forwarder:
 def find_start_time(attempt: RunFolder) -> float | None:
     """Return the time, in seconds since 1970, at which the clock of the rows was 0.
 
-    The last row is assumed to be as old as the last change of the file. Returns None without a complete row.
+    The last row is assumed to be as old as the last change of the file. Returns None if there is no complete row.
     """
     try:
         with open(attempt.metrics_file, "rb") as file:
@@ -232,7 +232,7 @@ def track_online(folder: RunFolder, closed: threading.Event) -> int:
             raise ConnectionError(reason)
         note_offline(folder, reason)
         return NO_HOST
-    if not folder.attempt_folder.exists():  # it was moved or deleted, and W&B would create it again
+    if not folder.attempt_folder.exists():  # the folder was moved or deleted, and W&B would create it
         return 1
     try:
         run = init_wandb_run(folder, "online", folder.path)
@@ -283,7 +283,7 @@ def convert(folder: RunFolder) -> int:
 
 
 class Deadline:
-    """Time limit of this process, which starts when its owner exits or closes stdin."""
+    """Time limit of this process. The time starts when the owner of the process exits or closes stdin."""
 
     def __init__(self, folder: RunFolder, end_time: float) -> None:
         """`end_time` is a time of the monotonic clock, or 0 if it is not known yet."""

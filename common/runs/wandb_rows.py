@@ -65,7 +65,7 @@ def choose_rows(attempt: RunFolder) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def make_row_key(row: dict[str, Any]) -> RowKey:
-    """Return the names and values of a row, except its time.
+    """Return the names and values of a row, without its time.
 
     The values of a step usually change if the step is repeated with other settings.
     """

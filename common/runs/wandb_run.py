@@ -16,7 +16,7 @@ from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_jso
 from configs.shared import Experiment
 
 INIT_TIMEOUT = 20.0  # time limit in seconds for wandb.init in online mode
-MAX_TAG_LENGTH = 64  # characters; W&B rejects longer tags
+MAX_TAG_LENGTH = 64  # maximum length in characters; W&B rejects longer tags
 
 
 def load_run_config(folder: RunFolder) -> Experiment:

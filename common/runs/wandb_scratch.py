@@ -20,7 +20,7 @@ from common.core.errors import UserError
 from common.core.processes import Process, list_children
 from common.runs.folder import RunFolder, read_json, write_json
 
-PREFIX = "wandb-run-"  # start of folder names; short, because a socket path is limited to 107 characters
+PREFIX = "wandb-run-"  # prefix of folder names; it is short because a socket path is limited to 107 characters
 
 
 def name_staging_folder(folder: RunFolder) -> Path:

@@ -1,9 +1,9 @@
 """Start and stop the tracking process of a run, which sends its metrics to Weights & Biases.
 
 Training never waits for W&B and never fails because of W&B. In online mode, a separate process follows metrics.jsonl
-while the run trains. In offline mode, a process converts metrics.jsonl after training has ended, and W&B does not run
-before. If a tracking process is killed, the next attempt or `make sync` sends the missing rows. This module does not
-import torch.
+while the run trains. In offline mode, W&B does not run until training has ended. A process then converts metrics.jsonl.
+If a tracking process is killed, the next attempt or `make sync` sends the missing rows. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tracker:
 
     @classmethod
     def start(cls, cfg: Experiment, folder: RunFolder) -> Tracker | None:
-        """Start to track a run. Return None if tracking is disabled or cannot be started."""
+        """Start tracking a run. Return None if tracking is disabled or cannot be started."""
         mode = read_requested_mode(cfg)
         if mode == "disabled":
             return None
@@ -112,7 +112,7 @@ def start_process(folder: RunFolder, mode: str, stdin: int, seconds: float) -> s
 
     The process exits at most `seconds` after `stdin` closes. In offline mode, the time starts immediately.
     """
-    # The error reporting of W&B is telemetry. It would take ten seconds at the end if the host does not respond.
+    # The error reporting of W&B is telemetry. It takes ten seconds at the end of a run if the host does not respond.
     environ = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"} | os.environ
     for name in ("WANDB_MODE", SERVICE):
         environ.pop(name, None)
@@ -180,7 +180,7 @@ def misses_online_rows(folder: RunFolder) -> bool:
 
 
 def send_missing_rows(folder: RunFolder) -> None:
-    """Send the missing rows of a run that has ended to W&B.
+    """Send to W&B the missing rows of a run that has ended.
 
     If the run was online, the rows are sent to the W&B host. Otherwise, the rows are written to an offline folder.
     Raises UserError if rows are still missing or the run folder cannot be written.
