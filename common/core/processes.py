@@ -46,7 +46,7 @@ def kill_children() -> None:
     """Kill the children of this process. If `adopt_orphans` was called before, kill all descendants."""
     while pids := list_children():
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # another thread may have reaped it
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # another thread may have reaped the child
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
