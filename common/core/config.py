@@ -228,7 +228,7 @@ def load_config(
 ) -> T:
     """Return the config of one run. For --help and --print-config, print the text and exit.
 
-    If another launcher has `started` ranks, the run uses this number of ranks, but the user may set another number.
+    `started` is the number of ranks that another launcher has started. The run uses this number by default.
     Raises UserError for an invalid setting, before any rank starts or data is read.
     """
     command_line = parse_command_line(arguments)

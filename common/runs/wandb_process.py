@@ -232,7 +232,7 @@ def track_online(folder: RunFolder, closed: threading.Event) -> int:
             raise ConnectionError(reason)
         note_offline(folder, reason)
         return NO_HOST
-    if not folder.attempt_folder.exists():  # the folder was moved or deleted, and W&B would create it
+    if not folder.attempt_folder.exists():  # the folder was moved or deleted, and W&B would recreate it
         return 1
     try:
         run = init_wandb_run(folder, "online", folder.path)
