@@ -1,4 +1,4 @@
-"""Packages shared by the experiments, and handling of Ctrl-C during their import."""
+"""Packages that all experiments share. Importing this package sets up the handling of Ctrl-C during imports."""
 
 import _thread
 import os
@@ -9,10 +9,13 @@ from pathlib import Path
 
 
 def exit_on_interrupt(number: int, frame: object) -> None:
-    """Exit with one line; an exception during the import of a library could be swallowed."""
+    """Print one line and exit after Ctrl-C.
+
+    This handler raises no exception, because an exception during the import of a library could be swallowed.
+    """
     try:
         _thread.start_new_thread(int, ())
-    except RuntimeError:  # OpenBLAS sends SIGINT to its process if it cannot start threads
+    except RuntimeError:  # OpenBLAS sends SIGINT to its own process if it cannot start threads
         from common.core.process_limits import describe_shortage
 
         os.write(2, f"error: {describe_shortage()}\n".encode())
@@ -22,7 +25,10 @@ def exit_on_interrupt(number: int, frame: object) -> None:
 
 
 def is_project_command() -> bool:
-    """Check that this process executes a file of experiments, slurm or common; these call `exit_on_user_error`."""
+    """Return whether this process executes a file of experiments, slurm or common.
+
+    These files call `exit_on_user_error`.
+    """
     project = Path(__file__).resolve().parent.parent
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     path = Path(main_file or "/").resolve()
@@ -32,4 +38,4 @@ def is_project_command() -> bool:
 
 
 if threading.current_thread() is threading.main_thread() and is_project_command():
-    signal.signal(signal.SIGINT, exit_on_interrupt)  # replaced by `exit_on_user_error`
+    signal.signal(signal.SIGINT, exit_on_interrupt)  # `exit_on_user_error` replaces this handler

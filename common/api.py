@@ -1,6 +1,7 @@
-"""Names that every experiment uses, in one import; names of a single technique are imported from their package.
+"""The names that every experiment uses, available from one module.
 
-No module of common or slurm imports this one, and it imports nothing that only some runs need.
+Experiments import the names of a single technique from the package of that technique. No module of common or slurm
+imports this module. This module imports only modules that every run needs.
 """
 
 from common.checkpoint.train_state import TrainState

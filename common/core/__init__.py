@@ -1,4 +1,4 @@
-"""Settings, errors, seeds, processes and network addresses. Imports no torch.
+"""Settings, errors, seeds, processes and network addresses. This package does not import torch.
 
-`config` merges and checks the settings; `errors` defines `UserError` and the resumable exit status.
+`config` merges and validates the settings. `errors` defines `UserError` and the exit status of a resumable run.
 """

@@ -1,10 +1,10 @@
-"""Configuration: dataclass defaults < YAML file < `key=value` on the command line, typed and checked.
+"""Configuration, merged from dataclass defaults, a YAML file, and `key=value` arguments on the command line.
 
-All values, from files and from the command line, are read as text and converted by the type of their field: `010` is
-ten, `no` is a string in a string field, `nan` is rejected. Interpolations are rejected, too, because `config.yaml`
-would then depend on the environment.
+Command-line arguments override the YAML file, which overrides the defaults. All values are read as text and converted
+to the type of their field. For example, `010` is ten, `no` is a string in a string field, and `nan` is rejected.
+Interpolations are also rejected, because they would make `config.yaml` depend on the environment.
 
-Imports neither torch nor the experiments, so that commands on a login node respond quickly.
+This module imports neither torch nor the experiments, so that commands on a login node respond quickly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from configs.shared import TRAINING_KEYS, Experiment
 
 
 class CheckedConfig(Protocol):
-    """A config dataclass that checks whether its values are compatible."""
+    """A config dataclass that can check whether its values are compatible."""
 
     def check(self) -> None: ...
 
@@ -38,7 +38,8 @@ class CheckedConfig(Protocol):
 T = TypeVar("T", bound=Experiment)
 S = TypeVar("S", bound=CheckedConfig)
 ROOT = Path(__file__).resolve().parents[2]
-# keys that data position, model, optimizer state or measurements of a run depend on, and the location of its W&B run
+# Keys that cannot change when a run is resumed. The data position, model, optimizer state, measurements or W&B location
+# of the run depends on them.
 FIXED_KEYS = (
     "seed",
     "batch",
@@ -58,7 +59,7 @@ FIXED_KEYS = (
     "wandb.project",
     "wandb.entity",
 )
-RANKS_PER_NODE = "processes_per_node"  # key of the number of ranks in experiments without stages
+RANKS_PER_NODE = "processes_per_node"  # key for the number of ranks in experiments without stages
 YAML_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the loader of libyaml is eight times faster
 USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=value ...]"
 OPTION_VALUES = {
@@ -68,7 +69,7 @@ OPTION_VALUES = {
 
 
 def flatten_mapping(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted names."""
+    """Flatten nested mappings into one dict with dotted names as keys."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):
@@ -79,13 +80,13 @@ def flatten_mapping(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def describe_yaml_position(error: yaml.YAMLError) -> str:
-    """Return the position of a YAML error, as in " in line 2, column 5"; empty if unknown."""
+    """Return the position of a YAML error, such as " at line 2, column 5", or an empty string if unknown."""
     mark = getattr(error, "problem_mark", None)
-    return f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    return f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read the values of a YAML file by dotted name, all scalars as text. Raises UserError."""
+    """Read the values of a YAML file as text, by dotted name. Raises UserError if the file is invalid."""
     try:
         tree = yaml.load(path.read_text(), Loader=YAML_LOADER)  # noqa: S506 (creates only str, list and dict)
     except FileNotFoundError:
@@ -94,22 +95,26 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({error})") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML{describe_yaml_position(error)}") from None
-    tree = tree or {}  # None for an empty file
+    tree = tree or {}  # an empty file yields None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines")
     return flatten_mapping(tree)
 
 
 def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
-    """Merge layers of values as text into a checked config; later layers override. Raises UserError."""
+    """Merge layers of values, given as text, into a validated config.
+
+    Later layers override earlier layers. Raises UserError for an unknown key or an invalid value.
+    """
     keys = list_keys(schema)
     config = OmegaConf.structured(schema)
     for layer in layers:
         for layer_key, text in layer.items():
-            name = f"{layer_key}.on" if f"{layer_key}.on" in keys else layer_key  # a group is switched on by its name
+            # The name of a group, as in elastic=true, refers to its key `on`.
+            name = f"{layer_key}.on" if f"{layer_key}.on" in keys else layer_key
             group = [key for key in keys if key.startswith(f"{name}.")]
             if group:
-                raise UserError(f"{name} is a group of settings: {', '.join(group)}")
+                raise UserError(f"{name} is a group of settings; set one of its keys: {', '.join(group)}")
             if name not in keys:
                 raise UserError(f"unknown key {name}; {suggest_key(name, keys)}")
             OmegaConf.update(config, name, parse_value(keys[name], text))
@@ -124,7 +129,7 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
 
 @dataclasses.dataclass(frozen=True)
 class StartedRanks:
-    """Number of ranks that another launcher has started, and of their hosts."""
+    """Number of ranks that another launcher has started, and the number of nodes on which these ranks run."""
 
     ranks: int
     nodes: int
@@ -133,15 +138,15 @@ class StartedRanks:
 def build_config_of_started(
     schema: type[T], layers: list[Mapping[str, Any]], user_values: Mapping[str, Any], started: StartedRanks | None
 ) -> T:
-    """Build a config for the number of started ranks, unless `user_values` set another number.
+    """Build a config for the number of started ranks if `user_values` does not set the number.
 
-    Raises UserError.
+    Raises UserError if the settings are invalid.
     """
     has_key = RANKS_PER_NODE in list_keys(schema)
     is_set = str(user_values.get(RANKS_PER_NODE, "0")) != "0"
     if started is None or is_set or not has_key:
         return build_config(schema, layers)
-    with contextlib.suppress(UserError):  # the default number of ranks may not fit, such as a batch of 3 for two ranks
+    with contextlib.suppress(UserError):  # the default number of ranks may be invalid, such as 2 ranks for a batch of 3
         settings = build_config(schema, layers)
         if settings.processes == started.ranks:
             return settings
@@ -152,7 +157,7 @@ def build_config_of_started(
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-    """Options and values of a command line, before the conversion of values."""
+    """Options and values of a command line, before the values are converted to their types."""
 
     help: bool
     print_config: bool
@@ -162,7 +167,7 @@ class CommandLine:
 
 
 def parse_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Split a command line into options and key=value pairs. Raises UserError."""
+    """Split a command line into options and key=value pairs. Raises UserError for an invalid argument."""
     remaining = list(arguments)
     values: dict[str, str] = {}
     show_help = False
@@ -179,7 +184,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
             if not text and remaining:
                 text = remaining.pop(0)
             if not text:
-                raise UserError(f"{name} needs a {OPTION_VALUES[name]}")
+                raise UserError(f"{name} requires a {OPTION_VALUES[name]}")
             paths[name] = Path(text)
         elif argument.startswith("-") or not separator:
             expected = "expected key=value (no spaces, no leading dashes)"
@@ -192,23 +197,23 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
 
 
 def import_schema(name: str) -> type[Experiment]:
-    """Import the Config dataclass of an experiment by name."""
+    """Import and return the Config dataclass of the experiment with this name."""
     return importlib.import_module(f"configs.{name}").Config
 
 
 def list_experiments() -> list[str]:
-    """Return the names of all experiments: those with a script, a config class and a YAML file."""
+    """Return the names of all experiments that have a YAML file and a script."""
     names = (path.stem for path in (ROOT / "configs").glob("*.yaml"))
     return sorted(name for name in names if (ROOT / "experiments" / f"{name}.py").exists())
 
 
 def get_experiment_name(schema: type[Experiment]) -> str:
-    """Return the name of the experiment of a Config dataclass."""
+    """Return the name of the experiment to which a Config dataclass belongs."""
     return schema.__module__.rpartition(".")[2]
 
 
 def print_text(text: str) -> None:
-    """Print a text; ignore a closed pipe, as with `head`."""
+    """Print text. Ignore a closed pipe, for example if the output is piped to `head`."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -221,10 +226,10 @@ def load_config(
     environ: Mapping[str, str] = os.environ,
     started: StartedRanks | None = None,
 ) -> T:
-    """Return the config of one run; print and exit for --help and --print-config.
+    """Return the config of one run. For --help and --print-config, print the text and exit.
 
-    The run has as many ranks as another launcher has `started`, unless the user sets a number. Raises UserError for
-    any mistake before a rank starts or data is read.
+    `started` is the number of ranks that another launcher has started. The run uses this number by default.
+    Raises UserError for an invalid setting, before any rank starts or data is read.
     """
     command_line = parse_command_line(arguments)
     if command_line.help:
@@ -256,7 +261,7 @@ def read_resumed_config(schema: type[Experiment], run: Path, new_values: Mapping
     """Read config.yaml of a run. Raises UserError if the run cannot be resumed with `new_values`."""
     file = run / "config.yaml"
     if not file.is_file():
-        raise UserError(f"--resume {run}: not a run folder (no config.yaml); make status lists the runs")
+        raise UserError(f"--resume {run}: not a run folder (no config.yaml); list the runs with: make status")
     stored = read_config_file(file)
     if not stored:
         raise UserError(f"{file} is empty; restore it or start a new run")
@@ -275,18 +280,18 @@ def check_unchanged(file: Path) -> None:
     """Raise UserError if `file` is the config.yaml of a run that was resumed with other settings."""
     changes = read_changes_of_attempts(file.parent)
     if changes:
-        problem = f"{file} holds the initial settings of the run; it was resumed with {describe_changes(changes)}"
-        remedy = "copy the file elsewhere to train with the initial settings"
-        raise UserError(f"{problem}, so a single run cannot repeat it; {remedy}")
+        problem = f"{file} contains the initial settings of a run that was resumed with different settings"
+        remedy = "to train with the initial settings, copy the file to another folder"
+        raise UserError(f"{problem} ({describe_changes(changes)}), so a single run cannot repeat it; {remedy}")
 
 
 def format_yaml(settings: Experiment) -> str:
-    """Return the resolved config as YAML; it is sufficient to repeat the run."""
+    """Return the resolved config as YAML. This text is sufficient to repeat the run."""
     return OmegaConf.to_yaml(OmegaConf.structured(settings))
 
 
 def format_known_yaml(settings: Experiment, file: Path) -> str:
-    """Return the config as YAML without the keys that are missing in `file`, which an older source wrote."""
+    """Return the config as YAML, limited to the keys of `file`, which an older version has written."""
     values: Any = OmegaConf.to_container(OmegaConf.structured(settings))
     tree = OmegaConf.create()
     names_in_file = read_config_file(file)
@@ -296,13 +301,14 @@ def format_known_yaml(settings: Experiment, file: Path) -> str:
     return OmegaConf.to_yaml(tree)
 
 
-Changes = dict[str, tuple[Any, Any]]  # old and new value by dotted name, as text or lists of texts
-CHANGES_FILE = "changed.json"  # in the folder of an attempt whose settings differ from config.yaml
-UNRELATED_KEYS = ("runs", "data.root", "data.cache", "launch.", "log.", "checkpoint.")  # they do not affect training
+Changes = dict[str, tuple[Any, Any]]  # old and new value by dotted name, as strings or lists of strings
+CHANGES_FILE = "changed.json"  # file of an attempt whose settings differ from config.yaml
+# keys and groups that do not affect training
+UNRELATED_KEYS = ("runs", "data.root", "data.cache", "launch.", "log.", "checkpoint.")
 
 
 def find_changes(file: Path, settings: Experiment) -> Changes:
-    """Return the settings of training and tracking that differ from those in a YAML file."""
+    """Return the training and tracking settings that differ from the settings in a YAML file."""
     old = read_config_file(file)
     new = flatten_mapping(yaml.load(format_yaml(settings), Loader=yaml.BaseLoader))  # noqa: S506 (as above)
     changes = {}
@@ -313,7 +319,7 @@ def find_changes(file: Path, settings: Experiment) -> Changes:
 
 
 def describe_changes(changed: Changes) -> str:
-    """Format changed settings, as in `stages 2 -> 1`."""
+    """Format changed settings as text, such as `stages 2 -> 1`."""
     return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
 
 
@@ -332,14 +338,17 @@ def read_changes_of_attempts(run: Path) -> Changes:
 
 
 def is_setting_text(value: Any) -> bool:
-    """Check for a value as text or as a list of texts."""
+    """Return whether a value is a string or a list of strings."""
     if isinstance(value, list):
         return all(isinstance(element, str) for element in value)
     return isinstance(value, str)
 
 
 def read_changes(path: Path) -> Changes:
-    """Read the changed settings in a file; empty if it does not exist. Raises UserError for a damaged one."""
+    """Read the changed settings from a file. Return an empty dict if the file does not exist.
+
+    Raises UserError if the file is damaged.
+    """
     try:
         changes = {}
         for name, (old, new) in json.loads(path.read_text()).items():
@@ -357,7 +366,7 @@ def read_changes(path: Path) -> Changes:
 
 
 def format_help(schema: type[Experiment]) -> str:
-    """Return the help text: every applicable key with its default, type or range, and documentation."""
+    """Return the help text, which lists each applicable key with its default, type, range and documentation."""
     name = get_experiment_name(schema)
     values = read_config_file(ROOT / "configs" / f"{name}.yaml")
     lines = [f"usage: python experiments/{name}.py {USAGE}", f"       make exp NAME={name} ARGS='key=value ...'", ""]

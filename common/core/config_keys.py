@@ -1,4 +1,4 @@
-"""Keys of a config dataclass: dotted name, type, range, documentation, and conversion of text to values."""
+"""Keys of a config dataclass with their types, ranges and documentation, and conversion of text to values."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SYNONYMS = {
     "wd": "optim.weight_decay",
     "world_size": "processes_per_node",
 }
-"""Names of keys in other programs, by the last part of the name."""
+"""Keys of this project by the names that other programs use for the same settings."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ConfigKey:
-    """One key of a config: dotted name, type, default, range and the class that declares it."""
+    """One key of a config, with its dotted name, type, default, range, and the class that declares it."""
 
     name: str
     type: Any
@@ -51,18 +51,18 @@ class ConfigKey:
     low: float | None
     high: float | None
     owner: type
-    """The dataclass with this field."""
+    """The dataclass that declares this field."""
     only: str = ""
-    """The setting that it depends on, as in `mode=bounded`; empty if there is none."""
+    """The setting that this key depends on, such as `mode=bounded`, or an empty string."""
 
     @property
     def doc(self) -> str:
-        """Documentation, read from the source code."""
+        """Documentation of the field, read from the source code."""
         return read_field_docs(self.owner).get(self.name.rpartition(".")[2], "")
 
     @property
     def allowed(self) -> str:
-        """Description of type and range, as in `int >= 1`."""
+        """Description of the type and range, such as `int >= 1`."""
         if typing.get_origin(self.type) is typing.Literal:
             return " | ".join(str(choice) for choice in typing.get_args(self.type))
         name = "list" if self.type == list[str] else self.type.__name__
@@ -72,7 +72,7 @@ class ConfigKey:
 
 
 def list_keys(schema: type, prefix: str = "") -> dict[str, ConfigKey]:
-    """Return all keys of a dataclass and its nested dataclasses by dotted name."""
+    """Return all keys of a dataclass and its nested dataclasses, by dotted name."""
     types = typing.get_type_hints(schema)
     keys: dict[str, ConfigKey] = {}
     for field in dataclasses.fields(schema):
@@ -92,7 +92,7 @@ def list_keys(schema: type, prefix: str = "") -> dict[str, ConfigKey]:
 
 @functools.cache
 def read_field_docs(schema: type) -> dict[str, str]:
-    """Return the string literal below each field of a dataclass and of its base classes."""
+    """Return the documentation strings below the fields of a dataclass and its base classes, by field name."""
     docs: dict[str, str] = {}
     for cls in reversed(schema.__mro__):
         if not dataclasses.is_dataclass(cls):
@@ -106,7 +106,7 @@ def read_field_docs(schema: type) -> dict[str, str]:
 
 
 def parse_value(key: ConfigKey, text: Any) -> Any:
-    """Convert a text to the type of its key. Raises UserError with the key, the value and what is allowed."""
+    """Convert text to the type of its key. Raises UserError with the key, the text and the allowed values."""
     try:
         return convert_value(key, text)
     except ValueError as error:
@@ -114,28 +114,28 @@ def parse_value(key: ConfigKey, text: Any) -> Any:
 
 
 def convert_value(key: ConfigKey, text: Any) -> Any:
-    """Convert a text to the type of its key. Raises ValueError."""
+    """Convert text to the type of its key. Raises ValueError if the text is invalid."""
     if key.type == list[str]:
         elements = text if isinstance(text, list) else parse_list(text)
         if elements is None or not all(isinstance(element, str) for element in elements):
-            raise ValueError("write a list as [a,b]")
+            raise ValueError("expected a list such as [a,b]")
         return elements
     if not isinstance(text, str):
-        raise ValueError("expected one value, not a group of keys")
+        raise ValueError("expected a single value, not a group of keys")
     if "${" in text:
         raise ValueError("interpolations are not allowed")
     if typing.get_origin(key.type) is typing.Literal:
         if text not in typing.get_args(key.type):
-            raise ValueError("not a valid value")
+            raise ValueError("invalid value")
         return text
     if key.type is bool:
         if text.lower() not in ("true", "false"):
-            raise ValueError("write true or false")
+            raise ValueError("expected true or false")
         return text.lower() == "true"
     if key.type in (int, float):
         number = parse_number(key.type, text)
         if number is None:
-            raise ValueError("write a whole number" if key.type is int else "write a decimal number")
+            raise ValueError("expected an integer" if key.type is int else "expected a decimal number")
         is_too_low = key.low is not None and number < key.low
         is_too_high = key.high is not None and number > key.high
         if is_too_low or is_too_high:
@@ -145,19 +145,19 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
 
 
 def refuse_unused_keys(keys: Iterable[ConfigKey], settings: object) -> None:
-    """Raise UserError for a key that was changed from its default but has no effect with the other settings."""
+    """Raise UserError if a key differs from its default but has no effect with the other settings."""
     for key in keys:
         value = operator.attrgetter(key.name)(settings)
         other_key, _, needed_value = key.only.partition("=")
         if key.only and value != key.default and getattr(settings, other_key) != needed_value:
-            raise UserError(f"{key.name}={value} needs {key.only}; add that or use {key.name}={key.default}")
+            raise UserError(f"{key.name}={value} needs {key.only}; set {key.only} or use {key.name}={key.default}")
 
 
 def suggest_key(name: str, keys: Collection[str]) -> str:
-    """Suggest a remedy for a key that an experiment does not have."""
+    """Return a remedy for a key that an experiment does not have."""
     if name.partition(".")[0] == "elastic" and not any(key.startswith("elastic.") for key in keys):
-        problem = "only ddp_multinode, amp_accum and param_server can continue without a lost rank"
-        return f"{problem}; omit it: other experiments resume from their last checkpoint"
+        problem = "only ddp_multinode, amp_accum and param_server can continue after losing a rank"
+        return f"{problem}; omit this key: other experiments resume from their last checkpoint"
     last_part = name.rpartition(".")[2]
     suggestion = SYNONYMS.get(last_part.lower(), "")
     if suggestion not in keys:
@@ -165,11 +165,14 @@ def suggest_key(name: str, keys: Collection[str]) -> str:
         similar = difflib.get_close_matches(name, keys, n=1, cutoff=0.5)
         candidates = same_last_part if len(same_last_part) == 1 else similar
         suggestion = candidates[0] if candidates else ""
-    return f"did you mean {suggestion}?" if suggestion else "--help lists all keys"
+    return f"did you mean {suggestion}?" if suggestion else "list all keys with --help"
 
 
 def parse_number(number_type: type, text: str) -> int | float | None:
-    """Parse a decimal int of at most 18 digits or a finite float; None for octal, underscores and sexagesimal."""
+    """Parse a decimal integer of at most 18 digits or a finite float.
+
+    Returns None for any other text, such as octal numbers, sexagesimal numbers, or numbers with underscores.
+    """
     if number_type is int:
         return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else None
     if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
@@ -178,7 +181,7 @@ def parse_number(number_type: type, text: str) -> int | float | None:
 
 
 def parse_list(text: str) -> list[str] | None:
-    """Parse `[a,b]`, `a,b` or `[]` as a list of strings; None for nested brackets."""
+    """Parse `[a,b]`, `a,b` or `[]` as a list of strings. Return None for nested brackets."""
     has_brackets = text.startswith("[") and text.endswith("]")
     inner = text[1:-1] if has_brackets else text
     if not set("[]{}").isdisjoint(inner):

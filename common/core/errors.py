@@ -1,4 +1,4 @@
-"""User-facing errors and exit statuses. Imports no library, so that every command can use it."""
+"""User-facing errors and exit statuses. This module imports no third-party library, so every command can use it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from collections.abc import Iterator
 from common import exit_on_interrupt
 from common.core import process_limits
 
-# pattern in the error of a run that diverged; old run folders contain the second alternative
+# matches the error of a run that diverged; the second alternative occurs only in old run folders
 DIVERGENCE_PATTERN = "the loss of step|no finite.number|contains? NaN|NaN or infinity|(?:is|are) not finite"
-NO_VALID_CHECKPOINT_TEXT = "no valid checkpoint left"  # in the error of a run without a valid checkpoint
-SOURCE_ERROR_PATTERN = (  # in the reason of a run that failed because of its source code, not a device or the network
+NO_VALID_CHECKPOINT_TEXT = "no valid checkpoint left"  # part of the error of a run without a valid checkpoint
+# matches the failure reason of a run if its source code, and not a device or the network, caused the failure
+SOURCE_ERROR_PATTERN = (
     r"failed(?: first)?: (?:after step \d+: )?"
     r"(?:(?:Assertion|Attribute|Index|Key|Name|NotImplemented|Recursion|Type|UnboundLocal|Value|ZeroDivision)Error\b"
     r"|RuntimeError: (?!.*(?:CUDA|NCCL|gloo|[Cc]onnection|peer|[Tt]imed out|new thread|temporarily unavailable)))"
 )
 EXIT_REFUSED = 2  # exit status after a UserError
-EXIT_RESUMABLE = 75  # exit status after a stop request: saved, resumable (EX_TEMPFAIL of sysexits.h)
+EXIT_RESUMABLE = 75  # exit status of a resumable run after a stop request (EX_TEMPFAIL in sysexits.h)
 
 
 class UserError(Exception):
@@ -28,26 +29,32 @@ class UserError(Exception):
 
 
 class UnreachableError(UserError):
-    """A rank or host does not answer. On a cluster another attempt may get another host."""
+    """A rank or host does not respond. On a cluster, another attempt may get a different host."""
 
 
 class MachineError(RuntimeError):
-    """A failure of the machine that another attempt may avoid, shown as one message without a traceback."""
+    """A machine failure that another attempt may avoid, shown as one message without a traceback."""
 
 
 def explain_error(error: BaseException) -> BaseException:
-    """Convert an error caused by a limit of the machine to a MachineError; return any other error unchanged."""
+    """Convert an error caused by a limit of the machine to a MachineError. Return other errors unchanged."""
     if isinstance(error, MachineError) or not process_limits.is_shortage(error):
         return error
     return MachineError(process_limits.describe_shortage())
 
 
 class RunTakenError(UserError):
-    """The attempt must not train or write a result: another attempt has the run, or its folder was deleted."""
+    """An error that prevents an attempt from training and from writing a result.
+
+    Another attempt has taken over the run, or the folder of the attempt was deleted.
+    """
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return an error in one line: message and file of an OSError, else the first line of its text."""
+    """Return a one-line summary of an error.
+
+    The summary of an OSError is its message and file. For other errors, it is the first line of the message.
+    """
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     lines = str(error).strip().splitlines()
@@ -55,10 +62,10 @@ def summarize_error(error: BaseException) -> str:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Check whether a collective or a message exceeded its time limit.
+    """Return whether an error means that a collective or a message exceeded its time limit.
 
-    gloo reports it in two ways: for the operation that waited ("Timed out waiting ..."), and for operations queued
-    behind it on the same connection ("Application timeout caused pair closure").
+    gloo reports a timeout in two ways: "Timed out waiting ..." for the operation that waited, and "Application timeout
+    caused pair closure" for operations that were queued behind it on the same connection.
     """
     if isinstance(error, MachineError):  # its message may contain a setting such as launch.step_timeout
         return False
@@ -67,8 +74,11 @@ def is_timeout(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Exit with one line on stderr: status 2 for a UserError, 1 for a MachineError, 130 for Ctrl-C."""
-    if signal.getsignal(signal.SIGINT) is exit_on_interrupt:  # imports are complete
+    """Print errors that have a remedy as one line on stderr, and exit.
+
+    The exit status is 2 for a UserError, 1 for a MachineError, and 130 for Ctrl-C.
+    """
+    if signal.getsignal(signal.SIGINT) is exit_on_interrupt:  # the imports are complete
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

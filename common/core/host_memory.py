@@ -1,4 +1,4 @@
-"""Memory limits of this host, compared with the needs of a model before a run starts. Imports no torch."""
+"""Check before a run starts whether this host has enough memory for the model. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from common.core.process_limits import list_control_groups
 from common.core.text import format_count, read_or_empty
 from configs.shared import Experiment
 
-UNLIMITED_BYTES = 1 << 60  # cgroups report a number near 2**63 for no limit
+UNLIMITED_BYTES = 1 << 60  # cgroups report a number near 2**63 if there is no limit
 FILE_CACHE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)  # memory that the kernel frees on demand
 OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def check_host_memory(settings: Experiment) -> None:
-    """Raise UserError if parameters, gradients and optimizer state of this host's ranks exceed its free memory."""
+    """Raise UserError if the model does not fit into the free memory of this host.
+
+    The model needs memory for the parameters, gradients and optimizer state of all ranks on this host.
+    """
     needed = settings.memory_bytes
     available, limit_name = measure_available_memory()
     if needed > available:
         ranks = format_count(settings.processes // settings.launch.nodes, "rank")
         raise UserError(
-            f"the model needs {needed / 1e9:,.1f} GB per host for parameters, gradients and optimizer of {ranks}, but "
-            f"{available / 1e9:,.1f} GB are free ({limit_name}); choose a smaller model or fewer ranks"
+            f"the model needs {needed / 1e9:,.1f} GB per host for parameters, gradients and optimizer state of "
+            f"{ranks}, but {available / 1e9:,.1f} GB are free ({limit_name}); choose a smaller model or fewer ranks"
         )
 
 
 def measure_available_memory() -> tuple[int, str]:
-    """Return the bytes that a new process can allocate, and the name of the limit."""
+    """Return the number of bytes that a new process can allocate, and the name of the limit."""
     limits = [(read_free_memory(), "memory of the host"), *read_cgroup_limits()]
     slurm_limit = read_slurm_limit()
     if slurm_limit is not None:
@@ -38,13 +41,13 @@ def measure_available_memory() -> tuple[int, str]:
 
 
 def read_free_memory() -> int:
-    """Return the bytes of memory that are free on this host."""
+    """Return the free memory of this host in bytes."""
     match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     return int(match[1]) * 1024 if match else UNLIMITED_BYTES
 
 
 def read_slurm_limit() -> int | None:
-    """Return the memory of a SLURM job per host, in bytes; None outside a job or without a limit."""
+    """Return the memory per host of a SLURM job in bytes, or None if there is no job or no limit."""
     per_host = parse_count(os.environ.get("SLURM_MEM_PER_NODE", ""))
     if per_host:
         return per_host * 2**20
@@ -56,12 +59,15 @@ def read_slurm_limit() -> int | None:
 
 
 def parse_count(text: str) -> int:
-    """Parse a whole number; 0 for any other text."""
+    """Parse a non-negative integer. Return 0 for any other text."""
     return int(text) if text.isdecimal() else 0
 
 
 def read_cgroup_limits() -> list[tuple[int, str]]:
-    """Return the remaining bytes of each control group of this process, version 1 and 2, with a description."""
+    """Return the remaining bytes in each control group of this process, with a description of the limit.
+
+    Both versions of control groups, 1 and 2, are supported.
+    """
     limits = []
     for name, folder in list_control_groups("memory"):
         limit = read_or_empty(f"{folder}/memory.max") or read_or_empty(f"{folder}/memory.limit_in_bytes")
@@ -74,6 +80,6 @@ def read_cgroup_limits() -> list[tuple[int, str]]:
 
 
 def count_oom_kills() -> int:
-    """Return how many processes the kernel of this machine has killed for lack of memory since boot."""
+    """Return the number of processes that the kernel has killed since boot because memory ran out."""
     match = OOM_KILLS.search(read_or_empty("/proc/vmstat"))
     return int(match[1]) if match else 0

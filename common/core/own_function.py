@@ -1,6 +1,6 @@
-"""Functions and classes of a user's file, given as `FILE.py:name`: loading, and errors with file and line.
+"""Load functions and classes from a user's file, given as `FILE.py:name`, and report their errors with file and line.
 
-Imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from common.core.errors import UserError
 
-MODULE = "own_function"  # __name__ of the file during its execution
+MODULE = "own_function"  # value of __name__ while the user's file is executed
 
 
 def locate_function_file(setting: str, value: str, alternatives: str, kind: str = "function") -> str:
-    """Return the file in `FILE.py:function`. Raises UserError.
+    """Return the file named in `FILE.py:function`. Raises UserError if there is no such file.
 
-    `alternatives` are the other values of the setting; `kind` is what the file must define, for messages.
+    The error message lists `alternatives`, the other values of the setting, and `kind`, which the file must define.
     """
     file = value.rpartition(":")[0]
     if Path(file).suffix != ".py":
@@ -35,19 +35,19 @@ def locate_function_file(setting: str, value: str, alternatives: str, kind: str 
 
 
 def locate_file_copy(kind: str, value: str, code: Path) -> Path:
-    """Return the path of the copy of the file in `FILE.py:function` in the source of a run.
+    """Return the path at which a run stores its copy of the file named in `FILE.py:function`.
 
-    A resumed run may use another file, so the path depends on the file name. `kind` is what the function makes, such
-    as `schedule`.
+    The path depends on the file name, because a resumed run may use another file. `kind` is the purpose of the
+    function, such as `schedule`.
     """
     digest = hashlib.sha256(os.fsencode(value.rpartition(":")[0])).hexdigest()[:8]
     return code / "own" / f"{kind}-{digest}.py"
 
 
 def prefer_file_copy(value: str, copy: Path | None) -> str:
-    """Replace the file in `FILE.py:function` by the run's copy if it exists.
+    """Replace the file in `FILE.py:function` with the run's copy if the copy exists.
 
-    A resumed run thus uses the file as it was at the start of the run.
+    A resumed run therefore uses the file as it was when the run started.
     """
     if copy is None or not copy.is_file():
         return value
@@ -55,14 +55,14 @@ def prefer_file_copy(value: str, copy: Path | None) -> str:
 
 
 def load_function(setting: str, value: str, alternatives: str, kind: str = "function") -> Callable[..., Any]:
-    """Load the function, or the class if `kind` is Class, of `setting=FILE.py:name`.
+    """Load the function, or the class if `kind` is Class, that `setting=FILE.py:name` specifies.
 
-    `alternatives` are the other values of the setting, for messages. Raises UserError.
+    Raises UserError if the file does not define it. The message lists `alternatives`, the other values of the setting.
     """
     file = locate_function_file(setting, value, alternatives, kind)
     name = value.rpartition(":")[2]
     with locate_errors(setting, value):
-        namespace = runpy.run_path(file, run_name=MODULE)  # an import would leave a __pycache__ beside the file
+        namespace = runpy.run_path(file, run_name=MODULE)  # an import would leave a __pycache__ next to the file
     function: Callable[..., Any] | None = namespace.get(name)
     if callable(function) and (kind != "Class" or inspect.isclass(function)):
         return function
@@ -77,10 +77,11 @@ def load_function(setting: str, value: str, alternatives: str, kind: str = "func
 def locate_errors(
     setting: str, value: str, function: Callable[..., Any] | None = None, usage: str = ""
 ) -> Iterator[None]:
-    """Convert any error to a UserError of one line with the user's file and line.
+    """Convert any error to a one-line UserError that names the user's file and line.
 
-    The line is the innermost executed one in that file. If there is none, as for a wrong return value, it is the first
-    line of `function`, and `usage` (its arguments and return value) is added to a TypeError.
+    The line is the innermost executed line of that file. If no line of the file was executing, for example after an
+    invalid return value, the line is the first line of `function`. In this case, `usage`, which describes the arguments
+    and the return value, is added to a TypeError.
     """
     file = value.rpartition(":")[0]
     try:
@@ -93,7 +94,7 @@ def locate_errors(
         if lines:
             line = lines[-1]
             problem = f"{error_type}: {message}" if message else error_type
-        elif isinstance(error, SyntaxError):  # in this file; str(error) would repeat its name
+        elif isinstance(error, SyntaxError):  # in the user's file; str(error) would repeat the file name
             line = error.lineno
             problem = f"{error_type}: {error.msg}"
         else:

@@ -1,4 +1,4 @@
-"""Limits on the number of threads and processes: detection in errors and remedies. Imports no torch."""
+"""Detect and describe errors caused by limits on threads and processes. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 
 from common.core.text import read_or_empty
 
-# messages of Python, the operating system, libgomp and OpenBLAS
+# matches messages of Python, the operating system, libgomp and OpenBLAS
 SHORTAGE_PATTERN = re.compile(
     "can't start new thread|unable to start .*thread|thread creation failed|pthread_create failed"
     r"|\bfork\b.*resource temporarily unavailable",
     re.IGNORECASE,
 )
-# the same in the log of an aborted process; the last two messages are from std::thread, which gloo uses
+# matches the same messages and two messages of std::thread, which gloo uses, in the log of an aborted process
 ABORT_MESSAGES = re.compile(
     f"{SHORTAGE_PATTERN.pattern}|terminate called without an active exception"
     r"|std::system_error'\s+what\(\):\s+resource temporarily unavailable",
     re.IGNORECASE,
 )
-FORK_FUNCTIONS = {"fork", "fork_exec", "_fork_exec"}  # in os and subprocess
+FORK_FUNCTIONS = {"fork", "fork_exec", "_fork_exec"}  # functions of os and subprocess that fork
 
 
 def describe_shortage() -> str:
@@ -35,14 +35,14 @@ def describe_shortage() -> str:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Check for an error because a thread or process could not be started."""
+    """Return whether an error occurred because a thread or process could not be started."""
     if isinstance(error, BlockingIOError) and is_failed_fork(error):
         return True
     return isinstance(error, RuntimeError | OSError) and bool(SHORTAGE_PATTERN.search(str(error)))
 
 
 def is_failed_fork(error: BlockingIOError) -> bool:
-    """Check whether a function that forks raised the error; sockets and locks raise the same type."""
+    """Return whether a function that forks raised the error. Sockets and locks raise the same error type."""
     trace = error.__traceback__
     if trace is None:
         return False
@@ -52,10 +52,11 @@ def is_failed_fork(error: BlockingIOError) -> bool:
 
 
 def explain_exit_by_shortage(log: str, exit_code: int) -> str:
-    """Describe the shortage that ended a process, if its log reports one; otherwise return an empty text.
+    """Describe the shortage of threads or processes that ended a process, according to its log.
 
-    `exit_code` is negative for a signal. Libraries that cannot start a thread abort the process or let it exit; after
-    any other signal the log does not contain the cause.
+    Returns an empty string if the log reports no shortage. `exit_code` is negative if a signal ended the process.
+    Libraries that cannot start a thread abort the process or let it exit. After any other signal, the log does not
+    contain the cause.
     """
     if exit_code == -signal.SIGABRT:
         return describe_shortage() if ABORT_MESSAGES.search(log) else ""
@@ -63,10 +64,10 @@ def explain_exit_by_shortage(log: str, exit_code: int) -> str:
 
 
 def describe_limit() -> str:
-    """Describe the limit on threads and processes with the smallest remainder."""
+    """Describe the limit on threads and processes that is closest to being reached."""
     limits = list(list_group_limits())
     user_limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if os.getuid() and user_limit != resource.RLIM_INFINITY:  # it does not apply to root
+    if os.getuid() and user_limit != resource.RLIM_INFINITY:  # this limit does not apply to root
         limits.append((user_limit - count_threads_of_user(), f"ulimit -u is {user_limit}"))
     if limits:
         return min(limits)[1]
@@ -75,7 +76,7 @@ def describe_limit() -> str:
 
 
 def list_group_limits() -> Iterator[tuple[int, str]]:
-    """Yield the remaining processes in each control group with a description of the limit."""
+    """Yield the number of processes that each control group can still start, with a description of the limit."""
     for name, folder in list_control_groups("pids"):
         limit = read_or_empty(f"{folder}/pids.max").strip()
         current = read_or_empty(f"{folder}/pids.current").strip()
@@ -84,7 +85,7 @@ def list_group_limits() -> Iterator[tuple[int, str]]:
 
 
 def list_control_groups(controller: str) -> Iterator[tuple[str, Path]]:
-    """Yield name and folders of the control groups of this process, with parent folders, versions 1 and 2."""
+    """Yield the names and folders of the control groups (versions 1 and 2) of this process and their parents."""
     for line in read_or_empty("/proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

@@ -1,4 +1,4 @@
-"""Private temporary folders for the rendezvous of forked ranks, and removal of abandoned ones."""
+"""Create private temporary folders for the rendezvous of forked ranks, and delete abandoned folders."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import tempfile
 import time
 from pathlib import Path
 
-MIN_AGE_SECONDS = 60.0  # a newer folder may not be locked yet
+MIN_AGE_SECONDS = 60.0  # a newer folder may not have been locked yet
 
 
 def create_rendezvous_dir() -> tuple[Path, int]:
-    """Create a private folder for the rendezvous; return it and its lock, which this process and its ranks hold.
+    """Create a private folder for the rendezvous. Return the folder and the file descriptor of its lock.
 
-    Also deletes unlocked folders, which launchers that were killed have left behind.
+    This process and its ranks hold the lock. Unlocked folders that killed launchers have left behind are deleted.
     """
     for path in Path(tempfile.gettempdir()).glob("rendezvous-*-*"):
-        with contextlib.suppress(OSError):  # locked, owned by another user, or deleted
+        with contextlib.suppress(OSError):  # the folder is locked, owned by another user, or already deleted
             delete_abandoned(path)
     folder = Path(tempfile.mkdtemp(prefix=f"rendezvous-{os.getpid()}-"))
     lock = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a network disk may not support locks; abandoned folders then remain
+    with contextlib.suppress(OSError):  # without lock support, as on some network disks, abandoned folders remain
         fcntl.flock(lock, fcntl.LOCK_EX)
     return folder, lock
 
 
 def delete_abandoned(folder: Path) -> None:
-    """Delete a folder of this user that no process has locked. Raises OSError if it is locked."""
+    """Delete an old folder of this user that no process has locked. Raises OSError if the folder is locked."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Seeds of all random choices: one named stream per purpose, all derived from one seed.
+"""Seeds for all random choices. Each purpose has a named stream, and all streams are derived from one seed.
 
-Different purposes never share a stream, unlike with `seed + rank`, and a new purpose does not change existing streams.
-Imports neither torch nor other modules of `common`.
+Different purposes never share a stream, as could happen with `seed + rank`. A new purpose does not change existing
+streams. This module imports neither torch nor other modules of `common`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 def derive_seed(seed: int, *purpose: str | int) -> int:
     """Return a 63-bit seed for one purpose, as in derive_seed(0, "order", epoch).
 
-    It does not depend on versions or machines.
+    The seed does not depend on software versions or machines.
     """
     text = "/".join(map(str, (seed, *purpose)))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -23,12 +23,12 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
 
 
 def make_generator(seed: int, *purpose: str | int, skip: int = 0) -> np.random.Generator:
-    """Make a NumPy generator for one purpose that skips the first `skip` draws of 64 bits."""
+    """Return a NumPy generator for one purpose that skips the first `skip` draws of 64 bits each."""
     return np.random.Generator(np.random.PCG64(derive_seed(seed, *purpose)).advance(skip))
 
 
 def pack_rng_state(state: Any) -> list[Any]:
-    """Convert the state of the legacy NumPy generator to values for a checkpoint."""
+    """Convert the state of the legacy NumPy generator to values that can be stored in a checkpoint."""
     import torch
 
     algorithm, key, position, has_gauss, gauss = state

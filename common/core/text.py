@@ -1,4 +1,4 @@
-"""Formatting for messages, and reading of system files and logs."""
+"""Format text for messages, and read system files and logs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def format_count(count: int, noun: str) -> str:
-    """Format a count with its noun, as in `1 rank`, `2 ranks`, `2 processes` and `2 microbatches`."""
+    """Format a count with its noun, such as `1 rank`, `2 ranks`, `2 processes` or `2 microbatches`."""
     if count == 1:
         return f"1 {noun}"
     suffix = "es" if noun.endswith(("s", "ch")) else "s"
@@ -14,7 +14,7 @@ def format_count(count: int, noun: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in its largest suitable unit, as `95 s`, `29 min`, `5 h` or `3 d`."""
+    """Format a duration in its largest suitable unit, such as `95 s`, `29 min`, `5 h` or `3 d`."""
     for unit_seconds, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit_seconds:
             return f"{seconds / unit_seconds:.0f} {unit}"
@@ -22,7 +22,7 @@ def format_duration(seconds: float) -> str:
 
 
 def read_tail(path: Path, size: int = 1 << 18) -> str:
-    """Read the last `size` bytes of a log as text; empty if it cannot be read."""
+    """Return the last `size` bytes of a log as text, or an empty string if the log cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - size))
@@ -32,7 +32,7 @@ def read_tail(path: Path, size: int = 1 << 18) -> str:
 
 
 def read_or_empty(path: str) -> str:
-    """Read the text of a file; empty if it cannot be read."""
+    """Return the text of a file, or an empty string if the file cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:

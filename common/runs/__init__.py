@@ -1,5 +1,5 @@
-"""The run folder: settings, result, provenance, metrics, claims, comparison page and W&B tracking. Imports no torch.
+"""Run folders with their settings, results, provenance, metrics and claims, the comparison page, and W&B tracking.
 
 `folder` creates and reads run folders; `claims` prevents two attempts from training at the same time;
-the `wandb_*` modules run the tracking process.
+the `wandb_*` modules run the tracking process. This package does not import torch.
 """

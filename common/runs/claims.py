@@ -1,10 +1,12 @@
-"""Claims: which process or job runs an attempt, and whether it is alive. Imports no torch.
+"""Claims record which process or SLURM job runs an attempt, and show whether the attempt is alive.
 
-attempts/0002/claim.json    host, boot, pid and start time of the process that controls the attempt; the launcher that
-                            started it, with its restart count; `ended` once a command has found that it ended
+attempts/0002/claim.json    host, boot id, pid and start time of the process that controls the attempt; the launcher
+                            that started this process, with its restart count; `ended` after a command has found that
+                            the attempt has ended
 
-At most one attempt of a run trains. A new attempt first reads the claim of the newest one. Attempts of older source
-have no claim: only meta.json and heartbeats tell whether they are alive.
+An attempt is one start of a run. At most one attempt of a run trains at a time, so a new attempt first reads the claim
+of the newest existing attempt. Attempts of older versions have no claim. For these attempts, only meta.json and
+heartbeats show whether they are alive. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ from common.runs import provenance
 from common.runs.folder import CLAIM, RunFolder, read_json, write_json
 
 STOPPING_SECONDS = 60.0
-"""Time for which a new attempt waits for one that is stopping."""
+"""Seconds for which a new attempt waits for an earlier attempt that is stopping."""
 SILENT_SECONDS = 60.0
-"""Seconds without activity after which an attempt counts as ended, if its process cannot be checked from this host."""
+"""Seconds without activity after which an attempt is considered ended if this host cannot check its process."""
 SILENT_STOPPING_SECONDS = 15.0
-"""The same for an attempt that is stopping: it only saves."""
+"""Shorter limit than SILENT_SECONDS for an attempt that is stopping. Such an attempt only saves a checkpoint."""
 WITHDRAWAL_SECONDS = 1.0
-"""Time after which a newer attempt counts: until then it may find this one alive and withdraw."""
+"""Seconds after which a newer attempt is valid. Until then, the newer attempt withdraws if this attempt is alive."""
 POLL_SECONDS = 0.2
 UNNAMED_LAUNCH = "none"
-"""Name that torchrun gives to a launch without a name."""
+"""Default name of a torchrun launch, used if the user does not set a name."""
 
 
 class ProcessState(enum.Enum):
-    """Whether an attempt's process runs."""
+    """State of the process that runs an attempt."""
 
     ALIVE = "alive"
     ENDED = "ended"
@@ -48,20 +50,20 @@ class ProcessState(enum.Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """Content of a claim."""
+    """Content of the claim.json file of an attempt."""
 
     attempt: RunFolder
     process: Mapping[str, Any]
-    """host, boot, pid and pid_started, as returned by provenance.identify_process."""
+    """Host, boot id, pid and start time of the process, as returned by `provenance.identify_process`."""
     starter: str
-    """The SLURM job or torchrun that started the process; empty for a process that started its ranks itself."""
+    """Id of the SLURM job or torchrun launch that started the process, or an empty string for a local run."""
     restart: int
-    """Number of times that the starter had restarted its processes."""
+    """Number of times that SLURM or torchrun had restarted the run when the attempt was claimed."""
     is_ended: bool
 
     @classmethod
     def read(cls, attempt: RunFolder) -> Claim | None:
-        """Read an attempt's claim; None if it is missing or damaged."""
+        """Read the claim of an attempt. Return None if the claim is missing or damaged."""
         content = read_json(attempt.attempt_folder / CLAIM)
         process = content.get("process")
         restart = content.get("restart", 0)
@@ -75,21 +77,22 @@ class Claim:
 
     @property
     def job(self) -> str:
-        """Id of the SLURM job that claimed the attempt; empty for other processes."""
+        """Id of the SLURM job that claimed the attempt, or an empty string if no SLURM job claimed it."""
         return self.starter.rpartition(" ")[2] if self.starter.startswith("slurm ") else ""
 
     def check_process(self) -> ProcessState:
-        """Return whether the process runs, as far as this host can tell."""
+        """Return the state of the process, or UNKNOWN if this host cannot check the process."""
         if self.is_ended:
             return ProcessState.ENDED
         is_alive = is_process_alive(self.process)
         if is_alive:
             return ProcessState.ALIVE
-        # An elastic job continues without the process that claimed the attempt; only SLURM knows whether the job runs.
+        # An elastic job can continue after the process that claimed the attempt has exited. Only SLURM can report
+        # whether the job is still running.
         return ProcessState.UNKNOWN if is_alive is None or self.job else ProcessState.ENDED
 
     def describe(self) -> str:
-        """Describe the attempt and its process in a few words."""
+        """Return a short description of the attempt and its process."""
         host = self.process.get("host")
         machine = "this machine" if host == socket.gethostname() else f"host {host}"
         job = f"job {self.job}, " if self.job else ""
@@ -97,21 +100,22 @@ class Claim:
 
 
 def is_process_alive(process: Mapping[str, Any]) -> bool | None:
-    """Return whether a process in the form of identify_process runs.
+    """Return whether a process is running. `process` has the form that `identify_process` returns.
 
-    Returns None if this host cannot tell.
+    Returns None if this host cannot check the process.
     """
     if process.get("pid_namespace") not in (None, "", provenance.read_pid_namespace()):
-        return None  # pids of a container differ from those of its host and of other containers
+        return None  # in another pid namespace, the same pid refers to another process
     is_alive = Process(process.get("pid", 0), process.get("pid_started", 0)).is_alive()
     if process.get("host") == socket.gethostname():
         return is_alive
-    # The host may have been renamed, or this may be another container: the same boot proves only that it is alive.
+    # The host may have been renamed, or this may be another container. If the boot id is the same, a process that is
+    # found here is alive, but a process that is not found here may still be running elsewhere.
     return True if is_alive and process.get("boot") == provenance.read_boot_id() else None
 
 
 def read_restart_count() -> int:
-    """Return how often SLURM or torchrun has restarted this process's ranks."""
+    """Return how many times SLURM or torchrun has restarted the ranks of this process."""
     for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
@@ -119,19 +123,22 @@ def read_restart_count() -> int:
 
 
 def find_newest_claim(folder: RunFolder) -> Claim | None:
-    """Return the claim of the newest attempt; None if it has none."""
+    """Return the claim of the newest attempt, or None if that attempt has no claim."""
     attempts = folder.list_attempts()
     return Claim.read(attempts[-1]) if attempts else None
 
 
 def find_live_claims(folder: RunFolder) -> list[Claim]:
-    """Return the claims of all attempts whose process runs, as far as this host can tell."""
+    """Return the claims of all attempts whose process is known to be running."""
     claims = [Claim.read(attempt) for attempt in folder.list_attempts()]
     return [claim for claim in claims if claim is not None and claim.check_process() is ProcessState.ALIVE]
 
 
 def mark_ended(attempt: RunFolder) -> None:
-    """Record that an attempt has ended, for hosts that cannot check its process. Raises UserError."""
+    """Record in claim.json that an attempt has ended, for hosts that cannot check its process.
+
+    Raises UserError if the file cannot be written.
+    """
     path = attempt.attempt_folder / CLAIM
     if path.exists():
         write_json(path, read_json(path) | {"ended": True})
@@ -143,7 +150,7 @@ def mark_ended(attempt: RunFolder) -> None:
 def claim_next_attempt(folder: RunFolder) -> RunFolder:
     """Claim the next attempt of a run for this process.
 
-    Raises RunTakenError if an earlier attempt is alive; then no new attempt remains.
+    Raises RunTakenError if an earlier attempt is alive. In this case, the new attempt is deleted.
     """
     wait_for_earlier_attempt(folder)
     content = {
@@ -154,7 +161,7 @@ def claim_next_attempt(folder: RunFolder) -> RunFolder:
     }
     attempt = folder.claim_attempt(content)
     try:
-        # A process of another host may have claimed the previous attempt in the meantime.
+        # A process on another host may have claimed the previous attempt in the meantime.
         refuse_live_attempt(attempt)
     except RunTakenError:
         attempt.withdraw_attempt()
@@ -163,7 +170,10 @@ def claim_next_attempt(folder: RunFolder) -> RunFolder:
 
 
 def wait_for_earlier_attempt(folder: RunFolder) -> None:
-    """Wait for an attempt that is stopping. Raises RunTakenError if an attempt keeps running."""
+    """Wait until an attempt that is stopping has ended.
+
+    Raises RunTakenError if an attempt is running and not stopping, or if it is still alive after STOPPING_SECONDS.
+    """
     deadline = time.monotonic() + STOPPING_SECONDS
     is_announced = False
     while True:
@@ -181,17 +191,20 @@ def wait_for_earlier_attempt(folder: RunFolder) -> None:
 
 
 def announce_wait(claim: Claim) -> None:
-    """Print that a command waits for an attempt that is stopping."""
+    """Print that this command is waiting for an attempt that is stopping."""
     print(f"waiting for the previous attempt to stop ({claim.describe()})", flush=True)
 
 
 def format_remedy(folder: RunFolder) -> str:
-    """Return what a user can do about an attempt that is alive."""
+    """Return the remedy for a command that failed because an attempt is alive."""
     return f"wait for it or stop it: make cancel RUN={shlex.quote(folder.reference)}"
 
 
 def refuse_live_attempt(folder: RunFolder) -> None:
-    """Raise RunTakenError if the newest attempt, or the newest before `folder.number`, is alive."""
+    """Raise RunTakenError if the newest attempt before `folder.number` is alive.
+
+    If `folder.number` is 0, the newest attempt of the run is checked.
+    """
     claim = find_earlier_claim(folder)
     if claim is None or is_replaced_by_this_process(claim):
         return
@@ -209,15 +222,15 @@ def refuse_live_attempt(folder: RunFolder) -> None:
     if silent_seconds < limit:
         age = format_duration(silent_seconds)
         raise RunTakenError(
-            f"{problem}; its process cannot be checked from this host: last activity {age} ago, counts as ended after "
-            f"{limit:.0f} s without activity"
+            f"{problem}; its process cannot be checked from this host: last activity {age} ago; the attempt is "
+            f"considered ended after {limit:.0f} s without activity"
         )
 
 
 def find_earlier_claim(folder: RunFolder) -> Claim | None:
-    """Return the claim of the newest attempt, or of the newest before `folder.number`.
+    """Return the claim of the newest attempt before `folder.number`, or None if that attempt has no claim.
 
-    Returns None if it has none.
+    If `folder.number` is 0, the newest attempt of the run is used.
     """
     for attempt in reversed(folder.list_attempts()):
         if folder.number and attempt.number >= folder.number:
@@ -225,14 +238,14 @@ def find_earlier_claim(folder: RunFolder) -> Claim | None:
         claim = Claim.read(attempt) or find_recorded_process(attempt)
         if claim is not None or attempt.attempt_folder.exists():
             return claim
-        # The attempt was withdrawn after it was listed, because an earlier one is alive.
+        # The attempt was withdrawn after it was listed, because an earlier attempt is alive.
     return None
 
 
 def find_recorded_process(attempt: RunFolder) -> Claim | None:
-    """Return the process that meta.json names for an attempt of older source, if it is alive.
+    """Return a claim with the process that meta.json lists for an attempt of an older version.
 
-    Returns None otherwise.
+    Returns None if that process is not known to be alive.
     """
     history = provenance.read_metadata(attempt)["history"]
     process = history[-1] if history else {}
@@ -243,9 +256,9 @@ def find_recorded_process(attempt: RunFolder) -> Claim | None:
 
 
 def read_step_timeout(folder: RunFolder) -> float:
-    """Return the seconds that a step of a run may take without writing a file.
+    """Return how long a step of a run may take without writing a file, in seconds.
 
-    Returns 0 if unknown.
+    The value is the setting launch.step_timeout, or 0 if the setting is unknown.
     """
     try:
         settings = config.read_config_file(folder.path / "config.yaml")
@@ -255,13 +268,13 @@ def read_step_timeout(folder: RunFolder) -> float:
 
 
 def is_replaced_by_this_process(claim: Claim) -> bool:
-    """Return whether SLURM or torchrun started this process as the replacement of the claim's process."""
+    """Return whether SLURM or torchrun started this process to replace the claim's process."""
     starter = provenance.identify_launcher()
     if starter is None or read_restart_count() <= claim.restart:
         return False
     if starter == claim.starter:
         return True
-    # An agent of torchrun may take over on another host; both have the name of the launch, if the user named it.
+    # A torchrun agent on another host may take over. Both agents have the same launch name if the user has set one.
     kind, name, *_ = starter.split(" ")
     has_name = kind == "torchrun" and name != UNNAMED_LAUNCH
     is_other_host = claim.process.get("host") != socket.gethostname()
@@ -270,9 +283,9 @@ def is_replaced_by_this_process(claim: Claim) -> bool:
 
 
 def is_known_to_have_ended(folder: RunFolder) -> bool:
-    """Return whether an attempt wrote a result at its end.
+    """Return whether result.json shows that the attempt has ended.
 
-    `make cancel` writes one before the end.
+    `make cancel` writes a result without a reason before the attempt ends. Such a result does not count.
     """
     result = folder.result
     if not result:
@@ -281,7 +294,7 @@ def is_known_to_have_ended(folder: RunFolder) -> bool:
 
 
 def measure_silence(attempt: RunFolder) -> float:
-    """Return the seconds since a rank of an attempt wrote a file."""
+    """Return the seconds since any rank of an attempt last wrote a file."""
     return max(0.0, time.time() - attempt.find_last_write())
 
 
@@ -306,18 +319,18 @@ def check_still_current(attempt: RunFolder) -> None:
 
 
 class AttemptWatch:
-    """Checks of a rank that its attempt's folder exists and that no newer attempt does."""
+    """Monitor that checks whether an attempt's folder still exists and whether a newer attempt has started."""
 
     RETURN_SECONDS = 3.0
-    """Time to wait for a missing folder: a network disk may be unavailable for a moment."""
+    """Seconds to wait for a missing folder. A network disk may be unavailable for a moment."""
 
     def __init__(self, attempt: RunFolder) -> None:
         self.attempt = attempt
-        # An open folder keeps its inode number, also on disks that renumber files.
+        # The inode number of an open folder does not change, even on disks that renumber files.
         self.handle = os.open(attempt.attempt_folder, os.O_PATH | os.O_DIRECTORY)
 
     def has_folder(self) -> bool:
-        """Return whether the attempt's folder is still at its path."""
+        """Return whether the attempt's folder still exists at its original path."""
         try:
             current = self.attempt.attempt_folder.stat()
         except OSError:
@@ -325,7 +338,7 @@ class AttemptWatch:
         return os.path.samestat(current, os.fstat(self.handle))
 
     def find_problem(self, step: int) -> str:
-        """Return why this attempt must stop after a step; empty if it can continue."""
+        """Return why this attempt must stop after a step, or an empty string if it can continue."""
         deadline = time.monotonic() + self.RETURN_SECONDS
         while not self.has_folder():
             if time.monotonic() > deadline:
@@ -338,14 +351,14 @@ class AttemptWatch:
         return ""
 
     def describe_loss(self, step: int) -> str:
-        """Return which folder is missing, with the remedy."""
+        """Return a message that names the missing folder and a remedy."""
         has_run = (self.attempt.path / "config.yaml").exists()
         path = self.attempt.attempt_folder if has_run else self.attempt.path
         remedy = f"move it back, then resume with: make exp RESUME={shlex.quote(self.attempt.reference)}"
         return f"{path} was moved or deleted; stopped after step {step}; {remedy}"
 
     def close(self) -> None:
-        """Close the handle of the folder."""
+        """Close the folder handle."""
         if self.handle >= 0:
             os.close(self.handle)
         self.handle = -1

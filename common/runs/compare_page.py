@@ -1,6 +1,7 @@
-"""One HTML page with the curves and a table of several runs. It needs no network. Imports no torch.
+"""Build one HTML page that compares several runs by their curves and in a table.
 
-compare_page.html is the Jinja2 template, compare_page.css the style sheet; compare_page.js draws, sorts and filters.
+The page works without a network connection. compare_page.html is the Jinja2 template, and compare_page.css is the style
+sheet. compare_page.js draws the curves, and sorts and filters the table. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from common.runs.metric_curves import MAX_POINTS, Curve, Numbers, RunCurves
 from common.runs.setting_labels import MISSING
 
 PAGE_FOLDER = Path(__file__).parent
-MARK = '<meta name="generator" content="make compare">'  # only a file with it is overwritten
+MARK = '<meta name="generator" content="make compare">'  # only files that contain this tag are overwritten
 DISTINCT_COLOURS = (
     *("#2a78d6", "#e07b1a", "#2f9e44", "#d6336c", "#7b56c4"),
     *("#8a6d3b", "#c2a000", "#0f9aa8", "#c92a2a", "#6b7684"),
-)  # for light pages; the style sheet makes them lighter on dark ones
+)  # for light pages; the style sheet lightens these colors on dark pages
 LINE_DASHES = {"finished": "", "running": "2 3", "pending": "2 3"}
-UNFINISHED_DASHES = "7 4"  # of runs that ended before they finished
-FIRST_TESTS = ("test_accuracy", "test_loss")  # the first charts of evaluations
-MAX_LABEL_WIDTH = 34  # characters
+UNFINISHED_DASHES = "7 4"  # line style of runs that ended before they finished
+FIRST_TESTS = ("test_accuracy", "test_loss")  # the evaluation metrics that are shown first
+MAX_LABEL_WIDTH = 34  # maximum width of a label in characters
 
 
 @dataclass(frozen=True)
 class TableCell:
-    """A table cell of a run."""
+    """A cell in the table row of a run."""
 
     text: str
     value: float | None = None
-    """Number to sort by; None for text."""
+    """Number that is used to sort the table, or None if the cell contains text."""
 
     @property
     def has_number(self) -> bool:
@@ -49,27 +50,27 @@ class TableCell:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run as shown on the page."""
+    """The content that the page shows for one run."""
 
     key: str
     """Unique id of the run."""
     experiment: str
     label: str
-    """Short, and unique within the experiment."""
+    """Short name of the run that is unique within the experiment."""
     state: str
     curves: RunCurves
     columns: dict[str, TableCell]
-    """Titles and cells of its columns in the table."""
+    """Table cells of the run by column title."""
     settings: dict[str, str]
     detail: str = ""
-    """Why it is not finished."""
+    """Reason why the run is not finished, or an empty string."""
     links: dict[str, str] = field(default_factory=dict)
-    """Link texts and relative addresses."""
+    """Relative URLs by link text."""
 
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """A run with its number on the page and the colour of its curves."""
+    """A run with its number on the page and the color of its curves."""
 
     number: int
     run: ComparedRun
@@ -77,12 +78,12 @@ class DrawnRun:
 
     @property
     def dash(self) -> str:
-        """Dashes of its lines, as in the SVG attribute stroke-dasharray."""
+        """Dash pattern of the run's curves, in the format of the SVG attribute stroke-dasharray."""
         return LINE_DASHES.get(self.run.state, UNFINISHED_DASHES)
 
     @property
     def search_text(self) -> str:
-        """Text that the filter searches."""
+        """Lowercase text that the filter of the page searches."""
         run = self.run
         settings = [f"{key}={text}" for key, text in run.settings.items()]
         texts = [run.experiment, run.label, run.key, run.state, *settings]
@@ -90,13 +91,13 @@ class DrawnRun:
 
 
 BAR_MAXIMA = {"accuracy": 1.0, "efficiency": 1.0, "waiting": 1.0, "test loss": None, "samples/s": None, "peak MB": None}
-"""Columns whose cells contain a bar, with the value of a full bar; None: the largest value of the column."""
+"""Value of a full bar for each column with bars. None means the largest value in the column."""
 
 
 def choose_colours(count: int) -> list[str]:
-    """Return `count` distinct colours.
+    """Return `count` distinct colors.
 
-    More than ten are spread by the golden angle, so that neighbours differ most.
+    If there are more than ten colors, their hues are spaced by the golden angle to keep adjacent colors distinct.
     """
     if count <= len(DISTINCT_COLOURS):
         return list(DISTINCT_COLOURS[:count])
@@ -104,23 +105,23 @@ def choose_colours(count: int) -> list[str]:
 
 
 def sort_by_experiment(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
-    """Return the runs, those of each experiment together, otherwise in their original order."""
+    """Group the runs by experiment. Within an experiment, the original order is kept."""
     experiments = list(dict.fromkeys(run.experiment for run in runs))
     return sorted(runs, key=lambda run: experiments.index(run.experiment))
 
 
 def round_numbers(numbers: Numbers, format_spec: str = ".5g") -> list[float | None]:
-    """Return numbers with as many digits as a screen can show.
+    """Round numbers to the precision that a screen can show.
 
-    Returns None for NaN and infinity.
+    NaN and infinity are replaced by None.
     """
     return [float(format(number, format_spec)) if math.isfinite(number) else None for number in numbers.tolist()]
 
 
 def encode_curve(run_number: int, curve: Curve) -> dict[str, Any]:
-    """Return a curve as JSON types.
+    """Convert a curve to types that JSON supports.
 
-    A curve that is not thinned has no minima and maxima.
+    Minima and maxima are included only for a thinned curve.
     """
     steps, samples, seconds = curve.positions.T
     positions = [round_numbers(steps, ".12g"), round_numbers(samples, ".12g"), round_numbers(seconds, ".6g")]
@@ -131,9 +132,9 @@ def encode_curve(run_number: int, curve: Curve) -> dict[str, Any]:
 
 
 def build_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """Return the charts in which a curve has several points.
+    """Return the charts in which at least one curve has several points.
 
-    Single points are only in the table.
+    Single points are shown only in the table.
     """
     charts: list[dict[str, Any]] = []
 
@@ -156,7 +157,7 @@ def build_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
 
 
 def make_setting_cell(run: ComparedRun, key: str) -> TableCell:
-    """Return the table cell of a setting; a number is sorted as a number."""
+    """Return the table cell of a setting. Numeric settings are sorted by number."""
     text = run.settings.get(key, MISSING)
     try:
         return TableCell(text, float(text))
@@ -165,7 +166,7 @@ def make_setting_cell(run: ComparedRun, key: str) -> TableCell:
 
 
 def list_columns(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return the titles of the columns in which some run has a value."""
+    """Return the titles of the columns in which at least one run has a value."""
     titles: dict[str, None] = {}
     for run in runs:
         titles |= dict.fromkeys(title for title, cell in run.columns.items() if cell.text != MISSING)
@@ -182,14 +183,14 @@ def compute_bar_maxima(runs: Sequence[ComparedRun]) -> dict[str, float]:
 
 
 def allow_line_breaks(text: str) -> Markup:
-    """Return text as HTML in which lines may break after punctuation, as in names of settings."""
+    """Return text as HTML that allows line breaks after punctuation, such as in setting names."""
     return Markup("<wbr>").join(re.split("(?<=[=_.:/,])", text))
 
 
 def make_environment() -> jinja2.Environment:
-    """Return the Jinja2 environment of the template.
+    """Return the Jinja2 environment for the template.
 
-    It escapes every value that is not marked as safe.
+    The environment escapes every value that is not marked as safe.
     """
     loader = jinja2.FileSystemLoader(PAGE_FOLDER)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
@@ -199,9 +200,10 @@ def make_environment() -> jinja2.Environment:
 
 
 def render_page(runs: Sequence[ComparedRun], settings: Sequence[str], experiment_settings: Sequence[str]) -> str:
-    """Return the page as HTML.
+    """Return the comparison page as HTML.
 
-    `settings` differ within an experiment, the most distinctive first; `experiment_settings` only between experiments.
+    `settings` are the settings that differ within an experiment, with the most distinctive setting first.
+    `experiment_settings` differ only between experiments.
     """
     runs = sort_by_experiment(runs)
     colours = choose_colours(len(runs))

@@ -1,23 +1,23 @@
-"""The run folder: names, attempts, atomic writes, and reading it. Imports neither torch nor W&B.
+"""Create, write and read run folders and their attempts. This module imports neither torch nor wandb.
 
 runs/<name>-<time>-<4 hex>/
   config.yaml          resolved settings; sufficient to repeat the run
   meta.json            code, versions, hosts, argv, data checksum, history; unknown values are null
-  code/                the source that this run executes, with untracked files; SHA256SUMS contains its checksums
+  code/                the source code that this run executes, with untracked files; SHA256SUMS lists the checksums
   attempts/0001/       one folder per attempt; ranks write only here
-    claim.json         the process or job that trains here (claims.py)
-    attempt.json       the attempt and step from which it resumed; parent null for a new run
-    changed.json       settings that differ from config.yaml: old and new value
-    result.json        state and numbers at its end, once a later attempt has started
-    passed_on.json     what W&B has received: lines of metrics.jsonl and media.jsonl
-    world.json         ranks, hosts, device, backend
+    claim.json         the process or job that runs this attempt (see claims.py)
+    attempt.json       the attempt and step from which this attempt resumed; parent is null for a new run
+    changed.json       settings that differ from config.yaml, each with its old and new value
+    result.json        final state and numbers of this attempt, moved here when a later attempt starts
+    passed_on.json     number of lines of metrics.jsonl and media.jsonl that W&B has received
+    world.json         ranks, hosts, device and backend
     logs/rank-0.log    one file per rank
-    heartbeat-0.json   one file per rank: step, time, the seconds of its steps until backward begins, and its samples
+    heartbeat-0.json   one file per rank: step, time, seconds per step until backward begins, and samples
     metrics.jsonl      one JSON object per logged step
     checkpoints/       see common/checkpoint/storage.py
-  .private*/           the key of launch.tls=true while ranks connect; local runs store it in the attempt
-  wandb/               the W&B directory; for an online run with journal.jsonl: W&B's step numbers and their rows
-  result.json          final numbers and the reason for the end
+  .private*/           key for launch.tls=true while ranks connect; local runs store the key in the attempt
+  wandb/               W&B directory; in online runs, journal.jsonl maps the step numbers of W&B to rows
+  result.json          final numbers and the reason why the run ended
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any
 from common.core.errors import UserError
 from common.runs.metrics_rows import parse_rows
 
-BLOCK_CHARACTERS = 1 << 20  # of metrics that are read at once
+BLOCK_CHARACTERS = 1 << 20  # number of characters of metrics.jsonl to read at a time
 CLAIM = "claim.json"
 STALE_DRAFT_SECONDS = 60.0
 MODEL_FILE = "model.safetensors"  # the trained model of a finished run
@@ -55,12 +55,12 @@ FILES_OF_RANKS = (
     "logs/rank-*.log",
     "checkpoints/**/*",
 )
-"""Files in an attempt's folder written by its ranks; tracking and reports write others."""
+"""Patterns of the files that ranks write to the attempt's folder. Tracking and reports write other files."""
 
 
 DISK_REMEDIES = {
-    errno.ENOSPC: "the disk is full; free space",
-    errno.EDQUOT: "the disk quota is exhausted; free space",
+    errno.ENOSPC: "the disk is full; free up space",
+    errno.EDQUOT: "the disk quota is exhausted; free up space",
     errno.EFBIG: "the file would exceed the size limit (ulimit -f); raise the limit",
     errno.EROFS: "the disk is read-only; choose another folder",
     errno.EACCES: "no permission to write; choose another folder",
@@ -68,26 +68,27 @@ DISK_REMEDIES = {
     errno.ENOENT: "the folder does not exist or was deleted; choose another one",
     errno.ENOTDIR: "part of the path is a file; choose another folder",
 }
-"""What is wrong with a disk, and the remedy, by error number."""
+"""Description and remedy of each disk problem, by error number."""
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors of a full, read-only or protected disk into a UserError with a remedy."""
+    """Convert an error of a full, read-only or protected disk to a UserError with a remedy."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # numpy raises this on a full disk
-            raise UserError(f"cannot write {path}: {error}; free space") from error
+        if error.errno is None:  # numpy raises such an error if the disk is full
+            raise UserError(f"cannot write {path}: {error}; free up space") from error
         if error.errno not in DISK_REMEDIES:
             raise
         raise UserError(f"cannot write {path}: {DISK_REMEDIES[error.errno]}") from error
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
-    """Write a small file so that readers see either the old or the complete new text.
+    """Write a small text file atomically. Raises UserError if writing fails.
 
-    A durable file survives a power failure once this returns.
+    Readers see either the old text or the complete new text. If `durable` is true, the new text survives a power
+    failure after this function has returned.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -103,7 +104,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk. Raises OSError."""
+    """Flush a file or the entries of a folder to the disk. Raises OSError if flushing fails."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -115,12 +116,15 @@ def fsync_path(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, atomically. Raises UserError."""
+    """Write a value atomically as JSON. Raises UserError if writing fails."""
     write_atomic(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def write_json_once(path: Path, value: Any) -> bool:
-    """Write a value as JSON, atomically, unless the file exists; return whether it was written. Raises UserError."""
+    """Write a value atomically as JSON if the file does not exist yet.
+
+    Returns whether the file was written. Raises UserError if writing fails.
+    """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     write_json(draft, value)
     try:
@@ -128,7 +132,7 @@ def write_json_once(path: Path, value: Any) -> bool:
             os.link(draft, path)
     except FileExistsError:
         return False
-    except UserError:  # a disk without hard links
+    except UserError:  # the disk may not support hard links
         if path.exists():
             return False
         with disk_errors(path):
@@ -139,7 +143,7 @@ def write_json_once(path: Path, value: Any) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty if the file is missing or damaged."""
+    """Return the object in a JSON file, or an empty dict if the file is missing or damaged."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -147,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def remove_stale_drafts(attempts: Path) -> None:
-    """Delete drafts and withdrawn attempts of killed processes after STALE_DRAFT_SECONDS."""
+    """Delete drafts and withdrawn attempts of killed processes that are older than STALE_DRAFT_SECONDS."""
     for path in [*attempts.glob(".new-*"), *attempts.glob(".withdrawn-*")]:
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_ctime > STALE_DRAFT_SECONDS:
@@ -156,13 +160,13 @@ def remove_stale_drafts(attempts: Path) -> None:
 
 @dataclass(frozen=True)
 class CountedPart:
-    """The part of an attempt that belongs to the run."""
+    """The part of an attempt whose steps belong to the run."""
 
     attempt: RunFolder
     last_step: int | None
-    """Step at which a later attempt resumed it; None if all steps count."""
+    """Step from which a later attempt resumed, or None if all steps of this attempt count."""
     rows: int | None
-    """Number of its lines of metrics that a later attempt took over; None for all."""
+    """Number of lines of metrics.jsonl that belong to the run, or None if all lines belong to it."""
 
     def includes_step(self, step: int) -> bool:
         """Return whether the rows of a step belong to the run."""
@@ -170,7 +174,7 @@ class CountedPart:
 
 
 class RunFolder:
-    """A run folder and one of its attempts."""
+    """A run folder and the number of one of its attempts. The number is 0 if no attempt is selected."""
 
     def __init__(self, path: Path, attempt: int = 0) -> None:
         self.path = path
@@ -178,7 +182,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path, name: str, config: str) -> RunFolder:
-        """Create a run folder with its resolved configuration; on failure it is removed."""
+        """Create a run folder that contains the resolved config. If this fails, the folder is removed."""
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
         while path.exists():
@@ -194,14 +198,14 @@ class RunFolder:
 
     @property
     def reference(self) -> str:
-        """Text for RUN= or RUNS=: the id, or the path of a run outside runs/ of the current folder."""
+        """Value for RUN= or RUNS=: the run id, or the path if the run is not in runs/ of the current folder."""
         path = self.path.absolute()
         return path.name if path.parent == Path("runs").absolute() else str(path)
 
     def claim_attempt(self, claim: Mapping[str, Any] | None = None) -> RunFolder:
-        """Create the folder of the next attempt, with its claim. Raises UserError.
+        """Create the folder of the next attempt with its claim. Raises UserError if writing fails.
 
-        The folder appears complete, by one rename; concurrent callers get different attempts.
+        A single rename makes the complete folder visible. Concurrent callers get different attempts.
         """
         attempts = self.path / "attempts"
         remove_stale_drafts(attempts)
@@ -230,7 +234,7 @@ class RunFolder:
             number += 1
 
     def withdraw_attempt(self) -> None:
-        """Delete the folder of this attempt; it disappears with its claim by one rename."""
+        """Delete the folder of this attempt. A single rename first hides the folder and its claim."""
         withdrawn = self.attempt_folder.with_name(f".withdrawn-{secrets.token_hex(4)}")
         with contextlib.suppress(OSError):
             self.attempt_folder.rename(withdrawn)
@@ -244,14 +248,14 @@ class RunFolder:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether a newer attempt exists, so that this one no longer counts."""
+        """Whether a newer attempt exists and therefore replaces this attempt."""
         return any(attempt.number > self.number for attempt in self.list_attempts())
 
     def write_parent(self, parent: int | None, step: int, rows: int | None = None) -> None:
-        """Record the attempt and step from which this one resumes; None and 0 for a new run. Raises UserError.
+        """Record the attempt and step from which this attempt resumes. Raises UserError if writing fails.
 
-        `rows` is the number of rows of metrics that the parent had written at that step. An attempt without this record
-        has not started to train, and no other attempt resumes it.
+        For a new run, `parent` is None and `step` is 0. `rows` is the number of metric rows that the parent had written
+        at that step. An attempt without this record has not started to train, and no other attempt resumes from it.
         """
         text = json.dumps({"parent": parent, "step": step, "rows": rows}) + "\n"
         write_atomic(self.attempt_folder / "attempt.json", text, durable=True)
@@ -259,10 +263,10 @@ class RunFolder:
             fsync_path(self.attempt_folder.parent)
 
     def trace_attempts(self) -> list[tuple[RunFolder, int | None]]:
-        """Return the attempts that belong to the run, newest first, each with its last step that counts (None: all).
+        """Return the attempts that belong to the run, newest first, each with its last step that counts.
 
-        An attempt counts up to the step at which the next one resumed it. An older attempt that no other one resumed
-        does not count.
+        An attempt counts up to the step from which the next attempt resumed. The step is None if all steps count. An
+        older attempt from which no other attempt resumed does not count.
         """
         started = [attempt for attempt in self.list_attempts() if attempt.parent_record is not None]
         if not started:  # without records, only the newest attempt that trained counts
@@ -281,7 +285,10 @@ class RunFolder:
 
     @property
     def parent_record(self) -> tuple[int | None, int] | None:
-        """Parent and step that `write_parent` recorded, (None, 0) for a new run; None before training started."""
+        """Parent and step as recorded by `write_parent`, or None if training has not started.
+
+        A new run has the parent None and the step 0.
+        """
         record = read_json(self.attempt_folder / "attempt.json")
         parent = record.get("parent", "")
         step = record.get("step")
@@ -289,7 +296,7 @@ class RunFolder:
 
     @property
     def experiment(self) -> str:
-        """Name of the experiment, taken from the folder's name."""
+        """Name of the experiment, derived from the folder name."""
         return self.path.name.rsplit("-", 3)[0]
 
     @property
@@ -304,33 +311,33 @@ class RunFolder:
         return self.attempt_folder / "logs" / f"rank-{rank}.log"
 
     def write_heartbeat(self, rank: int, step: int, time: float, **measured: float | None) -> None:
-        """Write a rank's newest step, the time since 1970, and measurements of its steps. Raises UserError."""
+        """Write the newest step of a rank, the time in seconds since 1970, and measurements. Raises UserError."""
         beat = {"step": step, "time": time}
         beat |= {name: number for name, number in measured.items() if number}
         write_json(self.attempt_folder / f"heartbeat-{rank}.json", beat)
 
     def find_last_write(self) -> float:
-        """Return the time since 1970 at which a rank last wrote a file of this attempt; 0 if none has."""
+        """Return when a rank last wrote a file of this attempt, in seconds since 1970, or 0 if there is none."""
         newest = 0.0
         for pattern in FILES_OF_RANKS:
             for path in self.attempt_folder.glob(pattern):
-                with contextlib.suppress(OSError):  # deleted meanwhile
+                with contextlib.suppress(OSError):  # the file was deleted in the meantime
                     newest = max(newest, path.stat().st_mtime)
         return newest
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return all complete rows of the run, oldest first, from all attempts that count; each step once.
+        """Return all complete metric rows of the run, oldest first, without repeated steps.
 
-        A line truncated by a crash is skipped.
+        The rows come from all attempts that belong to the run. A line truncated by a crash is skipped.
         """
         return list(self.read_rows())
 
     def find_last_step(self) -> int:
-        """Return the last step that has a row of metrics; 0 if none has."""
+        """Return the last step that has a metric row, or 0 if there are no rows."""
         return max((row["global_step"] for row in self.read_rows()), default=0)
 
     def read_rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of `metrics` one by one, without holding a long run in memory."""
+        """Yield the rows of `read_metrics` one by one, without loading a long run into memory."""
         for part in self.list_counted_parts():
             rows = itertools.islice(part.attempt.parse_attempt_rows(), part.rows)
             yield from (row for row in rows if row and part.includes_step(row["global_step"]))
@@ -339,7 +346,8 @@ class RunFolder:
         """Return the parts of the attempts that belong to the run, oldest first."""
         parts: list[CountedPart] = []
         for attempt, last_step in self.trace_attempts():
-            # An evaluation after the last step that counts is repeated: the number of rows decides, too.
+            # The next attempt repeats an evaluation that followed the last step that counts. The number of rows
+            # excludes the first copy of this evaluation.
             successor = read_json(parts[-1].attempt.attempt_folder / "attempt.json") if parts else {}
             rows = successor.get("rows")
             if not isinstance(rows, int) or rows < 0:
@@ -348,17 +356,17 @@ class RunFolder:
         return parts[::-1]
 
     def read_attempt_rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the complete rows of this attempt alone."""
+        """Yield the complete rows of this attempt only."""
         return (row for row in self.parse_attempt_rows() if row)
 
     def parse_attempt_rows(self) -> Iterator[dict[str, Any] | None]:
-        """Yield the row of each line of this attempt's metrics; None for a truncated or damaged line."""
+        """Yield the row of each line of this attempt's metrics, or None for a truncated or damaged line."""
         with contextlib.suppress(FileNotFoundError), open(self.metrics_file, errors="replace") as file:
             while lines := file.readlines(BLOCK_CHARACTERS):
                 yield from parse_rows(lines)
 
     def find_damaged_lines(self) -> list[int]:
-        """Return the numbers, from 1, of damaged lines of this attempt's metrics, except a truncated last line."""
+        """Return the numbers of damaged lines in metrics.jsonl, counted from 1, except a truncated last line."""
         damaged = []
         number = 0
         for number, row in enumerate(self.parse_attempt_rows(), 1):
@@ -373,9 +381,9 @@ class RunFolder:
         return read_json(self.path / "result.json")
 
     def retire_result(self) -> Path | None:
-        """Move the result of the previous attempt into that attempt's folder when this one starts.
+        """Move the result of the previous attempt into that attempt's folder when this attempt starts.
 
-        Returns the new path; None if there was nothing to move. Raises UserError.
+        Returns the new path, or None if no result was moved. Raises UserError if writing fails.
         """
         file = self.path / "result.json"
         earlier = [attempt for attempt in self.list_attempts() if not self.number or attempt.number < self.number]
@@ -383,5 +391,5 @@ class RunFolder:
             new_path = earlier[-1].attempt_folder / file.name if earlier else None
             if new_path is not None and not new_path.exists():
                 return file.replace(new_path)
-            file.unlink()  # the previous attempt ended before it had a folder
+            file.unlink()  # the previous attempt ended before its folder was created
         return None

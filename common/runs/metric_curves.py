@@ -1,6 +1,6 @@
-"""Curves of a run's metrics, thinned to the resolution of a screen. Imports no torch.
+"""Compute the curves of a run's metrics, thinned to the resolution of a screen. This module does not import torch.
 
-A point of a training curve is the mean of some consecutive steps, with their minimum and maximum.
+Each point of a training curve is the mean of a group of consecutive steps, with the minimum and maximum of the group.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_POINTS = 400  # of one curve
-LOG_SPACED_POINTS = 80  # of these, denser at the start for a logarithmic axis
+MAX_POINTS = 400  # maximum number of points of one curve
+LOG_SPACED_POINTS = 80  # number of these points that are log-spaced, for a logarithmic axis
 AXES = ("global_step", "samples", "time")
-NO_CURVE = (*AXES, "test_samples")  # equal in every evaluation
+NO_CURVE = (*AXES, "test_samples")  # the number of test samples is the same in every evaluation
 Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values along a run. All arrays have the same length."""
+    """The values of one metric during a run. All arrays have the same length."""
 
     positions: Numbers
-    """[points, 3]: step, samples, seconds."""
+    """Step, samples and seconds of each point, with shape [points, 3]."""
     value: Numbers
     low: Numbers
     high: Numbers
@@ -35,21 +35,21 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunCurves:
-    """The curves of a run."""
+    """The curves of loss, speed and evaluations of a run."""
 
     loss: Curve
     speed: Curve
-    """Samples per second, without evaluations and the time between two attempts."""
+    """Samples per second, excluding evaluations and the time between attempts."""
     tests: dict[str, Curve] = field(default_factory=dict)
-    """Evaluations by name, such as test_accuracy."""
+    """Curves of evaluation metrics by name, such as test_accuracy."""
 
 
 def read_curves(rows: Iterable[dict[str, Any]], last_steps: Collection[int] = ()) -> RunCurves:
-    """Return the curves of a run from its rows of metrics. Malformed rows are skipped.
+    """Compute the curves of a run from its metric rows. Malformed rows are skipped.
 
-    `last_steps` are the last steps of attempts that were resumed by another attempt.
+    `last_steps` contains the last step of each attempt from which another attempt resumed.
     """
-    steps: list[tuple[float, ...]] = []  # step, samples, time, loss, whether an evaluation or a restart came before
+    steps: list[tuple[float, ...]] = []  # step, samples, time, loss, whether an evaluation or restart precedes
     tests: dict[str, list[tuple[float, ...]]] = {}
     is_interrupted = True
     for row in rows:
@@ -77,7 +77,7 @@ def read_curves(rows: Iterable[dict[str, Any]], last_steps: Collection[int] = ()
 
 
 def drop_non_numeric_rows(rows: list[tuple[float, ...]], columns: int) -> Numbers:
-    """Return an array [rows, columns] without the rows that contain anything but numbers."""
+    """Return an array of shape [rows, columns] without the rows that contain non-numeric elements."""
     try:
         return np.array(rows, dtype=np.float64).reshape(len(rows), columns)
     except (TypeError, ValueError):
@@ -91,7 +91,10 @@ def has_only_numbers(row: tuple[float, ...]) -> bool:
 
 
 def compute_group_bounds(count: int) -> NDArray[np.int64]:
-    """Return the bounds of groups of consecutive steps, at most MAX_POINTS + 1 indices, denser at the start."""
+    """Return the bounds of groups of consecutive steps, as at most MAX_POINTS + 1 indices.
+
+    Groups at the start of the run are smaller.
+    """
     if count <= MAX_POINTS:
         return np.arange(count + 1)
     evenly_spaced = np.linspace(0, count, MAX_POINTS - LOG_SPACED_POINTS + 1)
@@ -100,9 +103,9 @@ def compute_group_bounds(count: int) -> NDArray[np.int64]:
 
 
 def average_step_groups(positions: Numbers, numerators: Numbers, denominators: Numbers) -> Curve:
-    """Return sum(numerators) / sum(denominators) of groups of rows.
+    """Return sum(numerators) / sum(denominators) for each group of rows.
 
-    A point has the position of its last row.
+    Each point has the position of the last row in its group.
     """
     bounds = compute_group_bounds(len(positions))
     first_rows = bounds[:-1]
@@ -118,12 +121,12 @@ def average_step_groups(positions: Numbers, numerators: Numbers, denominators: N
 
 
 def compute_loss_curve(table: Numbers) -> Curve:
-    """Return the loss, averaged over groups of steps, from a table [steps, 5]."""
+    """Return the loss curve, averaged over groups of steps, from a table of shape [steps, 5]."""
     return average_step_groups(table[:, :3], table[:, 3], np.ones(len(table)))
 
 
 def compute_speed_curve(table: Numbers) -> Curve:
-    """Return samples per second; a step after an evaluation or a restart does not count."""
+    """Return the curve of samples per second. Steps that follow an evaluation or a restart are excluded."""
     samples = np.diff(table[:, 1])
     seconds = np.diff(table[:, 2])
     is_counted = (table[1:, 4] == 0) & (seconds > 0)

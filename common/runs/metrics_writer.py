@@ -1,4 +1,4 @@
-"""Writer of metrics.jsonl on rank 0: each row is one complete line, even if the disk is full for a while."""
+"""Write metrics.jsonl on rank 0. Each row is one complete line, even if the disk is temporarily full."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from common.core.errors import UserError
 from common.runs.folder import disk_errors
 
-ENCODER = json.JSONEncoder(allow_nan=False)  # json.dumps would create one for each row
+ENCODER = json.JSONEncoder(allow_nan=False)  # json.dumps would create an encoder for each row
 
 
 def replace_nonfinite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with null for values that JSON cannot represent: NaN and infinity."""
+    """Return a row in which null replaces NaN and infinity, which JSON cannot represent."""
     finite_row = dict(row)
     for name, number in row.items():
         if isinstance(number, float) and not math.isfinite(number):
@@ -26,7 +26,7 @@ def replace_nonfinite(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MetricsWriter:
-    """Writer that buffers rows while they cannot be written to the disk."""
+    """Writer that keeps rows in memory while it cannot write them to the disk."""
 
     def __init__(self, file: Path, warn: Callable[[str], None]) -> None:
         self.file = file
@@ -36,7 +36,7 @@ class MetricsWriter:
         self.has_warned = False
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Write rows; if that fails, warn once and keep them for the next call."""
+        """Write rows. If writing fails, warn once and keep the rows for the next call."""
         self.buffered_lines += [ENCODER.encode(replace_nonfinite(row)) + "\n" for row in rows]
         try:
             self.flush()
@@ -46,7 +46,7 @@ class MetricsWriter:
             self.has_warned = True
 
     def flush(self) -> None:
-        """Write the buffered rows. Raises UserError; then no partial line remains."""
+        """Write the buffered rows. Raises UserError if writing fails, and leaves no partial line in this case."""
         if not self.buffered_lines:
             return
         with disk_errors(self.file):

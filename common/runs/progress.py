@@ -1,4 +1,4 @@
-"""Progress on the terminal of rank 0: bars on a terminal, plain lines elsewhere."""
+"""Progress display of rank 0: bars if the output is a terminal, and plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from common.core.text import format_duration
 from configs.shared import Log
 
-LINE_SECONDS = 10.0  # between plain progress lines
-SPEED_SECONDS = 300  # period of rich's mean speed; an evaluation batch may take longer than the default of 30 s
+LINE_SECONDS = 10.0  # minimum time between plain progress lines
+SPEED_SECONDS = 300  # window of rich's speed estimate; one evaluation batch may exceed the default of 30 s
 
 
 class ProgressDisplay:
-    """Progress bars and lines on the terminal; a silent screen (on other ranks) prints nothing."""
+    """Progress bars and lines of one rank. A silent display, as on ranks other than 0, prints nothing."""
 
     def __init__(self, cfg: Log, *, silent: bool) -> None:
         self.kind = cfg.progress
@@ -25,11 +25,11 @@ class ProgressDisplay:
         self.silent = silent
         self.bars: Any = None
         self.tasks: dict[str, Any] = {}
-        self.starts: dict[str, tuple[float, int]] = {}  # time and count of the first call for each work
+        self.starts: dict[str, tuple[float, int]] = {}  # time and count at the first call, by name of the work
         self.last_line_time = time.monotonic()
 
     def print_line(self, text: str) -> None:
-        """Print a line, above the bars if there are any."""
+        """Print a line. If progress bars are shown, the line appears above the bars."""
         if self.silent:
             return
         if self.bars is not None:
@@ -38,9 +38,9 @@ class ProgressDisplay:
             print(text, flush=True)
 
     def show_progress(self, work: str, done: int, total: int, text: str = "") -> None:
-        """Update the bar of `work`, or print a line if the last one is older than LINE_SECONDS.
+        """Update the progress bar named `work`, or print a line if LINE_SECONDS have passed since the last line.
 
-        `text` is shown after it, by default the rate per second. `total` is 0 until it is known.
+        `text` is shown after the progress and defaults to the rate per second. `total` is 0 while the total is unknown.
         """
         if self.kind == "none":
             return
@@ -59,13 +59,13 @@ class ProgressDisplay:
             self.print_line(f"{work} {done}/{total}  {text}{remaining}")
 
     def end_progress(self, work: str) -> None:
-        """Remove the bar of `work`."""
+        """Remove the progress bar named `work`."""
         self.starts.pop(work, None)
         if work in self.tasks:
             self.bars.remove_task(self.tasks.pop(work))
 
     def _add_bar(self, work: str) -> None:
-        # imported here so that no training step waits for it
+        # imported here so that importing rich does not delay training steps
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -76,7 +76,7 @@ class ProgressDisplay:
         )
 
         if self.bars is None:
-            # the elapsed time advances even while one batch takes long
+            # the elapsed time advances even during a long batch
             columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
             text = TextColumn("{task.fields[text]}")
             self.bars = Progress("{task.description}", *columns, text, speed_estimate_period=SPEED_SECONDS)

@@ -1,4 +1,4 @@
-"""Provenance of a run: source, versions, machine, attempts. Imports neither torch nor W&B."""
+"""Record the source code, versions, machine and attempts of a run. This module imports neither torch nor wandb."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from common.core.text import read_or_empty
 from common.runs.folder import RunFolder, disk_errors, read_json, write_atomic, write_json
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
-SOURCE_FOLDERS = ("experiments", "common", "slurm", "configs")  # the source includes files beside these folders
-PICTURE_SUFFIXES = (".svg", ".png")  # of pages; they are not copied
-CHECKSUMS = "SHA256SUMS"  # in a run's code/, in the format of the program sha256sum
+SOURCE_FOLDERS = ("experiments", "common", "slurm", "configs")  # the source also includes files in the repository root
+PICTURE_SUFFIXES = (".svg", ".png")  # figures of documentation pages, which are not copied
+CHECKSUMS = "SHA256SUMS"  # file in a run's code/, in the format of the command sha256sum
 GROUPS = ("git", "packages", "machine", "data", "prepared_by", "world", "job")
 ENTRY_TYPES: dict[str, type] = dict.fromkeys(GROUPS, dict) | {"argv": list, "history": list}
-"""Types of the entries of meta.json that are neither text nor numbers."""
+"""Expected types of the entries of meta.json that are dicts or lists."""
 JOB_TYPES: dict[str, Any] = {"id": str, "scheduler": str, "logs": str | None, "profile": dict | None}
-MAX_DAMAGED_FILES = 5  # that a message lists
+MAX_DAMAGED_FILES = 5  # maximum number of files that a message lists
 
 
 def format_utc_now() -> str:
-    """Return the time in UTC, to the second, as ISO 8601."""
+    """Return the current time in UTC as an ISO 8601 string, rounded down to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def run_git(*arguments: str) -> str | None:
     """Return the output of a git command in the source tree.
 
-    Returns None without git or outside a checkout.
+    Returns None if the command fails, for example without git or outside a checkout.
     """
     command = ["git", "-C", str(ROOT), *arguments]
     try:
@@ -52,9 +52,9 @@ def run_git(*arguments: str) -> str | None:
 
 
 def list_source_files() -> list[Path]:
-    """Return the source files, including untracked ones, relative to the root.
+    """Return the paths of the source files, including untracked files, relative to the root.
 
-    Files of runs and caches are excluded.
+    Figures, caches and files of runs are excluded.
     """
     git_files = run_git("ls-files", "-co", "--exclude-standard", "-z")
     if git_files:
@@ -70,7 +70,7 @@ def list_source_files() -> list[Path]:
 
 
 def read_package_version(package: str) -> str | None:
-    """Return the installed version of a package; None if it is not installed."""
+    """Return the installed version of a package, or None if the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -78,7 +78,7 @@ def read_package_version(package: str) -> str | None:
 
 
 def read_cpu_model() -> str | None:
-    """Return the processor's name as reported by Linux; None if there is none."""
+    """Return the processor name that Linux reports, or None if Linux reports no name."""
     for line in read_or_empty("/proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -86,7 +86,7 @@ def read_cpu_model() -> str | None:
 
 
 def describe_machine(device: str) -> str:
-    """Return the kind of machine for measurements: processor, cores, and the first GPU if one is used."""
+    """Describe the machine of a measurement: processor, cores and, if the device is cuda, the first GPU."""
     name = f"{read_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
     if device == "cuda":
         import torch
@@ -96,9 +96,9 @@ def describe_machine(device: str) -> str:
 
 
 def count_visible_gpus() -> int:
-    """Return the number of GPUs visible to a child process.
+    """Return the number of GPUs that are visible to a child process.
 
-    Does not use CUDA: a process that used CUDA cannot fork.
+    This function does not use CUDA, because a process that has used CUDA cannot fork.
     """
     if (read_package_version("torch") or "").endswith("+cpu"):  # this build cannot use GPUs
         return 0
@@ -109,24 +109,23 @@ def count_visible_gpus() -> int:
         return device_count
     visible_count = 0
     for name in map(str.strip, mask.split(",")):
-        if not name or name.startswith("-"):  # CUDA ignores this entry and all after it
+        if not name or name.startswith("-"):  # CUDA ignores this entry and all later entries
             break
         visible_count += 1
     return min(device_count, visible_count)
 
 
 def has_uncommitted_changes() -> bool | None:
-    """Return whether the checkout has uncommitted changes; None outside a checkout."""
+    """Return whether the checkout has uncommitted changes, or None if there is no checkout."""
     status = run_git("status", "--porcelain")
     return bool(status) if status is not None else None
 
 
 def copy_function_file(kind: str, value: str, code: Path, *, overwrite: bool = False) -> None:
-    """Copy the file of `FILE.py:function` into a run's source unless it exists there.
+    """Copy the file of `FILE.py:function` into a run's source if the copy does not exist.
 
-    `overwrite` replaces it.
-
-    Raises UserError. Ranks that start at the same time see the complete file or none. Other values are ignored.
+    If `overwrite` is true, an existing copy is replaced. Values that do not name a file are ignored. Ranks that start
+    at the same time see either the complete file or no file. Raises UserError if writing fails.
     """
     copy = locate_file_copy(kind, value, code)
     if ":" in value and (overwrite or not copy.is_file()):
@@ -138,7 +137,7 @@ def copy_function_file(kind: str, value: str, code: Path, *, overwrite: bool = F
 
 
 def copy_source(folder: RunFolder) -> None:
-    """Copy the source into `code/`, with the checksums of its files."""
+    """Copy the source files into `code/` and store their checksums there."""
     code = folder.path / "code"
     checksums = []
     with disk_errors(code):
@@ -151,9 +150,9 @@ def copy_source(folder: RunFolder) -> None:
 
 
 def check_source(folder: RunFolder) -> None:
-    """Raise UserError if a file in a run's `code/` is missing or differs from the original copy.
+    """Raise UserError if a file in a run's `code/` is missing or has changed since it was copied.
 
-    For runs made before checksums were stored, only files that Python cannot parse are found.
+    If a run has no checksums, only Python files with syntax errors are detected.
     """
     code = folder.path / "code"
     damaged = []
@@ -171,12 +170,12 @@ def check_source(folder: RunFolder) -> None:
             names += ", ..."
         raise UserError(
             f"the run's source is damaged: {names} in {code}; restore the files or start a new run; "
-            f"if they were changed on purpose, delete {code / CHECKSUMS}"
+            f"if the changes were intentional, delete {code / CHECKSUMS}"
         )
 
 
 def find_unparsable_files(code: Path) -> list[str]:
-    """Return the Python files below a folder that Python cannot parse, relative to it."""
+    """Return the Python files below a folder that cannot be parsed, as paths relative to the folder."""
     damaged = []
     for path in code.rglob("*.py"):
         try:
@@ -187,7 +186,7 @@ def find_unparsable_files(code: Path) -> list[str]:
 
 
 def write_metadata(folder: RunFolder, arguments: list[str], data: dict[str, Any]) -> None:
-    """Write meta.json: source, versions, machine, arguments and data of a run. Raises UserError."""
+    """Write the source, versions, machine, arguments and data of a run to meta.json. Raises UserError."""
     git = {
         "sha": (run_git("rev-parse", "HEAD") or "").strip() or None,
         "dirty": has_uncommitted_changes(),
@@ -213,7 +212,7 @@ def write_metadata(folder: RunFolder, arguments: list[str], data: dict[str, Any]
 
 
 def read_metadata(folder: RunFolder) -> dict[str, Any]:
-    """Return meta.json without entries of unexpected types."""
+    """Return the content of meta.json without entries of unexpected types."""
     meta = dict[str, Any]()
     for name, content in read_json(folder.path / "meta.json").items():
         if content is None or isinstance(content, ENTRY_TYPES.get(name, object)):
@@ -229,7 +228,7 @@ def read_metadata(folder: RunFolder) -> dict[str, Any]:
 
 
 def record_attempt_start(folder: RunFolder) -> None:
-    """Add this attempt to the history in meta.json. Raises UserError."""
+    """Add this attempt to the history in meta.json. Raises UserError if writing fails."""
     prefixes = ("SLURM_JOB", "SLURM_RESTART")
     slurm = {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
     attempt = {"attempt": folder.number, "start": format_utc_now(), "end": None, "state": "running"}
@@ -241,7 +240,10 @@ def record_attempt_start(folder: RunFolder) -> None:
 
 
 def identify_process() -> dict[str, Any]:
-    """Return host, boot, namespace, pid and start time, which identify this process even after it has ended."""
+    """Return values that identify this process even after it has ended.
+
+    The values are the host, boot id, pid namespace, pid and start time.
+    """
     return {
         "host": socket.gethostname(),
         "boot": read_boot_id(),
@@ -252,28 +254,28 @@ def identify_process() -> dict[str, Any]:
 
 
 def read_boot_id() -> str:
-    """Return the id of this boot, which does not change when the host is renamed.
+    """Return the boot id of this host, which does not change if the host is renamed.
 
-    Returns an empty string if unknown.
+    Returns an empty string if the boot id is unknown.
     """
     return read_or_empty("/proc/sys/kernel/random/boot_id").strip()
 
 
 def read_pid_namespace() -> str:
-    """Return the namespace of this process's pid, such as that of a container.
+    """Return the pid namespace of this process. A container usually has a separate pid namespace.
 
-    Returns an empty string if unknown.
+    Returns an empty string if the namespace is unknown.
     """
     try:
-        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (its target is not a path)
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (the target of this link is not a path)
     except OSError:
         return ""
 
 
 def identify_launcher() -> str | None:
-    """Return an id of the SLURM job, or else the torchrun, that started this process.
+    """Return an id of the SLURM job or, without SLURM, of the torchrun launch that started this process.
 
-    Returns None without either.
+    Returns None if neither SLURM nor torchrun started this process.
     """
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ.get('SLURM_CLUSTER_NAME')} {os.environ['SLURM_JOB_ID']}"
@@ -284,7 +286,10 @@ def identify_launcher() -> str | None:
 
 
 def find_run_of_same_launch(runs: Path, name: str, arguments: list[str]) -> RunFolder | None:
-    """Return the run created by an earlier attempt of the same job or torchrun with the same command line."""
+    """Return the run that an earlier attempt of the same SLURM job or torchrun launch created.
+
+    The command line must be the same. Returns None if there is no such run.
+    """
     launcher = identify_launcher()
     if launcher is None:
         return None
@@ -297,14 +302,14 @@ def find_run_of_same_launch(runs: Path, name: str, arguments: list[str]) -> RunF
 
 
 def update_metadata(folder: RunFolder, **facts: Any) -> None:
-    """Add facts to meta.json. Raises UserError."""
+    """Add or replace entries of meta.json. Raises UserError if writing fails."""
     write_json(folder.path / "meta.json", read_metadata(folder) | facts)
 
 
 def record_attempt_end(folder: RunFolder, state: str) -> None:
-    """Write the final state and end time of the newest attempt to meta.json's history.
+    """Add the final state and end time of the newest attempt to the history in meta.json.
 
-    Raises UserError.
+    Raises UserError if writing fails.
     """
     meta = read_metadata(folder)
     if meta["history"]:
@@ -313,9 +318,10 @@ def record_attempt_end(folder: RunFolder, state: str) -> None:
 
 
 def format_new_run_command(folder: RunFolder) -> str:
-    """Return the command to use after an error in a run's source.
+    """Return the command that starts a new run after an error in the source code of a run.
 
-    A resumed run would use the old source.
+    Resuming the run would execute the old source code again.
     """
     command = f'make exp NAME={folder.experiment} ARGS="..."'
-    return f"{command} (a new run) after fixing the error; RESUME= would run the old source in {folder.path}/code"
+    warning = f"RESUME= would use the old source in {folder.path}/code"
+    return f"{command} to start a new run after fixing the error; {warning}"

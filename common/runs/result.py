@@ -1,13 +1,16 @@
-"""The result of a run as stored in result.json, with the same names for all experiments. Imports no torch.
+"""The result of a run, as stored in result.json. The names are the same for all experiments.
 
-format         2, the only format that is read
-state          finished, failed, cancelled or preempted; with exit_status and, unless finished, reason and last_step
-data           the data set that was actually used
-scores         of the last evaluation: test_loss (mean over samples), test_accuracy (0 to 1), test_samples
-timings        samples_per_second and step_seconds (mean), without first steps and evaluations
-memory         peak bytes by rank, or by device where one rank uses several
-outcome        values of the technique that depend on the training alone: a rerun reproduces them exactly
-measured       values of the technique that differ between reruns: times, shares of time, memory, paths
+format         2, the only format that this version reads
+state          finished, failed, cancelled or preempted; stored with exit_status
+reason         why the run did not finish; stored with last_step
+data           name of the data set that was actually used
+scores         values of the last evaluation: test_loss (mean over samples), test_accuracy (0 to 1), test_samples
+timings        samples_per_second and step_seconds (means), excluding the first steps and evaluations
+memory         peak memory in bytes by rank, or by device if one rank uses several devices
+outcome        values of the technique that depend only on the training; a rerun reproduces these values exactly
+measured       values of the technique that differ between reruns: times, shares of time, memory, and paths
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ Values = Mapping[str, Any]
 class Report(Protocol):
     """Report of a technique at the end of a run.
 
-    It adds rows to the final table and values to the result.
+    A report adds rows to the final table and values to result.json.
     """
 
     def rows(self) -> Mapping[str, str]: ...
@@ -38,7 +41,10 @@ class Report(Protocol):
 
 @dataclass(frozen=True)
 class ReportData:
-    """Report with fixed content: rows of the final table, and `outcome`, `measured` and `memory` of the result."""
+    """Report with fixed content.
+
+    `shown` contains rows of the final table. `outcome`, `measured` and `memory` are values for result.json.
+    """
 
     shown: Mapping[str, str] = field(default_factory=dict)
     outcome: Values = field(default_factory=dict)
@@ -54,7 +60,7 @@ class ReportData:
 
 @dataclass(frozen=True)
 class Result:
-    """State and final numbers of a run; groups without values are empty."""
+    """State and final numbers of a run. Groups without values are empty."""
 
     state: str = ""
     exit_status: int | None = None
@@ -70,7 +76,7 @@ class Result:
     def with_reports(self, reports: Iterable[ReportData]) -> Result:
         """Return this result with the values of reports added.
 
-        Memory of a report replaces that of the ranks.
+        The memory values of a report replace those of the ranks.
         """
         outcome = dict(self.outcome)
         measured = dict(self.measured)
@@ -82,11 +88,11 @@ class Result:
         return replace(self, outcome=outcome, measured=measured, memory=memory)
 
     def select_filled_fields(self) -> dict[str, Any]:
-        """Return the fields that have a value."""
+        """Return the fields that are not empty, by name."""
         return {name: content for name, content in vars(self).items() if content not in (None, "", {})}
 
     def flatten_values(self) -> dict[str, Any]:
-        """Return the values of all groups in one dict; memory stays a group."""
+        """Return the values of all groups in one dict. The group `memory` is not flattened."""
         flat: dict[str, Any] = {}
         for name, content in self.select_filled_fields().items():
             flat |= content if name in GROUPS else {name: content}
@@ -97,15 +103,14 @@ class Result:
         return dict(self.scores) | dict(self.outcome) | {"data": self.data}
 
     def find_number(self, name: str) -> float | None:
-        """Return a value by name if it is a finite number, else None."""
+        """Return the value with this name if it is a finite number, or None otherwise."""
         return to_number(self.flatten_values().get(name))
 
     def compute_waiting_share(self) -> float | None:
-        """Return the share of time (0 to 1) in which ranks wait.
+        """Return the share of time (0 to 1) that ranks spend waiting.
 
-        They are idle in a pipeline, or wait for communication.
-
-        Returns None if the run measured neither.
+        Ranks wait while they are idle in a pipeline, or for communication that does not overlap with computation.
+        Returns None if the run has not measured either of these.
         """
         idle_shares = self.measured.get("idle_share")
         if isinstance(idle_shares, list) and idle_shares and None not in map(to_number, idle_shares):
@@ -119,9 +124,9 @@ class Result:
         return communication * exposed_share / step_seconds
 
     def format_partition(self) -> str | None:
-        """Return the first layers of all stages but the first.
+        """Return the names of the first layers of all pipeline stages except stage 0.
 
-        Returns None for a run without several stages.
+        Returns None if the run has only one stage.
         """
         stages = self.measured.get("stages")
         if not isinstance(stages, list) or not all(isinstance(names, list) and names for names in stages):
@@ -129,9 +134,9 @@ class Result:
         return ",".join(str(names[0]) for names in stages[1:]) or None
 
     def format_shards(self) -> str | None:
-        """Return the number of samples of each rank in the last batch.
+        """Return the number of samples of each rank in the last batch, as in `40+24`.
 
-        Returns None for a run with equal shards.
+        Returns None if all shards are equal.
         """
         try:
             counts = self.measured["shards"][-1][1]
@@ -140,14 +145,14 @@ class Result:
             return None
 
     def find_peak_mb(self) -> float | None:
-        """Return the highest peak memory of a rank or device, in MB (1e6 bytes)."""
+        """Return the highest peak memory of any rank or device, in MB (1e6 bytes)."""
         peaks = map(to_number, self.memory.values())
         return max((peak / 1e6 for peak in peaks if peak is not None), default=None)
 
     def list_columns(self) -> dict[str, Any]:
-        """Return single numbers and words for tables and the W&B summary.
+        """Return single numbers and strings for tables and the W&B summary.
 
-        A list has a column for each element.
+        Each element of a list becomes a separate column.
         """
         columns: dict[str, Any] = {}
         lists: dict[str, list[Any]] = {}
@@ -165,11 +170,14 @@ class Result:
         return columns | {name: number for name, number in derived.items() if number is not None}
 
     def write(self, folder: RunFolder) -> None:
-        """Write result.json, with null for NaN and infinite numbers. Raises UserError."""
+        """Write result.json, with null in place of NaN and infinity. Raises UserError if writing fails."""
         write_json(folder.path / "result.json", self._to_content())
 
     def write_once(self, folder: RunFolder) -> bool:
-        """Write result.json unless the run has one; return whether it was written. Raises UserError."""
+        """Write result.json if the file does not exist, and return whether it was written.
+
+        Raises UserError if writing fails.
+        """
         return write_json_once(folder.path / "result.json", self._to_content())
 
     def _to_content(self) -> dict[str, Any]:
@@ -180,14 +188,14 @@ class Result:
 
 
 def to_number(value: Any) -> float | None:
-    """Return a finite number unchanged as float; None for anything else."""
+    """Return a finite number as a float, or None for any other value."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def parse_result(content: Values) -> Result:
-    """Return the result stored in the content of result.json; damaged parts are skipped.
+    """Convert the content of result.json to a Result. Damaged parts are skipped.
 
-    In an unknown format only the state is read, and `reason` names the format.
+    If the format is unknown, only the state is read, and `reason` names the format.
     """
     format_problem = describe_unknown_format(content)
     if format_problem:
@@ -200,9 +208,9 @@ def parse_result(content: Values) -> Result:
 
 
 def describe_unknown_format(content: Values) -> str:
-    """Return one line about a format that this version cannot read.
+    """Return a one-line message if this version cannot read the format of result.json.
 
-    Returns an empty string for a readable format.
+    Returns an empty string for a supported format.
     """
     if content.get("format", FORMAT) == FORMAT:
         return ""

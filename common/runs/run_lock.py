@@ -1,4 +1,7 @@
-"""Lock of a run: one process of this machine starts, submits or controls an attempt at a time. Imports no torch."""
+"""Lock of a run, which lets only one process on this machine start, submit or control an attempt at a time.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,16 @@ from common.core.errors import RunTakenError
 from common.runs import claims
 from common.runs.folder import RunFolder
 
-LOCK_SECONDS = 1.0  # until the ranks of a killed process have ended
+LOCK_SECONDS = 1.0  # time that the ranks of a killed process may take to exit
 POLL_SECONDS = 0.05
 
 
 def lock_run(folder: RunFolder) -> IO[str]:
-    """Keep other processes of this machine from starting an attempt of a run.
+    """Prevent other processes on this machine from starting an attempt of a run.
 
-    Returns the file that holds the lock.
-
-    Waits for an attempt that is stopping. Raises RunTakenError if another process holds the lock. Not used on a
-    cluster: an old attempt behind a broken network could hold the lock forever.
+    Waits for an attempt that is stopping. Returns the open file that holds the lock. Raises RunTakenError if another
+    process holds the lock. This lock is not used on a cluster, because an old attempt behind a broken network could
+    hold the lock forever.
     """
     claims.wait_for_earlier_attempt(folder)
     deadline = time.monotonic() + LOCK_SECONDS
@@ -37,9 +39,8 @@ def lock_run(folder: RunFolder) -> IO[str]:
 def try_to_lock(folder: RunFolder) -> IO[str] | None:
     """Lock a run for this process and its ranks.
 
-    Returns None if another process holds the lock.
-
-    On a disk without locks the file is returned unlocked.
+    Returns the locked file, or None if another process holds the lock. On a disk that does not support locks, the file
+    is returned without a lock.
     """
     file = open(folder.path / "config.yaml")  # noqa: SIM115 (closing it releases the lock)
     try:

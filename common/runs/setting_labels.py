@@ -1,4 +1,4 @@
-"""The settings in which runs differ, and which of them best distinguish runs of an experiment. Imports no torch."""
+"""Find the settings that best distinguish the runs of an experiment. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 
 Settings = Mapping[str, str]
 
-IRRELEVANT_SETTINGS = ("runs", "data.cache", "data.root", "log.", "wandb.")  # they do not change what is computed
+# settings that do not affect the computation
+IRRELEVANT_SETTINGS = ("runs", "data.cache", "data.root", "log.", "wandb.")
 GENERAL_SETTINGS = ("optim.", "batch", "dtype", "data.", "launch.nodes", "epochs", "steps", "seed")
 REPORT_SETTINGS = ("eval_batch", "plot", "compare", "export", "sweep", "repeats", "profile", "launch.", "checkpoint.")
-MISSING = "-"  # text of a setting that a run does not have
+MISSING = "-"  # text shown if a run does not have a setting
 
 
 def matches_setting(key: str, name: str) -> bool:
-    """Return whether a setting has this name or belongs to this group.
+    """Return whether the setting `key` has the name `name` or belongs to the group `name`.
 
     The name of a group ends with a dot.
     """
@@ -21,7 +22,7 @@ def matches_setting(key: str, name: str) -> bool:
 
 
 def list_keys(runs: Sequence[Settings]) -> list[str]:
-    """Return the keys of all settings of the runs, in order of first appearance."""
+    """Return the keys of the settings of all runs, in order of first appearance."""
     keys: dict[str, None] = {}
     for run in runs:
         keys |= dict.fromkeys(run)
@@ -29,7 +30,7 @@ def list_keys(runs: Sequence[Settings]) -> list[str]:
 
 
 def list_differing_settings(runs: Sequence[Settings]) -> list[str]:
-    """Return the settings whose values differ between the runs that have them."""
+    """Return the keys of the settings whose values differ between runs. Runs without a setting are ignored."""
     differing = []
     for key in list_keys(runs):
         is_irrelevant = any(matches_setting(key, name) for name in IRRELEVANT_SETTINGS)
@@ -40,7 +41,10 @@ def list_differing_settings(runs: Sequence[Settings]) -> list[str]:
 
 
 def compute_label_priority(key: str) -> int:
-    """Return the position of a setting in labels: settings of one experiment first, then general, then of reports."""
+    """Return the position of a setting in labels, from 0.
+
+    Settings of a single experiment come first, then general settings, and then settings of reports.
+    """
     for position, name in enumerate((*GENERAL_SETTINGS, *REPORT_SETTINGS), 1):
         if matches_setting(key, name):
             return position
@@ -48,14 +52,14 @@ def compute_label_priority(key: str) -> int:
 
 
 def sort_differing_settings(runs: Sequence[Settings]) -> list[str]:
-    """Return the settings in which runs differ, the most distinctive first."""
+    """Return the settings in which runs differ, with the most distinctive setting first."""
     return sorted(list_differing_settings(runs), key=compute_label_priority)
 
 
 def choose_distinctive_settings(runs: Sequence[Settings], limit: int) -> list[str]:
-    """Return at most `limit` settings that distinguish runs.
+    """Return at most `limit` settings that distinguish the runs.
 
-    Each one separates runs that the earlier ones do not.
+    Each setting separates runs that the earlier settings do not separate.
     """
     selected: list[str] = []
     group_count = 1
@@ -69,10 +73,7 @@ def choose_distinctive_settings(runs: Sequence[Settings], limit: int) -> list[st
 
 
 def shorten_keys(keys: Sequence[str], runs: Sequence[Settings]) -> list[str]:
-    """Return the last part of the name of each setting.
-
-    Ambiguous settings keep the full name.
-    """
+    """Shorten the name of each setting to its last part. Ambiguous settings keep the full name."""
     last_parts = [key.rpartition(".")[2] for key in list_keys(runs)]
     names = []
     for key in keys:

@@ -1,6 +1,7 @@
-"""The W&B mode of a run: the requested mode, or offline without an account or a reachable host. Imports no torch.
+"""Choose the W&B mode of a run. This module does not import torch.
 
-Both are checked before wandb.init, because a failing online init takes a minute and a half.
+A run uses the requested mode, or offline mode if there is no account or the W&B host is unreachable. The account and
+the host are checked before wandb.init, because a failing online init takes 90 seconds.
 """
 
 from __future__ import annotations
@@ -17,24 +18,23 @@ from configs.shared import Experiment
 MODES = ("auto", "online", "offline", "disabled")
 NO_ACCOUNT = "no W&B account is configured"
 DEFAULT_HOSTS = ("wandb.ai", "coreweave.com")
-HOST_TIMEOUT = 3.0  # seconds for the W&B host to answer
+HOST_TIMEOUT = 3.0  # seconds to wait for a response from the W&B host
 
 
 def read_requested_mode(cfg: Experiment) -> str:
-    """Return one of MODES, from WANDB_MODE or else wandb.mode. Raises UserError for an unknown WANDB_MODE."""
+    """Return the mode set by WANDB_MODE or, if unset, by wandb.mode. Raises UserError if WANDB_MODE is invalid."""
     mode = os.environ.get("WANDB_MODE") or cfg.wandb.mode
-    mode = {"run": "online", "dryrun": "offline"}.get(mode, mode)  # older names of W&B
+    mode = {"run": "online", "dryrun": "offline"}.get(mode, mode)  # names in older versions of W&B
     if mode not in MODES:
         raise UserError(f"WANDB_MODE must be one of {', '.join(MODES)}, got {mode}; change or unset it")
     return mode
 
 
 def find_missing_account() -> str:
-    """Return why there can be no W&B account, or an empty string.
+    """Return why there is no W&B account, or an empty string if an account was found.
 
-    Does not import wandb, which would slow training.
-
-    Checks the places that wandb checks. An account found there may still be invalid.
+    This function checks the same places as wandb. It does not import wandb, which would slow down training. An account
+    found there may still be invalid.
     """
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return ""
@@ -56,9 +56,9 @@ def find_missing_account() -> str:
 
 
 def choose_mode(requested_mode: str) -> tuple[str, str]:
-    """Return online or offline, and the reason for offline.
+    """Return the mode, online or offline, and the reason for offline mode.
 
-    Takes at most a few times HOST_TIMEOUT.
+    This function takes at most a small multiple of HOST_TIMEOUT.
     """
     import wandb
 
@@ -67,21 +67,21 @@ def choose_mode(requested_mode: str) -> tuple[str, str]:
     try:
         settings = wandb.setup().settings
         if settings.mode != "online":
-            return "offline", f"`wandb {settings.mode}` was set on this machine"
+            return "offline", f"W&B is set to {settings.mode} on this machine"
         if not wandb.login(prompt=False, verify=False):
             return "offline", NO_ACCOUNT
         problem = network.explain_unreachable_url(settings.base_url, HOST_TIMEOUT)
         if problem:
-            return "offline", f"{settings.base_url} does not answer: {problem}"
+            return "offline", f"{settings.base_url} does not respond: {problem}"
         wandb.Api(timeout=round(HOST_TIMEOUT))  # raises unless the host accepts the key
     except Exception as error:  # noqa: BLE001 (an invalid key or unreadable netrc must not stop training)
-        return "offline", f"W&B does not accept the account: {summarize_error(error)}"
+        return "offline", f"could not log in to W&B: {summarize_error(error)}"
     return "online", ""
 
 
 def require_account() -> None:
-    """Raise UserError unless there is a W&B account whose host answers."""
-    os.environ.pop("WANDB_MODE", None)  # it applies to runs only
+    """Raise UserError if there is no W&B account or the W&B host does not respond."""
+    os.environ.pop("WANDB_MODE", None)  # this variable applies only to runs
     mode, reason = choose_mode("online")
     if mode != "online":
-        raise UserError(f"nothing sent to W&B: {reason}; run .venv/bin/wandb login or set WANDB_API_KEY")
+        raise UserError(f"nothing was sent to W&B: {reason}; run .venv/bin/wandb login or set WANDB_API_KEY")

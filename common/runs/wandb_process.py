@@ -1,12 +1,13 @@
-"""The tracking process: it sends W&B the missing rows of a run folder, then exits.
+"""The tracking process, which sends the missing rows of a run folder to W&B and then exits.
 
-    python -m common.runs.wandb_process RUN_FOLDER ATTEMPT online SECONDS     follows a run until stdin closes
-    python -m common.runs.wandb_process RUN_FOLDER ATTEMPT offline SECONDS    converts a run that has ended
+    python -m common.runs.wandb_process RUN_FOLDER ATTEMPT online SECONDS     follow a run until stdin closes
+    python -m common.runs.wandb_process RUN_FOLDER ATTEMPT offline SECONDS    convert a run that has ended
 
-It exits at the latest SECONDS after stdin has closed, or after a conversion started, even if its owner was killed.
-`online` exits with status NO_HOST if W&B cannot be reached; the run is then converted after its end, as with `offline`.
-A conversion counts once its folder is moved to its final path, so an interrupted one leaves no rows behind. Account and
-host are checked before wandb.init, since a failing online init takes a minute and a half. Imports no torch.
+The process exits at most SECONDS after stdin has closed or after a conversion has started, even if its owner was
+killed. In online mode, it exits with status NO_HOST if W&B cannot be reached. The run is then converted after its end,
+as in offline mode. A conversion takes effect when its folder is moved to the final path, so an interrupted conversion
+leaves no rows behind. The account and the host are checked before wandb.init, because a failing online init takes 90
+seconds. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -46,23 +47,23 @@ from common.runs.wandb_rows import (
 )
 from common.runs.wandb_run import MediaReader, init_wandb_run, log_model_artifact
 
-POLL_SECONDS = 0.3  # between two reads of the metrics file
-TAIL_BYTES = 65_536  # of the metrics file, among which a row ends
-TIMED_OUT = 3  # exit status after the time limit
+POLL_SECONDS = 0.3  # time between two reads of the metrics file
+TAIL_BYTES = 65_536  # size of the last part of the metrics file, which contains at least one complete row
+TIMED_OUT = 3  # exit status if the time limit was exceeded
 NO_HOST = 4  # exit status if the run must be converted after its end
-MAX_RESTARTS = 5  # after W&B's client was killed; a scheduler may kill it with the ranks
-SERVICE = "WANDB_SERVICE"  # environment variable with the helper process of an earlier wandb
+MAX_RESTARTS = 5  # restarts after the W&B client was killed; a scheduler may kill this client together with the ranks
+SERVICE = "WANDB_SERVICE"  # environment variable that identifies a W&B helper process started earlier
 LOST_CLIENT_ERRORS = ("CommError", "HandleAbandonedError", "MailboxClosedError", "WandbServiceConnectionError")
-"""Names of the exceptions that wandb raises after its client was killed, besides ConnectionError."""
+"""Names of the exceptions that wandb raises after its client was killed, in addition to ConnectionError."""
 
 
 class Forwarder:
-    """Sends W&B the rows of a run that it misses, oldest attempt first."""
+    """Sender of the rows of a run that W&B has not received, from the oldest attempt to the newest."""
 
     def __init__(self, folder: RunFolder, run: Any, journal: Journal | None) -> None:
-        """With a `journal` the run is online, and `run` has resumed it on W&B's host.
+        """Prepare to send rows to the W&B run `run`. Raises UserError if the run folder cannot be written.
 
-        Raises UserError.
+        If there is a `journal`, the run is online, and `run` has resumed the run on the W&B host.
         """
         self.folder = folder
         self.run = run
@@ -78,7 +79,7 @@ class Forwarder:
         self.media: dict[int, MediaReader] = {}
 
     def forward_ended_attempts(self) -> None:
-        """Send the rows of ended attempts that belong to the run."""
+        """Send the rows that belong to the run from all attempts that have ended."""
         for part in self.folder.list_counted_parts():
             attempt = part.attempt
             note = self.notes.get(attempt.number)
@@ -97,7 +98,7 @@ class Forwarder:
             self.forward_media(part)
 
     def begin_attempt(self, attempt: RunFolder) -> None:
-        """Record the step from which W&B's history contains rows of an attempt."""
+        """Record the W&B step at which the rows of an attempt begin."""
         if self.journal is not None:
             note = self.notes[attempt.number]
             note.online = True
@@ -106,11 +107,10 @@ class Forwarder:
             self.journal.add(mark)
 
     def forward_row(self, attempt: RunFolder, number: int, row: dict[str, Any], start_time: float | None) -> None:
-        """Send a row unless W&B has it.
+        """Send a row if W&B has not received it.
 
-        An identical row of a step that a later attempt repeats is not sent again.
-
-        `start_time` is the time since 1970 at which the row's clock was 0; without it the row gets the current time.
+        If a later attempt repeats a step with an identical row, this row is not sent again. `start_time` is the time,
+        in seconds since 1970, at which the clock of the row was 0. Without `start_time`, the row gets the current time.
         """
         note = self.notes[attempt.number]
         if number <= note.rows:
@@ -125,7 +125,7 @@ class Forwarder:
         note.rows = number
 
     def forward_media(self, part: CountedPart) -> None:
-        """Send new images and histograms."""
+        """Send the new images and histograms of an attempt."""
         number = part.attempt.number
         note = self.notes[number]
         reader = self.media.setdefault(number, MediaReader(part.attempt, note.media))
@@ -139,7 +139,7 @@ class Forwarder:
         note.media = reader.lines
 
     def forward_growing_attempt(self, lines: Iterator[str | None]) -> None:
-        """Send the rows of the attempt that trains as they are written."""
+        """Send the rows of the training attempt while these rows are being written."""
         attempt = self.folder
         self.begin_attempt(attempt)
         note = self.notes[attempt.number]
@@ -159,7 +159,7 @@ class Forwarder:
         self.forward_media(CountedPart(attempt, None, None))
 
     def finish(self) -> None:
-        """Send model and result, and finish the W&B run."""
+        """Send the model and the result, and finish the W&B run."""
         result = self.folder.result
         log_model_artifact(self.run, self.folder)
         restarts = len(self.folder.list_attempts()) - 1
@@ -170,15 +170,15 @@ class Forwarder:
             note.complete = note.complete or not note.online or self.journal is not None
 
     def write_notes(self) -> None:
-        """Write the notes of all attempts."""
+        """Write the tracking notes of all attempts."""
         for number, note in self.notes.items():
             write_note(RunFolder(self.folder.path, number), note)
 
 
 def find_start_time(attempt: RunFolder) -> float | None:
-    """Return the time since 1970 at which the rows' clock was 0.
+    """Return the time, in seconds since 1970, at which the clock of the rows was 0.
 
-    The last row is assumed to be as old as the last change of the file.
+    The last row is assumed to be as old as the last change of the file. Returns None if there is no complete row.
     """
     try:
         with open(attempt.metrics_file, "rb") as file:
@@ -194,13 +194,16 @@ def find_start_time(attempt: RunFolder) -> float | None:
 
 
 def parse_row(line: str) -> dict[str, Any] | None:
-    """Parse a line of metrics; None if it is damaged, as by a full disk."""
+    """Parse a line of metrics.jsonl. Return None if the line is damaged, for example by a full disk."""
     row = parse_json(line)
     return row if is_row(row) else None
 
 
 def follow_lines(path: Path, closed: threading.Event) -> Iterator[str | None]:
-    """Yield the lines of a growing file, and None whenever there is no new line, until `closed` is set."""
+    """Yield the lines of a growing file until `closed` is set.
+
+    Yields None after all lines that are currently available.
+    """
     position = 0
     text = ""
     while True:
@@ -218,7 +221,7 @@ def follow_lines(path: Path, closed: threading.Event) -> Iterator[str | None]:
 
 
 def track_online(folder: RunFolder, closed: threading.Event) -> int:
-    """Send the rows of a run while it trains; return the exit status."""
+    """Send the rows of a run while the run trains. Return the exit status of this process."""
     while not folder.metrics_file.exists() and not closed.wait(POLL_SECONDS):
         pass  # importing wandb must not slow down the first step
     note = read_note(folder)
@@ -229,14 +232,14 @@ def track_online(folder: RunFolder, closed: threading.Event) -> int:
             raise ConnectionError(reason)
         note_offline(folder, reason)
         return NO_HOST
-    if not folder.attempt_folder.exists():  # it was moved or deleted, and W&B would create it again
+    if not folder.attempt_folder.exists():  # the folder was moved or deleted, and W&B would recreate it
         return 1
     try:
         run = init_wandb_run(folder, "online", folder.path)
     except Exception as error:
         if was_online:
             raise
-        note_offline(folder, f"W&B refused the run: {summarize_error(error)}")
+        note_offline(folder, f"W&B could not start the run: {summarize_error(error)}")
         return NO_HOST
     wandb_scratch.note_client_processes(folder)
     status = {"id": run.id, "mode": "online", "reason": "", "url": run.url, "dir": str(Path(run.dir).parent)}
@@ -250,15 +253,15 @@ def track_online(folder: RunFolder, closed: threading.Event) -> int:
 
 
 def note_offline(folder: RunFolder, reason: str) -> None:
-    """Record why a run is offline. Raises UserError."""
+    """Record the reason why a run is offline. Raises UserError if writing fails."""
     status = read_json(folder.path / "wandb" / "status.json")
     write_json(folder.path / "wandb" / "status.json", status | {"mode": "offline", "reason": reason})
 
 
 def convert(folder: RunFolder) -> int:
-    """Create an offline W&B run with the missing rows of an ended run.
+    """Create an offline W&B run from the missing rows of a run that has ended.
 
-    Returns the exit status.
+    Returns the exit status of this process.
     """
     staging = wandb_scratch.name_staging_folder(folder)
     staging.mkdir()
@@ -271,7 +274,7 @@ def convert(folder: RunFolder) -> int:
     contents = {number: asdict(note) for number, note in forwarder.notes.items() if not note.online}
     write_json(offline_folder / NOTE_FILE, contents)
     final_path = folder.path / "wandb" / offline_folder.name
-    offline_folder.rename(final_path)  # from now on it counts
+    offline_folder.rename(final_path)  # from now on, the conversion is in effect
     forwarder.write_notes()
     status = read_json(folder.path / "wandb" / "status.json")
     status |= {"id": run.id, "mode": "offline", "dir": str(final_path)}
@@ -280,10 +283,10 @@ def convert(folder: RunFolder) -> int:
 
 
 class Deadline:
-    """Time limit of this process: some seconds after its owner has exited or closed stdin."""
+    """Time limit of this process. The time starts when the owner of the process exits or closes stdin."""
 
     def __init__(self, folder: RunFolder, end_time: float) -> None:
-        """`end_time` is on the monotonic clock, 0 while it is unknown."""
+        """`end_time` is a time of the monotonic clock, or 0 if it is not known yet."""
         self.folder = folder
         self.end_time = end_time
         self.has_lock = False
@@ -293,7 +296,7 @@ class Deadline:
         """Set `closed` when stdin closes, and exit this process `seconds` later."""
         if follow:
             sys.stdin.read()
-            if not self.folder.result:  # the owner was killed; its ranks exit a moment later and may still write
+            if not self.folder.result:  # the owner was killed; its ranks may still write until they exit
                 time.sleep(POLL_SECONDS)
         self.end_time = self.end_time or time.monotonic() + seconds
         self.closed.set()
@@ -301,7 +304,7 @@ class Deadline:
         self.leave(TIMED_OUT)
 
     def leave(self, status: int) -> NoReturn:
-        """Kill W&B's client, remove its temporary folders and exit this process."""
+        """Kill the W&B client, remove its temporary folders and exit this process."""
         kill_children()
         if self.has_lock:
             wandb_scratch.remove_scratch(self.folder)
@@ -310,14 +313,14 @@ class Deadline:
 
 
 def main(path: str, number: str, mode: str, seconds: str, restarts: str = "0", end_time: str = "0") -> None:
-    """Send W&B the missing rows of a run.
+    """Send the missing rows of a run to W&B.
 
-    Restart this process if W&B's client was killed.
+    If the W&B client was killed, this process is restarted.
     """
-    for signal_number in (signal.SIGTERM, signal.SIGUSR2):  # SLURM signals every process of a job
+    for signal_number in (signal.SIGTERM, signal.SIGUSR2):  # SLURM sends its signals to every process of a job
         signal.signal(signal_number, signal.SIG_IGN)
     os.nice(10)  # training has priority
-    adopt_orphans()  # W&B's helpers leave processes behind
+    adopt_orphans()  # the helper processes of W&B leave child processes behind
     folder = RunFolder(Path(path), int(number))
     (folder.path / "wandb").mkdir(exist_ok=True)
     deadline = Deadline(folder, float(end_time))
@@ -332,7 +335,7 @@ def main(path: str, number: str, mode: str, seconds: str, restarts: str = "0", e
             status = forward_missing(folder, mode, deadline)
         except Exception as error:  # noqa: BLE001 (W&B may raise anything; the traceback goes to the log)
             if int(restarts) < MAX_RESTARTS and is_connection_lost(error):
-                print(f"restarting W&B's client, which has exited: {summarize_error(error)}", file=sys.stderr)
+                print(f"restarting the W&B client because it has exited: {summarize_error(error)}", file=sys.stderr)
                 arguments = [path, number, mode, seconds, str(int(restarts) + 1), str(deadline.end_time)]
                 restart_process(arguments, folder, temporary)
             traceback.print_exc()
@@ -341,7 +344,7 @@ def main(path: str, number: str, mode: str, seconds: str, restarts: str = "0", e
 
 
 def forward_missing(folder: RunFolder, mode: str, deadline: Deadline) -> int:
-    """Send W&B the missing rows and shut down its client; return the exit status."""
+    """Send the missing rows to W&B and shut down the W&B client. Return the exit status of this process."""
     adopt_offline_folders(folder)
     if read_note(folder) is None:
         write_note(folder, TrackingNote())
@@ -356,7 +359,7 @@ def forward_missing(folder: RunFolder, mode: str, deadline: Deadline) -> int:
 
 
 def restart_process(arguments: list[str], folder: RunFolder, temporary: Path) -> NoReturn:
-    """Replace this process by a new one after a delay that doubles with each restart."""
+    """Replace this process with a new one after a delay that doubles with each restart."""
     sys.stderr.flush()
     kill_children()
     wandb_scratch.remove_scratch(folder)
@@ -367,12 +370,12 @@ def restart_process(arguments: list[str], folder: RunFolder, temporary: Path) ->
 
 
 def is_connection_lost(error: Exception) -> bool:
-    """Return whether an error is caused by a killed client of W&B."""
+    """Return whether an error occurred because the W&B client was killed."""
     return isinstance(error, ConnectionError) or type(error).__name__ in LOST_CLIENT_ERRORS
 
 
 def shut_down_wandb() -> None:
-    """Shut down W&B's helper process."""
+    """Shut down the helper process of W&B."""
     import wandb
 
     wandb.teardown()

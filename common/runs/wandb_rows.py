@@ -1,8 +1,9 @@
-"""The rows of a run that are sent to W&B, and records of those it has. Imports neither torch nor W&B.
+"""Select the rows of a run that are sent to W&B, and record which rows W&B has received.
 
-W&B stores rows in the order of arrival, so it always has a first part of a run's rows. A note in each attempt counts
-the lines that W&B has. The journal of an online run maps W&B's step numbers to these lines: if W&B's client was killed,
-W&B reports how many steps it has, and the journal tells which lines are missing.
+W&B stores rows in order of arrival, so W&B always has the first rows of a run, up to a certain row. A note in each
+attempt counts the lines that W&B has received. The journal of an online run maps the step numbers of W&B to these
+lines. If the W&B client was killed, W&B reports how many steps it has, and the journal shows which lines are missing.
+This module imports neither torch nor wandb.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from common.core.errors import UserError
 from common.core.text import read_or_empty
 from common.runs.folder import RunFolder, read_json, write_atomic, write_json
 
-NOTE_FILE = "passed_on.json"  # in an attempt's folder; in an offline folder of W&B for all its attempts
+NOTE_FILE = "passed_on.json"  # one file in each attempt folder, and one in each offline folder of W&B
 AXES = ("global_step", "samples", "time")
-MIN_ROW_SECONDS = 0.1  # of training between two rows with the same names
-MAX_DENSE_ROWS = 10_000  # after this number of rows they become less frequent
+MIN_ROW_SECONDS = 0.1  # minimum training time between two sent rows with the same metric names
+MAX_DENSE_ROWS = 10_000  # number of rows after which rows are sent less often
 
 RowKey = tuple[tuple[str, Any], ...]
 
@@ -31,17 +32,18 @@ RowKey = tuple[tuple[str, Any], ...]
 
 
 class Thinning:
-    """Selection of an attempt's rows: at most ten per second, less frequent the longer the run takes.
+    """Selection of the rows of an attempt that are sent to W&B.
 
-    A row is selected if W&B has received no value of one of its names during the interval. Evaluations and other rare
-    values are therefore always sent. The selection depends on the rows alone.
+    At most ten rows per second are selected for the same metric names, and fewer in long runs. A row is selected if,
+    for at least one of its names, no value was sent during the interval. Evaluations and other rare values are
+    therefore always sent. The selection depends only on the rows.
     """
 
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
 
     def choose(self, row: dict[str, Any]) -> bool:
-        """Return whether the next row of the attempt is sent."""
+        """Return whether to send the next row of the attempt."""
         names = [name for name in row if name not in AXES]
         now = row.get("time")
         if not isinstance(now, int | float):
@@ -55,7 +57,7 @@ class Thinning:
 
 
 def choose_rows(attempt: RunFolder) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line number, from 1, and content of an attempt's rows that are sent to W&B."""
+    """Yield the line number, counted from 1, and the content of each row that is sent to W&B."""
     thinning = Thinning()
     for number, row in enumerate(attempt.parse_attempt_rows(), 1):
         if row and thinning.choose(row):
@@ -63,9 +65,9 @@ def choose_rows(attempt: RunFolder) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def make_row_key(row: dict[str, Any]) -> RowKey:
-    """Return the values of a row except its time.
+    """Return the names and values of a row, without its time.
 
-    They differ if a step is repeated with other settings.
+    The values of a step usually change if the step is repeated with other settings.
     """
     return tuple(sorted((name, number) for name, number in row.items() if name != "time"))
 
@@ -75,25 +77,25 @@ def make_row_key(row: dict[str, Any]) -> RowKey:
 
 @dataclass
 class TrackingNote:
-    """Record of what W&B has of an attempt."""
+    """Record of what W&B has received from an attempt."""
 
     rows: int = 0
-    """Lines of metrics.jsonl."""
+    """Number of lines of metrics.jsonl that W&B has received."""
     media: int = 0
-    """Lines of media.jsonl."""
+    """Number of lines of media.jsonl that W&B has received."""
     online: bool = False
-    """Whether the rows were sent to W&B's host instead of an offline folder."""
+    """Whether the rows were sent to the W&B host instead of an offline folder."""
     complete: bool = False
-    """Whether W&B knows how the attempt ended."""
+    """Whether W&B has also received the final state of the attempt."""
 
 
 def read_note(attempt: RunFolder) -> TrackingNote | None:
-    """Read the note of an attempt; None if the attempt is not tracked."""
+    """Read the note of an attempt. Return None if the attempt is not tracked."""
     content = read_json(attempt.attempt_folder / NOTE_FILE)
     rows = content.get("rows")
     if not isinstance(rows, int):
         return None
-    if "complete" not in content:  # written by a version that tracked into an offline folder while training
+    if "complete" not in content:  # written by a version that wrote an offline folder during training
         return TrackingNote(rows, count_lines(attempt.attempt_folder / "media.jsonl"), complete=True)
     return TrackingNote(rows, int(content["media"]), bool(content["online"]), bool(content["complete"]))
 
@@ -101,18 +103,17 @@ def read_note(attempt: RunFolder) -> TrackingNote | None:
 def write_note(attempt: RunFolder, note: TrackingNote) -> None:
     """Write the note of an attempt.
 
-    If the disk is full, W&B gets the same rows twice.
+    If the disk is full, the note is not written, and the same rows are later sent to W&B again.
     """
     with contextlib.suppress(UserError):
         write_json(attempt.attempt_folder / NOTE_FILE, asdict(note))
 
 
 def read_notes(folder: RunFolder) -> dict[int, TrackingNote]:
-    """Read the notes of all attempts up to the newest tracked one.
+    """Read the notes of all attempts up to the newest tracked attempt, by attempt number.
 
-    Earlier attempts without a note get an empty note.
-
-    If `folder` names an attempt, later ones are skipped: they have their own tracking process.
+    Earlier attempts without a note get an empty note. If `folder` names an attempt, later attempts are skipped, because
+    each of them has a separate tracking process.
     """
     notes: dict[int, TrackingNote] = {}
     untracked: list[int] = []
@@ -130,17 +131,17 @@ def read_notes(folder: RunFolder) -> dict[int, TrackingNote]:
 
 
 def count_lines(path: Path) -> int:
-    """Return the number of complete lines of a file; 0 if it is missing."""
+    """Return the number of complete lines in a file, or 0 if the file is missing."""
     return read_or_empty(str(path)).count("\n")
 
 
 def list_incomplete_notes(folder: RunFolder) -> list[TrackingNote]:
-    """Return the notes of attempts that are incomplete at W&B, up to the attempt that `folder` names."""
+    """Return the notes of attempts that are incomplete in W&B, up to the attempt that `folder` names."""
     return [note for note in read_notes(folder).values() if not note.complete]
 
 
 def adopt_offline_folders(folder: RunFolder) -> None:
-    """Write the notes of finished offline folders whose process was killed before it wrote them."""
+    """Write missing notes for finished offline folders whose tracking process was killed before writing them."""
     for path in folder.path.glob(f"wandb/offline-run-*/{NOTE_FILE}"):
         for number, content in read_json(path).items():
             attempt = RunFolder(folder.path, int(number))
@@ -150,7 +151,7 @@ def adopt_offline_folders(folder: RunFolder) -> None:
 
 
 def list_known_rows(folder: RunFolder, notes: dict[int, TrackingNote]) -> set[RowKey]:
-    """Return the keys of the rows of earlier attempts that W&B has."""
+    """Return the keys of the rows that W&B has received from earlier attempts."""
     keys: set[RowKey] = set()
     for attempt in folder.list_attempts():
         note = notes.get(attempt.number)
@@ -168,21 +169,21 @@ def list_known_rows(folder: RunFolder, notes: dict[int, TrackingNote]) -> set[Ro
 
 @dataclass(frozen=True)
 class Mark:
-    """Line of the journal: content of W&B's history from one of its steps on."""
+    """Line of the journal that describes the content of the W&B history, starting at a step."""
 
     step: int
-    """Step in W&B's numbering."""
+    """First step that this mark describes, in the numbering of W&B."""
     attempt: int
     rows: int
-    """Lines of the attempt's metrics sent before this step."""
+    """Number of lines of the attempt's metrics.jsonl that were sent before this step."""
     media: int
-    """Lines of its media.jsonl sent before this step."""
+    """Number of lines of the attempt's media.jsonl that were sent before this step."""
     items: int = 0
-    """Number of images and histograms at this step, before the rows."""
+    """Number of images and histograms that are sent from this step on, before the rows."""
 
 
 class Journal:
-    """The marks of an online run, in wandb/journal.jsonl."""
+    """The marks of an online run, stored in wandb/journal.jsonl."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -197,16 +198,19 @@ class Journal:
         return marks
 
     def begin(self) -> None:
-        """Clear the journal; its earlier marks are no longer needed. Raises UserError."""
+        """Delete the earlier marks, which are no longer needed. Raises UserError if writing fails."""
         write_atomic(self.path, "")
 
     def add(self, mark: Mark) -> None:
-        """Append a mark, before the content that it describes is sent."""
+        """Append a mark to the journal. Call this before sending the content that the mark describes."""
         with contextlib.suppress(OSError), open(self.path, "a") as file:
             file.write(json.dumps(asdict(mark)) + "\n")
 
     def correct_notes(self, notes: dict[int, TrackingNote], steps: int) -> None:
-        """Reduce the notes of online attempts to the `steps` that W&B received of those that were sent."""
+        """Correct the notes of online attempts if W&B has not received everything that was sent.
+
+        `steps` is the number of steps that W&B has received.
+        """
         marks = [mark for mark in self.read() if mark.attempt in notes]
         received = [mark for mark in marks if mark.step <= steps]
         marked_notes = [notes[mark.attempt] for mark in marks]
@@ -224,7 +228,7 @@ class Journal:
         notes[last.attempt].rows = self.find_row(notes, last, row_count)
 
     def find_row(self, notes: dict[int, TrackingNote], mark: Mark, count: int) -> int:
-        """Return the line of metrics that was sent as the `count`-th row after a mark."""
+        """Return the number of the line of metrics.jsonl that was sent as the `count`-th row after a mark."""
         attempt = RunFolder(self.folder.path, mark.attempt)
         sent_keys = list_known_rows(attempt, notes)
         line = mark.rows

@@ -1,4 +1,4 @@
-"""The W&B run of a run folder: id, name, configuration and tags, the model as an artifact, images and histograms."""
+"""Create the W&B run of a run folder, and convert the model, images and histograms to W&B objects."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from common.runs import provenance
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
 from configs.shared import Experiment
 
-INIT_TIMEOUT = 20.0  # seconds for an online wandb.init
-MAX_TAG_LENGTH = 64  # characters; W&B refuses longer tags
+INIT_TIMEOUT = 20.0  # time limit in seconds for wandb.init in online mode
+MAX_TAG_LENGTH = 64  # maximum length in characters; W&B rejects longer tags
 
 
 def load_run_config(folder: RunFolder) -> Experiment:
-    """Read the config of an attempt. Raises UserError."""
+    """Read the config of an attempt. Raises UserError if the config is missing or damaged."""
     original = config.read_config_file(folder.path / "config.yaml")
     changes = config.read_changes(folder.attempt_folder / config.CHANGES_FILE)
     changed = {name: new for name, (_, new) in changes.items()}
@@ -28,7 +28,10 @@ def load_run_config(folder: RunFolder) -> Experiment:
 
 
 def init_wandb_run(folder: RunFolder, mode: str, wandb_folder: Path) -> Any:
-    """Call wandb.init with the run's id, name, configuration and tags; its files go below `wandb_folder`."""
+    """Call wandb.init with the id, name, config and tags of the run.
+
+    W&B writes its files to `wandb_folder`.
+    """
     import wandb
 
     cfg = load_run_config(folder)
@@ -43,7 +46,8 @@ def init_wandb_run(folder: RunFolder, mode: str, wandb_folder: Path) -> Any:
 
     id_file = folder.path / "wandb" / "id.json"
     run_id = read_json(id_file).get("id") or secrets.token_hex(4)
-    write_json(id_file, {"id": run_id})  # before init: if this attempt is killed, the next one uses the same id
+    # The id is written before init. If this attempt is killed, the next attempt uses the same id.
+    write_json(id_file, {"id": run_id})
     settings = wandb.Settings(
         console="off",
         quiet=True,
@@ -73,7 +77,7 @@ def init_wandb_run(folder: RunFolder, mode: str, wandb_folder: Path) -> Any:
 def log_model_artifact(run: Any, folder: RunFolder) -> None:
     """Add the trained model to the W&B run as an artifact.
 
-    Until the upload it refers to the files of the run.
+    The artifact refers to the files of the run until these files are uploaded.
     """
     import wandb
 
@@ -85,22 +89,22 @@ def log_model_artifact(run: Any, folder: RunFolder) -> None:
     metadata = {key: facts.get(key) for key in ("class", "step", "scores")}
     artifact = wandb.Artifact(f"{folder.path.name}-model", type="model", metadata=metadata)
     for file in files:
-        artifact.add_file(str(file), policy="immutable", skip_cache=True)  # without a second copy on this disk
+        artifact.add_file(str(file), policy="immutable", skip_cache=True)  # creates no second copy on this disk
     run.log_artifact(artifact)
 
 
 class MediaReader:
-    """Reader of an attempt's images and histograms, as listed in media.jsonl."""
+    """Reader of the images and histograms that media.jsonl of an attempt lists."""
 
     def __init__(self, attempt: RunFolder, lines: int) -> None:
-        """Skip the first `lines` lines."""
+        """Start reading after the first `lines` lines of media.jsonl."""
         self.attempt = attempt
         self.lines = lines
 
     def read(self) -> list[dict[str, Any]]:
-        """Return new rows for W&B.
+        """Return the W&B rows of new lines.
 
-        A truncated line is returned by a later call; a damaged line is skipped.
+        A truncated last line is left for a later call. A damaged line is skipped.
         """
         text = read_or_empty(str(self.attempt.attempt_folder / "media.jsonl"))
         complete_lines = text[: text.rfind("\n") + 1].splitlines()
@@ -114,7 +118,7 @@ class MediaReader:
         return rows
 
     def make_wandb_object(self, media: dict[str, Any]) -> Any:
-        """Return the W&B object of a line of media.jsonl."""
+        """Return the W&B image or histogram for the content of a line of media.jsonl."""
         import wandb
 
         file = self.attempt.attempt_folder / "media" / Path(media["file"]).name

@@ -1,7 +1,8 @@
-"""Temporary state of a tracking process: a lock, temporary folders, and the folder of an unfinished offline run.
+"""Temporary state of a tracking process: a lock, a temporary folder, and the folder of an unfinished offline run.
 
-W&B's client leaves temporary folders and sockets behind when it is killed. It therefore gets a separate temporary
-folder, which is recorded in the run folder and removed by the process, by its owner, or by the next tracking process.
+If the W&B client is killed, it leaves temporary folders and sockets behind. Each tracking process therefore uses a
+separate temporary folder, which is recorded in the run folder. This folder is removed by the tracking process, by its
+owner, or by the next tracking process.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from common.core.errors import UserError
 from common.core.processes import Process, list_children
 from common.runs.folder import RunFolder, read_json, write_json
 
-PREFIX = "wandb-run-"  # of temporary folders; short, because the path of a socket has at most 107 characters
+PREFIX = "wandb-run-"  # prefix of folder names; it is short because a socket path is limited to 107 characters
 
 
 def name_staging_folder(folder: RunFolder) -> Path:
-    """Return the folder in which an offline run of W&B is created.
+    """Return the folder in which an offline W&B run is created.
 
-    Its content does not count yet.
+    The content of this folder is incomplete until it is moved to its final path.
     """
     return folder.path / "wandb" / "unfinished"
 
@@ -36,9 +37,9 @@ def _record_file(folder: RunFolder) -> Path:
 
 @contextlib.contextmanager
 def locked_tracking(folder: RunFolder, *, wait: bool = True) -> Iterator[bool]:
-    """Let one process at a time forward a run's rows.
+    """Hold a lock so that only one process at a time sends the rows of a run to W&B.
 
-    Without `wait`, yield False if another one does.
+    Yields True once the lock is held. If `wait` is false, yields False if another process holds the lock.
     """
     with open(folder.path / "wandb" / "lock", "w") as file:
         try:
@@ -52,21 +53,24 @@ def locked_tracking(folder: RunFolder, *, wait: bool = True) -> Iterator[bool]:
 
 
 def open_temporary_folder(folder: RunFolder) -> Path:
-    """Create and return a temporary folder for this process and its children. Raises UserError."""
+    """Create and return a temporary folder for this process and its children. Raises UserError on failure."""
     path = Path(tempfile.gettempdir()) / f"{PREFIX}{secrets.token_hex(4)}"
     record = {"path": str(path), "host": os.uname().nodename}
-    write_json(_record_file(folder), record)  # before the folder exists: this process may be killed
+    write_json(_record_file(folder), record)  # written before the folder exists, because this process may be killed
     try:
         path.mkdir(mode=0o700)
     except OSError as error:
         raise UserError(f"cannot create the temporary folder {path}: {error}") from error
     os.environ["TMPDIR"] = str(path)
-    tempfile.tempdir = None  # tempfile reads TMPDIR again
+    tempfile.tempdir = None  # makes tempfile read TMPDIR again
     return path
 
 
 def note_client_processes(folder: RunFolder) -> None:
-    """Record the processes of W&B's client: they outlive a killed tracking process and keep sending for seconds."""
+    """Record the processes of the W&B client.
+
+    If the tracking process is killed, these processes continue to send data for several seconds.
+    """
     processes = []
     for pid in list_children():
         with contextlib.suppress(OSError):
@@ -75,9 +79,10 @@ def note_client_processes(folder: RunFolder) -> None:
 
 
 def remove_scratch(folder: RunFolder) -> None:
-    """Remove processes, temporary folder and unfinished offline run of a tracking process that has ended."""
+    """Remove the processes, temporary folder and unfinished offline run left by an ended tracking process."""
     record = read_json(_record_file(folder))
-    is_this_host = record.get("host") == os.uname().nodename  # processes and disk of other hosts are not accessible
+    # This host cannot access the processes and temporary folders of other hosts.
+    is_this_host = record.get("host") == os.uname().nodename
     if is_this_host:
         for pid, start in record.get("processes", []):
             Process(pid, start).kill()

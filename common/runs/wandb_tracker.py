@@ -1,8 +1,9 @@
-"""Tracking by Weights & Biases: start and stop of W&B's processes by the owner of a run. Imports no torch.
+"""Start and stop the tracking process of a run, which sends its metrics to Weights & Biases.
 
-Training never waits for W&B and never fails because of it. Online, a separate process follows metrics.jsonl while the
-run trains. Offline, W&B does not run until training has ended; a process then converts metrics.jsonl. Rows that W&B
-misses because a process was killed are sent by the next attempt or by `make sync`.
+Training never waits for W&B and never fails because of W&B. In online mode, a separate process follows metrics.jsonl
+while the run trains. In offline mode, W&B does not run until training has ended. A process then converts metrics.jsonl.
+If a tracking process is killed, the next attempt or `make sync` sends the missing rows. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from configs.shared import Experiment
 
 MODULE = "common.runs.wandb_process"
 SYNC_SECONDS = 3600.0
-"""Time limit of `make sync` for one run; the next call would restart an interrupted conversion."""
+"""Time limit in seconds of `make sync` for one run. The next call restarts an interrupted conversion."""
 
 
 class Tracker:
-    """Tracking of a run, as seen by its owner."""
+    """Tracking of a run, as controlled by the process that owns the run."""
 
     def __init__(self, folder: RunFolder, process: subprocess.Popen[bytes] | None) -> None:
-        """`process` follows the run; None offline."""
+        """`process` is the tracking process that follows the run, or None in offline mode."""
         self.folder = folder
         self.process = process
 
     @classmethod
     def start(cls, cfg: Experiment, folder: RunFolder) -> Tracker | None:
-        """Start tracking; return None if it is disabled or cannot be started."""
+        """Start tracking a run. Return None if tracking is disabled or cannot be started."""
         mode = read_requested_mode(cfg)
         if mode == "disabled":
             return None
@@ -58,9 +59,9 @@ class Tracker:
         return cls(folder, None)
 
     def finish(self, timeout: float) -> str:
-        """Send W&B the remaining rows, for at most `timeout` seconds.
+        """Send the remaining rows to W&B for at most `timeout` seconds.
 
-        Returns one line that names the W&B run.
+        Returns a one-line message that names the W&B run.
         """
         deadline = time.monotonic() + timeout
         problem = ""
@@ -76,9 +77,9 @@ class Tracker:
                 status = wait_for_process(self.process, deadline)
             problem = describe_process_end(status, timeout)
         except KeyboardInterrupt:
-            problem = "not complete: stopped by Ctrl-C"
+            problem = "tracking is incomplete: stopped by Ctrl-C"
         except OSError as error:
-            problem = f"not complete: {error}"
+            problem = f"tracking is incomplete: {error}"
         self.kill()
         return self.describe(problem)
 
@@ -89,30 +90,29 @@ class Tracker:
         remove_leftovers(self.folder)
 
     def describe(self, problem: str) -> str:
-        """Return one line that names the W&B run and the problem, if rows are missing."""
+        """Return a one-line message that names the W&B run and, if rows are missing, the problem."""
         log = self.folder.attempt_folder / "logs" / "tracker.log"
         status = read_json(self.folder.path / "wandb" / "status.json")
         if not status:
             return f"W&B: nothing was tracked; see {log}"
-        quoted_reference = shlex.quote(shlex.quote(self.folder.reference))  # twice: RUNS is split into words
+        # The reference is quoted twice, because RUNS is split into words.
+        quoted_reference = shlex.quote(shlex.quote(self.folder.reference))
         sync = f"make sync RUNS={quoted_reference}"
         if status["mode"] == "online" and problem:
-            return f"W&B: {status['url']}; {problem}, see {log}; send the remaining rows with: {sync}"
+            return f"W&B: {status['url']}; {problem}, see {log}; upload the remaining rows with: {sync}"
         if status["mode"] == "online":
             return f"W&B: {status['url']}"
         reason = f" ({status['reason']})" if status.get("reason") else ""
         missing = f"; {problem}, see {log}" if problem else ""
-        return f"W&B: offline{reason}; send it with: {sync}{missing}"
+        return f"W&B: offline{reason}; upload the run with: {sync}{missing}"
 
 
 def start_process(folder: RunFolder, mode: str, stdin: int, seconds: float) -> subprocess.Popen[bytes]:
-    """Start the tracking process of an attempt.
+    """Start the tracking process of an attempt. Raises OSError if the process cannot be started.
 
-    It exits at the latest `seconds` after `stdin` closes. Raises OSError.
-
-    Offline, the time starts now.
+    The process exits at most `seconds` after `stdin` closes. In offline mode, the time starts immediately.
     """
-    # error reporting is telemetry of W&B; it would take ten seconds at the end if the host does not answer
+    # The error reporting of W&B is telemetry. It takes ten seconds at the end of a run if the host does not respond.
     environ = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"} | os.environ
     for name in ("WANDB_MODE", SERVICE):
         environ.pop(name, None)
@@ -125,12 +125,12 @@ def start_process(folder: RunFolder, mode: str, stdin: int, seconds: float) -> s
             stdout=log,
             stderr=log,
             env=environ,
-            start_new_session=True,  # Ctrl-C does not reach it, and its process group can be killed
+            start_new_session=True,  # Ctrl-C does not reach the process, and its process group can be killed
         )
 
 
 def wait_for_process(process: subprocess.Popen[bytes], deadline: float) -> int:
-    """Return the exit status of a tracking process; TIMED_OUT one second after its deadline."""
+    """Return the exit status of a tracking process, or TIMED_OUT one second after the deadline."""
     try:
         return process.wait(max(0.0, deadline - time.monotonic()) + 1)
     except subprocess.TimeoutExpired:
@@ -145,28 +145,28 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def remove_leftovers(folder: RunFolder) -> None:
-    """Remove temporary files of a killed tracking process, unless another one tracks the run."""
+    """Remove the temporary files of a killed tracking process if no other process tracks the run."""
     with contextlib.suppress(OSError), wandb_scratch.locked_tracking(folder, wait=False) as is_free:
         if is_free:
             wandb_scratch.remove_scratch(folder)
 
 
 def describe_process_end(status: int, timeout: float) -> str:
-    """Return why a tracking process with this exit status has not sent everything.
+    """Return why a tracking process with this exit status has not sent all rows.
 
-    Returns an empty string if everything was sent.
+    Returns an empty string if all rows were sent.
     """
     if status == TIMED_OUT:
-        return f"not complete after {timeout:g} s"
+        return f"tracking did not complete within {timeout:g} s"
     if status < 0:
-        return f"not complete: the tracking process was killed by {signal.Signals(-status).name}"
+        return f"tracking is incomplete: the tracking process was killed by {signal.Signals(-status).name}"
     if status > 0:
-        return f"not complete: the tracking process failed with exit status {status}"
+        return f"tracking is incomplete: the tracking process failed with exit status {status}"
     return ""
 
 
 def is_tracked_now(folder: RunFolder) -> bool:
-    """Return whether a tracking process of this machine tracks a run."""
+    """Return whether a tracking process on this machine is currently tracking a run."""
     if not (folder.path / "wandb" / "lock").exists():
         return False
     with contextlib.suppress(OSError), wandb_scratch.locked_tracking(folder, wait=False) as is_free:
@@ -175,15 +175,14 @@ def is_tracked_now(folder: RunFolder) -> bool:
 
 
 def misses_online_rows(folder: RunFolder) -> bool:
-    """Return whether a run was online and rows of it are missing on W&B's host."""
+    """Return whether rows of an online run are missing on the W&B host."""
     return any(note.online for note in list_incomplete_notes(folder))
 
 
 def send_missing_rows(folder: RunFolder) -> None:
-    """Send the missing rows of an ended run to W&B.
+    """Send to W&B the missing rows of a run that has ended.
 
-    They go to W&B's host if the run was online, else to an offline folder.
-
+    If the run was online, the rows are sent to the W&B host. Otherwise, the rows are written to an offline folder.
     Raises UserError if rows are still missing or the run folder cannot be written.
     """
     mode = "online" if misses_online_rows(folder) else "offline"
@@ -198,4 +197,4 @@ def send_missing_rows(folder: RunFolder) -> None:
     problem = describe_process_end(status, SYNC_SECONDS)
     if problem:
         log = newest.attempt_folder / "logs" / "tracker.log"
-        raise UserError(f"rows of {folder.path.name} are missing at W&B: {problem}; see {log}")
+        raise UserError(f"rows of {folder.path.name} are missing in W&B; {problem}; see {log}")

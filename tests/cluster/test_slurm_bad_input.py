@@ -102,7 +102,7 @@ def test_an_interface_that_is_not_there_is_told_in_time(site: Site) -> None:
     done = follow(site, "interface", "launch.interface=eth9")
     check_job(site, done, site.run_of("interface"), "launch.interface=eth9 does not exist on node")
     check_in_time(site, site.run_of("interface"))
-    assert "it has lo (127.0.0.1), eth0 (10.77.0." in done.stdout
+    assert "use one of: lo (127.0.0.1), eth0 (10.77.0." in done.stdout
 
 
 # ---- data
@@ -148,7 +148,7 @@ def test_srun_by_hand_without_data_is_refused_in_time(site: Site) -> None:
 @pytest.mark.parametrize(
     ("change", "messages", "status"),
     [
-        ("cat /dev/zero > {disk}/zeros", ["the disk is full; free space"], 2),
+        ("cat /dev/zero > {disk}/zeros", ["the disk is full; free"], 2),
         (
             "mount -o remount,ro {disk}",
             ["the disk is read-only; choose another folder", "could not start it; can it write the run folder?"],

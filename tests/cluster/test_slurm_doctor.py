@@ -145,7 +145,7 @@ def test_the_doctor_names_one_of_two_clocks_however_many_processes_a_host_has(si
 def test_the_doctor_names_a_host_whose_disk_is_full(site: Site) -> None:
     begin = f"mount -t tmpfs -o size=8M tmpfs {site.runs}; cat /dev/zero > {site.runs}/zeros || true"
     with on_host(site, 2, begin, f"umount {site.runs}"):
-        only(doctor(site), "node2 (rank 1)", f"cannot write {site.runs}: the disk is full; free space")
+        only(doctor(site), "node2 (rank 1)", f"cannot write {site.runs}: the disk is full; free up space")
 
 
 def test_the_doctor_names_a_wrong_data_file_on_one_host(site: Site) -> None:

@@ -205,9 +205,9 @@ def test_an_error_of_the_source_is_not_to_be_run_again(tmp_path: Path, error: st
     folder = Made(state="failed", result={"reason": ""}).write(tmp_path)
     folder.list_attempts()[-1].log_file(1).write_text(f"2026-01-01 09:00:02,500 ERROR after step 3: {error}\n")
     (advice,) = (line for line in doctor(f"--run={folder.path}").splitlines() if "continue with  " in line)
-    new = 'make exp NAME=ddp_multinode ARGS="..." (a new run) after fixing the error; RESUME= would run the old source '
+    new = 'make exp NAME=ddp_multinode ARGS="..." to start a new run after fixing the error; RESUME= would use the old '
     resumed = f"make exp RESUME={folder.path}; no checkpoint found, it restarts from step 0"
-    expected = f"{new}in {folder.path}/code" if mended else resumed
+    expected = f"{new}source in {folder.path}/code" if mended else resumed
     assert advice.strip().removeprefix("continue with  ").startswith(expected)
 
 

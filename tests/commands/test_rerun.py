@@ -193,7 +193,7 @@ def test_how_far_losses_lead_apart_is_told(tmp_path: Path, capsys: pytest.Captur
     [
         (["nothing"], "'nothing': no such run folder"),
         ([], "RUN is missing; write RUN=<id>"),
-        (["--args=seed=x", "{old}"], "seed=x: write a whole number"),
+        (["--args=seed=x", "{old}"], "seed=x: expected an integer"),
         (["--args=sed=1", "{old}"], "unknown key sed; did you mean seed?"),
         (["--args=--help", "{old}"], "ARGS: --help is not a setting; write key=value"),
         (["--args=seed=1 --print-config", "{old}"], "ARGS: --print-config is not a setting"),

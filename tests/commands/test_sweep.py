@@ -59,7 +59,7 @@ def test_a_failed_point_is_run_only_when_asked(tmp_path: Path, cache: Path) -> N
         ({}, "0 points; name some in grid or points"),
         ({"grid": {"batch": "64"}}, "grid: batch: expected a list of values"),
         ({"grid": {"bath": ["64"]}}, "at bath=64: unknown key bath; did you mean batch?"),
-        ({"grid": {"batch": ["64", "x"]}}, "at batch=x: batch=x: write a whole number"),
+        ({"grid": {"batch": ["64", "x"]}}, "at batch=x: batch=x: expected an integer"),
         ({"points": [{"batch": "4"}, {"batch": "4"}]}, "the point batch=4 is there more than once"),
         ({"points": [{"batch": "4"}], "repeats": "0"}, "repeats='0': write a number from 1"),
         ({"points": [{"seed": "1"}], "repeats": "2"}, "repeats=2 chooses seeds, and so do the points"),

@@ -109,7 +109,7 @@ def test_offline_run_says_how_to_upload(offline: Offline) -> None:
     place = status(offline.done.folder)
     assert place["mode"] == "offline"
     path = shlex.quote(shlex.quote(str(offline.done.folder.path)))
-    assert f"W&B: offline; send it with: make sync RUNS={path}" in offline.done.out
+    assert f"W&B: offline; upload the run with: make sync RUNS={path}" in offline.done.out
     assert Path(place["dir"]).is_relative_to(offline.done.folder.path / "wandb")
 
 
@@ -322,11 +322,11 @@ def test_a_tracker_that_breaks_only_says_so(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delenv("WANDB_MODE", raising=False)
     tracker, folder = start_offline(tmp_path)
     said = tracker.finish(20)
-    assert said.startswith("W&B: offline; send it with: make sync")
-    assert "not complete: the tracking process failed with exit status 1, see " in said
+    assert said.startswith("W&B: offline; upload the run with: make sync")
+    assert "tracking is incomplete: the tracking process failed with exit status 1, see " in said
     assert "No space left" in (folder.attempt_folder / "logs" / "tracker.log").read_text()
     fake.write_text("import time\ntime.sleep(1.2)\nraise OSError(28, 'No space left on device')\n")
-    with pytest.raises(UserError, match=r"are missing at W&B: .* the tracking process failed with exit status 1; see "):
+    with pytest.raises(UserError, match=r"are missing in W&B; .* the tracking process failed with exit status 1; see "):
         send_missing_rows(folder)  # wandb.finish_timeout, here 1 s, is not for make sync
 
 
@@ -351,7 +351,7 @@ def test_a_tracker_that_was_killed_is_said_to_be(tmp_path: Path, monkeypatch: py
     start = time.monotonic()
     said = tracker.finish(60)
     thread.join()
-    assert "; not complete: the tracking process was killed by SIGKILL, see " in said and "60 s" not in said
+    assert "; tracking is incomplete: the tracking process was killed by SIGKILL, see " in said and "60 s" not in said
     assert time.monotonic() - start < BOUND
     assert not places[0].exists() and not note.exists()
     assert clients and not any(process.is_alive() for process in clients)

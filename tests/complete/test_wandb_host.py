@@ -225,7 +225,7 @@ def test_host_that_refuses_the_run_leaves_an_offline_one(tmp_path: Path) -> None
         folder, seconds = track(source, tmp_path / "tracked", url)
     assert seconds < BOUND
     assert status(folder)["mode"] == "offline"
-    assert "W&B refused the run: " in status(folder)["reason"]
+    assert "W&B could not start the run: " in status(folder)["reason"]
     assert history(records(folder)) == chosen_rows(folder)
 
 
@@ -268,10 +268,10 @@ def hosts() -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize(
     ("key", "where", "parts"),
     [
-        ("nonsense", "", ("W&B: offline (W&B does not accept the account:",)),
+        ("nonsense", "", ("W&B: offline (could not log in to W&B:",)),
         (KEY, "REFUSING", ("W&B: offline (", "error 401")),
         (KEY, "CLOSED", ("W&B: offline (", "refused")),
-        (KEY, "SILENT", ("W&B: offline (", "does not answer")),
+        (KEY, "SILENT", ("W&B: offline (", "does not respond")),
     ],
     ids=["malformed key", "refused key", "nobody there", "silent host"],
 )
@@ -388,7 +388,7 @@ def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Pa
     time.sleep(1)
     live.write(1000)
     live.finish()
-    assert "restarting W&B's client" in (first.attempt_folder / "logs" / "tracker.log").read_text()
+    assert "restarting the W&B client" in (first.attempt_folder / "logs" / "tracker.log").read_text()
     assert steps_of(host) == [row["global_step"] for row in first.read_attempt_rows()]
 
     note.write_text(begun)
@@ -419,5 +419,5 @@ def test_tracker_that_breaks_does_not_fail_the_run(tmp_path: Path, digits: tuple
     done = run("mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths)
     assert done.status == 0, done.err
     assert done.folder.result["state"] == "finished"
-    assert "not complete: the tracking process failed with exit status 1, see" in done.out
+    assert "tracking is incomplete: the tracking process failed with exit status 1, see" in done.out
     assert "No space left" in (done.folder.path / "attempts/0001/logs/tracker.log").read_text()

@@ -72,7 +72,7 @@ def test_another_number_of_ranks_and_another_start_are_refused(trained: Done, tm
         ("outer_lr=0", "outer_lr=0: out of range"),
         ("outer_lr=2.5", "outer_lr=2.5: out of range"),
         ("outer=nesterov outer_momentum=1", "outer_momentum=1: out of range"),
-        ("outer_momentum=0.5", "outer_momentum=0.5 needs outer=nesterov; add that or use outer_momentum=0.9"),
+        ("outer_momentum=0.5", "outer_momentum=0.5 needs outer=nesterov; set outer=nesterov or use outer_momentum=0.9"),
         ("communication=topk topk=0", "topk=0: out of range"),
         ("communication=topk topk=1.5", "topk=1.5: out of range"),
         ("topk=0.1", "topk=0.1 needs communication=topk"),

@@ -219,7 +219,7 @@ def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
     told = inside.run_verb("rerun", "--", str(folder.path))
     assert told.returncode == 2 and "was resumed with other settings (steps 40 -> 50)" in told.stderr
     again = run(REPLICATED.name, "--config", str(folder.path / "config.yaml"), runs=tmp_path / "again")
-    assert again.status == 2 and "it was resumed with steps 40 -> 50, so a single run cannot repeat it" in again.err
+    assert again.status == 2 and "different settings (steps 40 -> 50), so a single run cannot repeat it" in again.err
     assert not (tmp_path / "again").exists()
     for checkpoint in storage.list_resumable_checkpoints(folder):
         shutil.rmtree(checkpoint.path)

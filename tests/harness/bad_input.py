@@ -60,7 +60,7 @@ SETTINGS = [
     settings("elastic stages", "elastic=true", parts=("unknown key elastic", "amp_accum and param_server")),
     settings("wrong type", "batch=many", parts=("batch=many", "int >= 1")),
     settings("a float for an int", "batch=1.5", parts=("batch=1.5", "int >= 1")),
-    settings("number without end", "seed=" + "9" * 5000, parts=("seed=9", "whole number")),
+    settings("number without end", "seed=" + "9" * 5000, parts=("seed=9", "expected an integer")),
     settings("not a number", "optim.lr=nan", parts=("optim.lr=nan", "float from 0 to 100")),
     settings("no such optimizer", "optim.name=sdg", parts=("optim.name=sdg", "sgd, adam, adamw, lars, lamb or FILE")),
     settings(
@@ -178,7 +178,7 @@ DISKS = [
     disk(
         "disk: full while preparing",
         "data.cache=disk/cache",
-        parts=("cannot write disk/cache", "free space"),
+        parts=("cannot write disk/cache", "free up space"),
         shell=(MOUNT.format(size="1M"), "run", f"{LEFT} | grep -v -e 'cache$' -e 'lock$'"),
     ),
     dataclasses.replace(

@@ -116,12 +116,12 @@ def test_what_is_no_finite_number_is_refused(text: str) -> None:
         ("elastic.min=2", ["unknown key elastic.min", "only ddp_multinode, amp_accum and param_server"]),
         ("batch=0", ["batch=0", "int >= 1"]),
         ("data.fallback=cifar", ["data.fallback=cifar", "digits | none"]),
-        ("data=3", ["data is a group of settings: data.name, data.root"]),
+        ("data=3", ["data is a group of settings; set one of its keys: data.name, data.root"]),
         ("data.root=${oc.env:HOME}", ["data.root", "interpolations"]),
-        ("split=[a,[b]]", ["split", "write a list as [a,b]"]),
+        ("split=[a,[b]]", ["split", "expected a list such as [a,b]"]),
         ("stages", ["unexpected argument 'stages'", "key=value"]),
         ("--fast", ["unexpected argument '--fast'", "no spaces, no leading dashes"]),
-        ("--config", ["--config needs a file"]),
+        ("--config", ["--config requires a file"]),
     ],
 )
 def test_mistakes_are_answered_with_the_remedy(word: str, parts: list[str]) -> None:
@@ -167,7 +167,7 @@ def test_a_setting_that_loses_its_effect_is_put_back_to_its_default(tmp_path: Pa
     """As where a run with mode=bounded is repeated with another mode."""
     file = tmp_path / "config.yaml"
     file.write_text(config.format_yaml(load_config(ServerConfig, ["mode=bounded", "staleness=3"], {})))
-    with pytest.raises(UserError, match="staleness=3 needs mode=bounded; add that or use staleness=0"):
+    with pytest.raises(UserError, match="staleness=3 needs mode=bounded; set mode=bounded or use staleness=0"):
         load_config(ServerConfig, ["--config", str(file), "mode=async"], {})
     assert load_config(ServerConfig, ["--config", str(file), "mode=async", "staleness=0"], {}).mode == "async"
 

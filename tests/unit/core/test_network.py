@@ -47,7 +47,7 @@ def test_interfaces_are_found_by_address() -> None:
     assert network.find_interface("127.0.0.1") == "lo"
     assert network.resolve_ipv4("localhost") == "127.0.0.1"
     assert network.check_interface("lo") == "lo"
-    with pytest.raises(UserError, match=r"launch.interface=eth99 does not exist on .*; it has lo \(127.0.0.1\)"):
+    with pytest.raises(UserError, match=r"launch.interface=eth99 does not exist on .*; use one of: lo \(127.0.0.1\)"):
         network.check_interface("eth99")
 
 

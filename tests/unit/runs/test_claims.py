@@ -164,7 +164,7 @@ def test_a_process_that_cannot_be_judged_by_its_pid_counts_by_its_signs_of_life(
     (folder.path / "attempts/0001/claim.json").unlink()
     write_json(folder.path / "attempts/0001/claim.json", {"process": process | {"pid_namespace": "pid:[1]"}})
     (folder.path / "config.yaml").write_text("launch:\n  step_timeout: 300\n")
-    with pytest.raises(RunTakenError, match="counts as ended after 300 s"):
+    with pytest.raises(RunTakenError, match="considered ended after 300 s"):
         claims.claim_next_attempt(folder)
     claims.mark_ended(folder.list_attempts()[0])
     assert claims.claim_next_attempt(folder).number == 2
