@@ -17,13 +17,13 @@ from common.distributed.transport.cost import MessageTimeLine, MessageTimeLines,
 from common.runs.result import ReportData
 
 HEAD = f"{'us':>10}  {'[lowest..highest]':<21}{'GB/s':>7}{'bus GB/s':>10}{'line, us':>11}"
-CURVE_SEGMENTS = 60  # segments with which a fitted line is drawn, because it is curved on logarithmic axes
+CURVE_SEGMENTS = 60  # number of segments for drawing a fitted line, which is curved on logarithmic axes
 Curve = list[tuple[float, float, float]]
 
 
 @dataclass(frozen=True)
 class CollectiveCell:
-    """Measurements of one variant (`side`) at one combination of operation, data type, and size."""
+    """Measurements of one variant (`side`) for one combination of operation, data type, and size."""
 
     point: CollectivePoint
     side: str
@@ -45,7 +45,7 @@ class CollectiveCell:
         return self.point.nbytes / self.time
 
     def compute_bus_bandwidth(self, ranks: int) -> float:
-        """Return the bus bandwidth in bytes per second for a number of ranks."""
+        """Return the bus bandwidth in bytes per second for the given number of ranks."""
         return compute_bus_factor(self.point.op, ranks) * self.bandwidth
 
     def to_dict(self, ranks: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class CollectiveReport:
     """Report of one run of the collectives benchmark.
 
     `table` is a float64 tensor [rounds, points, sides, ranks, 3]. Its last dimension contains the time in seconds, the
-    bytes sent, and the bytes sent through the network interface. A time of 0 marks a missing measurement.
+    bytes sent, and the bytes sent through the network interface. A time of 0 indicates a missing measurement.
     """
 
     points: Sequence[CollectivePoint]
@@ -128,7 +128,7 @@ class CollectiveReport:
         return predict_seconds(algorithm, MessageTimeLines(line), side.compute_vector_bytes(cell.point))
 
     def list_curves(self) -> dict[str, tuple[dict[str, Curve], dict[str, Curve]]]:
-        """Return the measured and the fitted curve of each variant, by operation and data type.
+        """Return the measured and the fitted curves of all variants, grouped by operation and data type.
 
         A curve is a list of points (bytes, microseconds, 0).
         """
@@ -146,7 +146,7 @@ class CollectiveReport:
         return curves
 
     def rows(self) -> dict[str, str]:
-        """Return the rows of the final table, by title."""
+        """Return the title and the text of each row of the final table."""
         lines = self.fit_lines()
         width = max(map(len, self.sides))
         rows = {}

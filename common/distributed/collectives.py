@@ -183,7 +183,7 @@ def open_builtin_variants(
 ) -> dict[str, CollectiveVariant]:
     """Create a `builtin` group of all ranks and a variant for each algorithm in `names`.
 
-    The first variant has all operations of the group, which `make` returns. The other variants have only the
+    The first variant has all operations of the group, as returned by `make`. The other variants have only the
     all-reduce, because no other operation depends on the algorithm. The name of a variant includes the transport that
     its messages use, because ranks share memory only within a host. All ranks must call this function.
     """
@@ -263,7 +263,7 @@ def compute_sent_bytes(point: CollectivePoint, side: CollectiveVariant, ranks: i
 class TestVectors:
     """Random input vectors of all ranks, and the expected results of the operations.
 
-    All data types represent the sums exactly.
+    All data types represent the sums of these vectors exactly.
     """
 
     def __init__(self, seed: int, rank_info: RankInfo, device: torch.device) -> None:

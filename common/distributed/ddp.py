@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.core.seeds import pack_rng_state, unpack_rng_state
 
 HOOK_ELEMENT_BYTES = {"fp16": 2, "bf16": 2}  # bytes per gradient element that a communication hook sends
-ONE_BUCKET_MB = 1 << 20  # larger than any model
+ONE_BUCKET_MB = 1 << 20  # larger than the gradients of any model
 POWERSGD_START_STEP = 10  # gradients of earlier steps are not compressed
 POWERSGD_TENSORS = ("error_dict", "p_memory_dict", "q_memory_dict")  # state attributes that hold a tensor per bucket
 
@@ -154,8 +154,8 @@ def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, 
 def compute_ring_bytes(model: nn.Module) -> int:
     """Return the number of bytes per step that each rank sends in a ring all-reduce of gradients.
 
-    gloo uses such a ring. Each of p ranks sends 2 (p - 1) / p times the size of its gradients. The result is 0 for a
-    model without DDP.
+    This is the algorithm that gloo uses. Each of p ranks sends 2 (p - 1) / p times the size of its gradients. The
+    result is 0 for a model without DDP.
     """
     if not isinstance(model, DistributedDataParallel):
         return 0
@@ -169,8 +169,8 @@ def warm_up_buckets(model: nn.Module, x: Tensor) -> None:
 
     Before its second forward pass, DDP rebuilds its buckets in the order in which gradients became ready in the first
     backward pass. Without the warm-up, the first step after a resume and the same step of an uninterrupted run would
-    use different buckets. With three or more ranks, they would therefore round differently. `x` is this rank's shard
-    of any batch. Models without DDP are left unchanged.
+    use different buckets. With three or more ranks, the gradients of these two steps would then be rounded differently.
+    `x` is this rank's shard of any batch. Models without DDP are left unchanged.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -184,7 +184,7 @@ def warm_up_buckets(model: nn.Module, x: Tensor) -> None:
 def restore_buffers_and_rng(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore buffers and random state after the `with` block.
 
-    Use this context for forward passes that are not part of training.
+    Use this context manager for forward passes that are not part of training.
     """
     saved_buffers = [buffer.clone() for buffer in model.buffers()]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

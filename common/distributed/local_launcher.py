@@ -64,7 +64,7 @@ def run_ranks(
 
     `during_start` runs in this process while the ranks start. When one rank fails, all other ranks are stopped. The
     error message or traceback of this rank is printed once. Errors of the other ranks appear only in their logs.
-    `report_reason` receives the reason of the failure as one line. `read_log` returns the end of a rank's log, which
+    `report_reason` receives the reason for the failure as one line. `read_log` returns the end of a rank's log, which
     may contain the reason why a library ended the process.
 
     If `elastic` is set, the other ranks continue when one rank is killed. The new process of the killed rank must
@@ -168,7 +168,7 @@ class StopForwarder:
     def __init__(self, children: list[ChildRank]) -> None:
         self.children = children
         self.number = 0
-        """Number of the first signal; 0 before it arrives."""
+        """Number of the first stop signal; 0 until a stop signal arrives."""
         self.received_at = 0.0
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -184,8 +184,8 @@ class StopForwarder:
         self.received_at = time.monotonic()
         if number == signal.SIGINT:
             print(
-                "\nstopping: a checkpoint will be saved after the current step (unless no step has finished yet); "
-                "press Ctrl-C again to stop immediately",
+                "\nstopping: a checkpoint will be saved after the current step (if training has started); press Ctrl-C "
+                "again to stop immediately",
                 file=sys.stderr,
             )
         self.signal_ranks()
@@ -367,7 +367,7 @@ class RankMonitor:
         self.report_reason(reason)
 
     def _report(self, problem: str, addition: str = "") -> None:
-        """Report a problem as the reason of the failure, and print the problem followed by `addition`."""
+        """Report a problem as the reason for the failure, and print the problem followed by `addition`."""
         self.report_reason(problem)
         print(f"error: {problem}{addition}", file=sys.stderr)
 

@@ -7,7 +7,7 @@ from common.distributed.rendezvous import World
 
 
 def create_mesh_groups(world: World, replicas: int) -> tuple[World, World]:
-    """Create the pipeline-parallel (pp) and the data-parallel (dp) group of this rank.
+    """Create the pipeline-parallel (pp) and data-parallel (dp) groups of this rank.
 
     The pp group contains the ranks of one replica. The dp group contains the ranks at the same pipeline position in all
     replicas. Ranks are ordered by replica and then by pipeline position, so that each host holds complete replicas. All

@@ -1,8 +1,8 @@
 """Collectives for JSON values. Received data is parsed and never executed.
 
 In contrast, torch's object collectives unpickle received bytes, and a pickle can execute arbitrary code (see Python's
-documentation of `pickle`). Values can be strings, numbers, True, False, None, lists, and dicts with string keys. A
-received value is equal to the sent value, except that NaN is received as NaN.
+documentation of `pickle`). Values can be strings, numbers, True, False, None, lists, and dicts with string keys. The
+received values are equal to the sent values, and NaN is received as NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 PACKET_BYTES = 1024  # size of the first message, into which most values fit
-HEADER_BYTES = 8  # size of the header of the first message, which is the length of the value in bytes (little-endian)
+HEADER_BYTES = 8  # size of the header, which contains the length of the value in bytes (little-endian)
 SCALAR_TYPES = frozenset((str, int, float, bool, type(None)))
 MAX_VALUE_BYTES = 1 << 30  # larger values are rejected before memory is allocated for them
 
@@ -38,8 +38,8 @@ def all_gather_json(value: Any, device: torch.device, group: dist.ProcessGroup |
 def broadcast_json(value: Any, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
     """Return the JSON value of rank `source` on all ranks of the group.
 
-    `source` is the rank in the run, not in the group. All ranks of the group must call this function. The device and
-    the errors are those of `all_gather_json`.
+    `source` is a global rank, not a rank within the group. All ranks of the group must call this function. See
+    `all_gather_json` for the requirements on `device` and for the errors.
     """
     text = encode_value(value) if dist.get_rank() == source else b""
     return decode_value(broadcast_bytes(text, source, device, group), source)

@@ -62,7 +62,7 @@ def open_identity(folder: Path, rank_info: RankInfo, timeout_seconds: float) -> 
         if time.monotonic() > deadline:
             raise UnreachableError(
                 f"rank {rank_info.rank} cannot find {folder}, which rank 0 creates for launch.tls=true; check the log "
-                "of rank 0, set runs= to a folder that all hosts share, or increase launch.setup_timeout"
+                "of rank 0, set runs= to a folder that all hosts share, or raise launch.setup_timeout"
             )
         time.sleep(POLL_SECONDS)
     return certificates.load_identity(folder)

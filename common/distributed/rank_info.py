@@ -45,13 +45,13 @@ class RankInfo:
     coordinator: str = ""
     """Address of the coordinator of an elastic run: the path of a UNIX socket, or host:port."""
     is_joining: bool = False
-    """True for a restarted rank that has not joined the other ranks yet. Until it joins, its world has size 1."""
+    """True for a restarted rank that has not joined the other ranks yet, so that its world has size 1."""
     started_as_rank: int = -1
     """Rank at the start of the run if it may differ from `rank`, otherwise -1."""
 
     @property
     def original_rank(self) -> int:
-        """Rank at the start of the run, which is part of the names of this rank's files."""
+        """Rank at the start of the run, which is used in the names of the rank's files."""
         return self.rank if self.started_as_rank < 0 else self.started_as_rank
 
 
@@ -59,8 +59,8 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo | None:
     """Read the position of this rank from the environment variables of torchrun or SLURM.
 
     Return None if the variables are not set. The variables of torchrun have priority, because users can start torchrun
-    inside a SLURM allocation. Only the tasks of srun count as SLURM ranks. The batch script and an interactive shell of
-    an allocation do not.
+    inside a SLURM allocation. Only the tasks of srun count as SLURM ranks, but not the batch script or an interactive
+    shell of an allocation.
     """
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return read_torchrun_rank(environ)

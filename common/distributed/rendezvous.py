@@ -49,7 +49,7 @@ class World(RankInfo):
     store: dist.Store | None = None
     """Key-value store of the rendezvous, which still works after collectives have failed."""
     global_ranks: tuple[int, ...] = ()
-    """Rank in the run of each member of a subgroup; empty for the group of all ranks."""
+    """Global rank of each member of a subgroup; empty for the group of all ranks."""
     group: dist.ProcessGroup | None = None
     """Process group of a subgroup; None for the group of all ranks."""
     transport: TransportSettings | None = None
@@ -99,7 +99,7 @@ class World(RankInfo):
         self.store.wait(keys, self.timeout)
 
     def get_global_rank(self, rank: int) -> int:
-        """Return the rank in the run of the member with the given rank in this subgroup."""
+        """Return the global rank of the member that has the given rank in this subgroup."""
         return self.global_ranks[rank] if self.global_ranks else rank
 
     def make_subgroup(self, global_ranks: Sequence[int]) -> World:
@@ -128,8 +128,8 @@ class World(RankInfo):
 def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = None) -> Iterator[World]:
     """Join the other ranks for the duration of the `with` block.
 
-    The process group is destroyed at the end of the block. If the block fails, the process group is not destroyed,
-    because the other ranks would then fail as well, possibly before this rank has reported its error. With
+    The process group is destroyed at the end of the block, but not if the block fails. Destroying the group after a
+    failure would make the other ranks fail too, possibly before this rank has reported its error. With
     `launch.tls=true`, `key_folder` is the folder that rank 0 creates for the key of this attempt. Raises UserError,
     which names the missing ranks, if some ranks do not join in time.
     """
@@ -280,8 +280,8 @@ def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[to
     """Return the device and the backend: a GPU and nccl if each rank has a GPU, otherwise the CPU and gloo.
 
     With `launch.backend=builtin`, the result is the CPU and builtin. With `launch.mixed=true`, the backend is gloo; the
-    first ranks of each host get its GPUs, and the remaining ranks get the CPU. A GPU that is chosen becomes torch's
-    current device. Raises UserError if `launch.device=cuda` is set and there are fewer GPUs than ranks.
+    first ranks of each host get its GPUs, and the remaining ranks get the CPU. If this rank gets a GPU, this GPU
+    becomes torch's current device. Raises UserError if `launch.device=cuda` is set and there are fewer GPUs than ranks.
     """
     if settings.backend == "builtin":
         return torch.device("cpu"), "builtin"
@@ -315,7 +315,7 @@ def describe_transport(
     return TransportSettings(
         run=rank_info.attempt_id or rank_info.master,
         hosts=hosts,
-        algorithm="ring" if settings.algorithm == "auto" else settings.algorithm,  # ring until auto has chosen
+        algorithm="ring" if settings.algorithm == "auto" else settings.algorithm,  # auto starts with ring
         address=network.list_interfaces()[interface],
         host=machine and f"{hosts[rank_info.rank]}-{machine}",
         polling_seconds=choose_polling_seconds(rank_info.local_size),

@@ -30,7 +30,8 @@ class SilenceWatch:
     ) -> None:
         """Start a thread that calls `report` once if `restart` is not called for `timeout_seconds`.
 
-        `report` receives a message that names the ranks. `step_seconds` is the approximate duration of a step.
+        `report` receives a message that names the unresponsive ranks. `step_seconds` is the approximate duration of a
+        step.
         """
         self.world = world
         self.timeout_seconds = timeout_seconds
@@ -66,7 +67,8 @@ def name_silent_ranks(world: World, step_seconds: float, part: str = "") -> str:
     """Return a message that names the ranks that have not reached the collective that timed out.
 
     The message is empty if all ranks are waiting. A rank counts as waiting if it calls this function within
-    `step_seconds` of this rank. `part` distinguishes several calls in one run. This function uses no collective.
+    `step_seconds` of the call on this rank. `part` distinguishes several calls in one run. This function uses no
+    collective.
     """
     store = world.store
     if store is None:

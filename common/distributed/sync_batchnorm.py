@@ -16,7 +16,7 @@ class AllReduce(torch.autograd.Function):
     """Differentiable sum of a tensor of any shape over all ranks.
 
     The tensor of one rank contributes to the loss of every rank, so the backward pass sums the gradients over all
-    ranks. torch.distributed.nn has the same function, which has been deprecated since torch 2.15.
+    ranks. The same function in torch.distributed.nn has been deprecated since torch 2.15.
     """
 
     @staticmethod
@@ -34,8 +34,8 @@ class AllReduce(torch.autograd.Function):
 class SyncBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm2d layer (arXiv 1502.03167) that normalizes over the samples [N, C, H, W] of all ranks.
 
-    Unlike torch's SyncBatchNorm, this layer runs on CPUs. It has the same parameters and buffers as BatchNorm2d. Ranks
-    may have different numbers of samples, including none.
+    Unlike torch's SyncBatchNorm, this layer runs on CPUs. The layer has the same parameters and buffers as BatchNorm2d.
+    Ranks may have different numbers of samples, including none.
     """
 
     waiting_seconds = 0.0
@@ -48,8 +48,8 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         assert self.momentum is not None
         channel = (1, -1, 1, 1)
 
-        # The sums are those of deviations from the running mean, which is close to the mean of the batch. Sums of large
-        # squares would lose precision.
+        # Sum deviations from the running mean, which is close to the mean of the batch. Sums of large squares would
+        # lose precision.
         pivot = self.running_mean.clone()
         deviation = x - pivot.view(channel)
         local_count = torch.full_like(pivot, x.numel() // x.shape[1])
@@ -122,7 +122,7 @@ def list_unsynchronized_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
 def skip_empty_batches(model: nn.Module) -> nn.Module:
     """Make unsynchronized BatchNorm layers accept empty batches, and return the model.
 
-    An empty batch has no mean, so it is normalized with the running statistics.
+    An empty batch has no mean, so the layers use their running statistics.
     """
 
     def set_mode(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:

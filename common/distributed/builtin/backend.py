@@ -1,9 +1,9 @@
 """Backend `builtin` of torch.distributed, with the methods that torch calls on a process group.
 
 `BuiltinBackend` is a subclass of torch's `Backend`, not of `ProcessGroup`. DeviceMesh, functional collectives, FSDP2,
-and tensor parallelism need a process group that wraps the backend. Calls of methods that are not overridden raise an
-error in torch ("does not support"). This affects sparse tensors, windows, splitting and shrinking of groups, and
-monitored_barrier.
+and tensor parallelism need a process group that wraps the backend. Methods that are not overridden raise an error in
+torch ("does not support"). Therefore, sparse tensors, windows, splitting and shrinking of groups, and monitored_barrier
+are not supported.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TAG_COUNT = 1 << 32
 class BuiltinBackend(Backend):
     """Backend of one process group on one rank, with the methods that torch calls."""
 
-    # These replace properties of torch's class, which would call the subclass again and never return.
+    # These attributes replace properties of torch's class, which would call the subclass again and never return.
     supports_coalescing = False
     supports_splitting = False
     supports_shrinking = False
@@ -53,7 +53,7 @@ class BuiltinBackend(Backend):
     _supports_time_estimate = False
 
     def __init__(self, communicator: Communicator, members: Sequence[int], timeout: datetime.timedelta) -> None:
-        """Create the backend. `members` contains the rank in the run of each member of the group."""
+        """Create the backend. `members` contains the global rank of each member of the group."""
         super().__init__(communicator.rank, communicator.size)
         self.communicator = communicator
         self.members = members
@@ -87,7 +87,7 @@ class BuiltinBackend(Backend):
         return self._run_collective(self.communicator.reduce, [(tensor, op, opts.rootRank)], tensors, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OptionalWork:
-        """Reduce a list with one tensor per rank; each rank receives the result of its own tensor."""
+        """Reduce a list of tensors over all ranks, then scatter the results, one to each rank."""
         output = get_only_element(outputs)
         op = read_op(opts, outputs)
         blocks = check_blocks(get_only_element(inputs), self.size())
@@ -95,11 +95,11 @@ class BuiltinBackend(Backend):
         return self._run_collective(self.communicator.reduce_scatter, [(output, blocks, op)], outputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> OptionalWork:
-        """Reduce a tensor with one equal part per rank; each rank receives the result of its own part."""
+        """Reduce a tensor over all ranks, then scatter the result in equal parts."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> OptionalWork:
-        """Reduce several tensors with one equal part per rank; each rank receives the results of its own parts."""
+        """Reduce several tensors over all ranks, then scatter each result in equal parts."""
         op = read_op(opts, outputs)
         calls: ArgumentLists = []
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -149,7 +149,7 @@ class BuiltinBackend(Backend):
         return self._run_collective(self.communicator.gather, [(blocks, tensor, opts.rootRank)], outputs, opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OptionalWork:
-        """Send each rank one tensor from a list on the root rank."""
+        """Scatter a list of tensors from the root rank, one tensor to each rank."""
         output = get_only_element(outputs)
         blocks = self._check_blocks_of_root(inputs, output, opts.rootRank)
         return self._run_collective(self.communicator.scatter, [(output, blocks, opts.rootRank)], outputs, opts)
@@ -208,7 +208,7 @@ class BuiltinBackend(Backend):
         return ReceiveWork(self.communicator.incoming[source], block, expected, self._convert_error)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:
-        """Raise NotImplementedError, because a message is read from the connection to a known sender."""
+        """Raise NotImplementedError, because the sender of a message must be known."""
         raise NotImplementedError("builtin does not support receiving from any rank; call dist.recv(tensor, src=...)")
 
     # ---- closing
@@ -232,7 +232,7 @@ class BuiltinBackend(Backend):
     def _run_collective(self, collective: Collective, calls: ArgumentLists, tensors: Any, opts: Any) -> OptionalWork:
         """Call a collective once per tuple of arguments.
 
-        The collective fills `tensors`, which are the value of the future. The calling thread executes a synchronous
+        The collective fills `tensors`, which become the value of the future. The calling thread executes a synchronous
         collective itself if no other collective is pending.
         """
         if opts.timeout not in (DEFAULT_TIMEOUT, self.timeout):
@@ -252,7 +252,7 @@ class BuiltinBackend(Backend):
     def _run_or_close(self, collective: Collective, calls: ArgumentLists) -> None:
         """Execute a collective, and close the group if an error occurs.
 
-        After an error, the ranks of the group are no longer at the same call.
+        After an error, the ranks of the group may no longer execute the same collective.
         """
         try:
             for arguments in calls:
@@ -269,7 +269,7 @@ class BuiltinBackend(Backend):
             raise
 
     def _convert_error(self, name: str, error: BaseException) -> BaseException:
-        """Convert a link error to an error that other backends raise: a RuntimeError or TimeoutError."""
+        """Convert a link error to the error that other backends would raise: a RuntimeError or TimeoutError."""
         message = f"{name}: {error}{self._describe_group()}"
         return TimeoutError(message) if isinstance(error, LinkTimeout) else dist.DistNetworkError(message)
 

@@ -2,9 +2,9 @@
 
 An all-reduce executes the moves of its algorithm (common/distributed/transport/algorithms.py). In all other
 collectives, a rank sends each block directly to the rank that needs it. In a reduce-scatter or all-to-all, each of p
-ranks sends and receives n (p - 1) / p bytes, as in a ring, but without the latency of a ring. A large broadcast is a
-scatter followed by an all-gather (Barnett et al. 1994, "Interprocessor collective communication library"). The root
-therefore sends 2 n (p - 1) / p bytes instead of (p - 1) n bytes.
+ranks sends and receives n (p - 1) / p bytes. A ring sends the same number of bytes, but has a higher latency. A large
+broadcast is a scatter followed by an all-gather (Barnett et al. 1994, "Interprocessor collective communication
+library"). The root therefore sends 2 n (p - 1) / p bytes instead of (p - 1) n bytes.
 
 Results are bitwise identical on all ranks and in all runs. Each number is reduced in a fixed order on one rank and is
 then copied to the other ranks.
@@ -52,7 +52,7 @@ class TensorBytes:
         self.write_back()
 
     def write_back(self) -> None:
-        """Copy the bytes to the tensor if they are not already the memory of the tensor."""
+        """Copy the bytes back to the tensor if they are a copy."""
         if self.is_copy:
             with torch.inference_mode():  # inference mode allows writing to any tensor
                 self.tensor.copy_(self.elements.view(self.tensor.shape))
@@ -116,7 +116,7 @@ class Communicator:
     def all_reduce(self, tensor: Tensor, op: Operation) -> None:
         """Reduce tensors of the same shape over all ranks, in place.
 
-        bfloat16 and float16 numbers are added and sent as float32, which doubles the number of bytes.
+        Numbers of type bfloat16 and float16 are added and sent as float32, which doubles the number of bytes.
         """
         block = TensorBytes(tensor)
         precision = choose_precision(op, tensor.dtype)
@@ -271,7 +271,7 @@ class Communicator:
         return PendingSend(link, link.send(tag, data.data))
 
     def _list_receives(self, blocks: Sequence[TensorBytes]) -> list[PeerBytes]:
-        """Return the other ranks, each with the memory for the block that this rank receives from it."""
+        """Return all peers, each with the memory for the block that the peer sends to this rank."""
         return [(peer, blocks[peer].bytes) for peer in self.sources]
 
     def _exchange_bytes(self, sends: Iterable[PeerBytes], receives: Iterable[PeerBytes]) -> None:
@@ -350,7 +350,7 @@ def wait_for_overlapping(sends: Sequence[ChunkSend], start: int, end: int) -> li
 
 
 def write_back_all(blocks: Iterable[TensorBytes]) -> None:
-    """Copy the bytes of each block to its tensor if they are not already the memory of the tensor."""
+    """Copy the bytes of each block back to its tensor if they are a copy."""
     for block in blocks:
         block.write_back()
 

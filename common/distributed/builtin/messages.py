@@ -112,7 +112,7 @@ class BackgroundReader:
                 return
 
     def _wait_for_oldest(self) -> ExpectedMessage | None:
-        """Wait until a message is expected and return the oldest one, or None after `close`."""
+        """Wait until a message is expected, and return the oldest expected message. Return None after `close`."""
         with self.changed:
             while not self.closed:
                 while self.expected and self.expected[0].has_arrived:

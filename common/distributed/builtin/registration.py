@@ -62,7 +62,7 @@ def register_backend(transport: TransportSettings) -> None:
 def create_backend(transport: TransportSettings, options: Any, _: object) -> BuiltinBackend:
     """Create the backend of a process group and connect its members.
 
-    torch calls this function. Raises UnreachableError if some members do not connect in time.
+    This function is called by torch. Raises UnreachableError if some members do not connect in time.
     """
     store = options.store
     rank = options.group_rank
@@ -102,8 +102,9 @@ def share_custom_algorithm(
 ) -> Algorithm:
     """Return the algorithm of `FILE.py:function`, which only the first rank of the group loads.
 
-    The other ranks receive its moves, because files may differ between hosts, and results may differ between calls.
-    Ranks with different moves would wait for each other. Raises UserError if the algorithm is invalid.
+    The other ranks receive the moves of the algorithm from the first rank, because files may differ between hosts, and
+    results may differ between calls. Ranks with different moves would wait for each other. Raises UserError if the
+    algorithm is invalid.
     """
     if rank == 0:
         algorithm = build_algorithm(name, size)

@@ -22,7 +22,7 @@ NO_TIMEOUT = datetime.timedelta(0)  # torch's default for `wait`
 class CollectiveWork(dist.Work):
     """Handle of a collective that a background thread executes.
 
-    torch forwards only `wait` and `get_future` to `Work` objects written in Python, so `is_completed` always returns
+    For `Work` objects written in Python, torch forwards only `wait` and `get_future`, so `is_completed` always returns
     False.
     """
 

@@ -1,9 +1,9 @@
 """Coordinator of an elastic run, which tracks the live ranks and groups them into generations.
 
 A generation is a set of ranks that train together. The coordinator forms a new generation when a rank is lost or joins.
-It runs in the launcher, never in a rank, and does not import torch. Each rank has one connection to the coordinator,
-which carries heartbeats, reports of failed steps, and the addresses with which the ranks of a generation connect.
-Messages are JSON objects, one per line.
+The coordinator runs in the launcher, never in a rank, and does not import torch. Each rank has one connection to the
+coordinator. This connection carries heartbeats, reports of failed steps, and the addresses of the ranks of a
+generation. Messages are JSON objects, one per line.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class RankConnection:
     """True if the other ranks cannot continue without this rank."""
     received: bytes = b""
     sign_in: dict[str, Any] | None = None
-    """Request to join the next generation; None without a request. `progress` is a list that starts with the number of
-    finished steps, or with -1 if the rank does not have the state. `done` is true if the rank has finished. `together`
-    is true if all ranks leave their generation after the same step."""
+    """Request to join the next generation; None if there is no request. `progress` is a list that starts with the
+    number of finished steps, or with -1 if the rank does not have the state. `done` is true if the rank has finished.
+    `together` is true if all ranks leave their generation after the same step."""
     awaited_keys: list[str] = field(default_factory=list)
     """Keys of the store for which the rank is waiting."""
     has_left: bool = False
@@ -69,7 +69,7 @@ class RankConnection:
 
 
 class Coordinator:
-    """Coordinator of one run. The launcher must call `poll_members` repeatedly, which does all the work.
+    """Coordinator of one run. The launcher must repeatedly call `poll_members`, which does all the work.
 
     The run can survive the loss of a rank after all ranks have connected and until all ranks are done. At any other
     time, the launcher ends the run when a rank is lost.
@@ -100,7 +100,7 @@ class Coordinator:
         self.lost: list[int] = []
         """Members lost since the newest generation was formed."""
         self.reasons: dict[int, str] = {}
-        """Reason why the newest process of a rank ended itself or was declared lost, by rank."""
+        """Reason, for each rank, why its newest process ended itself or was declared lost."""
         self.store: dict[str, str] = {}
         self.polled = time.monotonic()
         self.on_unresponsive: Callable[[int], None] = lambda member: None
@@ -248,7 +248,7 @@ class Coordinator:
             self._remove_member(connection, failed=False)
 
     def _identify_rank(self, connection: RankConnection, message: dict[str, Any]) -> None:
-        """Assign a connection to the rank that has sent its first message.
+        """Assign a connection to the rank that identifies itself in the first message.
 
         Raises ValueError for a wrong key, an invalid rank, or a rank that is already connected.
         """
@@ -272,7 +272,7 @@ class Coordinator:
             self._start_first_generation()
 
     def _start_first_generation(self) -> None:
-        """Start the first generation after all ranks have connected. Some ranks may already be lost again."""
+        """Start the first generation after all ranks have connected. Some ranks may have been lost since then."""
         self.generation_number = 1
         self.members = sorted(self.connected_ranks)
         self.lost = self.absent
@@ -288,7 +288,7 @@ class Coordinator:
                 connection.awaited_keys = []
 
     def _drop_connection(self, connection: RankConnection) -> None:
-        """Close a connection. If a member is thereby lost, its generation ends."""
+        """Close a connection, and end the generation if a member is lost."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
@@ -314,7 +314,7 @@ class Coordinator:
         self._form_generation_if_ready()
 
     def _count_as_lost(self, connection: RankConnection) -> None:
-        """Count a rank as lost although it made an orderly exit while it was handling its failure."""
+        """Count a rank as lost even though it made an orderly exit while it was handling its failure."""
         if connection.has_left and not self.finished:
             connection.has_left = False
             self.lost.append(connection.rank)

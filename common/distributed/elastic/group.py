@@ -47,10 +47,10 @@ class CoordinatorStore(dist.Store):
 def form_group(member: Member, timeout: datetime.timedelta, number: int) -> None:
     """Leave the current process group, if any, and form the process group of the member's generation.
 
-    `timeout` is the time limit of its collectives, and `number` is the original rank of this process. A rank that is
-    waiting for a connection cannot be woken up. Therefore, connecting has a short time limit, slightly longer than the
-    time after which the coordinator declares an unresponsive rank lost. Raises RuntimeError if the ranks cannot
-    connect.
+    `timeout` is the time limit of the group's collectives, and `number` is the original rank of this process. A rank
+    that is waiting for a connection cannot be woken up. Therefore, connecting has a short time limit, slightly longer
+    than the time after which the coordinator declares an unresponsive rank lost. Raises RuntimeError if the ranks
+    cannot connect.
     """
     if dist.is_initialized():
         leave_group()
@@ -113,7 +113,7 @@ def list_connections(*excluded: socket.socket) -> Connections:
 def cut_connections(connections: Connections) -> None:
     """Shut down the receiving side of connections, so that waiting collectives fail immediately.
 
-    gloo cannot abort a collective, and its timeout would have to exceed the time of every step, evaluation, and
+    A collective of gloo cannot be aborted, and its timeout would have to exceed the time of every step, evaluation, and
     checkpoint. Shutting down both directions would not wake up a collective that has received a part of a message.
     """
     for fd, inode in connections:

@@ -24,8 +24,8 @@ from typing import Any
 from common.distributed.rank_info import ORPHAN_COMMAND_VARIABLE
 
 HEARTBEATS_PER_TIMEOUT = 5
-GRACE_SECONDS = 2.0  # added to the timeout after which a sleeping rank counts as stuck once its generation has ended
-SLEEPING_STATE = "S"  # see proc(5); state D is excluded, in which a process waits for a disk
+GRACE_SECONDS = 2.0  # time in addition to the timeout before a rank that has not signed in counts as stuck
+SLEEPING_STATE = "S"  # process state in proc(5); state D, in which a process waits for a disk, does not count as sleep
 STUCK_REASON = "a gloo collective does not end"
 SEND_SECONDS = 1.0  # time limit for sending the last message of a rank that leaves
 
@@ -74,8 +74,8 @@ class Member:
         self.heartbeat_seconds = timeout / HEARTBEATS_PER_TIMEOUT
         self.generation = Generation(0 if joins else 1)
         self.on_generation_end: Callable[[], None] = lambda: None
-        """Function with which the thread wakes up the main thread, repeatedly from the end of a generation until
-        `sign_in` is called."""
+        """Function that the thread calls repeatedly to wake up the main thread, from the end of a generation until the
+        main thread calls `sign_in`."""
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
         os.register_at_fork(after_in_child=self.socket.close)  # data workers would keep the socket open
         self.send_lock = threading.Lock()
@@ -197,7 +197,7 @@ class Member:
         self.answers.put(message)
 
     def _leave_if_stuck(self, now: float) -> None:
-        """Leave if the main thread sleeps instead of signing in, because a gloo collective may never end.
+        """Leave the run if the main thread sleeps instead of signing in, because a gloo collective may never end.
 
         After a collective has failed in the middle of a message, gloo no longer reads from that connection. Another
         collective that waits for this connection cannot be woken up. This rank leaves as a lost rank, because a lost
@@ -251,10 +251,10 @@ def read_main_thread() -> tuple[str, int]:
 
 
 def connect_to_coordinator(address: str, timeout: float) -> socket.socket:
-    """Connect to a coordinator at the path of a UNIX socket or at host:port.
+    """Connect to a coordinator whose address is the path of a UNIX socket or host:port.
 
-    Raises OSError if this is not possible. A TCP connection fails later if the other host has not acknowledged data for
-    `timeout` seconds.
+    Raises OSError if the connection cannot be established. An established TCP connection fails if the other host has
+    not acknowledged data for `timeout` seconds.
     """
     if address.startswith("/"):
         connection = socket.socket(socket.AF_UNIX)

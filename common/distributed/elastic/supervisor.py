@@ -14,7 +14,10 @@ POLL_SECONDS = 0.01
 
 
 def open_listener(address: str, size: int) -> socket.socket:
-    """Listen for ranks on a UNIX socket (path) or a TCP socket (host:port). Raises OSError if this is not possible."""
+    """Listen for ranks on a UNIX socket (path) or a TCP socket (host:port).
+
+    Raises OSError if the address cannot be used.
+    """
     host, _, port = address.rpartition(":")
     if port.isdecimal():
         listener = socket.socket(socket.AF_INET)

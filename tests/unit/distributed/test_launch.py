@@ -265,7 +265,7 @@ def test_interrupt_ends_everything_and_two_runs_do_not_collide(tmp_path: Path, d
         os.killpg(first.pid, signal.SIGINT)  # what Ctrl-C on a terminal does
         _, err = first.communicate(PATIENCE)
         assert first.returncode == 128 + signal.SIGINT
-        assert "a checkpoint will be saved after the current step (unless no step has finished yet)" in err
+        assert "a checkpoint will be saved after the current step (if training has started)" in err
         assert "metrics up to step" in err and "Traceback" not in err
         folder = only_folder(a)
         assert folder.result["exit_status"] == first.returncode and folder.result["last_step"] > 0
