@@ -103,8 +103,8 @@ def share_custom_algorithm(
     """Return the algorithm of `FILE.py:function`, which only the first rank of the group loads.
 
     The other ranks receive the moves of the algorithm from the first rank, because files may differ between hosts, and
-    results may differ between calls. Ranks with different moves would wait for each other. Raises UserError if the
-    algorithm is invalid.
+    results may differ between calls. Ranks with different moves would wait for each other forever. Raises UserError if
+    the algorithm is invalid.
     """
     if rank == 0:
         algorithm = build_algorithm(name, size)

@@ -161,7 +161,7 @@ class Coordinator:
 
         now = time.monotonic()
         timeout = self.settings.timeout
-        was_suspended = now - self.polled > timeout / 2  # this process did not run, so no rank is late
+        was_suspended = now - self.polled > timeout / 2  # this process was suspended, so no rank is late
         self.polled = now
         for connection in list(self.connections):
             if was_suspended:

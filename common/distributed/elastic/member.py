@@ -229,7 +229,7 @@ class Member:
             self.send_lock.release()
 
     def _end_process(self, reason: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
-        """End this process immediately or replace it with a command, because it must not write anything more."""
+        """End this process immediately, or replace it with a command, so that it writes nothing more."""
         print(f"this rank leaves the run: {reason}", file=sys.stderr, flush=True)
         try:
             if command:
