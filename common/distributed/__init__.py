@@ -1,4 +1,4 @@
-"""Ranks and process groups: launching, rendezvous, DDP, BatchNorm statistics, collectives.
+"""Ranks and process groups: launching, rendezvous, collectives, DDP, and synchronized BatchNorm.
 
-`local_launcher` forks the ranks of this machine; `rendezvous` connects them and defines `World`.
+`local_launcher` forks the ranks on this machine. `rendezvous` connects the ranks and defines `World`.
 """

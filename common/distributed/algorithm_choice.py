@@ -1,6 +1,8 @@
-"""All-reduce algorithm of a run: `launch.algorithm=auto` is measured once per run and stored in config.yaml.
+"""Selection of the all-reduce algorithm of a run.
 
-Sums of floating-point numbers depend on their order. A resumed run is bit-identical only with the same algorithms.
+With `launch.algorithm=auto`, the links between ranks are measured once per run, and the chosen algorithm is stored in
+config.yaml. Sums of floating-point numbers depend on the order of the summands. Therefore, a resumed run is
+bit-identical only if it uses the same algorithm.
 """
 
 from __future__ import annotations
@@ -22,17 +24,18 @@ from common.runs.folder import write_atomic
 from configs.launch import Launch
 
 CONFIG_KEY = "launch.algorithm"
-MESSAGE_BYTES = (8, 1 << 16, 1 << 20)  # sizes of the measured messages
+MESSAGE_BYTES = (8, 1 << 16, 1 << 20)  # sizes of the messages whose transfer times are measured
 REPEATS = 5
 
 LinkTimes = list[list[float]]
-"""[bytes, seconds] of a message of each size."""
+"""A pair [bytes, seconds] for each measured message size."""
 
 
 def set_all_reduce_algorithm(launch: Launch, run: Path, world: World) -> None:
-    """Set the run's all-reduce algorithm on this rank. All ranks call it.
+    """Set the all-reduce algorithm of the run on this rank.
 
-    The choice of `auto` is stored in `launch` and, for later attempts, in config.yaml of the run folder.
+    All ranks must call this function. If `launch.algorithm` is `auto`, the chosen algorithm is stored in `launch` and,
+    for later attempts, in config.yaml of the run folder.
     """
     if world.transport is None:
         return
@@ -42,21 +45,27 @@ def set_all_reduce_algorithm(launch: Launch, run: Path, world: World) -> None:
 
 
 def load_or_choose_algorithm(config_file: Path, world: World) -> str:
-    """Return the algorithm of config.yaml, or choose one and store it there. All ranks call it."""
+    """Return the all-reduce algorithm that config.yaml contains, or choose one.
+
+    If config.yaml contains `auto`, the chosen algorithm replaces this value. All ranks must call this function.
+    """
     stored = read_config_file(config_file).get(CONFIG_KEY) if world.is_main else None
     stored = world.broadcast(stored)
     if stored not in (None, "auto"):
         return str(stored)
     choice = world.broadcast(choose_by_link_speeds(world))
     if world.is_main:
-        print(f"{CONFIG_KEY}=auto: {describe_choice(choice)}", flush=True)
+        print(f"{CONFIG_KEY}=auto: using {describe_choice(choice)}", flush=True)
         if stored:
             store_choice(config_file, choice)
     return str(choice)
 
 
 def choose_by_link_speeds(world: World) -> str:
-    """Return the fastest algorithms by the predicted time on rank 0, an empty text elsewhere. All ranks call it."""
+    """Return, on rank 0, the all-reduce algorithms with the shortest predicted times.
+
+    The result is an empty string on all other ranks. All ranks must call this function.
+    """
     times_by_rank = world.gather(measure_links(world))
     assert world.transport is not None
     if not world.is_main:
@@ -81,14 +90,18 @@ def choose_by_link_speeds(world: World) -> str:
 
 
 def find_slowest_line(lines: list[MessageTimeLine]) -> MessageTimeLine | None:
-    """Return the line of the slowest link, which an all-reduce waits for; None without links."""
+    """Return the fitted line of the slowest link, or None if there are no links.
+
+    The slowest link determines the time of an all-reduce.
+    """
     return max(lines, key=lambda line: line.predict_seconds(MESSAGE_BYTES[-1]), default=None)
 
 
 def measure_links(world: World) -> LinkTimes:
-    """Measure the link from this rank to the next rank; empty if it is measured in the opposite direction.
+    """Measure message times on the link from this rank to the next rank.
 
-    One link is measured at a time. All ranks call it.
+    With two ranks, rank 0 measures the only link, and rank 1 returns an empty list. Links are measured one at a time.
+    All ranks must call this function.
     """
     times: LinkTimes = []
     links = world.size if world.size > 2 else world.size - 1
@@ -104,7 +117,7 @@ def measure_links(world: World) -> LinkTimes:
 
 
 def measure_message(nbytes: int, peer: int, *, sends_first: bool) -> float:
-    """Return the seconds of a message: half of the median round trip."""
+    """Return the transfer time of a message in seconds: half of the median round-trip time."""
     message = torch.zeros(nbytes, dtype=torch.uint8)
     times: list[float] = []
     for _ in range(REPEATS + 1):
@@ -115,20 +128,23 @@ def measure_message(nbytes: int, peer: int, *, sends_first: bool) -> float:
             else:
                 dist.recv(message, peer)
         times.append((time.perf_counter() - start) / 2)
-    return median(times[1:])  # the first round trip starts threads
+    return median(times[1:])  # the first round trip also starts threads, so it is excluded
 
 
 def describe_choice(choice: str) -> str:
-    """Describe algorithms by size, such as `tree, ring from 65,536 bytes on`."""
+    """Describe the algorithm for each vector size, such as `tree, ring for 65,536 bytes or more`."""
     parts = choice.split("<")
     description = parts[0]
     for bound, name in zip(parts[1::2], parts[2::2], strict=True):
-        description += f", {name} from {int(bound):,} bytes on"
+        description += f", {name} for {int(bound):,} bytes or more"
     return description
 
 
 def store_choice(config_file: Path, choice: str) -> None:
-    """Store the algorithm in a run's config.yaml. Raises UserError if the file cannot be written."""
+    """Store the chosen algorithm in the config.yaml file of a run.
+
+    Raises UserError if the file cannot be written.
+    """
     tree = OmegaConf.load(config_file)
     OmegaConf.update(tree, CONFIG_KEY, choice)
     write_atomic(config_file, OmegaConf.to_yaml(tree))

@@ -1,4 +1,7 @@
-"""Report of the collectives benchmark: nccl-tests' table of times and bandwidths, fitted lines, and sent bytes."""
+"""Report of the collectives benchmark: times, bandwidths, fitted lines, and sent bytes.
+
+Times and bandwidths are reported in a table like that of nccl-tests (github.com/NVIDIA/nccl-tests).
+"""
 
 from __future__ import annotations
 
@@ -14,39 +17,39 @@ from common.distributed.transport.cost import MessageTimeLine, MessageTimeLines,
 from common.runs.result import ReportData
 
 HEAD = f"{'us':>10}  {'[lowest..highest]':<21}{'GB/s':>7}{'bus GB/s':>10}{'line, us':>11}"
-CURVE_SEGMENTS = 60  # of a fitted line, which is curved between logarithmic axes
+CURVE_SEGMENTS = 60  # number of segments for drawing a fitted line, which is curved on logarithmic axes
 Curve = list[tuple[float, float, float]]
 
 
 @dataclass(frozen=True)
 class CollectiveCell:
-    """Measurements of one side at one point."""
+    """Measurements of one variant (`side`) for one combination of operation, data type, and size."""
 
     point: CollectivePoint
     side: str
     seconds: tuple[float, ...]
-    """Seconds of the slowest rank in each round."""
+    """Time of the slowest rank in each round, in seconds."""
     sent: tuple[float, ...]
-    """Bytes that each rank sent, without headers, the median over the rounds; 0 if unknown."""
+    """Bytes sent by each rank, excluding message headers (median over the rounds); 0 if unknown."""
     interface: tuple[float, ...]
-    """Bytes that left each rank's network interface, the median over the rounds; 0 if unknown."""
+    """Bytes sent through the network interface of each rank (median over the rounds); 0 if unknown."""
 
     @property
     def time(self) -> float:
-        """The median over the rounds in seconds."""
+        """Median time over the rounds, in seconds."""
         return median(self.seconds)
 
     @property
     def bandwidth(self) -> float:
-        """The algorithm bandwidth in bytes per second: bytes of the vector / time."""
+        """Algorithm bandwidth in bytes per second: the size of the vector divided by the time."""
         return self.point.nbytes / self.time
 
     def compute_bus_bandwidth(self, ranks: int) -> float:
-        """Return the bus bandwidth in bytes per second."""
+        """Return the bus bandwidth in bytes per second for the given number of ranks."""
         return compute_bus_factor(self.point.op, ranks) * self.bandwidth
 
     def to_dict(self, ranks: int) -> dict[str, Any]:
-        """Return the measurements for result.json."""
+        """Return the measurements as a dictionary for result.json."""
         return {
             "op": self.point.op,
             "dtype": self.point.dtype,
@@ -64,17 +67,17 @@ class CollectiveCell:
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """Report of a measurement.
+    """Report of one run of the collectives benchmark.
 
-    `table` float64 [rounds, points, sides, ranks, 3] has seconds, bytes sent, and bytes that left the interface.
-    Seconds are 0 where nothing was measured.
+    `table` is a float64 tensor [rounds, points, sides, ranks, 3]. Its last dimension contains the time in seconds, the
+    bytes sent, and the bytes sent through the network interface. A time of 0 indicates a missing measurement.
     """
 
     points: Sequence[CollectivePoint]
     sides: Mapping[str, CollectiveVariant]
     table: Tensor
     links: Mapping[str, MessageTimeLine] = field(default_factory=dict)
-    """Lines of the links between two ranks, by name, measured one link at a time."""
+    """Fitted line of each link between two ranks, by link name. The links are measured one at a time."""
 
     @property
     def ranks(self) -> int:
@@ -82,7 +85,7 @@ class CollectiveReport:
 
     @property
     def cells(self) -> list[CollectiveCell]:
-        """The measured points, by size within each operation and type."""
+        """Measured cells, ordered by size within each operation and data type."""
         cells = []
         for i, point in enumerate(self.points):
             for j, side in enumerate(self.sides):
@@ -96,21 +99,27 @@ class CollectiveReport:
         return cells
 
     def group_cells(self) -> dict[str, list[CollectiveCell]]:
-        """Return the measured points by operation and type."""
+        """Return the measured cells, grouped by operation and data type."""
         groups: dict[str, list[CollectiveCell]] = {}
         for cell in self.cells:
             groups.setdefault(cell.point.name, []).append(cell)
         return groups
 
     def fit_lines(self) -> dict[tuple[str, str], MessageTimeLine]:
-        """Fit t = alpha + beta n to the medians of each operation, type and side; needs two sizes."""
+        """Fit `t = alpha + beta n` to the median times of each variant.
+
+        Each combination of operation, data type, and variant gets a line if it was measured at two or more sizes.
+        """
         times: dict[tuple[str, str], dict[int, float]] = {}
         for cell in self.cells:
             times.setdefault((cell.point.name, cell.side), {})[cell.point.nbytes] = cell.time
         return {key: fit_line(list(by_size.items())) for key, by_size in times.items() if len(by_size) > 1}
 
     def predict_seconds(self, cell: CollectiveCell, lines: Mapping[tuple[str, str], MessageTimeLine]) -> float | None:
-        """Predict the seconds of an all-reduce from its algorithm and the line of its links; None if unknown."""
+        """Predict the time of an all-reduce in seconds from its algorithm and its links.
+
+        Return None if the algorithm or the fitted line of the links is unknown.
+        """
         side = self.sides[cell.side]
         line = lines.get((f"sendrecv {cell.point.dtype}", side.link_variant))
         algorithm = side.choose_algorithm(cell.point)
@@ -119,9 +128,9 @@ class CollectiveReport:
         return predict_seconds(algorithm, MessageTimeLines(line), side.compute_vector_bytes(cell.point))
 
     def list_curves(self) -> dict[str, tuple[dict[str, Curve], dict[str, Curve]]]:
-        """Return the medians and the fitted line of each side, by operation and type.
+        """Return the measured and the fitted curves of all variants, grouped by operation and data type.
 
-        Curves are lists of points (bytes, us, 0).
+        A curve is a list of points (bytes, microseconds, 0).
         """
         lines = self.fit_lines()
         curves = {}
@@ -137,7 +146,7 @@ class CollectiveReport:
         return curves
 
     def rows(self) -> dict[str, str]:
-        """Return the rows of the final table."""
+        """Return the title and the text of each row of the final table."""
         lines = self.fit_lines()
         width = max(map(len, self.sides))
         rows = {}
@@ -149,7 +158,7 @@ class CollectiveReport:
                 if line := lines.get((name, cell.side)):
                     notes.append(format_line(line))
                 if predicted := self.predict_seconds(cell, lines):
-                    notes.append(f"{predicted * 1e6:,.1f} us predicted for the largest size from the line of its links")
+                    notes.append(f"{predicted * 1e6:,.1f} us predicted from link speeds for the largest size")
                 if notes:
                     row.append(f"{cell.side}: {'; '.join(notes)}")
             rows[name] = "\n".join(row)
@@ -160,7 +169,7 @@ class CollectiveReport:
         return rows
 
     def _format_bytes(self) -> str:
-        """Describe sent and computed bytes at the largest size of each operation."""
+        """Describe the sent and the computed bytes at the largest size of each operation."""
         rows = []
         for name, cells in self.group_cells().items():
             for cell in select_largest_sizes(cells):
@@ -168,15 +177,18 @@ class CollectiveReport:
                 counts = []
                 if any(cell.sent):
                     counts.append(f"sent {join_megabytes(cell.sent)}")
-                if sum(cell.interface) > 0.5 * sum(computed):  # else messages went through memory
-                    counts.append(f"through the interface {join_megabytes(cell.interface)}")
+                if sum(cell.interface) > 0.5 * sum(computed):  # otherwise, messages went through shared memory
+                    counts.append(f"through the network interface {join_megabytes(cell.interface)}")
                 if counts:
                     counts.append(f"computed {join_megabytes(computed)}")
-                    rows.append(f"{name}, {cell.point.nbytes:,} bytes, {cell.side}: MB {'; '.join(counts)}")
+                    rows.append(f"{name}, {cell.point.nbytes:,} bytes, {cell.side}: {'; '.join(counts)}")
         return "\n".join(rows) or "unknown"
 
     def result(self) -> ReportData:
-        """Return the measurements for result.json; the outcome is the number of results checked for exactness."""
+        """Return the measurements for result.json.
+
+        The outcome is the number of results that were checked for exactness.
+        """
         cells = self.cells
         lines = self.fit_lines()
         measured: dict[str, Any] = {
@@ -192,12 +204,12 @@ class CollectiveReport:
 
 
 def select_largest_sizes(cells: Sequence[CollectiveCell]) -> list[CollectiveCell]:
-    """Return the last, largest measured point of each side."""
+    """Return the cell with the largest size of each variant; `cells` must be ordered by size."""
     return list({cell.side: cell for cell in cells}.values())
 
 
 def sample_line(line: MessageTimeLine, smallest: float, largest: float) -> Curve:
-    """Return points (bytes, us, 0) of a line at logarithmic distances."""
+    """Return logarithmically spaced points (bytes, microseconds, 0) of a fitted line."""
     curve = []
     for i in range(CURVE_SEGMENTS + 1):
         nbytes = smallest * (largest / smallest) ** (i / CURVE_SEGMENTS)
@@ -206,13 +218,13 @@ def sample_line(line: MessageTimeLine, smallest: float, largest: float) -> Curve
 
 
 def join_megabytes(counts: Sequence[float]) -> str:
-    """Return each rank's bytes in MB (1e6 bytes): a single number if all are equal."""
+    """Format the byte counts of all ranks in MB (1e6 bytes), as a single number if all are equal."""
     numbers = [f"{count / 1e6:,.2f}" for count in counts]
-    return ", ".join(numbers) if len(set(numbers)) > 1 else f"{numbers[0]} by each rank"
+    return f"{', '.join(numbers)} MB" if len(set(numbers)) > 1 else f"{numbers[0]} MB per rank"
 
 
 def format_cell(cell: CollectiveCell, width: int, ranks: int, line: MessageTimeLine | None) -> str:
-    """Return a line of the table."""
+    """Format the measurements of a cell as one line of the table."""
     spread = f"[{1e6 * min(cell.seconds):,.1f}..{1e6 * max(cell.seconds):,.1f}]"
     fitted = f"{1e6 * line.predict_seconds(cell.point.nbytes):,.1f}" if line else ""
     return (

@@ -1,7 +1,7 @@
-"""Operations of the collectives benchmark: test vectors, exact results, bandwidth factors, bytes, and variants.
+"""Operations of the collectives benchmark, with test vectors, byte counts, and bandwidth factors.
 
-Every operation takes an input and an output tensor, as in nccl-tests (github.com/NVIDIA/nccl-tests), whose definitions
-of sizes and bandwidths apply (doc/PERFORMANCE.md there). Shapes for n elements and p ranks:
+Every operation takes an input and an output tensor, as in nccl-tests (github.com/NVIDIA/nccl-tests). Sizes and
+bandwidths are defined as in doc/PERFORMANCE.md of nccl-tests. Shapes for n elements and p ranks:
 
     operation         input    output                                       result is in
     sendrecv          [n]      [n], the input of the previous rank (ring)   the output
@@ -38,15 +38,15 @@ from configs.collectives import TRANSPORTS
 from configs.launch import Launch
 
 CollectiveOperation = Callable[[Tensor, Tensor], object]
-"""An operation on the input and the output of this rank."""
-PERIOD = 1009  # length of a rank's repeated sequence: prime, so that neighbouring chunks differ
-MAX_EXACT_SUM = 256  # bfloat16, the least precise type, represents all integers up to it
+"""Function that executes an operation on the input and output tensors of this rank."""
+PERIOD = 1009  # length of the sequence that a rank repeats; a prime number, so that neighboring chunks differ
+MAX_EXACT_SUM = 256  # bfloat16, the least precise data type, represents all integers up to 256 exactly
 SHARDED = ("reduce_scatter", "all_gather")
 IN_PLACE = ("broadcast", "all_reduce")
 
 
 class CollectivePoint(NamedTuple):
-    """One operation on a vector of `length` elements, `nbytes` bytes in total."""
+    """Operation on a vector of `length` elements, which has `nbytes` bytes in total."""
 
     op: str
     dtype: str
@@ -55,12 +55,15 @@ class CollectivePoint(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Operation and type, without the size."""
+        """Operation and data type, without the size."""
         return f"{self.op} {self.dtype}"
 
 
 def list_points(ops: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int], ranks: int) -> list[CollectivePoint]:
-    """Return all combinations of operation, type and size in bytes; sizes are rounded up to equal shards."""
+    """Return all combinations of operation, data type, and size.
+
+    `sizes` are in bytes. For sharded operations, they are rounded up so that all ranks have equal shards.
+    """
     points = []
     for op, dtype, size in itertools.product(ops, dtypes, sizes):
         element_bytes = getattr(torch, dtype).itemsize
@@ -71,9 +74,10 @@ def list_points(ops: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int],
 
 
 def compute_bus_factor(op: str, ranks: int) -> float:
-    """Return bus bandwidth / algorithm bandwidth: bytes through a rank's link per byte of the vector.
+    """Return the ratio of bus bandwidth to algorithm bandwidth.
 
-    The bus bandwidth is comparable to the bandwidth of a link, for any number of ranks.
+    This ratio is the number of bytes that pass through the link of a rank for each byte of the vector. For any number
+    of ranks, the bus bandwidth is comparable to the bandwidth of a link.
     """
     if op == "all_reduce":
         return 2 * (ranks - 1) / ranks
@@ -81,28 +85,31 @@ def compute_bus_factor(op: str, ranks: int) -> float:
 
 
 class CollectiveVariant(NamedTuple):
-    """One implementation of the operations, with its byte counters and its algorithms."""
+    """Implementation of the operations, with its byte counters and algorithms."""
 
     operations: Mapping[str, CollectiveOperation]
-    """The operations by name."""
+    """Functions that execute the operations, by operation name."""
     count_sent_bytes: Callable[[], float] = float
-    """Count the bytes of all messages sent so far, without headers; 0 if unknown."""
+    """Function that returns the bytes of all messages sent so far, excluding headers; 0 if unknown."""
     count_interface_bytes: Callable[[], float] = float
-    """Count the bytes that have left the network interface so far; 0 if unknown."""
+    """Function that returns the bytes sent through the network interface so far; 0 if unknown."""
     algorithms: Sequence[tuple[int, Algorithm]] = ()
-    """All-reduce algorithms, each with the smallest vector in bytes that it is used for; empty if unknown."""
+    """All-reduce algorithms, each with the smallest vector size in bytes for which it is used; empty if unknown."""
     link_variant: str = ""
-    """Name of the side whose `sendrecv` measures the links used by these algorithms."""
+    """Name of the variant whose `sendrecv` operation measures the links that these algorithms use."""
     widens_half_precision: bool = False
-    """True if an all-reduce transfers float16 and bfloat16 as float32."""
+    """True if an all-reduce transfers float16 and bfloat16 numbers as float32."""
 
     def compute_vector_bytes(self, point: CollectivePoint) -> int:
-        """Return the bytes of a point's vector as an all-reduce transfers it."""
+        """Return the size of a vector in bytes, in the data type that an all-reduce transfers."""
         is_widened = self.widens_half_precision and point.dtype in ("float16", "bfloat16")
         return 2 * point.nbytes if is_widened else point.nbytes
 
     def choose_algorithm(self, point: CollectivePoint) -> Algorithm | None:
-        """Return the algorithm of a point's all-reduce; None if unknown and for other operations."""
+        """Return the algorithm for an all-reduce.
+
+        Return None if the algorithm is unknown or if the operation is not an all-reduce.
+        """
         if point.op != "all_reduce":
             return None
         nbytes = self.compute_vector_bytes(point)
@@ -111,7 +118,7 @@ class CollectiveVariant(NamedTuple):
 
 
 def get_communicator(group: dist.ProcessGroup | None) -> Communicator:
-    """Return the communicator of a group of the backend `builtin`; None is the group of all ranks."""
+    """Return the communicator of a `builtin` process group; None denotes the group of all ranks."""
     if group is None:
         group = dist.group.WORLD
     assert group is not None
@@ -121,15 +128,16 @@ def get_communicator(group: dist.ProcessGroup | None) -> Communicator:
 
 
 def count_sent_bytes(group: dist.ProcessGroup | None) -> float:
-    """Return the bytes that this rank has sent in a `builtin` group, without message headers."""
+    """Return the number of bytes that this rank has sent in a `builtin` group, excluding message headers."""
     links = get_communicator(group).outgoing.values()
     return float(sum(link.bytes_sent for link in links))
 
 
 def count_interface_bytes(world: World) -> float:
-    """Return the bytes that have left this rank's network interface.
+    """Return the number of bytes that this rank has sent through its network interface.
 
-    Ranks of a single host share an interface: each gets the mean. 0 for several ranks on each of several hosts.
+    Ranks on a single host share an interface, so the result is the mean over these ranks. The result is 0 if there are
+    several hosts and some of them run several ranks.
     """
     sent = network.read_sent_bytes(os.environ["GLOO_SOCKET_IFNAME"])
     hosts = len(set(world.hosts))
@@ -139,7 +147,10 @@ def count_interface_bytes(world: World) -> float:
 
 
 def describe_links(world: World, group: dist.ProcessGroup | None) -> str:
-    """Return what carries the messages of a `builtin` group: memory, network, or both. All ranks call it."""
+    """Return whether the messages of a `builtin` group use memory, the network, or both.
+
+    All ranks must call this function.
+    """
     links = get_communicator(group).outgoing.values()
     uses_memory = [isinstance(link.stream, MemoryStream) for link in links]
     kinds = set(itertools.chain.from_iterable(world.all_gather(uses_memory)))
@@ -149,14 +160,14 @@ def describe_links(world: World, group: dist.ProcessGroup | None) -> str:
 
 
 def open_group(world: World, backend: str) -> dist.ProcessGroup:
-    """Open another process group of all ranks. All of them call it."""
+    """Create another process group of all ranks. All ranks must call this function."""
     group = dist.new_group(backend=backend, timeout=world.timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def add_builtin_counters(side: CollectiveVariant, group: dist.ProcessGroup | None) -> CollectiveVariant:
-    """Return the side with the algorithms and the byte counter of a `builtin` group."""
+    """Return a copy of a variant with the algorithms and the byte counter of a `builtin` group."""
     algorithms = get_communicator(group).algorithms
     return side._replace(
         count_sent_bytes=partial(count_sent_bytes, group), algorithms=algorithms, widens_half_precision=True
@@ -170,11 +181,11 @@ def open_builtin_variants(
     names: Sequence[str],
     make: Callable[..., dict[str, CollectiveOperation]],
 ) -> dict[str, CollectiveVariant]:
-    """Open a `builtin` group of all ranks and a side for each algorithm in `names`. All ranks call it.
+    """Create a `builtin` group of all ranks and a variant for each algorithm in `names`.
 
-    The first side has all operations of the group, made by `make`; the others have the all-reduce only, because no
-    other operation depends on the algorithm. Names of sides include what carries their messages: ranks share memory
-    only within a host.
+    The first variant has all operations of the group, as returned by `make`. The other variants have only the
+    all-reduce, because no other operation depends on the algorithm. The name of a variant includes the transport that
+    its messages use, because ranks share memory only within a host. All ranks must call this function.
     """
     group_settings = replace(settings, algorithm="ring", transport=TRANSPORTS[transport])
     identity = world.transport.identity if world.transport and transport == "tls" else None
@@ -182,7 +193,7 @@ def open_builtin_variants(
     group_transport = describe_transport(world, group_settings, world.hosts, interface, identity)
     register_backend(group_transport)
     group = open_group(world, "builtin")
-    if world.transport:  # later groups use the run's own transport again
+    if world.transport:  # later groups must use the transport of the run again
         register_backend(world.transport)
 
     carrier = describe_links(world, group) if transport == "memory" else transport
@@ -202,29 +213,30 @@ def open_builtin_variants(
 
 
 def list_variant_notes(sides: Mapping[str, CollectiveVariant], transports: Sequence[str]) -> list[str]:
-    """Return notes about replaced algorithms and unavailable shared memory."""
+    """Return notes about algorithms that were replaced and about shared memory that is not available."""
     notes: set[str] = set()
     for side in sides.values():
         notes |= {algorithm.note for _, algorithm in side.algorithms if algorithm.note}
     uses_network = any(name.endswith(", network") for name in sides)
     uses_memory = any("memory" in name for name in sides)
     if "memory" in transports and uses_network and not uses_memory:
-        notes.add("no two ranks share a host: transports=memory sends through the network")
+        notes.add("transports=memory uses the network, because no two ranks are on the same host")
     return sorted(notes)
 
 
 def all_reduce_by(
     algorithms: Sequence[tuple[int, Algorithm]], group: dist.ProcessGroup, vector: Tensor, output: Tensor
 ) -> None:
-    """All-reduce a vector in a `builtin` group with the given algorithms; `output` is unused."""
+    """All-reduce a vector in a `builtin` group with the given algorithms. `output` is not used."""
     get_communicator(group).algorithms = algorithms
     dist.all_reduce(vector, group=group)
 
 
 def fit_link_lines(world: World) -> dict[str, MessageTimeLine]:
-    """Fit a line to the message times between neighbouring ranks, one link at a time.
+    """Fit a line to the message times of each link between neighboring ranks.
 
-    Empty for ranks on GPUs, and on all ranks but rank 0. All ranks call it.
+    Links are measured one at a time. The result is empty for ranks on GPUs, and on all ranks except rank 0. All ranks
+    must call this function.
     """
     if world.device.type != "cpu":
         return {}
@@ -236,10 +248,10 @@ def fit_link_lines(world: World) -> dict[str, MessageTimeLine]:
 
 
 def compute_sent_bytes(point: CollectivePoint, side: CollectiveVariant, ranks: int) -> list[float]:
-    """Return the bytes that each rank sends with the side's algorithm.
+    """Return the number of bytes that each rank sends with the algorithm of a variant.
 
-    If the algorithm is unknown, return the minimum, averaged over the ranks. In a ring every rank sends this minimum
-    (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+    If the algorithm is unknown, return the theoretical minimum, averaged over the ranks. In a ring, every rank sends
+    this minimum (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
     """
     if algorithm := side.choose_algorithm(point):
         element_bytes = side.compute_vector_bytes(point) // point.length
@@ -249,7 +261,10 @@ def compute_sent_bytes(point: CollectivePoint, side: CollectiveVariant, ranks: i
 
 
 class TestVectors:
-    """Random input vectors of the ranks and the expected results. All types represent the sums exactly."""
+    """Random input vectors of all ranks, and the expected results of the operations.
+
+    All data types represent the sums of these vectors exactly.
+    """
 
     def __init__(self, seed: int, rank_info: RankInfo, device: torch.device) -> None:
         self.rank = rank_info.rank
@@ -260,11 +275,11 @@ class TestVectors:
         self.periods = torch.randint(largest + 1, (self.ranks, PERIOD), generator=generator).to(device)
 
     def tile_period(self, period: Tensor, point: CollectivePoint, length: int) -> Tensor:
-        """Return `length` elements of the point's type that repeat the numbers of the period."""
+        """Return a vector of `length` elements that repeats the numbers in `period`."""
         return period.to(getattr(torch, point.dtype)).repeat(-(-length // PERIOD))[:length]
 
     def make_tensors(self, point: CollectivePoint) -> tuple[Tensor, Tensor]:
-        """Return this rank's input, and an output filled with a wrong value."""
+        """Return the input tensor of this rank, and an output tensor that is filled with a wrong value."""
         shard = point.length // self.ranks
         input_length = shard if point.op == "all_gather" else point.length
         vector = self.tile_period(self.periods[self.rank], point, input_length)
@@ -272,7 +287,7 @@ class TestVectors:
         return vector, torch.full((output_length,), -1, dtype=vector.dtype, device=self.device)
 
     def compute_expected(self, point: CollectivePoint) -> Tensor:
-        """Return the expected result on this rank."""
+        """Return the expected result of an operation on this rank."""
         shard = point.length // self.ranks
         match point.op:
             case "all_gather":
@@ -289,13 +304,16 @@ class TestVectors:
         return expected
 
     def check_result(self, point: CollectivePoint, vector: Tensor, output: Tensor, side: str) -> None:
-        """Raise RuntimeError unless the result, in input or output, is exact."""
+        """Raise RuntimeError if the result of an operation is not exact.
+
+        The result is in the input tensor for in-place operations, and in the output tensor for all others.
+        """
         actual = vector if point.op in IN_PLACE else output
         expected = self.compute_expected(point)
         if torch.equal(actual, expected):
             return
         position = int((actual != expected).nonzero()[0])
         raise RuntimeError(
-            f"{side} returned a wrong result: {point.op} of {point.length} {point.dtype} on rank {self.rank}, position "
-            f"{position}: got {actual[position].item():g}, expected {expected[position].item():g}"
+            f"{side} returned a wrong result: {point.op} of {point.length} {point.dtype} elements on rank {self.rank}, "
+            f"position {position}: got {actual[position].item():g}, expected {expected[position].item():g}"
         )

@@ -1,6 +1,7 @@
-"""DistributedDataParallel: wrapping, communication hooks, buckets, and their warm-up.
+"""DistributedDataParallel (DDP): wrapping of models, communication hooks, and gradient buckets.
 
-Buckets: arXiv 2006.15704; PowerSGD: arXiv 1905.13727; volume of a ring all-reduce: Patarasuk and Yuan, 2009.
+Sources: arXiv 2006.15704 (buckets), arXiv 1905.13727 (PowerSGD), and Patarasuk and Yuan 2009 (bytes sent in a ring
+all-reduce).
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.core.seeds import pack_rng_state, unpack_rng_state
 
-HOOK_ELEMENT_BYTES = {"fp16": 2, "bf16": 2}  # bytes per element that a communication hook sends
-ONE_BUCKET_MB = 1 << 20  # larger than any model
-POWERSGD_START_STEP = 10  # steps before that are not compressed
-POWERSGD_TENSORS = ("error_dict", "p_memory_dict", "q_memory_dict")  # attributes of its state: tensors by bucket
+HOOK_ELEMENT_BYTES = {"fp16": 2, "bf16": 2}  # bytes per gradient element that a communication hook sends
+ONE_BUCKET_MB = 1 << 20  # larger than the gradients of any model
+POWERSGD_START_STEP = 10  # gradients of earlier steps are not compressed
+POWERSGD_TENSORS = ("error_dict", "p_memory_dict", "q_memory_dict")  # state attributes that hold a tensor per bucket
 
-# Attributes of a wrapped model.
-OPTIONS_ATTRIBUTE = "options"  # arguments of DDP
+# Names of attributes that are added to a wrapped model.
+OPTIONS_ATTRIBUTE = "options"  # arguments of the DDP constructor
 COMMUNICATION_ATTRIBUTE = "communication"  # name of the communication hook
-POWERSGD_ATTRIBUTE = "compression"  # PowerSGD's state
+POWERSGD_ATTRIBUTE = "compression"  # state of PowerSGD
 
 
 def make_unsynchronized_buffer_options() -> dict[str, Any]:
-    """Return the DDP argument that disables the broadcast of buffers before each forward.
+    """Return the DDP argument that disables the broadcast of buffers before each forward pass.
 
-    Training does not read buffers, and they are averaged before an evaluation. The argument's name depends on torch's
-    version: before 2.15 only `broadcast_buffers` exists, later it raises a deprecation warning.
+    Training does not read buffers, and buffers are averaged before an evaluation. The name of the argument depends on
+    the version of torch: versions before 2.15 have only `broadcast_buffers`, which is deprecated in later versions.
     """
     parameters = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
@@ -43,17 +44,17 @@ def make_unsynchronized_buffer_options() -> dict[str, Any]:
 
 
 class UncompiledDDP(DistributedDataParallel):
-    """DDP without the compiler hook in its forward, which would import the compiler."""
+    """DDP without the compiler hook in its forward pass, which would import torch's compiler."""
 
     _inside_ddp_forward = contextlib.contextmanager(inspect.unwrap(DistributedDataParallel._inside_ddp_forward))
 
 
 @contextlib.contextmanager
 def hide_compiler() -> Iterator[None]:
-    """Avoid the import of torch's compiler while DDP is constructed in the block.
+    """Avoid importing torch's compiler while DDP is constructed in the `with` block.
 
-    DDP queries the compiler's mode and so imports it, which takes almost as long as importing torch. If the compiler
-    has not been imported yet, a stand-in returns the default mode.
+    The DDP constructor queries the mode of the compiler and thereby imports the compiler, which takes almost as long as
+    importing torch. If the compiler has not been imported yet, a stub returns the default mode.
     """
     if "torch._dynamo" in sys.modules:
         yield
@@ -63,11 +64,14 @@ def hide_compiler() -> Iterator[None]:
     try:
         yield
     finally:
-        del torch._dynamo  # later accesses import the real module
+        del torch._dynamo  # later accesses will import the real module
 
 
 def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
-    """Wrap a model so that its backward averages gradients over all ranks; `options` are DDP's arguments."""
+    """Wrap a model in DDP, so that its backward pass averages gradients over all ranks.
+
+    `options` are passed to the DDP constructor.
+    """
     device_ids = [device.index] if device.type == "cuda" else None
     options = make_unsynchronized_buffer_options() | options
     wrapper_class = DistributedDataParallel if "torch._dynamo" in sys.modules else UncompiledDDP
@@ -78,16 +82,17 @@ def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> Distribu
 
 
 def rewrap_ddp(replica: nn.Module | None) -> None:
-    """Reinitialize a DDP wrapper in place for the current default process group, on CPUs.
+    """Reinitialize a DDP wrapper in place for the current default process group.
 
-    Parameters and buffers keep the values of each rank. Other modules stay unchanged.
+    The model must be on the CPU. Parameters and buffers keep the values that they have on each rank. A module that is
+    not wrapped in DDP is left unchanged.
     """
     if not isinstance(replica, DistributedDataParallel):
         return
     options = getattr(replica, OPTIONS_ATTRIBUTE)
     communication = getattr(replica, COMMUNICATION_ATTRIBUTE, "none")
     for parameter in replica.parameters():
-        parameter.grad = None  # it may be a view of the old wrapper's bucket
+        parameter.grad = None  # the gradient may be a view of a bucket of the old wrapper
     with hide_compiler():
         DistributedDataParallel.__init__(replica, replica.module, **(options | {"init_sync": False}))
     setattr(replica, OPTIONS_ATTRIBUTE, options)
@@ -95,20 +100,24 @@ def rewrap_ddp(replica: nn.Module | None) -> None:
 
 
 def unwrap_ddp(model: nn.Module) -> nn.Module:
-    """Return the model without its wrapper, which would prefix parameter names with `module.`."""
+    """Return the model without its wrapper, which would add the prefix `module.` to parameter names."""
     return model.module if isinstance(model, DistributedDataParallel | nn.DataParallel) else model
 
 
 def choose_bucket_mb(communication: str, requested_mb: float, backend: str) -> float:
-    """Return the bucket size in MB: a single bucket for PowerSGD on CPUs, else the requested size.
+    """Return the bucket size in MB: one bucket for PowerSGD on CPUs, otherwise the requested size.
 
-    With several buckets, callbacks start PowerSGD's collectives in a different order on each rank, and gloo aborts.
+    With several buckets, callbacks start the collectives of PowerSGD in a different order on each rank, and gloo
+    aborts.
     """
     return ONE_BUCKET_MB if communication == "powersgd" and backend != "nccl" else requested_mb
 
 
 def register_comm_hook(ddp: DistributedDataParallel, communication: str, rank: int) -> None:
-    """Register the communication hook named by `communication`; `rank` is PowerSGD's matrix rank."""
+    """Register the communication hook named by `communication`.
+
+    `rank` is the rank of the matrices with which PowerSGD approximates gradients.
+    """
     setattr(ddp, COMMUNICATION_ATTRIBUTE, communication)
     match communication:
         case "fp16":
@@ -122,12 +131,12 @@ def register_comm_hook(ddp: DistributedDataParallel, communication: str, rank: i
 
 
 def get_powersgd_state(model: nn.Module) -> powerSGD_hook.PowerSGDState | None:
-    """Return the PowerSGD state of a wrapped model; None without PowerSGD."""
+    """Return the PowerSGD state of a wrapped model, or None if the model does not use PowerSGD."""
     return getattr(model, POWERSGD_ATTRIBUTE, None)
 
 
 def capture_powersgd_state(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
-    """Return PowerSGD's state on this rank: residual errors, factors P and Q, step, random state."""
+    """Return the PowerSGD state of this rank: residual errors, factors P and Q, step, and random state."""
     captured: dict[str, Any] = {name: dict(getattr(state, name)) for name in POWERSGD_TENSORS}
     captured["iter"] = int(state.iter)
     captured["rng"] = pack_rng_state(state.rng.get_state())
@@ -135,7 +144,7 @@ def capture_powersgd_state(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]
 
 
 def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the state that `capture_powersgd_state` returned, on a device."""
+    """Restore a state that `capture_powersgd_state` returned, with its tensors on `device`."""
     for name in POWERSGD_TENSORS:
         setattr(state, name, {bucket: tensor.to(device) for bucket, tensor in saved[name].items()})
     state.iter = saved["iter"]
@@ -143,9 +152,10 @@ def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, 
 
 
 def compute_ring_bytes(model: nn.Module) -> int:
-    """Return the bytes per step that each rank sends in a ring all-reduce of gradients.
+    """Return the number of bytes per step that each rank sends in a ring all-reduce of gradients.
 
-    gloo uses such a ring. Each of p ranks sends 2 (p - 1) / p of the bytes of its gradients. 0 without DDP.
+    This is the algorithm that gloo uses. Each of p ranks sends 2 (p - 1) / p times the size of its gradients. The
+    result is 0 for a model without DDP.
     """
     if not isinstance(model, DistributedDataParallel):
         return 0
@@ -155,12 +165,12 @@ def compute_ring_bytes(model: nn.Module) -> int:
 
 
 def warm_up_buckets(model: nn.Module, x: Tensor) -> None:
-    """Run a forward and backward without update, so that all steps use the same buckets.
+    """Run a forward and a backward pass without an update, so that all steps use the same buckets.
 
-    DDP rebuilds its buckets before its second forward, in the order in which gradients became ready in the first
-    backward. Without the warm-up, the first step after a resume would use other buckets than the same step of an
-    uninterrupted run, and round differently with three or more ranks. `x` is this rank's shard of any batch. Models
-    without DDP stay unchanged.
+    Before its second forward pass, DDP rebuilds its buckets in the order in which gradients became ready in the first
+    backward pass. Without the warm-up, the first step after a resume and the same step of an uninterrupted run would
+    use different buckets. With three or more ranks, the gradients of these two steps would then be rounded differently.
+    `x` is this rank's shard of any batch. Models without DDP are left unchanged.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -172,7 +182,10 @@ def warm_up_buckets(model: nn.Module, x: Tensor) -> None:
 
 @contextlib.contextmanager
 def restore_buffers_and_rng(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore buffers and random state after the block, which runs forwards without training."""
+    """Restore buffers and random state after the `with` block.
+
+    Use this context manager for forward passes that are not part of training.
+    """
     saved_buffers = [buffer.clone() for buffer in model.buffers()]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield

@@ -1,7 +1,7 @@
-"""Launcher of the ranks on this machine: forks them, forwards stop signals, and reports the first failure.
+"""Launcher of ranks on this machine, which forks ranks, forwards stop signals, and reports the first failure.
 
-When a run ends for any reason, all its processes are ended. Ranks are forked after the script's imports, so that two
-ranks cost one `import torch`. The parent must not have used autograd, OpenMP or CUDA before.
+When a run ends for any reason, all of its processes are terminated. Ranks are forked after the imports of the script,
+so that torch is imported only once. The parent process must not have used autograd, OpenMP, or CUDA before the fork.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SHOW_CURSOR = "\x1b[?25h"
 
 @dataclasses.dataclass
 class ChildRank:
-    """A forked rank as its parent sees it."""
+    """Process of a forked rank, as recorded by its parent process."""
 
     rank: int
     pid: int
     error_file: Path
-    """File in which a failed rank leaves its error."""
+    """File to which the rank writes its error if it fails."""
     exit_code: int | None = None
-    """Exit status, or minus the number of the signal that killed it; None while it runs."""
+    """Exit status, or the negative number of the signal that killed the rank; None while the rank is running."""
 
     @property
     def is_running(self) -> bool:
@@ -60,14 +60,15 @@ def run_ranks(
     read_log: Callable[[int], str] = lambda rank: "",
     setup_timeout: float = 60.0,
 ) -> int:
-    """Run `body` in `size` forked ranks; return the exit status of the run.
+    """Run `body` in `size` forked ranks and return the exit status of the run.
 
-    `during_start` runs in this process while the ranks start. The first rank that fails ends all others. Its message or
-    traceback is printed once; those of the other ranks are only in their logs. `report_reason` receives the reason as
-    one line. `read_log` returns the end of a rank's log, in which libraries write why they end a process.
+    `during_start` runs in this process while the ranks start. When one rank fails, all other ranks are stopped. The
+    error message or traceback of this rank is printed once. Errors of the other ranks appear only in their logs.
+    `report_reason` receives the reason for the failure as one line. `read_log` returns the end of a rank's log, which
+    may contain the reason why a library ended the process.
 
-    With `elastic`, the other ranks continue when one is killed. Its new process must connect within `setup_timeout`
-    seconds.
+    If `elastic` is set, the other ranks continue when one rank is killed. The new process of the killed rank must
+    connect within `setup_timeout` seconds.
     """
     private, lock = create_rendezvous_dir()
     children: list[ChildRank] = []
@@ -85,7 +86,7 @@ def run_ranks(
         for rank in range(size):
             forker.fork(rank)
         if stop.number:
-            stop.signal_ranks()  # the signal came before all ranks were forked
+            stop.signal_ranks()  # the signal arrived before all ranks were forked
         during_start()
         return RankMonitor(children, stop, report_reason, read_log, oom_kills, supervisor).wait()
     except StoppedAtOnce as stopped:
@@ -99,12 +100,12 @@ def run_ranks(
         shutil.rmtree(private, ignore_errors=True)
         os.close(lock)
         if sys.stdout.isatty():
-            print(SHOW_CURSOR, end="", flush=True)  # an interrupted progress bar leaves it hidden
+            print(SHOW_CURSOR, end="", flush=True)  # an interrupted progress bar leaves the cursor hidden
 
 
 @dataclasses.dataclass
 class RankForker:
-    """Forks ranks into `children`, and forks lost ranks again."""
+    """Factory of rank processes, which are added to `children`."""
 
     body: Callable[[RankInfo], None]
     size: int
@@ -114,7 +115,7 @@ class RankForker:
     children: list[ChildRank]
 
     def make_rank_info(self, rank: int) -> RankInfo:
-        """Return the position of a rank."""
+        """Return the `RankInfo` with which a rank is started."""
         return RankInfo(
             rank=rank,
             size=self.size,
@@ -126,11 +127,11 @@ class RankForker:
         )
 
     def fork(self, rank: int) -> None:
-        """Fork a rank for the first time."""
+        """Fork the first process of a rank."""
         self.children.append(self._fork(self.make_rank_info(rank)))
 
     def fork_again(self, rank: int) -> None:
-        """Fork a lost rank again; its world has size 1 until it joins the other ranks."""
+        """Fork a new process for a lost rank, with a world of size 1 until it joins the other ranks."""
         info = self.make_rank_info(rank)
         self.children[rank] = self._fork(
             dataclasses.replace(info, rank=0, size=1, is_joining=True, started_as_rank=rank)
@@ -141,12 +142,15 @@ class RankForker:
         return ChildRank(info.original_rank, fork_rank(self.body, info, error_file), error_file)
 
     def kill(self, rank: int) -> None:
-        """Kill a rank that does not answer: a frozen process could resume later and write."""
+        """Kill an unresponsive rank, because a frozen process could resume later and write to the run folder."""
         os.kill(self.children[rank].pid, signal.SIGKILL)
 
 
 class StoppedAtOnce(Exception):
-    """A stop signal that ends the run at once: a repeated one, or one before a rank could handle it."""
+    """Stop signal that ends the run immediately.
+
+    This is either a repeated signal, or a signal that arrived before a rank was able to handle it.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -155,19 +159,23 @@ class StoppedAtOnce(Exception):
 
 
 class StopForwarder:
-    """Handler of stop signals: the first is forwarded to all ranks (save and exit), the second ends the run."""
+    """Handler of stop signals.
+
+    The first signal is forwarded to all ranks, which save a checkpoint and exit. A second signal ends the run
+    immediately.
+    """
 
     def __init__(self, children: list[ChildRank]) -> None:
         self.children = children
         self.number = 0
-        """Number of the first signal; 0 before."""
+        """Number of the first stop signal; 0 until a stop signal arrives."""
         self.received_at = 0.0
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.handle)
 
     def handle(self, number: int, frame: object) -> None:
-        """Forward the first signal; raise StoppedAtOnce at the second."""
+        """Forward the first signal to all ranks, and raise StoppedAtOnce for the second one."""
         if self.number:
             if number == signal.SIGINT or time.monotonic() - self.received_at > REPEATED_SIGNAL_SECONDS:
                 raise StoppedAtOnce(number)
@@ -176,8 +184,8 @@ class StopForwarder:
         self.received_at = time.monotonic()
         if number == signal.SIGINT:
             print(
-                "\nstopping: will save after the current step (before the first step there is nothing to save); press "
-                "Ctrl-C again to stop immediately",
+                "\nstopping: a checkpoint will be saved after the current step (if training has started); press Ctrl-C "
+                "again to stop immediately",
                 file=sys.stderr,
             )
         self.signal_ranks()
@@ -194,11 +202,11 @@ class StopForwarder:
 
 
 def fork_rank(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path) -> int:
-    """Fork one rank; return its pid."""
+    """Fork the process of one rank and return its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    # A signal between the fork and the child's own handlers would run the parent's handlers in the child.
+    # Until the child sets its own handlers, a signal would run the parent's handlers in the child.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     pid = os.fork()
     if pid == 0:
@@ -208,19 +216,22 @@ def fork_rank(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path
 
 
 def run_child(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path, parent: int) -> None:
-    """Run `body` in a forked rank and write its error for the parent; never returns."""
+    """Run `body` in a forked rank and then exit the process; this function never returns.
+
+    If `body` raises an error, the error is written to `error_file` for the parent process.
+    """
     status = 1
     try:
         kill_with_parent()
         if os.getppid() != parent:
             os._exit(1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives Ctrl-C, too, and forwards it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent also receives Ctrl-C and forwards it to the ranks
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         body(info)
         status = 0
-    except BaseException as raised:  # noqa: BLE001 (the parent reports all of them)
+    except BaseException as raised:  # noqa: BLE001 (the parent reports all exceptions)
         error = explain_error(raised)
         kind = "other"
         if isinstance(error, UserError):
@@ -239,7 +250,10 @@ def run_child(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path
 
 
 def redirect_output(log: Path, *, keep_stdout: bool) -> None:
-    """Redirect stderr, and stdout unless kept, to a log file, including output of C++ libraries."""
+    """Redirect stderr to a log file, and also stdout unless `keep_stdout` is true.
+
+    The output of C++ libraries is redirected as well.
+    """
     with disk_errors(log):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         handle = os.open(log, flags, 0o644)
@@ -254,7 +268,7 @@ def redirect_output(log: Path, *, keep_stdout: bool) -> None:
 
 @dataclasses.dataclass
 class RankMonitor:
-    """Waits for forked ranks and reports the first failure."""
+    """Monitor that waits for forked ranks and reports the first failure."""
 
     children: list[ChildRank]
     stop: StopForwarder
@@ -263,10 +277,10 @@ class RankMonitor:
     oom_kills: int
     """Result of `host_memory.count_oom_kills` before the ranks started."""
     supervisor: Supervisor | None
-    """Supervisor of an elastic run, in which ranks may be lost."""
+    """Supervisor of an elastic run, in which ranks may be lost; None for other runs."""
 
     def wait(self) -> int:
-        """Wait until all ranks have succeeded or one has failed; return the exit status of the run."""
+        """Wait until all ranks have succeeded or one rank has failed, and return the exit status of the run."""
         supervisor = self.supervisor
         while any(child.is_running for child in self.children):
             reaped = [child for child in self.children if child.is_running and reap_child(child)]
@@ -275,19 +289,19 @@ class RankMonitor:
                 failed = [child for child in failed if not supervisor.accept_loss(child.rank, child.exit_code or 0)]
                 supervisor.poll_and_restart_ranks([child.rank for child in self.children if not child.is_running])
 
-            # A rank killed by the stop request had no handler yet; other ranks fail without it.
+            # A rank that the stop request killed had not set its handler yet. The other ranks fail without this rank.
             if self.stop.number and any(child.exit_code == -signal.SIGUSR2 for child in failed):
                 raise StoppedAtOnce(self.stop.number)
             if failed:
                 return self._report_failure(self._find_first_failure(failed))
 
             if supervisor is not None:
-                if supervisor.coordinator.end_reason is EndReason.STATE_LOST:  # without a failed rank to report
+                if supervisor.coordinator.end_reason is EndReason.STATE_LOST:  # there is no failed rank to report
                     self._report(EndReason.STATE_LOST.value)
                     return 128 + signal.SIGKILL
                 alive = [child for child in self.children if child.is_running]
                 if supervisor.joining_ranks.issuperset(child.rank for child in alive):
-                    kill_ranks(alive)  # all members have ended: there is no generation to join
+                    kill_ranks(alive)  # all members have ended, so there is no generation to join
                     break
             elif not reaped:
                 time.sleep(POLL_SECONDS)
@@ -296,7 +310,10 @@ class RankMonitor:
         return 0
 
     def _find_first_failure(self, failed: list[ChildRank]) -> ChildRank:
-        """Return the first of the ranks that failed at about the same time: a killed one, else the first to raise."""
+        """Return the rank that failed first.
+
+        A killed rank, which has written no error file, counts as earlier than a rank that raised an error.
+        """
 
         def read_failure_time(child: ChildRank) -> float:
             with contextlib.suppress(OSError):
@@ -306,7 +323,7 @@ class RankMonitor:
         return min(failed, key=read_failure_time)
 
     def _report_failure(self, child: ChildRank) -> int:
-        """Print why a run failed; return its exit status."""
+        """Print the reason why a run failed, and return the exit status of the run."""
         assert child.exit_code is not None
         cause = explain_exit_by_shortage(self.read_log(child.rank), child.exit_code)
         if child.exit_code < 0:
@@ -332,9 +349,9 @@ class RankMonitor:
         return child.exit_code
 
     def _report_killed(self, child: ChildRank, number: int, cause: str) -> None:
-        """Report a rank that a signal has ended."""
+        """Report a rank that was killed by a signal."""
         if number == signal.SIGKILL and host_memory.count_oom_kills() > self.oom_kills:
-            cause = "the kernel ran out of memory"
+            cause = "the system ran out of memory"
         problem = f"was killed by {signal.Signals(number).name}"
         if cause:
             problem += f": {cause}"
@@ -350,7 +367,7 @@ class RankMonitor:
         self.report_reason(reason)
 
     def _report(self, problem: str, addition: str = "") -> None:
-        """Report a problem as the reason, and print it with an addition."""
+        """Report a problem as the reason for the failure, and print the problem followed by `addition`."""
         self.report_reason(problem)
         print(f"error: {problem}{addition}", file=sys.stderr)
 
@@ -362,7 +379,7 @@ class RankMonitor:
 
 
 def reap_child(child: ChildRank) -> bool:
-    """Collect the exit code of a child if it has ended; return False while it runs."""
+    """Store the exit code of a child process that has ended; return False if the process is still running."""
     pid, status = os.waitpid(child.pid, os.WNOHANG)
     if pid:
         child.exit_code = os.waitstatus_to_exitcode(status)
@@ -370,7 +387,7 @@ def reap_child(child: ChildRank) -> bool:
 
 
 def kill_ranks(children: list[ChildRank]) -> None:
-    """Kill the ranks that still run."""
+    """Kill all ranks that are still running."""
     alive = [child for child in children if child.is_running and not reap_child(child)]
     for child in alive:
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Two-dimensional mesh of the ranks of replicated pipelines: pipeline parallel (pp) x data parallel (dp)."""
+"""Two-dimensional mesh of ranks for replicated pipelines: pipeline parallel (pp) x data parallel (dp)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from common.distributed.rendezvous import World
 
 
 def create_mesh_groups(world: World, replicas: int) -> tuple[World, World]:
-    """Create this rank's groups: the pipeline of its replica (pp), and the same position in all replicas (dp).
+    """Create the pipeline-parallel (pp) and data-parallel (dp) groups of this rank.
 
-    Ranks are ordered by replica, then along its pipeline, so that a host holds complete replicas. All ranks call it.
-    Raises UserError if the launcher has placed the stages of a replica on several hosts.
+    The pp group contains the ranks of one replica. The dp group contains the ranks at the same pipeline position in all
+    replicas. Ranks are ordered by replica and then by pipeline position, so that each host holds complete replicas. All
+    ranks must call this function. Raises UserError if the launcher has placed the stages of a replica on several hosts.
     """
     length = world.size // replicas
     replica, position = divmod(world.rank, length)
@@ -18,8 +19,8 @@ def create_mesh_groups(world: World, replicas: int) -> tuple[World, World]:
         hosts = set(world.hosts[first : first + length])
         if replicas > 1 and len(hosts) > 1:
             raise UserError(
-                f"replicas={replicas}: the stages of one replica are on {' and '.join(sorted(hosts))}; start a "
-                f"multiple of {length} ranks on each host, in blocks (srun --distribution=block)"
+                f"replicas={replicas}: one replica has its stages on hosts {' and '.join(sorted(hosts))}; start a "
+                f"multiple of {length} ranks on each host, in consecutive order (srun --distribution=block)"
             )
     pipeline = world.make_subgroup(range(replica * length, (replica + 1) * length))
     return pipeline, world.make_subgroup(range(position, world.size, length))

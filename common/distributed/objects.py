@@ -1,8 +1,8 @@
-"""Collectives of JSON values: received data is parsed and never executed.
+"""Collectives for JSON values. Received data is parsed and never executed.
 
-torch's object collectives unpickle received bytes, and a pickle can execute arbitrary code (see Python's documentation
-of `pickle`). Values are text, numbers, True, False, None, lists, and dicts with text keys. They arrive equal, NaN as
-NaN.
+In contrast, torch's object collectives unpickle received bytes, and a pickle can execute arbitrary code (see Python's
+documentation of `pickle`). Values can be strings, numbers, True, False, None, lists, and dicts with string keys. The
+received values are equal to the sent values, and NaN is received as NaN.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PACKET_BYTES = 1024  # size of the first message; most values fit into it
-HEADER_BYTES = 8  # header of the first message: length of the value in bytes, little-endian
+PACKET_BYTES = 1024  # size of the first message, into which most values fit
+HEADER_BYTES = 8  # size of the header, which contains the length of the value in bytes (little-endian)
 SCALAR_TYPES = frozenset((str, int, float, bool, type(None)))
 MAX_VALUE_BYTES = 1 << 30  # larger values are rejected before memory is allocated for them
 
-Collective = Callable[[Tensor], Sequence[Tensor]]  # takes this rank's tensor and returns those of all senders
+Collective = Callable[[Tensor], Sequence[Tensor]]  # takes this rank's tensor and returns the tensors of all senders
 
 
 def all_gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the JSON value of each rank of the group, ordered by rank. All its ranks call it.
+    """Return the JSON value of each rank of the group, ordered by rank.
 
-    The group's backend must be able to send from `device`. Raises TypeError before sending if this rank's value is not
-    a JSON value, and ValueError naming the rank whose bytes are not valid JSON.
+    All ranks of the group must call this function. The backend of the group must be able to send from `device`. Raises
+    TypeError before sending if the value of this rank is not a JSON value. Raises ValueError if a rank sends bytes that
+    are not valid JSON; the message names this rank.
     """
     texts = all_gather_bytes(encode_value(value), device, group)
     ranks = dist.get_process_group_ranks(group)
@@ -35,37 +36,38 @@ def all_gather_json(value: Any, device: torch.device, group: dist.ProcessGroup |
 
 
 def broadcast_json(value: Any, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the JSON value of one rank of the group on all of them; `source` is its rank in the run.
+    """Return the JSON value of rank `source` on all ranks of the group.
 
-    All ranks of the group call it. Device and errors as for `all_gather_json`.
+    `source` is a global rank, not a rank within the group. All ranks of the group must call this function. See
+    `all_gather_json` for the requirements on `device` and for the errors.
     """
     text = encode_value(value) if dist.get_rank() == source else b""
     return decode_value(broadcast_bytes(text, source, device, group), source)
 
 
 def encode_value(value: Any) -> bytes:
-    """Encode a value as JSON. Raises TypeError for a type that JSON would not restore."""
+    """Encode a value as JSON. Raises TypeError for a type that JSON cannot restore."""
     check_json_value(value, "the value")
     return json.dumps(value).encode()
 
 
 def decode_value(text: bytes, rank: int) -> Any:
-    """Decode a value received from a rank. Raises ValueError."""
+    """Decode a JSON value received from a rank. Raises ValueError if the bytes are not valid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError(
-            f"rank {rank} sent {len(text)} bytes that are not valid JSON; it runs different source code, or does not "
-            "belong to this run"
+            f"rank {rank} sent {len(text)} bytes that are not valid JSON; check that this rank belongs to the same run "
+            "and uses the same source code"
         ) from None
 
 
 def check_json_value(value: Any, name: str) -> None:
-    """Raise TypeError, naming the part, if JSON would not restore an equal value."""
+    """Raise TypeError if JSON cannot restore an equal value; the message names the part that is invalid."""
     if isinstance(value, dict):
         for key, part in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{name} has the key {key!r}; keys sent between ranks must be text")
+                raise TypeError(f"{name} has the key {key!r}; keys sent between ranks must be strings")
             if type(part) not in SCALAR_TYPES:  # avoids most of the recursive calls
                 check_json_value(part, f"{name}[{key!r}]")
     elif isinstance(value, list):
@@ -74,8 +76,8 @@ def check_json_value(value: Any, name: str) -> None:
                 check_json_value(part, f"{name}[{position}]")
     elif value is not None and not isinstance(value, (str, int, float)):
         raise TypeError(
-            f"{name} is of type {type(value).__name__}; ranks can exchange text, numbers, True, False, None, lists, "
-            "and dicts with text keys"
+            f"{name} is of type {type(value).__name__}; ranks can exchange strings, numbers, True, False, None, lists, "
+            "and dicts with string keys"
         )
 
 
@@ -83,7 +85,11 @@ def check_json_value(value: Any, name: str) -> None:
 
 
 def all_gather_bytes(payload: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return the bytes of each rank of the group, of any length. All its ranks call it. Raises ValueError."""
+    """Return the bytes of each rank of the group, ordered by rank.
+
+    The bytes of the ranks may have different lengths. All ranks of the group must call this function. Raises ValueError
+    if a rank sends more than MAX_VALUE_BYTES.
+    """
     ranks = dist.get_process_group_ranks(group)
 
     def gather(packet: Tensor) -> list[Tensor]:
@@ -95,10 +101,14 @@ def all_gather_bytes(payload: bytes, device: torch.device, group: dist.ProcessGr
 
 
 def broadcast_bytes(payload: bytes, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> bytes:
-    """Return the bytes of one rank of the group on all of them. All its ranks call it. Raises ValueError."""
+    """Return the bytes of rank `source` on all ranks of the group.
+
+    All ranks of the group must call this function. Raises ValueError if there are more than MAX_VALUE_BYTES bytes.
+    """
 
     def broadcast(packet: Tensor) -> list[Tensor]:
-        # Not dist.broadcast: gloo does not wake a rank that waits for its remainder when the connection ends.
+        # An all-reduce replaces dist.broadcast: if a connection ends in the middle of a broadcast, gloo does not wake a
+        # rank that waits for the remaining bytes.
         dist.all_reduce(packet, group=group)  # the other ranks add zeros
         return [packet]
 
@@ -108,9 +118,10 @@ def broadcast_bytes(payload: bytes, source: int, device: torch.device, group: di
 
 
 def exchange_bytes(payload: bytes, device: torch.device, senders: Sequence[int], collective: Collective) -> list[bytes]:
-    """Return the bytes of all senders, by one collective, or two for long ones.
+    """Return the bytes of all senders.
 
-    Raises ValueError on all ranks if a sender announces more than MAX_VALUE_BYTES.
+    The exchange takes one collective, or two collectives if a value does not fit into the first message. Raises
+    ValueError on all ranks if a sender announces more than MAX_VALUE_BYTES.
     """
 
     def send(part: bytes, size: int) -> list[bytes]:

@@ -1,8 +1,8 @@
-"""Private folder of an attempt: key and certificate for TLS and, on a cluster, the file of the rendezvous store.
+"""Private folder of an attempt, which contains the key and the certificate for TLS.
 
-The folder lies in the run folder, which all hosts share, and has mode 0700: every process that can read it is trusted
-as a rank. Rank 0 creates it and deletes the key after all ranks have connected. Later connections use the copies in
-memory.
+On a cluster, the folder also contains the file of the rendezvous store. The folder is inside the run folder, which all
+hosts share, and has mode 0700. Every process that can read the folder is trusted as a rank. Rank 0 creates the folder,
+and deletes the key after all ranks have connected. Later connections use copies of the key and certificate in memory.
 """
 
 from __future__ import annotations
@@ -19,33 +19,40 @@ from common.runs import provenance
 from common.runs.folder import RunFolder
 from configs.launch import Launch
 
-DEFAULT_CERTIFICATE_SECONDS = 7 * 86400.0  # without a time limit; certificates are checked on connecting only
+DEFAULT_CERTIFICATE_SECONDS = 7 * 86400.0  # for runs without a time limit; only new connections check certificates
 MAX_CERTIFICATE_SECONDS = 365 * 86400.0
 POLL_SECONDS = 0.05
 
 
 def check_tls(settings: Launch, rank_info: RankInfo | None) -> None:
-    """Raise UserError if `launch.tls=true` is impossible; `rank_info` is None before local ranks are forked."""
+    """Raise UserError if `launch.tls=true` is set but cannot be used.
+
+    `rank_info` is None before local ranks are forked.
+    """
     if not settings.tls:
         return
     if rank_info is not None and rank_info.launcher == "torchrun":
         raise UserError(
-            "launch.tls=true: torchrun's rendezvous store does not authenticate its clients; start the run with make "
-            "exp or srun, or omit launch.tls"
+            "launch.tls=true cannot be used with torchrun, because its rendezvous store does not authenticate clients; "
+            "start the run with make exp or srun, or omit launch.tls"
         )
     if rank_info is None or rank_info.rank == 0:
         certificates.check_openssl()
 
 
 def get_private_folder(base: Path, rank_info: RankInfo) -> Path:
-    """Return the path of the private folder of a job's attempt; all hosts of the job share `base`."""
+    """Return the path of the private folder of an attempt of a job.
+
+    All hosts of the job must share the folder `base`.
+    """
     return base / f".private-{rank_info.attempt_id}"
 
 
 def open_identity(folder: Path, rank_info: RankInfo, timeout_seconds: float) -> Identity:
-    """Load the identity of this attempt. Rank 0 creates it in a new private folder, the other ranks wait for it.
+    """Load the TLS identity of this attempt, which rank 0 creates in a new private folder.
 
-    Raises UserError, and UnreachableError if the folder does not appear within the timeout.
+    The other ranks wait for this folder. Raises UserError if the identity cannot be created or loaded, and
+    UnreachableError if the folder does not appear within the timeout.
     """
     if rank_info.rank == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +61,7 @@ def open_identity(folder: Path, rank_info: RankInfo, timeout_seconds: float) -> 
     while not is_visible(folder):
         if time.monotonic() > deadline:
             raise UnreachableError(
-                f"rank {rank_info.rank} does not see {folder}, which rank 0 creates for launch.tls=true; see the log "
+                f"rank {rank_info.rank} cannot find {folder}, which rank 0 creates for launch.tls=true; check the log "
                 "of rank 0, set runs= to a folder that all hosts share, or raise launch.setup_timeout"
             )
         time.sleep(POLL_SECONDS)
@@ -62,17 +69,21 @@ def open_identity(folder: Path, rank_info: RankInfo, timeout_seconds: float) -> 
 
 
 def is_visible(folder: Path) -> bool:
-    """Return whether a folder exists. It lists the parent folder, because network file systems cache lookups."""
+    """Return whether a folder exists.
+
+    This function lists the parent folder, because network file systems cache the lookup of a single name.
+    """
     try:
         return folder in folder.parent.iterdir()
-    except FileNotFoundError:  # rank 0 may still have to create the parent
+    except FileNotFoundError:  # rank 0 may not have created the parent folder yet
         return False
 
 
 def compute_certificate_seconds(run_folder: Path) -> float:
-    """Return the required lifetime of a certificate: until the job's time limit if there is one.
+    """Return the required lifetime of a certificate in seconds.
 
-    Older versions of SLURM do not report the end of a job. Then the time limit of its cluster profile is used.
+    The certificate must be valid until the time limit of the job, if there is one. Older versions of SLURM do not
+    report the end time of a job, so the time limit of the cluster profile is used instead.
     """
     job_end = os.environ.get("SLURM_JOB_END_TIME", "")
     if job_end.isdecimal():

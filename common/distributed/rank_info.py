@@ -1,4 +1,7 @@
-"""Position of a rank in its run, set by torchrun, SLURM or the local launcher. Imports no torch."""
+"""Position of a rank in its run, as set by torchrun, SLURM, or the local launcher.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -11,52 +14,53 @@ from common.core.errors import UserError
 
 # Environment variables of the ranks of an elastic job.
 COORDINATOR_VARIABLE = "ELASTIC_COORDINATOR"  # address of the coordinator
-COORDINATOR_KEY_VARIABLE = "ELASTIC_KEY"  # key that the coordinator requires
+COORDINATOR_KEY_VARIABLE = "ELASTIC_KEY"  # key with which a rank authenticates itself to the coordinator
 ORPHAN_COMMAND_VARIABLE = (
     "ELASTIC_ORPHANED"  # command (JSON) that a rank executes when it can no longer reach the coordinator
 )
 REPLACED_RANK_VARIABLE = "ELASTIC_JOINS_AS"  # original rank of the process that a new process replaces
 
-REFUSAL_DELAY_SECONDS = 10.0  # time for rank 0 to report an error of all ranks before the others exit
+REFUSAL_DELAY_SECONDS = 10.0  # time for rank 0 to report an error that all ranks raise, before the other ranks exit
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Position of one rank, known before it has joined the other ranks."""
+    """Position of one rank in its run, which is known before the ranks are connected."""
 
     rank: int = 0
     size: int = 1
-    """Number of ranks of the run (torch: world size)."""
+    """Number of ranks in the run (the world size in torch)."""
     local_rank: int = 0
     local_size: int = 1
     """Number of ranks on this node."""
     nodes: int = 1
     launcher: str = "local"
-    """local, torchrun or slurm."""
+    """Launcher that started the rank: local, torchrun, or slurm."""
     master: str = ""
-    """Rendezvous address: a file (local), host:port (torchrun) or the host of rank 0 (slurm)."""
+    """Rendezvous address: a file (local), host:port (torchrun), or the host of rank 0 (slurm)."""
     attempt_id: str = ""
-    """Identifier of this attempt of the job or torchrun; the store's ports and keys are derived from it."""
+    """Identifier of this attempt of a SLURM job or of torchrun, from which ports and keys of the store are derived."""
     is_restart: bool = False
-    """True if the job or torchrun has started a process in this position before."""
+    """True if SLURM or torchrun has restarted this rank."""
     coordinator: str = ""
-    """Address of the coordinator of an elastic run: path of a UNIX socket, or host:port."""
+    """Address of the coordinator of an elastic run: the path of a UNIX socket, or host:port."""
     is_joining: bool = False
-    """True for a restarted rank that has not joined the other ranks yet; until then its world has size 1."""
+    """True for a restarted rank that has not joined the other ranks yet, so that its world has size 1."""
     started_as_rank: int = -1
-    """Rank at the start of the run if it may differ from `rank`, else -1."""
+    """Rank at the start of the run if it may differ from `rank`, otherwise -1."""
 
     @property
     def original_rank(self) -> int:
-        """Rank at the start of the run; it names the files of a rank."""
+        """Rank at the start of the run, which is used in the names of the rank's files."""
         return self.rank if self.started_as_rank < 0 else self.started_as_rank
 
 
 def read_rank_info(environ: Mapping[str, str]) -> RankInfo | None:
-    """Read the position from the variables of torchrun or SLURM; None if both are absent.
+    """Read the position of this rank from the environment variables of torchrun or SLURM.
 
-    torchrun has priority: users start it inside a SLURM allocation. Only the tasks of srun count as SLURM ranks, not
-    the batch script or an interactive shell of an allocation.
+    Return None if the variables are not set. The variables of torchrun have priority, because users can start torchrun
+    inside a SLURM allocation. Only the tasks of srun count as SLURM ranks, but not the batch script or an interactive
+    shell of an allocation.
     """
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return read_torchrun_rank(environ)
@@ -122,7 +126,7 @@ def is_restarted(environ: Mapping[str, str]) -> bool:
 
 
 def parse_first_host(nodelist: str) -> str:
-    """Return the first host of a SLURM list such as `node[03-07,9],gpu1`."""
+    """Return the first host of a SLURM host list such as `node[03-07,9],gpu1`."""
     head, bracket, tail = nodelist.partition("[")
     if not bracket or "," in head:
         return head.partition(",")[0]
@@ -133,10 +137,11 @@ def parse_first_host(nodelist: str) -> str:
 
 @contextlib.contextmanager
 def report_common_error_once(rank_info: RankInfo | None) -> Iterator[None]:
-    """Let only rank 0 report a UserError that all ranks raise in the block.
+    """Let only rank 0 report a UserError that all ranks raise in the `with` block.
 
-    The block runs before the rendezvous. The other ranks wait, and the launcher ends them after rank 0 has exited. A
-    rank that is still running after the wait has a different error and raises it.
+    The block runs before the rendezvous. When the error occurs, the other ranks wait until the launcher stops them
+    after the exit of rank 0. If a rank is still running after the wait, rank 0 did not have this error, so the rank
+    raises the error itself.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Rendezvous of the ranks: store, process group, and the world that describes them.
+"""Rendezvous of the ranks: the store, the process group, and the `World` that describes the ranks.
 
-Forked ranks meet through a file in a private temporary folder and communicate over the loopback interface only. They
-open no port, and concurrent runs cannot collide.
+Forked ranks find each other through a file in a private temporary folder, and communicate only over the loopback
+interface. Their rendezvous uses no port, so concurrent runs cannot collide.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ PROBE_SECONDS = 5.0  # a port that does not answer within this time belongs to a
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World(RankInfo):
-    """The ranks of a run or of a subgroup, as seen from one of them."""
+    """All ranks of a run or of a subgroup, and the position of this rank among them."""
 
     hosts: tuple[str, ...]
-    """Host name of each rank."""
+    """Host name of each rank, ordered by rank."""
     device: torch.device
     backend: str
     threads: int
     timeout: datetime.timedelta = datetime.timedelta(minutes=2)
-    """Time limit of one collective or message, also in subgroups created later."""
+    """Time limit of each collective and message, which also applies to subgroups created later."""
     rendezvous_seconds: float = 0.0
-    """Seconds from the start of `join_world` until this rank has joined."""
+    """Time in seconds from the start of `join_world` until this rank has joined."""
     store: dist.Store | None = None
-    """Key-value store of the rendezvous; it still works after collectives have failed."""
+    """Key-value store of the rendezvous, which still works after collectives have failed."""
     global_ranks: tuple[int, ...] = ()
-    """In a subgroup, the rank of each member in the run; empty for all ranks."""
+    """Global rank of each member of a subgroup; empty for the group of all ranks."""
     group: dist.ProcessGroup | None = None
-    """Process group of a subgroup; None for all ranks."""
+    """Process group of a subgroup; None for the group of all ranks."""
     transport: TransportSettings | None = None
-    """With the backend `builtin`, the facts by which later process groups connect."""
+    """Settings for later process groups of the backend `builtin`; None for other backends."""
 
     @property
     def is_main(self) -> bool:
@@ -61,26 +61,35 @@ class World(RankInfo):
 
     @property
     def message_device(self) -> torch.device:
-        """Device of the tensors that carry small messages: the GPU under NCCL, else the CPU."""
+        """Device of the tensors that carry small messages: the GPU with NCCL, otherwise the CPU."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the JSON values of all ranks on rank 0, an empty list elsewhere. All ranks call it."""
+        """Return the JSON values of all ranks on rank 0, and an empty list on other ranks.
+
+        All ranks must call this method.
+        """
         values = self.all_gather(value)
         return values if self.is_main else []
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the JSON values of all ranks on each rank. All ranks call it. Raises TypeError."""
+        """Return the JSON values of all ranks on each rank.
+
+        All ranks must call this method. Raises TypeError if `value` is not a JSON value.
+        """
         return objects.all_gather_json(value, self.message_device, self.group)
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's JSON value on all ranks. All ranks call it. Raises TypeError."""
+        """Return the JSON value of rank 0 on all ranks.
+
+        All ranks must call this method. Raises TypeError if the value of rank 0 is not a JSON value.
+        """
         return objects.broadcast_json(value, self.get_global_rank(0), self.message_device, self.group)
 
     def wait_for_all_ranks(self, name: str) -> None:
-        """Wait until all ranks have called it with this name. Call it once per run and name.
+        """Wait until all ranks have called this method with the same name.
 
-        With NCCL it waits on the store, which keeps no GPU busy.
+        A name can be used only once per run. With NCCL, the ranks wait on the store, which does not keep GPUs busy.
         """
         if self.backend != "nccl" or self.store is None:
             dist.barrier(self.group)
@@ -90,15 +99,18 @@ class World(RankInfo):
         self.store.wait(keys, self.timeout)
 
     def get_global_rank(self, rank: int) -> int:
-        """Return the rank in the run of a member of this subgroup."""
+        """Return the global rank of the member that has the given rank in this subgroup."""
         return self.global_ranks[rank] if self.global_ranks else rank
 
     def make_subgroup(self, global_ranks: Sequence[int]) -> World:
-        """Return the world of a subset of the ranks that contains this one. All its members call it."""
+        """Return the world of a subset of the ranks, which must contain this rank.
+
+        All ranks of the subset must call this method.
+        """
         if len(global_ranks) == self.size:
             return self
         group = dist.new_group(list(global_ranks), timeout=self.timeout, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)  # non-members get -100 instead
+        assert isinstance(group, dist.ProcessGroup)  # on ranks outside the group, torch returns -100 instead
         return dataclasses.replace(
             self,
             rank=global_ranks.index(self.rank),
@@ -114,11 +126,12 @@ class World(RankInfo):
 
 @contextlib.contextmanager
 def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = None) -> Iterator[World]:
-    """Join the other ranks for the block, and destroy the process group at its end.
+    """Join the other ranks for the duration of the `with` block.
 
-    The group is not destroyed if the block fails: the other ranks would fail in turn, possibly before this one has
-    reported its error. `key_folder`, for `launch.tls=true`, is a folder to be created for the key of this attempt.
-    Raises UserError naming the ranks that did not join in time.
+    The process group is destroyed at the end of the block, but not if the block fails. Destroying the group after a
+    failure would make the other ranks fail too, possibly before this rank has reported its error. With
+    `launch.tls=true`, `key_folder` is the folder that rank 0 creates for the key of this attempt. Raises UserError,
+    which names the missing ranks, if some ranks do not join in time.
     """
     start = time.perf_counter()
     threads = settings.threads or count_usable_cores(rank_info)
@@ -162,9 +175,10 @@ def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = 
 def set_up_rendezvous(
     rank_info: RankInfo, settings: Launch, timeout: datetime.timedelta, key_folder: Path | None
 ) -> tuple[dist.Store, str]:
-    """Open the rendezvous store and set the network interface of gloo and NCCL; return both.
+    """Open the rendezvous store and set the network interface of gloo and NCCL.
 
-    With a key folder the store is a file in it, because a TCPStore does not authenticate its clients.
+    Return the store and the name of the interface. If there is a key folder, the store is a file in this folder,
+    because a TCPStore does not authenticate its clients.
     """
     store: dist.Store
     if rank_info.launcher == "local":
@@ -190,12 +204,15 @@ def set_up_rendezvous(
 
 
 def open_torchrun_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
-    """Open the store at torchrun's port; usually the torchrun agent serves it. Raises UnreachableError."""
+    """Open the rendezvous store at torchrun's port, which is usually served by the torchrun agent.
+
+    Raises UnreachableError if rank 0 cannot be reached.
+    """
     host, _, port = rank_info.master.rpartition(":")
     is_server = rank_info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(host, int(port), rank_info.size, is_server, timeout=timeout, wait_for_workers=False)
-        return dist.PrefixStore(f"start-{rank_info.attempt_id}", store)  # torchrun keeps its store over restarts
+        return dist.PrefixStore(f"start-{rank_info.attempt_id}", store)  # torchrun keeps its store across restarts
     except (RuntimeError, dist.DistError) as error:
         raise UnreachableError(
             f"rank {rank_info.rank} cannot reach rank 0 at {rank_info.master}: {summarize_error(error)}"
@@ -203,9 +220,9 @@ def open_torchrun_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dis
 
 
 def open_slurm_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
-    """Open a store that rank 0 serves on a port derived from the attempt's id.
+    """Open a store that rank 0 serves on a port derived from the id of the attempt.
 
-    Rank 0 takes the first free port of a list; the other ranks try the ports of the list. Raises UnreachableError if
+    Rank 0 uses the first free port of a list, and the other ranks try all ports of the list. Raises UnreachableError if
     rank 0 does not answer.
     """
     candidates = network.derive_ports(rank_info.attempt_id)
@@ -221,7 +238,7 @@ def open_slurm_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.S
         return store if store.get("token").decode() == rank_info.attempt_id else None
 
     def connect(port: int) -> dist.TCPStore | None:
-        try:  # another program on this port may accept and never answer; TCPStore's timeout does not cover that
+        try:  # TCPStore's timeout does not cover another program that accepts the connection but never answers
             store = network.call_with_timeout(PROBE_SECONDS, lambda: open_client(port))
         except (RuntimeError, dist.DistError):
             return None
@@ -247,7 +264,10 @@ def set_interface(name: str) -> None:
 
 
 def count_usable_cores(rank_info: RankInfo) -> int:
-    """Return the number of cores for this rank: SLURM's allotment, or an equal part of the host's cores."""
+    """Return the number of CPU cores for this rank.
+
+    This is the number that SLURM has allotted to the rank, or an equal share of the host's cores.
+    """
     allowed = len(os.sched_getaffinity(0))
     if rank_info.launcher == "slurm":
         allotted = int(os.environ.get("SLURM_CPUS_PER_TASK", "0"))
@@ -257,10 +277,11 @@ def count_usable_cores(rank_info: RankInfo) -> int:
 
 
 def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, str]:
-    """Return device and backend: a GPU and nccl if there is one per rank, else CPU and gloo.
+    """Return the device and the backend: a GPU and nccl if each rank has a GPU, otherwise the CPU and gloo.
 
-    With launch.backend=builtin they are the CPU and builtin. With launch.mixed=true they are gloo and, for the first
-    ranks of a host as long as it has some, a GPU. The GPU becomes torch's current device. Raises UserError.
+    With `launch.backend=builtin`, the result is the CPU and builtin. With `launch.mixed=true`, the backend is gloo; the
+    first ranks of each host get its GPUs, and the remaining ranks get the CPU. If this rank gets a GPU, this GPU
+    becomes torch's current device. Raises UserError if `launch.device=cuda` is set and there are fewer GPUs than ranks.
     """
     if settings.backend == "builtin":
         return torch.device("cpu"), "builtin"
@@ -274,12 +295,12 @@ def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[to
 
 
 def check_gpus(ranks: int, gpus: int) -> None:
-    """Raise UserError for launch.device=cuda if this host has fewer GPUs than ranks."""
+    """Raise UserError for `launch.device=cuda` if this host has fewer GPUs than ranks."""
     if not gpus:
         raise UserError("launch.device=cuda: no GPU is visible; use launch.device=auto or cpu")
     if gpus < ranks:
         raise UserError(
-            f"launch.device=cuda: {format_count(ranks, 'rank')} on this host, {format_count(gpus, 'GPU')}; "
+            f"launch.device=cuda: this host has {format_count(gpus, 'GPU')} for {format_count(ranks, 'rank')}; "
             "use fewer ranks or launch.device=auto"
         )
 
@@ -287,14 +308,14 @@ def check_gpus(ranks: int, gpus: int) -> None:
 def describe_transport(
     rank_info: RankInfo, settings: Launch, hosts: Sequence[str], interface: str, identity: Identity | None = None
 ) -> TransportSettings:
-    """Return the facts of this run by which process groups of the backend `builtin` connect."""
-    if rank_info.launcher == "local":  # the ranks may simulate several hosts
+    """Return the settings with which process groups of the backend `builtin` connect in this run."""
+    if rank_info.launcher == "local":  # local ranks may simulate several hosts
         hosts = [str(rank * rank_info.nodes // rank_info.size) for rank in range(rank_info.size)]
     machine = network.identify_host() if settings.transport == "auto" else ""
     return TransportSettings(
         run=rank_info.attempt_id or rank_info.master,
         hosts=hosts,
-        algorithm="ring" if settings.algorithm == "auto" else settings.algorithm,  # until one has been chosen
+        algorithm="ring" if settings.algorithm == "auto" else settings.algorithm,  # auto starts with ring
         address=network.list_interfaces()[interface],
         host=machine and f"{hosts[rank_info.rank]}-{machine}",
         polling_seconds=choose_polling_seconds(rank_info.local_size),
@@ -304,7 +325,10 @@ def describe_transport(
 
 
 def gather_hosts(store: dist.Store, rank_info: RankInfo, timeout: datetime.timedelta) -> tuple[str, ...]:
-    """Exchange the ranks' host names through the store. Raises UnreachableError naming the missing ranks."""
+    """Exchange the host names of all ranks through the store.
+
+    Raises UnreachableError, which names the missing ranks, if some ranks do not join within the timeout.
+    """
     keys = [f"here/{rank}" for rank in range(rank_info.size)]
     store.set(keys[rank_info.rank], socket.gethostname())
     try:

@@ -1,6 +1,6 @@
-"""Detection of ranks that do not answer.
+"""Detection of unresponsive ranks.
 
-It uses the rendezvous store, which works after collectives have failed.
+The detection uses the rendezvous store, which still works after collectives have failed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ import torch.distributed as dist
 from common.core.network import call_with_timeout
 from common.distributed.rendezvous import World
 
-ANSWER_SECONDS = 5.0  # time limit of an answer of the rendezvous store
+ANSWER_SECONDS = 5.0  # time limit for an answer from the rendezvous store
 
 
 class SilenceWatch:
-    """Watchdog that names the ranks a collective waits for without raising a timeout.
+    """Watchdog that reports which ranks a blocked collective is waiting for.
 
-    With NCCL that thread is blocked in the GPU driver until NCCL's own watchdog ends the process without naming a rank.
+    The watchdog is for collectives that do not raise a timeout. With NCCL, the calling thread is blocked in the GPU
+    driver until NCCL's own watchdog ends the process, without naming a rank.
     """
 
     def __init__(
         self, world: World, timeout_seconds: float, step_seconds: float, report: Callable[[str], None]
     ) -> None:
-        """Call `report` once, in a thread, when `timeout_seconds` have passed without `restart`.
+        """Start a thread that calls `report` once if `restart` is not called for `timeout_seconds`.
 
-        A step takes about `step_seconds`.
+        `report` receives a message that names the unresponsive ranks. `step_seconds` is the approximate duration of a
+        step.
         """
         self.world = world
         self.timeout_seconds = timeout_seconds
@@ -41,7 +43,7 @@ class SilenceWatch:
         threading.Thread(target=self._watch, daemon=True, name="silence").start()
 
     def restart(self) -> None:
-        """Restart the time limit after a step. All ranks call it equally often."""
+        """Restart the time limit after a step. All ranks must call this method equally often."""
         self.round += 1
         self.deadline = time.monotonic() + self.timeout_seconds
 
@@ -58,14 +60,15 @@ class SilenceWatch:
                 if not self.closed.is_set():
                     self.report(message)
                 return
-            self.deadline = time.monotonic() + self.timeout_seconds  # all ranks wait: the operation is slow
+            self.deadline = time.monotonic() + self.timeout_seconds  # all ranks are waiting for a slow operation
 
 
 def name_silent_ranks(world: World, step_seconds: float, part: str = "") -> str:
-    """Return a message naming the ranks that are not in the collective that timed out.
+    """Return a message that names the ranks that have not reached the collective that timed out.
 
-    It is empty if all ranks wait. A rank waits if it calls this function within `step_seconds` of this rank. `part`
-    distinguishes the calls of one run. Uses no collective.
+    The message is empty if all ranks are waiting. A rank counts as waiting if it calls this function within
+    `step_seconds` of the call on this rank. `part` distinguishes several calls in one run. This function uses no
+    collective.
     """
     store = world.store
     if store is None:
@@ -85,4 +88,4 @@ def name_silent_ranks(world: World, step_seconds: float, part: str = "") -> str:
     if not silent:
         return ""
     names = ", ".join(f"rank {rank} on {world.hosts[rank]}" for rank in silent)
-    return f"{names} did not answer within {world.timeout.total_seconds():g} s; see the log of that rank"
+    return f"{names} did not answer within {world.timeout.total_seconds():g} s; check the log of each unresponsive rank"

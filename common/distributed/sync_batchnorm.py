@@ -1,4 +1,4 @@
-"""BatchNorm over the batches of all ranks, and averages of tensors over the ranks."""
+"""Synchronized BatchNorm over the batches of all ranks, and averaging of tensors over ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 
 
 class AllReduce(torch.autograd.Function):
-    """Sum of a tensor of any shape over all ranks.
+    """Differentiable sum of a tensor of any shape over all ranks.
 
-    The summand of one rank contributes to the loss of every rank, so backward sums the gradients over the ranks.
-    torch.distributed.nn has the same function, deprecated since torch 2.15.
+    The tensor of one rank contributes to the loss of every rank, so the backward pass sums the gradients over all
+    ranks. The same function in torch.distributed.nn has been deprecated since torch 2.15.
     """
 
     @staticmethod
@@ -32,14 +32,14 @@ class AllReduce(torch.autograd.Function):
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm2d (arXiv 1502.03167) over the samples [N, C, H, W] of all ranks.
+    """BatchNorm2d layer (arXiv 1502.03167) that normalizes over the samples [N, C, H, W] of all ranks.
 
-    It runs on CPUs, unlike torch's SyncBatchNorm, and has the parameters and buffers of BatchNorm2d. Ranks may hold
-    different numbers of samples, including none.
+    Unlike torch's SyncBatchNorm, this layer runs on CPUs. The layer has the same parameters and buffers as BatchNorm2d.
+    Ranks may have different numbers of samples, including none.
     """
 
     waiting_seconds = 0.0
-    """Seconds that forward passes have waited in their all-reduce since the last reset."""
+    """Time in seconds that forward passes have spent in their all-reduce since the last reset."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -48,7 +48,8 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         assert self.momentum is not None
         channel = (1, -1, 1, 1)
 
-        # Deviations from the running mean, which is close to the mean: sums of large squares would lose digits.
+        # Sum deviations from the running mean, which is close to the mean of the batch. Sums of large squares would
+        # lose precision.
         pivot = self.running_mean.clone()
         deviation = x - pivot.view(channel)
         local_count = torch.full_like(pivot, x.numel() // x.shape[1])
@@ -72,9 +73,10 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
 
 
 def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Convert BatchNorm to synchronized BatchNorm: torch's with NCCL, else SyncBatchNorm2d.
+    """Convert the BatchNorm layers of a model to synchronized BatchNorm.
 
-    Names and values of parameters and buffers stay.
+    The new layers are torch's SyncBatchNorm with NCCL, and SyncBatchNorm2d with other backends. Parameters and buffers
+    keep their names and values.
     """
     if device.type == "cuda" and dist.get_backend() == "nccl":
         return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
@@ -99,7 +101,7 @@ def convert_layer(layer: nn.BatchNorm2d) -> SyncBatchNorm2d:
 
 
 def pop_waiting_seconds(model: nn.Module) -> float:
-    """Return and reset the seconds that synchronized BatchNorm layers have waited in forward passes."""
+    """Return and reset the time in seconds that SyncBatchNorm2d layers have waited in forward passes."""
     seconds = 0.0
     for module in model.modules():
         if isinstance(module, SyncBatchNorm2d):
@@ -118,13 +120,16 @@ def list_unsynchronized_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
 
 
 def skip_empty_batches(model: nn.Module) -> nn.Module:
-    """Let unsynchronized BatchNorm pass an empty batch, which has no mean; return the model."""
+    """Make unsynchronized BatchNorm layers accept empty batches, and return the model.
+
+    An empty batch has no mean, so the layers use their running statistics.
+    """
 
     def set_mode(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         is_empty = len(inputs[0]) == 0
         layer.train(model.training and not is_empty)
         if model.training and is_empty:
-            cast(Tensor, layer.num_batches_tracked).add_(1)  # as on the ranks that have samples
+            cast(Tensor, layer.num_batches_tracked).add_(1)  # the same count as on ranks that have samples
 
     for layer in list_unsynchronized_norms(model):
         layer.register_forward_pre_hook(set_mode)
@@ -133,9 +138,10 @@ def skip_empty_batches(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None, weight: float = 1.0) -> None:
-    """Average the floating-point buffers over the ranks of a group. All of them call it.
+    """Average the floating-point buffers of a model over the ranks of a group.
 
-    `weight` is this rank's weight: 1 for the mean over the ranks, `Loader.weight` for unequal shards.
+    All ranks of the group must call this function. `weight` is the weight of this rank: 1 for the mean over the ranks,
+    or `Loader.weight` for unequal shards.
     """
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     average_tensors(buffers, group, weight)
@@ -145,7 +151,7 @@ def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None, we
 def average_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, weight: float = 1.0) -> None:
     """Replace tensors by their weighted means over the ranks of a group, in one all-reduce.
 
-    The tensors must have the same dtype. The mean of the ranks' weights must be 1.
+    All tensors must have the same dtype. The mean of the weights of all ranks must be 1.
     """
     if not tensors or dist.get_world_size(group) == 1:
         return

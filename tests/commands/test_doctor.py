@@ -154,7 +154,7 @@ def test_an_error_without_a_time_is_not_taken_for_the_first() -> None:
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -> None:
     folder = Made(steps=10, state="failed").write(tmp_path)
-    reason = "rank 1 was killed by SIGKILL: the kernel ran out of memory"
+    reason = "rank 1 was killed by SIGKILL: the system ran out of memory"
     write_json(folder.path / "result.json", {"state": "failed", "exit_status": 137, "reason": reason})
     found = doctor(f"--run={folder.path}")
     assert "likely cause  out of memory; lower batch" in found, found
@@ -165,7 +165,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -
     ("why", "advice"),
     [
         ("the loss of step 3 is nan", 'RESUME={} ARGS="optim.lr=0.05"'),
-        ("rank 1 was killed by SIGKILL: the kernel ran out of memory", "RESUME={} on a machine with more memory, or"),
+        ("rank 1 was killed by SIGKILL: the system ran out of memory", "RESUME={} on a machine with more memory, or"),
         (
             "no valid checkpoint left (attempt 1 step 2); repair one",
             "RESUME={} after removing {}/attempts/*/checkpoints",

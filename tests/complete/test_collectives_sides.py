@@ -37,7 +37,7 @@ def test_every_algorithm_through_every_transport_sends_what_its_moves_say(tmp_pa
     few, many = (sum(points["builtin", dtype]["bytes_sent"]) for dtype in ("float32", "bfloat16"))
     assert few == pytest.approx(6 * 65536, abs=64) and many == pytest.approx(6 * 2 * 65536, abs=64), "barriers beside"
     assert points["gloo", "float32"]["bytes_sent"] == [0.0] * 4
-    assert "builtin: MB sent 0.20 by each rank" in done.out, "the ring for the many bytes of bfloat16 as it travels"
+    assert "builtin: sent 0.20 MB per rank" in done.out, "the ring for the many bytes of bfloat16 as it travels"
     assert list(done.result["links"]) == ["0 - 1", "1 - 2", "2 - 3", "3 - 0"]
 
 

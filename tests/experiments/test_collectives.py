@@ -105,11 +105,11 @@ def test_the_table_of_known_times() -> None:
     assert (line["alpha"], line["beta"]) == (pytest.approx(1e-4), pytest.approx(1e-9))
     shown = report.rows()
     assert "gloo: 100.0 us + bytes / 1 GB/s\n" in shown["sendrecv float32"] + "\n"
-    assert "4,200.0 us predicted for the largest size from the line of its links" in shown["all_reduce float32"]
+    assert "4,200.0 us predicted from link speeds for the largest size" in shown["all_reduce float32"]
     assert shown["links"] == "ranks 0 - 1: 20.0 us for any size"
     assert shown["bytes sent"].splitlines()[-2:] == [
-        f"all_reduce float32, 4,000,000 bytes, {side}: MB {counted} by each rank; computed 4.00 by each rank"
-        for side, counted in (("gloo", "through the interface 4.00"), ("isend ring", "sent 6.00"))
+        f"all_reduce float32, 4,000,000 bytes, {side}: {counted} MB per rank; computed 4.00 MB per rank"
+        for side, counted in (("gloo", "through the network interface 4.00"), ("isend ring", "sent 6.00"))
     ]
 
 
@@ -129,7 +129,7 @@ def test_one_size_has_no_line_and_no_measured_point_is_left_out() -> None:
 def test_a_wrong_number_is_found_and_named(op: str) -> None:
     vectors, (point,) = TestVectors(0, RankInfo(1, 3), torch.device("cpu")), list_points([op], ["bfloat16"], [6000], 3)
     x, out = vectors.make_tensors(point)
-    with pytest.raises(RuntimeError, match=f"mine returned a wrong result: {op} of 3000 bfloat16 on rank 1, "):
+    with pytest.raises(RuntimeError, match=f"mine returned a wrong result: {op} of 3000 bfloat16 elements on rank 1, "):
         vectors.check_result(point, x, out, "mine")
     expected = vectors.compute_expected(point)
     (x if op in ("broadcast", "all_reduce") else out).copy_(expected)
@@ -150,7 +150,7 @@ def test_a_side_that_is_wrong_ends_the_measurement(monkeypatch: pytest.MonkeyPat
             "other": CollectiveVariant({"broadcast": print}),
         }
         assert list(script.measure_sides(sides, 1, point, vectors, world)) == ["right"]
-        with pytest.raises(RuntimeError, match="wrong returned a wrong result: all_reduce of 8 int64 on rank 0, "):
+        with pytest.raises(RuntimeError, match="returned a wrong result: all_reduce of 8 int64 elements on rank 0, "):
             script.measure_sides(
                 {"wrong": CollectiveVariant({"all_reduce": lambda x, out: x.add_(1)})}, 0, point, vectors, world
             )
@@ -185,7 +185,7 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(
     done = run("collectives", "sizes=[4,64K]", "rounds=2", *built_in, runs=tmp_path / "runs")
     assert done.status == 0, done.err
     assert {point["side"] for point in done.result["points"]} == {"gloo", "isend ring", "star, network"}
-    assert "no two ranks share a host: transports=memory sends through the network" in done.out
+    assert "transports=memory uses the network, because no two ranks are on the same host" in done.out
     assert "samples_per_second" not in done.result and 0 <= done.result["foreign_cpu_share"] <= 1
     assert "samples/s" not in done.out
     assert sorted(path.name for path in done.folder.path.glob("*.png")) == [

@@ -41,7 +41,7 @@ def test_stages_share_a_host_and_replicas_have_one_each() -> None:
     assert [cast(Any, dp).global_ranks for _, dp in blocks] == [[0, 3], [1, 4], [2, 5]] * 2
     for rank, hosts in itertools.product(range(6), ("ababab", "aaaabb")):  # all say it: none waits for the others
         with pytest.raises(
-            UserError, match="replicas=2: the stages of one replica are on a and b; start a multiple of 3"
+            UserError, match="replicas=2: one replica has its stages on hosts a and b; start a multiple of 3"
         ):
             create_mesh_groups(cast(Any, Somewhere(rank=rank, size=6, hosts=hosts)), 2)
 

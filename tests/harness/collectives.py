@@ -476,10 +476,13 @@ def refusals(world: rendezvous.World) -> None:
     premultiplied: Any = dist._make_nccl_premul_sum(2.0)
     cases: list[tuple[str, Callable[[], object]]] = [
         (
-            "does not support the reduction PREMUL_SUM; supported: SUM",
+            "does not support the reduction PREMUL_SUM; supported reductions: SUM",
             lambda: dist.all_reduce(torch.zeros(2), premultiplied),
         ),
-        ("AVG of torch.int64; use SUM, then divide", lambda: dist.all_reduce(torch.zeros(2).long(), dist.ReduceOp.AVG)),
+        (
+            "AVG of torch.int64 tensors; use SUM and divide",
+            lambda: dist.all_reduce(torch.zeros(2).long(), dist.ReduceOp.AVG),
+        ),
         ("BAND of torch.float32", lambda: dist.all_reduce(torch.zeros(2), dist.ReduceOp.BAND)),
         ("SUM of torch.float8_e4m3fn", lambda: dist.reduce(fp8, 0)),
         ("receiving from any rank", lambda: dist.recv(torch.zeros(2))),

@@ -1,1 +1,1 @@
-"""The built-in backend of torch.distributed: collectives and messages over this project's own links."""
+"""Built-in backend for torch.distributed, with collectives and messages over the links of this project."""

@@ -1,6 +1,6 @@
-"""Checks of the arguments of collectives: reducible operations and types, and tensors of matching sizes.
+"""Checks of the arguments of collectives: reductions, data types, and sizes of tensors.
 
-All arguments are checked before the first byte is sent: if one rank failed later, the others would wait for it.
+All arguments are checked before the first byte is sent. If a rank failed later, the other ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Combine = Callable[..., Tensor]
 
 COMBINE_FUNCTIONS: dict[Operation, Combine] = {
     dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,  # divided by the number of ranks at the end
+    dist.ReduceOp.AVG: torch.add,  # the sum is divided by the number of ranks at the end
     dist.ReduceOp.PRODUCT: torch.mul,
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.MAX: torch.maximum,
@@ -37,12 +37,18 @@ COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 @functools.cache
 def choose_precision(op: Operation, dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which numbers are added or multiplied: float32 for bfloat16 and float16."""
+    """Return the data type in which numbers are reduced.
+
+    Sums and products of bfloat16 and float16 numbers are computed in float32.
+    """
     return torch.float32 if op in ARITHMETIC_OPS and dtype in HALF_PRECISION else dtype
 
 
 def list_reducible_dtypes(op: Operation) -> tuple[torch.dtype, ...]:
-    """Return the types that an operation supports; torch itself rejects products of complex numbers."""
+    """Return the data types that a reduction supports.
+
+    Products of complex numbers are not included, because torch itself rejects them.
+    """
     if op in BITWISE_OPS:
         return INTEGER_DTYPES
     if op == dist.ReduceOp.AVG:
@@ -56,22 +62,22 @@ def list_reducible_dtypes(op: Operation) -> tuple[torch.dtype, ...]:
 
 @functools.cache
 def check_reduction(op: Operation, dtype: torch.dtype) -> None:
-    """Raise NotImplementedError for an unsupported operation, TypeError for an unsupported type.
+    """Raise NotImplementedError for an unsupported reduction, and TypeError for an unsupported data type.
 
-    A sum of bool is `or`, a product `and`.
+    The sum of bool values is their logical `or`, and the product is their logical `and`.
     """
     if op not in COMBINE_FUNCTIONS:
         names = ", ".join(operation.name for operation in COMBINE_FUNCTIONS)
-        raise NotImplementedError(f"builtin does not support the reduction {op.name}; supported: {names}")
+        raise NotImplementedError(f"builtin does not support the reduction {op.name}; supported reductions: {names}")
     if dtype not in list_reducible_dtypes(op):
-        remedy = "; use SUM, then divide" if dtype in INTEGER_DTYPES else ""
-        raise TypeError(f"builtin does not support the reduction {op.name} of {dtype}{remedy}")
+        remedy = "; use SUM and divide the result" if dtype in INTEGER_DTYPES else ""
+        raise TypeError(f"builtin does not support the reduction {op.name} of {dtype} tensors{remedy}")
 
 
 def read_op(opts: Any, tensors: Sequence[Tensor]) -> Operation:
-    """Return the reduction of a call.
+    """Return the reduction that a call requests.
 
-    Raises NotImplementedError or TypeError if it cannot reduce the tensors.
+    Raises NotImplementedError or TypeError if the reduction does not support the tensors.
     """
     op: Operation = opts.reduceOp.op
     for tensor in tensors:
@@ -81,66 +87,71 @@ def read_op(opts: Any, tensors: Sequence[Tensor]) -> Operation:
 
 
 def check_dense(tensor: Tensor) -> None:
-    """Raise NotImplementedError unless a tensor is dense and on the CPU."""
+    """Raise NotImplementedError if a tensor is not dense or not on the CPU."""
     if not tensor.is_cpu or tensor.layout != torch.strided or tensor.is_quantized:
         raise NotImplementedError(
-            f"builtin supports only dense tensors on the CPU, got {tensor.layout} on {tensor.device}; "
-            "use tensor.to_dense(), tensor.cpu() or another backend"
+            f"builtin supports only dense tensors on the CPU (got {tensor.layout} on {tensor.device}); "
+            "use tensor.to_dense(), tensor.cpu(), or another backend"
         )
 
 
 def get_only_element(elements: Sequence[T]) -> T:
-    """Return the only element of a list. Raises ValueError for another length."""
+    """Return the only element of a list. Raises ValueError if the list does not have exactly one element."""
     if len(elements) != 1:
-        raise ValueError(f"builtin expects one tensor or list per rank, got {len(elements)}")
+        raise ValueError(f"builtin expects one tensor or list per rank (got {len(elements)})")
     return elements[0]
 
 
 def check_same_size_and_type(left: Tensor, right: Tensor) -> None:
-    """Raise ValueError unless two tensors have the same number of elements and the same type."""
+    """Raise ValueError if two tensors have different numbers of elements or different data types."""
     check_dense(left)
     check_dense(right)
     if left.numel() != right.numel() or left.dtype != right.dtype:
         raise ValueError(
-            f"tensors do not match: {left.numel()} elements of {left.dtype}, {right.numel()} of {right.dtype}"
+            f"tensors do not match: one has {left.numel()} elements of {left.dtype}, and the other has "
+            f"{right.numel()} elements of {right.dtype}"
         )
 
 
 def check_blocks(blocks: Sequence[Tensor], size: int) -> Sequence[Tensor]:
-    """Return a list of one dense tensor for each of `size` ranks.
+    """Return `blocks` after checking that the list has one dense tensor for each of `size` ranks.
 
-    Raises ValueError for another length.
+    Raises ValueError if the length of the list is not `size`.
     """
     if len(blocks) != size:
-        raise ValueError(f"the list has {len(blocks)} tensors, needs one for each of {size} ranks")
+        raise ValueError(f"the list has {len(blocks)} tensors; it must have one tensor for each of {size} ranks")
     for block in blocks:
         check_dense(block)
     return blocks
 
 
 def cut_equally(tensor: Tensor, size: int, part: Tensor) -> Sequence[Tensor]:
-    """Return the `size` equal parts of a contiguous tensor, each like `part`. Raises ValueError."""
+    """Divide a contiguous tensor into `size` parts that have the size and data type of `part`.
+
+    Raises ValueError if the tensor is not contiguous, or if its size or data type does not match.
+    """
     check_dense(tensor)
     check_dense(part)
     is_contiguous = tensor.is_contiguous()
     if tensor.numel() != size * part.numel() or tensor.dtype != part.dtype or not is_contiguous:
-        layout = "" if is_contiguous else ", not contiguous"
+        layout = "" if is_contiguous else " and is not contiguous"
         raise ValueError(
-            f"the tensor that covers all ranks has {tensor.numel()} elements of dtype {tensor.dtype}{layout}; "
+            f"the tensor for all ranks has {tensor.numel()} elements of dtype {tensor.dtype}{layout}; "
             f"it must be contiguous and have {size} x {part.numel()} elements of dtype {part.dtype}"
         )
     return tensor.detach().view(-1).tensor_split(size)
 
 
 def cut_rows(tensor: Tensor, size: int, rows: Sequence[int]) -> Sequence[Tensor]:
-    """Return a tensor's rows for each of `size` ranks.
+    """Divide the rows of a tensor among `size` ranks.
 
-    Rank r gets `rows[r]` rows; without `rows` the parts are equal. Raises ValueError.
+    Rank r gets `rows[r]` rows. If `rows` is empty, all parts are equal. Raises ValueError if the rows cannot be divided
+    in this way.
     """
     check_dense(tensor)
     count = tensor.shape[0]
     if not rows and count % size:
-        raise ValueError(f"{count} rows cannot be divided equally among {size} ranks; pass the numbers of rows")
+        raise ValueError(f"{count} rows cannot be divided equally among {size} ranks; pass the number of rows per rank")
     if rows and (len(rows) != size or sum(rows) != count):
-        raise ValueError(f"rows {list(rows)} do not divide {count} rows among {size} ranks")
+        raise ValueError(f"row counts must have {size} entries with the sum {count} (got {list(rows)})")
     return tensor.detach().split(list(rows)) if rows else tensor.detach().tensor_split(size)

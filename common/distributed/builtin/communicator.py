@@ -1,13 +1,13 @@
 """Collectives on tensors in main memory, over links between all pairs of ranks.
 
-An all-reduce executes the moves of its algorithm (common/distributed/transport/algorithms.py). In all other collectives
-a rank sends each block directly to the rank that needs it: in a reduce-scatter or all-to-all each rank sends and
-receives n (p - 1) / p bytes, as in a ring, but without its latency. A large broadcast is a scatter and an all-gather
-(Barnett et al. 1994, "Interprocessor collective communication library"), so that its root sends 2 n (p - 1) / p bytes,
-not (p - 1) n.
+An all-reduce executes the moves of its algorithm (common/distributed/transport/algorithms.py). In all other
+collectives, a rank sends each block directly to the rank that needs it. In a reduce-scatter or all-to-all, each of p
+ranks sends and receives n (p - 1) / p bytes. A ring sends the same number of bytes, but has a higher latency. A large
+broadcast is a scatter followed by an all-gather (Barnett et al. 1994, "Interprocessor collective communication
+library"). The root therefore sends 2 n (p - 1) / p bytes instead of (p - 1) n bytes.
 
-Results are bitwise identical on all ranks and in all runs: each number is reduced in one order, on one rank, and copied
-from there.
+Results are bitwise identical on all ranks and in all runs. Each number is reduced in a fixed order on one rank and is
+then copied to the other ranks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from common.distributed.transport.incoming import ExpectedMessage, Incoming
 from common.distributed.transport.links import Outgoing
 from common.distributed.transport.moves import Algorithm, find_chunk
 
-SMALL_BYTES = 1 << 16  # up to which the root of a broadcast sends the whole tensor to every rank
-GRAIN_ELEMENTS = 1 << 15  # elements that torch adds in one thread; above it, this thread would get its own thread pool
-MESSAGE_BIT = 1 << 63  # of a tag: separates point-to-point messages from collectives
+SMALL_BYTES = 1 << 16  # size up to which the root of a broadcast sends the whole tensor to every rank
+GRAIN_ELEMENTS = 1 << 15  # number of elements up to which torch adds in this thread, without a new thread pool
+MESSAGE_BIT = 1 << 63  # bit of a tag that separates point-to-point messages from collectives
 
 
 class TensorBytes:
-    """Contiguous bytes of a tensor: its memory, or a copy if not contiguous."""
+    """Contiguous bytes of a tensor: the memory of the tensor, or a copy if the tensor is not contiguous."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
@@ -42,42 +42,45 @@ class TensorBytes:
 
     @property
     def elements(self) -> Tensor:
-        """The bytes as elements [n], without the tensor's autograd state."""
+        """View of the bytes as a tensor [n] of the original data type, without autograd state."""
         dtype = self.tensor.dtype
         return torch.frombuffer(self.bytes, dtype=dtype) if len(self.bytes) else torch.empty(0, dtype=dtype)
 
     def fill(self, elements: Tensor) -> None:
-        """Write elements [n] of any type to the tensor."""
+        """Write elements [n] of any data type to the tensor."""
         self.elements.copy_(elements)
         self.write_back()
 
     def write_back(self) -> None:
-        """Copy the bytes to the tensor if they are not its own memory."""
+        """Copy the bytes back to the tensor if they are a copy."""
         if self.is_copy:
-            with torch.inference_mode():  # allows writing to every tensor
+            with torch.inference_mode():  # inference mode allows writing to any tensor
                 self.tensor.copy_(self.elements.view(self.tensor.shape))
 
 
 class PendingSend(NamedTuple):
-    """A message that is being sent."""
+    """Message that is being sent to another rank."""
 
     link: Outgoing
     ticket: int
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait, for at most `seconds`, until its bytes may change. Raises LinkError, LinkTimeout."""
+        """Wait at most `seconds` until the bytes of the message may be modified.
+
+        Raises LinkError if the link fails, and LinkTimeout if the time limit is exceeded.
+        """
         self.link.wait(self.ticket, seconds)
 
 
-PeerBytes = tuple[int, np.ndarray]  # a peer, and the bytes to send to it or to receive from it
-ChunkSend = tuple[int, int, PendingSend]  # the first element, the one after the last, and the message
+PeerBytes = tuple[int, np.ndarray]  # a peer, and the bytes to send to this peer or to receive from this peer
+ChunkSend = tuple[int, int, PendingSend]  # index of the first element, index after the last element, and message
 
 
 class Communicator:
-    """Collectives among `size` ranks.
+    """Collectives and point-to-point messages among the `size` ranks of a group.
 
-    All ranks call the same ones in the same order, from one thread at a time. Other threads may send and receive
-    point-to-point messages at the same time. Ranks are those of the group.
+    All ranks must call the same collectives in the same order, from one thread at a time. Other threads may send and
+    receive point-to-point messages at the same time. Rank numbers refer to the group.
     """
 
     def __init__(
@@ -88,28 +91,32 @@ class Communicator:
         incoming: dict[int, Incoming],
         algorithms: Sequence[tuple[int, Algorithm]],
     ) -> None:
-        """`algorithms` are pairs (smallest vector in bytes, all-reduce), ascending from 0 bytes."""
+        """Create the communicator of one rank from its links to all other ranks.
+
+        `algorithms` contains pairs of the smallest vector size in bytes and the all-reduce algorithm for this size. The
+        pairs are in ascending order and start at 0 bytes.
+        """
         self.rank = rank
         self.size = size
         self.outgoing = outgoing
         self.incoming = incoming
         self.algorithms = algorithms
         self.tags = itertools.count()
-        # at any time each rank sends to a different one
+        # At any time, all ranks send to different targets.
         self.targets = [(rank + distance) % size for distance in range(1, size)]
         self.sources = [(rank - distance) % size for distance in range(1, size)]
 
     def close(self) -> None:
-        """Close all links, from any thread; a waiting collective raises LinkError at once."""
+        """Close all links, so that a waiting collective raises LinkError. Any thread can call this method."""
         for link in (*self.outgoing.values(), *self.incoming.values()):
             link.close()
 
     # ---- reductions
 
     def all_reduce(self, tensor: Tensor, op: Operation) -> None:
-        """Reduce a tensor of the same shape on all ranks, in place.
+        """Reduce tensors of the same shape over all ranks, in place.
 
-        bfloat16 and float16 are added and sent as float32: twice their bytes.
+        Numbers of type bfloat16 and float16 are added and sent as float32, which doubles the number of bytes.
         """
         block = TensorBytes(tensor)
         precision = choose_precision(op, tensor.dtype)
@@ -126,13 +133,13 @@ class Communicator:
         block.write_back()
 
     def reduce(self, tensor: Tensor, op: Operation, root: int) -> None:
-        """Reduce a tensor into that of `root`; other ranks' tensors do not change."""
+        """Reduce the tensors of all ranks into the tensor of rank `root`. Other tensors do not change."""
         self.all_reduce(tensor if self.rank == root else tensor.detach().clone(), op)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Operation) -> None:
         """Reduce `inputs[r]` of all ranks into the output of rank r.
 
-        Output and inputs may share memory.
+        The output and the inputs may share memory.
         """
         tag = next(self.tags)
         blocks = [TensorBytes(tensor) for tensor in inputs]
@@ -151,7 +158,7 @@ class Communicator:
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Fill `outputs[r]` with the tensor of rank r, on all ranks.
 
-        Tensor and outputs may share memory.
+        The tensor and the outputs may share memory.
         """
         blocks = [TensorBytes(output) for output in outputs]
         local = copy_if_overlapping(tensor, [blocks[peer] for peer in self.sources])
@@ -161,9 +168,9 @@ class Communicator:
         write_back_all(blocks)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Fill `outputs[r]` with the input of rank r for this rank.
+        """Fill `outputs[r]` with the input tensor that rank r provides for this rank.
 
-        Blocks may share memory and differ in size.
+        The tensors may share memory and may differ in size.
         """
         blocks = [TensorBytes(output) for output in outputs]
         local = [copy_if_overlapping(tensor, blocks) for tensor in inputs]
@@ -175,7 +182,7 @@ class Communicator:
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
         """Fill `outputs[r]` on rank `root` with the tensor of rank r.
 
-        Outputs are empty on other ranks.
+        `outputs` is empty on other ranks.
         """
         if self.rank != root:
             self._exchange_bytes([(root, TensorBytes(tensor).bytes)], [])
@@ -189,7 +196,7 @@ class Communicator:
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
         """Fill the output of rank r with `inputs[r]` of rank `root`.
 
-        Inputs are empty on other ranks.
+        `inputs` is empty on other ranks.
         """
         block = TensorBytes(output)
         if self.rank == root:
@@ -200,7 +207,7 @@ class Communicator:
         block.write_back()
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Overwrite a tensor with that of rank `root`."""
+        """Overwrite the tensors of all ranks with the tensor of rank `root`."""
         block = TensorBytes(tensor)
         parts = self._divide_for_broadcast(block.bytes, root)
         local_part = parts[self.rank]
@@ -216,9 +223,10 @@ class Communicator:
         block.write_back()
 
     def _divide_for_broadcast(self, data: np.ndarray, root: int) -> list[np.ndarray]:
-        """Return the part of the data that the root sends each rank.
+        """Return, for each rank, the part of the data that the root sends first.
 
-        Large data are divided into chunks. Small data are the root's part, and the other parts are empty.
+        Large data is divided into one chunk per rank. Small data is not divided: the part of the root contains all
+        data, and the parts of the other ranks are empty.
         """
         length = len(data)
         if length <= SMALL_BYTES:
@@ -230,10 +238,11 @@ class Communicator:
         return parts
 
     def barrier(self) -> None:
-        """Wait until all ranks have called it.
+        """Wait until all ranks have called this method.
 
-        After round k of log2(p), a rank knows that 2^k ranks have called it. Hensgen, Finkel, Manber 1988, "Two
-        algorithms for barrier synchronization" (doi:10.1007/BF01379320).
+        The barrier takes log2(p) rounds. After round k, each rank has confirmation that 2^k ranks have called this
+        method. Source: Hensgen, Finkel, and Manber 1988, "Two algorithms for barrier synchronization"
+        (doi:10.1007/BF01379320).
         """
         token = np.zeros(1, np.uint8)
         distance = 1
@@ -246,13 +255,13 @@ class Communicator:
     # ---- messages
 
     def send(self, tensor: Tensor, target: int, tag: int) -> PendingSend:
-        """Start sending a tensor; it must not change until `wait` has returned."""
+        """Start sending a tensor. The tensor must not be modified until `PendingSend.wait` has returned."""
         return self._send(target, MESSAGE_BIT | tag, TensorBytes(tensor).bytes)
 
     def expect_tensor(self, tensor: Tensor, source: int, tag: int) -> tuple[TensorBytes, ExpectedMessage]:
-        """Provide memory for the next message with a tag, without waiting.
+        """Provide memory for the next message with a given tag, without waiting for the message.
 
-        Call `Incoming.wait_for_message`, then `TensorBytes.write_back`.
+        To complete the receive, call `Incoming.wait_for_message` and then `TensorBytes.write_back`.
         """
         block = TensorBytes(tensor)
         return block, self.incoming[source].expect_message(MESSAGE_BIT | tag, block.bytes.data)
@@ -262,11 +271,11 @@ class Communicator:
         return PendingSend(link, link.send(tag, data.data))
 
     def _list_receives(self, blocks: Sequence[TensorBytes]) -> list[PeerBytes]:
-        """Return the blocks of the other ranks, to be received from them."""
+        """Return all peers, each with the memory for the block that the peer sends to this rank."""
         return [(peer, blocks[peer].bytes) for peer in self.sources]
 
     def _exchange_bytes(self, sends: Iterable[PeerBytes], receives: Iterable[PeerBytes]) -> None:
-        """Send and receive bytes; both sides omit empty messages."""
+        """Send and receive bytes. Empty messages are omitted by both the sender and the receiver."""
         tag = next(self.tags)
         pending = [self._send(peer, tag, data) for peer, data in sends if len(data)]
         for peer, data in receives:
@@ -275,9 +284,9 @@ class Communicator:
         wait_for_all(pending)
 
     def _execute_moves(self, vector: Tensor, data: np.ndarray, combine: Combine) -> None:
-        """Execute this rank's moves on a vector [n] and its bytes.
+        """Execute this rank's moves of an all-reduce on a vector [n] and its bytes.
 
-        Chunks that are being sent are not overwritten.
+        A chunk is not overwritten while it is being sent.
         """
         tag = next(self.tags)
         width = vector.element_size()
@@ -301,9 +310,9 @@ class Communicator:
         wait_for_all(pending for _, _, pending in sends)
 
     def _receive_and_combine(self, source: int, tag: int, total: Tensor, dtype: torch.dtype, combine: Combine) -> None:
-        """Add a message to a vector [n], piece by piece as it arrives.
+        """Receive a message and combine each piece that arrives with a vector [n].
 
-        The message has elements of type `dtype`.
+        The elements of the message have the data type `dtype`.
         """
         start = 0
         width = dtype.itemsize
@@ -318,18 +327,18 @@ class Communicator:
 
 
 def divide_in_place(total: Tensor, size: int) -> None:
-    """Divide numbers in place; complex ones by parts, as torch's all-reduce does."""
+    """Divide a tensor in place. Like torch, divide the real and imaginary parts of complex numbers separately."""
     (torch.view_as_real(total) if total.is_complex() else total).div_(size)
 
 
 def wait_for_all(sends: Iterable[PendingSend]) -> None:
-    """Wait until messages are sent."""
+    """Wait until all messages have been sent."""
     for pending in sends:
         pending.wait()
 
 
 def wait_for_overlapping(sends: Sequence[ChunkSend], start: int, end: int) -> list[ChunkSend]:
-    """Wait for the sends that overlap a range of elements; return the others."""
+    """Wait for the sends that overlap a range of elements, and return all other sends."""
     remaining = []
     for send in sends:
         first, last, pending = send
@@ -341,13 +350,13 @@ def wait_for_overlapping(sends: Sequence[ChunkSend], start: int, end: int) -> li
 
 
 def write_back_all(blocks: Iterable[TensorBytes]) -> None:
-    """Copy the bytes of blocks to their tensors, where they are copies."""
+    """Copy the bytes of each block back to its tensor if they are a copy."""
     for block in blocks:
         block.write_back()
 
 
 def copy_if_overlapping(tensor: Tensor, targets: Iterable[TensorBytes]) -> np.ndarray:
-    """Return the bytes of a tensor, copied if they share memory with a target."""
+    """Return the bytes of a tensor. The bytes are copied if the tensor shares memory with a target."""
     source = TensorBytes(tensor).bytes
     overlaps = any(np.may_share_memory(source, target.bytes) for target in targets)
     return source.copy() if overlaps else source

@@ -1,4 +1,4 @@
-"""torch Work handles of point-to-point sends and receives."""
+"""Handles (`torch.distributed.Work`) of point-to-point sends and receives."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from common.distributed.builtin.worker import NO_TIMEOUT
 from common.distributed.transport.incoming import ExpectedMessage, Incoming
 from common.distributed.transport.links import LINK_ERRORS
 
-GRACE_SECONDS = 1e-3  # in which the thread that expects a message may start to wait for it
+GRACE_SECONDS = 1e-3  # delay that allows the calling thread to wait for an expected message itself
 ExplainError = Callable[[str, BaseException], BaseException]
 
 
 class MessageWork(dist.Work):
     """Handle of a message to or from another rank.
 
-    `explain` converts errors of links to errors of torch.
+    `explain` converts link errors to the errors that torch raises.
     """
 
     def __init__(self, explain: ExplainError) -> None:
@@ -30,8 +30,8 @@ class MessageWork(dist.Work):
         self.explain = explain
 
     def get_future(self) -> torch.futures.Future[object]:
-        """Raise NotImplementedError: no thread would run the callbacks."""
-        raise NotImplementedError("builtin does not support futures of messages; call wait()")
+        """Raise NotImplementedError, because no thread would run the callbacks."""
+        raise NotImplementedError("builtin does not support futures for messages; call wait() instead")
 
 
 class SendWork(MessageWork):
@@ -44,7 +44,7 @@ class SendWork(MessageWork):
     def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
         """Wait until the tensor may be modified.
 
-        `timeout` defaults to the group's time limit.
+        The default of `timeout` is the time limit of the group.
         """
         try:
             self.pending.wait(timeout.total_seconds() or None)
@@ -54,7 +54,7 @@ class SendWork(MessageWork):
 
 
 class ReceiveWork(MessageWork):
-    """Handle of a message that is expected."""
+    """Handle of an expected message."""
 
     def __init__(self, link: Incoming, block: TensorBytes, expected: ExpectedMessage, explain: ExplainError) -> None:
         super().__init__(explain)
@@ -63,9 +63,9 @@ class ReceiveWork(MessageWork):
         self.expected = expected
 
     def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the tensor holds the message.
+        """Wait until the tensor contains the message.
 
-        `timeout` defaults to the group's time limit.
+        The default of `timeout` is the time limit of the group.
         """
         try:
             self.link.wait_for_message(self.expected, seconds=timeout.total_seconds() or None)
@@ -76,7 +76,7 @@ class ReceiveWork(MessageWork):
 
 
 class BackgroundReader:
-    """Thread that reads expected messages of a rank while no other thread waits for them."""
+    """Thread that reads expected messages from a rank while no other thread waits for these messages."""
 
     def __init__(self, link: Incoming) -> None:
         self.link = link
@@ -86,7 +86,7 @@ class BackgroundReader:
         self.closed = False
 
     def read_in_background(self, expected: ExpectedMessage) -> None:
-        """Let the thread read the connection until a message has arrived."""
+        """Let the background thread read from the connection until an expected message has arrived."""
         if expected.has_arrived:
             return
         with self.changed:
@@ -99,7 +99,7 @@ class BackgroundReader:
                 self.changed.notify()
 
     def close(self) -> None:
-        """End the thread; threads that wait for messages get the reason from the link."""
+        """End the background thread. Threads that wait for messages receive an error from the link."""
         with self.changed:
             self.closed = True
             self.changed.notify()
@@ -112,7 +112,7 @@ class BackgroundReader:
                 return
 
     def _wait_for_oldest(self) -> ExpectedMessage | None:
-        """Wait for an expected message; return the oldest, None once closed."""
+        """Wait until a message is expected, and return the oldest expected message. Return None after `close`."""
         with self.changed:
             while not self.closed:
                 while self.expected and self.expected[0].has_arrived:

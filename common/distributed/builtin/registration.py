@@ -1,6 +1,6 @@
-"""Registration of the backend `builtin` with torch, and construction of its process groups.
+"""Registration of the backend `builtin` with torch, and creation of its process groups.
 
-Call `register_backend(TransportSettings(...))`, then `dist.init_process_group("builtin", ...)`.
+Call `register_backend(TransportSettings(...))` and then `dist.init_process_group("builtin", ...)`.
 """
 
 from __future__ import annotations
@@ -22,42 +22,48 @@ from common.distributed.transport.algorithms import Algorithm, build_algorithm, 
 from common.distributed.transport.certificates import Identity
 from common.distributed.transport.connecting import connect_ranks
 
-MIN_TORCH_VERSION = [2, 15]  # the first whose backends have the method names that backend.py overrides
+MIN_TORCH_VERSION = [2, 15]  # first version whose backends have the method names that backend.py overrides
 
 
 @dataclass
 class TransportSettings:
-    """Properties of a run that its process groups need."""
+    """Settings of a run that its process groups need in order to connect."""
 
     run: str
-    """Name of run and attempt, by which ranks recognise each other."""
+    """Name of the run and its attempt, with which ranks identify themselves to each other."""
     hosts: Sequence[str]
-    """Host of each rank."""
+    """Host of each rank, ordered by rank."""
     algorithm: str = "ring"
-    """All-reduce algorithm, or several by size in the format of `build_by_size`."""
+    """All-reduce algorithm, or several algorithms by vector size in the format of `build_by_size`."""
     address: str = "127.0.0.1"
     """IPv4 address of this rank's network interface."""
     host: str = ""
-    """Ranks with the same non-empty name exchange messages through memory, all others through sockets."""
+    """Name of this rank's host. Ranks with the same non-empty name use shared memory; all others use sockets."""
     polling_seconds: float = 0.0
-    """Seconds of polling for messages through memory before sleeping."""
+    """Time in seconds for which a rank polls for messages in shared memory before it sleeps."""
     setup_timeout: float = 60.0
-    """Seconds within which all ranks of a group must connect."""
+    """Time limit in seconds for connecting all ranks of a group."""
     identity: Identity | None = None
-    """Key and certificate, for TLS."""
+    """Key and certificate for TLS; None without TLS."""
 
 
 def register_backend(transport: TransportSettings) -> None:
-    """Register `builtin` with torch.distributed; later groups use these settings. Raises UserError."""
+    """Register the backend `builtin` with torch.distributed.
+
+    Process groups that are created later use these settings. Raises UserError if the version of torch is too old.
+    """
     if [int(part) for part in torch.__version__.split(".")[:2]] < MIN_TORCH_VERSION:
         raise UserError(
-            f"launch.backend=builtin needs torch 2.15 or newer, found {torch.__version__}; use another backend"
+            f"launch.backend=builtin needs torch 2.15 or newer (found {torch.__version__}); use another backend"
         )
     dist.Backend.register_backend(BACKEND_NAME, partial(create_backend, transport), extended_api=True, devices=["cpu"])
 
 
 def create_backend(transport: TransportSettings, options: Any, _: object) -> BuiltinBackend:
-    """Connect the members of a process group; torch calls it. Raises UnreachableError."""
+    """Create the backend of a process group and connect its members.
+
+    This function is called by torch. Raises UnreachableError if some members do not connect in time.
+    """
     store = options.store
     rank = options.group_rank
     size = options.group_size
@@ -94,9 +100,11 @@ def create_backend(transport: TransportSettings, options: Any, _: object) -> Bui
 def share_custom_algorithm(
     name: str, rank: int, size: int, publish: Callable[[str, str], object], look_up: Callable[[str], bytes]
 ) -> Algorithm:
-    """Return the algorithm of `FILE.py:function`, loaded by the group's first rank. Raises UserError.
+    """Return the algorithm of `FILE.py:function`, which only the first rank of the group loads.
 
-    Files may differ between hosts, and results between calls; ranks with different moves would wait for each other.
+    The other ranks receive the moves of the algorithm from the first rank, because files may differ between hosts, and
+    results may differ between calls. Ranks with different moves would wait for each other forever. Raises UserError if
+    the algorithm is invalid.
     """
     if rank == 0:
         algorithm = build_algorithm(name, size)
@@ -106,12 +114,13 @@ def share_custom_algorithm(
 
 
 def replace_algorithm(transport: TransportSettings, name: str) -> None:
-    """Use another all-reduce in later groups, and a built-in one in all ranks' group.
+    """Use another all-reduce algorithm in process groups that are created later.
 
-    All ranks must call it between the same collectives. Raises UserError.
+    A built-in algorithm is also used in the existing group of all ranks. All ranks must call this function between the
+    same collectives. Raises UserError if the algorithm is invalid.
     """
     transport.algorithm = name
-    if ":" not in name:  # the ranks have agreed on the moves of a custom algorithm when the group was created
+    if ":" not in name:  # the ranks agreed on the moves of a custom algorithm when the group was created
         assert dist.group.WORLD is not None
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         assert isinstance(backend, BuiltinBackend)

@@ -1,7 +1,7 @@
-"""Execution of collectives in call order, in a thread or in the caller.
+"""Execution of collectives in call order, in a background thread or in the calling thread.
 
-The caller executes a synchronous collective itself if no other one is pending: passing it to another thread would take
-longer than a small collective.
+The calling thread executes a synchronous collective itself if no other collective is pending. Passing a small
+collective to another thread would take longer than executing it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ NO_TIMEOUT = datetime.timedelta(0)  # torch's default for `wait`
 
 
 class CollectiveWork(dist.Work):
-    """Handle of a collective that a thread executes later; `wait` raises its error.
+    """Handle of a collective that a background thread executes.
 
-    torch forwards only `wait` and `get_future` to works written in Python: `is_completed` always returns False.
+    For `Work` objects written in Python, torch forwards only `wait` and `get_future`, so `is_completed` always returns
+    False.
     """
 
     def __init__(self, run: Task, tensors: Any) -> None:
-        """`tensors`, which `run` fills, are the value of the future."""
+        """Create the handle. `run` executes the collective and fills `tensors`, the value of the future."""
         super().__init__()
         self.run = run
         self.tensors = tensors
@@ -37,16 +38,16 @@ class CollectiveWork(dist.Work):
         self.future: torch.futures.Future[Any] | None = None
 
     def execute(self) -> None:
-        """Run the collective; an error is stored and raised by `wait`."""
+        """Execute the collective. An error is stored, and `wait` raises it."""
         try:
             self.run()
-        except BaseException as error:  # noqa: BLE001 (`wait` raises it)
+        except BaseException as error:  # noqa: BLE001 (`wait` raises the error)
             self.error = error
-        del self.run  # frees its tensors
+        del self.run  # frees the tensors of the collective
         self.done.set()
 
     def fail(self, error: BaseException) -> None:
-        """Complete with an error, without having been executed."""
+        """Complete the handle with an error, without executing the collective."""
         self.error = error
         self.done.set()
         self.run_callbacks()
@@ -59,9 +60,12 @@ class CollectiveWork(dist.Work):
             trigger.set_result(None)
 
     def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
-        """Wait for completion. Raises the error of the collective, or TimeoutError after a non-zero `timeout`."""
+        """Wait until the collective has completed.
+
+        Raises the error of the collective, or TimeoutError if a non-zero `timeout` is exceeded.
+        """
         if not self.done.wait(timeout.total_seconds() or None):
-            raise TimeoutError(f"the collective timed out: not finished after {timeout.total_seconds():g} s")
+            raise TimeoutError(f"the collective timed out after {timeout.total_seconds():g} s")
         self.get_tensors()
         return True
 
@@ -72,11 +76,11 @@ class CollectiveWork(dist.Work):
         return self.tensors
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future with the tensors or the error."""
+        """Return a future that receives the tensors or the error of the collective."""
         with self.lock:
             if self.future is None:
                 trigger = torch.futures.Future[None]()
-                # C++ code that waits for the future, such as DDP's reducer, gets only errors of callbacks
+                # C++ code that waits for the future, such as DDP's reducer, receives an error only from a callback.
                 self.future = trigger.then(lambda _: self.get_tensors())
                 if self.done.is_set():
                     trigger.set_result(None)
@@ -86,7 +90,7 @@ class CollectiveWork(dist.Work):
 
 
 class CollectiveExecutor:
-    """Executes collectives one at a time, in the order of their calls."""
+    """Executor that runs collectives one at a time, in the order of their calls."""
 
     def __init__(self, thread_name: str) -> None:
         self.thread_name = thread_name
@@ -95,13 +99,13 @@ class CollectiveExecutor:
         self.busy = False
         """True while any thread executes a collective."""
         self.idle_threads = 0
-        """Threads that wait for work, or are about to."""
+        """Number of threads that are waiting for work or are about to wait."""
         self.closing_error: BaseException | None = None
 
     def run_in_caller_if_idle(self, run: Task) -> bool:
-        """Execute `run` in the calling thread and return True.
+        """Execute `run` in the calling thread if no other collective is pending, and return True.
 
-        Do nothing and return False if another collective is before it or the executor is closed.
+        If another collective is pending or the executor is closed, do nothing and return False.
         """
         with self.changed:
             if self.busy or self.queue or self.closing_error:
@@ -114,7 +118,10 @@ class CollectiveExecutor:
         return True
 
     def submit(self, work: CollectiveWork) -> CollectiveWork:
-        """Execute a collective after those before it. Raises the error of `close`."""
+        """Execute a collective in a background thread, after all collectives that were submitted before.
+
+        If the executor is closed, raises the error that was passed to `close`.
+        """
         with self.changed:
             if self.closing_error is not None:
                 raise self.closing_error
@@ -123,7 +130,7 @@ class CollectiveExecutor:
         return work
 
     def close(self, error: BaseException) -> None:
-        """Fail all collectives that have not started, and all later ones, with an error."""
+        """Close the executor: collectives that have not started, and all later ones, fail with `error`."""
         with self.changed:
             self.closing_error = self.closing_error or error
             abandoned = self.queue
@@ -133,7 +140,7 @@ class CollectiveExecutor:
             work.fail(error)
 
     def _provide_thread(self) -> None:
-        """Wake or start a thread if a collective can start."""
+        """Wake up or start a thread if a collective is ready to start."""
         if self.busy or not self.queue:
             return
         if self.idle_threads:
@@ -150,18 +157,19 @@ class CollectiveExecutor:
     def _execute_queue(self) -> None:
         """Execute collectives until the executor is closed.
 
-        A callback may wait for a later collective, as PowerSGD's do: another thread then executes that one.
+        A callback may wait for a later collective, as the callbacks of PowerSGD do. Another thread then executes the
+        later collective.
         """
         while (work := self._wait_for_work()) is not None:
             work.execute()
             self._mark_idle()
             work.run_callbacks()
-            del work  # frees its tensors
+            del work  # frees the tensors of the collective
             with self.changed:
                 self.idle_threads += 1
 
     def _wait_for_work(self) -> CollectiveWork | None:
-        """Return the next collective, waiting until it can start; None once the executor is closed."""
+        """Wait until the next collective can start, and return it. Return None if the executor is closed."""
         with self.changed:
             while self.busy or not self.queue:
                 if self.closing_error is not None:

@@ -1,1 +1,1 @@
-"""Elastic runs: coordinator, members, process groups of a generation, and supervisor."""
+"""Elastic runs: coordinator, members, process groups of generations, and supervisor."""

@@ -1,8 +1,9 @@
-"""Coordinator of an elastic run: tracks the live ranks and forms a new generation when a rank is lost or joins.
+"""Coordinator of an elastic run, which tracks the live ranks and groups them into generations.
 
-It runs in the launcher, never in a rank, and does not load torch. Each rank has one connection to it, which carries
-heartbeats, reports of failed steps, and the addresses by which the ranks of a generation connect. Messages are JSON
-objects, one per line.
+A generation is a set of ranks that train together. The coordinator forms a new generation when a rank is lost or joins.
+The coordinator runs in the launcher, never in a rank, and does not import torch. Each rank has one connection to the
+coordinator. This connection carries heartbeats, reports of failed steps, and the addresses of the ranks of a
+generation. Messages are JSON objects, one per line.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from typing import Any
 from common.distributed.elastic.member import disable_send_delay
 from configs.elastic import Elastic
 
-MAX_MESSAGE_BYTES = 1 << 20  # messages of members are far smaller
+MAX_MESSAGE_BYTES = 1 << 20  # messages from members are far smaller
 MAX_HELLO_BYTES = 1 << 12  # size limit of the first message
 EXTRA_CONNECTIONS = 16  # connections allowed in addition to two per rank
 FINAL_POLLS = 100
-LEAVE_FINISHED_RUN = {"leave": "the run is over"}
+LEAVE_FINISHED_RUN = {"leave": "the run has finished"}
 
 
 class EndReason(enum.Enum):
     """Reason why the remaining ranks cannot continue the run."""
 
-    SHARD_LOST = "the lost rank held a part of the state that no other rank has: the run cannot continue"
+    SHARD_LOST = "the run cannot continue: the lost rank held a part of the state that no other rank has"
     STATE_LOST = (
-        "no remaining rank has the state of the run: every rank that had it was lost before a new rank had a full copy"
+        "the run cannot continue: every rank with the full state was lost before a new rank had received a copy"
     )
 
 
@@ -45,32 +46,33 @@ class RankConnection:
     last_heard: float
     pid: int = 0
     rank: int = -1
-    """Original rank; -1 until the rank has introduced itself."""
+    """Original rank; -1 until the rank has identified itself."""
     joins: bool = False
     """True for a restarted rank until it belongs to a generation."""
     irreplaceable: bool = False
-    """True for a rank without which the others cannot continue."""
+    """True if the other ranks cannot continue without this rank."""
     received: bytes = b""
     sign_in: dict[str, Any] | None = None
-    """Request for the next generation: `progress`; `done` if the rank has finished; `together` if all ranks leave their
-    generation after the same step. `progress` starts with the number of steps, -1 for a rank without the state."""
+    """Request to join the next generation; None if there is no request. `progress` is a list that starts with the
+    number of finished steps, or with -1 if the rank does not have the state. `done` is true if the rank has finished.
+    `together` is true if all ranks leave their generation after the same step."""
     awaited_keys: list[str] = field(default_factory=list)
-    """Keys of the store that the rank waits for."""
+    """Keys of the store for which the rank is waiting."""
     has_left: bool = False
-    """True after an orderly exit; the connection lasts as long as the process."""
+    """True after an orderly exit. The connection remains open until the process ends."""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message to a rank unless its connection is closed."""
+        """Send a message to the rank. Nothing is sent if the rank is unknown or its connection is closed."""
         if self.rank >= 0:
             with contextlib.suppress(OSError):
                 self.socket.sendall(json.dumps(message).encode() + b"\n")
 
 
 class Coordinator:
-    """Coordinator of one run. The launcher calls `poll_members` repeatedly, which does all the work.
+    """Coordinator of one run. The launcher must repeatedly call `poll_members`, which does all the work.
 
-    Losses are handled from the time when all ranks have connected until all are done. Before and after, the launcher
-    ends the run.
+    The run can survive the loss of a rank after all ranks have connected and until all ranks are done. At any other
+    time, the launcher ends the run when a rank is lost.
     """
 
     def __init__(self, listener: socket.socket, size: int, settings: Elastic, key: str = "") -> None:
@@ -83,26 +85,26 @@ class Coordinator:
         self.selector.register(listener, selectors.EVENT_READ)
         self.connections: set[RankConnection] = set()
         self.generation_number = 0
-        """Number of the newest generation; 0 before the first."""
+        """Number of the newest generation; 0 before the first generation."""
         self.arrived: set[int] = set()
-        """Ranks that have ever connected."""
+        """Ranks that have connected at least once."""
         self.members: list[int] = []
         """Live members of the newest generation."""
         self.generation_ended = False
-        """True from the first failure in a generation until the next one is formed."""
+        """True from the first failure in a generation until the next generation is formed."""
         self.finished = False
         self.end_reason: EndReason | None = None
-        """Reason why the remaining ranks cannot continue: the launcher ends the run."""
+        """Reason why the launcher must end the run, because the remaining ranks cannot continue; None otherwise."""
         self.below_minimum = False
-        """True after a generation with fewer than `elastic.min` members."""
+        """True once there has been a generation with fewer than `elastic.min` members."""
         self.lost: list[int] = []
         """Members lost since the newest generation was formed."""
         self.reasons: dict[int, str] = {}
-        """Why the newest process of a rank ended itself or was declared lost."""
+        """Reason, for each rank, why its newest process ended itself or was declared lost."""
         self.store: dict[str, str] = {}
         self.polled = time.monotonic()
         self.on_unresponsive: Callable[[int], None] = lambda member: None
-        """Called with a member that is lost because it does not answer."""
+        """Function that is called with the number of a rank that is lost because it is unresponsive."""
 
     @property
     def is_active(self) -> bool:
@@ -111,7 +113,7 @@ class Coordinator:
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Ranks without a connection while a generation works."""
+        """Ranks without a connection while a generation is training; empty at any other time."""
         return self.absent if self.is_active and not self.generation_ended else []
 
     @property
@@ -126,26 +128,29 @@ class Coordinator:
 
     @property
     def joining_ranks(self) -> set[int]:
-        """Restarted ranks that are connected and belong to no generation yet."""
+        """Restarted ranks that are connected but do not belong to a generation yet."""
         return {connection.rank for connection in self.connections if connection.joins}
 
     def find_end_reason(self) -> EndReason | None:
-        """Return why the run ends after a rank was killed; None if the loss would end any run."""
+        """Return the reason why a run ends after a rank was killed.
+
+        The result is None if the loss of a rank would end any run, elastic or not.
+        """
         if self.end_reason or self.finished or not self.generation_number:
             return self.end_reason
         return None if self.members else EndReason.STATE_LOST
 
     def find_pid(self, member: int) -> int:
-        """Return the process id of a member on its host; 0 if it is not connected."""
+        """Return the process id of a member on its host, or 0 if the member is not connected."""
         for connection in self.connections:
             if connection.rank == member:
                 return connection.pid
         return 0
 
     def poll_members(self, seconds: float) -> bool:
-        """Wait up to `seconds` for messages, answer them, then drop members that do not answer.
+        """Wait up to `seconds` for messages, answer them, and then drop unresponsive members.
 
-        Returns whether there were messages.
+        Return whether messages have arrived.
         """
         ready = self.selector.select(seconds)
         for key, _ in ready:
@@ -156,7 +161,7 @@ class Coordinator:
 
         now = time.monotonic()
         timeout = self.settings.timeout
-        was_suspended = now - self.polled > timeout / 2  # this process did not run: no rank is late
+        was_suspended = now - self.polled > timeout / 2  # this process was suspended, so no rank is late
         self.polled = now
         for connection in list(self.connections):
             if was_suspended:
@@ -169,8 +174,8 @@ class Coordinator:
         return bool(ready)
 
     def handle_ended_member(self, member: int) -> bool:
-        """Handle the end of a member's process; return False if the run cannot continue without it."""
-        for _ in range(FINAL_POLLS):  # its last messages count; strangers might send without end
+        """Handle the end of a member's process, and return whether the run can continue without this member."""
+        for _ in range(FINAL_POLLS):  # reads the member's last messages, unless other clients never stop sending
             if not self.poll_members(0):
                 break
         for connection in list(self.connections):
@@ -179,7 +184,7 @@ class Coordinator:
         return self.is_active
 
     def close(self) -> None:
-        """Close all connections, also in a forked child that inherits them."""
+        """Close all connections. A forked child that has inherited the connections must also call this method."""
         for connection in self.connections:
             connection.socket.close()
         self.listener.close()
@@ -191,7 +196,7 @@ class Coordinator:
             if len(self.connections) > 2 * self.size + EXTRA_CONNECTIONS:
                 accepted.close()
                 return
-            accepted.settimeout(1.0)  # limits sending; the socket is only read when it is ready
+            accepted.settimeout(1.0)  # limits the time of sending; the socket is read only when data is available
             disable_send_delay(accepted)
             connection = RankConnection(accepted, time.monotonic())
             self.connections.add(connection)
@@ -214,7 +219,7 @@ class Coordinator:
             try:
                 self._answer_message(connection, json.loads(line))
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
-                self._drop_connection(connection)  # a stranger
+                self._drop_connection(connection)  # an invalid message does not come from a rank of this run
                 return
 
     def _answer_message(self, connection: RankConnection, message: dict[str, Any]) -> None:
@@ -243,7 +248,10 @@ class Coordinator:
             self._remove_member(connection, failed=False)
 
     def _identify_rank(self, connection: RankConnection, message: dict[str, Any]) -> None:
-        """Accept a connection as that of a rank. Raises ValueError for a wrong key, or a rank already connected."""
+        """Assign a connection to the rank that identifies itself in the first message.
+
+        Raises ValueError for a wrong key, an invalid rank, or a rank that is already connected.
+        """
         rank = int(message["hello"])
         pid = int(message["pid"])
         key = str(message["key"]).encode()
@@ -264,7 +272,7 @@ class Coordinator:
             self._start_first_generation()
 
     def _start_first_generation(self) -> None:
-        """Start the first generation after all ranks have connected; some may be lost already."""
+        """Start the first generation after all ranks have connected. Some ranks may have been lost since then."""
         self.generation_number = 1
         self.members = sorted(self.connected_ranks)
         self.lost = self.absent
@@ -280,21 +288,21 @@ class Coordinator:
                 connection.awaited_keys = []
 
     def _drop_connection(self, connection: RankConnection) -> None:
-        """Close a connection; the loss of a member ends its generation."""
+        """Close a connection, and end the generation if a member is lost."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
         self.selector.unregister(connection.socket)
         with contextlib.suppress(OSError):
-            connection.socket.shutdown(socket.SHUT_RDWR)  # ranks forked since then have copies of the socket
+            connection.socket.shutdown(socket.SHUT_RDWR)  # ranks that were forked later have copies of the socket
         connection.socket.close()
         self._remove_member(connection, failed=not connection.has_left)
 
     def _remove_member(self, connection: RankConnection, *, failed: bool) -> None:
-        """Remove the rank of a connection from the members, if it is one.
+        """Remove the rank of a connection from the members, if the rank is a member.
 
-        A failure ends the generation; the failure of an irreplaceable rank ends the run. Without effect if the rank has
-        been removed before.
+        A failure ends the generation, and the failure of an irreplaceable rank ends the run. Removing the same rank
+        twice has no further effect.
         """
         if failed and connection.irreplaceable and not self.finished:
             self.end_reason = EndReason.SHARD_LOST
@@ -306,7 +314,7 @@ class Coordinator:
         self._form_generation_if_ready()
 
     def _count_as_lost(self, connection: RankConnection) -> None:
-        """Count a rank as lost that left orderly while it handled its failure."""
+        """Count a rank as lost even though it made an orderly exit while it was handling its failure."""
         if connection.has_left and not self.finished:
             connection.has_left = False
             self.lost.append(connection.rank)
@@ -314,7 +322,10 @@ class Coordinator:
             self._form_generation_if_ready()
 
     def _announce_join(self, connection: RankConnection) -> None:
-        """Notify the members that a rank waits to join; when all know, they leave together between two steps."""
+        """Notify the members that a rank is waiting to join.
+
+        After all members have been notified, they leave their generation together, between two steps.
+        """
         if self.finished:
             connection.send(LEAVE_FINISHED_RUN)
         elif self.is_active and not self.generation_ended:
@@ -323,7 +334,10 @@ class Coordinator:
                     member.send({"join": True})
 
     def _end_generation(self) -> None:
-        """Notify all members that their generation has ended, because their collectives would not end otherwise."""
+        """Notify all members that their generation has ended.
+
+        Without this notification, their collectives would never end.
+        """
         if self.generation_ended or not self.is_active:
             return
         self.generation_ended = True
@@ -333,7 +347,7 @@ class Coordinator:
                 connection.send({"over": self.generation_number})
 
     def _form_generation_if_ready(self) -> None:
-        """Form the next generation when all live members have signed in; finish when all are done."""
+        """Form the next generation once all live members have signed in, or finish if all members are done."""
         members = [member for member in self.connections if not member.joins and member.rank in self.members]
         requests = [member.sign_in for member in members if member.sign_in]
         if not self.is_active or not members or len(requests) < len(members):
@@ -347,7 +361,10 @@ class Coordinator:
         self._form_generation(sorted([*members, *joined], key=lambda connection: connection.rank))
 
     def _form_generation(self, connections: Sequence[RankConnection]) -> None:
-        """Form a generation. Its ranks copy the newest state; if no rank has a state, the run is broken."""
+        """Form a generation, whose ranks then copy the newest state.
+
+        If no rank has a state, the run cannot continue, and `end_reason` is set.
+        """
         progress = [connection.sign_in["progress"] for connection in connections if connection.sign_in]
         newest = max(progress)
         if newest[0] < 0:

@@ -1,4 +1,7 @@
-"""Changes of the ranks of an elastic run, stored in generations.json of an attempt. Imports no torch."""
+"""Rank changes of an elastic run: ranks that were lost or have joined.
+
+Each attempt stores its rank changes in generations.json. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ GENERATIONS_FILE = "generations.json"
 
 
 def describe_rank_change(change: Mapping[str, Any]) -> str:
-    """Describe a change of ranks in one line."""
+    """Describe a rank change in one line."""
     attempt = f"attempt {change['attempt']}, " if "attempt" in change else ""
     events = [f"{kind} rank {', '.join(map(str, change[kind]))}" for kind in ("lost", "joined") if change[kind]]
     return (
@@ -22,7 +25,7 @@ def describe_rank_change(change: Mapping[str, Any]) -> str:
 
 
 def read_rank_changes(attempt: RunFolder) -> list[dict[str, Any]]:
-    """Read the changes of an attempt's ranks; empty if the file is missing or truncated."""
+    """Read the rank changes of an attempt. The list is empty if the file is missing or damaged."""
     try:
         return list(json.loads((attempt.attempt_folder / GENERATIONS_FILE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -30,7 +33,10 @@ def read_rank_changes(attempt: RunFolder) -> list[dict[str, Any]]:
 
 
 def read_earlier_rank_changes(attempt: RunFolder) -> list[dict[str, Any]]:
-    """Read the changes of ranks in earlier attempts, each with its attempt. Damaged files are skipped."""
+    """Read the rank changes of all earlier attempts, each with the number of its attempt.
+
+    Damaged files are skipped.
+    """
     all_changes = []
     for earlier in attempt.list_attempts():
         if earlier.number >= attempt.number:
@@ -47,7 +53,7 @@ def read_earlier_rank_changes(attempt: RunFolder) -> list[dict[str, Any]]:
 
 
 def describe_rank_changes(attempt: RunFolder) -> list[str]:
-    """Describe the changes of an attempt's ranks; empty if the file is damaged."""
+    """Describe the rank changes of an attempt. The list is empty if the file is damaged."""
     try:
         return [describe_rank_change(change) for change in read_rank_changes(attempt)]
     except (TypeError, ValueError, LookupError):

@@ -1,6 +1,6 @@
-"""Connection of a rank to the coordinator of an elastic run: heartbeats, and sign-in to generations.
+"""Connection of a rank to the coordinator of an elastic run, for heartbeats and for joining generations.
 
-Imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,88 +24,97 @@ from typing import Any
 from common.distributed.rank_info import ORPHAN_COMMAND_VARIABLE
 
 HEARTBEATS_PER_TIMEOUT = 5
-GRACE_SECONDS = 2.0  # added to the timeout before a rank that sleeps after the end of its generation counts as stuck
-SLEEPING_STATE = "S"  # in proc(5); not D, which waits for a disk
-STUCK_REASON = "a collective of gloo does not end"
-SEND_SECONDS = 1.0  # time limit of the last message of a rank that leaves
+GRACE_SECONDS = 2.0  # time in addition to the timeout before a rank that has not signed in counts as stuck
+SLEEPING_STATE = "S"  # process state in proc(5); state D, in which a process waits for a disk, does not count as sleep
+STUCK_REASON = "a gloo collective does not end"
+SEND_SECONDS = 1.0  # time limit for sending the last message of a rank that leaves
 
 
 class GenerationEnded(RuntimeError):
-    """The generation has ended: a member is lost and collectives no longer end, or all leave it for a joining rank."""
+    """Error raised when the current generation has ended.
+
+    Either a member was lost, so that collectives no longer end, or all members leave the generation because another
+    rank joins.
+    """
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Ranks that train together until one of them is lost or another one joins."""
+    """Set of ranks that train together until one of them is lost or another rank joins."""
 
     number: int = 1
     members: Sequence[int] = ()
-    """The original rank of each member, ordered by its rank in this generation."""
+    """Original rank of each member, ordered by rank in this generation."""
     source: int = 0
-    """Rank that has the newest state."""
+    """Rank in this generation that has the newest state."""
     copies: bool = False
-    """True if some ranks do not have that state and copy it."""
+    """True if some ranks do not have the newest state and must copy it."""
     lost: Sequence[int] = ()
     joined: Sequence[int] = ()
     stops: bool = False
-    """True if there are fewer ranks than elastic.min: they save and stop."""
+    """True if the ranks must save and stop, because there are fewer ranks than `elastic.min`."""
     done: bool = False
-    """True if the run has finished; the members continue without a coordinator."""
+    """True if the run has finished, so that the members continue without the coordinator."""
 
 
 class Member:
-    """Connection of this rank to the coordinator. A thread sends heartbeats and receives messages."""
+    """Connection of this rank to the coordinator, with a thread that sends heartbeats and receives messages."""
 
     def __init__(
         self, address: str, number: int, timeout: float, key: str, *, joins: bool, irreplaceable: bool = False
     ) -> None:
         """Connect to the coordinator and start the thread.
 
-        `number` is the original rank, `timeout` the seconds without a heartbeat after which a rank is lost. The run
-        ends without an `irreplaceable` rank.
+        `number` is the original rank. `timeout` is the time in seconds without a heartbeat after which a rank is
+        declared lost. The run ends if an `irreplaceable` rank is lost.
         """
         self.orphan_command: list[str] = json.loads(os.environ.get(ORPHAN_COMMAND_VARIABLE, "[]"))
-        """Command that replaces this process when it can no longer reach the coordinator."""
+        """Command that replaces this process if it can no longer reach the coordinator."""
         self.socket = connect_to_coordinator(address, timeout)
         self.heartbeat_seconds = timeout / HEARTBEATS_PER_TIMEOUT
         self.generation = Generation(0 if joins else 1)
         self.on_generation_end: Callable[[], None] = lambda: None
-        """Called in the thread when the generation has ended, repeatedly until `sign_in`, to wake the main thread."""
+        """Function that the thread calls repeatedly to wake up the main thread, from the end of a generation until the
+        main thread calls `sign_in`."""
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
-        os.register_at_fork(after_in_child=self.socket.close)  # data workers would keep it open
+        os.register_at_fork(after_in_child=self.socket.close)  # data workers would keep the socket open
         self.send_lock = threading.Lock()
         self.closed = False
         self.generation_ended = joins
         """True from the end of a generation until the next one is formed."""
         self.has_signed_in = False
         self.has_waiting_rank = False
-        """True if a rank waits to belong to the next generation."""
+        """True if another rank is waiting to join the next generation."""
         self.max_sleep_seconds = timeout + GRACE_SECONDS
-        """Seconds that the main thread may sleep after the end of a generation."""
+        """Time in seconds for which the main thread may sleep after the end of a generation."""
         self.is_wait_bounded = False
-        """True while the main thread is in a wait with its own time limit."""
+        """True while the main thread is in a wait that has its own time limit."""
         self.last_busy = 0.0
-        """When the main thread was last seen busy since the end of the generation."""
+        """Monotonic time at which the main thread was last seen busy after the end of the generation."""
         self.cpu_ticks = -1
-        """Processor time of the main thread then."""
+        """CPU time of the main thread at `last_busy`, in clock ticks."""
         self._send({"hello": number, "key": key, "joins": joins, "irreplaceable": irreplaceable, "pid": os.getpid()})
         threading.Thread(target=self._listen, daemon=True, name="elastic").start()
 
     def sign_in(self, progress: Sequence[int], *, done: bool = False, together: bool = False) -> Generation:
-        """Request the next generation and wait until it is formed. `progress` orders states; the newest is highest.
+        """Request to join the next generation and wait until this generation is formed.
 
-        The request ends the current generation of the other ranks, except with `done` or `together`, which all members
-        request after the same step.
+        `progress` orders the states of the ranks: the newest state has the greatest value. The request ends the current
+        generation of the other ranks, unless `done` or `together` is true. All members must make a request with `done`
+        or `together` after the same step.
         """
         self.has_signed_in = True
         self._send({"sign_in": {"progress": list(progress), "done": done, "together": together}})
         while "generation" not in self.answers.get():
-            pass  # an answer that belongs to the previous generation
+            pass  # discards an answer that belongs to the previous generation
         return self.generation
 
     @contextlib.contextmanager
     def in_bounded_wait(self) -> Iterator[None]:
-        """Mark a wait of the main thread that has its own time limit: this rank is not stuck during it."""
+        """Mark a wait of the main thread that has its own time limit.
+
+        During this wait, the rank does not count as stuck.
+        """
         self.is_wait_bounded = True
         try:
             yield
@@ -118,15 +127,21 @@ class Member:
         self._send({"set": key, "value": value})
 
     def get_values(self, keys: Sequence[str]) -> list[str]:
-        """Wait for values that members of this generation set. Raises GenerationEnded."""
+        """Wait until members of this generation have set all keys, and return the values.
+
+        Raises GenerationEnded if the generation ends first.
+        """
         self._send({"get": list(keys)})
         answer = self.answers.get()
         if "values" not in answer:
-            raise GenerationEnded("a rank was lost while the ranks connected")
+            raise GenerationEnded("a rank was lost while the ranks were connecting")
         return list(answer["values"])
 
     def close(self) -> None:
-        """Leave orderly: the other ranks no longer wait for this one. The connection ends with the process."""
+        """Leave the generation in an orderly way, so that the other ranks no longer wait for this rank.
+
+        The connection remains open until the process ends.
+        """
         self.closed = True
         with contextlib.suppress(OSError):
             self._send({"bye": True})
@@ -146,7 +161,7 @@ class Member:
                 if now >= next_heartbeat:
                     next_heartbeat = now + self.heartbeat_seconds
                     self._send({"beat": True})
-                    if self.generation_ended and not self.has_signed_in:  # another collective may have started since
+                    if self.generation_ended and not self.has_signed_in:  # another collective may have started by now
                         self.on_generation_end()
                         self._leave_if_stuck(now)
                 if not poller.poll(1000 * max(0.0, next_heartbeat - now)):
@@ -182,10 +197,11 @@ class Member:
         self.answers.put(message)
 
     def _leave_if_stuck(self, now: float) -> None:
-        """Leave if the main thread sleeps instead of signing in: a collective of gloo may never end.
+        """Leave the run if the main thread sleeps instead of signing in, because a gloo collective may never end.
 
-        After a collective has failed in the middle of a message, gloo no longer reads that connection. Another
-        collective that waits for it cannot be woken. As a lost rank, this one can be restarted.
+        After a collective has failed in the middle of a message, gloo no longer reads from that connection. Another
+        collective that waits for this connection cannot be woken up. This rank leaves as a lost rank, because a lost
+        rank can be restarted.
         """
         state, ticks = read_main_thread()
         if self.is_wait_bounded or state != SLEEPING_STATE or ticks != self.cpu_ticks:
@@ -195,11 +211,14 @@ class Member:
             self.leave_as_lost(STUCK_REASON)
 
     def leave_as_lost(self, reason: str) -> None:
-        """End this process as a lost rank, which can be restarted; the launcher reports the reason."""
-        self._end_process(f"{reason}; it counts as lost", lost=True)
+        """End this process as a lost rank, which can be restarted. The launcher reports the reason."""
+        self._end_process(f"{reason}; this rank counts as lost", lost=True)
 
     def _announce_loss(self, reason: str) -> None:
-        """Send the coordinator why this process ends itself, unless another thread blocks the connection."""
+        """Send the coordinator the reason why this process ends itself.
+
+        Nothing is sent if another thread blocks the connection.
+        """
         if not self.send_lock.acquire(timeout=SEND_SECONDS):
             return
         message = json.dumps({"lost": f"ended itself: {reason}"})
@@ -210,7 +229,7 @@ class Member:
             self.send_lock.release()
 
     def _end_process(self, reason: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
-        """End this process at once, or replace it by a command: it must not write any more."""
+        """End this process immediately, or replace it with a command, so that it writes nothing more."""
         print(f"this rank leaves the run: {reason}", file=sys.stderr, flush=True)
         try:
             if command:
@@ -224,7 +243,7 @@ class Member:
 
 
 def read_main_thread() -> tuple[str, int]:
-    """Return the main thread's state (a letter, see proc(5)) and its processor time in ticks."""
+    """Return the state of the main thread (a letter, see proc(5)) and its CPU time in clock ticks."""
     status = Path(f"/proc/self/task/{os.getpid()}/stat").read_text()
     fields = status.rpartition(")")[2].split()
     ticks = int(fields[11]) + int(fields[12])
@@ -232,9 +251,10 @@ def read_main_thread() -> tuple[str, int]:
 
 
 def connect_to_coordinator(address: str, timeout: float) -> socket.socket:
-    """Connect to a coordinator at the path of a UNIX socket or at host:port. Raises OSError.
+    """Connect to a coordinator whose address is the path of a UNIX socket or host:port.
 
-    A TCP connection fails if the other host has not acknowledged data for `timeout` seconds.
+    Raises OSError if the connection cannot be established. An established TCP connection fails if the other host has
+    not acknowledged data for `timeout` seconds.
     """
     if address.startswith("/"):
         connection = socket.socket(socket.AF_UNIX)
@@ -249,6 +269,6 @@ def connect_to_coordinator(address: str, timeout: float) -> socket.socket:
 
 
 def disable_send_delay(connection: socket.socket) -> None:
-    """Disable Nagle's algorithm on a TCP connection, so that short messages are sent at once."""
+    """Disable Nagle's algorithm on a TCP connection, so that short messages are sent immediately."""
     if connection.family == socket.AF_INET:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

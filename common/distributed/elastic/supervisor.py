@@ -1,4 +1,4 @@
-"""Supervisor of the ranks of an elastic run: ends unresponsive ranks and restarts lost ones."""
+"""Supervisor of the ranks of an elastic run, which ends unresponsive ranks and restarts lost ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ POLL_SECONDS = 0.01
 
 
 def open_listener(address: str, size: int) -> socket.socket:
-    """Listen for ranks on a UNIX socket (path) or a TCP socket (host:port). Raises OSError."""
+    """Listen for ranks on a UNIX socket (path) or a TCP socket (host:port).
+
+    Raises OSError if the address cannot be used.
+    """
     host, _, port = address.rpartition(":")
     if port.isdecimal():
         listener = socket.socket(socket.AF_INET)
@@ -27,7 +30,10 @@ def open_listener(address: str, size: int) -> socket.socket:
 
 
 class Supervisor:
-    """The launcher's view of an elastic run. `kill` and `start` end and start the process of a rank."""
+    """Supervisor with which a launcher manages the ranks of an elastic run.
+
+    `kill` ends the process of a rank, and `start` starts a new process for a rank.
+    """
 
     def __init__(
         self,
@@ -40,10 +46,11 @@ class Supervisor:
         start_timeout: float = 60.0,
         give_up_start: Callable[[int], None] | None = None,
     ) -> None:
-        """`listener` is the coordinator's socket; `key` authenticates the ranks if other users can reach it.
+        """Create the supervisor and its coordinator, which listens on the socket `listener`.
 
-        A restarted rank must connect to the coordinator within `start_timeout` seconds. Otherwise `give_up_start`, by
-        default `kill`, ends its process.
+        `key` authenticates the ranks if other users can reach this socket. A restarted rank must connect to the
+        coordinator within `start_timeout` seconds. Otherwise, `give_up_start` ends its process. The default of
+        `give_up_start` is `kill`.
         """
         self.settings = settings
         self.start = start
@@ -57,27 +64,27 @@ class Supervisor:
         """Start times of restarted ranks that have not connected to the coordinator yet."""
 
     def accept_loss(self, rank: int, exit_code: int) -> bool:
-        """Handle the end of a rank's process; return whether the run continues without it.
+        """Handle the end of a rank's process, and return whether the run continues without this rank.
 
-        Only a killed rank is lost; a rank that fails otherwise ends the run. A restarted rank that has not joined yet
-        may end in any way.
+        Only a killed rank counts as lost. A rank that fails in any other way ends the run. A restarted rank that has
+        not joined yet may end in any way.
         """
         is_new = rank in self.joining_ranks
         self.start_times.pop(rank, None)
         if is_new and exit_code > 0:
-            print(f"restarted rank {rank} failed with status {exit_code}; see its log", flush=True)
+            print(f"restarted rank {rank} failed with exit status {exit_code}; check its log", flush=True)
         return (exit_code < 0 or is_new) and self.coordinator.handle_ended_member(rank)
 
     @property
     def joining_ranks(self) -> set[int]:
-        """Restarted ranks that belong to no generation yet."""
+        """Restarted ranks that do not belong to a generation yet."""
         return self.coordinator.joining_ranks | self.start_times.keys()
 
     def poll_and_restart_ranks(self, lost_ranks: Container[int]) -> None:
-        """Answer the ranks' messages, and restart missing ranks while the other ranks continue.
+        """Answer the messages of the ranks, and restart missing ranks while the other ranks continue.
 
-        Only `lost_ranks` are restarted: they are known to be lost. Another one may have failed by itself, which
-        ends the run.
+        Only ranks in `lost_ranks`, which are known to be lost, are restarted. Any other missing rank may have failed by
+        itself, which ends the run.
         """
         self.coordinator.poll_members(POLL_SECONDS)
         now = time.monotonic()

@@ -125,7 +125,7 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_told_from_others(small_group
     (tmp_path / "group").write_text(str(small_group))
     done = fork_ranks("one_takes_too_much", tmp_path)
     assert done.returncode == 128 + signal.SIGKILL
-    assert "was killed by SIGKILL: the kernel ran out of memory; the other 2 ranks were stopped" in done.stderr
+    assert "was killed by SIGKILL: the system ran out of memory; the other 2 ranks were stopped" in done.stderr
 
 
 def test_a_model_that_cannot_fit_is_refused_before_anything_starts(tmp_path: Path, cache: Path) -> None:
@@ -265,7 +265,7 @@ def test_interrupt_ends_everything_and_two_runs_do_not_collide(tmp_path: Path, d
         os.killpg(first.pid, signal.SIGINT)  # what Ctrl-C on a terminal does
         _, err = first.communicate(PATIENCE)
         assert first.returncode == 128 + signal.SIGINT
-        assert "will save after the current step (before the first step there is nothing to save)" in err
+        assert "a checkpoint will be saved after the current step (if training has started)" in err
         assert "metrics up to step" in err and "Traceback" not in err
         folder = only_folder(a)
         assert folder.result["exit_status"] == first.returncode and folder.result["last_step"] > 0

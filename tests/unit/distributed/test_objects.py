@@ -29,7 +29,7 @@ def test_values_of_ranks(case: str, tmp_path: Path) -> None:
         ((1, 2), "the value is of type tuple"),
         ([Action("F", 0, 0)], r"the value\[0\] is of type Action"),
         ({"runs": {"first": Path("runs")}}, r"the value\['runs'\]\['first'\] is of type PosixPath"),
-        ({"steps": {3: 0.5}}, r"the value\['steps'\] has the key 3; keys sent between ranks must be text"),
+        ({"steps": {3: 0.5}}, r"the value\['steps'\] has the key 3; keys sent between ranks must be strings"),
         (b"bytes", "the value is of type bytes"),
         (torch.ones(1), "the value is of type Tensor"),
         (np.float32(1), "the value is of type float32"),

@@ -41,7 +41,7 @@ def test_the_drawing_of_a_step_names_model_batch_ranks_and_schedule(tmp_path: Pa
         (4, "cuda", 2, ("cuda:1", "nccl")),
         (4, "cpu", 2, ("cpu", "gloo")),
         (0, "cuda", 2, "no GPU is visible"),
-        (1, "cuda", 2, "2 ranks on this host, 1 GPU;"),
+        (1, "cuda", 2, "this host has 1 GPU for 2 ranks;"),
     ],
 )
 def test_a_gpu_each_where_there_are_enough(

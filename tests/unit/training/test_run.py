@@ -115,7 +115,7 @@ def test_on_nccl_a_rank_that_hangs_is_named_before_the_time_is_over(tmp_path: Pa
     wait_until(lambda: "ERROR" in folder.log_file(1).read_text(), "the watch has told", 20)
     run.close()
     assert (
-        "after step 0: rank 0 on a did not answer within 2 s; see the log of that rank"
+        "after step 0: rank 0 on a did not answer within 2 s; check the log of each unresponsive rank"
         in folder.log_file(1).read_text()
     )
 
