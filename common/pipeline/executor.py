@@ -1,4 +1,4 @@
-"""Execute the actions of one rank in a schedule, with messages that overlap computation."""
+"""Execute one rank's actions of a schedule. Messages overlap computation."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Messages:
             self.network.send(consumer, tensor)
 
     def receive(self, consumer: Action) -> Tensor:
-        """Wait for the tensor that an action consumes and return it. It is valid until the next step."""
+        """Wait for the tensor that an action consumes. The tensor is valid until the next step."""
         if consumer in self.within_rank:
             return self.within_rank.pop(consumer)
         if self.memory and consumer in self.in_memory:
@@ -147,7 +147,7 @@ class Network:
         if self.world.backend != "nccl" or self.world.size == 1:
             return {}
         members = list(map(self.world.get_global_rank, range(self.world.size)))
-        is_subgroup = bool(self.world.global_ranks)  # the other ranks do not call new_group
+        is_subgroup = bool(self.world.global_ranks)  # ranks outside the subgroup do not call new_group
         groups = {}
         for kind in "FB":
             for wraps in (False, True):
@@ -159,7 +159,7 @@ class Network:
         """Send a first message in each direction with nccl, in the same order on all ranks.
 
         nccl connects two ranks when they exchange their first message, and both ranks must call nccl at the same time.
-        Within a training step, this would not be the case.
+        Within a training step, the two ranks would call nccl at different times.
         """
         token = torch.zeros(1, device=self.world.device)
         size = self.world.size

@@ -147,7 +147,7 @@ def find_missing_dependency(action: Action, stages: int, done: Container[Action]
 
 
 class Span(NamedTuple):
-    """An action with its start and end, in seconds or in units of one forward."""
+    """An action with its start and end times, in seconds or in units of one forward."""
 
     action: Action
     start: float
@@ -162,7 +162,7 @@ DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # duration of each kind of
 def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
     """Return the spans of each rank's actions, in units of one forward.
 
-    Messages take no time. Raises ValueError, which names the action, if the schedule deadlocks.
+    Messages take no time. Raises ValueError if the schedule deadlocks. The error message names the action.
     """
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in plan]
@@ -288,8 +288,8 @@ def format_timeline(spans: Timeline, width: int = 72) -> list[str]:
 def check_schedule_of_config(settings: object, code: Path | None = None) -> None:
     """Raise UserError if the pipeline schedule of a config is invalid.
 
-    Configs without a pipeline are accepted. `code` is the source folder of an existing run with this config. It may
-    contain a copy of the custom schedule's file, which is then used.
+    Configs without a pipeline are accepted. `code` is the source folder of an existing run with this config. If this
+    folder contains a copy of the custom schedule's file, the copy is used.
     """
     if not isinstance(settings, Stages):
         return
@@ -335,7 +335,7 @@ def main() -> None:
     spans = simulate_schedule(make_schedule(settings), stages)
     for rank, line in enumerate(format_timeline(spans, width=round(compute_makespan(spans)))):
         print(f"rank {rank} |{line}|")
-    print(f"idle share {compute_bubble(spans):.1%}  (a forward takes 1 unit of time, a backward takes 2)")
+    print(f"idle share {compute_bubble(spans):.1%}  (a forward takes 1 unit of time, and a backward takes 2 units)")
 
 
 if __name__ == "__main__":

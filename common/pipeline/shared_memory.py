@@ -127,7 +127,7 @@ class SharedMemory:
 
     def _map_slots(self, memory: mmap.mmap, routes: Sequence[MessageRoute]) -> None:
         start = 0
-        for route in routes:  # no views of a common tensor: for autograd, a write to one view is a write to all
+        for route in routes:  # separate tensors, because autograd treats a write to one view as a write to all views
             slot = torch.frombuffer(memory, dtype=self.dtype, count=route.shape.numel(), offset=start)
             self.slots[route.consumer] = slot.view(route.shape)
             start += count_slot_bytes(route, self.dtype)

@@ -15,7 +15,7 @@ from common.pipeline.stage_tracer import StageTracer
 class SingleProcessPipeline:
     """A pipeline with all stages of a model in this process, each stage on a separate device.
 
-    A call only queues work on a GPU and returns immediately. In each tick, the stages are queued from last to first, so
+    On a GPU, a call only queues work and returns immediately. In each tick, stages are queued from last to first, so
     that no GPU waits for the host. The method is GPipe (Huang et al. 2019, arXiv 1811.06965). `loss` must be a mean
     over samples. A batch consists of `microbatches` microbatches of `size` samples each (see `configs.batch_plan`).
     """
@@ -80,9 +80,9 @@ class SingleProcessPipeline:
         return torch.cat(parts)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """Run forward and backward for x [N, ...] with targets y [N]; return the mean loss [].
+        """Run forward and backward for x [N, ...] with targets y [N]; return the mean loss.
 
-        The backward also visits the devices in the order of their dependencies.
+        The mean loss is a 0-d tensor. The backward also visits the devices in the order of their dependencies.
         """
         self.tracer.begin_step()
         y = y.to(self.devices[-1])

@@ -15,7 +15,7 @@ MAX_TABLE_STALENESS = 8  # maximum number of staleness values in the table
 
 
 class ServerCounts(NamedTuple):
-    """Counts of the pushes that one server has applied and of the bytes that it has received and sent."""
+    """Number of pushes that one server has applied, and number of bytes received and sent by the server."""
 
     pushes: int
     received: int

@@ -1,14 +1,14 @@
 """Servers of a parameter server, each of which stores and updates a shard of the parameters.
 
-The parameter server was published by Li et al. 2014 (OSDI). A server answers pulls with its shard and applies pushed
+Parameter servers are described by Li et al. 2014 (OSDI). A server answers pulls with its shard and applies pushed
 gradients with a torch optimizer. Each optimizer step creates a new version of the shard. A gradient is computed from
 pulled parameters. The staleness of a push is the number of versions that are created after this pull and before the
 gradient is applied.
 
 In sync mode, each step has two phases. When all pushes have arrived, the server prepares the step and answers the
 pushes. `take_prepared_step` then applies the step. If a worker has received all answers, every server has received all
-pushes. In an elastic run, a step that one rank has completed can therefore be applied on every server, and no server
-applies a step before that.
+pushes. In an elastic run, a step that one rank has completed can therefore be applied on every server. A step that no
+rank has completed is not applied on any server.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ REQUEST = 1
 VALUES = 2
 GRADIENT = 3
 ANSWER = 4
-FOLLOWER_OFFSET = 4  # a small message that follows a large one has the tag of the large one plus this number
+FOLLOWER_OFFSET = 4  # a small message has the tag of the large message that it follows, plus this number
 
 END_TICKET = -1  # marks the last request of a worker
 IDLE_TIMEOUT = datetime.timedelta(days=365)  # an evaluation or a checkpoint may take place between two requests
@@ -43,9 +43,10 @@ class ServerWorker:
     """This rank's part of a parameter server: a worker and, on the first ranks, also a server.
 
     A ticket identifies a share of the work. With p workers, ticket t is share t % p of the batch of step t // p. Server
-    0 assigns the tickets. In sync mode, each worker gets the same share of every batch; otherwise, it gets the next
-    free ticket. When all ranks synchronize between steps, no worker has started the next step, so every push has been
-    applied. In sync mode, the workers may change between `stop_serving` and `start_serving`, but the servers may not.
+    0 assigns the tickets. In sync mode, each worker gets the same share of every batch. Otherwise, each worker gets the
+    next free ticket. When all ranks synchronize between steps, no worker has started the next step, so every push has
+    been applied. In sync mode, the workers may change between `stop_serving` and `start_serving`, but the servers may
+    not.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class ServerWorker:
     def take_shares(self, step: int, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the shares (inputs, targets) of a step's batch that are assigned to this worker.
 
-        There may be any number of shares, including none. `x` and `y` are the full batch, except in sync mode, in which
-        they are already this worker's share.
+        There may be any number of shares, including none. In sync mode, `x` and `y` are already this worker's share;
+        otherwise, `x` and `y` are the full batch.
         """
         workers = self.policy.workers
         while self.ticket // workers == step - 1:
@@ -141,7 +142,8 @@ class ServerWorker:
         """Send the gradient to all servers, wait for their answers and return the maximum staleness.
 
         Each server gets its shard of the gradient. When this call returns, all servers have applied the gradient. In
-        sync mode, they have instead received the pushes of all workers, and `take_prepared_step` applies them.
+        sync mode, the servers have only received the pushes of all workers, and `take_prepared_step` applies the
+        pushes.
         """
         gradient = parameters_to_vector(p.grad for p in self.parameters if p.grad is not None)
         answers = [torch.zeros(2, dtype=torch.int64) for _ in self.parts]
@@ -189,7 +191,7 @@ class ServerWorker:
     def fetch_optimizer_state(self, optimizer: Optimizer) -> None:
         """Copy the optimizer state of all servers into an optimizer of the network.
 
-        The state is divided into the parameters of the network. All ranks must call this method.
+        The state is split by the parameters of the network. All ranks must call this method.
         """
         local_state = self.server.shard.optimizer.state[self.server.shard.values] if self.server else {}
         entries = [[key, value.dim() > 0] for key, value in local_state.items()]

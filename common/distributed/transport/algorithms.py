@@ -4,8 +4,8 @@
     python -m common.distributed.transport.algorithms two_level 6 2  draw two_level for 6 ranks, 2 ranks per host
     python -m common.distributed.transport.algorithms mine.py:f 4    draw the custom algorithm f for 4 ranks
 
-Moves are defined in common/distributed/transport/moves.py. A custom function takes the number of ranks. For each rank,
-it returns a list of tuples ("send", "receive" or "add", chunk, peer). These tuples determine the number of chunks.
+Moves are defined in common/distributed/transport/moves.py. A custom function takes the number of ranks and returns, for
+each rank, a list of tuples ("send", "receive" or "add", chunk, peer). These tuples determine the number of chunks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def build_algorithm(name: str, size: int, hosts: Hosts = ()) -> Algorithm:
     note = ""
     if name == "halving_doubling" and size & (size - 1):
         name = "ring"
-        note = f"halving_doubling requires a power of two as the number of ranks (got {size}); using ring instead"
+        note = f"halving_doubling requires the number of ranks to be a power of two (got {size}); using ring instead"
     if len(hosts) not in (0, size):
         entries = format_count(len(hosts), "entry")
         raise ValueError(f"hosts must have one entry per rank (got {entries} for {format_count(size, 'rank')})")
@@ -85,8 +85,8 @@ def build_by_size(names: str, size: int, hosts: Hosts = ()) -> list[tuple[int, A
 def check_algorithm_of_config(settings: Experiment, code: Path | None = None) -> None:
     """Raise UserError if the all-reduce algorithm of a config is invalid.
 
-    `code` is the source folder of an existing run with this config. It may contain a copy of the custom algorithm's
-    file, which is then used.
+    `code` is the source folder of an existing run with this config. If this folder contains a copy of the custom
+    algorithm's file, the copy is used.
     """
     launch = use_stored_algorithm_file(settings.launch, code) if code else settings.launch
     if launch.backend == "builtin" and launch.algorithm != "auto":
@@ -277,7 +277,7 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser that reports each error as a one-line UserError."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError with the message and the usage."""
+        """Raise UserError with the message and the usage of the command."""
         raise UserError(f"{message}; {' '.join(self.format_usage().split())}")
 
 

@@ -24,7 +24,7 @@ from common.distributed.transport.welcome import UntrustedPeer
 
 KEY_FILE = "key.pem"
 CERTIFICATE_FILE = "certificate.pem"
-CLOCK_SKEW_SECONDS = 3600.0  # hosts' clocks may differ by this time, so the validity is extended at both ends
+CLOCK_SKEW_SECONDS = 3600.0  # tolerated difference between hosts' clocks; it extends the validity at both ends
 OPENSSL_TIMEOUT = 60  # seconds
 FOREIGN_CERTIFICATE = "presented a certificate of another run"
 EXPIRED_CERTIFICATE = "presented a certificate that has expired or is not yet valid"

@@ -210,13 +210,13 @@ def exchange_proofs(connection: socket.socket, direction: ConnectionId, token: b
             raise ConnectionResetError("the peer closed the connection during the handshake; its log shows the reason")
         answer += data
     if not secrets.compare_digest(answer, make_answer(direction, token)):
-        raise UntrustedPeer("gave a wrong answer; another program is using this port")
+        raise UntrustedPeer("gave a wrong answer in the handshake; the port may belong to another program")
 
 
 def connect_to_local_rank(name: str, seconds: float) -> socket.socket | None:
     """Connect to a rank on this host through its Unix socket.
 
-    Return None if no process of this user listens on the socket. The rank may be on another host with the same name.
+    Return None if no process of this user listens on the socket. This can happen if two hosts have the same name.
     """
     connection = socket.socket(socket.AF_UNIX)
     # with a Python timeout, connect() would fail immediately if the queue is full, instead of waiting

@@ -98,7 +98,7 @@ def predict_seconds(algorithm: Algorithm, lines: MessageTimeLines, nbytes: float
 def choose_by_size(lines: MessageTimeLines, names: Sequence[str], size: int, hosts: Hosts = ()) -> str:
     """Return the fastest algorithms by vector size, as a value of `launch.algorithm` such as `tree<65536<ring`.
 
-    The choice differs from that for the previous size only if another algorithm is faster by at least 1%. Among equally
+    The choice changes from one size to the next only if another algorithm is faster by at least 1%. Among equally
     fast algorithms, the first one is chosen. All other ranks wait while rank 0 runs the simulation, so algorithms that
     take too long to simulate are excluded: ring and sharded_star for more than MAX_RANKS ranks, and two_level if ranks
     times hosts exceeds MAX_RANKS**2.

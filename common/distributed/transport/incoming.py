@@ -1,7 +1,7 @@
 """Receive messages from another rank. This module does not import torch.
 
-A thread that waits for a message reads the connection. If it reads a message for another thread, the message is written
-to the memory that the other thread has provided, or stored until that thread asks for it.
+A thread that waits for a message reads the connection. If the next message is for another thread, the message is
+written to the memory that the other thread has provided, or stored until that thread asks for it.
 """
 
 from __future__ import annotations

@@ -190,14 +190,17 @@ class MemoryStream(SocketStream):
                 raise EOFError
             return data
 
-    # The next two methods are for callers of `share_memory` that afterward send only numbers, not messages.
+    # The next two methods are for callers that use `share_memory` and then send only numbers instead of messages.
 
     def send_number(self, number: int) -> None:
         """Send a nonnegative integer below 2^32."""
         self.socket.send(NUMBER.pack(number))
 
     def receive_numbers(self) -> Iterable[int]:
-        """Wait for numbers and return those that have arrived. Raises EOFError if the peer closed the connection."""
+        """Wait for at least one number and return all numbers that have arrived.
+
+        Raises EOFError if the peer closed the connection.
+        """
         return array.array("I", self.read_some(1024 * NUMBER.size))
 
     def read_into(self, target: memoryview) -> None:

@@ -54,9 +54,9 @@ class Algorithm:
 
 
 def find_chunk(length: int, chunks: int, chunk: int, count: int = 1) -> tuple[int, int]:
-    """Return the first and last position of `count` chunks, starting at chunk number `chunk`.
+    """Return the start and end positions of `count` chunks, starting at chunk number `chunk`.
 
-    The last position is exclusive. `length` is the number of elements of the vector, and `chunks` is the total number
+    The end position is exclusive. `length` is the number of elements of the vector, and `chunks` is the total number
     of chunks. The lengths of chunks differ by at most one element. If there are fewer elements than chunks, some chunks
     are empty.
     """
@@ -97,7 +97,7 @@ RouteFinder = Callable[[int, int, Move], CableRoute]
 
 
 def route_in_one_step(source: int, target: int, move: Move) -> CableRoute:
-    """Return a route for which each rank has one cable and each message takes one unit of time."""
+    """Return a route that uses one cable of each rank and takes one unit of time."""
     return CableRoute(source, target, 1.0)
 
 
@@ -118,8 +118,8 @@ def simulate_algorithm(algorithm: Algorithm, find_route: RouteFinder = route_in_
     A cable carries one message at a time in each direction. A message occupies the cable of its source and the cable of
     its target for its whole duration. Messages of the same rank leave a cable in the order in which they were sent.
     Computation takes no time. Without `find_route`, the unit of time is a step, and in each step a rank sends at most
-    one message and receives at most one message. Raises UserError, which names the rank and the move, if a rank would
-    wait forever.
+    one message and receives at most one message. Raises UserError if a rank would wait forever. The error message names
+    the rank and the move.
     """
     simulation = _Simulation(algorithm, find_route)
     for rank in range(len(algorithm.moves)):
@@ -202,7 +202,7 @@ class _Simulation:
         heapq.heappush(self.heads, (self.find_start(message), message.issued, message.event, key))
 
     def find_start(self, message: QueuedMessage) -> float:
-        """Return the earliest time at which a message is sent and both of its cables are free."""
+        """Return the earliest time at which a message can start, because both of its cables are free."""
         route = message.route
         return max(message.issued, self.outgoing_free[route.outgoing], self.incoming_free[route.incoming])
 
@@ -229,7 +229,7 @@ class _Simulation:
         return None
 
     def raise_deadlock(self, waits_for: dict[int, int]) -> NoReturn:
-        """Raise UserError, which names a cycle of ranks that wait for each other."""
+        """Raise a UserError that names a cycle of ranks that wait for each other."""
         path = [min(waits_for)]
         while (following := waits_for[path[-1]]) not in path:
             path.append(following)

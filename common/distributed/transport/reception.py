@@ -32,7 +32,7 @@ from common.distributed.transport.welcome import (
     parse_hello_length,
 )
 
-HANDSHAKE_SECONDS = 2.0  # time limit of a handshake
+HANDSHAKE_SECONDS = 2.0  # time limit for a handshake
 MAX_PENDING = 64  # maximum number of connections with an incomplete handshake
 BACKLOG = 1024  # length of the kernel's queue; if the queue is full, a peer retries only after a second
 MAX_PRINTED_HOSTS = 20  # maximum number of hosts whose rejected connections are printed
@@ -90,7 +90,8 @@ class Acceptor:
     def wait_for_ranks(self, deadline: float) -> dict[int, socket.socket]:
         """Wait until all other ranks have connected and return their connections, by rank.
 
-        `deadline` is a time of `time.monotonic`. Raises UnreachableError, which names the missing ranks.
+        `deadline` is a time on the clock of `time.monotonic`, in seconds. Raises UnreachableError if ranks are missing
+        at this time. The error message names the missing ranks.
         """
         self._thread.join(max(0.0, deadline - time.monotonic()))
         peers = [rank for rank in range(self.size) if rank != self.rank]

@@ -32,7 +32,7 @@ def pack_seconds(seconds: float) -> bytes:
 
 
 def copy_if_small(data: memoryview) -> memoryview:
-    """Return a copy of data of at most SMALL_BYTES bytes, and longer data unchanged.
+    """Copy `data` if it has at most SMALL_BYTES bytes, and return longer data unchanged.
 
     The caller may reuse the memory of data that has been copied.
     """
@@ -55,7 +55,7 @@ os.register_at_fork(after_in_child=close_inherited_sockets)
 
 
 class TlsSocket(socket.socket):
-    """A TLS connection over an already connected socket. Not thread-safe.
+    """A TLS connection over an already connected socket. This class is not thread-safe.
 
     The object takes over the file descriptor of the socket. Unlike ssl.SSLSocket, which makes one system call per
     record of 16 kB, this class passes many records to each call.
@@ -182,8 +182,11 @@ class SocketStream:
             return 0
 
     def _write_remainder(self, encoded: bytes, unsent: memoryview, deferred: memoryview) -> None:
-        """Write `encoded` (a header or encrypted bytes), then the data, which TLS still has to encrypt."""
-        socket.socket.sendall(self.socket, encoded + unsent[:SMALL_BYTES])  # no packet contains only a header
+        """Write `encoded` (a header or encrypted bytes), then the remaining data.
+
+        A TLS socket encrypts the remaining data when it is written.
+        """
+        socket.socket.sendall(self.socket, encoded + unsent[:SMALL_BYTES])  # avoids a packet with only a header
         for data in (unsent[SMALL_BYTES:], deferred):
             for start in range(0, len(data), PIECE_BYTES):  # the time limit applies to each piece
                 self.socket.sendall(data[start : start + PIECE_BYTES])

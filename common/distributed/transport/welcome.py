@@ -4,7 +4,7 @@ The connecting rank sends its identity. Both ranks then prove that they know a r
 published through the rendezvous. Therefore, neither a misdirected rank nor a port scanner can join a run. This
 handshake does not protect against an attacker who can read the network traffic or the rendezvous, but TLS does. With
 TLS, this handshake follows the TLS handshake. In TLS 1.3, the client completes its handshake before the server has
-verified the client's certificate. Only the answer of the server confirms that it has accepted the certificate. This
+verified the client's certificate. Only the answer of the server confirms that the certificate has been accepted. This
 module does not import torch.
 """
 

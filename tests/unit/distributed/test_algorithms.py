@@ -103,7 +103,7 @@ def test_chunks_are_nearly_equal_and_leave_nothing_out() -> None:
 def test_three_ranks_cannot_halve_and_are_told_so() -> None:
     algorithm = build_algorithm("halving_doubling", 3)
     assert replace(algorithm, note="") == build_algorithm("ring", 3)
-    expected = "halving_doubling requires a power of two as the number of ranks (got 3); using ring instead"
+    expected = "halving_doubling requires the number of ranks to be a power of two (got 3); using ring instead"
     assert algorithm.note == expected
     assert not build_algorithm("halving_doubling", 4).note
 
