@@ -1,4 +1,4 @@
-"""Execution of one rank's actions of a schedule, with messages that overlap computation."""
+"""Execute one rank's actions of a schedule. Messages overlap computation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from common.pipeline.schedules import Action, Span, list_local_stages
 from configs.pipeline import PipelineConfig
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-Message = tuple[Action, Tensor]  # a tensor, and the action that consumes it
+Message = tuple[Action, Tensor]  # a tensor and the action that consumes the tensor
 Marks = list[tuple[Action, Stamp, Stamp]]
 
 
 @torch.no_grad()
 def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: torch.dtype) -> list[torch.Size]:
-    """Return the shape of one sample after each stage, without N.
+    """Return the shape of one sample after each stage, without the batch dimension.
 
-    `sample` is the shape of one input. Passes a sample of zeros through the stages in eval mode, so that BatchNorm's
-    statistics do not change. (The meta device would avoid the computation, but takes a second to import.)
+    `sample` is the shape of one input. A sample of zeros passes through the stages in eval mode, so that the statistics
+    of BatchNorm do not change. The meta device would avoid this computation, but importing it takes a second.
     """
     shapes = []
     activation = torch.zeros(1, *sample, dtype=dtype)
@@ -38,11 +38,12 @@ def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dt
 
 
 class PipelineEngine:
-    """The built-in engine: trains one rank's stages of a model by a schedule.
+    """The built-in engine, which trains the stages of one rank according to a schedule.
 
-    `stages` are all stages of the model; the rank moves those of `list_local_stages` to its device. `loss` must be a
-    mean over samples: divided by the number of microbatches, its gradients equal those of the whole batch.
-    `batch` is the number of samples in a step of this pipeline, `sample` the shape of one input without N.
+    `stages` contains all stages of the model; only this rank's stages (see `list_local_stages`) are moved to its
+    device. `loss` must be a mean over samples. The engine divides the loss of each microbatch by the number of
+    microbatches, so that the accumulated gradients equal those of the whole batch. `batch` is the number of samples in
+    one step of this pipeline, and `sample` is the shape of one input without the batch dimension.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class PipelineEngine:
         self.has_last_stage = self.stage_count - 1 in self.local_stages
         self.clock = DeviceClock(world.device)
         if len(set(world.hosts)) > 1:
-            dist.barrier(world.group)  # only this group's: other replicas may be on one host
-            self.clock.set_zero_now()  # the clocks of hosts are unrelated: all count from the end of the barrier
+            dist.barrier(world.group)  # of this group only, because other replicas may be on a single host
+            self.clock.set_zero_now()  # clocks of different hosts are unrelated, so time starts after the barrier
         self.history: deque[Marks] = deque(maxlen=MAX_STAMPED_STEPS)
         routes = list_routes(self.plan, self.shapes, self.microbatch_size)
         self.messages = Messages(world, routes, dtype, self.microbatches, settings.transport)
@@ -80,17 +81,17 @@ class PipelineEngine:
 
     @property
     def module(self) -> nn.ModuleList:
-        """The local stages, for example for the optimizer."""
+        """All local stages as one module, for example for the optimizer."""
         return nn.ModuleList(self.local_stages.values())
 
     # ---- one training step
 
     def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
-        """Forward and backward of one batch; gradients are added to the parameters' `.grad`.
+        """Run forward and backward for one batch, and add the gradients to the parameters' `.grad`.
 
-        The rank with the first stage passes inputs x [batch, ...], the rank with the last stage targets y [batch].
-        Returns the mean loss, a 0-d tensor that the device may still be computing, on the rank with the last stage,
-        else None. Raises TimeoutError if a message does not arrive in time.
+        The rank with the first stage must pass the inputs x [batch, ...], and the rank with the last stage must pass
+        the targets y [batch]. The rank with the last stage returns the mean loss, a 0-d tensor that the device may
+        still be computing; all other ranks return None. Raises TimeoutError if a message does not arrive in time.
         """
         self.clock.begin_step()
         self.inputs = self._split_batch(x) if x is not None and self.has_first_stage else ()
@@ -104,7 +105,7 @@ class PipelineEngine:
         for action in self.plan[self.world.rank]:
             kind, stage, _ = action
             is_forward = kind == "F"
-            # the first forward and the last backward receive no message
+            # the forward of the first stage and the backward of the last stage receive no message
             has_source = stage != (0 if is_forward else last_stage)
             received = messages.receive(action) if has_source else None
             start = stamp()
@@ -119,8 +120,8 @@ class PipelineEngine:
     def _split_batch(self, batch: Tensor) -> tuple[Tensor, ...]:
         """Return the microbatches of a batch.
 
-        A single microbatch is the batch itself, because views are slower. Their size is that of `configs.batch_plan`.
-        `Loader` makes the microbatches of gradient accumulation.
+        A single microbatch is the batch itself, because a view would be slower. The size of a microbatch is defined by
+        `configs.batch_plan`. The microbatches of gradient accumulation are created by `Loader` instead.
         """
         return batch.chunk(self.microbatches) if self.microbatches > 1 else (batch,)
 
@@ -143,7 +144,7 @@ class PipelineEngine:
     def _backward(self, action: Action, gradient: Tensor | None) -> Message | None:
         _, stage, microbatch = action
         x, output = self.saved.pop((stage, microbatch))
-        if output.requires_grad:  # false after a first stage without parameters
+        if output.requires_grad:  # false if the first stage has no parameters
             torch.autograd.backward(output, gradient)
         if stage == 0:
             return None
@@ -154,18 +155,18 @@ class PipelineEngine:
 
     @torch.no_grad()
     def predict(self, x: Tensor | None, count: int) -> Tensor | None:
-        """Return the model's output [count, ...] on the last stage's rank, else None.
+        """Return the model's output [count, ...] on the rank with the last stage, and None elsewhere.
 
-        All ranks call it, and a collective after the last call: a stage sends its output and continues with the next
-        batch while later stages work.
+        All ranks must call this method and must call a collective after the last batch. Each stage sends its output and
+        continues with the next batch while later stages are still computing.
         """
-        if not count:  # the shard of a replica may be empty
+        if not count:  # the replica's shard of the data may be empty
             return None
         network = self.messages.network
         has_peers = self.world.size > 1
         activation = x
         for stage, module in self.local_stages.items():
-            consumer = Action("F", stage, self.microbatches)  # a number that no training message has
+            consumer = Action("F", stage, self.microbatches)  # microbatch number that no training message uses
             if stage and has_peers:
                 shape = self.shapes[stage - 1]
                 activation = torch.empty(count, *shape, dtype=self.dtype, device=self.world.device)
@@ -177,7 +178,7 @@ class PipelineEngine:
         return activation if self.has_last_stage else None
 
     def collect_spans(self) -> list[list[Span]]:
-        """Return this rank's newest steps, oldest first, with times in seconds."""
+        """Return the spans of this rank's latest steps, oldest step first, with times in seconds."""
         seconds = self.clock.to_seconds
         steps = []
         for marks in self.history:
@@ -186,5 +187,5 @@ class PipelineEngine:
 
     @property
     def last_rank(self) -> int:
-        """The rank that holds the last stage in the first replica, and so the loss."""
+        """The rank with the last stage of the first replica, which computes the loss."""
         return (self.stage_count - 1) % self.world.size

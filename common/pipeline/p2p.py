@@ -1,8 +1,8 @@
-"""Point-to-point messages of a pipeline: through shared memory within a host, else through the network.
+"""Point-to-point messages of a pipeline, through shared memory within a host and through the network otherwise.
 
-A message is identified by the action that consumes it: the forward of the next stage consumes an activation, the
-backward of the previous stage a gradient. The messages, and the order in which each rank sends them, follow from the
-schedule.
+A message is identified by the action that consumes it. An activation is consumed by the forward of the next stage, and
+a gradient is consumed by the backward of the previous stage. The schedule determines all messages and the order in
+which each rank sends them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from common.pipeline.shared_memory import MessageRoute, SharedMemory, open_share
 
 
 def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list[MessageRoute]:
-    """Return all messages between ranks in a step, in sending order.
+    """Return the routes of all messages between ranks in a step, in sending order.
 
-    `shapes` are those of one sample after each stage, `size` is the number of samples in a microbatch.
+    `shapes` contains the shape of one sample after each stage. `size` is the number of samples in a microbatch.
     """
     routes = []
     for source, actions in enumerate(plan):
@@ -37,10 +37,11 @@ def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list
 
 
 class Messages:
-    """One rank's messages of a step: call `post_receives`, then `receive` and `send`, then `wait_until_sent`.
+    """Messages that one rank sends and receives in a step.
 
-    All receives from the network are posted at the start, and sends are waited for only at the end, so messages overlap
-    computation.
+    In each step, call `post_receives` first, then `receive` and `send`, and finally `wait_until_sent`. All receives
+    from the network are posted at the start of a step, and the rank waits for its sends only at the end. Messages
+    therefore overlap computation.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Messages:
         self.within_rank: dict[Action, Tensor] = {}
 
     def post_receives(self) -> None:
-        """Post all receives of a step."""
+        """Post all receives of a step from the network."""
         self.receives = {action: (self.network.receive(action, buffer), buffer) for action, buffer in self.buffers}
 
     def send(self, consumer: Action, tensor: Tensor) -> None:
@@ -75,7 +76,7 @@ class Messages:
             self.network.send(consumer, tensor)
 
     def receive(self, consumer: Action) -> Tensor:
-        """Wait for the tensor that an action consumes; valid until the next step."""
+        """Wait for the tensor that an action consumes. The tensor is valid until the next step."""
         if consumer in self.within_rank:
             return self.within_rank.pop(consumer)
         if self.memory and consumer in self.in_memory:
@@ -85,12 +86,15 @@ class Messages:
         return buffer
 
     def wait_until_sent(self) -> None:
-        """Wait until all tensors of the step are sent."""
+        """Wait until all tensors of the step have been sent."""
         self.network.wait_for_sends()
 
 
 class Network:
-    """Point-to-point messages of torch.distributed: gloo matches them by tag, nccl only by their order."""
+    """Point-to-point messages through torch.distributed.
+
+    gloo matches sends with receives by tag, whereas nccl matches them only by order.
+    """
 
     def __init__(self, world: World, microbatches: int) -> None:
         self.world = world
@@ -109,7 +113,7 @@ class Network:
         self.sends.append((work, tensor))  # keeps the tensor alive until it is sent
 
     def receive(self, consumer: Action, buffer: Tensor) -> dist.Work:
-        """Start receiving the tensor that an action consumes into a buffer."""
+        """Start receiving into `buffer` the tensor that an action consumes."""
         source_stage = consumer.stage - 1 if consumer.kind == "F" else consumer.stage + 1
         source = self.world.get_global_rank(source_stage % self.world.size)
         group = self.groups.get(self._find_channel(consumer))
@@ -118,29 +122,32 @@ class Network:
         return work
 
     def wait_for_sends(self, max_pending: int = 0) -> None:
-        """Wait until at most `max_pending` tensors have not been sent."""
+        """Wait until at most `max_pending` tensors remain to be sent."""
         while len(self.sends) > max_pending:
             self.sends.pop(0)[0].wait()
 
     def _make_tag(self, consumer: Action) -> int:
-        """Return a unique tag of a message; evaluation uses one more microbatch number per stage."""
+        """Return a unique tag for a message.
+
+        Evaluation uses one additional microbatch number per stage.
+        """
         number = consumer.stage * (self.microbatches + 1) + consumer.microbatch
         return 2 * number + 1 if consumer.kind == "F" else 2 * number
 
     def _find_channel(self, consumer: Action) -> tuple[str, bool]:
-        """Return (kind, wraps) of a message; wraps: between the last and first rank.
+        """Return (kind, wraps) of a message; `wraps` is true between the last and the first rank.
 
-        If a rank has several stages, stage p follows stage p - 1 around the ring of p ranks.
+        If p ranks have several stages each, stage p on rank 0 follows stage p - 1 on rank p - 1.
         """
         later_stage = consumer.stage if consumer.kind == "F" else consumer.stage + 1
         return consumer.kind, later_stage % self.world.size == 0
 
     def _make_groups(self) -> dict[tuple[str, bool], dist.ProcessGroup]:
-        """Return one process group per direction with nccl; gloo needs none."""
+        """Create one process group per channel for nccl. Return an empty dict for gloo, which needs none."""
         if self.world.backend != "nccl" or self.world.size == 1:
             return {}
         members = list(map(self.world.get_global_rank, range(self.world.size)))
-        is_subgroup = bool(self.world.global_ranks)  # its members create groups without the other ranks
+        is_subgroup = bool(self.world.global_ranks)  # ranks outside the subgroup do not call new_group
         groups = {}
         for kind in "FB":
             for wraps in (False, True):
@@ -149,10 +156,10 @@ class Network:
         return groups
 
     def _connect_pairs(self) -> None:
-        """Send a first message in every direction with nccl, all ranks in one order.
+        """Send a first message in each direction with nccl, in the same order on all ranks.
 
-        nccl connects a pair of ranks at its first message, which needs both at the same time; within a step they are
-        not.
+        nccl connects two ranks when they exchange their first message, and both ranks must call nccl at the same time.
+        Within a training step, the two ranks would call nccl at different times.
         """
         token = torch.zeros(1, device=self.world.device)
         size = self.world.size

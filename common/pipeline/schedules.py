@@ -1,13 +1,14 @@
-"""Pipeline schedules as data: the ordered actions of each rank. Imports no torch.
+"""Pipeline schedules as data: an ordered list of actions for each rank. This module does not import torch.
 
-An action is (kind, stage, microbatch). Kinds are F, forward, and B, backward; a library may split the backward into I,
-the gradient of the input, and W, the gradient of the weights. Messages are not part of a schedule: they follow from it.
+An action is (kind, stage, microbatch). The kind is F (forward) or B (backward). A library may split a backward into I,
+the gradient of the input, and W, the gradient of the weights. A schedule does not contain messages, because they can be
+derived from the actions.
 
-    python -m common.pipeline.schedules gpipe 2 4            print a schedule: name, ranks, microbatches
-    python -m common.pipeline.schedules mine.py:f 2 4 2      a custom schedule with two stages per rank
+    python -m common.pipeline.schedules gpipe 2 4            print GPipe for 2 ranks and 4 microbatches
+    python -m common.pipeline.schedules mine.py:f 2 4 2      print a custom schedule with 2 stages per rank
 
-GPipe is Huang et al. 2019 (arXiv 1811.06965); 1F1B is PipeDream-Flush, Narayanan et al. 2021 (arXiv 2006.09503),
-section 2.
+GPipe is described by Huang et al. 2019 (arXiv 1811.06965). 1F1B is PipeDream-Flush, described by Narayanan et al. 2021
+(arXiv 2006.09503), section 2.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "we
 
 
 class Action(NamedTuple):
-    """One unit of work of a microbatch on a stage.
+    """A unit of work: one microbatch in one stage.
 
-    The kind is F (forward), B (backward), I or W (half a backward).
+    The kind is F (forward) or B (backward), or one half of a backward: I (gradient of the input) or W (gradient of the
+    weights).
     """
 
     kind: str
@@ -47,17 +49,17 @@ Maker = Callable[[int, int, int], Schedule]
 
 
 def list_local_stages(rank: int, ranks: int, stages: int) -> list[int]:
-    """Return the stages of a rank: every `ranks`-th one.
+    """Return the stages of a rank: every `ranks`-th stage, starting with stage `rank`.
 
-    A microbatch visits all ranks in turn.
+    Each microbatch therefore visits all ranks in turn.
     """
     return list(range(rank, stages, ranks))
 
 
 def make_naive(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Return the schedule without overlap.
+    """Return the naive schedule, in which stages do not overlap.
 
-    A microbatch passes all stages forward and backward before the next one starts.
+    Each microbatch passes through all stages, forward and backward, before the next microbatch starts.
     """
     plan: Schedule = []
     for single_actions in make_gpipe(ranks, stages, 1):
@@ -69,7 +71,10 @@ def make_naive(ranks: int, stages: int, microbatches: int) -> Schedule:
 
 
 def make_gpipe(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Return GPipe's schedule: all forwards, then all backwards. Stores the activations of every microbatch."""
+    """Return the schedule of GPipe: all forwards, then all backwards.
+
+    The activations of all microbatches must be stored at the same time.
+    """
     plan: Schedule = []
     for rank in range(ranks):
         local_stages = list_local_stages(rank, ranks, stages)
@@ -83,17 +88,17 @@ def make_gpipe(ranks: int, stages: int, microbatches: int) -> Schedule:
 
 
 def make_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Return the 1F1B schedule: a backward as soon as one is ready.
+    """Return the 1F1B schedule, in which each backward starts as soon as it is ready.
 
-    At most `stages - s` microbatches are in flight at stage s. It takes as long as GPipe with less memory. Built by
-    simulating ticks of equal length.
+    At most `stages - s` microbatches are in flight at stage s. The schedule takes as long as GPipe but needs less
+    memory. It is built by simulating ticks of equal length.
     """
     plan: Schedule = [[] for _ in range(ranks)]
     done: set[Action] = set()
     in_flight = [0] * stages
 
     def choose_action(rank: int) -> Action | None:
-        """Return an action of a rank that can start; backwards have priority."""
+        """Return an action of a rank that can start now. Backwards have priority."""
         for kind in "BF":
             for stage in reversed(list_local_stages(rank, ranks, stages)):
                 if kind == "F" and in_flight[stage] >= stages - stage:
@@ -113,12 +118,15 @@ def make_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
     return plan
 
 
-USAGE = "function(ranks, stages, microbatches) returns for each rank a list of ('F' or 'B', stage, microbatch)"
+USAGE = "function(ranks, stages, microbatches) must return a list of ('F' or 'B', stage, microbatch) for each rank"
 SCHEDULES: dict[str, Maker] = {"naive": make_naive, "gpipe": make_gpipe, "1f1b": make_1f1b}
 
 
 def find_dependencies(action: Action, stages: int) -> list[Action]:
-    """Return the actions that an action waits for (B stands for B or I)."""
+    """Return the actions that must be complete before an action can start.
+
+    In the result, kind B means either B or I.
+    """
     kind, stage, microbatch = action
     if kind == "F":
         return [Action("F", stage - 1, microbatch)] if stage else []
@@ -131,7 +139,7 @@ def find_dependencies(action: Action, stages: int) -> list[Action]:
 
 
 def find_missing_dependency(action: Action, stages: int, done: Container[Action]) -> Action | None:
-    """Return an incomplete action that an action waits for, None without one."""
+    """Return an incomplete action that an action must wait for, or None if there is no such action."""
     for dependency in find_dependencies(action, stages):
         if dependency not in done:
             return dependency
@@ -139,7 +147,7 @@ def find_missing_dependency(action: Action, stages: int, done: Container[Action]
 
 
 class Span(NamedTuple):
-    """An action with its start and end, in seconds or in units of one forward."""
+    """An action with its start and end times, in seconds or in units of one forward."""
 
     action: Action
     start: float
@@ -148,13 +156,13 @@ class Span(NamedTuple):
 
 Timeline = Sequence[Sequence[Span]]  # the spans of each rank
 
-DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a kind of action, in units of one forward
+DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # duration of each kind of action, in units of one forward
 
 
 def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
-    """Return when each rank's actions run, in units of one forward.
+    """Return the spans of each rank's actions, in units of one forward.
 
-    Messages take no time. Raises ValueError on a deadlock, naming the action.
+    Messages take no time. Raises ValueError if the schedule deadlocks. The error message names the action.
     """
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in plan]
@@ -178,15 +186,19 @@ def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
         if len(spans[rank]) < len(actions):
             action = actions[len(spans[rank])]
             missing = find_missing_dependency(action, stages, ends)
-            raise ValueError(f"deadlock: rank {rank} waits at {action} for {missing}, which cannot complete before it")
+            raise ValueError(f"deadlock: on rank {rank}, the {action} waits for the {missing}, which never completes")
     return spans
 
 
 def check_schedule(plan: Schedule, ranks: int, stages: int, microbatches: int) -> None:
-    """Raise ValueError, naming the action, unless the plan trains every microbatch once and cannot deadlock."""
+    """Raise ValueError unless a schedule trains every microbatch exactly once and cannot deadlock.
+
+    The error message names the action.
+    """
     if len(plan) != ranks:
         count = format_count(len(plan), "list")
-        raise ValueError(f"has {count} of actions, needs one for each of {format_count(ranks, 'rank')}")
+        expected_count = format_count(ranks, "rank")
+        raise ValueError(f"a schedule must have one list of actions per rank (got {count} for {expected_count})")
     expected_plan = make_gpipe(ranks, stages, microbatches)
     for rank, actions in enumerate(plan):
         expected = set(expected_plan[rank])
@@ -194,17 +206,20 @@ def check_schedule(plan: Schedule, ranks: int, stages: int, microbatches: int) -
         for action in actions:
             if action not in expected:
                 local_stages = list_local_stages(rank, ranks, stages)
-                raise ValueError(f"rank {rank} has no action {tuple(action)}; its stages are {local_stages}")
+                raise ValueError(
+                    f"invalid action {tuple(action)} on rank {rank}: the kind must be F or B, the stage must be one of "
+                    f"{local_stages}, and the microbatch must be from 0 to {microbatches - 1}"
+                )
             if action in done:
-                raise ValueError(f"rank {rank} does the {action} twice")
+                raise ValueError(f"rank {rank} executes the {action} twice")
             done.add(action)
         if expected - done:
-            raise ValueError(f"rank {rank} never does the {min(expected - done)}")
+            raise ValueError(f"rank {rank} never executes the {min(expected - done)}")
     simulate_schedule(plan, stages)
 
 
 def find_first_start(spans: Timeline) -> float:
-    """Return the time of the first start over all ranks."""
+    """Return the earliest start time over all ranks."""
     return min(span.start for span in chain.from_iterable(spans))
 
 
@@ -214,28 +229,31 @@ def compute_makespan(spans: Timeline) -> float:
 
 
 def sum_durations(spans: Iterable[Span]) -> float:
-    """Return the total duration of actions."""
+    """Return the total duration of all spans."""
     return sum(span.end - span.start for span in spans)
 
 
 def compute_bubble(spans: Timeline) -> float:
-    """Return the bubble: the fraction of all ranks' time in which they are idle."""
+    """Return the bubble, which is the fraction of time that ranks are idle, averaged over all ranks."""
     return 1 - sum_durations(chain.from_iterable(spans)) / (compute_makespan(spans) * len(spans))
 
 
 def make_schedule(settings: PipelineConfig) -> Schedule:
-    """Return the schedule of a config. Raises UserError for a custom one that cannot work."""
+    """Return the schedule of a config. Raises UserError if a custom schedule is invalid."""
     name = settings.schedule
     sizes = (settings.processes, settings.stages, settings.microbatches)
     if name in SCHEDULES:
         return SCHEDULES[name](*sizes)
     if settings.engine == "torch":
-        return [[] for _ in range(settings.processes)]  # the library determines the order
+        return [[] for _ in range(settings.processes)]  # torch.distributed.pipelining determines the order
     return make_custom_schedule(name, sizes)
 
 
 def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
-    """Return the schedule of `FILE.py:function` for ranks, stages and microbatches. Raises UserError."""
+    """Return the schedule that the custom function `FILE.py:function` defines.
+
+    `sizes` contains the number of ranks, of stages and of microbatches. Raises UserError if the schedule is invalid.
+    """
     maker = load_function("schedule", name, ", ".join(SCHEDULES))
     with locate_errors("schedule", name, maker, USAGE):
         plan = []
@@ -246,11 +264,11 @@ def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
 
 
 def format_timeline(spans: Timeline, width: int = 72) -> list[str]:
-    """Return a diagram with one line of text per rank.
+    """Return a text diagram with one line per rank.
 
-    A digit is a forward of that microbatch, a letter a backward, a dot is idle. Microbatch 0 is shown as 0 and a, 1 as
-    1 and b, and so on, repeating after ten. If the backward is split, a small letter is the gradient of the input and a
-    capital that of the weights.
+    A digit is a forward, a letter is a backward, and a dot is idle time. Microbatch 0 is shown as 0 and a, microbatch 1
+    as 1 and b, and so on. The symbols repeat after ten microbatches. If the backward is split, a lowercase letter is
+    the gradient of the input, and an uppercase letter is the gradient of the weights.
     """
     symbols = {"F": "0123456789", "W": "ABCDEFGHIJ"}
     step_start = find_first_start(spans)
@@ -268,9 +286,10 @@ def format_timeline(spans: Timeline, width: int = 72) -> list[str]:
 
 
 def check_schedule_of_config(settings: object, code: Path | None = None) -> None:
-    """Raise UserError for a config whose schedule cannot work; accept configs without a pipeline.
+    """Raise UserError if the pipeline schedule of a config is invalid.
 
-    `code` is the source folder of an existing run with this config, which may hold a copy of the custom file.
+    Configs without a pipeline are accepted. `code` is the source folder of an existing run with this config. If this
+    folder contains a copy of the custom schedule's file, the copy is used.
     """
     if not isinstance(settings, Stages):
         return
@@ -279,11 +298,14 @@ def check_schedule_of_config(settings: object, code: Path | None = None) -> None
         make_schedule(use_stored_schedule_file(pipeline, code) if code else pipeline)
 
 
-# ---- the file of a custom schedule in the source folder of a run
+# ---- copy of a custom schedule's file in the source folder of a run
 
 
 def use_stored_schedule_file(settings: PipelineConfig, code: Path) -> PipelineConfig:
-    """Return the settings with the run's copy of a custom schedule's file, if any."""
+    """Return settings that refer to the run's copy of a custom schedule's file.
+
+    The settings are unchanged if there is no copy in `code`.
+    """
     name = settings.schedule
     return replace(settings, schedule=prefer_file_copy(name, locate_file_copy("schedule", name, code)))
 
@@ -291,19 +313,20 @@ def use_stored_schedule_file(settings: PipelineConfig, code: Path) -> PipelineCo
 def copy_schedule_file(settings: object, code: Path, *, overwrite: bool = False) -> None:
     """Copy the file of a custom schedule into a run's source folder.
 
-    An existing copy is overwritten only with `overwrite`. Raises UserError.
+    An existing copy is replaced only if `overwrite` is true. Raises UserError if the file cannot be copied.
     """
     if isinstance(settings, Stages):
         copy_function_file("schedule", settings.make_pipeline_config().schedule, code, overwrite=overwrite)
 
 
 def main() -> None:
-    """Print a schedule as a diagram, one line per rank."""
+    """Print a pipeline schedule as a text diagram with one line per rank."""
     parser = argparse.ArgumentParser(prog="python -m common.pipeline.schedules", description=main.__doc__)
-    parser.add_argument("schedule", help=f"{', '.join(SCHEDULES)}, or FILE.py:function")
+    parser.add_argument("schedule", help=f"schedule to print: {', '.join(SCHEDULES)} or FILE.py:function")
     for name in ("ranks", "microbatches"):
-        parser.add_argument(name, type=int, choices=range(1, 65), metavar=name)
-    parser.add_argument("each", type=int, nargs="?", default=1, choices=range(1, 9), help="stages per rank")
+        help_text = f"number of {name}, from 1 to 64"
+        parser.add_argument(name, type=int, choices=range(1, 65), metavar=name, help=help_text)
+    parser.add_argument("each", type=int, nargs="?", default=1, choices=range(1, 9), help="number of stages per rank")
     args = parser.parse_args()
     stages = args.ranks * args.each
     settings = PipelineConfig(
@@ -312,7 +335,7 @@ def main() -> None:
     spans = simulate_schedule(make_schedule(settings), stages)
     for rank, line in enumerate(format_timeline(spans, width=round(compute_makespan(spans)))):
         print(f"rank {rank} |{line}|")
-    print(f"idle share {compute_bubble(spans):.1%}  (a forward takes 1, a backward 2)")
+    print(f"idle share {compute_bubble(spans):.1%}  (a forward takes 1 unit of time, and a backward takes 2 units)")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Messages between ranks of one host, each in its slot of shared memory.
+"""Messages between ranks on the same host, each in a separate slot of shared memory.
 
-A message has a twentieth of the latency of a gloo socket, which wakes two threads for each message, and its reader
-needs no copy. Memory and notifications are those of the links (common/distributed/transport/memory_links.py). The
-entry point is `open_shared_memory`. It returns None if shared memory cannot be used; messages then go through gloo.
+The latency of a message is one twentieth of that of a gloo socket, which wakes two threads per message. The reader
+does not copy the message. Memory and notifications are provided by links
+(common/distributed/transport/memory_links.py). The entry point is `open_shared_memory`. If it returns None, shared
+memory cannot be used, and messages are sent through gloo.
 
-A slot is reused in the next step. Its reader has finished with it by then: the sender of an activation continues only
-after it has received the gradient computed from it, the sender of a gradient only after the next activation.
+A slot is reused in the next step. By then, the reader no longer needs the slot. The sender of an activation continues
+only after it has received the gradient that is computed from this activation. The sender of a gradient continues only
+after it has received the next activation.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from common.distributed.transport.connecting import Links, connect_ranks
 from common.distributed.transport.memory_links import MemoryStream, choose_polling_seconds
 from common.pipeline.schedules import Action
 
-SLOT_ALIGNMENT_BYTES = 64  # bytes of a cache line
-SLOT_MEMORY_NAME = 0  # of the memory that a link passes
-READY_TAG = 0  # of the only message of a link, which follows the memory
+SLOT_ALIGNMENT_BYTES = 64  # size of a cache line
+SLOT_MEMORY_NAME = 0  # name of the memory that a link passes to the other rank
+READY_TAG = 0  # tag of the only message of a link, which follows the memory
 
 
 class MessageRoute(NamedTuple):
-    """A message: its consumer, the ranks that send and receive it, its shape [n, ...]."""
+    """A message: the action that consumes it, its source and target ranks, and its shape [n, ...]."""
 
     consumer: Action
     source: int
@@ -40,9 +42,9 @@ class MessageRoute(NamedTuple):
 
 
 def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torch.dtype) -> SharedMemory | None:
-    """Open the memory for messages within hosts; None if a rank fails.
+    """Open the shared memory for messages within hosts. All ranks must call this function.
 
-    All ranks call it.
+    Return None on all ranks if any rank cannot open the memory.
     """
     if world.size == 1:
         return None
@@ -58,9 +60,9 @@ def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torc
 
 
 def connect_ranks_of_host(world: World, name: str) -> Links:
-    """Connect the ranks of this host.
+    """Connect all ranks on this host with each other.
 
-    The links are keyed by rank in `world`. Raises OSError, UnreachableError.
+    The keys of the returned links are ranks in `world`. Raises OSError or UnreachableError.
     """
     host = world.hosts[world.rank]
     members = [rank for rank in range(world.size) if world.hosts[rank] == host]
@@ -81,15 +83,15 @@ def connect_ranks_of_host(world: World, name: str) -> Links:
 
 
 def count_slot_bytes(route: MessageRoute, dtype: torch.dtype) -> int:
-    """Return the size of a message's slot in bytes, a multiple of SLOT_ALIGNMENT_BYTES."""
+    """Return the size of the slot of a message in bytes, a multiple of SLOT_ALIGNMENT_BYTES."""
     nbytes = route.shape.numel() * dtype.itemsize
     return -(-nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
 class SharedMemory:
-    """The slots of this rank's messages, and the links that notify their readers.
+    """Slots for the messages of this rank, and links that notify the readers of the messages.
 
-    Raises OSError, LinkError.
+    The constructor raises OSError or LinkError.
     """
 
     def __init__(self, world: World, routes: Sequence[MessageRoute], dtype: torch.dtype, links: Links) -> None:
@@ -121,17 +123,17 @@ class SharedMemory:
                 self._map_slots(stream.shared[SLOT_MEMORY_NAME], received)
         if len(self.targets) < len(links.outgoing) or len(self.sources) < len(links.incoming):
             links.close()
-            raise OSError("this host has no free memory for messages")
+            raise OSError("cannot allocate shared memory for messages on this host")
 
     def _map_slots(self, memory: mmap.mmap, routes: Sequence[MessageRoute]) -> None:
         start = 0
-        for route in routes:  # slots are not views of one tensor: autograd treats a write to one view as a write to all
+        for route in routes:  # separate tensors, because autograd treats a write to one view as a write to all views
             slot = torch.frombuffer(memory, dtype=self.dtype, count=route.shape.numel(), offset=start)
             self.slots[route.consumer] = slot.view(route.shape)
             start += count_slot_bytes(route, self.dtype)
 
     def send(self, consumer: Action, tensor: Tensor) -> None:
-        """Copy a tensor to its slot and notify the rank that consumes it. Raises LinkError."""
+        """Copy a tensor to its slot and notify the rank that consumes the tensor. Raises LinkError."""
         self.slots[consumer].copy_(tensor)
         target = consumer.stage % self.world.size
         try:
@@ -140,7 +142,10 @@ class SharedMemory:
             raise self.links.outgoing[target].explain_error(error) from None
 
     def receive(self, consumer: Action) -> Tensor:
-        """Wait for a message and return its slot. Raises LinkError, and TimeoutError after launch.step_timeout."""
+        """Wait for a message and return its slot.
+
+        Raises LinkError, or TimeoutError after launch.step_timeout seconds.
+        """
         number = self.numbers[consumer]
         if number not in self.full:
             self._wait_until_full(number, consumer)
@@ -154,9 +159,10 @@ class SharedMemory:
             while number not in self.full:
                 self.full.update(self.sources[source].receive_numbers())
         except BlockingIOError:
+            seconds = self.world.timeout.total_seconds()
             raise TimeoutError(
-                f"rank {self.world.rank} waited {self.world.timeout.total_seconds():g} s for rank {source}: no message "
-                f"for the {consumer}; see its log, or raise launch.step_timeout"
+                f"rank {self.world.rank} received no message from rank {source} for the {consumer} within {seconds:g} "
+                f"s; see the log of rank {source}, or raise launch.step_timeout"
             ) from None
         except (OSError, EOFError) as error:
             raise self.links.incoming[source].explain_error(error) from None

@@ -1,4 +1,4 @@
-"""Timeline of the stages of one process, from asynchronous time stamps."""
+"""Timeline of the stages of a single process, recorded with asynchronous time stamps."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from common.pipeline.schedules import Action, Span
 
 
 class StageTracer:
-    """Records when each stage, on its own device, works on which microbatch, forward and backward.
+    """Recorder of the times at which each stage runs forward and backward of each microbatch.
 
-    Backward runs inside autograd, so hooks record it: when it reaches the stage's output, and when it leaves through
-    the stage's input.
+    Each stage is on a separate device. Backward runs inside autograd, so hooks record two times: when backward reaches
+    the output of the stage, and when it has computed the gradient of the stage's input.
     """
 
     def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
         self.stages = stages
         self.clocks = [DeviceClock(device) for device in devices]
         self.history: deque[dict[Action, list[Stamp]]] = deque(maxlen=MAX_STAMPED_STEPS)
-        # the input of the first stage has no gradient: hook its first layer instead
+        # the input of the first stage has no gradient, so the hook is on its first layer
         next(stages[0].children()).register_forward_hook(self._hook_first_layer)
         self.current_microbatch = 0
 
     def begin_step(self) -> None:
-        """Begin a step."""
+        """Start recording a new step."""
         for clock in self.clocks:
             clock.begin_step()
         self.history.append({})
 
     def forward(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
-        """Return the stage's output [n, ...], and record its forward and backward.
+        """Return the output [n, ...] of a stage for a microbatch x [n, ...].
 
-        x [n, ...] is a microbatch.
+        The times of the forward and of the later backward are recorded.
         """
         if not torch.is_grad_enabled():
             return self.stages[stage](x)
         if stage and x.requires_grad:
-            x = x.view_as(x)  # an autograd node that belongs only to this stage
+            x = x.view_as(x)  # creates an autograd node that belongs only to this stage
             assert x.grad_fn is not None
             x.grad_fn.register_hook(lambda *_: self._record_stamp("B", stage, microbatch))
         self.current_microbatch = microbatch
@@ -63,7 +63,7 @@ class StageTracer:
         stamps.append(self.clocks[stage].stamp())
 
     def collect_spans(self) -> list[list[list[Span]]]:
-        """Return each stage's newest steps, oldest first, with times in seconds."""
+        """Return the spans of each stage in the latest steps, oldest step first, with times in seconds."""
         stages = range(len(self.stages))
         return [self._collect_stage_spans(stage) for stage in stages]
 

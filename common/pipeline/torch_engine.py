@@ -1,6 +1,7 @@
-"""The pipeline on torch.distributed.pipelining, for comparison and for its additional schedules.
+"""Pipeline engine that uses torch.distributed.pipelining, for comparison and for additional schedules.
 
-Interleaved 1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2. Zero bubble: Qi et al. 2023, arXiv 2401.10241.
+Interleaved 1F1B is described by Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. Zero bubble is described by Qi
+et al. 2023 (arXiv 2401.10241).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ MULTI_STAGE_SCHEDULES = {
 
 
 class ContiguousStage(nn.Module):
-    """A stage with contiguous output and input gradient; [n, ...] -> [n, ...].
+    """A stage whose output and input gradient are contiguous, as required by gloo and nccl.
 
-    gloo and nccl require contiguous tensors.
+    The shapes of the input and the output are [n, ...].
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,7 +45,7 @@ class ContiguousStage(nn.Module):
 
 
 class TimedStage(pipelining.PipelineStage):
-    """A stage of the library that records the times of its actions."""
+    """A stage of torch.distributed.pipelining that records the times of its actions."""
 
     owner: TorchPipelineEngine
 
@@ -63,18 +64,18 @@ class TimedStage(pipelining.PipelineStage):
 
 
 class TorchPipelineEngine(PipelineEngine):
-    """`PipelineEngine` whose training step is the library's; evaluation is inherited.
+    """A `PipelineEngine` that trains with torch.distributed.pipelining. Evaluation is inherited.
 
-    The shapes of both ends of each stage are passed to the library. It would otherwise infer them by a forward in train
-    mode, which changes BatchNorm's statistics. The library has no naive schedule: it is GPipe with one microbatch at a
-    time.
+    The input and output shapes of each stage are passed to the library. Otherwise, the library would infer them by a
+    forward in train mode, which changes the statistics of BatchNorm. The library has no naive schedule, so this
+    schedule is executed as GPipe with one microbatch at a time.
     """
 
     def __init__(self, settings: PipelineConfig, *args: Any, sample: Sequence[int], **kwargs: Any) -> None:
         super().__init__(settings, *args, sample=sample, **kwargs)
         is_naive = settings.schedule == "naive"
         self.call_microbatches = 1 if is_naive else self.microbatches
-        """Microbatches per call of the library."""
+        """Number of microbatches per call of torch.distributed.pipelining."""
         stages = [self._make_stage(index, module, sample) for index, module in self.local_stages.items()]
         name = "gpipe" if is_naive else settings.schedule
         is_single_stage = settings.stages_per_process == 1 and name in SINGLE_STAGE_SCHEDULES
@@ -93,7 +94,7 @@ class TorchPipelineEngine(PipelineEngine):
         example_input = self._make_example(shapes[index])
         example_input.requires_grad_(index > 0)
         example_output = self._make_example(shapes[index + 1])
-        example_output.requires_grad_()  # the library sends gradients only to inputs that require them
+        example_output.requires_grad_()  # the library sends gradients only to inputs that require gradients
         stage = TimedStage(
             ContiguousStage(module), index, self.stage_count, self.world.device,
             input_args=example_input, output_args=example_output, group=self.world.group,
@@ -110,7 +111,7 @@ class TorchPipelineEngine(PipelineEngine):
         return self.loss(output, target) / self.microbatches
 
     def _read_library_plan(self) -> Schedule:
-        """Return the library's order of actions as a `Schedule`."""
+        """Return the order of actions in torch.distributed.pipelining as a `Schedule`."""
         plan = []
         for rank in range(self.world.size):
             actions = []
@@ -122,18 +123,18 @@ class TorchPipelineEngine(PipelineEngine):
 
     @contextlib.contextmanager
     def record_time(self, kind: str, stage: TimedStage, chunk: int) -> Iterator[None]:
-        """Record the time of the `with` block, which processes a microbatch of a stage."""
+        """Record the start and end of the `with` block, which processes one microbatch in a stage."""
         start = self.clock.stamp()
         yield
         action = Action(kind, stage.stage_index, self.first_microbatch + chunk)
         self.marks.append((action, start, self.clock.stamp()))
 
     def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
-        """Forward and backward of one batch, as `PipelineEngine.step`."""
+        """Run forward and backward for one batch; see `PipelineEngine.step`."""
         self.clock.begin_step()
         self.marks: Marks = []
         losses: list[Tensor] = []
-        call_losses: list[Tensor] = []  # the library clears it at every call
+        call_losses: list[Tensor] = []  # the library clears this list at every call
         calls = self.microbatches // self.call_microbatches
         inputs = x.chunk(calls) if x is not None and self.has_first_stage else None
         targets = y.chunk(calls) if y is not None and self.has_last_stage else None

@@ -43,7 +43,7 @@ def test_tls_hides_what_ranks_send_and_no_stranger_joins_or_stalls_them(
             seen.append(read_tcp(sniffer, {1, 2}))
         assert (done.returncode, status) == (0, 0), done.stdout + done.stderr
         losses.append([row["loss"] for row in site.run_of(runs).read_metrics() if "loss" in row])
-    assert f"rank 0 refused a connection from {CONTROLLER_ADDRESS}:" in done.stderr
+    assert f"rank 0 rejected a connection from {CONTROLLER_ADDRESS}:" in done.stderr
     assert losses[0] == losses[1] and len(losses[0]) == 10
     found = [data.count(PATTERN.numpy().tobytes()) for data in seen]
     assert found[0] > 1000 and found[1] == 0, found

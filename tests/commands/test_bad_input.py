@@ -55,20 +55,20 @@ FILES = [
     scheduled(
         "schedule: does not import", "return []\n1 / 0", "schedule=own.py:f: own.py:3: ZeroDivisionError: division"
     ),
-    scheduled("schedule: too few ranks", "return [[]]", "needs one for each of 2 ranks"),
+    scheduled("schedule: too few ranks", "return [[]]", "(got 1 list for 2 ranks)"),
     scheduled("schedule: no actions", "return 7", "own.py:1: 'int' object is not iterable"),
     scheduled("schedule: leaves", "raise SystemExit(0)", "own.py:2: SystemExit: 0"),
     scheduled(
         "schedule: incomplete",
         "return [[(k, s, m) for k in 'FB' for m in range(2) if (k, s, m) != ('B', 1, 1)] for s in range(2)]",
-        "rank 1 never does the backward of microbatch 1 on stage 1",
+        "rank 1 never executes the backward of microbatch 1 on stage 1",
     ),
     scheduled(
         "schedule: deadlock",
         "return [[('F', 0, 0), ('B', 0, 0), ('F', 0, 1), ('B', 0, 1)], "
         "[('F', 1, 1), ('B', 1, 1), ('F', 1, 0), ('B', 1, 0)]]",
         "deadlock",
-        "waits at backward of microbatch 0 on stage 0",
+        "the backward of microbatch 0 on stage 0 waits",
     ),
 ]
 

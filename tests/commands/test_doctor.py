@@ -237,7 +237,7 @@ OWN = "torch.distributed.DistNetworkError: all_reduce: "
         (("", LOST), 1, "rank 0 on vm ended without an error message (killed, out of memory, or its host failed)"),
         (("", f"{OWN}rank 0 has closed its connection; see its log"), 1, "rank 0 on vm ended without an error message"),
         (
-            ("09:00:02,500 KeyError: x", f"{OWN}the connection with rank 0 broke: x"),
+            ("09:00:02,500 KeyError: x", f"{OWN}the connection with rank 0 failed: x"),
             0,
             "rank 0 on vm failed first: aft",
         ),

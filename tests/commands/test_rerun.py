@@ -91,7 +91,7 @@ def test_a_repetition_with_a_schedule_that_is_named_keeps_that_file(tmp_path: Pa
         new = rerun.create_folder(old, config.format_yaml(settings), settings, found, overridden=named)
         (kept,) = (new.path / "code" / "own").iterdir()
         assert (kept.read_text() == order.read_text()) is bool(named)
-    with pytest.raises(UserError, match=f"schedule={order}:own: {order}:1: rank 0 has no action .'W', 0, 0"):
+    with pytest.raises(UserError, match=f"schedule={order}:own: {order}:1: invalid action .'W', 0, 0. on rank 0"):
         schedules.check_schedule_of_config(settings)
     schedules.check_schedule_of_config(settings, old.path / "code")
 

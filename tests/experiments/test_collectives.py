@@ -172,7 +172,7 @@ def test_three_ranks_add_up_exactly_in_every_type_also_where_a_vector_is_shorter
     assert done.result["exact_results"] == 2 * len(sides)
     shared = f"3 ranks share {count_host_cores()} cores of this host; steps will be slow"
     assert (shared in done.out) == (count_host_cores() < 3)
-    assert "halving_doubling needs a power of two ranks, got 3; using ring instead" in done.out
+    assert "halving_doubling requires the number of ranks to be a power of two (got 3); using ring instead" in done.out
     sent = {p["side"]: p["bytes_sent"] for p in done.result["points"] if p["op"] == "all_reduce"}
     assert sent["star, memory"] == [32, 16, 16], "int64, the last type"
     assert "hold nothing" not in done.out and "bytes sent" in done.out

@@ -1,1 +1,1 @@
-"""The parameter server: serving ranks, worker ranks and their report."""
+"""Parameter server: the ranks that serve parameters, the ranks that compute gradients, and their report."""

@@ -1,4 +1,4 @@
-"""Report of a parameter server: pushes, bytes and staleness at each server in this attempt."""
+"""Report on a parameter server: pushes, bytes and staleness of each server in this attempt."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from common.distributed.parameter_server.server import ShardServer, StalenessPol
 from common.distributed.rendezvous import World
 from common.runs.result import ReportData
 
-MAX_TABLE_STALENESS = 8  # values of staleness in the table
+MAX_TABLE_STALENESS = 8  # maximum number of staleness values in the table
 
 
 class ServerCounts(NamedTuple):
-    """Counts of what one server has served."""
+    """Number of pushes that one server has applied, and number of bytes received and sent by the server."""
 
     pushes: int
     received: int
-    """Bytes of gradients, including those of the server's own rank, which need no message."""
+    """Bytes of gradients received, including gradients from the server's own rank, which need no message."""
     sent: int
-    """Bytes of parameters, likewise."""
+    """Bytes of parameters sent, including parameters for the server's own rank, which need no message."""
     staleness: dict[str, int]
-    """Number of pushes by staleness. The keys are text because the counts travel as JSON."""
+    """Number of pushes by staleness. The keys are strings because the counts are sent as JSON."""
 
 
 def gather_served(world: World, server: ShardServer | None) -> list[ServerCounts]:
-    """Return the counts of each server on rank 0; all ranks call it."""
+    """Return the counts of all servers on rank 0. All ranks must call this function."""
     counts = None
     if server is not None:
         shard_bytes = server.shard.values.nbytes
@@ -38,34 +38,36 @@ def gather_served(world: World, server: ShardServer | None) -> list[ServerCounts
 
 
 class ServerReport:
-    """Report of all servers of a run."""
+    """Report on all servers of a run."""
 
     def __init__(self, policy: StalenessPolicy, servers: Sequence[ServerCounts]) -> None:
         self.policy = policy
         self.servers = servers
         self.staleness: Counter[int] = Counter()
-        """Number of pushes by staleness, over all servers."""
+        """Total number of pushes to all servers, by staleness."""
         for server in servers:
             self.staleness.update({int(age): count for age, count in server.staleness.items()})
 
     @property
     def mean(self) -> float:
-        """Mean staleness of a push."""
+        """Mean staleness over all pushes."""
         total_staleness = sum(age * count for age, count in self.staleness.items())
         return total_staleness / max(1, self.staleness.total())
 
     def compute_shares(self) -> dict[int, float]:
-        """Return the share of pushes (0 to 1) for each staleness up to the maximum."""
+        """Return the fraction of pushes (0 to 1) for each staleness from 0 to the maximum."""
         ages = range(max(self.staleness, default=-1) + 1)
         return {age: self.staleness[age] / self.staleness.total() for age in ages}
 
     def rows(self) -> Mapping[str, str]:
         """Return the rows of the final table."""
-        limit = f" with staleness of at most {self.policy.max_staleness}" if self.policy.mode == "bounded" else ""
+        limit = f" with a staleness of at most {self.policy.max_staleness}" if self.policy.mode == "bounded" else ""
         served = []
         for rank, server in enumerate(self.servers):
             pushes = format_count(server.pushes, "gradient")
-            served.append(f"rank {rank}: {pushes}, {server.received / 1e6:.1f} MB in, {server.sent / 1e6:.1f} MB out")
+            received = f"{server.received / 1e6:.1f}"
+            sent = f"{server.sent / 1e6:.1f}"
+            served.append(f"rank {rank}: {pushes}, {received} MB received, {sent} MB sent")
         shares = self.compute_shares()
         columns = [f"{age}: {share:.0%}" for age, share in shares.items() if share]
         if len(columns) > MAX_TABLE_STALENESS:
@@ -74,7 +76,7 @@ class ServerReport:
             "mode": f"{self.policy.mode}{limit}, {format_count(self.policy.workers, 'worker')}, "
             f"{format_count(len(self.servers), 'server')}",
             "served": "  ".join(served),
-            "staleness": f"mean {self.mean:.2f}, most {max(self.staleness, default=0)}  ({'  '.join(columns)})",
+            "staleness": f"mean {self.mean:.2f}, maximum {max(self.staleness, default=0)}  ({'  '.join(columns)})",
         }
 
     def result(self) -> ReportData:

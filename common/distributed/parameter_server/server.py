@@ -1,12 +1,14 @@
-"""Servers of a parameter server (Li et al. 2014, OSDI): each holds a shard of the parameters and updates it.
+"""Servers of a parameter server, each of which stores and updates a shard of the parameters.
 
-A server answers pulls with its shard and applies pushed gradients with a torch optimizer. Each optimizer step creates a
-new version of the shard. The staleness of a push is the number of versions created between the pull that its gradient
-was computed from and its application.
+Parameter servers are described by Li et al. 2014 (OSDI). A server answers pulls with its shard and applies pushed
+gradients with a torch optimizer. Each optimizer step creates a new version of the shard. A gradient is computed from
+pulled parameters. The staleness of a push is the number of versions that are created after this pull and before the
+gradient is applied.
 
-In sync mode a step has two phases: when all pushes have arrived, the server prepares the step and answers them; then
-`take_prepared_step` takes it. A worker that has all answers knows that every server has all pushes. Thus, in an elastic
-run, a step that one rank has completed can be taken on every server, and until then it is taken on none.
+In sync mode, each step has two phases. When all pushes have arrived, the server prepares the step and answers the
+pushes. `take_prepared_step` then applies the step. If a worker has received all answers, every server has received all
+pushes. In an elastic run, a step that one rank has completed can therefore be applied on every server. A step that no
+rank has completed is not applied on any server.
 """
 
 from __future__ import annotations
@@ -30,24 +32,27 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def split_vector(length: int, servers: int) -> list[slice]:
-    """Return nearly equal shards of a vector. Raises UserError if a shard would be empty."""
+    """Divide a vector into shards of nearly equal length. Raises UserError if a shard would be empty."""
     if servers > length:
-        raise UserError(f"servers={servers}: the model has {format_count(length, 'parameter')}; use fewer servers")
+        raise UserError(f"servers={servers}: the model has only {format_count(length, 'parameter')}; use fewer servers")
     return [slice(length * i // servers, length * (i + 1) // servers) for i in range(servers)]
 
 
 class Shard:
-    """Consecutive part [n] of the flat parameter vector, and its optimizer."""
+    """A consecutive part [n] of the flat parameter vector, with its own optimizer."""
 
     def __init__(self, values: Tensor, make_optimizer: MakeOptimizer, workers: int) -> None:
         self.values = nn.Parameter(values.detach().clone())
         self.optimizer = make_optimizer([self.values])
         self.workers = workers
         self.version = 0
-        """Number of optimizer steps."""
+        """Number of optimizer steps taken."""
 
     def step(self, gradients: Sequence[Tensor], rate: float) -> None:
-        """Apply pushed gradients [n] together; each is the gradient of one worker's share of the batch."""
+        """Take one optimizer step with pushed gradients [n] and learning rate `rate`.
+
+        Each gradient belongs to one worker's share of the batch, so their sum is divided by the number of workers.
+        """
         self.values.grad = functools.reduce(torch.add, gradients) / self.workers
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
@@ -56,11 +61,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class StalenessPolicy:
-    """Rules for when a pull is answered and a push is applied.
+    """Rules that decide when a pull is answered and when a push is applied.
 
-    sync waits for the pushes of all workers and applies them together. async applies each push at once. bounded is
-    stale synchronous parallel (Ho et al. 2013), counted in versions: it answers a pull or applies a push only if every
-    outstanding push can still be applied with a staleness of at most `staleness`.
+    In sync mode, the server waits for the pushes of all workers and applies them together. In async mode, the server
+    applies each push immediately. The bounded mode is stale synchronous parallel (Ho et al. 2013), except that the
+    staleness is counted in versions. In this mode, the server answers a pull or applies a push only if every
+    outstanding push can still be applied with a staleness of at most `max_staleness`.
     """
 
     mode: Literal["sync", "async", "bounded"]
@@ -68,14 +74,17 @@ class StalenessPolicy:
     workers: int
 
     def admits_pull(self, pulled: Collection[int], version: int) -> bool:
-        """Return whether a pull may be answered now; `pulled` are the versions other workers compute with."""
+        """Return whether a pull may be answered now.
+
+        `pulled` contains the versions that the other workers are computing with. `version` is the current version.
+        """
         return self.mode != "bounded" or self._limits_staleness([*pulled, version], version)
 
     def choose_pushes(self, waiting: Collection[int], pulled: Mapping[int, int], version: int) -> list[int]:
-        """Return the workers whose pushes are applied now, together; none if all must wait.
+        """Return the workers whose pushes are now applied together; empty if all pushes must wait.
 
-        `waiting` are the workers whose pushes wait, in the order of arrival. `pulled` is the pulled version of each
-        worker whose push has not been applied yet.
+        `waiting` contains the workers whose pushes are waiting, in order of arrival. `pulled` contains the version that
+        each worker has pulled, if its push has not been applied yet. `version` is the current version.
         """
         if self.mode == "sync":
             return sorted(waiting) if len(waiting) == self.workers else []
@@ -86,25 +95,30 @@ class StalenessPolicy:
         return []
 
     def _limits_staleness(self, pulled: Iterable[int], version: int) -> bool:
-        """Return whether pushes stay within the limit if applied from `version` on, oldest pull first."""
+        """Return whether the staleness of all outstanding pushes can stay within the limit.
+
+        The pushes are applied one after the other, starting at `version`, with the oldest pulled version first.
+        """
         return all(
             version + i - pulled_version <= self.max_staleness for i, pulled_version in enumerate(sorted(pulled))
         )
 
 
 class ShardServer:
-    """Server of one shard. Each worker alternates `pull` and `push`; workers may call them concurrently.
+    """Server of one shard, which all workers may use concurrently.
 
-    Pulls are answered in order of arrival, so that none waits forever. Both methods block as long as the policy
-    demands. They raise TimeoutError after `timeout` seconds, and RuntimeError after `fail`.
+    Each worker alternates between `pull` and `push`. Both methods block as long as the policy requires. They raise
+    TimeoutError after `timeout` seconds, and RuntimeError after a call of `fail`. Pulls are answered in order of
+    arrival, so no pull waits forever.
     """
 
     def __init__(
         self, shard: Shard, policy: StalenessPolicy, timeout: float, *, damp: bool = False, record: bool = False
     ) -> None:
-        """With `damp`, divide the learning rate of a push by its staleness (arXiv 1511.05950).
+        """Create a server with no waiting requests.
 
-        With `record`, record all pulls and steps in `events`.
+        If `damp` is true, the learning rate of a push is divided by its staleness (arXiv 1511.05950). If `record` is
+        true, all pulls and steps are recorded in `events`.
         """
         self.shard = shard
         self.policy = policy
@@ -113,27 +127,33 @@ class ShardServer:
         self.records_events = record
         self.changed = threading.Condition()
         self.pull_queue: deque[int] = deque()
-        """Workers whose pulls wait, in order of arrival."""
+        """Workers whose pulls are waiting, in order of arrival."""
         self.pulled: dict[int, int] = {}
-        """Pulled version of each worker whose push has not been applied yet."""
+        """Version that each worker has pulled, for workers whose push has not been applied yet."""
         self.tickets: dict[int, tuple[int, float]] = {}
-        """Ticket and learning rate of the same workers."""
+        """Ticket and learning rate of each worker whose push has not been applied yet."""
         self.waiting_pushes: dict[int, Tensor] = {}
         self.answers: dict[int, tuple[int, int]] = {}
         self.failure: BaseException | None = None
         self.prepared: Callable[[], None] | None = None
-        """In sync mode, the step whose pushes have all arrived, until it is taken."""
+        """In sync mode, a function that applies the prepared step; None if no step is prepared."""
         self.next_ticket = 0
         self.pulls = 0
         """Number of answered pulls."""
         self.staleness: Counter[int] = Counter()
         """Number of applied pushes by staleness."""
         self.events: list[dict[str, Any]] = []
-        """Recorded pulls and steps in order: {"pull": ticket, "version": n} with the pulled version, and {"push":
-        [tickets], "rate": x, "version": n} with the version that these pushes created."""
+        """Recorded pulls and steps, in order of execution.
+
+        A pull is recorded as {"pull": ticket, "version": n} with the pulled version. A step is recorded as {"push":
+        [tickets], "rate": x, "version": n} with the version that the step created.
+        """
 
     def restart(self, done: int, workers: int) -> None:
-        """Start to serve `workers` workers after `done` steps; drop requests and pushes of a failed step."""
+        """Start serving `workers` workers after `done` completed steps.
+
+        Pending requests and pushes of a failed step are discarded.
+        """
         self.policy = dataclasses.replace(self.policy, workers=workers)
         self.shard.workers = workers
         self.next_ticket = (done + 1) * workers
@@ -143,7 +163,10 @@ class ShardServer:
             pending.clear()
 
     def pull(self, worker: int, ticket: int, rate: float) -> Tensor:
-        """Return the shard's values [n] for the work of a ticket; its push is applied with this learning rate."""
+        """Return the shard's values [n], from which the worker computes the gradient of a ticket.
+
+        The gradient is later applied with the learning rate `rate`.
+        """
         with self.changed:
             self.pull_queue.append(worker)
             self._wait_until(lambda: self.pull_queue[0] == worker and self._admits_pull())
@@ -156,9 +179,9 @@ class ShardServer:
             return self.shard.values.detach().clone()
 
     def push(self, worker: int, gradient: Tensor) -> tuple[int, int]:
-        """Push a gradient [n]; return the worker's next ticket and the push's staleness.
+        """Push a gradient [n] and return the worker's next ticket and the staleness of the push.
 
-        It returns after the push is applied; in sync mode, after the pushes of all workers have arrived.
+        The call returns when the push has been applied or, in sync mode, when the pushes of all workers have arrived.
         """
         with self.changed:
             self.waiting_pushes[worker] = gradient
@@ -169,7 +192,7 @@ class ShardServer:
             return self.answers.pop(worker)
 
     def take_prepared_step(self) -> None:
-        """Take the prepared step, if any; afterwards pulls are answered again."""
+        """Apply the prepared step, if there is one. Pulls are then answered again."""
         with self.changed:
             if self.prepared is not None:
                 self.prepared()
@@ -177,13 +200,16 @@ class ShardServer:
                 self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Make all waiting calls raise: a worker is lost."""
+        """Make all waiting calls raise RuntimeError after the loss of a worker."""
         with self.changed:
             self.failure = error
             self.changed.notify_all()
 
     def _answer_pushes(self, workers: Sequence[int]) -> None:
-        """Answer these workers' pushes and take their step; in sync mode only prepare it."""
+        """Answer the pushes of the given workers and apply their step.
+
+        In sync mode, the step is only prepared.
+        """
         ages = [self.shard.version - self.pulled.pop(worker) for worker in workers]
         tickets, rates = zip(*(self.tickets.pop(worker) for worker in workers), strict=True)
         rate = rates[0]
@@ -213,9 +239,12 @@ class ShardServer:
     def _wait_until(self, is_ready: Callable[[], bool]) -> None:
         in_time = self.changed.wait_for(lambda: self.failure is not None or is_ready(), self.timeout)
         if self.failure is not None:
-            raise RuntimeError(f"a worker is lost: {self.failure}")
+            raise RuntimeError(f"a worker has been lost: {self.failure}")
         if not in_time:
-            raise TimeoutError(f"timed out: a server waited {self.timeout:.0f} s for the pushes of the other workers")
+            raise TimeoutError(
+                f"timed out: a server waited {self.timeout:.0f} s for the pushes of other workers; see their logs, or "
+                "raise launch.step_timeout"
+            )
 
 
 def repeat_served_steps(
@@ -225,17 +254,18 @@ def repeat_served_steps(
     workers: int,
     compute_gradient: Callable[[int, Tensor], Tensor],
 ) -> Tensor:
-    """Repeat recorded steps of servers in this process; return the final parameters [n].
+    """Replay the recorded steps of all servers in this process and return the final parameters [n].
 
-    `logs` are the events of each server, ordered by shard; `values` [n] are the initial parameters. `compute_gradient`
-    takes a ticket and the parameters [n] that its worker pulled; the servers may have sent them in different versions.
-    With the same number of threads the result is bit-identical. Raises ValueError if a log lacks an event.
+    `logs` contains the events of each server, ordered by shard, and `values` [n] are the initial parameters.
+    `compute_gradient` takes a ticket and the parameters [n] that the worker pulled for this ticket. Shards of these
+    parameters may have different versions. With the same number of threads, the result is bit-identical. Raises
+    ValueError if an event is missing from a log.
     """
     parts = split_vector(len(values), len(logs))
     shards = [Shard(values[part], make_optimizer, workers) for part in parts]
     queues = [deque(log) for log in logs]
-    pulled: dict[int, dict[int, Tensor]] = {}  # by ticket and server
-    gradients: dict[int, Tensor] = {}  # by ticket
+    pulled: dict[int, dict[int, Tensor]] = {}  # pulled values by ticket and server
+    gradients: dict[int, Tensor] = {}  # gradients by ticket
     while any(queues):
         events_before = sum(map(len, queues))
         for server, (shard, events) in enumerate(zip(shards, queues, strict=True)):
@@ -253,5 +283,5 @@ def repeat_served_steps(
                     gradients[ticket] = compute_gradient(ticket, parameters)
         if sum(map(len, queues)) == events_before:
             next_events = [events[0] for events in queues if events]
-            raise ValueError(f"the logs cannot be continued at {next_events}; an event is missing")
+            raise ValueError(f"the logs cannot be replayed beyond {next_events}, because an event is missing")
     return torch.cat([shard.values.detach() for shard in shards])

@@ -1,13 +1,14 @@
 """Worker of a parameter server: pulls parameters and pushes the computed gradient, shard by shard.
 
-Every rank is a worker; the first ranks are servers, too. A server has one thread per remote worker, so that a slow
+Every rank is a worker, and the first ranks are also servers. A server has one thread per remote worker, so that a slow
 connection does not delay other workers. A worker accesses a server on its own rank without messages. Messages are
-tensors with one tag per kind: request (ticket and learning rate), values, gradient, answer (next ticket, staleness).
+tensors, and each kind of message has its own tag. The kinds are request (ticket and learning rate), values, gradient,
+and answer (next ticket and staleness).
 
-When a connection ends, gloo wakes ranks that wait for a message of which no byte has been transferred, but not ranks
-that wait for the remainder of a message. Therefore, in an elastic run, a small message follows each large one, and
-ranks always wait for a small message first: for that one, or for the answer to a gradient, which implies that the
-gradient has been sent.
+When a connection ends, gloo wakes a rank that waits for a message of which no byte has been transferred. It does not
+wake a rank that waits for the remainder of a message. In an elastic run, each large message is therefore followed by a
+small message, and a rank always waits for a small message first. A rank that sends a gradient waits for the answer
+first, because the answer implies that the gradient has been sent.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ from torch.optim import Optimizer
 from common.distributed.parameter_server.server import MakeOptimizer, Shard, ShardServer, StalenessPolicy, split_vector
 from common.distributed.rendezvous import World
 
-# Tags of messages.
+# Tags of messages
 REQUEST = 1
 VALUES = 2
 GRADIENT = 3
 ANSWER = 4
-FOLLOWER_OFFSET = 4  # added to the tag of a large message: tag of the small message that follows it
+FOLLOWER_OFFSET = 4  # a small message has the tag of the large message that it follows, plus this number
 
-END_TICKET = -1  # in the last request of a worker
-IDLE_TIMEOUT = datetime.timedelta(days=365)  # evaluations and checkpoints may come between two requests
+END_TICKET = -1  # marks the last request of a worker
+IDLE_TIMEOUT = datetime.timedelta(days=365)  # an evaluation or a checkpoint may take place between two requests
 
 
 class ServerWorker:
-    """This rank's part of a parameter server: its worker, and on the first ranks a server.
+    """This rank's part of a parameter server: a worker and, on the first ranks, also a server.
 
-    A ticket identifies a share of the work: with p workers, ticket t is share t % p of the batch of step t // p. Server
-    0 assigns tickets: in sync mode each worker's own share, otherwise the next free one. Between steps, when all ranks
-    synchronize, no worker has started the next step, so every push has been applied. In sync mode the workers may
-    change between `stop_serving` and `start_serving`; the servers may not.
+    A ticket identifies a share of the work. With p workers, ticket t is share t % p of the batch of step t // p. Server
+    0 assigns the tickets. In sync mode, each worker gets the same share of every batch. Otherwise, each worker gets the
+    next free ticket. When all ranks synchronize between steps, no worker has started the next step, so every push has
+    been applied. In sync mode, the workers may change between `stop_serving` and `start_serving`, but the servers may
+    not.
     """
 
     def __init__(
@@ -58,31 +60,37 @@ class ServerWorker:
         damp: bool = False,
         record: bool = False,
     ) -> None:
-        """Flatten the parameters of `network` into one vector. Raises UserError for more servers than parameters."""
+        """Flatten the parameters of `network` into one vector.
+
+        Raises UserError if there are more servers than parameters.
+        """
         self.network = network
         self.world = world
         self.policy = policy
         self.parameters = list(network.parameters())
         self.flat = parameters_to_vector(self.parameters).detach()
-        vector_to_parameters(self.flat, self.parameters)  # parameters become views of the vector
+        vector_to_parameters(self.flat, self.parameters)  # the parameters become views of the vector
         self.parts = split_vector(len(self.flat), servers)
         self.server: ShardServer | None = None
         if world.original_rank < servers:
             shard = Shard(self.flat[self.parts[world.rank]], make_optimizer, policy.workers)
             self.server = ShardServer(shard, policy, world.timeout.total_seconds(), damp=damp, record=record)
         self.remote_servers: list[int] = []
-        """Servers that this rank reaches by messages; empty while not serving."""
+        """Ranks of the servers to which this rank sends messages; empty while serving is stopped."""
         self.threads: list[threading.Thread] = []
         self.ticket = 0
 
     def start_serving(self, done: int) -> None:
-        """Start to serve all workers after `done` steps; a rank that has not joined yet does nothing."""
+        """Start serving all workers after `done` completed steps.
+
+        The call has no effect on a rank that has not joined the run yet.
+        """
         if self.world.is_joining:
             return
         rank = self.world.rank
         workers = self.world.size
         if (rank < len(self.parts)) != (self.server is not None):
-            raise RuntimeError(f"rank {rank} of {workers} has the position of another rank: a server is lost")
+            raise RuntimeError(f"a server has been lost: rank {rank} of {workers} now has the position of another rank")
         self.policy = dataclasses.replace(self.policy, workers=workers)
         self.ticket = done * workers + rank
         self.remote_servers = [server for server in range(len(self.parts)) if server != rank]
@@ -95,9 +103,10 @@ class ServerWorker:
             thread.start()
 
     def take_shares(self, step: int, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the shares of a step's batch (inputs, targets) that this worker computes: any number of them.
+        """Yield the shares (inputs, targets) of a step's batch that are assigned to this worker.
 
-        In sync mode the batch already is this worker's share, otherwise the full batch.
+        There may be any number of shares, including none. In sync mode, `x` and `y` are already this worker's share;
+        otherwise, `x` and `y` are the full batch.
         """
         workers = self.policy.workers
         while self.ticket // workers == step - 1:
@@ -108,12 +117,16 @@ class ServerWorker:
                 yield x.chunk(workers)[share], y.chunk(workers)[share]
 
     def pull(self, rate: float) -> None:
-        """Get the newest parameters from all servers; the next push is applied at this learning rate."""
+        """Get the newest parameters from all servers.
+
+        The next push is applied with the learning rate `rate`.
+        """
         rank = self.world.rank
         request = torch.tensor([self.ticket, rate], dtype=torch.float64)
         groups = [list(range(len(self.parts)))]
         if self.policy.mode == "bounded":
-            # They delay pulls: two workers that asked them in different orders could block each other.
+            # Ask one server after the other. Servers of this mode delay pulls, so two workers that ask them in
+            # different orders could block each other.
             groups = [[server] for server in groups[0]]
         for group in groups:
             remote = [server for server in group if server in self.remote_servers]
@@ -126,10 +139,11 @@ class ServerWorker:
             wait_for_works(works)
 
     def push(self) -> int:
-        """Send each server its shard of the gradient and wait for all answers; return the staleness.
+        """Send the gradient to all servers, wait for their answers and return the maximum staleness.
 
-        Afterwards all servers have applied the gradient. In sync mode they have the pushes of all workers and wait for
-        `take_prepared_step`.
+        Each server gets its shard of the gradient. When this call returns, all servers have applied the gradient. In
+        sync mode, the servers have only received the pushes of all workers, and `take_prepared_step` applies the
+        pushes.
         """
         gradient = parameters_to_vector(p.grad for p in self.parameters if p.grad is not None)
         answers = [torch.zeros(2, dtype=torch.int64) for _ in self.parts]
@@ -145,33 +159,40 @@ class ServerWorker:
         return int(torch.stack(answers)[:, 1].max())
 
     def take_prepared_step(self) -> None:
-        """Let this rank's server, if any, take the step whose pushes have all arrived."""
+        """Apply the prepared step on this rank's server, if this rank has a server."""
         if self.server is not None:
             self.server.take_prepared_step()
 
     def stop_serving(self, *, together: bool = True) -> None:
-        """Stop the server's threads. If the ranks do not stop after the same step, the connections are cut."""
+        """Stop the threads of this rank's server.
+
+        If `together` is true, all ranks must stop after the same step. Otherwise, the caller must first close the
+        connections, and all waiting calls of the server fail.
+        """
         if together:
             end_request = torch.tensor([END_TICKET, 0.0], dtype=torch.float64)
             for server in self.remote_servers:
-                with contextlib.suppress(RuntimeError):  # a closed connection ends the thread, too
+                with contextlib.suppress(RuntimeError):  # a closed connection also ends the server's thread
                     self._send(end_request, server, REQUEST).wait()
         elif self.server is not None:
-            self.server.fail(RuntimeError("its connections are cut"))
+            self.server.fail(RuntimeError("its connections have been closed"))
         for thread in self.threads:
             thread.join()
         self.remote_servers = []
         self.threads = []
 
-    # ---- all ranks together, between steps
+    # ---- collective operations between steps
 
     def fetch_parameters(self) -> None:
-        """Copy the newest parameters into the network of every rank. All ranks call it."""
+        """Copy the newest parameters into the network of every rank. All ranks must call this method."""
         shard = self.server.shard.values.detach() if self.server else None
         self._all_gather_shards(self.flat, shard)
 
     def fetch_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Copy the servers' optimizer state, by parameter, into an optimizer of the network. All ranks call it."""
+        """Copy the optimizer state of all servers into an optimizer of the network.
+
+        The state is split by the parameters of the network. All ranks must call this method.
+        """
         local_state = self.server.shard.optimizer.state[self.server.shard.values] if self.server else {}
         entries = [[key, value.dim() > 0] for key, value in local_state.items()]
         for key, is_vector in self.world.broadcast(entries):
@@ -181,7 +202,7 @@ class ServerWorker:
                 pieces = vector.split([p.numel() for p in self.parameters])
                 for parameter, piece in zip(self.parameters, pieces, strict=True):
                     optimizer.state[parameter][key] = piece.view_as(parameter)
-            else:  # the number of steps, equal on all servers between steps
+            else:  # the number of steps, which is equal on all servers between steps
                 scalar = torch.zeros(())
                 if key in local_state:
                     scalar.copy_(local_state[key])
@@ -190,7 +211,7 @@ class ServerWorker:
                     optimizer.state[parameter][key] = scalar.clone()
 
     def load_server_from(self, optimizer: Optimizer) -> None:
-        """Load this rank's shard from the network's parameters and from an optimizer's state."""
+        """Load the shard of this rank's server, if any, from the network's parameters and an optimizer's state."""
         if self.server is None:
             return
         shard = self.server.shard
@@ -205,18 +226,21 @@ class ServerWorker:
             shard.optimizer.state[shard.values][key] = entry.clone()
 
     def _all_gather_shards(self, vector: Tensor, shard: Tensor | None) -> None:
-        """Fill `vector` [n] on all ranks with the servers' shards; `shard` is this rank's, None without a server."""
+        """Fill `vector` [n] on all ranks with the shards of all servers.
+
+        `shard` is the shard of this rank's server, or None if this rank has no server.
+        """
         vector.zero_()
         if shard is not None:
             vector[self.parts[self.world.rank]] = shard
-        # Not dist.broadcast: gloo does not wake a rank that waits for its remainder when the connection ends. The sum
-        # of integers and zeros keeps all bits.
+        # dist.broadcast is not suitable: when the connection ends, gloo does not wake a rank that waits for the
+        # remainder of a broadcast. The sum of an integer and zeros preserves all bits.
         dist.all_reduce(vector.view(torch.int32))
 
     # ---- messages
 
     def _serve_worker(self, worker: int) -> None:
-        """Answer one worker until its last request; runs in its own thread."""
+        """Answer all requests of one worker. This method runs in a separate thread."""
         assert self.server is not None
         request = torch.zeros(2, dtype=torch.float64)
         try:
@@ -242,7 +266,7 @@ class ServerWorker:
         return works
 
     def _receive_large(self, value: Tensor, rank: int, tag: int) -> list[dist.Work]:
-        """Receive a large message; the caller must wait for the returned works in this order."""
+        """Start receiving a large message. The caller must wait for the returned works in the given order."""
         works = [self._receive(value, rank, tag)]
         if self.world.coordinator:
             works.insert(0, self._receive(torch.zeros(1), rank, tag + FOLLOWER_OFFSET))
@@ -260,7 +284,10 @@ class ServerWorker:
 
 
 def wait_for_works(works: Sequence[dist.Work], timeout: datetime.timedelta | None = None) -> None:
-    """Wait for all messages, each at most `timeout`, by default the timeout of the group."""
+    """Wait for all messages, for at most `timeout` each.
+
+    The default is the timeout of the process group.
+    """
     for work in works:
         if timeout is None:
             work.wait()

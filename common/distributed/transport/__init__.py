@@ -1,1 +1,4 @@
-"""Links between ranks (sockets, TLS, shared memory), all-reduce algorithms and their cost model. Imports no torch."""
+"""Links between ranks (sockets, TLS, shared memory), all-reduce algorithms, and a cost model of these algorithms.
+
+The modules of this package do not import torch.
+"""

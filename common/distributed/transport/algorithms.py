@@ -1,11 +1,11 @@
-"""All-reduce algorithms, built-in and custom: building, checking and drawing. Imports no torch.
+"""Build, check and draw all-reduce algorithms, both built-in and custom. This module does not import torch.
 
-    python -m common.distributed.transport.algorithms ring 4         draw an algorithm: name, ranks
-    python -m common.distributed.transport.algorithms two_level 6 2  the same with two ranks per host
-    python -m common.distributed.transport.algorithms mine.py:f 4    a custom algorithm
+    python -m common.distributed.transport.algorithms ring 4         draw the ring of 4 ranks
+    python -m common.distributed.transport.algorithms two_level 6 2  draw two_level for 6 ranks, 2 ranks per host
+    python -m common.distributed.transport.algorithms mine.py:f 4    draw the custom algorithm f for 4 ranks
 
-common/distributed/transport/moves.py defines a move. A custom function gets the number of ranks and returns for each
-rank a list of ("send", "receive" or "add", chunk, peer). The number of chunks follows from the moves.
+Moves are defined in common/distributed/transport/moves.py. A custom function takes the number of ranks and returns, for
+each rank, a list of tuples ("send", "receive" or "add", chunk, peer). These tuples determine the number of chunks.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ from common.runs.provenance import copy_function_file
 from configs.launch import Launch
 from configs.shared import Experiment
 
-__all__ = ["ALGORITHM_NAMES", "Algorithm"]  # imported from here by other packages
+__all__ = ["ALGORITHM_NAMES", "Algorithm"]  # re-exported for other packages
 
-USAGE = "function(ranks) returns for each rank a list of ('send', 'receive' or 'add', chunk, peer)"
+USAGE = "function(ranks) must return a list of ('send', 'receive' or 'add', chunk, peer) for each rank"
 MAX_CHUNKS = 65_536
 
 
 def build_algorithm(name: str, size: int, hosts: Hosts = ()) -> Algorithm:
-    """Return the algorithm with a name for `size` ranks.
+    """Return the algorithm called `name` for `size` ranks.
 
-    `hosts` is the host of each rank, for two_level. A custom algorithm is named `FILE.py:function`. Without `hosts`
-    each rank is on its own host. Raises UserError if the custom function does not define an all-reduce.
+    The name of a custom algorithm is `FILE.py:function`. `hosts[r]` is the host of rank r and affects only two_level;
+    without `hosts`, each rank is on a separate host. Raises UserError if a custom function does not define a valid
+    all-reduce.
     """
     note = ""
     if name == "halving_doubling" and size & (size - 1):
         name = "ring"
-        note = f"halving_doubling needs a power of two ranks, got {size}; using ring instead"
+        note = f"halving_doubling requires the number of ranks to be a power of two (got {size}); using ring instead"
     if len(hosts) not in (0, size):
-        raise ValueError(f"hosts has {format_count(len(hosts), 'entry')} for {format_count(size, 'rank')}")
+        entries = format_count(len(hosts), "entry")
+        raise ValueError(f"hosts must have one entry per rank (got {entries} for {format_count(size, 'rank')})")
     if name == "two_level":
         return make_algorithm(name, build_two_level(hosts or range(size)))
     if name in BUILDERS:
@@ -54,16 +56,18 @@ def build_algorithm(name: str, size: int, hosts: Hosts = ()) -> Algorithm:
         algorithm = make_algorithm(name, function(size))
         if len(algorithm.moves) != size:
             count = format_count(len(algorithm.moves), "list")
-            raise UserError(f"returned {count} of moves, needs one for each of {format_count(size, 'rank')}")
+            ranks = format_count(size, "rank")
+            raise UserError(f"the function must return one list of moves per rank (got {count} for {ranks})")
         check_algorithm(algorithm)
     return algorithm
 
 
 def build_by_size(names: str, size: int, hosts: Hosts = ()) -> list[tuple[int, Algorithm]]:
-    """Return pairs (smallest vector in bytes, algorithm) in ascending order; the first size is 0.
+    """Return pairs (minimum vector size in bytes, algorithm) in ascending order of size.
 
-    `names` is one algorithm, or several separated by sizes in bytes: `tree<65536<ring` is the tree below 65,536 bytes,
-    else the ring. Raises UserError.
+    The first size is 0. `names` contains one algorithm, or several algorithms separated by sizes in bytes. For example,
+    `tree<65536<ring` selects the tree for vectors below 65,536 bytes and the ring for all others. Raises UserError if
+    `names` is invalid.
     """
     parts = [names] if ":" in names else names.split("<")
     algorithm_names = parts[::2]
@@ -79,9 +83,10 @@ def build_by_size(names: str, size: int, hosts: Hosts = ()) -> list[tuple[int, A
 
 
 def check_algorithm_of_config(settings: Experiment, code: Path | None = None) -> None:
-    """Raise UserError for a config whose all-reduce algorithm cannot work.
+    """Raise UserError if the all-reduce algorithm of a config is invalid.
 
-    `code` is the source folder of an existing run with this config, which may hold a copy of the custom file.
+    `code` is the source folder of an existing run with this config. If this folder contains a copy of the custom
+    algorithm's file, the copy is used.
     """
     launch = use_stored_algorithm_file(settings.launch, code) if code else settings.launch
     if launch.backend == "builtin" and launch.algorithm != "auto":
@@ -91,7 +96,10 @@ def check_algorithm_of_config(settings: Experiment, code: Path | None = None) ->
 
 
 def use_stored_algorithm_file(launch: Launch, code: Path) -> Launch:
-    """Return the settings with the run's copy of a custom algorithm's file, if any."""
+    """Return launch settings that refer to the run's copy of a custom algorithm's file.
+
+    The settings are unchanged if there is no copy in `code`.
+    """
     name = launch.algorithm
     return replace(launch, algorithm=prefer_file_copy(name, locate_file_copy("algorithm", name, code)))
 
@@ -99,13 +107,13 @@ def use_stored_algorithm_file(launch: Launch, code: Path) -> Launch:
 def copy_algorithm_file(launch: Launch, code: Path, *, overwrite: bool = False) -> None:
     """Copy the file of a custom algorithm into a run's source folder.
 
-    An existing copy is overwritten only with `overwrite`. Raises UserError.
+    An existing copy is replaced only if `overwrite` is true. Raises UserError if the file cannot be copied.
     """
     copy_function_file("algorithm", launch.algorithm, code, overwrite=overwrite)
 
 
 def make_algorithm(name: str, plan: Iterable[Iterable[Sequence[Any]]], note: str = "") -> Algorithm:
-    """Build an algorithm from moves given as tuples. Raises TypeError for an invalid move."""
+    """Build an algorithm from each rank's moves, given as tuples. Raises TypeError if a move is invalid."""
     chunks = 1
     all_moves = []
     for rank_plan in plan:
@@ -116,9 +124,10 @@ def make_algorithm(name: str, plan: Iterable[Iterable[Sequence[Any]]], note: str
 
 
 def count_bytes(algorithm: Algorithm, nbytes: int, received: bool = False) -> list[int]:
-    """Return the bytes of a vector of `nbytes` that each rank sends, or receives.
+    """Return the number of bytes that each rank sends to all-reduce a vector of `nbytes` bytes.
 
-    Pass a length in elements to count elements.
+    If `received` is true, return the number of bytes that each rank receives instead. To count elements instead of
+    bytes, pass the number of elements as `nbytes`.
     """
     totals = [0] * len(algorithm.moves)
     for rank, moves in enumerate(algorithm.moves):
@@ -132,64 +141,69 @@ def count_bytes(algorithm: Algorithm, nbytes: int, received: bool = False) -> li
 def check_algorithm(algorithm: Algorithm) -> None:
     """Raise UserError unless every rank ends with the same sum over all ranks.
 
-    The message names rank and move. Detects invalid moves, deadlocks, messages that no rank receives or that hold other
-    chunks than expected, values that are counted twice or missing, and sums that ranks add up in different order and
-    hence round differently.
+    The error message names the rank and the move. This function detects:
+
+    - invalid moves and deadlocks;
+    - messages that no rank receives, and messages that contain unexpected chunks;
+    - values that are missing or counted twice;
+    - sums that ranks add up in different orders and that would therefore round differently.
     """
     check_moves(algorithm)
     contents = compute_sums(algorithm, simulate_algorithm(algorithm))
     all_ranks = (1 << len(contents)) - 1
     for rank, chunks in enumerate(contents):
         for chunk, content in enumerate(chunks):
-            origin = "which none of its moves writes"
+            origin = f"no move of rank {rank} writes this chunk"
             if content.writer is not None:
-                origin = f"written by its move {content.writer} ({algorithm.moves[rank][content.writer]})"
+                last_move = algorithm.moves[rank][content.writer]
+                origin = f"move {content.writer} of rank {rank} ({last_move}) is the last to write this chunk"
             if missing := all_ranks & ~content.ranks:
-                missing_ranks = ", ".join(str(peer) for peer in range(len(contents)) if missing >> peer & 1)
-                raise UserError(
-                    f"rank {rank} ends without the values of rank {missing_ranks} in chunk {chunk}, {origin}"
-                )
+                missing_ranks = ", ".join(f"rank {peer}" for peer in range(len(contents)) if missing >> peer & 1)
+                raise UserError(f"rank {rank} ends without the values of {missing_ranks} in chunk {chunk}; {origin}")
             if content.order != contents[0][chunk].order:
                 raise UserError(
-                    f"rank {rank} adds up chunk {chunk} in a different order than rank 0, {origin}: the sums would "
-                    "round differently; add it up on one rank and send the sum"
+                    f"rank {rank} adds up chunk {chunk} in a different order than rank 0, so the two sums would round "
+                    f"differently; add up the chunk on one rank and send the sum to all others ({origin})"
                 )
 
 
 def check_moves(algorithm: Algorithm) -> None:
-    """Raise UserError for a move with an invalid kind, chunk or peer."""
+    """Raise UserError if a move has an invalid kind, chunk or peer."""
     size = len(algorithm.moves)
     chunk_count = min(algorithm.chunks, MAX_CHUNKS)
     for rank, moves in enumerate(algorithm.moves):
         for position, (kind, chunk, peer, chunks) in enumerate(moves):
             problem = ""
             if kind not in ("send", "receive", "add"):
-                problem = "is none of send, receive, add"
+                problem = "the kind of a move must be send, receive or add"
             elif not 0 <= peer < size:
-                problem = f"names a rank that does not exist; ranks are 0-{size - 1}"
+                problem = f"rank {peer} does not exist; the ranks are 0-{size - 1}"
             elif peer == rank:
-                problem = "is a message from a rank to itself"
+                problem = "a rank cannot exchange a message with itself"
             elif chunk < 0 or chunks < 1 or chunk + chunks > chunk_count:
-                problem = f"names a chunk that does not exist; chunks are 0-{chunk_count - 1}"
+                problem = f"the move uses a chunk that does not exist; the chunks are 0-{chunk_count - 1}"
             if problem:
-                raise UserError(f"{describe_move(algorithm, rank, position)} {problem}")
+                raise UserError(f"{describe_move(algorithm, rank, position)}: {problem}")
 
 
 class ChunkContent(NamedTuple):
-    """Content of a chunk on a rank."""
+    """Content of one chunk on one rank, as computed by `compute_sums`."""
 
     ranks: int
-    """The ranks whose values are added up in it: bit r stands for rank r."""
+    """Bit mask of the ranks whose values the chunk includes: bit r represents rank r."""
     order: int
-    """Identifies the order of addition: equal numbers round equally. Swapping operands does not change it."""
+    """Identifier of the order of addition. Chunks with equal identifiers round equally.
+
+    Swapping the two operands of an addition does not change the identifier.
+    """
     writer: int | None
-    """Position of the last move that wrote the chunk."""
+    """Position of the rank's last move that wrote the chunk; None if no move wrote the chunk."""
 
 
 def compute_sums(algorithm: Algorithm, events: Sequence[Event]) -> list[list[ChunkContent]]:
     """Return the final content of each chunk on each rank.
 
-    Raises UserError for messages that do not match.
+    Raises UserError if a message does not match the move that receives the message.
     """
     size = len(algorithm.moves)
     contents = [[ChunkContent(1 << rank, rank, None)] * algorithm.chunks for rank in range(size)]
@@ -203,7 +217,7 @@ def compute_sums(algorithm: Algorithm, events: Sequence[Event]) -> list[list[Chu
             continue
         sent = events[sent_by]
         if (move.chunk, move.chunks) != (sent.move.chunk, sent.move.chunks):
-            raise UserError(f"{event} gets another chunk: the next message is {sent}")
+            raise UserError(f"{event} receives the wrong chunk: the next message was sent by {sent}")
         for offset, received in enumerate(messages.pop(sent_by)):
             ranks = received.ranks
             order = received.order
@@ -216,14 +230,15 @@ def compute_sums(algorithm: Algorithm, events: Sequence[Event]) -> list[list[Chu
                 order = orders.setdefault(operands, size + len(orders))
             contents[rank][move.chunk + offset] = ChunkContent(ranks, order, position)
     for number in messages:
-        raise UserError(f"{events[number]} is never received by rank {events[number].move.peer}")
+        raise UserError(f"rank {events[number].move.peer} never receives the message of {events[number]}")
     return contents
 
 
 def draw_algorithm(algorithm: Algorithm, hosts: Hosts = ()) -> list[str]:
-    """Return a table of the messages that each rank (column) sends in each step (row).
+    """Return the lines of a table of the messages that each rank sends in each step.
 
-    In a step a rank sends at most one message and receives at most one.
+    The table has one row per step and one column per rank. Within a step, each rank sends at most one message and
+    receives at most one message.
     """
     cells: dict[tuple[int, int], str] = {}
     for rank, _, move, time, sent_by in simulate_algorithm(algorithm):
@@ -238,47 +253,47 @@ def draw_algorithm(algorithm: Algorithm, hosts: Hosts = ()) -> list[str]:
     for step in range(1, steps + 1):
         rows.append([f"step {step}", *(cells.get((step, rank), ".") for rank in ranks)])
     for name, received in (("sends", False), ("gets", True)):
-        totals = count_bytes(algorithm, algorithm.chunks, received)  # of a vector with one byte per chunk
+        totals = count_bytes(algorithm, algorithm.chunks, received)  # for a vector with one byte per chunk
         rows.append([name, *(f"{total / algorithm.chunks:.3g} n" for total in totals)])
 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     counts = [format_count(len(ranks), "rank"), format_count(algorithm.chunks, "chunk"), format_count(steps, "step")]
     return [
         f"{algorithm.name}: {', '.join(counts)}",
-        "c0 +> r1: chunk 0 goes to rank 1, which adds it; c0 => r1: which stores it; n: the bytes of the vector",
+        "c0 +> r1: rank 1 receives chunk 0 and adds it; c0 => r1: rank 1 stores it; n: size of the vector in bytes",
         "",
         *("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
     ]
 
 
 def describe_chunks(algorithm: Algorithm, move: Move) -> str:
-    """Return the chunks of a move in few characters: `c0`, `c0-2` or `all`."""
+    """Return a short label for the chunks of a move: `c0`, `c0-2` or `all`."""
     if move.chunks == algorithm.chunks:
         return "all"
     return f"c{move.chunk}" if move.chunks == 1 else f"c{move.chunk}-{move.chunk + move.chunks - 1}"
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser that reports each error as a one-line UserError."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError."""
+        """Raise UserError with the message and the usage of the command."""
         raise UserError(f"{message}; {' '.join(self.format_usage().split())}")
 
 
 def parse_count(text: str) -> int:
-    """Return a number from 1 to 64. Raises argparse's error for other text."""
+    """Parse an integer from 1 to 64. Raises argparse.ArgumentTypeError if the text is invalid."""
     if not text.isdecimal() or not 1 <= int(text) <= 64:
         raise argparse.ArgumentTypeError(f"expected a number from 1 to 64, got {text!r}")
     return int(text)
 
 
 def main() -> None:
-    """Draw an all-reduce algorithm: one line per step, one column per rank."""
+    """Draw an all-reduce algorithm as a table with one row per step and one column per rank."""
     parser = OneLineParser(prog="python -m common.distributed.transport.algorithms", description=main.__doc__)
-    parser.add_argument("algorithm", help=f"{', '.join(ALGORITHM_NAMES)}, or FILE.py:function")
-    parser.add_argument("ranks", type=parse_count, help="1 to 64")
-    parser.add_argument("each", type=parse_count, nargs="?", help="ranks per host, for two_level")
+    parser.add_argument("algorithm", help=f"algorithm to draw: {', '.join(ALGORITHM_NAMES)} or FILE.py:function")
+    parser.add_argument("ranks", type=parse_count, help="number of ranks, from 1 to 64")
+    parser.add_argument("each", type=parse_count, nargs="?", help="number of ranks per host, used by two_level")
     args = parser.parse_args()
     hosts = [rank // args.each for rank in range(args.ranks)] if args.each else []
     algorithm = build_algorithm(args.algorithm, args.ranks, hosts)

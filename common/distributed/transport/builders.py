@@ -1,9 +1,10 @@
-"""The built-in all-reduce algorithms, in the same form as a custom function.
+"""Functions that build the built-in all-reduce algorithms. This module does not import torch.
 
-A builder returns the ordered list of moves of each rank. A move is (kind, chunk, peer), or (kind, chunk, peer, chunks)
-if one message holds several consecutive chunks; common/distributed/transport/moves.py defines the kinds. Below, p is
-the number of ranks and n the bytes of the vector. Every chunk is added up in one order and copied from there, so all
-ranks end with identical bits. Imports no torch.
+A builder returns the same data as a custom function: an ordered list of moves for each rank. A move is (kind, chunk,
+peer), or (kind, chunk, peer, chunks) if one message contains several consecutive chunks. The kinds are defined in
+common/distributed/transport/moves.py. In the docstrings below, p is the number of ranks and n is the size of the vector
+in bytes. Each chunk is added up in a single order, and the sum is then copied to the other ranks, so all ranks end with
+identical bits.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from collections.abc import Callable, Hashable, Sequence
 
 MoveTuple = tuple[str, int, int] | tuple[str, int, int, int]
 MovePlan = list[list[MoveTuple]]
-Hosts = Sequence[Hashable]  # of each rank
+Hosts = Sequence[Hashable]  # the host of each rank
 
 
 def list_ring_moves(ring: Sequence[int], position: int, first_chunk: int = 0) -> list[MoveTuple]:
-    """Return the moves of one member of a ring of ranks.
+    """Return the moves of one rank in a ring of ranks.
 
-    The chunks of the ring start at number `first_chunk`. In the first round each chunk travels once around the ring and
-    each member adds it; in the second round the sums travel.
+    The ring has one chunk per rank, and `first_chunk` is the number of the first one. In the first round, each chunk
+    travels around the ring and each rank adds its own values. In the second round, the sums travel around the ring.
     """
     count = len(ring)
     left = ring[position - 1]
@@ -36,20 +37,20 @@ def list_ring_moves(ring: Sequence[int], position: int, first_chunk: int = 0) ->
 def build_ring(size: int) -> MovePlan:
     """Return the ring, in which each rank sends as few bytes as possible.
 
-    Each rank sends 2 (p - 1) / p n bytes in 2 (p - 1) steps. Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations" (doi:10.1016/j.jpdc.2008.09.002); known in deep learning through Baidu's
-    allreduce of 2017.
+    Each rank sends 2 (p - 1) / p n bytes in 2 (p - 1) steps. The algorithm was published by Patarasuk & Yuan 2009,
+    "Bandwidth optimal all-reduce algorithms for clusters of workstations" (doi:10.1016/j.jpdc.2008.09.002). It became
+    known in deep learning through Baidu's allreduce of 2017.
     """
     return [list_ring_moves(range(size), rank) for rank in range(size)]
 
 
 def build_halving_doubling(size: int) -> MovePlan:
-    """Return recursive halving and doubling for a power of two ranks.
+    """Return recursive halving and doubling, which requires a power-of-two number of ranks.
 
-    It sends the ring's bytes in only 2 log2(p) steps. Each rank exchanges half of the vector with the rank p/2 away, a
-    quarter with the rank p/4 away, and so on, and adds what it receives; then the sums travel the same way back
-    (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
-    doi:10.1177/1094342005051521).
+    Each rank sends as many bytes as in the ring, but in only 2 log2(p) steps. Each rank exchanges half of the vector
+    with the rank at distance p/2, then a quarter with the rank at distance p/4, and so on, and adds the received
+    values. The sums are then exchanged in the reverse order. The source is Thakur, Rabenseifner, Gropp 2005,
+    "Optimization of Collective Communication Operations in MPICH" (doi:10.1177/1094342005051521).
     """
     distances = list_powers_of_two(size)
     plan: MovePlan = [[] for _ in range(size)]
@@ -73,10 +74,11 @@ def list_powers_of_two(size: int) -> list[int]:
 
 
 def build_tree(size: int) -> MovePlan:
-    """Return the binomial tree, which is the fastest for few bytes.
+    """Return the binomial tree, which is the fastest algorithm for small vectors.
 
-    It sends the whole vector in 2 log2(p) steps (rounded up). Rank 0 collects the sum and broadcasts it (Thakur,
-    Rabenseifner, Gropp 2005, doi:10.1177/1094342005051521).
+    Rank 0 collects the sum and broadcasts it. Each message contains the whole vector, and the number of steps is
+    2 log2(p), with log2(p) rounded up. The source is Thakur, Rabenseifner, Gropp 2005
+    (doi:10.1177/1094342005051521).
     """
     edges = []
     for distance in list_powers_of_two(size):
@@ -95,7 +97,7 @@ def build_tree(size: int) -> MovePlan:
 def build_star(size: int) -> MovePlan:
     """Return the star: rank 0 adds up all vectors and sends the sum.
 
-    2 (p - 1) n bytes pass through the cable of rank 0.
+    In total, 2 (p - 1) n bytes pass through the network cable of rank 0.
     """
     leaves = range(1, size)
     centre_moves: list[MoveTuple] = [("add", 0, rank) for rank in leaves]
@@ -105,9 +107,9 @@ def build_star(size: int) -> MovePlan:
 
 
 def build_sharded_star(size: int) -> MovePlan:
-    """Return p stars, one per chunk, each around another rank.
+    """Return p stars, one for each chunk, each centered on a different rank.
 
-    It sends the ring's bytes without the ring's latency.
+    Each rank sends as many bytes as in the ring, but with a lower latency.
     """
     return build_two_level(["the same host"] * size)
 
@@ -115,10 +117,11 @@ def build_sharded_star(size: int) -> MovePlan:
 def build_two_level(hosts: Hosts) -> MovePlan:
     """Return an all-reduce that sends as few bytes as possible between hosts.
 
-    `hosts` has the host of each rank. The vector has as many slices as the smallest host has ranks. Each host adds up
-    slice i at its i-th rank, the i-th ranks of all hosts form a ring for that slice, and each of them then distributes
-    the sum within its host. Each host sends 2 (h - 1) / h n to other hosts, where h is the number of hosts; with p
-    ranks on p hosts this is the ring.
+    `hosts[r]` is the host of rank r. The vector is divided into as many slices as the smallest host has ranks. On each
+    host, the i-th rank adds up slice i over all ranks of the host. For each slice, the i-th ranks of all hosts then
+    form a ring. Finally, the i-th rank of each host sends the sum to all other ranks of the host. Each host sends
+    2 (h - 1) / h n bytes to other hosts, where h is the number of hosts. With one rank per host, the algorithm is
+    identical to the ring.
     """
     teams_by_host: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -131,7 +134,7 @@ def build_two_level(hosts: Hosts) -> MovePlan:
     for team_number, team in enumerate(teams):
         for position, rank in enumerate(team):
             moves = plan[rank]
-            # at any time each member sends to a different one
+            # at any time, all ranks of the host send to different peers
             peers = [(position + distance) % len(team) for distance in range(1, len(team))]
             moves += [("send", width * i, team[i], width) for i in peers if i < slices]
             if position < slices:

@@ -1,7 +1,8 @@
-"""Connections between all ranks of a group, one per direction. Imports no torch.
+"""Connect all ranks of a group with each other, with one connection per direction.
 
-Each rank opens a port that the kernel chooses, publishes it with a random token through the rendezvous, and connects to
-all other ranks. A connection is accepted when both sides have proven that they belong to the group (welcome.py).
+Each rank opens a port that the kernel chooses, publishes the port and a random token through the rendezvous, and
+connects to all other ranks. A connection is accepted when both sides have proven that they belong to the group (see
+welcome.py). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,38 +28,38 @@ from common.distributed.transport.reception import Acceptor, Warn, read_peer_use
 from common.distributed.transport.socket_stream import SocketStream, TlsSocket, pack_seconds
 from common.distributed.transport.welcome import ANSWER_BYTES, ConnectionId, UntrustedPeer, make_answer, make_hello
 
-RETRY_SECONDS = 0.05  # between two attempts to connect
+RETRY_SECONDS = 0.05  # pause between two connection attempts
 Lookup = Callable[[str], str | bytes]
 
 
 class Links(NamedTuple):
-    """The links of one rank, by the peer's rank."""
+    """The links between one rank and all of its peers, by the rank of the peer."""
 
     outgoing: dict[int, Outgoing]
     incoming: dict[int, Incoming]
 
     def close(self) -> None:
-        """Close all links; threads that wait for them fail at once.
+        """Close all links, so that waiting threads fail immediately.
 
-        Messages that `wait` has confirmed still arrive.
+        Messages for which `Outgoing.wait` has returned are still delivered.
         """
         for link in (*self.outgoing.values(), *self.incoming.values()):
             link.close()
 
 
 class RankAddress(NamedTuple):
-    """Address, host and token that a rank publishes."""
+    """Address, host and token that a rank publishes through the rendezvous."""
 
     address: str
     port: int
     token: str
     host: str
     unix_socket_name: str
-    """Abstract name of a Unix socket for ranks of the same host; empty if there is none."""
+    """Abstract name of the Unix socket for ranks on the same host; empty if there is no such socket."""
 
 
 def print_warning(line: str) -> None:
-    """Print a line to stderr."""
+    """Print a warning line to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -77,15 +78,14 @@ def connect_ranks(
     polling_seconds: float = 0.0,
     warn: Warn = print_warning,
 ) -> Links:
-    """Connect the ranks of a group with each other; all of them call it.
+    """Connect all ranks of a group with each other. All ranks must call this function.
 
     `publish(key, value)` and the blocking `lookup(key)` access the rendezvous, for example `set` and `get` of a store
-    of this group. `group` identifies run, attempt and group; `address` is the IPv4 address of this rank's network
-    interface. `setup_timeout` is the time limit of this call in seconds, `timeout` the seconds without progress after
-    which a message fails.
-    With an identity all connections between hosts use TLS. Ranks that pass the same `host` are connected through its
-    memory (memory_links.py) and poll for `polling_seconds` before they sleep. `warn` prints a warning.
-    Raises UnreachableError.
+    for this group. `group` identifies the run, the attempt and the group. `address` is the IPv4 address of this rank's
+    network interface. `setup_timeout` is the time limit of this call in seconds. After `timeout` seconds without
+    progress, a message fails. If `identity` is given, all connections between hosts use TLS. Ranks that pass the same
+    `host` are connected through shared memory (memory_links.py) and poll for `polling_seconds` before they sleep.
+    `warn` prints a warning. Raises UnreachableError.
     """
     if size == 1:
         return Links({}, {})
@@ -99,7 +99,7 @@ def connect_ranks(
     try:
         published = RankAddress(address, acceptor.port, token.hex(), host, acceptor.unix_socket_name)
         publish(f"link/{rank}", json.dumps(published))
-        for step in range(1, size):  # start with different peers, so that not all ranks connect to the same one
+        for step in range(1, size):  # each rank starts with a different peer, to spread the load
             peer = (rank + step) % size
             target = wait_for_rank_address(peer, lookup)
             if target.host != host:
@@ -117,20 +117,20 @@ def connect_ranks(
 
 
 def make_stream(connection: socket.socket, timeout: float, polling_seconds: float) -> SocketStream:
-    """Return a memory stream for a Unix socket, else a socket stream."""
+    """Return a memory stream for a Unix socket and a socket stream for any other socket."""
     if connection.family == socket.AF_UNIX:
         return MemoryStream(connection, timeout, polling_seconds)
     return SocketStream(connection, timeout)
 
 
 def wait_for_rank_address(peer: int, lookup: Lookup) -> RankAddress:
-    """Wait until a rank has published its address, and return it. Raises UnreachableError."""
+    """Wait until a rank has published its address and return the address. Raises UnreachableError."""
     try:
         return RankAddress(*json.loads(lookup(f"link/{peer}")))
-    except (RuntimeError, OSError, ValueError, TypeError) as error:  # a store raises RuntimeError
+    except (RuntimeError, OSError, ValueError, TypeError) as error:  # torch's stores raise RuntimeError
         raise UnreachableError(
-            f"rank {peer} has not published its address: {summarize_error(error)}; see its log, or raise "
-            "launch.setup_timeout"
+            f"rank {peer} has not published its address: {summarize_error(error)}; see the log of rank {peer}, or "
+            "raise launch.setup_timeout"
         ) from None
 
 
@@ -141,7 +141,7 @@ def connect_to_rank(
     identity: Identity | None,
     warn: Warn,
 ) -> socket.socket:
-    """Connect to a rank, retrying until it accepts this one. Raises UnreachableError."""
+    """Connect to a rank, retrying until the connection is accepted. Raises UnreachableError."""
     start = time.monotonic()
     last_reason = ""
     description = f"rank {direction.target} at {target.address}:{target.port}"
@@ -150,21 +150,21 @@ def connect_to_rank(
         try:
             return connect_once(direction, target, deadline, identity)
         except UntrustedPeer as error:
-            reason = str(error)
+            reason = f"the peer {error}"
         except ssl.SSLError as error:
-            reason = describe_refusal(error)
+            reason = f"the peer {describe_refusal(error)}"
         except OSError as error:
             reason = summarize_error(error)
             if isinstance(error, TimeoutError):
-                reason = last_reason or "it does not answer"
-            # an overloaded rank resets connections; with other errors waiting is pointless, since the port is open
-            # before it is published
+                reason = last_reason or "the peer does not answer"
+            # An overloaded rank resets connections and may accept them later. A long wait is useless after any other
+            # error, because a rank opens its port before publishing it.
             if not isinstance(error, ConnectionResetError | BrokenPipeError):
                 limit = min(deadline, start + network.UNREACHABLE_SECONDS)
         if time.monotonic() > limit:
             raise UnreachableError(
-                f"rank {direction.source} cannot connect to {description}: {reason}; see its log, check the "
-                "firewall, or raise launch.setup_timeout"
+                f"rank {direction.source} cannot connect to {description}: {reason}; see the log of rank "
+                f"{direction.target}, check the firewall, or raise launch.setup_timeout"
             )
         if reason != last_reason:
             last_reason = reason
@@ -175,7 +175,10 @@ def connect_to_rank(
 def connect_once(
     direction: ConnectionId, target: RankAddress, deadline: float, identity: Identity | None
 ) -> socket.socket:
-    """Connect to a rank and perform the handshake. Raises OSError, ssl.SSLError, UntrustedPeer."""
+    """Try once to connect to a rank and to perform the handshake.
+
+    Raises OSError, ssl.SSLError or UntrustedPeer.
+    """
     remaining = max(RETRY_SECONDS, deadline - time.monotonic())
     connection = connect_to_local_rank(target.unix_socket_name, remaining) if target.unix_socket_name else None
     if connection is None:
@@ -195,25 +198,28 @@ def connect_once(
 
 
 def exchange_proofs(connection: socket.socket, direction: ConnectionId, token: bytes) -> None:
-    """Prove this rank's identity to the peer and check the peer's answer. Raises OSError, UntrustedPeer."""
+    """Prove this rank's identity to the peer and check the peer's answer.
+
+    Raises UntrustedPeer if the answer is wrong, and OSError if the connection fails.
+    """
     connection.sendall(make_hello(direction, token))
     answer = b""
     while len(answer) < ANSWER_BYTES:
         data = connection.recv(ANSWER_BYTES - len(answer))
         if not data:
-            raise ConnectionResetError("it closed the connection during the handshake; see its log")
+            raise ConnectionResetError("the peer closed the connection during the handshake; its log shows the reason")
         answer += data
     if not secrets.compare_digest(answer, make_answer(direction, token)):
-        raise UntrustedPeer("another program answers there")
+        raise UntrustedPeer("gave a wrong answer in the handshake; the port may belong to another program")
 
 
 def connect_to_local_rank(name: str, seconds: float) -> socket.socket | None:
-    """Connect to a rank of this host; None if no process of this user listens.
+    """Connect to a rank on this host through its Unix socket.
 
-    Another host may have the same name.
+    Return None if no process of this user listens on the socket. This can happen if two hosts have the same name.
     """
     connection = socket.socket(socket.AF_UNIX)
-    # with a Python timeout, connect fails at once if the queue is full, instead of waiting
+    # with a Python timeout, connect() would fail immediately if the queue is full, instead of waiting
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pack_seconds(seconds))
     with contextlib.suppress(OSError):
         connection.connect("\0" + name)

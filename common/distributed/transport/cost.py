@@ -1,9 +1,10 @@
-"""Predicted times of all-reduces: lines fitted to measured messages, and a simulation. Imports no torch.
+"""Predict the time of an all-reduce from measured times of messages. This module does not import torch.
 
 A message of n bytes takes alpha + beta n seconds (Hockney 1994, "The communication challenge for MPP: Intel Paragon
-and Meiko CS-2", doi:10.1016/S0167-8191(06)80021-9). For that time it occupies the outgoing cable of its sender and the
-incoming cable of its target, each of which carries one message at a time. The fitted lines include computation, which
-takes no additional time.
+and Meiko CS-2", doi:10.1016/S0167-8191(06)80021-9). The parameters alpha and beta are fitted to measured times, and the
+all-reduce is then simulated. During a message, the outgoing cable of the sender and the incoming cable of the target
+are occupied. Each cable carries one message at a time. Computation takes no additional time in the simulation, because
+the measured times already include it.
 """
 
 from __future__ import annotations
@@ -16,42 +17,42 @@ from common.distributed.transport.algorithms import build_algorithm
 from common.distributed.transport.builders import Hosts
 from common.distributed.transport.moves import Algorithm, CableRoute, Move, simulate_algorithm
 
-VECTOR_SIZES = tuple(4**power for power in range(1, 14))  # bytes for which an algorithm is chosen: 4 bytes to 64 MiB
-MAX_MOVES = 20_000  # of all ranks; an algorithm with more is simulated for two sizes and interpolated
-MAX_RANKS = 256  # above it, algorithms with a quadratic number of moves are excluded: simulating them takes too long
-SWITCH_RATIO = 0.99  # another algorithm is chosen only if its time is below this share
+VECTOR_SIZES = tuple(4**power for power in range(1, 14))  # from 4 bytes to 64 MiB; an algorithm is chosen for each size
+MAX_MOVES = 20_000  # moves of all ranks; an algorithm with more is simulated only for two sizes and interpolated
+MAX_RANKS = 256  # for more ranks, the simulation of algorithms with a quadratic number of moves takes too long
+SWITCH_RATIO = 0.99  # switch to another algorithm only if it takes less than this fraction of the current one's time
 
 
 class MessageTimeLine(NamedTuple):
-    """The time of a message: alpha seconds, plus beta seconds per byte."""
+    """Linear model of the time of a message: alpha seconds plus beta seconds per byte."""
 
     alpha: float
     beta: float
 
     def predict_seconds(self, nbytes: float) -> float:
-        """Return the seconds of one message of `nbytes`."""
+        """Return the predicted time of a message of `nbytes` bytes, in seconds."""
         return self.alpha + self.beta * nbytes
 
 
 class MessageTimeLines(NamedTuple):
-    """The line of links between hosts and, if measured, that of links within a host."""
+    """Models for messages between hosts and, if measured, for messages within a host."""
 
     between_hosts: MessageTimeLine
     within_host: MessageTimeLine | None = None
 
 
 def fit_line(measured: Sequence[tuple[float, float]]) -> MessageTimeLine:
-    """Fit alpha and beta to (bytes, seconds) of messages by least squares of relative errors.
+    """Fit alpha and beta to measured (bytes, seconds) pairs by least squares of relative errors.
 
-    Absolute errors would leave alpha to chance: a thousandth of the longest time is many times alpha. Neither parameter
-    is negative: if the best line has a negative one, the result is the best line with 0 in its place.
-    Raises UserError for fewer than two sizes.
+    With absolute errors, alpha would be arbitrary, because a thousandth of the longest time is many times alpha.
+    Neither parameter is negative: if the best fit has a negative parameter, the result is the best fit in which this
+    parameter is 0. Raises UserError for fewer than two sizes or for times that are not positive.
     """
     sizes = [float(nbytes) for nbytes, _ in measured]
     times = [seconds for _, seconds in measured]
     if len(set(sizes)) < 2 or min(times) <= 0:
         raise UserError(
-            f"fitting a line needs positive times of at least two sizes, got {list(measured)}; measure more sizes"
+            f"fitting a line requires positive times for at least two sizes (got {list(measured)}); measure more sizes"
         )
     weights = [seconds**-2 for seconds in times]
 
@@ -73,10 +74,10 @@ def fit_line(measured: Sequence[tuple[float, float]]) -> MessageTimeLine:
 
 
 def predict_seconds(algorithm: Algorithm, lines: MessageTimeLines, nbytes: float, hosts: Hosts = ()) -> float:
-    """Return the seconds of an all-reduce of `nbytes`.
+    """Return the predicted time of an all-reduce of `nbytes` bytes, in seconds.
 
-    Ranks of one host (`hosts` has the host of each rank) share the host's cable. Messages within a host do not use it;
-    they have their own line. Without `hosts` each rank is on its own host.
+    `hosts[r]` is the host of rank r; without `hosts`, each rank is on a separate host. All ranks on a host share the
+    host's network cable. Messages within a host do not use this cable, and their time is predicted by a separate model.
     """
     host_of = hosts or range(len(algorithm.moves))
 
@@ -95,17 +96,18 @@ def predict_seconds(algorithm: Algorithm, lines: MessageTimeLines, nbytes: float
 
 
 def choose_by_size(lines: MessageTimeLines, names: Sequence[str], size: int, hosts: Hosts = ()) -> str:
-    """Return the fastest algorithm for each of VECTOR_SIZES in the format of `launch.algorithm`: `tree<65536<ring`.
+    """Return the fastest algorithms by vector size, as a value of `launch.algorithm` such as `tree<65536<ring`.
 
-    The choice changes only if another algorithm is at least a hundredth faster than that of the previous size; of equal
-    ones the first is chosen. With more than MAX_RANKS ranks, ring and sharded_star are excluded, and two_level if
-    ranks times hosts exceed MAX_RANKS**2, because rank 0 simulates them while the others wait.
+    The choice changes from one size to the next only if another algorithm is faster by at least 1%. Among equally
+    fast algorithms, the first one is chosen. All other ranks wait while rank 0 runs the simulation, so algorithms that
+    take too long to simulate are excluded: ring and sharded_star for more than MAX_RANKS ranks, and two_level if ranks
+    times hosts exceeds MAX_RANKS**2.
     """
     predicted: dict[str, list[float]] = {}
     for name in names:
         if is_cheap_to_simulate(name, size, hosts):
             algorithm = build_algorithm(name, size, hosts)
-            if not algorithm.note:  # else another algorithm replaces it
+            if not algorithm.note:  # a note means that the algorithm was replaced by another one
                 predicted[name] = predict_sizes(algorithm, lines, hosts)
 
     current = ""
@@ -124,7 +126,8 @@ def choose_by_size(lines: MessageTimeLines, names: Sequence[str], size: int, hos
 def is_cheap_to_simulate(name: str, size: int, hosts: Hosts) -> bool:
     """Return whether a built-in algorithm has few enough moves to be simulated.
 
-    The number of moves is size**2, and size * hosts for two_level; the others grow more slowly.
+    The number of moves is size * hosts for two_level, and size**2 for the ring and sharded_star. For all other
+    algorithms, the number of moves grows more slowly.
     """
     hosts_or_ranks = len(set(hosts)) if name == "two_level" and hosts else size
     falls_back_to_ring = name == "halving_doubling" and size & (size - 1)
@@ -133,7 +136,7 @@ def is_cheap_to_simulate(name: str, size: int, hosts: Hosts) -> bool:
 
 
 def predict_sizes(algorithm: Algorithm, lines: MessageTimeLines, hosts: Hosts) -> list[float]:
-    """Return the seconds of an all-reduce of each of VECTOR_SIZES."""
+    """Return the predicted time of an all-reduce for each of VECTOR_SIZES, in seconds."""
     if sum(map(len, algorithm.moves)) <= MAX_MOVES:
         return [predict_seconds(algorithm, lines, nbytes, hosts) for nbytes in VECTOR_SIZES]
     first_seconds = predict_seconds(algorithm, lines, VECTOR_SIZES[0], hosts)

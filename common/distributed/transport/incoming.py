@@ -1,7 +1,7 @@
-"""The direction from another rank. Imports no torch.
+"""Receive messages from another rank. This module does not import torch.
 
-The thread that waits for a message reads the connection. Messages for other threads are written to the memory where
-they are expected, or stored until they are.
+A thread that waits for a message reads the connection. If the next message is for another thread, the message is
+written to the memory that the other thread has provided, or stored until that thread asks for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ExpectedMessage:
-    """A message whose memory is known before it arrives."""
+    """A message for which memory is provided before the message has arrived."""
 
     def __init__(self, target: memoryview) -> None:
         self.target = target
@@ -27,26 +27,26 @@ class ExpectedMessage:
 
 
 class Incoming(Link):
-    """The direction from another rank."""
+    """Receiving end of the connection from another rank."""
 
     def __init__(self, stream: SocketStream, peer: int) -> None:
         super().__init__(stream, peer)
         self._inbox: dict[int, deque[bytearray]] = {}  # messages that arrived before they were expected, by tag
-        self._expected: dict[int, deque[ExpectedMessage]] = {}  # in order of arrival, by tag
+        self._expected: dict[int, deque[ExpectedMessage]] = {}  # expected messages by tag, in order of arrival
 
     def receive(self, tag: int, into: WriteableBuffer, *, patient: bool = False) -> None:
-        """Receive the next message with a tag into contiguous memory of its size.
+        """Receive the next message with a given tag into contiguous memory of the same size.
 
-        With `patient` there is no time limit for its start. Raises LinkError, also if the sizes differ, and
-        LinkTimeout.
+        If `patient` is true, there is no time limit for the start of the message. Raises LinkTimeout, or LinkError if
+        the connection fails or the sizes differ.
         """
         self.wait_for_message(self.expect_message(tag, into), patient=patient)
 
     def expect_message(self, tag: int, into: WriteableBuffer) -> ExpectedMessage:
-        """Provide contiguous memory for the next message with a tag, without blocking.
+        """Provide contiguous memory for the next message with a given tag, without blocking.
 
-        Raises LinkError if the sizes differ. The memory is filled while another thread reads the connection, or by
-        `wait_for_message`.
+        The memory is filled by `wait_for_message`, or earlier by another thread that reads the connection. Raises
+        LinkError if the sizes of the memory and the message differ.
         """
         expected = ExpectedMessage(view_bytes(into))
         with self._lock:
@@ -61,10 +61,10 @@ class Incoming(Link):
     def wait_for_message(
         self, expected: ExpectedMessage, *, patient: bool = False, seconds: float | None = None
     ) -> None:
-        """Wait for a message; read the connection if no other thread does.
+        """Wait for a message, and read the connection if no other thread is reading it.
 
-        With `seconds` it does not read, but waits at most that long for another thread to do so.
-        Raises LinkError, LinkTimeout.
+        If `seconds` is given, never read the connection, but wait at most that long for another thread to read the
+        message. Raises LinkError or LinkTimeout.
         """
         deadline = time.monotonic() + (seconds or 0.0)
         with self._lock:
@@ -84,15 +84,16 @@ class Incoming(Link):
         try:
             while not expected.has_arrived:
                 self._read_message(*self.stream.read_header(patient))
-        except BaseException as error:  # noqa: BLE001 (the position of the next header is lost)
+        except BaseException as error:  # noqa: BLE001 (the position of the next header is unknown)
             raise self._end_after_error(error) from None
         self._stop_reading()
 
     def receive_pieces(self, tag: int, length: int) -> Iterator[memoryview]:
-        """Yield the next message with a tag in pieces of at most PIECE_BYTES bytes.
+        """Yield the next message with a given tag in pieces of at most PIECE_BYTES bytes.
 
-        The message has `length` bytes. Each piece is valid until the next one. Abandoning a message before its last
-        piece ends the link. Raises LinkError, also if the sizes differ, and LinkTimeout.
+        The message must have `length` bytes. Each piece is valid only until the next piece is requested. If the caller
+        stops before the last piece, the link is closed. Raises LinkTimeout, or LinkError if the connection fails or the
+        sizes differ.
         """
         stored = self._take_stored_or_start_reading(tag, length)
         if stored is not None:
@@ -102,12 +103,12 @@ class Incoming(Link):
         try:
             self._read_up_to(tag, length)
             yield from self.stream.read_pieces(length)
-        except BaseException as error:  # noqa: BLE001 (the position of the next header is lost)
+        except BaseException as error:  # noqa: BLE001 (the position of the next header is unknown)
             raise self._end_after_error(error) from None
         self._stop_reading()
 
     def _take_stored(self, tag: int, length: int) -> bytearray | None:
-        """Return the oldest stored message with a tag. The caller holds the lock."""
+        """Remove and return the oldest stored message with a given tag. The caller must hold the lock."""
         queue = self._inbox.get(tag)
         if not queue:
             return None
@@ -118,7 +119,7 @@ class Incoming(Link):
         return stored
 
     def _take_stored_or_start_reading(self, tag: int, length: int) -> bytearray | None:
-        """Return a stored message, or None once this thread may read the connection."""
+        """Wait for a stored message, or return None as soon as this thread may read the connection."""
         with self._lock:
             while True:
                 stored = self._take_stored(tag, length)
@@ -133,7 +134,7 @@ class Incoming(Link):
                     raise self.explain_error(TimeoutError())
 
     def _read_up_to(self, tag: int, length: int) -> None:
-        """Read the header of the next message with a tag, and all messages before it."""
+        """Read the header of the next message with a given tag, and all messages before that message."""
         while True:
             next_tag, size = self.stream.read_header()
             if next_tag == tag:
@@ -142,7 +143,7 @@ class Incoming(Link):
             self._read_message(next_tag, size)
 
     def _read_message(self, tag: int, size: int) -> None:
-        """Read a message into the memory where it is expected, or store it."""
+        """Read a message into the memory provided for it, or store the message if there is none."""
         with self._lock:
             expected = self._take_expected(tag)
         stored = bytearray(0 if expected else size)
@@ -150,7 +151,7 @@ class Incoming(Link):
             self._check_length(tag, size, len(expected.target))
         self.stream.read_into(expected.target if expected else memoryview(stored))
         with self._lock:
-            if expected is None and (expected := self._take_expected(tag)):  # expected since the message began
+            if expected is None and (expected := self._take_expected(tag)):  # expected since the read began
                 self._check_length(tag, size, len(expected.target))
                 expected.target[:] = stored
             if expected is None:
@@ -160,7 +161,7 @@ class Incoming(Link):
             self._wake_waiting_threads()
 
     def _take_expected(self, tag: int) -> ExpectedMessage | None:
-        """Return the first expected message with a tag. The caller holds the lock."""
+        """Remove and return the first expected message with a given tag. The caller must hold the lock."""
         queue = self._expected.get(tag)
         if not queue:
             return None
@@ -172,12 +173,12 @@ class Incoming(Link):
     def _check_length(self, tag: int, size: int, length: int) -> None:
         if size != length:
             raise LinkError(
-                f"rank {self.peer} sent {size} bytes, expected {length} (tag {tag}): the ranks call different "
-                "collectives, or pass tensors of different sizes"
+                f"rank {self.peer} sent {size} bytes instead of {length} (tag {tag}); check that all ranks call the "
+                "same collectives with tensors of the same sizes"
             )
 
     def _stop_reading(self) -> None:
-        """Let another thread read the connection."""
+        """Allow another thread to read the connection."""
         with self._lock:
             self._busy = False
             if self._problem is not None:

@@ -1,8 +1,9 @@
-"""Messages between two ranks over one connection per direction. Imports no torch.
+"""Messages between two ranks over one connection per direction. This module does not import torch.
 
-Each connection has one writer and one reader: with TLS, sending in one thread while receiving in another is a data race
-(cpython#143756). A message is a header (tag, length) and its bytes. Sending never blocks: the link's thread writes what
-the kernel does not accept at once, so all ranks may send at the same time. Small messages need no thread.
+Each connection has one writer and one reader, because sending and receiving over the same TLS connection in two threads
+is a data race (cpython#143756). A message consists of a header (tag and length) and its data. Sending never blocks: a
+thread of the link writes all data that the kernel does not accept immediately, so all ranks may send at the same time.
+Small messages need no thread.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ if TYPE_CHECKING:
 
 
 class LinkError(ConnectionError):
-    """The connection broke, or one of its ranks closed it."""
+    """Raised if a connection fails or is closed by one of its two ranks."""
 
 
 class LinkTimeout(TimeoutError):
-    """A rank made no progress within the time limit."""
+    """Raised if a rank makes no progress within the time limit."""
 
 
 LINK_ERRORS = (LinkError, LinkTimeout)
 
 
 def view_bytes(data: ReadableBuffer) -> memoryview:
-    """Return a view of the bytes of contiguous memory."""
+    """Return contiguous memory as a view of bytes."""
     view = memoryview(data)
     return view.cast("B") if view.nbytes else EMPTY_VIEW  # an empty view cannot be cast
 
 
 class Link:
-    """Base class of both directions: the peer's rank, and the link's failure or closing."""
+    """Base class of links in both directions, with the peer's rank and the error that ended the link."""
 
     def __init__(self, stream: SocketStream, peer: int) -> None:
         self.stream = stream
@@ -51,17 +52,17 @@ class Link:
         self._problem: LinkError | LinkTimeout | None = None
 
     def close(self) -> None:
-        """Close the link; threads that wait for it raise LinkError at once."""
+        """Close the link. Threads that are waiting for the link raise LinkError immediately."""
         with self._lock:
             self._end_link(LinkError(f"the connection with rank {self.peer} was closed on this rank"))
 
     def _end_link(self, problem: LinkError | LinkTimeout) -> None:
-        """End the link and wake all threads. The caller holds the lock."""
+        """End the link and wake all waiting threads. The caller must hold the lock."""
         if self._problem is None:
             self._problem = problem
             self.stream.interrupt_calls()
         if not self._busy:
-            self.stream.close()  # else the busy thread closes it: the descriptor must not be reused before
+            self.stream.close()  # otherwise the busy thread closes it, so that the descriptor is not reused too early
         self._wake_waiting_threads()
 
     def _wake_waiting_threads(self) -> None:
@@ -69,9 +70,9 @@ class Link:
             self._changed.notify_all()
 
     def _wait_for_change(self, seconds: float | None = None) -> bool:
-        """Wait at most `seconds` for a change; return whether there was one.
+        """Wait at most `seconds` for a change and return whether a change occurred.
 
-        The caller holds the lock.
+        The caller must hold the lock.
         """
         self._waiting_threads += 1
         try:
@@ -80,14 +81,14 @@ class Link:
             self._waiting_threads -= 1
 
     def _end_after_error(self, error: BaseException) -> BaseException:
-        """End the link after an error of the busy thread; return the exception to raise."""
+        """End the link after an error in the busy thread and return the exception to raise."""
         with self._lock:
             self._busy = False
             self._end_link(self.explain_error(error))
             return self._copy_problem() if isinstance(error, OSError | EOFError) else error
 
     def explain_error(self, error: BaseException) -> LinkError | LinkTimeout:
-        """Return an exception that names the peer for an error of the stream."""
+        """Convert an error of the stream to an exception that names the peer."""
         if isinstance(error, LinkError):
             return error
         if isinstance(error, BlockingIOError | TimeoutError):
@@ -98,32 +99,32 @@ class Link:
         if isinstance(error, EOFError | ConnectionError | ssl.SSLEOFError):
             return LinkError(f"rank {self.peer} has closed its connection; see its log")
         if isinstance(error, OSError):
-            return LinkError(f"the connection with rank {self.peer} broke: {summarize_error(error)}")
+            return LinkError(f"the connection with rank {self.peer} failed: {summarize_error(error)}")
         return LinkError(f"a message to or from rank {self.peer} was interrupted: {type(error).__name__}")
 
     def _copy_problem(self) -> LinkError | LinkTimeout:
-        """Return a copy of the problem, because several threads may raise it."""
+        """Return a copy of the error that ended the link, because several threads may raise it."""
         assert self._problem is not None
         return type(self._problem)(*self._problem.args)
 
 
 class Outgoing(Link):
-    """The direction to another rank."""
+    """Sending end of the connection to another rank."""
 
     def __init__(self, stream: SocketStream, peer: int) -> None:
         super().__init__(stream, peer)
         self.bytes_sent = 0
-        """Bytes of all messages, without headers."""
+        """Total bytes of all messages sent, not counting headers."""
         self._queue: deque[tuple[int, FinishWrite]] = deque()
         self._newest_ticket = 0
         self._written_ticket = 0
         self._thread: threading.Thread | None = None
 
     def send(self, tag: int, data: ReadableBuffer) -> int:
-        """Start sending contiguous memory without blocking; return a ticket. Raises LinkError.
+        """Start sending contiguous memory without blocking and return a ticket for `wait`.
 
         Memory of more than `socket_stream.SMALL_BYTES` bytes must not change until `wait(ticket)` returns. Messages
-        arrive in the order in which they were sent.
+        arrive in the order in which they were sent. Raises LinkError.
         """
         view = view_bytes(data)
         with self._lock:
@@ -152,7 +153,10 @@ class Outgoing(Link):
             finish_write()
 
     def wait(self, ticket: int, seconds: float | None = None) -> None:
-        """Wait, for at most `seconds`, until the kernel has accepted a message. Raises LinkError, LinkTimeout."""
+        """Wait until the kernel has accepted a message, for at most `seconds`.
+
+        Raises LinkError or LinkTimeout.
+        """
         if self._written_ticket >= ticket:
             return
         deadline = time.monotonic() + (seconds or 0.0)
@@ -160,7 +164,7 @@ class Outgoing(Link):
             while self._written_ticket < ticket:
                 if self._problem is not None:
                     raise self._copy_problem()
-                # without `seconds` the limit of the link's thread applies
+                # without `seconds`, the time limit of the link's thread applies
                 remaining = None if seconds is None else max(0.0, deadline - time.monotonic())
                 if not self._wait_for_change(remaining) and self._written_ticket < ticket:
                     raise LinkTimeout(f"rank {self.peer} did not accept the message within {seconds:g} s")
@@ -186,7 +190,7 @@ class Outgoing(Link):
                 ticket, write = self._queue[0]
             try:
                 write()
-            except BaseException as error:  # noqa: BLE001 (the thread that waits raises it)
+            except BaseException as error:  # noqa: BLE001 (the waiting thread raises the error)
                 self._end_after_error(error)
                 return
             with self._lock:

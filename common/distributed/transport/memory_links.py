@@ -1,14 +1,14 @@
-"""Messages between two ranks of one host, large ones through shared memory. Imports no torch.
+"""Messages between two ranks on the same host, using shared memory for large messages. Linux only.
 
-A Unix socket connects the ranks. It carries small messages. For large messages the writer sends one byte for each slot
-of memory that it has filled, and the reader returns one for each slot that it has emptied. A waiting rank therefore
-sleeps on the socket, and learns from it at once that the peer has died. Memory order: a slot is written before its byte
-is sent and read after the byte is received; the lock of the socket's queue in the kernel orders the two on every
-processor.
+The two ranks are connected by a Unix socket, which carries small messages. Large messages are passed through slots of
+shared memory. The writer sends one byte through the socket for each slot that it has filled, and the reader sends one
+byte back for each slot that it has emptied. A waiting rank therefore sleeps on the socket and notices immediately when
+the peer exits. Memory accesses are ordered on every processor: a slot is written before its byte is sent and read after
+the byte is received, and both system calls take the lock of the socket's queue.
 
-The memory has no name (memfd_create), is passed through the socket and is freed with its last rank. Its pages are
-allocated before use (posix_fallocate). If that fails, messages go through the socket, and no rank dies of SIGBUS.
-Linux only.
+The memory is anonymous (memfd_create). It is passed through the socket and freed when its last rank exits. Its pages
+are allocated before use (posix_fallocate). If the allocation fails, all messages are sent through the socket, so no
+rank is killed by SIGBUS. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -35,44 +35,47 @@ from common.distributed.transport.socket_stream import (
     copy_if_small,
 )
 
-SLOT_COUNT = 8  # in each direction, of PIECE_BYTES bytes
+SLOT_COUNT = 8  # slots per direction, each of PIECE_BYTES bytes
 SLOT_MEMORY_BYTES = SLOT_COUNT * PIECE_BYTES
-MAX_SOCKET_BYTES = 1 << 13  # bytes up to which a message goes through the socket itself
-IN_SLOTS_BIT = 1 << 63  # of a header's length: the message is in slots
-MEMORY_BIT = 1 << 62  # of a header's length: the next byte passes memory of that length
+MAX_SOCKET_BYTES = 1 << 13  # maximum size of a message that is sent through the socket itself
+IN_SLOTS_BIT = 1 << 63  # set in a header's length if the message is in slots
+MEMORY_BIT = 1 << 62  # set in a header's length if the next byte passes shared memory of that length
 SLOT_MEMORY_NAME = (1 << 64) - 1
 NUMBER = struct.Struct("I")
-POLLING_SECONDS = 1e-3  # before sleeping: waking a core takes 50 us
+POLLING_SECONDS = 1e-3  # time to poll before sleeping, because waking a core takes 50 us
 
 
 def choose_polling_seconds(local_size: int) -> float:
-    """Return the seconds of polling before sleeping, 0 with more ranks than cores."""
+    """Return the time to poll before sleeping, in seconds.
+
+    The time is 0 if this host has more ranks than cores.
+    """
     return 0.0 if local_size > count_host_cores() else POLLING_SECONDS
 
 
 class MemoryStream(SocketStream):
-    """One end of a connection within a host that carries messages in one direction."""
+    """One end of a one-way connection between two ranks on the same host."""
 
     def __init__(self, connection: socket.socket, timeout: float, polling_seconds: float) -> None:
         super().__init__(connection, timeout)
         self.polling_seconds = polling_seconds
         self.shared: dict[int, mmap.mmap] = {}
-        """Memory that both ranks have mapped, by name."""
+        """Memory that both ranks have mapped, by its number."""
         self._slots: list[memoryview] = []
         self._next_slot = 0
         self._free_slots = SLOT_COUNT
         self._lacks_memory = False
-        self._message_in_slots = False  # whether the message that is being read is in slots
+        self._message_in_slots = False  # whether the message being read is in slots
         self._poll = select.poll()
         self._source = EMPTY_VIEW
-        """Data of the message that is being written."""
+        """Data of the message being written; empty if no message is being written."""
 
     # ---- writing
 
     def share_memory(self, name: int, size: int) -> mmap.mmap:
-        """Allocate memory and pass it to the peer. Raises OSError.
+        """Allocate shared memory and pass it to the peer. Raises OSError.
 
-        The peer has it after the next message.
+        The peer maps the memory before it reads the next message. `name` is the number of the memory in `shared`.
         """
         descriptor = allocate_memory(size)
         self._finish_steps(self._share_in_steps(name, size, descriptor))
@@ -97,7 +100,7 @@ class MemoryStream(SocketStream):
         self._source = copy_if_small(data)
         return functools.partial(self._finish_steps, steps, event)
 
-    # The next generators write without blocking. If the socket is not ready, they yield the event to wait for.
+    # The following generators write without blocking. If the socket is not ready, they yield the event to wait for.
 
     def _share_in_steps(self, name: int, size: int, descriptor: int) -> Iterator[int]:
         try:
@@ -119,7 +122,7 @@ class MemoryStream(SocketStream):
             return 0
 
     def _write_in_steps(self, tag: int, length: int) -> Iterator[int]:
-        """Write a message of `length` bytes from `_source`, which `begin_message` may replace by a copy."""
+        """Write a message of `length` bytes from `_source`, which `begin_message` may replace with a copy."""
         header = memoryview(HEADER.pack(tag, length | IN_SLOTS_BIT))
         while not self._write_now(header):
             yield select.POLLOUT
@@ -135,7 +138,7 @@ class MemoryStream(SocketStream):
         self._source = EMPTY_VIEW
 
     def _count_free_slots(self) -> int:
-        """Return the number of free slots, reading the peer's notifications if necessary."""
+        """Return the number of free slots. Read the peer's notifications if no slot is free."""
         if not self._free_slots:
             try:
                 self._free_slots = len(self.socket.recv(SLOT_COUNT, socket.MSG_DONTWAIT))
@@ -146,9 +149,9 @@ class MemoryStream(SocketStream):
         return self._free_slots
 
     def _finish_steps(self, steps: Iterator[int], first_event: int | None = None) -> None:
-        """Run all steps, waiting for the event that each yields.
+        """Run all steps and wait for each event that they yield.
 
-        Wait for `first_event` before the first step.
+        If `first_event` is given, wait for it before the first step.
         """
         for event in itertools.chain([first_event] if first_event else [], steps):
             self._poll.register(self.socket, event)
@@ -181,20 +184,23 @@ class MemoryStream(SocketStream):
                 polling_end = polling_end or now + self.polling_seconds
                 if now >= polling_end:
                     return super().read_some(count, patient)
-                os.sched_yield()  # a sleeping thread would be woken late
+                os.sched_yield()  # a sleeping thread would wake up too late
                 continue
             if not data:
                 raise EOFError
             return data
 
-    # For users that have their own shared memory and send only numbers after it.
+    # The next two methods are for callers that use `share_memory` and then send only numbers instead of messages.
 
     def send_number(self, number: int) -> None:
-        """Send a number below 2^32."""
+        """Send a nonnegative integer below 2^32."""
         self.socket.send(NUMBER.pack(number))
 
     def receive_numbers(self) -> Iterable[int]:
-        """Wait for numbers. Raises EOFError if the peer closed the connection."""
+        """Wait for at least one number and return all numbers that have arrived.
+
+        Raises EOFError if the peer closed the connection.
+        """
         return array.array("I", self.read_some(1024 * NUMBER.size))
 
     def read_into(self, target: memoryview) -> None:
@@ -212,7 +218,7 @@ class MemoryStream(SocketStream):
         for start in range(0, length, PIECE_BYTES):
             remaining = length - start
             if not full_slots:
-                # read no more than this message's bytes: a header may follow
+                # read only the bytes of this message, because a header may follow
                 full_slots = len(self.read_some(-(-remaining // PIECE_BYTES)))
             full_slots -= 1
             yield self._slots[self._next_slot][: min(PIECE_BYTES, remaining)]
@@ -223,7 +229,7 @@ class MemoryStream(SocketStream):
 
 
 def allocate_memory(size: int) -> int:
-    """Return the file descriptor of anonymous memory with allocated pages. Raises OSError."""
+    """Allocate all pages of anonymous memory and return a file descriptor of the memory. Raises OSError."""
     descriptor = os.memfd_create("rank")
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -234,6 +240,6 @@ def allocate_memory(size: int) -> int:
 
 
 def divide_into_slots(memory: mmap.mmap) -> list[memoryview]:
-    """Return the slots in memory of SLOT_MEMORY_BYTES bytes."""
+    """Divide memory of SLOT_MEMORY_BYTES bytes into slots."""
     view = memoryview(memory)
     return [view[start : start + PIECE_BYTES] for start in range(0, SLOT_MEMORY_BYTES, PIECE_BYTES)]

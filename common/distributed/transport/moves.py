@@ -1,13 +1,14 @@
-"""An all-reduce as the ordered moves of each rank, and its simulation. Imports no torch.
+"""All-reduce algorithms as an ordered list of moves for each rank, and their simulation.
 
-The vector is divided into chunks of nearly equal length (`find_chunk`). A move is one of
+The vector is divided into chunks of nearly equal length (see `find_chunk`). Each move is one of the following:
 
-    send     chunk peer    send the chunk in its current state to the peer; never waits
+    send     chunk peer    send the current values of the chunk to the peer, without waiting
     receive  chunk peer    wait for the next message from the peer and overwrite the chunk with it
-    add      chunk peer    wait for the next message from the peer and add it to the chunk (or apply the reduction)
+    add      chunk peer    wait for the next message from the peer and add it to the chunk (or apply another reduction)
 
-A move may cover several consecutive chunks, as one message. Messages from one rank to another arrive in order. At the
-end every rank holds the sum over all ranks in every chunk.
+A move may send several consecutive chunks as one message. Messages from one rank to another arrive in the order in
+which they were sent. When all moves are complete, every rank has the sum over all ranks in every chunk. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from common.core.errors import UserError
 
 
 class Move(NamedTuple):
-    """One move of a rank: send, receive or add one or more chunks.
+    """A move of one rank, which sends, receives or adds one or more chunks.
 
-    The message holds `chunks` consecutive chunks, starting at number `chunk`.
+    The message contains `chunks` consecutive chunks, starting at number `chunk`.
     """
 
     kind: Literal["send", "receive", "add"]
@@ -41,9 +42,9 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An all-reduce: name, number of chunks, and the moves of each rank.
+    """An all-reduce algorithm: its name, the number of chunks, and the moves of each rank.
 
-    `note` is a message for the user if this algorithm replaces the one that was requested.
+    `note` is a message for the user if this algorithm replaces the requested one; otherwise, it is empty.
     """
 
     name: str
@@ -53,24 +54,25 @@ class Algorithm:
 
 
 def find_chunk(length: int, chunks: int, chunk: int, count: int = 1) -> tuple[int, int]:
-    """Return start and end of `count` chunks, starting at number `chunk`.
+    """Return the start and end positions of `count` chunks, starting at chunk number `chunk`.
 
-    `length` is the number of elements of the vector. Chunk lengths differ by at most one element; with fewer elements
-    than chunks some chunks are empty.
+    The end position is exclusive. `length` is the number of elements of the vector, and `chunks` is the total number
+    of chunks. The lengths of chunks differ by at most one element. If there are fewer elements than chunks, some chunks
+    are empty.
     """
     return length * chunk // chunks, length * (chunk + count) // chunks
 
 
 def describe_move(algorithm: Algorithm, rank: int, position: int) -> str:
-    """Return a description of a move: `rank 1, move 0 (add chunk 0 from rank 2)`."""
+    """Return a description of a move, such as `rank 1, move 0 (add chunk 0 from rank 2)`."""
     return f"rank {rank}, move {position} ({algorithm.moves[rank][position]})"
 
 
 class Event(NamedTuple):
-    """A completed move of a rank.
+    """A completed move of one rank in a simulation.
 
-    `time` is when the message was issued (send) or had arrived (receive, add). `sent_by` is the index of the event
-    that sent the message, None for a send.
+    `time` is the simulated time at which the message was sent (send) or had arrived (receive, add). `sent_by` is the
+    index of the event that sent the received message. It is None if the move is a send.
     """
 
     rank: int
@@ -84,7 +86,7 @@ class Event(NamedTuple):
 
 
 class CableRoute(NamedTuple):
-    """Path of a message: the cables of its source and target, and its duration."""
+    """Route of a message: the outgoing cable of its source, the incoming cable of its target, and its duration."""
 
     outgoing: Hashable
     incoming: Hashable
@@ -95,16 +97,16 @@ RouteFinder = Callable[[int, int, Move], CableRoute]
 
 
 def route_in_one_step(source: int, target: int, move: Move) -> CableRoute:
-    """Return a route through one cable per rank that takes one unit of time."""
+    """Return a route that uses one cable of each rank and takes one unit of time."""
     return CableRoute(source, target, 1.0)
 
 
 class QueuedMessage(NamedTuple):
-    """A message that waits for its cables."""
+    """A message that waits until both of its cables are free."""
 
     issued: float
     event: int
-    """Index of the event that sent it."""
+    """Index of the event that sent the message."""
     source: int
     target: int
     route: CableRoute
@@ -113,10 +115,11 @@ class QueuedMessage(NamedTuple):
 def simulate_algorithm(algorithm: Algorithm, find_route: RouteFinder = route_in_one_step) -> list[Event]:
     """Return all moves in an executable order, with their simulated times.
 
-    A cable carries one message at a time in each direction. A message occupies both of its cables for its whole
-    duration. The messages of a rank leave a cable in order, and computation takes no time. Without `find_route`, time
-    counts steps, in each of which a rank sends at most one message and receives at most one.
-    Raises UserError, naming rank and move, if a rank waits forever.
+    A cable carries one message at a time in each direction. A message occupies the cable of its source and the cable of
+    its target for its whole duration. Messages of the same rank leave a cable in the order in which they were sent.
+    Computation takes no time. Without `find_route`, the unit of time is a step, and in each step a rank sends at most
+    one message and receives at most one message. Raises UserError if a rank would wait forever. The error message names
+    the rank and the move.
     """
     simulation = _Simulation(algorithm, find_route)
     for rank in range(len(algorithm.moves)):
@@ -136,17 +139,17 @@ class _Simulation:
         self.events: list[Event] = []
         self.positions = [0] * len(algorithm.moves)
         self.clocks = [0.0] * len(algorithm.moves)
-        # messages that wait, by rank and outgoing cable
+        # messages that wait for a cable, by rank and outgoing cable
         self.queues: dict[tuple[int, Hashable], deque[QueuedMessage]] = defaultdict(deque)
-        # time of arrival and event of messages that no rank has received, by source and target
+        # arrival time and event of messages that no move has received yet, by source and target
         self.arrived: dict[tuple[int, int], deque[tuple[float, int]]] = defaultdict(deque)
-        # a heap of the first message of each queue: start, time of issue, event, key of the queue
+        # a heap with the first message of each queue: start time, time of sending, event, key of the queue
         self.heads: list[tuple[float, float, int, tuple[int, Hashable]]] = []
         self.outgoing_free: dict[Hashable, float] = defaultdict(float)
         self.incoming_free: dict[Hashable, float] = defaultdict(float)
 
     def execute_moves(self, rank: int) -> None:
-        """Execute the moves of a rank up to one whose message has not arrived."""
+        """Execute the moves of a rank until one must wait for a message that has not arrived."""
         moves = self.algorithm.moves[rank]
         while self.positions[rank] < len(moves):
             position = self.positions[rank]
@@ -172,12 +175,15 @@ class _Simulation:
             self.push_first_message((rank, route.outgoing))
 
     def deliver_message(self) -> int | None:
-        """Deliver the message that can leave first; return its target, None without messages."""
+        """Deliver the message that can start first and return its target.
+
+        Return None if no message is waiting.
+        """
         while self.heads:
             start, _, _, key = heapq.heappop(self.heads)
             queue = self.queues[key]
             message = queue[0]
-            if self.find_start(message) > start:  # other messages have used its cables since
+            if self.find_start(message) > start:  # other messages have used the cables in the meantime
                 self.push_first_message(key)
                 continue
             queue.popleft()
@@ -191,12 +197,12 @@ class _Simulation:
         return None
 
     def push_first_message(self, key: tuple[int, Hashable]) -> None:
-        """Push the first message of a queue to the heap, with its earliest start."""
+        """Push the first message of a queue onto the heap, with its earliest start time."""
         message = self.queues[key][0]
         heapq.heappush(self.heads, (self.find_start(message), message.issued, message.event, key))
 
     def find_start(self, message: QueuedMessage) -> float:
-        """Return the earliest start of a message: issued, and both cables free."""
+        """Return the earliest time at which a message can start, because both of its cables are free."""
         route = message.route
         return max(message.issued, self.outgoing_free[route.outgoing], self.incoming_free[route.incoming])
 
@@ -210,12 +216,12 @@ class _Simulation:
         for rank, peer in waits_for.items():
             if self.find_next_send(peer, rank) is None:
                 move = describe_move(self.algorithm, rank, self.positions[rank])
-                raise UserError(f"{move} waits forever: rank {peer} sends it no further message")
+                raise UserError(f"{move} waits forever, because rank {peer} sends no further message to rank {rank}")
         if waits_for:
             self.raise_deadlock(waits_for)
 
     def find_next_send(self, source: int, target: int) -> int | None:
-        """Return the position of the next send between two ranks, None without one."""
+        """Return the position of the next send from `source` to `target`, or None if there is no such send."""
         moves = self.algorithm.moves[source]
         for position in range(self.positions[source], len(moves)):
             if moves[position].kind == "send" and moves[position].peer == target:
@@ -223,7 +229,7 @@ class _Simulation:
         return None
 
     def raise_deadlock(self, waits_for: dict[int, int]) -> NoReturn:
-        """Raise UserError that names a cycle of ranks, each of which waits for the next."""
+        """Raise a UserError that names a cycle of ranks that wait for each other."""
         path = [min(waits_for)]
         while (following := waits_for[path[-1]]) not in path:
             path.append(following)
@@ -232,8 +238,8 @@ class _Simulation:
         peer = waits_for[rank]
         move = describe_move(self.algorithm, rank, self.positions[rank])
         blocking_move = describe_move(self.algorithm, peer, self.positions[peer])
-        ranks = " for ".join(f"rank {member}" for member in [*cycle, rank])
+        ranks = " -> ".join(f"rank {member}" for member in [*cycle, rank])
         raise UserError(
-            f"deadlock: {move} waits for the message that rank {peer} sends at its move "
-            f"{self.find_next_send(peer, rank)}, but {blocking_move} comes first and waits too ({ranks})"
+            f"deadlock: {move} waits for the message that rank {peer} sends in move "
+            f"{self.find_next_send(peer, rank)}, but {blocking_move} comes first and is also waiting (cycle: {ranks})"
         )

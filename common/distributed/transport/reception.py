@@ -1,8 +1,8 @@
-"""Accepting the connections of the other ranks, and no others. Imports no torch.
+"""Accept connections from the other ranks of a group and reject all others. This module does not import torch.
 
-One thread serves all connections. A connection that does not prove within two seconds that it belongs to a rank of this
-group is closed, and its address is printed. Of more than 64 pending connections the oldest is closed. Other programs
-can therefore neither stop a rank nor delay it by more than these two seconds.
+One thread serves all connections. A peer must prove within two seconds that it is a rank of this group; otherwise, the
+connection is closed and the address of the peer is printed. If more than 64 connections are pending, the oldest one is
+closed. Other programs can therefore neither stop a rank nor delay it by more than two seconds.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from common.distributed.transport.welcome import (
     parse_hello_length,
 )
 
-HANDSHAKE_SECONDS = 2.0  # time limit of a handshake
-MAX_PENDING = 64  # connections at a time
-BACKLOG = 1024  # connections in the kernel's queue; a connection beyond it would retry a second later
-MAX_PRINTED_HOSTS = 20  # hosts of refused connections that are printed
-POLL_SECONDS = 0.05  # between two checks of the time
-Warn = Callable[[str], object]  # prints a line
+HANDSHAKE_SECONDS = 2.0  # time limit for a handshake
+MAX_PENDING = 64  # maximum number of connections with an incomplete handshake
+BACKLOG = 1024  # length of the kernel's queue; if the queue is full, a peer retries only after a second
+MAX_PRINTED_HOSTS = 20  # maximum number of hosts whose rejected connections are printed
+POLL_SECONDS = 0.05  # interval between two checks of the deadlines
+Warn = Callable[[str], object]  # prints a warning
 
 
 @dataclass(eq=False)
@@ -49,12 +49,12 @@ class PendingConnection:
     address: str
     deadline: float
     is_encrypted: bool
-    """True once the TLS handshake is complete; always true without TLS."""
+    """Whether the TLS handshake is complete; always true without TLS."""
     received: bytearray = field(default_factory=bytearray)
 
 
 class Acceptor:
-    """The open port of a rank until all other ranks have connected to it."""
+    """The port of a rank, which is open until all other ranks have connected to it."""
 
     def __init__(
         self, group: str, rank: int, size: int, *, token: bytes, address: str, is_local: bool,
@@ -74,7 +74,7 @@ class Acceptor:
         listener = socket.create_server((address, 0), backlog=BACKLOG)
         self.port: int = listener.getsockname()[1]
         self.unix_socket_name = secrets.token_hex(16) if is_local else ""
-        """Abstract name of the Unix socket for ranks of this host; empty if there is none."""
+        """Abstract name of the Unix socket for ranks on this host; empty if there is no such socket."""
         self._listeners = [listener]
         if is_local:
             unix_listener = socket.socket(socket.AF_UNIX)
@@ -88,9 +88,10 @@ class Acceptor:
         self._thread.start()
 
     def wait_for_ranks(self, deadline: float) -> dict[int, socket.socket]:
-        """Return the connection of each other rank.
+        """Wait until all other ranks have connected and return their connections, by rank.
 
-        Raises UnreachableError, naming the ranks that are missing.
+        `deadline` is a time on the clock of `time.monotonic`, in seconds. Raises UnreachableError if ranks are missing
+        at this time. The error message names the missing ranks.
         """
         self._thread.join(max(0.0, deadline - time.monotonic()))
         peers = [rank for rank in range(self.size) if rank != self.rank]
@@ -98,15 +99,15 @@ class Acceptor:
         if absent:
             noun = "ranks" if len(absent) > 1 else "rank"
             raise UnreachableError(
-                f"{noun} {', '.join(absent)} did not connect to rank {self.rank} in time; see the logs there, check "
-                f"the firewall for port {self.port}, or raise launch.setup_timeout"
+                f"{noun} {', '.join(absent)} did not connect to rank {self.rank} in time; see the log of each missing "
+                f"rank, check that the firewall allows port {self.port}, or raise launch.setup_timeout"
             )
         accepted = self.accepted
         self.accepted = {}
         return accepted
 
     def close(self) -> None:
-        """Close the port, and all connections that `wait_for_ranks` has not returned."""
+        """Close the port and all connections that `wait_for_ranks` has not returned."""
         self._closing = True
         self._thread.join()
         for connection in self.accepted.values():
@@ -118,7 +119,7 @@ class Acceptor:
                 for key, _ in self._selector.select(POLL_SECONDS):
                     if key.data is None:
                         self._accept_connection(cast(socket.socket, key.fileobj))
-                    elif key.data.socket in self._pending:  # not closed by an earlier event
+                    elif key.data.socket in self._pending:  # an earlier event has not closed the connection
                         self._continue_handshake(key.data)
                 self._refuse_overdue()
             for pending in list(self._pending.values()):
@@ -137,10 +138,10 @@ class Acceptor:
     def _accept_connection(self, listener: socket.socket) -> None:
         if len(self._pending) >= MAX_PENDING:
             oldest = next(iter(self._pending.values()))
-            self._refuse_connection(oldest, f"is one of more than {MAX_PENDING} without a complete handshake")
+            self._refuse_connection(oldest, f"was still in the handshake when {MAX_PENDING} connections were pending")
         try:
             connection, address = listener.accept()
-        except OSError as error:  # the peer has left, or no more files can be opened
+        except OSError as error:  # the peer has disconnected, or no more files can be opened
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 time.sleep(POLL_SECONDS)
             return
@@ -163,14 +164,14 @@ class Acceptor:
             pending.socket.close()
             return
         self._pending[pending.socket] = pending
-        # within a host the kernel identifies the peer, so TLS is not needed
+        # within a host, the kernel identifies the peer, so TLS is not needed
         if is_local and read_peer_user_id(connection) != os.getuid():
             self._refuse_connection(pending, "belongs to another user")
             return
         self._continue_handshake(pending)
 
     def _continue_handshake(self, pending: PendingConnection) -> None:
-        """Read the available bytes; accept or refuse the peer once they suffice."""
+        """Read the available bytes, and accept or reject the peer once the handshake is complete."""
         try:
             if not pending.is_encrypted:
                 assert self.identity and isinstance(pending.socket, TlsSocket)
@@ -182,18 +183,18 @@ class Acceptor:
             self._read_bytes(pending, HELLO_HEADER.size + length)
             self._accept_pending(pending)
         except BlockingIOError:
-            return  # the peer has not sent everything yet
+            return  # the peer has not sent the complete handshake yet
         except UntrustedPeer as error:
             self._refuse_connection(pending, str(error))
-        except Exception as error:  # noqa: BLE001 (no input of a peer may stop this rank)
+        except Exception as error:  # noqa: BLE001 (input from a peer must never stop this rank)
             self._refuse_connection(pending, describe_refusal(error))
 
     def _read_bytes(self, pending: PendingConnection, count: int) -> None:
-        """Read until `count` bytes have arrived, and no further: messages may follow."""
+        """Read until `count` bytes have arrived, but no further, because messages may follow."""
         while len(pending.received) < count:
             data = pending.socket.recv(count - len(pending.received))
             if not data:
-                raise UntrustedPeer("closed the connection before the handshake")
+                raise UntrustedPeer("closed the connection before the handshake was complete")
             pending.received += data
 
     def _accept_pending(self, pending: PendingConnection) -> None:
@@ -208,8 +209,8 @@ class Acceptor:
             self._printed_hosts.add(pending.host)
             with contextlib.suppress(OSError):
                 self.warn(
-                    f"rank {self.rank} refused a connection from {pending.address}, which {reason}; further ones "
-                    "from there are not reported"
+                    f"rank {self.rank} rejected a connection from {pending.address}: the peer {reason}; further "
+                    "rejected connections from this address are not reported"
                 )
         self._remove_pending(pending).close()
 
@@ -219,6 +220,6 @@ class Acceptor:
 
 
 def read_peer_user_id(connection: socket.socket) -> int:
-    """Return the user id of the peer of a Unix socket, from the kernel."""
+    """Return the user ID of the peer of a Unix socket, as reported by the kernel."""
     _, user_id, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(user_id)

@@ -1,4 +1,4 @@
-"""Messages over one end of a socket, plain or TLS. Imports no torch."""
+"""Read and write messages through a socket, with or without TLS. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 EMPTY_VIEW = memoryview(bytearray())
 
-HEADER = struct.Struct("<QQ")  # tag and length in bytes of a message
-SMALL_BYTES = 1 << 16  # bytes up to which a message that the kernel does not accept at once is copied
-EAGER_BYTES = 1 << 21  # bytes of a message that the calling thread writes: waking a thread may take milliseconds
-PIECE_BYTES = 1 << 18  # bytes of a large message that are processed at a time: they fit in a core's cache
+HEADER = struct.Struct("<QQ")  # tag of a message, and its length in bytes
+SMALL_BYTES = 1 << 16  # up to this size, a message that the kernel does not accept immediately is copied
+EAGER_BYTES = 1 << 21  # the calling thread writes this part itself, because waking a thread may take milliseconds
+PIECE_BYTES = 1 << 18  # large messages are processed in pieces of this size, which fit in a core's cache
 FinishWrite = Callable[[], None]
 
 
 def pack_seconds(seconds: float) -> bytes:
-    """Return a time limit as a C timeval, the format of socket options."""
+    """Convert a time limit in seconds to a C timeval, the format of socket options."""
     microseconds = int(seconds % 1 * 1e6)
     return struct.pack("ll", int(seconds), microseconds)
 
 
 def copy_if_small(data: memoryview) -> memoryview:
-    """Return a copy of at most SMALL_BYTES bytes, longer data unchanged.
+    """Copy `data` if it has at most SMALL_BYTES bytes, and return longer data unchanged.
 
-    The caller may reuse the memory of copied data.
+    The caller may reuse the memory of data that has been copied.
     """
     return data if len(data) > SMALL_BYTES else memoryview(bytes(data))
 
@@ -43,7 +43,10 @@ OPEN_STREAMS: weakref.WeakSet[SocketStream] = weakref.WeakSet()
 
 
 def close_inherited_sockets() -> None:
-    """Close the sockets that a forked process inherits; otherwise a connection would outlive its rank."""
+    """Close the sockets that a forked process has inherited.
+
+    If they stayed open, a connection would outlive its rank.
+    """
     for stream in OPEN_STREAMS:
         stream.close()
 
@@ -52,9 +55,10 @@ os.register_at_fork(after_in_child=close_inherited_sockets)
 
 
 class TlsSocket(socket.socket):
-    """TLS over a connected socket, whose file descriptor it takes over. Not thread-safe.
+    """A TLS connection over an already connected socket. This class is not thread-safe.
 
-    ssl.SSLSocket makes one system call per record of 16 kB; this class passes many records to one call.
+    The object takes over the file descriptor of the socket. Unlike ssl.SSLSocket, which makes one system call per
+    record of 16 kB, this class passes many records to each call.
     """
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, server_side: bool = False) -> None:
@@ -67,12 +71,15 @@ class TlsSocket(socket.socket):
         self._records = memoryview(bytearray(PIECE_BYTES))
 
     def do_handshake(self) -> None:
-        """Perform the TLS handshake. Raises ssl.SSLError; on a non-blocking socket BlockingIOError: call it again."""
+        """Perform the TLS handshake. Raises ssl.SSLError.
+
+        On a non-blocking socket, the method raises BlockingIOError and must then be called again.
+        """
         self._call_until_complete(self._tls.do_handshake)
         self._flush()
 
     def get_certificate(self) -> bytes | None:
-        """Return the peer's certificate (DER)."""
+        """Return the peer's certificate in DER encoding, or None if the peer presented no certificate."""
         return self._tls.getpeercert(binary_form=True)
 
     def version(self) -> str | None:
@@ -80,7 +87,7 @@ class TlsSocket(socket.socket):
         return self._tls.version()
 
     def encrypt(self, data: ReadableBuffer) -> bytes:
-        """Return the encrypted bytes of `data`, to be sent in call order."""
+        """Encrypt `data`. The encrypted bytes must be sent in the order of the calls."""
         self._tls.write(data)
         return self._outgoing.read()
 
@@ -94,7 +101,7 @@ class TlsSocket(socket.socket):
             return b""
 
     def recv_into(self, target: WriteableBuffer, count: int = 0, flags: int = 0) -> int:
-        """Return the number of bytes read, at most one TLS record, even with MSG_WAITALL."""
+        """Read at most one TLS record, even with MSG_WAITALL, and return the number of bytes read."""
         try:
             limit = count or len(memoryview(target))
             return cast(int, self._call_until_complete(self._tls.read, limit, target))
@@ -115,7 +122,7 @@ class TlsSocket(socket.socket):
                     self._incoming.write_eof()
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
-                    self._flush()  # sends the alert, so that the peer can log the reason
+                    self._flush()  # sends the TLS alert, so that the peer can log the reason
                 raise
 
     def _flush(self) -> None:
@@ -124,7 +131,7 @@ class TlsSocket(socket.socket):
 
 
 class SocketStream:
-    """One end of a connection, plain or TLS, that carries messages in one direction."""
+    """One end of a connection that carries messages in one direction, with or without TLS."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.socket = connection
@@ -133,7 +140,7 @@ class SocketStream:
         OPEN_STREAMS.add(self)
         if connection.family == socket.AF_INET:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(None)  # with a Python timeout, each call would poll first
+        connection.settimeout(None)  # with a Python timeout, each call would first poll the socket
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, pack_seconds(timeout))
 
@@ -142,7 +149,7 @@ class SocketStream:
     def begin_message(self, tag: int, data: memoryview) -> FinishWrite | None:
         """Start writing a message without blocking.
 
-        Return a function that writes the remainder and may block, None if nothing remains.
+        Return a function that writes the remaining bytes and may block, or None if no bytes remain.
         """
         header = HEADER.pack(tag, len(data))
         if isinstance(self.socket, TlsSocket):
@@ -168,25 +175,28 @@ class SocketStream:
         return functools.partial(self._write_remainder, unsent, EMPTY_VIEW, copy_if_small(remaining))
 
     def _write_now(self, *parts: ReadableBuffer) -> int:
-        """Return how many bytes the kernel accepted without blocking."""
+        """Write without blocking and return the number of bytes that the kernel accepted."""
         try:
             return self.socket.sendmsg(parts, [], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
 
     def _write_remainder(self, encoded: bytes, unsent: memoryview, deferred: memoryview) -> None:
-        """Write `encoded` (a header or encrypted bytes), then data not yet encrypted."""
-        socket.socket.sendall(self.socket, encoded + unsent[:SMALL_BYTES])  # no packet with a header only
+        """Write `encoded` (a header or encrypted bytes), then the remaining data.
+
+        A TLS socket encrypts the remaining data when it is written.
+        """
+        socket.socket.sendall(self.socket, encoded + unsent[:SMALL_BYTES])  # avoids a packet with only a header
         for data in (unsent[SMALL_BYTES:], deferred):
-            for start in range(0, len(data), PIECE_BYTES):  # the time limit applies to each call
+            for start in range(0, len(data), PIECE_BYTES):  # the time limit applies to each piece
                 self.socket.sendall(data[start : start + PIECE_BYTES])
 
     # ---- reading
 
     def read_header(self, patient: bool = False) -> tuple[int, int]:
-        """Wait for a message and return its tag and length. Raises EOFError.
+        """Wait for a message and return its tag and its length in bytes.
 
-        With `patient` there is no time limit.
+        If `patient` is true, there is no time limit. Raises EOFError if the peer closed the connection.
         """
         header = self.read_some(HEADER.size, patient)
         while len(header) < HEADER.size:
@@ -195,7 +205,7 @@ class SocketStream:
         return tag, length
 
     def read_some(self, count: int, patient: bool = False) -> bytes:
-        """Wait for 1 to `count` bytes. Raises EOFError if the peer closed the connection."""
+        """Wait for data and return 1 to `count` bytes. Raises EOFError if the peer closed the connection."""
         while True:
             try:
                 data = self.socket.recv(count)
@@ -208,7 +218,7 @@ class SocketStream:
             return data
 
     def read_into(self, target: memoryview) -> None:
-        """Fill `target`. Raises EOFError if the peer closes the connection first."""
+        """Fill `target` with received bytes. Raises EOFError if the peer closes the connection first."""
         while len(target):
             count = self.socket.recv_into(target, 0, socket.MSG_WAITALL)
             if not count:
@@ -216,9 +226,9 @@ class SocketStream:
             target = target[count:]
 
     def read_pieces(self, length: int) -> Iterator[memoryview]:
-        """Yield `length` bytes in pieces of PIECE_BYTES; the last may be shorter.
+        """Yield `length` bytes in pieces of PIECE_BYTES; the last piece may be shorter.
 
-        Each piece is valid until the next one.
+        Each piece is valid only until the next piece is requested.
         """
         if len(self._scratch) < min(length, PIECE_BYTES):
             self._scratch = bytearray(PIECE_BYTES)
@@ -231,10 +241,10 @@ class SocketStream:
     # ---- closing
 
     def interrupt_calls(self) -> None:
-        """Make pending reads and writes of all threads return."""
-        with contextlib.suppress(OSError):  # the peer may have closed the connection
+        """Make pending reads and writes return in all threads."""
+        with contextlib.suppress(OSError):  # the peer may already have closed the connection
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket; no thread may be reading or writing."""
+        """Close the socket. No thread may be reading from it or writing to it."""
         self.socket.close()

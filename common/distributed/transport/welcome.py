@@ -1,10 +1,11 @@
 """Handshake in which two ranks prove that they belong to the same group.
 
-The connecting rank sends its identity. Both ranks then prove that they know a random token that the accepting rank
-published through the rendezvous, so neither a misdirected rank nor a port scanner can join a run. The handshake does
-not protect against an attacker who reads the network or the rendezvous. TLS does; the same handshake then follows the
-TLS handshake. (In TLS 1.3 the client's handshake completes before the server has verified its certificate. Only the
-answer confirms that the server accepted it.) Imports no torch.
+The connecting rank sends its identity. Both ranks then prove that they know a random token that the accepting rank has
+published through the rendezvous. Therefore, neither a misdirected rank nor a port scanner can join a run. This
+handshake does not protect against an attacker who can read the network traffic or the rendezvous, but TLS does. With
+TLS, this handshake follows the TLS handshake. In TLS 1.3, the client completes its handshake before the server has
+verified the client's certificate. Only the answer of the server confirms that the certificate has been accepted. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,37 +16,40 @@ import json
 import struct
 from typing import NamedTuple
 
-HELLO_HEADER = struct.Struct("!I")  # length in bytes of the hello that follows
+HELLO_HEADER = struct.Struct("!I")  # length in bytes of the hello message that follows
 MAX_HELLO_BYTES = 4096
 ANSWER_BYTES = hashlib.sha256().digest_size
 INVALID_HELLO = "sent an invalid handshake"
 
 
 class UntrustedPeer(Exception):
-    """The peer is not a rank of this group.
+    """Raised if the peer is not a rank of this group.
 
-    The message completes `a connection from ADDRESS, which ...`.
+    The message completes a sentence that starts with `the peer`.
     """
 
 
 class ConnectionId(NamedTuple):
-    """Identity of a connection: run, attempt and group, and the ranks that it connects."""
+    """Identity of a connection: the group of ranks, and the two ranks that are connected."""
 
     group: str
-    """Run, attempt and process group."""
+    """Identifier of the run, the attempt and the process group."""
     source: int
     target: int
 
 
 def make_hello(direction: ConnectionId, token: bytes) -> bytes:
-    """Return the first message of the source; `token` is the one that the target published."""
+    """Return the hello message, which the source sends first.
+
+    `token` is the token that the target has published.
+    """
     proof = compute_proof("hello", direction, token).hex()
     text = json.dumps([*direction, proof]).encode()
     return HELLO_HEADER.pack(len(text)) + text
 
 
 def make_answer(direction: ConnectionId, token: bytes) -> bytes:
-    """Return the target's answer."""
+    """Return the answer of the target to a hello message."""
     return compute_proof("welcome", direction, token)
 
 
@@ -56,7 +60,7 @@ def compute_proof(purpose: str, direction: ConnectionId, token: bytes) -> bytes:
 
 
 def parse_hello_length(header: bytes) -> int:
-    """Return the length in bytes of a hello. Raises UntrustedPeer."""
+    """Return the length of a hello message in bytes. Raises UntrustedPeer if the length is invalid."""
     (length,) = HELLO_HEADER.unpack(header)
     if not 0 < length <= MAX_HELLO_BYTES:
         raise UntrustedPeer(INVALID_HELLO)
@@ -64,9 +68,9 @@ def parse_hello_length(header: bytes) -> int:
 
 
 def parse_hello(body: bytes, group: str, target: int, token: bytes) -> int:
-    """Return the rank that sent a hello.
+    """Return the rank that sent a hello message.
 
-    Raises UntrustedPeer for another group, another target or a wrong proof.
+    Raises UntrustedPeer if the message is for another group or target, or if its proof is wrong.
     """
     try:
         peer_group, source, peer_target, proof = json.loads(body)
@@ -79,7 +83,7 @@ def parse_hello(body: bytes, group: str, target: int, token: bytes) -> int:
     if peer_group != group:
         raise UntrustedPeer(f"belongs to {peer_group[:80]!a}, not to {group}")
     if peer_target != target:
-        raise UntrustedPeer(f"is looking for rank {peer_target}")
+        raise UntrustedPeer(f"expected rank {peer_target}, but this is rank {target}")
     expected = compute_proof("hello", ConnectionId(group, source, target), token).hex()
     if not hmac.compare_digest(proof.encode(errors="replace"), expected.encode()):
         raise UntrustedPeer("does not know the token that this rank published")

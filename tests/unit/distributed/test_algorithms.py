@@ -103,7 +103,8 @@ def test_chunks_are_nearly_equal_and_leave_nothing_out() -> None:
 def test_three_ranks_cannot_halve_and_are_told_so() -> None:
     algorithm = build_algorithm("halving_doubling", 3)
     assert replace(algorithm, note="") == build_algorithm("ring", 3)
-    assert algorithm.note == "halving_doubling needs a power of two ranks, got 3; using ring instead"
+    expected = "halving_doubling requires the number of ranks to be a power of two (got 3); using ring instead"
+    assert algorithm.note == expected
     assert not build_algorithm("halving_doubling", 4).note
 
 
@@ -148,18 +149,19 @@ def pass_on(kind: str) -> list[list[tuple[str, int, int]]]:
 MISTAKES: dict[str, tuple[Any, str]] = {
     "all wait first": (
         [[("add", 0, 1), ("send", 0, 1)], [("add", 0, 0), ("send", 0, 0)]],
-        "deadlock: rank 0, move 0 (add chunk 0 from rank 1) waits for the message that rank 1 sends at its move 1, but "
-        "rank 1, move 0 (add chunk 0 from rank 0) comes first and waits too (rank 0 for rank 1 for rank 0)",
+        "deadlock: rank 0, move 0 (add chunk 0 from rank 1) waits for the message that rank 1 sends in move 1, but "
+        "rank 1, move 0 (add chunk 0 from rank 0) comes first and is also waiting (cycle: rank 0 -> rank 1 -> rank 0)",
     ),
     "a circle of some": (
         [[("add", 0, 1)], [("add", 0, 2), ("send", 0, 0), ("send", 0, 2)], [("add", 0, 1), ("send", 0, 1)]],
-        "deadlock: rank 1, move 0 (add chunk 0 from rank 2) waits for the message that rank 2 sends at its move 1, but "
-        "rank 2, move 0 (add chunk 0 from rank 1) comes first and waits too (rank 1 for rank 2 for rank 1)",
+        "deadlock: rank 1, move 0 (add chunk 0 from rank 2) waits for the message that rank 2 sends in move 1, but "
+        "rank 2, move 0 (add chunk 0 from rank 1) comes first and is also waiting (cycle: rank 1 -> rank 2 -> rank 1)",
     ),
     # the ring of PyTorch's first tutorial got every message and added none (pytorch#31572)
     "the old tutorial's ring": (
         pass_on("receive"),
-        "rank 0 ends without the values of rank 0, 2 in chunk 0, written by its move 3 (receive chunk 0 from rank 2)",
+        "rank 0 ends without the values of rank 0, rank 2 in chunk 0; move 3 of rank 0 (receive chunk 0 from rank 2) "
+        "is the last to write this chunk",
     ),
     "whole sums around the ring": (
         pass_on("add"),
@@ -167,37 +169,44 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "a chunk that nobody adds": (
         [[("send", 0, 1), ("send", 2, 1), *SUM[0][1:]], [SUM[1][0], ("receive", 2, 0), SUM[1][1]]],
-        "rank 0 ends without the values of rank 1 in chunk 1, which none of its moves writes",
+        "rank 0 ends without the values of rank 1 in chunk 1; no move of rank 0 writes this chunk",
     ),
     "another chunk": (
         [[("send", 0, 1), ("send", 1, 1)], [("add", 1, 0), ("add", 0, 0)]],
-        "rank 1, move 0 (add chunk 1 from rank 0) gets another chunk: the next message is rank 0, move 0 (send chunk 0",
+        "rank 1, move 0 (add chunk 1 from rank 0) receives the wrong chunk: the next message was sent by rank "
+        "0, move 0 (send chunk 0 to rank 1)",
     ),
     "fewer chunks than were sent": (
         [[("send", 0, 1, 2)], [("add", 0, 0)]],
-        "rank 1, move 0 (add chunk 0 from rank 0) gets another chunk: the next message is rank 0, move 0 (send chunks "
-        "0-1 to rank 1)",
+        "rank 1, move 0 (add chunk 0 from rank 0) receives the wrong chunk: the next message was sent by rank "
+        "0, move 0 (send chunks 0-1 to rank 1)",
     ),
-    "to itself": ([[("send", 0, 0)], []], "rank 0, move 0 (send chunk 0 to rank 0) is a message from a rank to itself"),
-    "to nobody": ([[], [("send", 0, 2)]], "rank 1, move 0 (send chunk 0 to rank 2) names a rank that does not exist"),
+    "to itself": (
+        [[("send", 0, 0)], []],
+        "rank 0, move 0 (send chunk 0 to rank 0): a rank cannot exchange a message with itself",
+    ),
+    "to nobody": ([[], [("send", 0, 2)]], "rank 1, move 0 (send chunk 0 to rank 2): rank 2 does not exist; the"),
     "never sent": (
         [[SUM[0][0]], [*SUM[1], ("add", 0, 0)]],
-        "rank 1, move 2 (add chunk 0 from rank 0) waits forever: rank 0 sends it no further message",
+        "rank 1, move 2 (add chunk 0 from rank 0) waits forever, because rank 0 sends no further message to rank 1",
     ),
     "never taken": (
         [[*SUM[0]], [*SUM[1], ("send", 0, 0)]],
-        "rank 1, move 2 (send chunk 0 to rank 0) is never received by rank 0",
+        "rank 0 never receives the message of rank 1, move 2 (send chunk 0 to rank 0)",
     ),
     "in its own order": (
         [[("send", 0, a), ("send", 0, b), ("add", 0, a), ("add", 0, b)] for a, b in ((1, 2), (0, 2), (0, 1))],
-        "rank 2 adds up chunk 0 in a different order than rank 0, written by its move 3 (add chunk 0 from rank 1): the "
-        "sums would round differently; add it up on one rank and send the sum",
+        "rank 2 adds up chunk 0 in a different order than rank 0, so the two sums would round differently; add up the "
+        "chunk on one rank and send the sum to all others (move 3 of rank 2 (add chunk 0 from rank 1) is the last",
     ),
-    "no such kind": ([[("give", 0, 1)], []], "rank 0, move 0 (give chunk 0 from rank 1) is none of send, receive, add"),
-    "below the first chunk": ([[("send", -1, 1)], []], "rank 0, move 0 (send chunk -1 to rank 1) names a chunk that"),
-    "no chunk at all": ([[("send", 0, 1, 0)], []], "names a chunk that does not exist"),
-    "too many chunks": ([[("send", 0, 1, 10**12)], []], "names a chunk that does not exist; chunks are 0-65535"),
-    "a rank too few": ([[]], "returned 1 list of moves, needs one for each of 2 ranks"),
+    "no such kind": (
+        [[("give", 0, 1)], []],
+        "rank 0, move 0 (give chunk 0 from rank 1): the kind of a move must be send, receive or add",
+    ),
+    "below the first chunk": ([[("send", -1, 1)], []], "rank 0, move 0 (send chunk -1 to rank 1): the move uses"),
+    "no chunk at all": ([[("send", 0, 1, 0)], []], "the move uses a chunk that does not exist"),
+    "too many chunks": ([[("send", 0, 1, 10**12)], []], "a chunk that does not exist; the chunks are 0-65535"),
+    "a rank too few": ([[]], "the function must return one list of moves per rank (got 1 list for 2 ranks)"),
     "half a chunk": ([[("send", 0.5, 1)], []], f"interpreted as an integer; {algorithms.USAGE}"),
     "no peer": ([[("send", 0)], []], f"'peer'; {algorithms.USAGE}"),
     "nothing": (None, f"'NoneType' object is not iterable; {algorithms.USAGE}"),
@@ -237,7 +246,7 @@ def test_algorithms_by_size_that_cannot_be_read_are_refused(names: str) -> None:
 
 RING = """\
 ring: 4 ranks, 4 chunks, 6 steps
-c0 +> r1: chunk 0 goes to rank 1, which adds it; c0 => r1: which stores it; n: the bytes of the vector
+c0 +> r1: rank 1 receives chunk 0 and adds it; c0 => r1: rank 1 stores it; n: size of the vector in bytes
 
          rank 0     rank 1     rank 2     rank 3
 step 1   c0 +> r1   c1 +> r2   c2 +> r3   c3 +> r0
@@ -270,7 +279,7 @@ def test_drawings_show_hosts_whole_vectors_and_what_is_taken_instead(
     assert lines[3].split("   ")[-1] == "rank 3, host 1" and lines[4].startswith("step 1   c2-3 +> r1   ")
     lines = draw(monkeypatch, capsys, "star", "3")
     assert lines[4:6] == ["step 1   .           all +> r0   .", "step 2   .           .           all +> r0"]
-    assert draw(monkeypatch, capsys, "halving_doubling", "3")[0].endswith("got 3; using ring instead")
+    assert draw(monkeypatch, capsys, "halving_doubling", "3")[0].endswith("(got 3); using ring instead")
     assert draw(monkeypatch, capsys, "tree", "1")[0] == "tree: 1 rank, 1 chunk, 0 steps"
 
 

@@ -39,7 +39,7 @@ def test_they_are_private_and_hosts_may_differ_by_an_hour(tmp_path: Path) -> Non
 
 def test_without_openssl_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"needs the openssl program, which .* does not have; install it"):
+    with pytest.raises(UserError, match=r"requires the openssl program, which is not installed on .*; install openssl"):
         make_identity(tmp_path / "tls", HOUR)
     assert list(tmp_path.iterdir()) == []
 
@@ -55,12 +55,12 @@ def begin_tomorrow(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda folder: (folder / "key.pem").unlink(), r"no certificate in .*: No such file or directory"),
+        (lambda folder: (folder / "key.pem").unlink(), r"cannot load the certificate in .*: No such file or directory"),
         (lambda folder: (folder / "certificate.pem").write_text("x"), "the certificate in .* is damaged"),
-        (lambda folder: folder.chmod(0o755), "key.pem can be read by other users; run chmod 700"),
-        (lambda folder: (folder / "key.pem").chmod(0o640), "key.pem can be read by other users; run chmod 700"),
-        (expire, "is valid from .* to .*, but the clock of .* shows .*; check the clock, or start again"),
-        (begin_tomorrow, "is valid from .* to .*, but the clock of .* shows .*; check the clock, or start again"),
+        (lambda folder: folder.chmod(0o755), "key.pem is readable by other users; run chmod 700"),
+        (lambda folder: (folder / "key.pem").chmod(0o640), "key.pem is readable by other users; run chmod 700"),
+        (expire, "is valid from .* to .*, but the clock of .* shows .*; check the clock, or restart the run"),
+        (begin_tomorrow, "is valid from .* to .*, but the clock of .* shows .*; check the clock, or restart the run"),
     ],
     ids=["missing", "damaged", "folder", "key", "expired", "early"],
 )
@@ -95,8 +95,8 @@ def test_strangers_with_other_certificates_or_none_are_refused(identity: Identit
     ways: list[tuple[ssl.SSLContext | None, str]] = [
         (None, "does not speak TLS 1.3"),
         (other.client, "does not accept this run's certificate"),
-        (bare, "shows no certificate"),
-        (careless, "shows a certificate of another run"),
+        (bare, "did not present a certificate"),
+        (careless, "presented a certificate of another run"),
     ]
     for context, reason in ways:
         meeting = Meeting(tmp_path / reason.replace(" ", "-"), identity=identity)
@@ -106,7 +106,7 @@ def test_strangers_with_other_certificates_or_none_are_refused(identity: Identit
             ended = connect_as(context, found)
             wait_until(lambda meeting=meeting: meeting.lines, "a line about the stranger")  # type: ignore[misc]
             (line,) = meeting.lines
-            assert f"rank 0 refused a connection from {found.address}:" in line and reason in line, (line, ended)
+            assert f"rank 0 rejected a connection from {found.address}:" in line and reason in line, (line, ended)
             close(zero.result, meeting)
 
 
@@ -121,6 +121,7 @@ def test_a_rank_waits_when_a_stranger_answers_in_place_of_another(identity: Iden
     make_identity(tmp_path / "other", HOUR)
     other = load_identity(tmp_path / "other")
     meeting = Meeting(tmp_path / "meeting", identity=identity)
+    reason = "presented a certificate of another run"
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         port = listener.getsockname()[1]
         meeting.set("link/1", json.dumps(RankAddress("127.0.0.1", port, "00", "", "")))
@@ -131,6 +132,6 @@ def test_a_rank_waits_when_a_stranger_answers_in_place_of_another(identity: Iden
                 connection, _ = listener.accept()
                 connection.settimeout(PATIENCE)
                 other.server.wrap_socket(connection, server_side=True).close()
-        with pytest.raises(UnreachableError, match=f"at 127.0.0.1:{port}: shows a certificate of another run"):
+        with pytest.raises(UnreachableError, match=f"at 127.0.0.1:{port}: the peer {reason}"):
             waiting.result()
-    assert meeting.lines == [f"rank 0 is waiting for rank 1 at 127.0.0.1:{port}: shows a certificate of another run"]
+    assert meeting.lines == [f"rank 0 is waiting for rank 1 at 127.0.0.1:{port}: the peer {reason}"]

@@ -82,7 +82,7 @@ def test_neither_part_of_a_line_is_negative() -> None:
 
 @pytest.mark.parametrize("measured", [[], [(4, 1e-4)], [(4, 1e-4), (4, 2e-4)], [(4, 0.0), (8, 1e-4)]])
 def test_too_few_times_are_refused(measured: list[tuple[float, float]]) -> None:
-    with pytest.raises(UserError, match="fitting a line needs positive times of at least two sizes"):
+    with pytest.raises(UserError, match="fitting a line requires positive times for at least two sizes"):
         fit_line(measured)
 
 

@@ -185,7 +185,7 @@ def test_a_patient_rank_waits_longer(meeting: Meeting) -> None:
 
 def test_another_size_than_expected_is_told(pair: list[Links]) -> None:
     pair[0].outgoing[1].send(5, bytes(8))
-    with pytest.raises(LinkError, match=r"rank 0 sent 8 bytes, expected 12 \(tag 5\): the ranks call differ"):
+    with pytest.raises(LinkError, match=r"rank 0 sent 8 bytes instead of 12 \(tag 5\); check that all ranks"):
         pair[1].incoming[0].receive(5, bytearray(12))
 
 

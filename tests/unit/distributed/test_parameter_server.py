@@ -42,7 +42,7 @@ def test_shards_cover_the_vector_and_differ_by_one_at_most(length: int, servers:
 
 
 def test_more_servers_than_parameters_are_refused() -> None:
-    with pytest.raises(UserError, match="servers=4: the model has 3 parameters; use fewer servers"):
+    with pytest.raises(UserError, match="servers=4: the model has only 3 parameters; use fewer servers"):
         split_vector(3, 4)
 
 
@@ -138,7 +138,7 @@ def test_waiting_ends_when_a_worker_is_lost_or_takes_too_long() -> None:
     with pytest.raises(TimeoutError, match="timed out"):
         server.push(0, torch.ones(2))
     server.fail(RuntimeError("Connection closed"))
-    with pytest.raises(RuntimeError, match="a worker is lost: Connection closed"):
+    with pytest.raises(RuntimeError, match="a worker has been lost: Connection closed"):
         server.push(0, torch.ones(2))
 
 
@@ -185,8 +185,8 @@ def test_the_report_counts_the_pushes_of_all_servers() -> None:
     assert report.compute_shares() == {0: 1 / 8, 1: 5 / 8, 2: 0, 3: 0, 4: 0, 5: 2 / 8}
     assert report.mean == pytest.approx(15 / 8)
     rows = report.rows()
-    assert rows["mode"] == "bounded with staleness of at most 5, 3 workers, 2 servers"
-    assert rows["staleness"] == "mean 1.88, most 5  (0: 12%  1: 62%  5: 25%)"
+    assert rows["mode"] == "bounded with a staleness of at most 5, 3 workers, 2 servers"
+    assert rows["staleness"] == "mean 1.88, maximum 5  (0: 12%  1: 62%  5: 25%)"
     assert report.result().measured["staleness_counts"] == {"0": 1, "1": 5, "5": 2}
 
 

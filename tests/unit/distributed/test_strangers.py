@@ -82,7 +82,7 @@ TOKEN = b"a guess, not the token"
         (b"GET / HTTP/1.1\r\n\r\n", "sent an invalid handshake"),
         (make_hello(ConnectionId("run", 1, 0), TOKEN), "does not know the token that this rank published"),
         (make_hello(ConnectionId("last week's", 1, 0), TOKEN), 'belongs to "last week\'s", not to run'),
-        (make_hello(ConnectionId("run", 0, 1), TOKEN), "is looking for rank 1"),
+        (make_hello(ConnectionId("run", 0, 1), TOKEN), "expected rank 1, but this is rank 0"),
     ],
     ids=["http", "token", "run", "rank"],
 )
@@ -90,7 +90,7 @@ def test_a_stranger_is_refused_and_named(waiting: Waiting, data: bytes, reason: 
     assert waiting.send(data) == b""
     (line,) = waiting.meeting.lines
     who = "this host" if waiting.found.unix_socket_name else r"127.0.0.1:"
-    assert line.startswith(f"rank 0 refused a connection from {who}") and f", which {reason};" in line
+    assert line.startswith(f"rank 0 rejected a connection from {who}") and f": the peer {reason};" in line
     waiting.send(data)
     assert waiting.meeting.lines == [line], "an address is mentioned once"
 
@@ -111,7 +111,7 @@ def test_another_user_of_this_host_is_refused_whatever_he_knows(waiting: Waiting
     process = fork(intrude)
     process.join(PATIENCE)
     assert process.exitcode == 0
-    assert "this host, which belongs to another user" in waiting.meeting.lines[0]
+    assert "this host: the peer belongs to another user" in waiting.meeting.lines[0]
 
 
 @pytest.mark.parametrize("meeting", ["tcp"], indirect=True)
@@ -127,7 +127,7 @@ def test_a_program_that_cannot_prove_the_token_is_not_taken_for_a_rank(meeting: 
                 connection.sendall(bytes(ANSWER_BYTES))
                 connection.recv(1000)
                 connection.close()
-        with pytest.raises(UnreachableError, match=f"rank 1 at 127.0.0.1:{port}: another program answers there"):
+        with pytest.raises(UnreachableError, match=f"rank 1 at 127.0.0.1:{port}: the peer gave a wrong answer"):
             waiting.result()
 
 
@@ -175,6 +175,6 @@ def test_ranks_that_do_not_come_are_named(meeting: Meeting) -> None:
         meeting.join(0, 2, setup_timeout=0.1)
     one = RankAddress("127.0.0.1", 1, "00", "", "")
     meeting.set("link/1", json.dumps(one))
-    told = "rank 0 cannot connect to rank 1 at 127.0.0.1:1: Connection refused; see its log, check the firewall"
+    told = "rank 0 cannot connect to rank 1 at 127.0.0.1:1: Connection refused; see the log of rank 1, check"
     with pytest.raises(UnreachableError, match=told):
         meeting.join(0, 2, setup_timeout=0.1)

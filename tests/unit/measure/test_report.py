@@ -41,7 +41,7 @@ def test_the_legend_tells_of_capitals_where_there_are_some() -> None:
     for kinds, told in (("FB", False), ("FIW", True)):
         plan = [[Action(kind, 0, 0) for kind in kinds]]
         found = report.PipelineReport(0.0, [0.0], simulate_schedule(plan, 1))
-        assert ("(capital: of the weights)" in found.rows()["pipeline"]) is told
+        assert ("(uppercase letter: gradient of the weights)" in found.rows()["pipeline"]) is told
 
 
 def test_a_table_keeps_lines_of_a_value_in_its_column() -> None:

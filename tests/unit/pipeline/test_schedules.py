@@ -79,15 +79,16 @@ GOOD = '[("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("B", 1, 1)]'
         (
             '[("F", 0, 0), ("F", 0, 1), ("B", 0, 0)]',
             GOOD,
-            "rank 0 never does the backward of microbatch 1 on stage 0",
+            "rank 0 never executes the backward of microbatch 1 on stage 0",
         ),
-        ('[("F", 0, 0), ("F", 0, 0)]', GOOD, "rank 0 does the forward of microbatch 0 on stage 0 twice"),
-        ('[("F", 1, 0)]', GOOD, "rank 0 has no action ('F', 1, 0)"),
-        ('[("F", 0, 0), ("X", 0, 0)]', GOOD, "rank 0 has no action ('X', 0, 0)"),
+        ('[("F", 0, 0), ("F", 0, 0)]', GOOD, "rank 0 executes the forward of microbatch 0 on stage 0 twice"),
+        ('[("F", 1, 0)]', GOOD, "invalid action ('F', 1, 0) on rank 0"),
+        ('[("F", 0, 0), ("X", 0, 0)]', GOOD, "invalid action ('X', 0, 0) on rank 0"),
         (
             '[("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)]',
             GOOD,
-            "deadlock: rank 0 waits at backward of microbatch 0 on stage 0 for backward of microbatch 0 on stage 1",
+            "deadlock: on rank 0, the backward of microbatch 0 on stage 0 waits for the backward of microbatch 0 on "
+            "stage 1, which never completes",
         ),
     ],
 )
@@ -97,13 +98,13 @@ def test_bad_schedules_are_refused_naming_the_action(tmp_path: Path, first: str,
     assert message in str(caught.value)
 
 
-RETURNS = "function(ranks, stages, microbatches) returns for each rank a list of ('F' or 'B', stage, microbatch)"
+RETURNS = "function(ranks, stages, microbatches) must return a list of ('F' or 'B', stage, microbatch) for each rank"
 
 
 @pytest.mark.parametrize(
     ("body", "line", "message"),
     [
-        ("    return [[]]\n", 1, "has 1 list of actions, needs one for each of 2 ranks"),
+        ("    return [[]]\n", 1, "a schedule must have one list of actions per rank (got 1 list for 2 ranks)"),
         ("    return 3\n", 1, f"'int' object is not iterable; {RETURNS}"),
         ("    return [['F', 0]]\n", 1, RETURNS),
         ("    return ]\n", 2, "SyntaxError: unmatched ']'"),
