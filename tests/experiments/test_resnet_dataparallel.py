@@ -176,7 +176,7 @@ def test_a_model_saved_by_a_wrapper_is_loaded_too() -> None:
     assert not all(torch.equal(value, wrapped[f"module.{name}"]) for name, value in pairs)
     state_dicts.load_tensors(pairs, wrapped)
     assert all(torch.equal(value, saved.state_dict()[name]) for name, value in pairs)
-    with pytest.raises(UserError, match=r"the checkpoint has no conv1\.weight: it is of another model"):
+    with pytest.raises(UserError, match=r"the checkpoint has no tensor conv1\.weight; it was saved"):
         state_dicts.load_tensors(pairs, nn.DataParallel(nn.Linear(2, 2)).state_dict())
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
     memory = {f"module.{name}": {"momentum_buffer": torch.full_like(p, 3)} for name, p in ours.named_parameters()}
