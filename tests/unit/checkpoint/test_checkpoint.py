@@ -384,7 +384,7 @@ DAMAGES: dict[str, tuple[Callable[[Disk], Any], str]] = {
         lambda d: d.at(2, "manifest.json").write_text(d.at(2, "manifest.json").read_text().replace(': 2,', ': 3,')),
         "manifest.json has a wrong checksum",
     ),
-    "a later format": (lambda d: damage_manifest(d, format=9), "it has format 9, but this version of the code reads only"),
+    "a later format": (lambda d: damage_manifest(d, format=9), "it has format 9, but this version of the code reads"),
     "a name outside": (
         lambda d: damage_manifest(d, files={"../../x.pt": {"bytes": 1, "sha256": ""}}),
         "does not list exactly one file for each",
