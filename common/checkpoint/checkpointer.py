@@ -213,7 +213,7 @@ class Checkpointer:
             if problems:
                 raise OSError("; ".join(problems))
             if self.folder.metrics_file.exists():
-                fsync_path(self.folder.metrics_file)  # an attempt that resumes here does not write these rows again
+                fsync_path(self.folder.metrics_file)  # the next attempt does not write these rows again
             facts = {name: value for name, value in state.common.items() if isinstance(value, FACT_TYPES)}
             manifest = Manifest(staging.target.step, self.folder.number, self.world.size, files, facts)
             staging.publish(manifest)
@@ -295,9 +295,9 @@ class Checkpointer:
         return loaded
 
     def _try_read(self, checkpoint: CheckpointPath) -> tuple[LoadedCheckpoint | None, str | None]:
-        """Read a checkpoint; return its content on this rank and a problem.
+        """Read a checkpoint; return what this rank has loaded and an error message.
 
-        The problem is the same on all ranks, and None if the checkpoint is valid.
+        The error message is the same on all ranks, and None if the checkpoint is valid.
         """
         content: dict[str, Any] | None = None
         problem: str | None = None

@@ -1,4 +1,4 @@
-"""Extension of a finished run to more steps. This module does not import torch."""
+"""Continuation of a finished run for more steps. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ class HashingWriter:
     The data is copied into chunks. One thread writes the chunks to the file, and another thread hashes them.
 
     Chunks are written directly to the disk (O_DIRECT), because the page cache has no benefit here: the file is not read
-    again, and training would have to wait while the kernel frees memory for the cache. Direct writes must have a
-    multiple of the page size, so the last chunk is padded and the file is truncated at the end. If the disk does not
-    support direct writes, ordinary writes are used instead.
+    again, and training would have to wait while the kernel frees memory for the cache. The size of a direct write must
+    be a multiple of the page size, so the last chunk is padded and the file is truncated at the end. If the disk does
+    not support direct writes, ordinary writes are used instead.
     """
 
     def __init__(self, file: io.FileIO) -> None:
@@ -36,7 +36,7 @@ class HashingWriter:
         self.size = 0
         self.digest = hashlib.sha256()
         self.error: OSError | None = None
-        """The first error that occurred while writing. The caller must raise it."""
+        """The first error that occurred while writing. The caller must raise this error."""
         self.chunks = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(CHUNKS)]
         self.pending: list[list[Future[Any]]] = [[] for _ in self.chunks]
         self.index = 0

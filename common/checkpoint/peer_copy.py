@@ -1,4 +1,4 @@
-"""Copies of the training state from one rank to other ranks, without using the disk."""
+"""Copying of the training state from one rank to other ranks, without using the disk."""
 
 from __future__ import annotations
 

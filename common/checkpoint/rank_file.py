@@ -1,4 +1,4 @@
-"""Writing and reading of the file that a checkpoint contains for each rank.
+"""Reading and writing of one rank's file in a checkpoint.
 
 A checksum is computed while the file is written. Reading a file never executes code from it.
 """

@@ -14,7 +14,7 @@ from common.distributed.rendezvous import World
 from configs.shared import Checkpoint
 
 POLL_SECONDS = 0.5  # usual time between two votes; a vote costs one all-reduce
-MAX_POLL_SECONDS = 2.0  # longest time between two votes, used if ranks wait long for each other
+MAX_POLL_SECONDS = 2.0  # longest time between two votes, used if ranks wait a long time for each other
 MAX_WAIT_SHARE = 0.05  # largest fraction of the time that a rank should spend waiting at votes
 
 
@@ -36,7 +36,7 @@ class Ballot(NamedTuple):
     diverged: int = 0
     run_taken: int = 0
     next_vote: int = 0
-    """Number of the step after which the ranks vote next; during an evaluation, the number of calls until then."""
+    """The step after which the ranks vote next. During an evaluation, the number of calls until the next vote."""
     wait_us: int = 0
     """Time in microseconds that this rank waited for other ranks at the previous vote."""
 

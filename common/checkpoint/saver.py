@@ -23,7 +23,7 @@ from configs.shared import Experiment
 
 
 class Saver:
-    """Object that saves the state of a run, and stops the run if any rank has received a stop request.
+    """Manager of a run's checkpoints, which also stops the run if any rank has received a stop request.
 
     Unless documented otherwise, all ranks must call each method after the same step.
     """
@@ -53,7 +53,7 @@ class Saver:
         self.state: TrainState | None = None
         self.metrics: MetricsLog | None = None
         self.start_time = time.perf_counter()
-        """Start time of the run by time.perf_counter(), moved back by the duration of earlier attempts."""
+        """Start of the run as a time.perf_counter() value, moved back by the duration of earlier attempts."""
         self.best_score: float | None = None
         """The best value so far of the score that `checkpoint.best` names; None before the first evaluation."""
         self.unevaluated = False
@@ -73,7 +73,7 @@ class Saver:
         return loaded
 
     def start_silence_watch(self, log_failure: Callable[[str], None]) -> None:
-        """Start to watch for ranks that do not respond, and report them before NCCL's timeout kills this process."""
+        """Start watching for ranks that do not respond, and report them before NCCL's timeout kills this process."""
         timeout = self.cfg.launch.step_timeout
         self.silence_watch = SilenceWatch(self.world, 0.7 * timeout, 0.1 * timeout, log_failure)
 
@@ -98,7 +98,7 @@ class Saver:
             return False
         assert self.metrics is not None
         wait_start = time.perf_counter()
-        self.metrics.flush()  # may already wait for other ranks
+        self.metrics.flush()  # measured as waiting time, because flushing may wait for other ranks
         self.step = step
         run_taken = self.world.is_main and bool(self._find_stop_reason())
         decision = self.vote.decide(step, bool(self.metrics.divergence), wait_start, run_taken=run_taken)
@@ -166,7 +166,7 @@ class Saver:
         assert self.state is not None and self.metrics is not None
         self.step = step
         writer = self.metrics.writer
-        if self.world.broadcast(bool(writer.buffered_lines)):  # an attempt that resumes here would lose these rows
+        if self.world.broadcast(bool(writer.buffered_lines)):  # after a resume, these rows would be lost
             if self.world.broadcast(self.world.is_main and bool(self._find_stop_reason())):
                 self._raise_run_taken()
             problem = f"cannot write {self.folder.metrics_file}; free disk space"
@@ -197,7 +197,7 @@ class Saver:
         self.best_score = score
         try:
             self.save(step, best=True)
-        except RuntimeError:  # nothing was saved; when an elastic run repeats the evaluation, it must count as the best
+        except RuntimeError:  # nothing was saved; an elastic run repeats the evaluation and compares its score again
             self.best_score = previous
             raise
 

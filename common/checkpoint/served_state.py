@@ -16,7 +16,7 @@ from common.distributed.parameter_server.worker import ServerWorker
 
 
 class ServedState(TrainState):
-    """Training state of a worker of a parameter server.
+    """Training state of a parameter-server worker.
 
     Between steps, when all pushes have been applied, the state is equal on all workers. This worker's `optimizer` takes
     no steps. It holds the learning rate, and while a checkpoint is saved or loaded, the full optimizer state of all

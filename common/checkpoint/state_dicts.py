@@ -21,7 +21,7 @@ from common.core.errors import UserError
 
 T = TypeVar("T")
 NamedTensors = Iterable[tuple[str, Tensor]]
-WRAPPER_PREFIX = "module."  # DistributedDataParallel and DataParallel add it to all names
+WRAPPER_PREFIX = "module."  # prefix that DistributedDataParallel and DataParallel add to all names
 PRIMITIVES = (str, int, float, bool, bytes, type(None))
 
 
@@ -59,7 +59,7 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
     """Return this rank's shard of a full tensor, or the full tensor if `target` is not sharded."""
     if not hasattr(target, "full_tensor"):
         return value
-    from torch.distributed.tensor import DTensor, distribute_tensor  # takes two seconds to import
+    from torch.distributed.tensor import DTensor, distribute_tensor  # this import takes two seconds
 
     assert isinstance(target, DTensor)
     # With src_data_rank=None, no data is sent: every rank has already loaded the full tensor.

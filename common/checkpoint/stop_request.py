@@ -24,7 +24,7 @@ from common.core.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
 
 
 class StopRequested(SystemExit):
-    """Exit with status 75 after a checkpoint has been saved, so that the next attempt can resume the run.
+    """Exception that ends the process with status 75, so that the next attempt resumes from the saved checkpoint.
 
     If `together` is True, all ranks exit after the same vote. Otherwise this rank exits alone, and other ranks may be
     waiting for its messages.
@@ -47,9 +47,9 @@ class StopRequest:
         self.grace = grace
         self.log = log
         self.signal_number = 0
-        """Signal number of the first stop request; 0 if none has been received."""
+        """Signal number of the first stop request; 0 if no request has been received."""
         self.received = 0.0
-        """Time at which the first stop request was received, by time.monotonic()."""
+        """Time at which the first stop request was received, as a time.monotonic() value."""
         self.can_stop_immediately = False
         """True while there is no unsaved state. The main thread then stops immediately when a request is received."""
 
@@ -119,7 +119,7 @@ class StopRequest:
 def synchronize_exit() -> None:
     """Wait until all ranks are ready to exit, so that each rank reports its own exit status.
 
-    All ranks must call this function. Without it, srun and torchrun terminate the remaining ranks as soon as one rank
+    All ranks must call this function. Otherwise, srun and torchrun terminate the remaining ranks as soon as one rank
     has exited, and then report a signal instead of the exit status.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

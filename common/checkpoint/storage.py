@@ -5,7 +5,7 @@ attempts/0002/checkpoints/
     rank-0.pt ...       one file per rank
     manifest.json       format, step, attempt, number of ranks, facts; size and SHA-256 of each file; its own SHA-256
   .step-00000500.new/   staging folder, which is in use or was left behind by a killed rank; never loaded
-  latest, best          names of checkpoints, for users; `latest` also proves that deleted checkpoints existed
+  latest, best          names of checkpoints, for users; `latest` also shows that a deleted checkpoint existed
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_MANIFEST_BYTES = 1 << 24
 
 
 class InvalidCheckpoint(Exception):
-    """Error that a checkpoint cannot be used; its message is the reason."""
+    """Exception raised when a checkpoint cannot be used. The message states the reason."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def read_verified_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank
     entry = manifest.files[name]
     content = read_owned_file(checkpoint, name, entry.bytes)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise InvalidCheckpoint(f"{name} has a wrong checksum")
+        raise InvalidCheckpoint(f"{name} does not match its checksum")
     return content
 
 
@@ -229,9 +229,9 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
         content = json.loads(raw)
         if content["format"] != FORMAT:
             file_format = str(content["format"])[:20]
-            raise InvalidCheckpoint(f"it has format {file_format}, but this version of the code reads only {FORMAT}")
+            raise InvalidCheckpoint(f"{MANIFEST} has format {file_format}, but this version of the code reads {FORMAT}")
         if content.pop("sha256") != hash_manifest(content):
-            raise InvalidCheckpoint(f"{MANIFEST} has a wrong checksum")
+            raise InvalidCheckpoint(f"{MANIFEST} does not match its checksum")
         manifest = Manifest.from_content(content)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise InvalidCheckpoint(f"{MANIFEST} cannot be read") from None
@@ -239,7 +239,7 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
     if len(manifest.files) != manifest.processes or list(manifest.files) != expected_names:
         raise InvalidCheckpoint(f"{MANIFEST} does not list exactly one file for each of {manifest.processes} ranks")
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt.number):
-        raise InvalidCheckpoint(f"it belongs to step {manifest.step} of attempt {manifest.attempt}")
+        raise InvalidCheckpoint(f"{MANIFEST} belongs to step {manifest.step} of attempt {manifest.attempt}")
     return manifest
 
 
@@ -273,7 +273,7 @@ class StagingDir:
         """
         for name, entry in manifest.files.items():
             if (self.path / name).stat().st_size != entry.bytes:
-                raise OSError(errno.EIO, f"{name} has a different size on this host than was written")
+                raise OSError(errno.EIO, f"the size of {name} on this host differs from the bytes written")
         with open(self.path / MANIFEST, "x") as file:
             file.write(manifest.to_json())
             file.flush()
@@ -302,9 +302,9 @@ def retire_old_checkpoints(attempt: RunFolder, keep: int, best: int | None) -> l
     """Rename checkpoints that are no longer needed, and return the folders that can be deleted.
 
     These checkpoints are kept: the newest `keep` complete checkpoints of the run, but at least 2; all incomplete
-    checkpoints that are newer; and the checkpoint of step `best`. Until this attempt has a best checkpoint, that of an
-    earlier attempt is kept instead. If a newer attempt exists, all checkpoints are kept, because that attempt may have
-    resumed from any of them. Raises OSError if a rename fails.
+    checkpoints that are newer; and the checkpoint of step `best`. Until this attempt has a best checkpoint, the best
+    checkpoint of an earlier attempt is kept instead. If a newer attempt exists, all checkpoints are kept, because that
+    attempt may have resumed from any of them. Raises OSError if a rename fails.
     """
     if attempt.is_superseded or attempt.parent_record is None:  # an attempt without this record is never resumed
         return []

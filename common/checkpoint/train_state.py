@@ -153,9 +153,9 @@ class TrainState:
         return saved if saved.keys() == dict(self.buffers).keys() else {}
 
     def check_ranks(self, loaded: LoadedCheckpoint) -> None:
-        """Raise UserError if the checkpoint cannot be loaded by the current number of ranks.
+        """Raise UserError if the checkpoint cannot be loaded with the current number of ranks.
 
-        This base class accepts any number. A subclass may require the same number of ranks as when it was saved.
+        This base class accepts any number of ranks. A subclass may require the number that saved the checkpoint.
         """
 
     @torch.no_grad()
@@ -188,7 +188,7 @@ class TrainState:
         self.load(loaded)
 
     def leave_group(self, *, together: bool) -> None:
-        """Stop all communication in the process group that does not belong to a step.
+        """Stop background communication in the process group, before this rank leaves the group.
 
         If `together` is True, all ranks leave the group after the same step. Otherwise the connections are cut.
         """

@@ -1,4 +1,4 @@
-"""Random augmentation of training images, which depends only on the seed and on an image's position."""
+"""Random augmentation of training images that is reproducible for any number of ranks and after a resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Augment:
     """
 
     def __init__(self, kind: str, size: Sequence[int], seed: int) -> None:
-        from torchvision.transforms import v2  # takes a second to import
+        from torchvision.transforms import v2  # this import takes about a second
 
         padding = max(1, min(size) // 8)
         transforms: list[torch.nn.Module] = [v2.RandomCrop(size, padding=padding)]

@@ -35,8 +35,8 @@ def write_folder_as_arrays(
 ) -> str:
     """Convert the images in root/train/<class> and root/val/<class> to arrays in `folder`.
 
-    Images become uint8 [N, 3, side, side], and labels int32 [N]. The shorter edge of each image is resized to `side`,
-    and the center is cropped. Samples are shuffled with the seed, so that the first samples cover all classes.
+    Images become uint8 [N, 3, side, side], and labels become int32 [N]. The shorter edge of each image is resized to
+    `side`, and the center is cropped. Samples are shuffled with the seed, so that the first samples cover all classes.
     `report(done, total)` is called after each file.
 
     Returns a notice about skipped files. Files without an image extension are always skipped. Files that cannot be

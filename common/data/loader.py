@@ -29,7 +29,7 @@ STATISTICS: dict[str, tuple[Any, Any]] = {
     "mnist": (0.1307, 0.3081),
     "digits": (0.1699, 0.3058),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # ImageNet's
+    "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # statistics of ImageNet
     "generated": ((0.5, 0.5, 0.5), (0.29, 0.29, 0.29)),
     "vectors": (0.5, 0.29),
 }
@@ -52,7 +52,7 @@ def get_statistics(prepared: PreparedDataset) -> tuple[Any, Any]:
 class Images:
     """The training or test part of a prepared data set.
 
-    Images are uint8 [N, H, W] (grayscale) or [N, 3, H, W], vectors uint8 [N, D], and labels int64 [N].
+    Images are uint8 [N, H, W] (grayscale) or [N, 3, H, W], vectors are uint8 [N, D], and labels are int64 [N].
     """
 
     def __init__(self, prepared: PreparedDataset, part: str, limit: int = 0) -> None:

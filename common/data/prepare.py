@@ -38,14 +38,14 @@ DATA_SEED = 0  # seed of generated data sets; the setting `seed` affects only in
 # Increase a version number whenever a code change alters the arrays that the same settings and files produce.
 DIGITS_VERSION = 1
 FOLDER_VERSION = 2
-READ_TIMEOUT = 24 * 3600.0  # maximum seconds for reading an image folder or a custom data set
+READ_TIMEOUT = 24 * 3600.0  # maximum time in seconds for reading an image folder or a custom data set
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedDataset:
     """A prepared data set on disk.
 
-    `sha256` contains the checksum of each array. `notice` is a message that is shown to the user in every run.
+    `sha256` contains the checksum of each array. `notice` is shown to the user in every run with this data set.
     """
 
     name: str
@@ -56,7 +56,8 @@ class PreparedDataset:
     def map_array(self, part: str) -> np.ndarray:
         """Map one of the arrays (see PARTS) into memory. sources.py documents the shapes.
 
-        The ranks on a host share the memory pages. If a rank changes the array, it gets a private copy of the page.
+        The ranks on a host share the memory pages. A rank that changes the array gets private copies of the changed
+        pages.
         """
         return np.load(self.path / f"{part}.npy", mmap_mode="c")
 

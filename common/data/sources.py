@@ -1,7 +1,7 @@
 """Sources of data sets: files in torchvision's formats, downloads, and random number generators.
 
 A function that reads or generates a data set returns four arrays: train images, train labels, test images and test
-labels. Images are uint8 [N, H, W] or [N, 3, H, W], vectors uint8 [N, D], and labels integers [N].
+labels. Images are uint8 [N, H, W] or [N, 3, H, W], vectors are uint8 [N, D], and labels are integers [N].
 common/data/prepare.py stores the arrays, so that the files are decoded only once.
 """
 

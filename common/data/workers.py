@@ -40,7 +40,7 @@ PROCESS_STATES = {  # description of each state letter in /proc/PID/stat
 
 
 class DataWorkerError(MachineError):
-    """Error that a data worker has exited, or has returned no block within its time limit."""
+    """Exception raised when a data worker exits or returns no block within its time limit."""
 
 
 class DataWorker:

@@ -22,7 +22,7 @@ class TimedEvent(NamedTuple):
     zero: torch.cuda.Event
     """Reference event, which was recorded earlier."""
     origin: float
-    """Time of the reference event in seconds, by the host's time.perf_counter()."""
+    """The host's time.perf_counter() value at which the reference event was recorded."""
 
 
 Stamp = float | TimedEvent
@@ -38,7 +38,7 @@ class DeviceClock:
         self.device = device
         self.is_cuda = device.type == "cuda"
         self.offset = 0.0
-        """Time by time.perf_counter() that `to_seconds` converts to 0 seconds."""
+        """The time.perf_counter() value that `to_seconds` converts to 0 seconds."""
         self.stamp: Callable[[], Stamp] = self.record_stamp if self.is_cuda else time.perf_counter
         if self.is_cuda:
             self.reset_zero()
@@ -72,7 +72,10 @@ class DeviceClock:
         return not isinstance(stamp, TimedEvent) or stamp.event.query()
 
     def set_zero_now(self) -> None:
-        """Let `to_seconds` count from now. Ranks on different hosts must call this method at the same time."""
+        """Set the origin of `to_seconds` to the current time.
+
+        Ranks on different hosts must call this method at the same time.
+        """
         self.offset = time.perf_counter()
 
     def to_seconds(self, stamp: Stamp) -> float:

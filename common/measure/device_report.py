@@ -1,4 +1,4 @@
-"""Report of resnet_dataparallel: shards, memory and BatchNorm of each device, and a comparison of strategies."""
+"""Report of the resnet_dataparallel experiment: shards, memory, BatchNorm, and a comparison of strategies."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def report_devices(
         peaks += rank_peaks
 
     rates = compare()  # called after the peaks were read, because the comparison also uses memory
-    mean_rates = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # all 0 except on rank 0
+    mean_rates = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # 0 on all other ranks
     single_rate = next(iter(mean_rates.values()), 0.0)
     strategy_rate = mean_rates.get(cfg.strategy, 0.0)
     hosts = world.hosts if cfg.strategy == "ddp" else world.hosts * devices
@@ -116,7 +116,7 @@ def describe_devices(
         rows["last batch"] = f"{sum(last_batch)} = {format_sum(last_batch)}"
     shares = [f"{name.replace('_', ' ')} {value:.0%}" for name, value in imbalance.items() if value is not None]
     if shares:
-        rows["imbalance"] = f"{', '.join(shares)} (how far the maximum exceeds the mean)"
+        rows["imbalance"] = f"{', '.join(shares)} (excess of the maximum over the mean)"
     return rows
 
 

@@ -33,8 +33,8 @@ def make_media_path(folder: RunFolder, step: int, name: str, kind: str) -> Path:
     """
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"invalid name {name!r}: use at most 64 letters, digits and characters of _.-, starting with a letter or "
-            "digit"
+            f"invalid name {name!r}: use at most 64 letters, digits, underscores, dots and hyphens, starting with a "
+            "letter or digit"
         )
     media = folder.attempt_folder / FOLDER
     with disk_errors(media):

@@ -25,7 +25,7 @@ OUT_OF_MEMORY_MESSAGES = (
     "out of memory",
     "Cannot allocate memory",
     "std::bad_alloc",
-    "could not create a primitive",  # oneDNN
+    "could not create a primitive",  # error message of oneDNN
 )
 
 
@@ -79,7 +79,7 @@ def read_peak_memory(device: torch.device) -> int:
 
 
 def describe_peak_memory(peaks: Mapping[str, int], device: torch.device) -> str:
-    """Format the peak memory of each rank or device, in MB (1e6 bytes), as a text.
+    """Format the peak memory of each rank or device in MB (1e6 bytes).
 
     `peaks` contains the values that `read_peak_memory` has returned.
     """
@@ -88,7 +88,7 @@ def describe_peak_memory(peaks: Mapping[str, int], device: torch.device) -> str:
 
 
 def format_megabytes(sizes: Mapping[str, int]) -> str:
-    """Format the bytes of each rank or device as a text such as "rank 0: 12.1 MB  rank 1: 8.0 MB  "."""
+    """Format the bytes of each rank or device, as in "rank 0: 12.1 MB  rank 1: 8.0 MB  "."""
     return "".join(f"{name}: {size / 1e6:,.1f} MB  " for name, size in sizes.items())
 
 

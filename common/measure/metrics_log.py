@@ -168,7 +168,7 @@ class MetricsLog:
         return min(max(1, interval), 4 * count)
 
     def drop_unwritten_rows(self) -> None:
-        """Do nothing; `SharedMetricsLog` discards the rows that rank 0 has written. Call this method after a vote."""
+        """Do nothing. The subclass `SharedMetricsLog` discards the rows that rank 0 has written."""
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write the collected rows, and then a row with `values`, such as the scores of an evaluation.
@@ -264,7 +264,7 @@ class SharedMetricsLog(MetricsLog):
             self.show(last_row["global_step"], logged)
 
     def drop_unwritten_rows(self) -> None:
-        """Discard the stored rows. Call this method after a vote, before which rank 0 has written these rows."""
+        """Discard the stored rows. Call this method only after a vote, because rank 0 has then written all rows."""
         self.unwritten_rows = []
 
     def write(self, step: int, values: dict[str, float]) -> None:

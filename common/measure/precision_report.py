@@ -1,4 +1,4 @@
-"""Report of amp_accum on the cost of mixed precision and gradient accumulation."""
+"""Report of the amp_accum experiment on the cost of mixed precision and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PrecisionReport:
         outcome = self.outcome
         scale = f", loss scale {self.scale:g}" if cfg.precision == "fp16" else ""
         counts = [format_count(cfg.accumulate, "microbatch")]
-        if cfg.batch_plan.weights:  # shards are unequal
+        if cfg.batch_plan.weights:  # the shards are unequal
             counts.append(format_count(cfg.batch // cfg.accumulate, "sample"))
         else:
             counts.append(format_count(cfg.processes, "rank"))

@@ -61,7 +61,7 @@ class StepDurations:
     """
 
     def __init__(self) -> None:
-        self.durations: list[float] = []  # seconds
+        self.durations: list[float] = []  # in seconds
         self.mark: float | None = None
 
     def note_step_end(self, now: float) -> None:

@@ -372,7 +372,7 @@ def plant(disk: Disk) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Disk], Any], str]] = {
-    "a flipped bit": (lambda d: flip(d.at(2, "rank-0.pt"), 700), "rank-0.pt has a wrong checksum"),
+    "a flipped bit": (lambda d: flip(d.at(2, "rank-0.pt"), 700), "rank-0.pt does not match its checksum"),
     "cut off": (lambda d: os.truncate(d.at(2, "rank-0.pt"), 999), "rank-0.pt has 999 bytes instead of"),
     "empty": (lambda d: os.truncate(d.at(2, "rank-0.pt"), 0), "rank-0.pt has 0 bytes instead of"),
     "no file": (lambda d: d.at(2, "rank-0.pt").unlink(), "rank-0.pt is missing"),
@@ -382,15 +382,15 @@ DAMAGES: dict[str, tuple[Callable[[Disk], Any], str]] = {
     "a list": (lambda d: d.at(2, "manifest.json").write_text("[1]"), "manifest.json cannot be read"),
     "a changed manifest": (
         lambda d: d.at(2, "manifest.json").write_text(d.at(2, "manifest.json").read_text().replace(': 2,', ': 3,')),
-        "manifest.json has a wrong checksum",
+        "manifest.json does not match its checksum",
     ),
-    "a later format": (lambda d: damage_manifest(d, format=9), "it has format 9, but this version of the code reads"),
+    "a later format": (lambda d: damage_manifest(d, format=9), "manifest.json has format 9, but this version"),
     "a name outside": (
         lambda d: damage_manifest(d, files={"../../x.pt": {"bytes": 1, "sha256": ""}}),
         "does not list exactly one file for each",
     ),
-    "steps swapped": (lambda d: swap(d.at(1), d.at(2)), "it belongs to step 1 of attempt 1"),
-    "files of another step": (lambda d: swap(d.at(1, "rank-0.pt"), d.at(2, "rank-0.pt")), "wrong checksum"),
+    "steps swapped": (lambda d: swap(d.at(1), d.at(2)), "manifest.json belongs to step 1 of attempt 1"),
+    "files of another step": (lambda d: swap(d.at(1, "rank-0.pt"), d.at(2, "rank-0.pt")), "rank-0.pt does not match"),
     "a link": (lambda d: link(d.at(2, "rank-0.pt")), "rank-0.pt is a symbolic link"),
     "a linked manifest": (lambda d: link(d.at(2, "manifest.json")), "manifest.json is a symbolic link"),
     "a linked folder": (lambda d: link(d.at(2)), "the folder is a symbolic link"),
