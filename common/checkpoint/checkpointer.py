@@ -34,7 +34,7 @@ FACT_TYPES = str | int | float | bool | None  # common values of these types are
 class CheckpointState:
     """The part of a checkpoint that one rank saves.
 
-    It contains tensors and primitives, and dicts, lists and tuples of them.
+    All values are tensors and primitives, or dicts, lists and tuples of tensors and primitives.
     """
 
     model: dict[str, Tensor]

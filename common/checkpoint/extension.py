@@ -62,7 +62,7 @@ def check_settings_of_finished(folder: RunFolder, cfg: Experiment) -> None:
 
 
 def describe_finished(folder: RunFolder, cfg: Experiment) -> str:
-    """Return a message which says that a run is finished and how to extend it."""
+    """Return a message that says that a run is finished and explains how to extend it."""
     message = f"{folder.path} is finished; see {folder.path / 'result.json'}"
     steps, epoch_steps = read_step_counts(folder)
     if not steps or not has_checkpoint(folder, steps):

@@ -25,10 +25,10 @@ class HashingWriter:
 
     The data is copied into chunks. One thread writes the chunks to the file, and another thread hashes them.
 
-    Chunks are written directly to the disk (O_DIRECT), because the page cache has no benefit here: the file is not read
-    again, and training would have to wait while the kernel frees memory for the cache. The size of a direct write must
-    be a multiple of the page size, so the last chunk is padded and the file is truncated at the end. If the disk does
-    not support direct writes, ordinary writes are used instead.
+    Chunks are written directly to the disk (O_DIRECT). The page cache has no benefit here: the file is not read again,
+    and training would have to wait while the kernel frees memory for the cache. The size of a direct write must be a
+    multiple of the page size. Therefore the last chunk is padded, and the file is truncated at the end. If the disk
+    does not support direct writes, ordinary writes are used instead.
     """
 
     def __init__(self, file: io.FileIO) -> None:

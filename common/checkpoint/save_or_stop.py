@@ -52,7 +52,7 @@ class SaveOrStopVote:
     """Vote of all ranks, between two steps, on saving a checkpoint and on stopping the run.
 
     This class only determines the decision; `Saver` saves and stops. A vote costs an all-reduce, so the ranks do not
-    vote after every step: they vote every `checkpoint.every_steps` steps, and about every POLL_SECONDS by rank 0's
+    vote after every step. They vote every `checkpoint.every_steps` steps, and about every POLL_SECONDS by rank 0's
     clock. If a rank waits a long time for other ranks at a vote, the interval grows up to MAX_POLL_SECONDS.
     """
 

@@ -80,8 +80,8 @@ class Saver:
     def restart_watchdogs(self) -> None:
         """Restart the timers that detect a step that hangs.
 
-        When they expire, the stack traces of all threads are written to the log, and ranks that do not respond are
-        reported.
+        When the timers expire, the stack traces of all threads are written to the log, and ranks that do not respond
+        are reported.
         """
         self.stop_request.dump_stacks_after(0.9 * self.cfg.launch.step_timeout)
         if self.silence_watch is not None:
@@ -135,7 +135,10 @@ class Saver:
             raise UserError(problem)
 
     def _find_stop_reason(self) -> str:
-        """Return the reason why this attempt must stop without saving, or an empty string. Call it on rank 0 only."""
+        """Return the reason why this attempt must stop without saving, or an empty string.
+
+        Call this method on rank 0 only.
+        """
         self.stop_reason = self.attempt_watch.find_problem(self.step)
         return self.stop_reason
 

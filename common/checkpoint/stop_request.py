@@ -2,9 +2,9 @@
 
 A signal only sets a flag. Between two steps, all ranks vote on their flags (`save_or_stop.SaveOrStopVote`).
 
-The signals are SIGUSR2 (a time limit is near, or SLURM preempts the job), SIGTERM (the job is requeued, or the site
-preempts without SIGUSR2) and SIGINT (Ctrl-C). A rank exits immediately if it receives a second signal, or if it has not
-exited within the grace time.
+SIGUSR2 is sent when a time limit is near or when SLURM preempts the job. SIGTERM is sent when the job is requeued, or
+when a site preempts jobs without SIGUSR2. SIGINT is sent by Ctrl-C. A rank exits immediately if it receives a second
+signal, or if it has not exited within the grace time.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class StopRequest:
     """Flag that is set when this process receives a stop request.
 
     Signals are received by a separate thread, because the main thread may be blocked in a collective, during which no
-    Python signal handler can run. `grace` is the time in seconds within which the process must exit after a request. If
-    it does not, the stack traces of all threads are written to `log`, and the process is terminated.
+    Python signal handler can run. `grace` is the time in seconds within which the process must exit after a request.
+    Otherwise, the stack traces of all threads are written to `log`, and the process is terminated.
     """
 
     def __init__(self, grace: float, log: IO[str]) -> None:

@@ -213,7 +213,7 @@ def read_owned_file(checkpoint: CheckpointPath, name: str, size: int | None = No
 
 
 def read_verified_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) -> bytes:
-    """Return the content of a rank's file. Raises InvalidCheckpoint if it does not match the manifest."""
+    """Return the content of a rank's file. Raises InvalidCheckpoint if the file does not match the manifest."""
     name = make_rank_file_name(rank)
     entry = manifest.files[name]
     content = read_owned_file(checkpoint, name, entry.bytes)

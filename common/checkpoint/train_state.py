@@ -21,8 +21,8 @@ from common.distributed.rendezvous import World
 def get_recipe(model: nn.Module) -> dict[str, Any]:
     """Return the class name and the constructor arguments with which a model can be rebuilt.
 
-    The arguments are None if they are unknown. A recipe that the model's class inherits is ignored, because it would
-    build the parent class.
+    The arguments are None if they are unknown. A recipe that the model's class has inherited is ignored, because such a
+    recipe would build the parent class.
     """
     # FSDP2 inserts a class from torch.distributed before the model's class.
     classes = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed.")]
@@ -44,7 +44,7 @@ class TrainState:
         argument only if other ranks hold different parts.
     `scaler`: gradient scaler of the loss, whose state is the same on all ranks.
     `tensors`: named tensors that the run updates in place, such as measurements. Rank 0's tensors are saved.
-    `replica`: the model wrapped in DDP. If it uses PowerSGD, each rank saves its own PowerSGD state. An elastic run
+    `replica`: the model wrapped in DDP. If DDP uses PowerSGD, each rank saves its own PowerSGD state. An elastic run
         wraps the model again when its ranks change.
     """
 

@@ -14,7 +14,7 @@ class Augment:
     """Random transform of uint8 images, based on torchvision's v2 transforms.
 
     Each image has its own random stream, derived from the seed, the epoch and the position of the image in the epoch.
-    The result therefore does not depend on the rank or block that contains the image, and a resumed run augments images
+    The result therefore does not depend on the rank or block that contains the image. A resumed run augments images
     exactly like an uninterrupted run. The global random state of PyTorch does not change.
     """
 

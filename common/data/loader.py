@@ -143,8 +143,8 @@ class Loader:
     `drop_last`: skip the last batch of an epoch if it is partial. The skipped samples differ between epochs.
     `augment`: value of data.augment (see `Augment`).
 
-    Raises UserError if the data set has fewer samples than a batch, if a batch cannot be divided evenly among the ranks
-    and no weights are given, or if augmentation is requested for vectors.
+    Raises UserError if the data set has fewer samples than a batch, or if augmentation is requested for vectors. Also
+    raises UserError if a batch cannot be divided evenly among the ranks, unless `weights` are given.
     """
 
     data: Images

@@ -115,9 +115,9 @@ def prepare_dataset(
     """Find or prepare the data set that the settings `data` describe.
 
     If MNIST is missing and cannot be downloaded, the built-in digits are used instead, provided that both `fallback`
-    and the settings allow it. The progress of a long preparation is displayed according to `log`; it is hidden if `log`
-    is None. `code` is the source folder of a run that is being resumed; the user's file of a custom data set is then
-    read from this folder.
+    and the settings allow it. The progress of a long preparation is displayed according to `log`, or hidden if `log` is
+    None. If a run is being resumed, `code` is its source folder, from which the user's file of a custom data set is
+    read.
 
     Raises UserError, with a remedy, if files are missing or damaged, or if the disk cannot be written.
     """
@@ -196,7 +196,7 @@ def prepare_generated(data: Data) -> PreparedDataset:
 
 
 def prepare_cifar10(data: Data) -> PreparedDataset:
-    """Find or prepare CIFAR-10, and download it if it is missing. Raises UserError if it is not available."""
+    """Find or prepare CIFAR-10, and download it if it is missing. Raises UserError if CIFAR-10 is not available."""
     root = Path(data.root)
     remedy = f"set data.root to a folder that contains {CIFAR_FOLDER}, or set data.name=generated"
     if not (root / CIFAR_FOLDER).exists():

@@ -29,7 +29,7 @@ LoadSamples = Callable[[np.ndarray], Samples]  # the argument is a block of indi
 
 POLL_SECONDS = 0.5  # time between two checks for a stop request while a rank waits for a block
 SLOTS = 2  # number of blocks that a worker prepares in advance
-JOIN_TIMEOUT = 5.0  # seconds to wait for a killed worker to exit; if it is blocked by a disk, it exits later
+JOIN_TIMEOUT = 5.0  # seconds to wait for a killed worker to exit; a worker that is blocked by a disk exits later
 PROCESS_STATES = {  # description of each state letter in /proc/PID/stat
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",
@@ -59,7 +59,7 @@ class DataWorker:
         context = multiprocessing.get_context("fork")
         arguments = (load, indices[number::stride], slots, worker_connection)
         self.process = context.Process(target=make_blocks, args=arguments)
-        # Block stop signals until the worker ignores them; otherwise it could run the rank's signal handlers.
+        # Block stop signals until the worker ignores them; otherwise the worker could run the rank's signal handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self.process.start()
@@ -72,7 +72,7 @@ class DataWorker:
         return f"data worker {self.number} (pid {self.process.pid})"
 
     def wait_for_block(self, seconds: float) -> bool:
-        """Wait up to `seconds` seconds for the next block; return True if it is ready.
+        """Wait up to `seconds` seconds for the next block; return True if the block is ready.
 
         Raises DataWorkerError if the worker has exited.
         """
@@ -197,7 +197,7 @@ def make_blocks(
     try:
         for number, block in enumerate(indices):
             if number >= SLOTS:
-                connection.recv_bytes()  # the rank has copied the slot
+                connection.recv_bytes()  # wait until the rank has copied the previous block from this slot
             for samples, slot in zip(load(block), slots[number % SLOTS], strict=True):
                 if samples is not None and slot is not None:
                     slot[: len(samples)].copy_(samples)

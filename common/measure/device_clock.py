@@ -31,7 +31,7 @@ Stamp = float | TimedEvent
 class DeviceClock:
     """Clock whose timestamps are comparable between the ranks of a host.
 
-    On a GPU, timestamps are recorded on the current CUDA stream. On a CPU, they are values of time.perf_counter().
+    On a GPU, timestamps are recorded on the current CUDA stream. On a CPU, timestamps are time.perf_counter() values.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from common.runs.result import ReportData
 NOTED_SHARE = 0.1
 """Fraction of the CPU time from which the final table contains a note about other processes."""
 CPU_LINE = re.compile(r"^cpu(\d+) (\d+) (\d+) (\d+) \d+ \d+ (\d+) (\d+) (\d+)", re.MULTILINE)
-"""Pattern of the line of one CPU in /proc/stat, see proc_stat(5). It does not capture the idle times."""
+"""Pattern of the line of one CPU in /proc/stat (see proc_stat(5)). The idle times are not captured."""
 
 
 @dataclass(frozen=True)

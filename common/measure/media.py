@@ -1,6 +1,6 @@
 """Images and histograms that a run logs.
 
-They are stored as files in the run folder and listed in media.jsonl, from which the W&B tracker reads them.
+Each image or histogram is stored as a file in the run folder and listed in media.jsonl, which the W&B tracker reads.
 
 attempts/0001/
   media.jsonl               one line for each file: step, name, kind, file

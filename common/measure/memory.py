@@ -95,8 +95,8 @@ def format_megabytes(sizes: Mapping[str, int]) -> str:
 def report_state_bytes(optimizer: Optimizer, world: World) -> ReportData:
     """Report the memory that parameters, gradients and optimizer state need on each rank, in bytes.
 
-    If they are sharded, the report also contains the memory that they would need without sharding, as with DDP. All
-    ranks must call this function.
+    If these tensors are sharded, the report also contains the memory that they would need without sharding, as with
+    DDP. All ranks must call this function.
     """
     parameters: list[Tensor] = []
     for group in optimizer.param_groups:
@@ -139,8 +139,8 @@ def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[di
     tensors are limited. On CPUs, the writable address space is limited, without the 64 MB that malloc reserves per
     thread.
 
-    Yields a dict that contains, once the block has ended, the additional bytes of each device: the peak on a GPU, and
-    the value at the end of the block on a CPU. Raises UserError if the limit is too low for the block.
+    Yields a dict that is filled at the end of the block. The dict then contains the additional bytes of each device:
+    the peak on a GPU, and the value at the end of the block on a CPU. Raises UserError if the limit is too low.
     """
     old_limits = resource.getrlimit(resource.RLIMIT_DATA)
     bytes_by_device: dict[str, int] = {}
@@ -180,7 +180,7 @@ def restore_limit(devices: Sequence[torch.device], old_limits: tuple[int, int]) 
 def read_limited_bytes(device: torch.device) -> int:
     """Return the number of bytes that `limit_memory` counts.
 
-    On a GPU, this is the peak of the memory that PyTorch has reserved. On a CPU, it is the writable address space.
+    On a GPU, this is the peak of the memory that PyTorch has reserved. On a CPU, this is the writable address space.
     """
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else read_writable_bytes()
 

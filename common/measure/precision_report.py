@@ -36,8 +36,8 @@ class PrecisionReport:
     def outcome(self) -> dict[str, Any]:
         """Values for result.json that a repeated run reproduces.
 
-        They are the mean number of bytes that a rank sends per step, the number of skipped steps, the precision in
-        which the run was computed, and the final loss.
+        The values are the mean number of bytes that a rank sends per step, the number of skipped steps, the precision
+        in which the run was computed, and the final loss.
         """
         rows = [row for row in self.folder.read_metrics() if "loss" in row]
         losses = [row["loss"] for row in rows[-FINAL_STEPS:] if row["loss"] is not None]

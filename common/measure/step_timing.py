@@ -1,7 +1,7 @@
 """Timing of data-parallel steps: times of each rank, stragglers, and the communication that delays a step.
 
-The all-reduce makes the steps of all ranks equally long, so the step time cannot identify a slow rank. The time from
-the start of a step to the start of backward can, provided that ranks do not wait for each other during this time.
+The all-reduce makes the steps of all ranks equally long, so the step time cannot identify a slow rank. Instead, the
+times from the start of a step to the start of backward are compared, during which ranks do not wait for each other.
 """
 
 from __future__ import annotations
@@ -222,10 +222,10 @@ class StepTimes:
 
 
 def gather_step_times(world: World, times: StepTimes | None, samples: float | None = None) -> list[RankTimes]:
-    """Return the step times of all ranks that have recorded any, on rank 0; return an empty list on other ranks.
+    """Return the step times of all ranks on rank 0, and an empty list on all other ranks.
 
-    All ranks must call this function. `samples` is the mean number of this rank's samples per batch if the shards are
-    unequal, otherwise None.
+    All ranks must call this function. Ranks that have recorded no step times are omitted. `samples` is the mean number
+    of this rank's samples per batch if the shards are unequal, otherwise None.
     """
     summary = times.summarize() if times else None
     gathered = world.gather(asdict(summary) | {"samples": samples} if summary else None)

@@ -20,8 +20,8 @@ def time_calls(
 ) -> list[float]:
     """Return the durations in seconds of `repeats` calls, including the work that they queue on the device.
 
-    Before these, `warm_up` calls are made that are not timed. `prepare`, such as a barrier, is called before each call
-    and is not timed. Once `budget` seconds have passed, no more calls are made, but at least one call is timed.
+    `warm_up` calls that are not timed come first. `prepare`, such as a barrier, is called before each call and is not
+    timed. Once `budget` seconds have passed, no more calls are made, but at least one call is timed.
     """
     times: list[float] = []
     time_limit = time.perf_counter() + budget
