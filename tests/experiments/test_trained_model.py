@@ -224,6 +224,6 @@ def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
     for checkpoint in storage.list_resumable_checkpoints(folder):
         shutil.rmtree(checkpoint.path)
     done = resume(REPLICATED, folder, "steps=60")
-    assert done.returncode == 2 and "the checkpoint of its last step, 50, is missing" in done.stderr
+    assert done.returncode == 2 and "the checkpoint of its last step (50) is missing" in done.stderr
     done = resume(REPLICATED, folder)
     assert done.returncode == 0 and "is finished" in done.stdout and "train on" not in done.stdout
