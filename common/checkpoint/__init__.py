@@ -1,5 +1,5 @@
-"""State on disk: what a run saves, when it saves, and how it resumes.
+"""Checkpoints: what a run saves, when it saves, and how it resumes.
 
-`storage` publishes complete checkpoints; `train_state` defines the state of a run;
-in `save_or_stop` all ranks vote on saving.
+`storage` reads and writes checkpoint folders. `train_state` defines the state that a checkpoint contains.
+`save_or_stop` implements the vote in which all ranks decide whether to save or stop.
 """

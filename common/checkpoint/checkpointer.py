@@ -1,7 +1,8 @@
-"""Atomic checkpoints: one file per rank, published by a single rename.
+"""Atomic checkpoints: each rank writes one file, and a single rename publishes all files together.
 
-A checkpoint is on the disk before it is published, and loaded files are compared with the checksums taken while they
-were written. All ranks agree: a checkpoint that one rank cannot write or read is invalid for all ranks.
+All files are flushed to the disk before the checkpoint is published. When a checkpoint is loaded, each file is compared
+with the checksum that was computed while the file was written. If any rank cannot write or read the checkpoint, it is
+invalid for all ranks.
 """
 
 from __future__ import annotations
@@ -25,48 +26,54 @@ from common.runs.folder import RunFolder, fsync_path, write_atomic
 from configs.shared import Checkpoint
 
 MAX_NAMES_IN_MESSAGE = 10
-RETRY_SECONDS = 0.5  # between two attempts to write
-FACT_TYPES = str | int | float | bool | None  # types of the common values that the manifest repeats
+RETRY_SECONDS = 0.5  # pause between two attempts to write a checkpoint
+FACT_TYPES = str | int | float | bool | None  # common values of these types are also copied into the manifest
 
 
 @dataclass
 class CheckpointState:
-    """Content of a checkpoint from one rank: tensors, primitives, and dicts, lists and tuples of them."""
+    """The part of a checkpoint that one rank saves.
+
+    All values are tensors and primitives, or dicts, lists and tuples of tensors and primitives.
+    """
 
     model: dict[str, Tensor]
-    """Parameters and buffers by fully qualified name. The dicts of all ranks are merged: of the ranks that hold the
-    same tensor, only the first one saves it."""
+    """Parameters and buffers by fully qualified name. The dicts of all ranks are merged when a checkpoint is loaded. If
+    several ranks hold the same tensor, only the first of these ranks saves it."""
     optimizer: dict[str, dict[str, Any]]
-    """Optimizer state of each parameter by fully qualified name; merged in the same way."""
+    """Optimizer state of each parameter, by fully qualified name. The dicts of all ranks are merged on loading."""
     common: dict[str, Any]
-    """Values that are equal on all ranks: epoch, data position, ... Rank 0's values are saved."""
+    """Values that are equal on all ranks, such as the epoch and the data position. Only rank 0 saves these values."""
     local: dict[str, Any] = field(default_factory=dict)
-    """Values of this rank alone: random states, BatchNorm's statistics, ..."""
+    """Values that belong to this rank alone, such as its random states and its BatchNorm statistics."""
 
 
 @dataclass
 class LoadedCheckpoint:
-    """A checkpoint as loaded by one rank."""
+    """The content of a checkpoint as loaded by one rank."""
 
     step: int
     attempt: int
-    """Number of the attempt that saved it."""
+    """Number of the attempt that saved the checkpoint."""
     processes: int
-    """Number of ranks that saved it."""
+    """Number of ranks that saved the checkpoint."""
     model: dict[str, Tensor]
     optimizer: dict[str, dict[str, Any]]
     common: dict[str, Any]
     local: dict[str, Any] | None
-    """The local values of this rank; None if another number of ranks saved it."""
+    """The local values of this rank; None if the checkpoint was saved by a different number of ranks."""
 
     @property
     def resumes_exactly(self) -> bool:
-        """True if resumed training equals uninterrupted training to the bit."""
+        """True if resumed training reproduces uninterrupted training bit for bit."""
         return self.local is not None
 
 
 class Checkpointer:
-    """Save and load the checkpoints of one run. All ranks call the methods, at the same step."""
+    """Reader and writer of the checkpoints of one run.
+
+    All ranks must call each method at the same step.
+    """
 
     def __init__(
         self,
@@ -76,10 +83,11 @@ class Checkpointer:
         log_message: Callable[[str], None],
         find_stop_reason: Callable[[], str] = lambda: "",
     ) -> None:
-        """`log_message` receives messages for the user, the same on all ranks.
+        """Create a checkpointer.
 
-        `find_stop_reason` is called on rank 0 after a failure to write. It returns why the attempt must stop, or an
-        empty text if it may continue.
+        `log_message` is called with messages for the user, which are identical on all ranks. `find_stop_reason` is
+        called on rank 0 after a write has failed. It returns the reason why the attempt must stop, or an empty string
+        if the attempt may continue.
         """
         self.folder = folder
         self.world = world
@@ -87,21 +95,21 @@ class Checkpointer:
         self.log_message = log_message
         self.find_stop_reason = find_stop_reason
         self.saved_step: int | None = None
-        """Step of the newest checkpoint of this attempt."""
+        """Step of the newest checkpoint that this attempt has saved."""
         self.best_step: int | None = None
-        """Step of the best checkpoint."""
+        """Step of the best checkpoint that this attempt has saved."""
         self.problem = ""
-        """Why the newest checkpoint could not be written; empty if it was written."""
+        """The reason why the newest checkpoint could not be written; empty if it was written."""
         self.deletion: threading.Thread | None = None
 
     # ---- saving
 
     def save(self, step: int, state: CheckpointState, *, best: bool = False) -> bool:
-        """Save the state after `step` steps; with `best` it is kept until a better one is saved.
+        """Save the state after `step` steps; return False if the checkpoint could not be written.
 
-        Rows of metrics up to this step must have been written. If writing fails, report it and return False; training
-        can continue. Raises TypeError for a value that could not be loaded again, ValueError if two ranks save the same
-        name.
+        If `best` is True, the checkpoint is kept until a better one is saved. The metrics up to this step must already
+        be on disk. A write error is reported to the user but not raised, so that training can continue. Raises
+        TypeError for a value that could not be loaded again. Raises ValueError if two ranks save the same name.
         """
         content = self._collect_rank_content(step, state)
         problem: str | None = None
@@ -115,7 +123,7 @@ class Checkpointer:
             self.report_failed_save(step, problem)
             return False
         if self.problem:
-            self.log_message(f"checkpoints are written again, after step {step}")
+            self.log_message(f"checkpoint saved after step {step}; saving works again")
         self.problem = ""
         self.saved_step = step
         if best:
@@ -126,12 +134,16 @@ class Checkpointer:
         return True
 
     def report_failed_save(self, step: int, problem: str, *, is_known: bool = False) -> None:
-        """Report that no checkpoint was written after a step: the first of consecutive failures, unless `is_known`."""
+        """Report that no checkpoint was written after a step.
+
+        Only the first of several consecutive failures is logged. If `is_known` is True, the user has already been
+        informed of the problem, and nothing is logged.
+        """
         if not (self.problem or is_known):
             newest = (
-                "this attempt has no older one"
+                "this attempt has not saved any checkpoint yet"
                 if self.saved_step is None
-                else f"the newest is from step {self.saved_step}"
+                else f"the newest checkpoint is from step {self.saved_step}"
             )
             self.log_message(
                 f"WARNING: no checkpoint was saved for step {step}: {problem}; training continues ({newest})"
@@ -139,7 +151,7 @@ class Checkpointer:
         self.problem = problem
 
     def _collect_rank_content(self, step: int, state: CheckpointState) -> dict[str, Any]:
-        """Return the content of this rank's file."""
+        """Return the content of this rank's checkpoint file."""
         content: dict[str, Any] = {
             "step": step,
             "attempt": self.folder.number,
@@ -152,14 +164,17 @@ class Checkpointer:
         return content
 
     def _try_write(self, step: int, state: CheckpointState, content: dict[str, Any]) -> str | None:
-        """Try once to write and publish the files of all ranks; return the problem, the same on all ranks, or None."""
+        """Try once to write and publish the files of all ranks; return None on success.
+
+        On failure, return a description of the problem, which is the same on all ranks.
+        """
         self.wait_for_deletions()
         staging = StagingDir(self.folder, step)
         problem = self._run_on_main(staging.create)
         if problem is not None:
             return problem
 
-        # Each rank sends its manifest entry, or its problem, and its names of the model to rank 0.
+        # Each rank sends its manifest entry (or an error message) and the names of its model tensors to rank 0.
         path = staging.path / storage.make_rank_file_name(self.world.rank)
         report: dict[str, Any] | str
         try:
@@ -181,18 +196,24 @@ class Checkpointer:
         duplicates = self.world.broadcast(len(names) - len(set(names)))
         if duplicates:
             self._run_on_main(staging.discard)
-            raise ValueError(f"ranks save {duplicates} names of the model more than once; only one rank may save each")
+            raise ValueError(
+                f"several ranks save the same model tensor (duplicate names: {duplicates}); "
+                "each name must be saved by exactly one rank"
+            )
         return self._run_on_main(lambda: self._publish_or_discard(staging, files, problems, state))
 
     def _publish_or_discard(
         self, staging: StagingDir, files: dict[str, ManifestEntry], problems: list[str], state: CheckpointState
     ) -> None:
-        """Publish the written files as a checkpoint, or delete them if there are problems. Rank 0 calls it."""
+        """Publish the written files as a checkpoint, or delete them if there are problems.
+
+        Only rank 0 calls this method.
+        """
         try:
             if problems:
                 raise OSError("; ".join(problems))
             if self.folder.metrics_file.exists():
-                fsync_path(self.folder.metrics_file)  # the next attempt will not write these rows again
+                fsync_path(self.folder.metrics_file)  # the next attempt does not write these rows again
             facts = {name: value for name, value in state.common.items() if isinstance(value, FACT_TYPES)}
             manifest = Manifest(staging.target.step, self.folder.number, self.world.size, files, facts)
             staging.publish(manifest)
@@ -201,7 +222,7 @@ class Checkpointer:
             raise
 
     def _remove_old(self) -> None:
-        """Update the pointers and delete old checkpoints. Rank 0 calls it."""
+        """Update the files `latest` and `best`, and delete old checkpoints. Only rank 0 calls this method."""
         assert self.saved_step is not None
         try:
             self._write_pointer("latest", self.saved_step)
@@ -211,7 +232,7 @@ class Checkpointer:
             raise OSError(str(error)) from error
         finally:
             old = storage.retire_old_checkpoints(self.folder, self.settings.keep, self.best_step)
-            if old:  # training continues while the disk frees their blocks
+            if old:  # delete the files in a thread, so that training does not wait for the disk
                 self.deletion = threading.Thread(target=storage.delete_folders, args=(old,))
                 self.deletion.start()
 
@@ -220,12 +241,12 @@ class Checkpointer:
         write_atomic(checkpoint.path.with_name(name), f"{checkpoint.name}\n")
 
     def wait_for_deletions(self) -> None:
-        """Wait until old checkpoints are deleted."""
+        """Wait until the background thread has deleted old checkpoints."""
         if self.deletion is not None:
             self.deletion.join()
 
     def _run_on_main(self, function: Callable[[], None]) -> str | None:
-        """Call `function` on rank 0; return its problem, or None, on all ranks.
+        """Call `function` on rank 0 and return the error message on all ranks, or None on success.
 
         Raises RunTakenError on all ranks if another attempt has taken over the run, or if the folder of this attempt
         was deleted.
@@ -248,9 +269,10 @@ class Checkpointer:
     # ---- loading
 
     def load(self, check: Callable[[LoadedCheckpoint], None] = lambda _: None) -> LoadedCheckpoint | None:
-        """Load the newest valid checkpoint of the run; None if there never was one, and training starts at step 0.
+        """Load the newest valid checkpoint of the run.
 
-        `check` may reject it by a UserError. Raises UserError if there are or were checkpoints, and none is valid.
+        Returns None if the run has never saved a checkpoint; training then starts at step 0. `check` may raise
+        UserError to reject the checkpoint. Raises UserError if the run has saved checkpoints but none of them is valid.
         """
         resumable = storage.list_resumable_checkpoints(self.folder) if self.world.is_main else []
         positions = self.world.broadcast([[checkpoint.attempt.number, checkpoint.step] for checkpoint in resumable])
@@ -259,7 +281,7 @@ class Checkpointer:
             loaded, problem = self._try_read(checkpoint)
             if problem is None:
                 break
-            self.log_message(f"{checkpoint} is not used: {problem}")
+            self.log_message(f"ignoring {checkpoint}: {problem}")
         else:
             self._report_no_checkpoint(candidates)
             return None
@@ -268,12 +290,15 @@ class Checkpointer:
         if not loaded.resumes_exactly:
             self.log_message(
                 f"saved by {format_count(loaded.processes, 'rank')}, resumed by {self.world.size}: model, optimizer "
-                "and data position are restored; random states are not, and results match only to rounding"
+                "and data position are restored, but random states are not; results will match only up to rounding"
             )
         return loaded
 
     def _try_read(self, checkpoint: CheckpointPath) -> tuple[LoadedCheckpoint | None, str | None]:
-        """Return a checkpoint as read by this rank, and why it is invalid, the same on all ranks, or None."""
+        """Read a checkpoint; return what this rank has loaded and an error message.
+
+        The error message is the same on all ranks, and None if the checkpoint is valid.
+        """
         content: dict[str, Any] | None = None
         problem: str | None = None
         try:
@@ -291,19 +316,20 @@ class Checkpointer:
             loaded = read_checkpoint(checkpoint, manifest, self.world)
         except InvalidCheckpoint as error:
             problem = str(error)
-        # all ranks must have read it before one uses it
+        # A rank may use the checkpoint only after all ranks have read it successfully.
         problems = self.world.gather(problem)
         return loaded, self.world.broadcast(describe_first_problem(problems, self.world))
 
     def _report_no_checkpoint(self, rejected: list[CheckpointPath]) -> None:
-        """Report half-written checkpoints if there never was a complete one.
+        """Report that no checkpoint can be loaded, and raise UserError if training must not start at step 0.
 
-        Raises UserError if all were rejected, or are missing: a run never restarts from step 0 by itself.
+        A run that has saved checkpoints never restarts from step 0 by itself. Therefore UserError is raised if all
+        checkpoints are invalid or missing. If the run has only incomplete checkpoints, they are reported and ignored.
         """
         lost = storage.list_lost_checkpoints(self.folder) if self.world.is_main and not rejected else []
         missing = self.world.broadcast([str(checkpoint) for checkpoint in lost])
         for name in missing:
-            self.log_message(f"{name} is missing: its folder was deleted")
+            self.log_message(f"{name} is missing: the checkpoint folder was deleted")
         names = [str(checkpoint) for checkpoint in rejected] + missing
         if names:
             shortened = ", ".join(names[:MAX_NAMES_IN_MESSAGE])
@@ -311,17 +337,17 @@ class Checkpointer:
                 shortened += ", ..."
             raise UserError(
                 f"{NO_VALID_CHECKPOINT_TEXT} ({shortened}); repair or restore one of them, or "
-                f"remove {self.folder.path}/attempts/*/checkpoints to train from the beginning"
+                f"delete {self.folder.path}/attempts/*/checkpoints to restart from step 0"
             )
         staging_dirs = storage.list_staging_dirs(self.folder) if self.world.is_main else []
         half_written = self.world.broadcast(len(staging_dirs))
         if half_written:
-            count = format_count(half_written, "half-written checkpoint")
-            self.log_message(f"ignoring {count}; there is no complete one")
+            count = format_count(half_written, "incomplete checkpoint")
+            self.log_message(f"ignoring {count}; no complete checkpoint exists")
 
 
 def read_checkpoint(checkpoint: CheckpointPath, manifest: Manifest, world: World) -> LoadedCheckpoint:
-    """Read and merge the files of all ranks. Raises InvalidCheckpoint."""
+    """Read the files of all ranks and merge their contents. Raises InvalidCheckpoint if a file is invalid."""
     loaded = LoadedCheckpoint(manifest.step, manifest.attempt, manifest.processes, {}, {}, {}, None)
     for rank in range(manifest.processes):
         part = read_rank_file(checkpoint, manifest, rank)
@@ -339,7 +365,11 @@ def read_checkpoint(checkpoint: CheckpointPath, manifest: Manifest, world: World
 
 
 def read_full_model(checkpoint: CheckpointPath) -> dict[str, Tensor]:
-    """Return the full model of a checkpoint by name, merged over stages and shards. Raises InvalidCheckpoint."""
+    """Return all parameters and buffers in a checkpoint, by name.
+
+    The parts saved by different ranks, such as pipeline stages or servers, are merged. Raises InvalidCheckpoint if a
+    file is invalid.
+    """
     manifest = storage.read_manifest(checkpoint)
     model: dict[str, Tensor] = {}
     for rank in range(manifest.processes):
@@ -348,7 +378,10 @@ def read_full_model(checkpoint: CheckpointPath) -> dict[str, Tensor]:
 
 
 def describe_first_problem(problems: list[str | None], world: World) -> str | None:
-    """Return the problem of all ranks; if they differ, the first one with its rank and host."""
+    """Return the problem that all ranks report, or None if no rank reports a problem.
+
+    If the ranks report different problems, return the first problem together with its rank and host.
+    """
     if len(set(problems)) < 2:
         return problems[0] if problems else None
     rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem is not None)

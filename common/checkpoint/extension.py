@@ -1,4 +1,4 @@
-"""Extension of a finished run to more steps. Imports no torch."""
+"""Continuation of a finished run for more steps. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from configs.shared import Experiment
 
 
 def read_step_counts(folder: RunFolder) -> tuple[int, int]:
-    """Return the steps of a finished run and the steps of its epoch; (0, 0) if they are not recorded."""
+    """Return the number of steps of a finished run and the number of steps per epoch.
+
+    Returns (0, 0) if the run folder does not contain these numbers.
+    """
     facts = read_json(folder.path / MODEL_FACTS_FILE)
     steps = facts.get("step")
     epoch_steps = facts.get("epoch_steps")
@@ -20,28 +23,31 @@ def read_step_counts(folder: RunFolder) -> tuple[int, int]:
 
 
 def has_more_steps(folder: RunFolder, cfg: Experiment) -> bool:
-    """Return True if a config has more steps than the finished run. Raises UserError if the run cannot resume."""
+    """Return True if a config has more steps than the finished run.
+
+    Raises UserError if the run cannot be extended because its last checkpoint is missing.
+    """
     steps, epoch_steps = read_step_counts(folder)
     if not epoch_steps or cfg.total_steps(epoch_steps) <= steps:
         return False
     if not has_checkpoint(folder, steps):
         raise UserError(
-            f"{folder.path.name} cannot be extended: the checkpoint of its last step, {steps}, is missing; "
+            f"{folder.path.name} cannot be extended: the checkpoint of its last step ({steps}) is missing; "
             "start a new run"
         )
     return True
 
 
 def has_checkpoint(folder: RunFolder, step: int) -> bool:
-    """Return True if a run has a checkpoint of a step."""
+    """Return True if a run has a checkpoint that was saved after a given step."""
     return any(checkpoint.step == step for checkpoint in storage.list_resumable_checkpoints(folder))
 
 
 def check_settings_of_finished(folder: RunFolder, cfg: Experiment) -> None:
-    """Raise UserError if a run is finished and a config changes settings without adding steps."""
+    """Raise UserError if the run is finished and the config changes settings without adding steps."""
     if folder.result.get("state") != "finished" or has_more_steps(folder, cfg):
         return
-    # Compare the config with the settings of the newest attempt, which are those of config.yaml and its changes.
+    # Compare the config with the settings of the newest attempt: those in config.yaml, updated by later changes.
     changes = config.find_changes(folder.path / "config.yaml", cfg)
     ineffective = dict(changes)
     for name, (original, newest) in config.read_last_changes(folder.path).items():
@@ -51,12 +57,12 @@ def check_settings_of_finished(folder: RunFolder, cfg: Experiment) -> None:
     if ineffective:
         raise UserError(
             f"{folder.path.name} is finished: {config.describe_changes(ineffective)} has no effect; "
-            "set more steps or epochs, or start a new run"
+            "increase steps or epochs, or start a new run"
         )
 
 
 def describe_finished(folder: RunFolder, cfg: Experiment) -> str:
-    """Return a message that a run is finished, with the command that extends it."""
+    """Return a message that says that a run is finished and explains how to extend it."""
     message = f"{folder.path} is finished; see {folder.path / 'result.json'}"
     steps, epoch_steps = read_step_counts(folder)
     if not steps or not has_checkpoint(folder, steps):

@@ -1,4 +1,7 @@
-"""A file that is hashed while it is written, past the page cache if the disk supports it. Imports no torch."""
+"""A file writer that hashes data while writing it, and bypasses the page cache if the disk supports it.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,20 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-CHUNK_BYTES = 4 << 20  # bytes that are hashed and written at once
-CHUNKS = 3  # one is filled while another one is written and hashed
-O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
+CHUNK_BYTES = 4 << 20  # bytes that are hashed and written in one operation
+CHUNKS = 3  # one chunk is filled while the other two are written and hashed
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # exists on Linux only
 
 
 class HashingWriter:
-    """A file for torch.save: data is copied into chunks, which one thread writes and another one hashes.
+    """A file object for torch.save that hashes the data while writing it.
 
-    Direct writes (O_DIRECT) from these chunks bypass the page cache. The kernel would have to free memory for it while
-    training waits, and the content is not read again. Direct writes need chunks of whole pages, so the file is
-    truncated at the end. If the disk does not support them, ordinary writes are used.
+    The data is copied into chunks. One thread writes the chunks to the file, and another thread hashes them.
+
+    Chunks are written directly to the disk (O_DIRECT). The page cache has no benefit here: the file is not read again,
+    and training would have to wait while the kernel frees memory for the cache. The size of a direct write must be a
+    multiple of the page size. Therefore the last chunk is padded, and the file is truncated at the end. If the disk
+    does not support direct writes, ordinary writes are used instead.
     """
 
     def __init__(self, file: io.FileIO) -> None:
@@ -30,7 +36,7 @@ class HashingWriter:
         self.size = 0
         self.digest = hashlib.sha256()
         self.error: OSError | None = None
-        """The first error of the disk. The caller raises it."""
+        """The first error that occurred while writing. The caller must raise this error."""
         self.chunks = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(CHUNKS)]
         self.pending: list[list[Future[Any]]] = [[] for _ in self.chunks]
         self.index = 0
@@ -43,7 +49,7 @@ class HashingWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write the last chunks. The caller syncs the file to the disk."""
+        """Write the last chunks. The caller must then flush the file to the disk with os.fsync."""
         with self.writer, self.hasher:
             if kind is None:
                 self._submit_chunk()
@@ -56,7 +62,10 @@ class HashingWriter:
                 self.error = error
 
     def write(self, data: memoryview) -> int:
-        """Append data. After an error it is ignored, because torch.save cannot be stopped in the middle of a file."""
+        """Append data to the file and return its size in bytes.
+
+        After a write error, further data is ignored, because torch.save cannot be stopped in the middle of a file.
+        """
         remaining = memoryview(data).cast("B")
         length = len(remaining)
         while self.error is None and remaining:
@@ -70,10 +79,10 @@ class HashingWriter:
         return length
 
     def flush(self) -> None:
-        """Do nothing; torch.save calls it."""
+        """Do nothing. torch.save requires this method."""
 
     def _submit_chunk(self) -> None:
-        """Submit the chunk for writing and hashing, and wait until the next chunk is free."""
+        """Submit the current chunk for writing and hashing, and wait until the next chunk is free."""
         padded = -(-self.filled // mmap.PAGESIZE) * mmap.PAGESIZE
         view = memoryview(self.chunks[self.index])
         writing = self.writer.submit(self._write, view[:padded])
@@ -96,12 +105,15 @@ class HashingWriter:
             try:
                 remaining = remaining[os.write(self.file.fileno(), remaining) :]
             except OSError as error:
-                # the disk does not support direct writes: try again with ordinary ones
+                # EINVAL: the disk does not support direct writes. Try again with an ordinary write.
                 if error.errno != errno.EINVAL or not self._set_direct(0):
                     raise
 
     def _set_direct(self, direct: int) -> bool:
-        """Set the flag O_DIRECT to `direct` (O_DIRECT or 0); return True if it has changed."""
+        """Enable direct writes if `direct` is O_DIRECT, or disable them if it is 0.
+
+        Returns True if the flags of the file have changed.
+        """
         fd = self.file.fileno()
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         with contextlib.suppress(OSError):

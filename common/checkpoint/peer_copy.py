@@ -1,4 +1,4 @@
-"""Copy of one rank's state to other ranks, from memory to memory, in the form of a checkpoint."""
+"""Copying of the training state from one rank to other ranks, without using the disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from common.distributed.rendezvous import World
 
 
 def copy_state(state: TrainState, source: int, world: World, step: int, *, loads: bool) -> None:
-    """Send the state of rank `source` after `step`; ranks with `loads` load it. All ranks call it.
+    """Send the state of rank `source` after step `step` to all ranks. All ranks must call this function.
 
-    It is loaded after all of it has arrived. It contains tensors and primitives only, so nothing in it is executed.
+    A rank that passes `loads=True` loads the state, after it has been received completely. The state contains only
+    tensors and primitives, so loading it cannot execute code.
     """
     buffer = io.BytesIO()
     if world.rank == source:

@@ -1,4 +1,7 @@
-"""The file of one rank in a checkpoint: written with its checksum, read without executing anything."""
+"""Reading and writing of one rank's file in a checkpoint.
+
+A checksum is computed while the file is written. Reading a file never executes code from it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ PARTS = ("model", "optimizer", "common", "local")
 
 
 def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:
-    """Write, hash and sync a file; return its size and checksum. Raises OSError."""
+    """Write a rank's file, flush it to the disk, and return its size and checksum.
+
+    Raises OSError if the file cannot be written.
+    """
     with open(path, "xb", buffering=0) as file:
         with HashingWriter(file) as writer:
             torch.save(content, cast(IO[bytes], writer))
@@ -30,14 +36,17 @@ def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:
 
 
 def read_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) -> dict[str, Any]:
-    """Return the tensors and primitives of a rank's file if it matches the manifest. Raises InvalidCheckpoint."""
+    """Return the tensors and primitives in a rank's file.
+
+    Raises InvalidCheckpoint if the file does not match the manifest or cannot be read.
+    """
     name = storage.make_rank_file_name(rank)
     content = storage.read_verified_rank_file(checkpoint, manifest, rank)
     try:
         part = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError:  # torch's message advises to load it in a way that may execute code
-        raise InvalidCheckpoint(f"{name} contains more than tensors, numbers and text, or is damaged") from None
-    except Exception as error:  # noqa: BLE001 (torch raises many kinds for unreadable files)
+    except pickle.UnpicklingError:  # torch's message is hidden: it suggests an option that can execute code
+        raise InvalidCheckpoint(f"{name} is damaged, or contains data other than tensors, numbers and text") from None
+    except Exception as error:  # noqa: BLE001 (torch raises many types of exceptions for unreadable files)
         raise InvalidCheckpoint(f"{name} cannot be read: {summarize_error(error)}") from None
     if not isinstance(part, dict) or any(not isinstance(part.get(key), dict) for key in PARTS):
         raise InvalidCheckpoint(f"{name} does not contain the state of a rank")

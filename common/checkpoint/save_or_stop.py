@@ -1,4 +1,4 @@
-"""The decision after a step whether to save a checkpoint and whether to stop the run: a vote of all ranks."""
+"""The vote in which all ranks decide after a step whether to save a checkpoint and whether to stop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from common.checkpoint.stop_request import StopRequest
 from common.distributed.rendezvous import World
 from configs.shared import Checkpoint
 
-POLL_SECONDS = 0.5  # between two votes: each is an all-reduce
-MAX_POLL_SECONDS = 2.0  # if ranks wait long for each other at a vote
-MAX_WAIT_SHARE = 0.05  # of the time that a rank may wait at votes
+POLL_SECONDS = 0.5  # usual time between two votes; a vote costs one all-reduce
+MAX_POLL_SECONDS = 2.0  # longest time between two votes, used if ranks wait a long time for each other
+MAX_WAIT_SHARE = 0.05  # largest fraction of the time that a rank should spend waiting at votes
 
 
 class Decision(NamedTuple):
-    """Result of a vote after a step, the same on all ranks."""
+    """Result of a vote, which is the same on all ranks."""
 
     stop: bool
     save: bool
@@ -29,19 +29,19 @@ class Decision(NamedTuple):
 
 
 class Ballot(NamedTuple):
-    """Votes of one rank. The maximum of each field over all ranks counts."""
+    """Votes of one rank. The result of the vote is the maximum of each field over all ranks."""
 
     stop: int
     save: int = 0
     diverged: int = 0
     run_taken: int = 0
     next_vote: int = 0
-    """Step or call of the next vote."""
+    """The step after which the ranks vote next. During an evaluation, the number of calls until the next vote."""
     wait_us: int = 0
-    """Microseconds that the rank waited at its previous vote."""
+    """Time in microseconds that this rank waited for other ranks at the previous vote."""
 
     def reduce_max(self, world: World) -> Ballot:
-        """Return the maximum over all ranks."""
+        """Return a ballot with the maximum of each field over all ranks. All ranks must call this method."""
         table = torch.tensor(self, dtype=torch.int64, device=world.device)
         if world.size > 1:
             dist.all_reduce(table, dist.ReduceOp.MAX)
@@ -49,10 +49,11 @@ class Ballot(NamedTuple):
 
 
 class SaveOrStopVote:
-    """Vote of all ranks between steps: whether to save a checkpoint, and whether to stop. `Saver` carries it out.
+    """Vote of all ranks, between two steps, on saving a checkpoint and on stopping the run.
 
-    It costs an all-reduce, so ranks vote only after every `checkpoint.every_steps` steps, and about every POLL_SECONDS
-    by rank 0's clock. If a rank waits long for the others, they vote less often, up to every MAX_POLL_SECONDS.
+    This class only determines the decision; `Saver` saves and stops. A vote costs an all-reduce, so the ranks do not
+    vote after every step. They vote every `checkpoint.every_steps` steps, and about every POLL_SECONDS by rank 0's
+    clock. If a rank waits a long time for other ranks at a vote, the interval grows up to MAX_POLL_SECONDS.
     """
 
     def __init__(self, world: World, settings: Checkpoint, stop_request: StopRequest) -> None:
@@ -62,31 +63,35 @@ class SaveOrStopVote:
         self.start_votes_after(0)
 
     def start_votes_after(self, step: int) -> None:
-        """Vote from the step after this one on; the time until the next save starts now."""
+        """Start voting with the step after `step`, and start the timer for the next save now."""
         self.restart_votes_after(step)
         self.saved_at = self.voted_at
 
     def restart_votes_after(self, step: int) -> None:
-        """Vote from the step after this one on, and at the next call in an evaluation; the same on all ranks."""
+        """Start voting again with the step after `step`, or with the next call of `vote_in_evaluation`.
+
+        All ranks must call this method with the same step.
+        """
         self.next_step = step
         self.last_step = step
         self.calls = 0
         self.next_call = 1
         self.voted_at = time.perf_counter()
-        self.local_wait = 0.0  # seconds at the previous vote
-        self.max_wait = 0.0  # over all ranks, at the vote before that
+        self.local_wait = 0.0  # seconds that this rank waited at the previous vote
+        self.max_wait = 0.0  # longest wait of any rank in seconds, at the vote before the previous one
 
     def is_due(self, step: int) -> bool:
-        """Return True if the ranks vote after this step; the same on all ranks."""
+        """Return True if the ranks must vote after this step. The result is the same on all ranks."""
         return step >= self.next_step or self._is_save_step(step)
 
     def _is_save_step(self, step: int) -> bool:
         return bool(self.settings.every_steps) and step % self.settings.every_steps == 0
 
     def vote_in_evaluation(self, find_stop_reason: Callable[[], str]) -> Decision:
-        """Decide by a vote whether to stop, in work without steps. All ranks call it equally often.
+        """Vote during an evaluation on whether to stop; return the decision.
 
-        If the ranks vote, rank 0 calls `find_stop_reason`, which returns why the attempt must stop.
+        All ranks must call this method the same number of times. Most calls return immediately without a vote. In a
+        vote, rank 0 calls `find_stop_reason`, which returns the reason why the attempt must stop, or an empty string.
         """
         self.calls += 1
         if self.calls < self.next_call:
@@ -101,16 +106,20 @@ class SaveOrStopVote:
         return Decision(bool(outcome.stop), save=False, diverged=False, run_taken=bool(outcome.run_taken))
 
     def _choose_interval(self, count: int, now: float) -> int:
-        """Return the steps or calls until the next vote, at most four times the `count` since the previous one."""
+        """Return the number of steps or calls until the next vote.
+
+        `count` is the number of steps or calls since the previous vote. The result is at most four times this number.
+        """
         seconds = min(max(POLL_SECONDS, self.max_wait / MAX_WAIT_SHARE), MAX_POLL_SECONDS)
         interval = int(count * seconds / max(now - self.voted_at, 1e-6))
         self.voted_at = now
         return min(max(1, interval), 4 * count)
 
     def decide(self, step: int, diverged: bool, wait_start: float, *, run_taken: bool = False) -> Decision:
-        """Decide by a vote after a step. All ranks call it. Rank 0's clock, loss and view of the folder count.
+        """Vote after a step on saving and stopping; return the decision. All ranks must call this method.
 
-        `wait_start` is the time.perf_counter() when this rank started to wait for the others.
+        `diverged` and `run_taken` are used on rank 0 only, and rank 0's clock determines when to save. `wait_start` is
+        the time.perf_counter() value at which this rank started to wait for the other ranks.
         """
         now = time.perf_counter()
         is_save_due = 0 < self.settings.every_seconds <= now - self.saved_at

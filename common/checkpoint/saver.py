@@ -1,4 +1,4 @@
-"""Saves the checkpoints of a run: at intervals, after the best evaluation, and before a stop."""
+"""Saving of checkpoints: at regular intervals, after the best evaluation, and before the run stops."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from configs.shared import Experiment
 
 
 class Saver:
-    """Save the state of a run, and stop the run after saving if any rank has a stop request.
+    """Manager of a run's checkpoints, which also stops the run if any rank has received a stop request.
 
-    All ranks call every method, after the same step.
+    Unless documented otherwise, all ranks must call each method after the same step.
     """
 
     def __init__(
@@ -44,22 +44,23 @@ class Saver:
         self.vote = SaveOrStopVote(world, cfg.checkpoint, self.stop_request)
         self.attempt_watch = AttemptWatch(folder)
         self.step = 0
-        """The newest step after which the ranks voted or saved."""
+        """The newest step after which the ranks voted or saved a checkpoint."""
         self.stop_reason = ""
-        """On rank 0, why this attempt must stop: another attempt has taken over the run, or its folder was deleted."""
+        """On rank 0, the reason why this attempt must stop without saving, or an empty string. An attempt must stop if
+        another attempt has taken over the run or if its folder was deleted."""
         self.checkpointer = Checkpointer(folder, world, cfg.checkpoint, log_message, self._find_stop_reason)
         self.silence_watch: SilenceWatch | None = None
         self.state: TrainState | None = None
         self.metrics: MetricsLog | None = None
         self.start_time = time.perf_counter()
-        """Start of the run by time.perf_counter(), moved back by the seconds of former attempts."""
+        """Start of the run as a time.perf_counter() value, moved back by the duration of earlier attempts."""
         self.best_score: float | None = None
-        """The score named by `checkpoint.best` in the best evaluation so far."""
+        """The best value so far of the score that `checkpoint.best` names; None before the first evaluation."""
         self.unevaluated = False
-        """True until the evaluation after the newest step has finished."""
+        """True while an evaluation is due or running; False once it has finished."""
 
     def load(self, state: TrainState) -> LoadedCheckpoint | None:
-        """Load the newest checkpoint of the run into `state`, if there is one."""
+        """Load the newest valid checkpoint of the run into `state`; return None if the run has no checkpoint."""
         self.state = state
         loaded = None if self.world.is_joining else self.checkpointer.load(state.check_ranks)
         if loaded is not None:
@@ -72,27 +73,32 @@ class Saver:
         return loaded
 
     def start_silence_watch(self, log_failure: Callable[[str], None]) -> None:
-        """Report the ranks that do not answer, before NCCL's time-out ends this process."""
+        """Start watching for ranks that do not respond, and report them before NCCL's timeout kills this process."""
         timeout = self.cfg.launch.step_timeout
         self.silence_watch = SilenceWatch(self.world, 0.7 * timeout, 0.1 * timeout, log_failure)
 
     def restart_watchdogs(self) -> None:
-        """Restart the timers that write the stacks of a hanging step to the log and report silent ranks."""
+        """Restart the timers that detect a step that hangs.
+
+        When the timers expire, the stack traces of all threads are written to the log, and ranks that do not respond
+        are reported.
+        """
         self.stop_request.dump_stacks_after(0.9 * self.cfg.launch.step_timeout)
         if self.silence_watch is not None:
             self.silence_watch.restart()
 
     def checkpoint_or_stop(self, step: int, *, now: bool = False) -> bool:
-        """Save if it is time; if any rank has a stop request, save and stop. Return True if it was time to save.
+        """Save a checkpoint if one is due; if any rank has received a stop request, save and stop.
 
-        With `now` the ranks vote even if no vote is due. Raises StopRequested after saving, and UserError if the loss
-        is NaN or infinite, or if the checkpoint of a stop request could not be written.
+        Returns True if a checkpoint was due. If `now` is True, the ranks vote even if no vote is due. Raises
+        StopRequested once the checkpoint of a stop request has been saved. Raises UserError if that checkpoint cannot
+        be written, or if the loss is NaN or infinite.
         """
         if not now and not self.vote.is_due(step):
             return False
         assert self.metrics is not None
         wait_start = time.perf_counter()
-        self.metrics.flush()  # ranks may already wait for each other here
+        self.metrics.flush()  # measured as waiting time, because flushing may wait for other ranks
         self.step = step
         run_taken = self.world.is_main and bool(self._find_stop_reason())
         decision = self.vote.decide(step, bool(self.metrics.divergence), wait_start, run_taken=run_taken)
@@ -108,10 +114,10 @@ class Saver:
         return decision.save
 
     def stop_in_evaluation(self, step: int) -> None:
-        """If any rank has a stop request, save the state before the evaluation and stop.
+        """Save and stop during an evaluation if any rank has received a stop request.
 
-        Called between two batches of an evaluation. Raises StopRequested after saving, and UserError if the checkpoint
-        could not be written.
+        Call this method between two batches of an evaluation. The checkpoint contains the state before the evaluation.
+        Raises StopRequested after saving, or UserError if the checkpoint cannot be written.
         """
         self.restart_watchdogs()
         self.step = step
@@ -122,39 +128,48 @@ class Saver:
             self._stop(step, self.save(step))
 
     def raise_if_diverged(self) -> None:
-        """Raise UserError with the same message on all ranks if the loss is NaN or infinite."""
+        """Raise UserError on all ranks, with the same message, if the loss is NaN or infinite."""
         assert self.metrics is not None
         problem = self.world.broadcast(self.metrics.divergence)
         if problem:
             raise UserError(problem)
 
     def _find_stop_reason(self) -> str:
-        """Return, on rank 0, why this attempt must stop without saving; empty if it may continue."""
+        """Return the reason why this attempt must stop without saving, or an empty string.
+
+        Call this method on rank 0 only.
+        """
         self.stop_reason = self.attempt_watch.find_problem(self.step)
         return self.stop_reason
 
     def _raise_run_taken(self) -> NoReturn:
-        """Raise RunTakenError with the same message on all ranks."""
+        """Raise RunTakenError on all ranks, with the same message."""
         raise RunTakenError(self.world.broadcast(self.stop_reason))
 
     def _stop(self, step: int, saved: bool) -> NoReturn:
         if not saved:
-            raise UserError(f"stop request: step {step} could not be saved: {self._describe_failed_save()}")
+            raise UserError(
+                f"stopped on request, but the checkpoint of step {step} could not be saved: "
+                f"{self._describe_failed_save()}"
+            )
         self.log_message(f"stopped on request; checkpoint saved at step {step}")
         raise StopRequested
 
     def raise_if_run_taken(self, step: int) -> None:
-        """Raise RunTakenError if this attempt must stop. Only rank 0 calls it."""
+        """Raise RunTakenError if this attempt must stop. Call this method on rank 0 only."""
         self.step = step
         if self._find_stop_reason():
             raise RunTakenError(self.stop_reason)
 
     def save(self, step: int, *, best: bool = False) -> bool:
-        """Write a checkpoint; return False if writing fails. Raises UserError if a parameter is NaN or infinite."""
+        """Write a checkpoint; return False if writing fails.
+
+        Raises UserError if a parameter is NaN or infinite.
+        """
         assert self.state is not None and self.metrics is not None
         self.step = step
         writer = self.metrics.writer
-        if self.world.broadcast(bool(writer.buffered_lines)):  # the next attempt would miss these rows
+        if self.world.broadcast(bool(writer.buffered_lines)):  # after a resume, these rows would be lost
             if self.world.broadcast(self.world.is_main and bool(self._find_stop_reason())):
                 self._raise_run_taken()
             problem = f"cannot write {self.folder.metrics_file}; free disk space"
@@ -172,7 +187,7 @@ class Saver:
         return self.checkpointer.save(step, state, best=best)
 
     def save_best(self, step: int, scores: dict[str, float]) -> None:
-        """Save the state after an evaluation if its score is the best so far."""
+        """Save the state after an evaluation if its score is the best so far (see `checkpoint.best`)."""
         name = self.cfg.checkpoint.best
         score = self.world.broadcast(scores.get(name)) if name != "none" else None
         if score is None:
@@ -185,12 +200,15 @@ class Saver:
         self.best_score = score
         try:
             self.save(step, best=True)
-        except RuntimeError:  # it was not saved, and an elastic run evaluates again
+        except RuntimeError:  # nothing was saved; an elastic run repeats the evaluation and compares its score again
             self.best_score = previous
             raise
 
     def save_last(self, step: int) -> None:
-        """Save the trained model. Raises UserError with the same message on all ranks if that fails."""
+        """Save the trained model after the last step.
+
+        If the checkpoint cannot be written, raise UserError on all ranks, with the same message.
+        """
         if self.save(step):
             return
         problem = f"the final model (step {step}) could not be saved: {self._describe_failed_save()}"
@@ -203,13 +221,13 @@ class Saver:
         raise UserError(self.world.broadcast(problem))
 
     def _describe_failed_save(self) -> str:
-        """Return why the newest checkpoint could not be written, with the remedy."""
+        """Return the reason why the newest checkpoint could not be written, and a remedy."""
         problem = self.checkpointer.problem
         remedy = "raise ulimit -f" if os.strerror(errno.EFBIG) in problem else "free space"
         return f"{problem}; {remedy}"
 
     def close(self) -> None:
-        """Stop the watchdogs, and wait until old checkpoints are deleted."""
+        """Stop the watchdogs, and wait until old checkpoints have been deleted."""
         self.stop_request.cancel_watchdog()
         if self.silence_watch is not None:
             self.silence_watch.close()

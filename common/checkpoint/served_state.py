@@ -1,4 +1,7 @@
-"""State of a training whose parameters and optimizer state are stored on servers, by the full model's names."""
+"""Training state of a run with parameter servers, which hold the parameters and the optimizer state.
+
+Checkpoints contain the full tensors under the names that they have in the full model.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ from common.distributed.parameter_server.worker import ServerWorker
 
 
 class ServedState(TrainState):
-    """State of a parameter-server worker's network; equal on all workers between steps, after all pushes are applied.
+    """Training state of a parameter-server worker.
 
-    The `optimizer` of the network's parameters takes no steps. It holds the learning rate, and the servers' state while
-    that is saved or loaded, so the number of servers may change between attempts.
+    Between steps, when all pushes have been applied, the state is equal on all workers. This worker's `optimizer` takes
+    no steps. It holds the learning rate, and while a checkpoint is saved or loaded, the full optimizer state of all
+    servers. The number of servers may therefore differ between attempts.
     """
 
     optimizer: Optimizer
@@ -27,11 +31,11 @@ class ServedState(TrainState):
 
     @property
     def irreplaceable(self) -> bool:
-        """True if this rank holds a shard, which no other rank has."""
+        """True if this rank is a server, because no other rank holds its shard of the parameters."""
         return self.worker.server is not None
 
     def collect_state(self) -> CheckpointState:
-        """Return the state to save. All ranks call it, between steps."""
+        """Return the state to save. All ranks must call this method between steps."""
         try:
             self.worker.fetch_parameters()
             self.worker.fetch_optimizer_state(self.optimizer)
@@ -40,23 +44,27 @@ class ServedState(TrainState):
             self.optimizer.state.clear()
 
     def load(self, loaded: LoadedCheckpoint) -> None:
-        """Load a checkpoint of any number of servers. Raises UserError if it is of another model."""
+        """Load a checkpoint, which may have been saved with a different number of servers.
+
+        Raises UserError if the checkpoint belongs to a different model.
+        """
         super().load(loaded)
         self.worker.load_server_from(self.optimizer)
         self.optimizer.state.clear()
 
     def load_peer_state(self, loaded: LoadedCheckpoint) -> None:
-        """Load another rank's state except the shards, which are newer; the next pull updates the network.
+        """Load another rank's state, but keep this rank's shard of the parameters, which is newer.
 
-        If that rank has taken one more step, this rank's server has received all pushes of it, and takes it now.
+        The next pull updates the parameters of the network. If the other rank is one step ahead, this rank's server has
+        already received all pushes of that step, and applies them now.
         """
         super().load(loaded)
         self.worker.take_prepared_step()
 
     def leave_group(self, *, together: bool) -> None:
-        """Stop the messages between workers and servers."""
+        """Stop the exchange of messages between workers and servers."""
         self.worker.stop_serving(together=together)
 
     def enter_group(self, completed_steps: int) -> None:
-        """Restart the messages; a server drops the pushes of a failed step."""
+        """Restart the exchange of messages. A server discards the pushes of a failed step."""
         self.worker.start_serving(completed_steps)

@@ -1,7 +1,8 @@
-"""Conversion of parameters, optimizer and random states to plain tensors by fully qualified name, and back.
+"""Conversion of parameters, optimizer states and random states to plain tensors, and back.
 
-Names are those of the full model, so a state saved by pipeline stages, by sharded ranks or by a single rank can be
-loaded in any of these layouts. For sharded parameters (FSDP, arXiv 2304.11277) all ranks gather the full tensors.
+Tensors are saved under the fully qualified names that they have in the full model. A state saved by pipeline stages, by
+sharded ranks or by a single rank can therefore be loaded in any of these layouts. For sharded parameters (FSDP, arXiv
+2304.11277), all ranks gather the full tensors.
 """
 
 from __future__ import annotations
@@ -20,33 +21,37 @@ from common.core.errors import UserError
 
 T = TypeVar("T")
 NamedTensors = Iterable[tuple[str, Tensor]]
-WRAPPER_PREFIX = "module."  # of all names in DistributedDataParallel and DataParallel
+WRAPPER_PREFIX = "module."  # prefix that DistributedDataParallel and DataParallel add to all names
 PRIMITIVES = (str, int, float, bool, bytes, type(None))
 
 
 def to_plain(value: Any, name: str) -> Any:
-    """Return a value that can be saved and loaded: detached tensors, dicts, lists, tuples and primitives.
+    """Convert a value to detached tensors, dicts, lists, tuples and primitives.
 
-    Raises TypeError with the position in `name` of anything else: it could be saved, but not loaded.
+    `name` is the name of the value in error messages. Raises TypeError if the value contains any other type, because
+    such a value could be saved but not loaded.
     """
     kind = type(value).__name__
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, torch.nn.Parameter):
-            raise TypeError(f"{name} is a {kind}; a checkpoint can contain only full, plain tensors")
+            raise TypeError(f"{name} has type {kind}; a checkpoint can contain only full tensors of type torch.Tensor")
         tensor = value.detach()
         is_view = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
-        return tensor.clone() if is_view else tensor  # saving a view would save its whole storage
+        return tensor.clone() if is_view else tensor  # torch.save of a view would save its entire storage
     if isinstance(value, Mapping):
         return {to_plain(key, name): to_plain(item, f"{name}[{key!r}]") for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(to_plain(item, f"{name}[{i}]") for i, item in enumerate(value))
     if type(value) not in PRIMITIVES:
-        raise TypeError(f"{name} is a {kind}; a checkpoint contains tensors and primitives only")
+        raise TypeError(f"{name} has type {kind}; a checkpoint can contain only tensors and primitives")
     return value
 
 
 def gather_full_tensor(value: Any) -> Any:
-    """Return the full tensor of a sharded one on every rank, and anything else unchanged. All ranks call it."""
+    """Gather a sharded tensor on every rank, and return any other value unchanged.
+
+    All ranks must call this function.
+    """
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -54,10 +59,10 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
     """Return this rank's shard of a full tensor, or the full tensor if `target` is not sharded."""
     if not hasattr(target, "full_tensor"):
         return value
-    from torch.distributed.tensor import DTensor, distribute_tensor  # takes two seconds to import
+    from torch.distributed.tensor import DTensor, distribute_tensor  # this import takes two seconds
 
     assert isinstance(target, DTensor)
-    # all ranks have loaded the full tensor: nothing is sent
+    # With src_data_rank=None, no data is sent: every rank has already loaded the full tensor.
     return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 
 
@@ -65,13 +70,16 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
 
 
 def gather_full_tensors(tensors: NamedTensors, keep: bool = True) -> dict[str, Tensor]:
-    """Return full parameters or buffers by name. Without `keep` only join the collectives and return {}."""
+    """Return the full parameters or buffers by name. All ranks must call this function.
+
+    With `keep=False`, the rank only participates in the collectives, and an empty dict is returned.
+    """
     full = {name: gather_full_tensor(tensor.detach()) for name, tensor in tensors}
     return full if keep else {}
 
 
 def strip_wrapper_prefix(saved: Mapping[str, T]) -> dict[str, T]:
-    """Remove the prefix `module.` if all names have it, as in a model wrapped by DataParallel."""
+    """Remove the prefix `module.`, which DataParallel adds, if all names have it."""
     if not all(name.startswith(WRAPPER_PREFIX) for name in saved):
         return dict(saved)
     return {name.removeprefix(WRAPPER_PREFIX): value for name, value in saved.items()}
@@ -81,17 +89,18 @@ def strip_wrapper_prefix(saved: Mapping[str, T]) -> dict[str, T]:
 def load_tensors(tensors: NamedTensors, saved: Mapping[str, Tensor]) -> None:
     """Copy saved full tensors into this rank's parameters or buffers, which may be sharded.
 
-    All saved names may have the prefix `module.`. Raises UserError for a missing name or another shape.
+    The saved names may all have the prefix `module.`. Raises UserError if a name is missing or a shape differs.
     """
     saved = strip_wrapper_prefix(saved)
     for name, tensor in tensors:
         if name not in saved:
             raise UserError(
-                f"the checkpoint has no {name}: it is of another model; resume with the settings of its run"
+                f"the checkpoint has no tensor {name}; it was saved from a different model: "
+                "resume with the settings of that run"
             )
         if saved[name].shape != tensor.shape:
-            shapes = f"{tuple(saved[name].shape)}, here {tuple(tensor.shape)}"
-            raise UserError(f"the checkpoint's {name} has shape {shapes}; resume with the settings of its run")
+            shapes = f"{tuple(saved[name].shape)} in the checkpoint but {tuple(tensor.shape)} in this model"
+            raise UserError(f"{name} has shape {shapes}; resume with the settings with which the checkpoint was saved")
         tensor.copy_(shard_like(saved[name], tensor))
 
 
@@ -101,7 +110,10 @@ def load_tensors(tensors: NamedTensors, saved: Mapping[str, Tensor]) -> None:
 def collect_optimizer_state(
     optimizer: Optimizer, parameters: NamedTensors, keep: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """Return the full optimizer state of each parameter by name; `keep` as in `gather_full_tensors`."""
+    """Return the full optimizer state of each parameter, by parameter name. All ranks must call this function.
+
+    With `keep=False`, the rank only participates in the collectives, and an empty dict is returned.
+    """
     collected = {}
     for name, parameter in parameters:
         if parameter in optimizer.state:
@@ -113,12 +125,15 @@ def collect_optimizer_state(
 def load_optimizer_state(
     optimizer: Optimizer, parameters: NamedTensors, saved: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Restore an optimizer's state of each parameter. The settings of its groups, such as lr, stay unchanged."""
+    """Restore the optimizer state of each parameter.
+
+    The settings of the parameter groups, such as the learning rate, do not change.
+    """
     names = {parameter: name for name, parameter in parameters}
     saved = strip_wrapper_prefix(saved)
     content = optimizer.state_dict()
     content["state"] = {}
-    index = 0  # of a parameter, in the order of the groups
+    index = 0  # number of the parameter, counted over all groups
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = saved.get(names[parameter])
@@ -129,7 +144,7 @@ def load_optimizer_state(
 
 
 def clone_sharded(value: Any, parameter: Tensor) -> Any:
-    """Copy a value of an optimizer's state, sharded like the parameter if it has the same shape."""
+    """Copy a value of the optimizer state; shard the copy like the parameter if both have the same shape."""
     if not isinstance(value, Tensor):
         return value
     return shard_like(value, parameter).clone() if value.shape == parameter.shape else value.clone()
@@ -139,14 +154,17 @@ def clone_sharded(value: Any, parameter: Tensor) -> Any:
 
 
 def seed_global_rngs(seed: int) -> None:
-    """Seed the global random generators of torch, numpy and python, equally on all ranks."""
+    """Seed the global random number generators of PyTorch, NumPy and Python with the same seed on all ranks."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """Return the states of this rank's global random generators: torch, CUDA if it is used, numpy, python."""
+    """Return the states of this rank's global random number generators.
+
+    The generators are those of PyTorch, NumPy, Python, and CUDA if it is initialized.
+    """
     version, numbers, next_gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -157,7 +175,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore the states returned by `capture_rng_state`."""
+    """Restore the random states that `capture_rng_state` has returned."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

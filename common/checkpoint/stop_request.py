@@ -1,7 +1,10 @@
-"""Stop requests: signals set a flag, on which all ranks vote between two steps (`save_or_stop.SaveOrStopVote`).
+"""Stop requests: signals that ask a run to save a checkpoint and exit.
 
-A stop request is SIGUSR2 (a time limit is near, or SLURM preempts), SIGTERM (a requeue, or a site that preempts without
-SIGUSR2) or Ctrl-C. A rank that has not exited within the grace time, or is signalled again, exits immediately.
+A signal only sets a flag. Between two steps, all ranks vote on their flags (`save_or_stop.SaveOrStopVote`).
+
+SIGUSR2 is sent when a time limit is near or when SLURM preempts the job. SIGTERM is sent when the job is requeued, or
+when a site preempts jobs without SIGUSR2. SIGINT is sent by Ctrl-C. A rank exits immediately if it receives a second
+signal, or if it has not exited within the grace time.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from common.core.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
 
 
 class StopRequested(SystemExit):
-    """Resumable exit (status 75) after saving: the next attempt resumes the run.
+    """Exception that ends the process with status 75, so that the next attempt resumes from the saved checkpoint.
 
-    With `together` all ranks exit after the same vote. Otherwise this rank exits alone, and others may wait for its
-    messages.
+    If `together` is True, all ranks exit after the same vote. Otherwise this rank exits alone, and other ranks may be
+    waiting for its messages.
     """
 
     def __init__(self, together: bool = True) -> None:
@@ -33,23 +36,28 @@ class StopRequested(SystemExit):
 
 
 class StopRequest:
-    """Flag of a stop request. `log` receives the stacks of all threads if the grace time runs out.
+    """Flag that is set when this process receives a stop request.
 
-    A thread receives the signals: the main thread may be blocked in a collective, where no Python handler runs.
+    Signals are received by a separate thread, because the main thread may be blocked in a collective, during which no
+    Python signal handler can run. `grace` is the time in seconds within which the process must exit after a request.
+    Otherwise, the stack traces of all threads are written to `log`, and the process is terminated.
     """
 
     def __init__(self, grace: float, log: IO[str]) -> None:
         self.grace = grace
         self.log = log
         self.signal_number = 0
-        """Signal of the first request; 0 if there is none."""
+        """Signal number of the first stop request; 0 if no request has been received."""
         self.received = 0.0
-        """Time of the first request, by time.monotonic()."""
+        """Time at which the first stop request was received, as a time.monotonic() value."""
         self.can_stop_immediately = False
-        """True while no unsaved state exists: the main thread then stops immediately at the next request."""
+        """True while there is no unsaved state. The main thread then stops immediately when a request is received."""
 
     def start_listening(self) -> None:
-        """Handle signals by setting the flag. An ignored SIGINT stays ignored: the launcher forwards it."""
+        """Install the signal handlers and start the thread that sets the flag.
+
+        If SIGINT is ignored, it stays ignored, because the launcher forwards Ctrl-C to its ranks.
+        """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -60,7 +68,7 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self.can_stop_immediately:
-            self.can_stop_immediately = False  # the same request may arrive twice
+            self.can_stop_immediately = False  # the same request may be received twice
             raise StopRequested(together=False)
 
     def _listen(self, reader: int) -> None:
@@ -78,22 +86,25 @@ class StopRequest:
             os._exit(128 + number)
 
     def await_request(self) -> bool:
-        """Wait up to a second for a stop request, which other ranks may receive first; return True if there is one."""
+        """Wait up to one second for a stop request; return True if one has been received.
+
+        The ranks of a run may receive the same request at slightly different times.
+        """
         deadline = time.monotonic() + 1.0
         while not self.signal_number and time.monotonic() < deadline:
             time.sleep(0.02)
         return bool(self.signal_number)
 
     def dump_stacks_after(self, seconds: float | None) -> None:
-        """Write the stacks of all threads to the log unless this is called again within `seconds`; None cancels it.
+        """Start a timer that writes the stack traces of all threads to the log after `seconds` seconds.
 
-        After a stop request the watchdog of the grace time runs instead.
+        Each call restarts the timer; None cancels it. After a stop request, the timer of the grace time runs instead.
         """
         if not self.signal_number and seconds is None:
             faulthandler.cancel_dump_traceback_later()
         elif not self.signal_number and seconds is not None:
             self._start_watchdog(seconds, exits=False)
-        if self.signal_number:  # also if the signal has arrived in the meantime
+        if self.signal_number:  # checked last, because the signal may have been received in the meantime
             self._start_watchdog(self.grace, exits=True)
 
     def _start_watchdog(self, seconds: float, *, exits: bool) -> None:
@@ -101,14 +112,15 @@ class StopRequest:
             faulthandler.dump_traceback_later(seconds, exit=exits, file=self.log)
 
     def cancel_watchdog(self) -> None:
-        """Cancel the dump of stacks and the exit after the grace time."""
+        """Cancel the timer that writes stack traces, and the exit after the grace time."""
         faulthandler.cancel_dump_traceback_later()
 
 
 def synchronize_exit() -> None:
-    """Wait for all ranks before they exit, so that each rank reports its exit status. All ranks call it.
+    """Wait until all ranks are ready to exit, so that each rank reports its own exit status.
 
-    srun and torchrun terminate the other ranks as soon as one has exited, and then report a signal.
+    All ranks must call this function. Otherwise, srun and torchrun terminate the remaining ranks as soon as one rank
+    has exited, and then report a signal instead of the exit status.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.barrier()

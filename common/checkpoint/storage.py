@@ -1,11 +1,11 @@
-"""Checkpoint folders on disk: names, manifest, publishing and deleting. Imports no torch.
+"""Checkpoint folders on disk: their names, manifests, publication and deletion. This module does not import torch.
 
 attempts/0002/checkpoints/
-  step-00000400/        complete: renamed to this name after all files had been synced to the disk
+  step-00000400/        complete checkpoint; renamed to this name after all its files were flushed to the disk
     rank-0.pt ...       one file per rank
-    manifest.json       format, step, attempt, processes, facts; size and SHA-256 of each file and of itself
-  .step-00000500.new/   staging folder, in use or left over from a killed rank; never read
-  latest, best          names of checkpoints, for users; `latest` also shows that deleted checkpoints existed
+    manifest.json       format, step, attempt, number of ranks, facts; size and SHA-256 of each file; its own SHA-256
+  .step-00000500.new/   staging folder, which is in use or was left behind by a killed rank; never loaded
+  latest, best          names of checkpoints, for users; `latest` also shows that a deleted checkpoint existed
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MAX_MANIFEST_BYTES = 1 << 24
 
 
 class InvalidCheckpoint(Exception):
-    """The checkpoint cannot be used; the text is the reason."""
+    """Exception raised when a checkpoint cannot be used. The message states the reason."""
 
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """Size and checksum of a file, as the manifest records them."""
+    """Size in bytes and SHA-256 checksum of a file in a checkpoint."""
 
     bytes: int
     sha256: str
@@ -46,19 +46,22 @@ class ManifestEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of manifest.json."""
+    """Content of the file manifest.json."""
 
     step: int
     attempt: int
     processes: int
     files: dict[str, ManifestEntry]
-    """The files of the ranks, in the order of the ranks."""
+    """Size and checksum of each rank's file, by file name, in the order of the ranks."""
     facts: dict[str, Any]
-    """Common values of the state, such as epoch and W&B id, for readers without torch."""
+    """Common values of the state, such as the epoch and the W&B id, which can be read without importing torch."""
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Manifest:
-        """Create a manifest from its JSON object. Raises ValueError, TypeError, KeyError or OverflowError."""
+        """Create a manifest from its JSON object.
+
+        Raises ValueError, TypeError, KeyError or OverflowError if the object is malformed.
+        """
         files = {}
         for name, entry in content["files"].items():
             files[name] = ManifestEntry(int(entry["bytes"]), str(entry["sha256"]))
@@ -71,14 +74,14 @@ class Manifest:
         )
 
     def to_json(self) -> str:
-        """Return the manifest as JSON, with its own checksum."""
+        """Return the manifest as JSON text, including its own checksum."""
         content = {"format": FORMAT} | asdict(self)
         return json.dumps(content | {"sha256": hash_manifest(content)}, indent=1) + "\n"
 
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """Path of a checkpoint, which may not exist."""
+    """Path of a checkpoint, which need not exist."""
 
     attempt: RunFolder
     step: int
@@ -96,17 +99,20 @@ class CheckpointPath:
 
 
 def get_checkpoints_dir(attempt: RunFolder) -> Path:
-    """Return the folder of an attempt's checkpoints."""
+    """Return the folder that contains the checkpoints of an attempt."""
     return attempt.attempt_folder / "checkpoints"
 
 
 def make_rank_file_name(rank: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the file name of a rank's part of a checkpoint."""
     return f"rank-{rank}.pt"
 
 
 def hash_manifest(content: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a manifest without its own checksum, independent of spacing."""
+    """Return the SHA-256 checksum of a manifest.
+
+    The checksum covers all entries except itself, and does not depend on whitespace.
+    """
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -114,19 +120,19 @@ def hash_manifest(content: Mapping[str, Any]) -> str:
 
 
 def list_checkpoints(attempt: RunFolder) -> list[CheckpointPath]:
-    """Return the checkpoints of an attempt by name, oldest first. They may be invalid."""
+    """Return the checkpoints of an attempt, oldest first. Their contents are not checked."""
     checkpoints = []
     for path in get_checkpoints_dir(attempt).glob("step-*"):
         if not STEP_NAME.fullmatch(path.name):
             continue
         checkpoint = CheckpointPath(attempt, int(path.name[5:]))
-        if checkpoint.name == path.name:  # not written with more zeros
+        if checkpoint.name == path.name:  # ignore names with additional leading zeros
             checkpoints.append(checkpoint)
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
 
 def list_resumable_checkpoints(folder: RunFolder) -> list[CheckpointPath]:
-    """Return all checkpoints that a new attempt may resume, in order of preference."""
+    """Return all checkpoints from which a new attempt may resume, best candidate first."""
     resumable: list[CheckpointPath] = []
     for attempt, last_step in folder.trace_attempts():
         for checkpoint in reversed(list_checkpoints(attempt)):
@@ -136,9 +142,9 @@ def list_resumable_checkpoints(folder: RunFolder) -> list[CheckpointPath]:
 
 
 def list_lost_checkpoints(folder: RunFolder) -> list[CheckpointPath]:
-    """Return a list of the newest checkpoint of the run if its folder is missing, else an empty list.
+    """Return a list with the newest checkpoint of the run if its folder is missing, otherwise an empty list.
 
-    Older ones do not count: a newer checkpoint may have replaced them (checkpoint.keep).
+    Older checkpoints are not considered, because newer ones may have replaced them (`checkpoint.keep`).
     """
     for attempt, _ in folder.trace_attempts():
         name = read_pointer(attempt, "latest") or ""
@@ -149,7 +155,7 @@ def list_lost_checkpoints(folder: RunFolder) -> list[CheckpointPath]:
 
 
 def list_staging_dirs(folder: RunFolder) -> list[Path]:
-    """Return the staging folders that killed ranks left."""
+    """Return the staging folders that killed ranks have left behind."""
     paths: list[Path] = []
     for attempt, _ in folder.trace_attempts():
         paths += sorted(get_checkpoints_dir(attempt).glob(".step-*.new"))
@@ -161,7 +167,10 @@ def list_staging_dirs(folder: RunFolder) -> list[Path]:
 
 @contextlib.contextmanager
 def open_owned(path: str | Path, flags: int, label: str, parent_fd: int | None = None) -> Iterator[int]:
-    """Open a file or folder that is not a link and belongs to this user or root. Raises InvalidCheckpoint."""
+    """Open a file or folder and yield its file descriptor.
+
+    Raises InvalidCheckpoint if the path is a symbolic link, or if its owner is neither this user nor root.
+    """
     flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, dir_fd=parent_fd)
@@ -169,7 +178,7 @@ def open_owned(path: str | Path, flags: int, label: str, parent_fd: int | None =
         raise InvalidCheckpoint(f"{label} is missing") from None
     except OSError as error:
         is_link = error.errno == errno.ELOOP or (parent_fd is None and Path(path).is_symlink())
-        raise InvalidCheckpoint(f"{label} is a link" if is_link else f"{label}: {error.strerror}") from None
+        raise InvalidCheckpoint(f"{label} is a symbolic link" if is_link else f"{label}: {error.strerror}") from None
     try:
         owner = os.fstat(fd).st_uid
         if owner not in (os.geteuid(), 0):
@@ -180,9 +189,10 @@ def open_owned(path: str | Path, flags: int, label: str, parent_fd: int | None =
 
 
 def read_owned_file(checkpoint: CheckpointPath, name: str, size: int | None = None) -> bytes:
-    """Read a checkpoint's file once, so that the checked bytes are the loaded ones. Raises InvalidCheckpoint.
+    """Return the content of a file in a checkpoint. Raises InvalidCheckpoint if the file cannot be used.
 
-    The file must have `size` bytes, or without `size` at most those of the largest manifest.
+    The file is read only once, so that the bytes that are checked are also the bytes that are loaded. The file must
+    contain exactly `size` bytes, or at most MAX_MANIFEST_BYTES if `size` is None.
     """
     with (
         open_owned(checkpoint.path, os.O_DIRECTORY, "the folder") as folder_fd,
@@ -194,7 +204,7 @@ def read_owned_file(checkpoint: CheckpointPath, name: str, size: int | None = No
         if size is not None and status.st_size != size:
             raise InvalidCheckpoint(f"{name} has {status.st_size} bytes instead of {size}")
         if size is None and status.st_size > MAX_MANIFEST_BYTES:
-            raise InvalidCheckpoint(f"{name} has {status.st_size} bytes, more than {MAX_MANIFEST_BYTES}")
+            raise InvalidCheckpoint(f"{name} has {status.st_size} bytes; the maximum is {MAX_MANIFEST_BYTES}")
         try:
             with open(fd, "rb", closefd=False) as file:
                 return file.read(status.st_size)
@@ -203,33 +213,33 @@ def read_owned_file(checkpoint: CheckpointPath, name: str, size: int | None = No
 
 
 def read_verified_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) -> bytes:
-    """Return the bytes of a rank's file if they match the manifest. Raises InvalidCheckpoint."""
+    """Return the content of a rank's file. Raises InvalidCheckpoint if the file does not match the manifest."""
     name = make_rank_file_name(rank)
     entry = manifest.files[name]
     content = read_owned_file(checkpoint, name, entry.bytes)
     if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise InvalidCheckpoint(f"{name} has a wrong checksum")
+        raise InvalidCheckpoint(f"{name} does not match its checksum")
     return content
 
 
 def read_manifest(checkpoint: CheckpointPath) -> Manifest:
-    """Read and check the manifest of a checkpoint. Raises InvalidCheckpoint."""
+    """Read the manifest of a checkpoint. Raises InvalidCheckpoint if the manifest is missing or invalid."""
     raw = read_owned_file(checkpoint, MANIFEST)
     try:
         content = json.loads(raw)
         if content["format"] != FORMAT:
             file_format = str(content["format"])[:20]
-            raise InvalidCheckpoint(f"it has format {file_format}, and this version of the code reads {FORMAT}")
+            raise InvalidCheckpoint(f"{MANIFEST} has format {file_format}, but this version of the code reads {FORMAT}")
         if content.pop("sha256") != hash_manifest(content):
-            raise InvalidCheckpoint(f"{MANIFEST} has a wrong checksum")
+            raise InvalidCheckpoint(f"{MANIFEST} does not match its checksum")
         manifest = Manifest.from_content(content)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise InvalidCheckpoint(f"{MANIFEST} cannot be read") from None
     expected_names = [make_rank_file_name(rank) for rank in range(len(manifest.files))]
     if len(manifest.files) != manifest.processes or list(manifest.files) != expected_names:
-        raise InvalidCheckpoint(f"{MANIFEST} does not name one file for each of {manifest.processes} ranks")
+        raise InvalidCheckpoint(f"{MANIFEST} does not list exactly one file for each of {manifest.processes} ranks")
     if (manifest.step, manifest.attempt) != (checkpoint.step, checkpoint.attempt.number):
-        raise InvalidCheckpoint(f"it belongs to step {manifest.step} of attempt {manifest.attempt}")
+        raise InvalidCheckpoint(f"{MANIFEST} belongs to step {manifest.step} of attempt {manifest.attempt}")
     return manifest
 
 
@@ -237,7 +247,10 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
 
 
 class StagingDir:
-    """Folder in which a checkpoint is written before it is published. Rank 0 calls the methods; they raise OSError."""
+    """Folder in which a checkpoint is written before it is published.
+
+    Only rank 0 calls the methods. They raise OSError if the disk reports an error.
+    """
 
     def __init__(self, attempt: RunFolder, step: int) -> None:
         self.target = CheckpointPath(attempt, step)
@@ -245,7 +258,7 @@ class StagingDir:
         self.path = self.parent / f".{self.target.name}.new"
 
     def create(self) -> None:
-        """Create the folder, and delete staging folders and tombstones left by earlier failures."""
+        """Create the staging folder, and delete hidden checkpoint folders that earlier failures left behind."""
         if not self.parent.exists():
             self.parent.mkdir()
             fsync_path(self.parent.parent)
@@ -254,47 +267,51 @@ class StagingDir:
         self.path.mkdir()
 
     def publish(self, manifest: Manifest) -> None:
-        """Write the manifest after all files, and publish the checkpoint by one rename.
+        """Write the manifest, and publish the checkpoint with a single rename.
 
-        Raises RunTakenError if a newer attempt has started.
+        Call this method after all ranks have written their files. Raises RunTakenError if a newer attempt has started.
         """
         for name, entry in manifest.files.items():
             if (self.path / name).stat().st_size != entry.bytes:
-                raise OSError(errno.EIO, f"{name} has fewer bytes on this host than were written")
+                raise OSError(errno.EIO, f"the size of {name} on this host differs from the bytes written")
         with open(self.path / MANIFEST, "x") as file:
             file.write(manifest.to_json())
             file.flush()
             os.fsync(file.fileno())
         fsync_path(self.path)
         check_still_current(self.target.attempt)
-        if self.target.path.exists():  # an earlier try was renamed before the disk failed
+        if self.target.path.exists():  # an earlier call failed after the rename
             shutil.rmtree(rename_to_tombstone(self.target))
         self.path.rename(self.target.path)
         fsync_path(self.parent)
 
     def discard(self) -> None:
-        """Delete the folder."""
+        """Delete the staging folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def rename_to_tombstone(checkpoint: CheckpointPath) -> Path:
-    """Rename a checkpoint so that a half-deleted one is never loaded; return the new path. Raises OSError."""
+    """Rename a checkpoint that will be deleted, so that it is never loaded half-deleted.
+
+    Returns the new path. Raises OSError if the rename fails.
+    """
     return checkpoint.path.rename(checkpoint.path.with_name(f".{checkpoint.name}.old"))
 
 
 def retire_old_checkpoints(attempt: RunFolder, keep: int, best: int | None) -> list[Path]:
-    """Rename old checkpoints to tombstones; return the folders to delete. Raises OSError.
+    """Rename checkpoints that are no longer needed, and return the folders that can be deleted.
 
-    The newest `keep` complete checkpoints of the run stay, at least 2, and any newer incomplete ones. The one of step
-    `best` stays, or, until this attempt has one, the best of an earlier attempt. If a newer attempt exists, all stay:
-    it may have resumed from any of them.
+    These checkpoints are kept: the newest `keep` complete checkpoints of the run, but at least 2; all incomplete
+    checkpoints that are newer; and the checkpoint of step `best`. Until this attempt has a best checkpoint, the best
+    checkpoint of an earlier attempt is kept instead. If a newer attempt exists, all checkpoints are kept, because that
+    attempt may have resumed from any of them. Raises OSError if a rename fails.
     """
-    if attempt.is_superseded or attempt.parent_record is None:  # nothing resumes an attempt without a record
+    if attempt.is_superseded or attempt.parent_record is None:  # an attempt without this record is never resumed
         return []
     attempts = [other for other in attempt.list_attempts() if other.number <= attempt.number]
     folders: list[Path] = []
     for earlier in attempts[:-1]:
-        folders += get_checkpoints_dir(earlier).glob(".step-*")  # half-written
+        folders += get_checkpoints_dir(earlier).glob(".step-*")  # left behind by killed ranks
 
     candidates = list_resumable_checkpoints(attempt)
     best_checkpoints = [
@@ -319,7 +336,10 @@ def retire_old_checkpoints(attempt: RunFolder, keep: int, best: int | None) -> l
 
 
 def is_complete(checkpoint: CheckpointPath) -> bool:
-    """Return True if all files exist with the sizes in the manifest; their content is not read."""
+    """Return True if all files exist and have the sizes listed in the manifest.
+
+    Their contents are not read.
+    """
     try:
         for name, entry in read_manifest(checkpoint).files.items():
             if (checkpoint.path / name).stat().st_size != entry.bytes:
@@ -330,7 +350,7 @@ def is_complete(checkpoint: CheckpointPath) -> bool:
 
 
 def read_pointer(attempt: RunFolder, pointer: str) -> str | None:
-    """Return the name of the checkpoint in the file `latest` or `best`; None if it cannot be read."""
+    """Return the checkpoint name stored in the file `latest` or `best`; None if the file cannot be read."""
     try:
         return (get_checkpoints_dir(attempt) / pointer).read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -338,6 +358,6 @@ def read_pointer(attempt: RunFolder, pointer: str) -> str | None:
 
 
 def delete_folders(paths: list[Path]) -> None:
-    """Delete folders; ignore errors of the disk."""
+    """Delete folders, and ignore disk errors."""
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)

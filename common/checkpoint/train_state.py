@@ -1,4 +1,4 @@
-"""State of a training on one rank, as saved in a checkpoint: model parts, optimizer, position in the data."""
+"""Training state of one rank, as saved in a checkpoint: parts of the model, optimizer, and data position."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from common.distributed.rendezvous import World
 
 
 def get_recipe(model: nn.Module) -> dict[str, Any]:
-    """Return how to build a model again: its class and the constructor's arguments, None if they are unknown.
+    """Return the class name and the constructor arguments with which a model can be rebuilt.
 
-    A recipe inherited from the parent class is ignored: it would build the parent.
+    The arguments are None if they are unknown. A recipe that the model's class has inherited is ignored, because such a
+    recipe would build the parent class.
     """
-    # FSDP2 inserts a class of torch.distributed before the model's class
+    # FSDP2 inserts a class from torch.distributed before the model's class.
     classes = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed.")]
     names = [kind.__name__ for kind in classes]
     recipe: dict[str, Any] | None = getattr(model, "recipe", None)
@@ -33,17 +34,18 @@ def get_recipe(model: nn.Module) -> dict[str, Any]:
 
 
 class TrainState:
-    """State of this rank's `parts` of the model, whose parameters have the names of the full model.
+    """Training state of one rank: its parts of the model, its optimizer and its loader.
 
-    `replicated`: every rank holds the full model, as in data parallelism; rank 0's is saved. BatchNorm's statistics
-        differ between such ranks, so each rank also saves its own.
-    `peers`: the ranks that hold the same parts, if not all ranks do, as the replicas of a stage.
-    `scaler`: scaler of the loss, with the same state on all ranks.
-    `tensors`: named tensors that the run updates in place, e.g. measurements; rank 0's are saved.
-    `replica`: DDP's wrapper of the model. Each rank saves its own state of PowerSGD, if there is one. An elastic run
+    `parts`: modules of this rank, whose parameters have the names of the full model; empty if this rank has none.
+    `optimizer`: the optimizer, or None if this rank has none.
+    `replicated`: True if every rank holds the full model, as in data parallelism. Rank 0 then saves the model. The
+        BatchNorm statistics of such ranks differ, so each rank also saves its own statistics.
+    `peers`: the ranks that hold the same parts as this rank, such as the replicas of a pipeline stage. Pass this
+        argument only if other ranks hold different parts.
+    `scaler`: gradient scaler of the loss, whose state is the same on all ranks.
+    `tensors`: named tensors that the run updates in place, such as measurements. Rank 0's tensors are saved.
+    `replica`: the model wrapped in DDP. If DDP uses PowerSGD, each rank saves its own PowerSGD state. An elastic run
         wraps the model again when its ranks change.
-
-    A rank without a part of the model, or without an optimizer, passes none.
     """
 
     def __init__(
@@ -75,38 +77,47 @@ class TrainState:
             self.buffers += [(name, buffer) for name, buffer in part.named_buffers() if name in persistent]
         self.gpus = {parameter.device for _, parameter in self.parameters if parameter.is_cuda}
         self.buffer_copies: list[Tensor] | None = None
-        """Copies of the buffers, made before an evaluation."""
+        """Copies of the buffers made before an evaluation; None outside of an evaluation."""
         self.recipe = get_recipe(parts[0]) if parts else {}
 
     @property
     def weight(self) -> float:
-        """Samples of this rank in a step divided by those of an equal shard."""
+        """Number of samples of this rank in a step, divided by the number in an equal shard."""
         return 1.0 if isinstance(self.loader, Rounds) else self.loader.weight
 
     @property
     def irreplaceable(self) -> bool:
-        """True if an elastic run cannot continue without this rank, because no other rank holds a part of its state."""
+        """True if an elastic run cannot continue without this rank.
+
+        This is the case if no other rank holds a part of this rank's state.
+        """
         return False
 
     @torch.no_grad()
     def snapshot_buffers(self) -> None:
-        """Copy the buffers for `collect_state`: an evaluation replaces those of several ranks by means."""
+        """Copy the buffers before an evaluation, which may replace them with means over the ranks.
+
+        Until `drop_buffer_snapshot` is called, `collect_state` returns these copies.
+        """
         self.buffer_copies = [buffer.clone() for _, buffer in self.buffers]
 
     def drop_buffer_snapshot(self) -> None:
-        """Drop the copies of the buffers: `collect_state` returns the current buffers again."""
+        """Discard the copies of the buffers, so that `collect_state` returns the current buffers again."""
         self.buffer_copies = None
 
     def collect_state(self) -> CheckpointState:
-        """Return the state to save. All ranks call it."""
+        """Return the state to save. All ranks must call this method."""
         return self._collect_among(self.peers)
 
     def collect_local_state(self) -> CheckpointState:
-        """Return the state of this rank, which holds the full model."""
+        """Return the state of this rank, without communication. This rank must hold the full model."""
         return self._collect_among(None)
 
     def _collect_among(self, peers: World | None) -> CheckpointState:
-        """Return the state to save. The first of `peers` saves the model, with the means of their buffers."""
+        """Return the state to save.
+
+        Only the first of the `peers` saves the model. The saved buffers are the means over all peers.
+        """
         is_first = peers is None or peers.is_main
         model = state_dicts.gather_full_tensors(self.parameters, is_first)
         buffers = dict(self.buffers)
@@ -132,18 +143,24 @@ class TrainState:
         return CheckpointState(model | means if is_first else {}, optimizer, common, local)
 
     def _select_local_buffers(self, loaded: LoadedCheckpoint) -> dict[str, Tensor]:
-        """Return the buffers that this rank saved if it has the same peers as then; else {}, and the means count."""
+        """Return the buffers that this rank has saved itself, or {} if those saved with the model must be used.
+
+        The latter is the case if the number of ranks has changed, or if this rank now holds other parts of the model.
+        """
         if self.peers is None or self.peers.size == 1 or not loaded.local:
             return {}
         saved: dict[str, Tensor] = loaded.local["buffers"]
         return saved if saved.keys() == dict(self.buffers).keys() else {}
 
     def check_ranks(self, loaded: LoadedCheckpoint) -> None:
-        """Raise UserError if the checkpoint needs as many ranks as saved it; this one can be loaded by any number."""
+        """Raise UserError if the checkpoint cannot be loaded with the current number of ranks.
+
+        This base class accepts any number of ranks. A subclass may require the number that saved the checkpoint.
+        """
 
     @torch.no_grad()
     def load(self, loaded: LoadedCheckpoint) -> None:
-        """Load a checkpoint. Raises UserError if it is of another model."""
+        """Load a checkpoint. Raises UserError if the checkpoint belongs to a different model."""
         state_dicts.load_tensors(self.parameters, loaded.model)
         state_dicts.load_tensors(self.buffers, loaded.model | self._select_local_buffers(loaded))
         state_dicts.load_tensors(self.tensors.items(), loaded.common.get("tensors", {}))
@@ -151,7 +168,7 @@ class TrainState:
             state_dicts.load_optimizer_state(self.optimizer, self.parameters, loaded.optimizer)
         position = {name: loaded.common[name] for name in self.loader.state_dict()}
         self.loader.load_state_dict(position)
-        scaler_state = loaded.common.get("scaler")  # None or {} if an attempt trained without a scaler
+        scaler_state = loaded.common.get("scaler")  # None or {} if the saving attempt did not use a gradient scaler
         if self.scaler is not None and self.scaler.is_enabled() and scaler_state:
             self.scaler.load_state_dict(scaler_state)
         if not loaded.local:
@@ -164,15 +181,18 @@ class TrainState:
     # ---- elastic runs
 
     def load_peer_state(self, loaded: LoadedCheckpoint) -> None:
-        """Load the `collect_local_state` of another rank, which may be one step ahead of this rank."""
+        """Load the state that `collect_local_state` returned on another rank.
+
+        That rank may be one step ahead of this rank.
+        """
         self.load(loaded)
 
     def leave_group(self, *, together: bool) -> None:
-        """Stop communicating in the process group, apart from the steps.
+        """Stop background communication in the process group, before this rank leaves the group.
 
-        With `together` all ranks leave it after the same step; otherwise the connections are cut.
+        If `together` is True, all ranks leave the group after the same step. Otherwise the connections are cut.
         """
 
     def enter_group(self, completed_steps: int) -> None:
-        """Continue after `completed_steps` in the new default process group, which has other ranks."""
+        """Continue after `completed_steps` steps in the new default process group, whose ranks have changed."""
         ddp.rewrap_ddp(self.replica)

@@ -1,4 +1,5 @@
-"""Data sets, their preparation, the loader, data workers and unequal shards.
+"""Data sets: their preparation, batches for each rank, data worker processes, and shards of unequal size.
 
-`prepare` finds or creates a data set once per machine; `loader` yields batches; `shards` divides batches unequally.
+`prepare` finds or creates a data set once per machine. `loader` yields batches. `shards` divides each batch among ranks
+of unequal speed.
 """

@@ -1,4 +1,4 @@
-"""Random augmentation of training images, determined by each image's position in the epoch."""
+"""Random augmentation of training images that is reproducible for any number of ranks and after a resume."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from common.core import seeds
 
 
 class Augment:
-    """torchvision's v2 transforms of uint8 images; equal for a sample on any rank and in any block.
+    """Random transform of uint8 images, based on torchvision's v2 transforms.
 
-    Each image has its own random stream, derived from the seed, the epoch and its position in it, so a resumed run
-    augments the remaining epoch as an uninterrupted run does. torch's global random state stays unchanged.
+    Each image has its own random stream, derived from the seed, the epoch and the position of the image in the epoch.
+    The result therefore does not depend on the rank or block that contains the image. A resumed run augments images
+    exactly like an uninterrupted run. The global random state of PyTorch does not change.
     """
 
     def __init__(self, kind: str, size: Sequence[int], seed: int) -> None:
-        from torchvision.transforms import v2  # takes a second to import
+        from torchvision.transforms import v2  # this import takes about a second
 
         padding = max(1, min(size) // 8)
         transforms: list[torch.nn.Module] = [v2.RandomCrop(size, padding=padding)]
@@ -28,7 +29,10 @@ class Augment:
         self.seed = seed
 
     def __call__(self, images: Tensor, epoch: int, positions: Tensor) -> Tensor:
-        """Augment images uint8 [n, H, W] or [n, 3, H, W] at `positions` int64 [n] of an epoch, in the same shape."""
+        """Return augmented copies of uint8 images [n, H, W] or [n, 3, H, W].
+
+        `positions` int64 [n] contains the position of each image in the epoch.
+        """
         is_grey = images.dim() == 3
         augmented = torch.empty_like(images)
         with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,7 @@
-"""An image folder (torchvision's ImageFolder layout: train/<class>/*, val/<class>/*) as uint8 arrays."""
+"""Conversion of an image folder to uint8 arrays.
+
+The folder has the layout of torchvision's ImageFolder: train/<class>/* and val/<class>/*.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +23,36 @@ from common.core.text import format_count
 from common.data.sources import list_files, make_printable
 from common.runs.folder import disk_errors
 
-CLASSES_FILE = "classes.json"  # the names of the classes, in the order of the labels
+CLASSES_FILE = "classes.json"  # contains the names of the classes, in the order of their labels
 SKIPPED_FILE = "left_out.txt"
 MAX_FILES_IN_MESSAGE = 5
-LabelledFile = tuple[str, int]  # a file's path in train or val, and its label
-DecodedImage = tuple[np.ndarray | None, str]  # pixels uint8 [3, side, side], or None and the reason
+LabelledFile = tuple[str, int]  # path of a file relative to train or val, and its label
+DecodedImage = tuple[np.ndarray | None, str]  # uint8 pixels [3, side, side] and "", or None and the error
 
 
 def write_folder_as_arrays(
     root: Path, folder: Path, side: int, unreadable: str, seed: int, report: Callable[[int, int], None]
 ) -> str:
-    """Write root/train/<class>/* and root/val/<class>/* as arrays into `folder`.
+    """Convert the images in root/train/<class> and root/val/<class> to arrays in `folder`.
 
-    Images uint8 [N, 3, side, side] and labels int32 [N]: the shorter edge is resized to `side`, then the centre is
-    cropped. Samples are shuffled by the seed, so that the first ones cover all classes. Returns a notice about skipped
-    files: those without an image's extension and, with `unreadable` = skip, those that cannot be decoded. More than
-    MAX_FILES_IN_MESSAGE files are listed in SKIPPED_FILE. `report(done, total)` is called after each file.
+    Images become uint8 [N, 3, side, side], and labels become int32 [N]. The shorter edge of each image is resized to
+    `side`, and the center is cropped. Samples are shuffled with the seed, so that the first samples cover all classes.
+    `report(done, total)` is called after each file.
 
-    Raises UserError for unequal classes, a single class, a class without images, a full disk, and, with `unreadable` =
-    refuse, for files that cannot be decoded.
+    Returns a notice about skipped files. Files without an image extension are always skipped. Files that cannot be
+    decoded are skipped if `unreadable` is "skip", and raise UserError if it is "refuse". If more than
+    MAX_FILES_IN_MESSAGE files are skipped for the same reason, all skipped files are listed in SKIPPED_FILE.
+
+    Raises UserError if train and val have different classes, if there is only one class, if a class has no images, or
+    if the disk is full.
     """
     classes, train_samples, train_non_images = list_samples(root / "train")
     val_classes, val_samples, val_non_images = list_samples(root / "val")
     if classes != val_classes:
         differing = sorted(set(classes) ^ set(val_classes))
         names = ", ".join(differing[:MAX_FILES_IN_MESSAGE])
-        raise UserError(make_printable(f"{root}/train and val have different classes: {names}"))
+        problem = f"{root}/train and {root}/val must contain the same classes; only one of them contains: {names}"
+        raise UserError(make_printable(problem))
     total = len(train_samples) + len(val_samples)
     check_disk_space(root, folder.parent, total, side)
     with disk_errors(folder.parent):
@@ -63,10 +70,10 @@ def write_folder_as_arrays(
         empty = sorted(set(range(len(classes))) - set(labels))
         if empty and unreadable == "skip":
             class_folder = root / part / classes[empty[0]]
-            raise UserError(make_printable(f"no image of {class_folder} can be read: {summarize_files(broken)}"))
+            raise UserError(make_printable(f"no image in {class_folder} can be read: {summarize_files(broken)}"))
 
     if broken and unreadable == "refuse":
-        raise UserError(f"{summarize_files(broken)} cannot be read; repair or remove them, or set data.unreadable=skip")
+        raise UserError(f"cannot read {summarize_files(broken)}; repair or remove them, or set data.unreadable=skip")
     non_images = [f"train/{name}" for name in train_non_images] + [f"val/{name}" for name in val_non_images]
     return record_skipped_files(folder, {"cannot be read": broken, "no image extension": non_images})
 
@@ -74,10 +81,10 @@ def write_folder_as_arrays(
 def write_part(
     source: Path, samples: list[LabelledFile], folder: Path, array_part: str, side: int, report: Callable[[], None]
 ) -> tuple[list[int], list[str]]:
-    """Write the images and labels of one part into `folder`; call `report` after each file.
+    """Write the images and labels of one part into `folder`, and call `report` after each file.
 
-    Returns the labels of the written images, and the other files with the reason in parentheses. Raises UserError for
-    a full disk.
+    Returns the labels of the written images, and a list of the files that cannot be decoded, each with the reason in
+    parentheses. Raises UserError if the disk is full.
     """
     labels: list[int] = []
     problems: list[str] = []
@@ -91,22 +98,22 @@ def write_part(
             file.write(pixels.data)
             labels.append(label)
         file.seek(0)
-        write_npy_header(file, (len(labels), 3, side, side))  # as many bytes as the first header
+        write_npy_header(file, (len(labels), 3, side, side))  # has the same size as the first header
         np.save(folder / f"{array_part}_labels.npy", np.asarray(labels, np.int32))
     return labels, problems
 
 
 def record_skipped_files(folder: Path, reasons: dict[str, list[str]]) -> str:
-    """Return a notice about skipped files by reason, and list them in SKIPPED_FILE if they are many.
+    """Return a notice about the skipped files, and list them in SKIPPED_FILE if there are too many for a notice.
 
-    Raises UserError for a full disk.
+    `reasons` contains the skipped files for each reason. Raises UserError if the disk is full.
     """
     lines = []
     notes = []
     for reason, files in reasons.items():
         lines += [f"{file}: {reason}\n" for file in sorted(files)]
         if files:
-            notes.append(f"skipped, {reason}: {summarize_files(files)}")
+            notes.append(f"skipped ({reason}): {summarize_files(files)}")
     if any(len(files) > MAX_FILES_IN_MESSAGE for files in reasons.values()):
         with disk_errors(folder.parent):
             (folder / SKIPPED_FILE).write_bytes(os.fsencode("".join(lines)))
@@ -114,18 +121,19 @@ def record_skipped_files(folder: Path, reasons: dict[str, list[str]]) -> str:
 
 
 def list_samples(folder: Path) -> tuple[list[str], list[LabelledFile], list[str]]:
-    """Return the classes (the sub-folders, sorted), the samples, and all files without an image's extension.
+    """Return the classes, the samples, and the files without an image extension.
 
-    Raises UserError if there are fewer than two classes, or a class has no image.
+    The classes are the sorted names of the subfolders. Raises UserError if there are fewer than two classes, or if a
+    class has no image.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
     if not classes:
-        raise UserError(f"{folder} contains no folders; it needs one folder of images for each class")
+        raise UserError(f"{folder} contains no folders; it must contain one folder of images for each class")
     if len(classes) == 1:
-        remedy = "training needs two or more; set data.root to a folder with train/<class>/* for each"
-        raise UserError(make_printable(f"{folder} contains one class, {classes[0]}; {remedy}"))
+        remedy = "training requires at least two; set data.root to a folder with train/<class>/* for each class"
+        raise UserError(make_printable(f"{folder} contains only one class ({classes[0]}); {remedy}"))
     labels = {name: label for label, name in enumerate(classes)}
     samples = []
     non_images = []
@@ -138,45 +146,49 @@ def list_samples(folder: Path) -> tuple[list[str], list[LabelledFile], list[str]
     empty = sorted(set(labels.values()) - {label for _, label in samples})
     if empty:
         extensions = ", ".join(IMG_EXTENSIONS)
-        raise UserError(make_printable(f"{folder / classes[empty[0]]} contains no image ({extensions}); remove it"))
+        problem = f"{folder / classes[empty[0]]} contains no image ({extensions})"
+        raise UserError(make_printable(f"{problem}; add images or remove this folder"))
     return classes, samples, non_images
 
 
 def check_disk_space(root: Path, cache: Path, count: int, side: int) -> None:
-    """Raise UserError unless the disk has space for `count` images of `side` x `side` pixels."""
+    """Raise UserError if the disk does not have enough space for `count` images of `side` x `side` pixels."""
     needed = count * 3 * side * side
     free = shutil.disk_usage(cache).free
     if needed > free:
         raise UserError(
-            f"the {count} images of {root} take {needed / 1e6:,.0f} MB in {cache} with data.image_size={side}, and "
-            f"{free / 1e6:,.0f} MB are free; lower data.image_size, free space, or set data.cache to a larger disk"
+            f"the {count} images in {root} need {needed / 1e6:,.0f} MB in {cache} with data.image_size={side}, but "
+            f"{free / 1e6:,.0f} MB are free; lower data.image_size, free some space, or set data.cache to a larger disk"
         )
 
 
 def write_npy_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
-    """Write the header of a uint8 .npy file; numpy pads it, so a later N takes the same number of bytes."""
+    """Write the header of a .npy file with uint8 data.
+
+    NumPy pads the header, so its size does not change when the final number of samples is written later.
+    """
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
 
 
 def decode_images(folder: Path, samples: list[LabelledFile], side: int) -> Iterator[DecodedImage]:
-    """Decode images on all cores; yield them in the order of the samples."""
+    """Decode images on all CPU cores, and yield them in the order of the samples."""
     import torch
     from PIL import Image
     from torchvision.datasets.folder import default_loader
     from torchvision.transforms import v2
 
-    Image.init()  # loads all formats: doing so in several threads at the same time may miss one
-    torch.set_num_threads(1)  # the cores work on different images
+    Image.init()  # registers all image formats; if several threads do this at the same time, a format may be missing
+    torch.set_num_threads(1)  # each core decodes a different image
     transform = v2.Compose([v2.PILToTensor(), v2.Resize(side, antialias=True), v2.CenterCrop(side)])
 
     def decode_image(path: Path) -> DecodedImage:
         try:
-            if not path.is_file():  # a broken link, or a pipe, which would block on opening
-                raise OSError("no file")
+            if not path.is_file():  # a broken link, or a pipe, which would block when opened
+                raise OSError("not a regular file")
             return transform(default_loader(path)).contiguous().numpy(), ""
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 (Pillow raises many kinds for unreadable files)
+        except Exception as error:  # noqa: BLE001 (Pillow raises many types of exceptions for unreadable files)
             return None, describe_error(error, path)
 
     cores = len(os.sched_getaffinity(0))
@@ -191,7 +203,7 @@ def decode_images(folder: Path, samples: list[LabelledFile], side: int) -> Itera
 
 
 def summarize_files(files: list[str]) -> str:
-    """Return the number of files and the names of the first ones."""
+    """Return a text with the number of files and the names of the first few files."""
     names = ", ".join(sorted(files)[:MAX_FILES_IN_MESSAGE])
     hidden = len(files) - MAX_FILES_IN_MESSAGE
     suffix = f" and {hidden} more" if hidden > 0 else ""
@@ -199,7 +211,7 @@ def summarize_files(files: list[str]) -> str:
 
 
 def describe_error(error: Exception, path: Path) -> str:
-    """Return the first line of an error without the path, which the message names already."""
+    """Return the first line of an error message, without the path, which the caller adds."""
     from PIL import UnidentifiedImageError
 
     if isinstance(error, UnidentifiedImageError):

@@ -1,7 +1,7 @@
-"""Batches of a prepared data set, in an order that is a pure function of (seed, epoch, position).
+"""Loader of a prepared data set: the order of the samples depends only on seed, epoch and position.
 
-Images stay uint8 in memory, shared by all ranks of a host. Several batches at a time are gathered, moved to the device
-and normalised in one vectorised step, and then returned as views.
+Images are stored as uint8 in memory that all ranks on a host share. The loader gathers several batches at a time, moves
+them to the device and normalizes them in one vectorized operation. It then returns views of the individual batches.
 """
 
 from __future__ import annotations
@@ -24,33 +24,42 @@ from common.data.workers import Samples, WorkerPool
 from configs.batch_plan import divide_batch
 from configs.shared import Experiment
 
-# Mean and standard deviation of the training pixels, scaled to [0, 1]; one of each per colour for colour images.
+# Mean and standard deviation of the training pixels, scaled to [0, 1]. Color images have one value per color channel.
 STATISTICS: dict[str, tuple[Any, Any]] = {
     "mnist": (0.1307, 0.3081),
     "digits": (0.1699, 0.3058),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # ImageNet's
+    "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # statistics of ImageNet
     "generated": ((0.5, 0.5, 0.5), (0.29, 0.29, 0.29)),
     "vectors": (0.5, 0.29),
 }
 
 
 def get_statistics(prepared: PreparedDataset) -> tuple[Any, Any]:
-    """Return mean and standard deviation of the training images: one number each, or one per colour.
+    """Return the mean and the standard deviation of the training pixels.
 
-    Raises UserError if the file with the statistics is missing.
+    Each is a single number, or a list with one number per color channel. Raises UserError if the file that contains
+    the statistics is missing.
     """
     statistics = prepared.statistics or STATISTICS.get(prepared.name)
     if statistics is None:
-        raise UserError(f"{prepared.path} is damaged: it has no statistics; delete it and start again")
+        raise UserError(
+            f"{prepared.path} is damaged: the file with the statistics is missing; delete this folder and start again"
+        )
     return statistics
 
 
 class Images:
-    """The train or test part of a prepared set: images uint8 [N, H, W] (grey) or [N, 3, H, W], labels int64 [N]."""
+    """The training or test part of a prepared data set.
+
+    Images are uint8 [N, H, W] (grayscale) or [N, 3, H, W], vectors are uint8 [N, D], and labels are int64 [N].
+    """
 
     def __init__(self, prepared: PreparedDataset, part: str, limit: int = 0) -> None:
-        """Map the arrays of `part` into memory; `limit` is the number of samples to use, 0 for all."""
+        """Map the arrays of `part` ("train" or "test") into memory.
+
+        Only the first `limit` samples are used; 0 uses all samples.
+        """
         images = torch.from_numpy(prepared.map_array(f"{part}_images"))
         labels = torch.from_numpy(prepared.map_array(f"{part}_labels")).long()
         self.class_count = int(labels.max()) + 1
@@ -61,7 +70,7 @@ class Images:
         self.std = to_channel_tensor(std)
 
     def __len__(self) -> int:
-        return self.labels.shape[0]  # called several times per step; len() of a tensor runs Python code of torch
+        return self.labels.shape[0]  # faster than len(), which runs Python code in torch; called often in each step
 
     @property
     def shape(self) -> torch.Size:
@@ -69,57 +78,73 @@ class Images:
         return self.images.shape[1:]
 
     def load_inputs(self, index: Tensor | slice, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the images at `index` (int64 [n] or a slice), normalised, on the device: [n, H, W] or [n, 3, H, W]."""
+        """Return the normalized images at `index` on the device, as [n, H, W] or [n, 3, H, W].
+
+        `index` is an int64 tensor [n] or a slice.
+        """
         pixels = self.images[index] if isinstance(index, slice) else self.images.index_select(0, index)
         return self.normalize(pixels, device, dtype)
 
     def normalize(self, pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return (pixel / 255 - mean) / std of uint8 images [n, H, W] or [n, 3, H, W], on the device."""
+        """Normalize uint8 images [n, H, W] or [n, 3, H, W] on the device: (pixel / 255 - mean) / std."""
         inputs = pixels.to(device).to(dtype)
         mean = self.mean.to(inputs) if isinstance(self.mean, Tensor) else self.mean
         std = self.std.to(inputs) if isinstance(self.std, Tensor) else self.std
         return inputs.sub_(255 * mean).mul_(1 / (255 * std))
 
     def load_targets(self, index: Tensor | slice, device: torch.device) -> Tensor:
-        """Return the labels int64 [n] at `index` (int64 [n] or a slice) on the device."""
+        """Return the labels at `index` on the device, as int64 [n].
+
+        `index` is an int64 tensor [n] or a slice.
+        """
         return self.labels[index].to(device)
 
 
 def to_channel_tensor(statistic: Any) -> Any:
-    """Return a single number unchanged, and one number per colour as a float64 tensor [C, 1, 1]."""
+    """Convert a list with one number per color channel to a float64 tensor [C, 1, 1].
+
+    A single number is returned unchanged.
+    """
     if isinstance(statistic, float):
         return statistic
     return torch.tensor(statistic, dtype=torch.float64).view(-1, 1, 1)
 
 
 def draw_order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Draw the permutation int64 [count] of an epoch. It does not depend on the number of ranks."""
+    """Draw the order of the samples in an epoch, as a permutation int64 [count].
+
+    The order does not depend on the number of ranks.
+    """
     return seeds.make_generator(seed, "order", epoch).permutation(count)
 
 
 @dataclasses.dataclass(eq=False)
 class Loader:
-    """Training batches (x, y), epoch after epoch, from any position: x [n, H, W] or [n, 3, H, W], y int64 [n].
+    """Iterable over the training batches (x, y) of one epoch, which can start at any position in the epoch.
 
-    `epoch` and `position` (samples of this epoch already returned) are the whole state. `size` is the number of samples
-    in the newest batch, over all ranks.
+    x is [n, H, W] or [n, 3, H, W], and y is int64 [n]. The attributes `epoch` and `position` (number of samples of this
+    epoch that have been returned) are the entire state. `size` is the number of samples in the newest batch, over all
+    ranks.
 
-    `batch`: samples of a batch over all ranks.
-    `block`: batches that are gathered at once.
-    `inputs`, `targets`: False replaces x or y by None, as in the last and first stage of a pipeline.
-    `shard`: (r, n) returns the r-th of n slices of every batch. Together the ranks see the batches of a single rank.
-    `weights`: proportions of the slices, by default equal. A partial batch is cut in the same proportions, rounded to
-        samples. Slices may be empty.
-    `microbatches`: if set, yield lists of so many batches: the microbatches of one optimizer step, `batch` samples
-        each. The last list of an epoch may be shorter. (A pipeline's engine splits a batch itself.)
-    `workers`: processes that prepare blocks ahead. Iterating raises DataWorkerError if one exits, or returns no block
-        within `worker_timeout` seconds. If `stop_requested()` becomes true while the rank waits for a block, the rank
-        prepares the remaining batches of the epoch itself, so that the step completes and a checkpoint can be saved.
-    `drop_last`: skip the last partial batch of an epoch (different samples in each epoch).
+    `batch`: number of samples in a batch, over all ranks.
+    `block`: number of batches that are gathered in one operation.
+    `inputs`, `targets`: False returns None instead of x or y. In a pipeline, only the first stage needs x, and only the
+        last stage needs y.
+    `shard`: (r, n) returns slice r of the n slices of each batch. The slices of all ranks together form the same
+        batches that a single rank would get.
+    `weights`: relative sizes of the slices, which are equal by default. A partial batch is divided in the same
+        proportions, rounded to whole samples. A slice may be empty.
+    `microbatches`: if nonzero, yield a list of this many batches for each optimizer step. Each batch is a microbatch of
+        `batch` samples. The last list of an epoch may be shorter. (A pipeline engine splits its batches itself.)
+    `workers`: number of processes that prepare blocks in advance. Iterating raises DataWorkerError if a worker exits or
+        returns no block within `worker_timeout` seconds. If `stop_requested()` becomes true while the rank waits for a
+        block, the rank prepares the remaining batches of the epoch itself. The step can then complete, and a checkpoint
+        can be saved.
+    `drop_last`: skip the last batch of an epoch if it is partial. The skipped samples differ between epochs.
     `augment`: value of data.augment (see `Augment`).
 
-    Raises UserError if no batch is full, if the ranks cannot share a batch evenly and there are no weights, or if
-    vectors would be augmented.
+    Raises UserError if the data set has fewer samples than a batch, or if augmentation is requested for vectors. Also
+    raises UserError if a batch cannot be divided evenly among the ranks, unless `weights` are given.
     """
 
     data: Images
@@ -142,10 +167,12 @@ class Loader:
 
     def __post_init__(self) -> None:
         if len(self.data) < self.batch and self.drop_last:
-            raise UserError(f"{len(self.data)} training samples hold no full batch of {self.batch}; lower batch")
+            raise UserError(
+                f"the training set has {len(self.data)} samples, fewer than one batch of {self.batch}; lower batch"
+            )
         rank, ranks = self.shard
         if not self.weights and self.batch % ranks:
-            raise UserError(f"batch={self.batch} cannot be shared evenly by {ranks} ranks")
+            raise UserError(f"a batch of {self.batch} samples cannot be divided evenly among {ranks} ranks")
         self.epoch = 0
         self.position = 0
         self.size = self.batch
@@ -154,14 +181,19 @@ class Loader:
         if self.augment == "none":
             return
         if len(self.data.shape) < 2:
-            raise UserError(f"data.augment={self.augment} changes images, and this set has vectors; leave it out")
+            raise UserError(
+                f"data.augment={self.augment} requires images, but this data set contains vectors; omit data.augment"
+            )
         self.transform = Augment(self.augment, self.data.shape[-2:], self.seed)
 
     @classmethod
     def from_config(
         cls, data: Images, cfg: Experiment, device: torch.device, *, batch: int | None = None, **options: Any
     ) -> Loader:
-        """Create the loader of a config. Raises UserError if the config does not fit the data."""
+        """Create a loader with the settings in a config.
+
+        Raises UserError if the settings are incompatible with the data set.
+        """
         return cls(
             data,
             batch or cfg.batch,
@@ -171,7 +203,7 @@ class Loader:
             block=cfg.data.block,
             workers=cfg.data.workers,
             augment=cfg.data.augment,
-            worker_timeout=cfg.launch.step_timeout / 2,  # before the other ranks time out waiting for this one
+            worker_timeout=cfg.launch.step_timeout / 2,  # expires before other ranks time out waiting for this rank
             **options,
         )
 
@@ -193,7 +225,7 @@ class Loader:
 
     @property
     def local_samples(self) -> int:
-        """Samples of this rank in a full batch."""
+        """Number of samples of this rank in a full batch."""
         return self.counts[self.rank]
 
     @property
@@ -203,17 +235,17 @@ class Loader:
 
     @property
     def weight(self) -> float:
-        """Samples of this rank in a full batch divided by those of an equal shard."""
+        """Number of samples of this rank in a full batch, divided by the number in an equal shard."""
         return self.local_samples * len(self.counts) / self.batch
 
     def set_shards(self, rank: int, counts: Sequence[int]) -> None:
-        """Cut full batches into shards of `counts` samples from the next step on; this rank has index `rank`.
+        """Divide full batches into shards of `counts` samples, starting with the next step.
 
-        All ranks call it between the same two steps. The batches and their order stay; blocks read ahead are read
-        again.
+        `rank` is the index of this rank's shard. All ranks must call this method between the same two steps. The
+        batches and their order do not change. Blocks that were prepared in advance are prepared again.
         """
         if sum(counts) != self.batch:
-            raise ValueError(f"shards {counts} do not add up to the batch of {self.batch}")
+            raise ValueError(f"the shards {counts} do not add up to the batch size ({self.batch})")
         self.rank = rank
         self.counts = tuple(counts)
         self.is_stale = True
@@ -224,7 +256,10 @@ class Loader:
         return epochs * self.epoch_samples + min(last_steps * self.step_samples, self.epoch_samples)
 
     def list_positions(self, step: int) -> list[range]:
-        """Return this rank's positions in the epoch at a step (counted from 0), one range per microbatch."""
+        """Return the positions in the epoch of this rank's samples in a step, as one range per microbatch.
+
+        `step` is the number of the step in the epoch, counted from 0.
+        """
         start = step * self.step_samples
         positions = []
         for batch_start in range(start, min(start + self.step_samples, self.epoch_samples), self.batch):
@@ -235,17 +270,20 @@ class Loader:
         return positions
 
     def state_dict(self) -> dict[str, int]:
-        """Return epoch and position."""
+        """Return the current epoch and the position in it."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Move to a position. It may be called between two steps of an iteration."""
+        """Move to the epoch and position in `state`. This is allowed between two steps of an iteration."""
         self.epoch = state["epoch"]
         self.position = state["position"]
         self.is_stale = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining steps of the current epoch, then move to the next epoch."""
+        """Yield the remaining batches of the current epoch, then move to the start of the next epoch.
+
+        If `microbatches` is nonzero, yield a list of microbatches for each optimizer step instead.
+        """
         batches = self._iterate_batches()
         return self._group_microbatches(batches) if self.microbatches else batches
 
@@ -256,27 +294,30 @@ class Loader:
                 self.size = min(self.batch, len(self.data) - self.position)
                 self.position += self.size
                 yield batch
-                if self.is_stale:  # the shards or the position have changed: read again from the position
+                if self.is_stale:  # the shards or the position have changed: start again at the current position
                     break
         self.epoch += 1
         self.position = 0
 
     def _group_microbatches(self, batches: Iterator[tuple[Any, Any]]) -> Iterator[list[tuple[Any, Any]]]:
-        """Yield the microbatches of one optimizer step at a time."""
+        """Yield a list of the microbatches of each optimizer step."""
         while (samples_left := self.epoch_samples - self.position) > 0:
             batches_left = -(-samples_left // self.batch)
             yield list(itertools.islice(batches, min(self.microbatches, batches_left)))
-        next(batches, None)  # moves to the next epoch, after the last microbatches were used
+        next(batches, None)  # moves to the next epoch, once the last microbatches have been used
 
     def _read_batches(self) -> Iterator[tuple[Any, Any]]:
-        """Yield this rank's shards of the epoch's remaining batches, from the current position."""
+        """Yield this rank's shards of the remaining batches of the epoch."""
         for x, y, (count, shard_samples) in self._iterate_blocks():
             for number in range(count):
                 rows = slice(number * shard_samples, (number + 1) * shard_samples)
                 yield (None if x is None else x[rows]), (None if y is None else y[rows])
 
     def _iterate_blocks(self) -> Iterator[tuple[Tensor | None, Tensor | None, tuple[int, ...]]]:
-        """Yield inputs, targets and shape (batches, samples of this rank in each) of the remaining blocks."""
+        """Yield inputs, targets and shape of each remaining block.
+
+        The shape contains the number of batches in the block and the number of this rank's samples in each batch.
+        """
         blocks = list(self._iterate_block_indices())
         finished = 0
         if self.workers:
@@ -288,13 +329,16 @@ class Loader:
             yield *self._load_samples(indices, self.device), indices.shape[1:]
 
     def _make_example(self) -> Samples:
-        """Return inputs and targets of zero samples, with the types of a block on the CPU."""
+        """Return empty inputs and targets that have the same data types as a block on the CPU."""
         inputs = torch.empty(0, *self.data.shape, dtype=self.dtype) if self.inputs else None
         targets = torch.empty(0, dtype=torch.int64) if self.targets else None
         return inputs, targets
 
     def _iterate_block_indices(self) -> Iterator[np.ndarray]:
-        """Yield this rank's samples of each block, int64 [2, batches, samples]: index and position in the epoch."""
+        """Yield the index and the position in the epoch of each of this rank's samples, block by block.
+
+        Each block is an int64 array [2, batches, samples of this rank in a batch].
+        """
         order = draw_order(len(self.data), self.seed, self.epoch)
         table = np.stack([order, np.arange(len(order))])
         full_end = len(order) // self.batch * self.batch
@@ -303,13 +347,16 @@ class Loader:
             block = table[:, start : min(start + block_samples, full_end)]
             yield take_shard(block.reshape(2, -1, self.batch), self.rank, self.counts)
 
-        # the last batch of the epoch, if it is partial
+        # Yield the last batch of the epoch if it is partial.
         if not self.drop_last and max(self.position, full_end) < len(order):
             counts = divide_batch(len(order) - full_end, self.counts)
             yield take_shard(table[:, None, full_end:], self.rank, counts)
 
     def _load_samples(self, indices: np.ndarray, device: torch.device) -> Samples:
-        """Gather the samples of one block of `_iterate_block_indices` on a device."""
+        """Gather, augment and normalize the samples of one block on a device.
+
+        `indices` is a block that `_iterate_block_indices` has yielded.
+        """
         rows, positions = torch.from_numpy(indices).flatten(1)
         x = None
         if self.inputs:
@@ -325,6 +372,9 @@ class Loader:
 
 
 def take_shard(batches: np.ndarray, rank: int, counts: Sequence[int]) -> np.ndarray:
-    """Return the slice of one rank in batches [..., sum(counts)]; slices are in the order of the ranks."""
+    """Return one rank's slice of batches [..., sum(counts)].
+
+    `counts` contains the number of samples in each slice; the slices are in the order of the ranks.
+    """
     first = sum(counts[:rank])
     return batches[..., first : first + counts[rank]]

@@ -1,7 +1,8 @@
-"""Preparation of a data set, once and before any rank starts, as uint8 arrays that every rank maps into memory.
+"""Preparation of a data set as uint8 arrays, which all ranks later map into memory.
 
-torchvision is imported only to read or download raw files, and then in a subprocess: a prepared set needs no import,
-and a download that hangs can be killed.
+A data set is prepared once, before any rank starts. torchvision is imported only to read or download raw files, and
+only in a subprocess. Using a prepared data set therefore does not need this import, and a download that hangs can be
+killed.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/train-labels-idx1-
 CIFAR_MIRROR = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 CIFAR_FOLDER = "cifar-10-batches-py"
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
-DATA_SEED = 0  # of drawn sets, equal for all runs: `seed` sets initialisation and order, not the data
-# Raise a version when the same settings and files give different arrays than before.
+DATA_SEED = 0  # seed of generated data sets; the setting `seed` affects only initialization and order of the samples
+# Increase a version number whenever a code change alters the arrays that the same settings and files produce.
 DIGITS_VERSION = 1
 FOLDER_VERSION = 2
-READ_TIMEOUT = 24 * 3600.0  # seconds for reading an image folder or a custom set
+READ_TIMEOUT = 24 * 3600.0  # maximum time in seconds for reading an image folder or a custom data set
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedDataset:
-    """A prepared data set on disk: its name, its folder, and the SHA-256 of each array."""
+    """A prepared data set on disk.
+
+    `sha256` contains the checksum of each array. `notice` is shown to the user in every run with this data set.
+    """
 
     name: str
     path: Path
@@ -50,12 +54,16 @@ class PreparedDataset:
     notice: str = ""
 
     def map_array(self, part: str) -> np.ndarray:
-        """Map one of PARTS into memory, copy on write; ranks on a host share the pages. Shapes: see sources.py."""
+        """Map one of the arrays (see PARTS) into memory. sources.py documents the shapes.
+
+        The ranks on a host share the memory pages. A rank that changes the array gets private copies of the changed
+        pages.
+        """
         return np.load(self.path / f"{part}.npy", mmap_mode="c")
 
     @property
     def classes(self) -> list[str] | None:
-        """Names of the classes in the order of their labels; None if the set has none."""
+        """Names of the classes in the order of their labels; None if the data set has no class names."""
         try:
             names = json.loads((self.path / image_folder.CLASSES_FILE).read_text())
             return [str(name) for name in names]
@@ -64,14 +72,20 @@ class PreparedDataset:
 
     @property
     def statistics(self) -> tuple[Any, Any] | None:
-        """Mean and standard deviation of the training images, of each colour or of all, if they are stored."""
+        """Mean and standard deviation of the training pixels; None if the data set does not store them.
+
+        Each is a single number, or a list with one number per color channel.
+        """
         statistics = read_json(self.path / own_data.STATISTICS_FILE)
         if statistics.keys() >= {"mean", "std"}:
             return statistics["mean"], statistics["std"]
         return None
 
     def copy_user_data_file(self, code: Path) -> None:
-        """Copy the user's file of a custom set into the source of a run. Raises UserError."""
+        """Copy the user's file of a custom data set into the source folder `code` of a run.
+
+        Raises UserError if the disk cannot be written.
+        """
         source = self.path / own_data.SOURCE_FILE
         if source.is_file():
             target = code / own_data.RUN_SOURCE_FILE
@@ -87,23 +101,25 @@ class PreparedDataset:
                 raise UserError(f"{file} is damaged (checksum differs); delete {self.path} and start again")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entries of meta.json that describe the set."""
+        """Return the entries of meta.json that describe this data set."""
         return {"name": self.name, "path": str(self.path), "sha256": self.sha256}
 
 
 NO_DATA = PreparedDataset("none", Path(os.devnull), {})
-"""The data set of a run that trains nothing."""
+"""Placeholder for the data set of a run that does not train a model."""
 
 
 def prepare_dataset(
     data: Data, fallback: bool = True, log: Log | None = None, code: Path | None = None
 ) -> PreparedDataset:
-    """Find or prepare the set of `data`; digits replace a missing MNIST if `fallback` and the config allow it.
+    """Find or prepare the data set that the settings `data` describe.
 
-    The progress of long preparations is shown as set in `log`; without `log` it is hidden. `code` is the source of the
-    run that resumes: the user's file of a custom set is read from there.
+    If MNIST is missing and cannot be downloaded, the built-in digits are used instead, provided that both `fallback`
+    and the settings allow it. The progress of a long preparation is displayed according to `log`, or hidden if `log` is
+    None. If a run is being resumed, `code` is its source folder, from which the user's file of a custom data set is
+    read.
 
-    Raises UserError, with the remedy, for missing or damaged files and for a disk that cannot be written.
+    Raises UserError, with a remedy, if files are missing or damaged, or if the disk cannot be written.
     """
     match data.name:
         case "none":
@@ -120,7 +136,7 @@ def prepare_dataset(
 
 
 def check_model_fits_data(cfg: Experiment, prepared: PreparedDataset) -> None:
-    """Raise UserError if the model of a config does not accept the samples of a set."""
+    """Raise UserError if the model of a config does not accept the samples of a data set."""
     if not cfg.trains:
         return
     try:
@@ -130,23 +146,24 @@ def check_model_fits_data(cfg: Experiment, prepared: PreparedDataset) -> None:
 
 
 def prepare_mnist(data: Data, fallback: bool) -> PreparedDataset:
-    """Find or prepare MNIST; download it if it is missing. Raises UserError.
+    """Find or prepare MNIST, and download it if it is missing. Raises UserError if MNIST is not available.
 
-    Digits replace it only if data.root is the default: another folder without MNIST is most likely a typing error.
+    The built-in digits replace a missing MNIST only if data.root has its default value. Any other folder that does not
+    contain MNIST is most likely a typing error.
     """
     root = Path(data.root)
     cache = Path(data.cache)
     is_default_root = data.root in (Data.root, os.environ.get("DATA_ROOT"))
     if not is_default_root and not root.is_dir():
-        remedy = "name a folder with MNIST/raw, make this one to download MNIST into it, or set data.name=digits"
-        raise UserError(f"data.root={root}: there is no such folder; {remedy}")
+        remedy = "name a folder with MNIST/raw, create this folder to download MNIST into it, or set data.name=digits"
+        raise UserError(f"data.root={root}: the folder does not exist; {remedy}")
     raw = root / "MNIST" / "raw"
     if not any((raw / name).exists() for name in sources.MNIST_FILES):
         problem = sources.try_download("MNIST", root, "MNIST", MNIST_MIRROR, data.download_timeout)
         if problem:
             notice = f"MNIST is not in the folder {root} and cannot be downloaded ({problem})"
             if not is_default_root or data.fallback == "none" or not fallback:
-                raise UserError(f"{notice}; set data.root to a folder with MNIST/raw, or data.name=digits")
+                raise UserError(f"{notice}; set data.root to a folder that contains MNIST/raw, or set data.name=digits")
             notice += ": training on the built-in digits set instead"
             return dataclasses.replace(prepare_digits(cache), notice=notice)
     sources.check_mnist(raw)
@@ -155,7 +172,7 @@ def prepare_mnist(data: Data, fallback: bool) -> PreparedDataset:
 
 
 def prepare_digits(cache: Path) -> PreparedDataset:
-    """Find or draw the built-in digits: 60,000 for training and 10,000 for the test, like MNIST."""
+    """Find or generate the built-in digits: 60,000 training samples and 10,000 test samples, as in MNIST."""
 
     def draw() -> Arrays:
         train = synthetic_digits.generate_digits(60_000, DATA_SEED, "train")
@@ -166,7 +183,7 @@ def prepare_digits(cache: Path) -> PreparedDataset:
 
 
 def prepare_generated(data: Data) -> PreparedDataset:
-    """Find or draw `data.samples` images of random pixels, or vectors."""
+    """Find or generate `data.samples` images with random pixels, or the same number of random vectors."""
     cache = Path(data.cache)
     if data.name == "vectors":
         state = f"seed {DATA_SEED} samples {data.samples}"
@@ -174,14 +191,14 @@ def prepare_generated(data: Data) -> PreparedDataset:
     sizes = (data.samples, data.image_size, data.classes)
     state = f"seed {DATA_SEED} sizes {sizes}"
     prepared = find_or_store_arrays(cache, "generated", state, lambda: sources.generate_images(*sizes, DATA_SEED))
-    notice = "generated images: random pixels and labels, suitable for measuring throughput only"
+    notice = "generated images: pixels and labels are random; use this data set only to measure throughput"
     return dataclasses.replace(prepared, notice=notice)
 
 
 def prepare_cifar10(data: Data) -> PreparedDataset:
-    """Find or prepare CIFAR-10; download it if it is missing. Raises UserError."""
+    """Find or prepare CIFAR-10, and download it if it is missing. Raises UserError if CIFAR-10 is not available."""
     root = Path(data.root)
-    remedy = f"set data.root to a folder with {CIFAR_FOLDER}, or data.name=generated"
+    remedy = f"set data.root to a folder that contains {CIFAR_FOLDER}, or set data.name=generated"
     if not (root / CIFAR_FOLDER).exists():
         problem = sources.try_download("CIFAR10", root, CIFAR_FOLDER, CIFAR_MIRROR, data.download_timeout)
         if problem:
@@ -196,23 +213,26 @@ def prepare_cifar10(data: Data) -> PreparedDataset:
 
 
 def prepare_image_folder(data: Data, log: Log) -> PreparedDataset:
-    """Find or prepare the set of an image folder (see image_folder.py). Raises UserError."""
+    """Find or prepare the arrays of an image folder (see image_folder.py).
+
+    Raises UserError if the folder is missing or cannot be converted.
+    """
     root = Path(data.root)
     train = root / "train"
     val = root / "val"
     for folder in (train, val):
         if not folder.is_dir():
-            remedy = "set data.root to a folder with train/<class>/* and val/<class>/*, or data.name=generated"
+            remedy = "set data.root to a folder with train/<class>/* and val/<class>/*, or set data.name=generated"
             raise UserError(f"{folder} is missing; {remedy}")
     state = f"{sources.fingerprint_folder(train)} {sources.fingerprint_folder(val)} {data.image_size}"
     state += f" version {FOLDER_VERSION}"
-    if data.unreadable == "skip":  # another setting reads the skipped files again
+    if data.unreadable == "skip":  # part of the state, so that a change of this setting reads the files again
         state += " skip"
 
     def write(folder: Path) -> str:
         with contextlib.closing(ProgressDisplay(log, silent=False)) as screen:
             show = functools.partial(screen.show_progress, "preparation")
-            show(0, 0)  # until the files are counted
+            show(0, 0)  # displayed until the files have been counted
             function = image_folder.write_folder_as_arrays
             settings = (root, folder, data.image_size, data.unreadable, DATA_SEED)
             return str(sources.call_in_subprocess(function, *settings, limit=READ_TIMEOUT, show=show))
@@ -221,12 +241,15 @@ def prepare_image_folder(data: Data, log: Log) -> PreparedDataset:
     skipped = prepared.path / image_folder.SKIPPED_FILE
     if not skipped.exists():
         return prepared
-    notice = f"{prepared.notice}; all of them: {sources.make_printable(str(skipped))}"
+    notice = f"{prepared.notice}; full list: {sources.make_printable(str(skipped))}"
     return dataclasses.replace(prepared, notice=notice)
 
 
 def prepare_custom_set(data: Data, code: Path | None) -> PreparedDataset:
-    """Find or prepare the set that `FILE.py:function` returns (see own_data.py). Raises UserError."""
+    """Find or prepare the custom data set that `FILE.py:function` returns (see own_data.py).
+
+    Raises UserError if the function cannot be loaded, fails, or returns unsuitable arrays.
+    """
     function = prefer_file_copy(data.name, code and code / own_data.RUN_SOURCE_FILE)
     file = Path(locate_function_file("data.name", function, own_data.SET_NAMES))
     root = Path(data.root)
@@ -242,7 +265,10 @@ def prepare_custom_set(data: Data, code: Path | None) -> PreparedDataset:
 
 
 def find_or_store_arrays(cache: Path, name: str, state: str, make_arrays: Callable[[], Arrays]) -> PreparedDataset:
-    """Find the set prepared from this state of its source, or store the arrays of `make_arrays`. Raises UserError."""
+    """Find a prepared data set, or store the arrays that `make_arrays` returns.
+
+    `state` is a string that identifies the content of the source. Raises UserError if the disk cannot be written.
+    """
 
     def write(folder: Path) -> str:
         for part, array in zip(PARTS, make_arrays(), strict=True):
@@ -254,14 +280,15 @@ def find_or_store_arrays(cache: Path, name: str, state: str, make_arrays: Callab
 
 
 def find_or_make_set(cache: Path, name: str, state: str, write: Callable[[Path], str]) -> PreparedDataset:
-    """Find the set prepared from this state of its source, or make it under a lock.
+    """Find a prepared data set, or prepare it while holding a lock.
 
-    `write` saves an array for each of PARTS into a folder, and returns a notice that every run with this set shows.
+    `state` is a string that identifies the content of the source. `write` saves an array for each of PARTS in a folder,
+    and returns a notice that every run with this data set displays.
     """
     path = cache / f"{name}-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"
     if read_prepared(name, path) is None:
         with sources.hold_folder_lock(cache):
-            if read_prepared(name, path) is None:  # no other run has made it while this one waited for the lock
+            if read_prepared(name, path) is None:  # another run may have prepared it while this run was waiting
                 write_prepared(path, write)
     prepared = read_prepared(name, path)
     assert prepared is not None
@@ -269,7 +296,7 @@ def find_or_make_set(cache: Path, name: str, state: str, write: Callable[[Path],
 
 
 def read_prepared(name: str, path: Path) -> PreparedDataset | None:
-    """Return the prepared set in a folder, or None if it is incomplete."""
+    """Return the prepared data set in a folder, or None if it is missing or incomplete."""
     manifest = read_json(path / "manifest.json")
     sizes = manifest.get("bytes")
     hashes = manifest.get("sha256")
@@ -285,14 +312,17 @@ def read_prepared(name: str, path: Path) -> PreparedDataset | None:
 
 
 def write_prepared(path: Path, write: Callable[[Path], str]) -> None:
-    """Write all arrays to a temporary folder, then rename it atomically. The caller holds the cache's lock."""
-    host = socket.gethostname()  # on some network disks a lock is valid on one host only
+    """Write all arrays to a temporary folder, then rename it to `path` atomically.
+
+    The caller must hold the lock of the cache folder.
+    """
+    host = socket.gethostname()  # part of the folder name, because on some network disks locks work on one host only
     name = path.name
-    for leftover in path.parent.glob(f".{name.rpartition('-')[0]}-*-{host}-*"):  # of killed runs
+    for leftover in path.parent.glob(f".{name.rpartition('-')[0]}-*-{host}-*"):  # left behind by killed runs
         shutil.rmtree(leftover, ignore_errors=True)
     with disk_errors(path):
         temporary = Path(tempfile.mkdtemp(prefix=f".{name}-{host}-", dir=path.parent))
-    folder = path.parent / temporary.name  # relative if `path` is: from Python 3.12 mkdtemp returns an absolute path
+    folder = path.parent / temporary.name  # stays relative if `path` is; since Python 3.12, mkdtemp's path is absolute
     try:
         notice = write(folder)
         with disk_errors(path):
@@ -311,6 +341,6 @@ def write_prepared(path: Path, write: Callable[[Path], str]) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """Return a file's SHA-256 in hexadecimal."""
+    """Return the SHA-256 checksum of a file in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Points of a measurement, one per step, measured once per round from any position."""
+"""Iteration over the points of a measurement, with the interface of a data loader."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ T = TypeVar("T")
 
 @dataclass
 class Rounds(Generic[T]):
-    """Points of a measurement, with the interface of a `Loader`: one point per step, one round per epoch.
+    """Iterable over the points of a measurement, with the interface of a `Loader`.
 
-    `epoch` and `position` (points of this round already returned) are the whole state.
+    Each step measures one point, and each epoch is a round over all points. The attributes `epoch` and `position`
+    (number of points of this round that have been returned) are the entire state.
     """
 
     points: Sequence[T]
@@ -28,20 +29,20 @@ class Rounds(Generic[T]):
         return len(self.points)
 
     def count_samples(self, steps: int) -> int:
-        """Return the number of points in the first `steps` steps, which is `steps`."""
+        """Return the number of points in the first `steps` steps, which equals `steps`."""
         return steps
 
     def state_dict(self) -> dict[str, int]:
-        """Return epoch and position."""
+        """Return the current round (`epoch`) and the position in it."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Move to a position."""
+        """Move to the round and position in `state`."""
         self.epoch = state["epoch"]
         self.position = state["position"]
 
     def __iter__(self) -> Iterator[T]:
-        """Yield the remaining points of the current round, then move to the next round."""
+        """Yield the remaining points of the current round, then move to the start of the next round."""
         while self.position < len(self.points):
             self.position += 1
             yield self.points[self.position - 1]

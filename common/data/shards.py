@@ -1,4 +1,4 @@
-"""Shards for ranks of unequal speed: a model of each rank's step time, and the division of a batch that follows."""
+"""Division of a batch among ranks of unequal speed, based on a model of each rank's step time."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from dataclasses import dataclass
 from common.data.loader import Loader
 from common.distributed.rendezvous import World
 
-WINDOW = 15  # steps between two updates of the shards
-GAIN = 0.05  # share of the step time that new shards must save: a smaller gain is noise and not worth the change
+WINDOW = 15  # number of steps between two updates of the shards
+GAIN = 0.05  # minimum fraction of the step time that new shards must save; smaller gains may be noise
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Linear model of a rank's step time without waiting: base + per_sample * n seconds for n samples."""
+    """Linear model of a rank's step time, excluding the time in which the rank waits for other ranks.
+
+    A step with n samples takes base + per_sample * n seconds.
+    """
 
     base: float
     per_sample: float
 
     @classmethod
     def fit(cls, small: int, large: int, seconds: Sequence[float]) -> Speed:
-        """Fit the line to the times of `small` and `large` samples; through the origin if it would be negative."""
+        """Fit the line to the step times in seconds for `small` and `large` samples.
+
+        If the slope or the base would be negative, return the line through the origin and the time for `large` samples.
+        """
         slope = (seconds[1] - seconds[0]) / (large - small)
         base = seconds[0] - slope * small
         if slope > 0 and base >= 0:
@@ -30,11 +36,11 @@ class Speed:
         return cls(0.0, seconds[1] / large)
 
     def predict(self, samples: int) -> float:
-        """Return the seconds of a step with `samples` samples."""
+        """Return the predicted duration of a step with `samples` samples, in seconds."""
         return self.base + self.per_sample * samples
 
     def correct(self, samples: int, seconds: float) -> Speed:
-        """Scale the line so that `samples` samples take `seconds`."""
+        """Return the line scaled so that a step with `samples` samples takes `seconds` seconds."""
         factor = seconds / self.predict(samples)
         return Speed(self.base * factor, self.per_sample * factor)
 
@@ -43,14 +49,15 @@ class Speed:
 
 
 def predict_slowest(speeds: Sequence[Speed], counts: Sequence[int]) -> float:
-    """Return the seconds of a step on the slowest rank."""
+    """Return the predicted duration of a step on the slowest rank, in seconds."""
     return max(speed.predict(count) for speed, count in zip(speeds, counts, strict=True))
 
 
 def choose_counts(speeds: Sequence[Speed], batch: int) -> tuple[int, ...]:
-    """Return the samples of each rank that minimise the time of the slowest one, at least one sample per rank.
+    """Return the number of samples for each rank that minimizes the step time of the slowest rank.
 
-    Each further sample goes to the rank that would finish first with it. A rank without a sample could not be measured.
+    Each rank gets at least one sample, because the speed of a rank without samples cannot be measured. Each further
+    sample is given to the rank that would finish first with this additional sample.
     """
     counts = [1] * len(speeds)
     heap = [(speed.predict(2), rank) for rank, speed in enumerate(speeds)]
@@ -63,12 +70,15 @@ def choose_counts(speeds: Sequence[Speed], batch: int) -> tuple[int, ...]:
 
 
 class AutoShards:
-    """Shards that follow the speed of the ranks. All ranks choose the same shards from the same measurements."""
+    """Shards that adapt to the speed of the ranks (shards=auto).
+
+    All ranks use the same measurements and therefore choose the same shards.
+    """
 
     def __init__(self, loader: Loader, world: World, speed: Speed, log_message: Callable[[str], None]) -> None:
-        """Choose the first shards. All ranks call it.
+        """Choose the first shards. All ranks must create this object at the same step.
 
-        `speed` is the speed of this rank, measured while all ranks computed.
+        `speed` is the speed of this rank, measured while all ranks were computing.
         """
         self.loader = loader
         self.world = world
@@ -76,18 +86,21 @@ class AutoShards:
         lines = world.all_gather([speed.base, speed.per_sample])
         self.speeds = [Speed(*line) for line in lines]
         self.history = [(1, loader.counts)]
-        """Pairs of shards and the first step of this attempt with them."""
-        measured = ", ".join(f"rank {rank} {speed}" for rank, speed in enumerate(self.speeds))
+        """Pairs (first step, samples of each rank), one for each division of the batch in this attempt."""
+        measured = ", ".join(f"{speed} on rank {rank}" for rank, speed in enumerate(self.speeds))
         if not self._improve(1, f"n samples take {measured}"):
-            self.log_message(f"shards=auto: equal shards, because n samples take {measured}")
+            self.log_message(f"shards=auto: using equal shards, because n samples take {measured}")
 
     @property
     def local_samples(self) -> int:
-        """Samples of this rank in a full batch, or microbatch."""
+        """Number of samples of this rank in a full batch or microbatch."""
         return self.loader.local_samples
 
     def average_local_samples(self, first_step: int, last_step: int) -> float:
-        """Return the mean samples of this rank over a range of steps of this attempt."""
+        """Return the mean number of samples of this rank per batch over a range of steps.
+
+        Both `first_step` and `last_step` are included, and must belong to this attempt.
+        """
         ends = [first for first, _ in self.history[1:]] + [last_step + 1]
         samples = 0
         steps = 0
@@ -99,24 +112,27 @@ class AutoShards:
 
     @property
     def metric_values(self) -> dict[str, float]:
-        """The samples of each rank, as values of metrics.jsonl."""
+        """Number of samples of each rank in a full batch, as values for metrics.jsonl."""
         return {f"shard_{rank}": float(count) for rank, count in enumerate(self.loader.counts)}
 
     def update(self, step: int, seconds: float) -> bool:
         """Choose the shards for the steps after `step`; return True if they have changed.
 
-        `seconds` is the duration of this rank's latest steps without waiting, all with the current shards. All ranks
-        call it.
+        `seconds` is the typical duration of this rank's latest steps, without the time spent waiting for other ranks.
+        All of these steps must have used the current shards. All ranks must call this method.
         """
         durations = self.world.all_gather(seconds)
         counts = self.loader.counts
         for rank, duration in enumerate(durations):
             self.speeds[rank] = self.speeds[rank].correct(counts[rank], duration)
-        measured = ", ".join(f"rank {rank} {duration * 1e3:.3g} ms" for rank, duration in enumerate(durations))
-        return self._improve(step + 1, f"a step takes, without waiting, {measured}")
+        measured = ", ".join(f"{duration * 1e3:.3g} ms on rank {rank}" for rank, duration in enumerate(durations))
+        return self._improve(step + 1, f"a step without waiting takes {measured}")
 
     def _improve(self, step: int, reason: str) -> bool:
-        """Change and report the shards if others make the slowest rank clearly faster."""
+        """Change the shards and report the change, if this makes the slowest rank clearly faster.
+
+        `step` is the first step with the new shards. Returns True if the shards have changed.
+        """
         counts = choose_counts(self.speeds, sum(self.loader.counts))
         current_seconds = predict_slowest(self.speeds, self.loader.counts)
         seconds = predict_slowest(self.speeds, counts)
@@ -126,7 +142,7 @@ class AutoShards:
         self.history = [change for change in self.history if change[0] < step]
         self.history.append((step, counts))
         self.log_message(
-            f"shards=auto: [{','.join(map(str, counts))}] from step {step} on, because {reason}; "
-            f"the slowest rank then takes {seconds / current_seconds:.0%} of its time"
+            f"shards=auto: using shards [{','.join(map(str, counts))}] from step {step}, because {reason}; "
+            f"this reduces the step time of the slowest rank to {seconds / current_seconds:.0%}"
         )
         return True

@@ -1,7 +1,8 @@
-"""Image sets as uint8 arrays, read from torchvision's files or drawn from a random stream.
+"""Sources of data sets: files in torchvision's formats, downloads, and random number generators.
 
-Each reader returns train images, train labels, test images, test labels: images uint8 [N, H, W] or [N, 3, H, W],
-labels [N]. common/data/prepare.py stores the arrays, so files are decoded once.
+A function that reads or generates a data set returns four arrays: train images, train labels, test images and test
+labels. Images are uint8 [N, H, W] or [N, 3, H, W], vectors are uint8 [N, D], and labels are integers [N].
+common/data/prepare.py stores the arrays, so that the files are decoded only once.
 """
 
 from __future__ import annotations
@@ -27,35 +28,36 @@ from common.core.processes import kill_with_parent
 from common.runs.folder import disk_errors
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-MNIST_FILES = {  # uncompressed sizes in bytes
+MNIST_FILES = {  # uncompressed size of each file in bytes
     "train-images-idx3-ubyte": 47_040_016,
     "train-labels-idx1-ubyte": 60_008,
     "t10k-images-idx3-ubyte": 7_840_016,
     "t10k-labels-idx1-ubyte": 10_008,
 }
-MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}  # uint8 in three dimensions, in one
-EXIT_TIMEOUT = 5.0  # seconds for a subprocess to exit after its answer
+MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}  # uint8 data with three dimensions, or with one
+EXIT_TIMEOUT = 5.0  # seconds to wait for a subprocess to exit after it has sent its result
 
 
 def generate_images(count: int, side: int, classes: int, seed: int) -> Arrays:
-    """Draw random pixels [count, 3, side, side] with random labels, for measuring step times.
+    """Generate images [count, 3, side, side] with random pixels and random labels, for measuring step times.
 
-    The test part has count // 5 samples.
+    The test part has count // 5 samples, but at least one.
     """
 
     def draw(part: str, size: int) -> tuple[np.ndarray, np.ndarray]:
         rng = seeds.make_generator(seed, "generated", part)
         images = rng.integers(0, 256, (size, 3, side, side), dtype=np.uint8)
-        labels = np.arange(size, dtype=np.int32) % classes  # covers all classes
+        labels = np.arange(size, dtype=np.int32) % classes  # each class occurs about equally often
         return images, rng.permutation(labels)
 
     return *draw("train", count), *draw("test", max(1, count // 5))
 
 
 def generate_vectors(count: int, seed: int) -> Arrays:
-    """Draw vectors [count, 10]; the class is the index of the fixed direction, of 5, with the largest projection.
+    """Generate random vectors [count, 10] with labels from 0 to 4.
 
-    The test part has count // 5 samples.
+    The label is the index of the direction, among five fixed directions, on which the centered vector has the largest
+    projection. The test part has count // 5 samples, but at least one.
     """
     directions = seeds.make_generator(seed, "vectors", "directions").standard_normal((10, 5))
 
@@ -68,7 +70,10 @@ def generate_vectors(count: int, seed: int) -> Arrays:
 
 
 def download_dataset(name: str, root: Path, timeout: float) -> None:
-    """Download torchvision's data set `name` into `root`; `timeout`: seconds a connection may be silent."""
+    """Download torchvision's data set `name` into the folder `root`.
+
+    The download fails if the connection receives no data for `timeout` seconds.
+    """
     from torchvision import datasets
 
     socket.setdefaulttimeout(timeout)
@@ -77,7 +82,7 @@ def download_dataset(name: str, root: Path, timeout: float) -> None:
 
 @contextlib.contextmanager
 def hold_folder_lock(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, so that concurrent runs download or prepare a set once."""
+    """Hold the lock of a folder, so that concurrent runs download or prepare a data set only once."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
@@ -87,9 +92,10 @@ def hold_folder_lock(folder: Path) -> Iterator[None]:
 
 
 def try_download(name: str, root: Path, folder: str, mirror: str, timeout: float) -> str:
-    """Download torchvision's data set `name` to root/folder; return the problem, or an empty text on success.
+    """Download torchvision's data set `name` to root/folder.
 
-    `timeout` is the number of seconds that a connection may be silent; 0 disables downloads.
+    Returns an empty string on success, otherwise a description of the problem. The download fails if the connection
+    receives no data for `timeout` seconds; 0 disables downloads.
     """
     if timeout == 0:
         return "data.download_timeout=0"
@@ -103,9 +109,9 @@ def try_download(name: str, root: Path, folder: str, mirror: str, timeout: float
         with hold_folder_lock(root):
             target = root / folder
             if any(target.glob("**/*.*")) or any(target.glob("**/*-ubyte")):
-                return ""  # another run has downloaded it while this one waited for the lock
+                return ""  # another run has downloaded the data set while this run was waiting for the lock
             with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as temporary:
-                # a slow but steady download may take longer than the time-out of a silent connection
+                # A slow but steady download may take much longer than the timeout of a silent connection.
                 call_in_subprocess(download_dataset, name, Path(temporary), timeout, limit=60 * timeout)
                 shutil.copytree(Path(temporary) / folder, target, dirs_exist_ok=True)
     except (UserError, OSError, shutil.Error) as error:
@@ -114,7 +120,7 @@ def try_download(name: str, root: Path, folder: str, mirror: str, timeout: float
 
 
 def read_mnist(root: Path) -> Arrays:
-    """Read MNIST: images uint8 [60000 or 10000, 28, 28], labels uint8 [60000 or 10000]."""
+    """Read MNIST: uint8 images [N, 28, 28] and uint8 labels [N], with N = 60000 (train) and 10000 (test)."""
     from torchvision.datasets import MNIST
 
     train = MNIST(str(root), train=True)
@@ -125,7 +131,7 @@ def read_mnist(root: Path) -> Arrays:
 
 
 def check_mnist(raw: Path) -> None:
-    """Raise UserError unless all four raw files of MNIST exist and are complete."""
+    """Raise UserError if any of the four raw files of MNIST is missing or damaged."""
     for name, size in MNIST_FILES.items():
         file = raw / name
         remedy = f"delete {raw} to download it again, or set data.root to a complete copy"
@@ -139,7 +145,7 @@ def check_mnist(raw: Path) -> None:
 
 
 def fingerprint_mnist(raw: Path) -> str:
-    """Return a text that changes whenever a raw file is replaced."""
+    """Return a string that changes whenever a raw file is replaced."""
     parts = [str(raw.resolve())]
     for name in MNIST_FILES:
         status = (raw / name).stat()
@@ -148,7 +154,10 @@ def fingerprint_mnist(raw: Path) -> str:
 
 
 def read_cifar10(root: Path) -> Arrays:
-    """Read CIFAR-10: images uint8 [50000 or 10000, 3, 32, 32], labels uint8; torchvision verifies the checksums."""
+    """Read CIFAR-10: uint8 images [N, 3, 32, 32] and uint8 labels [N], with N = 50000 (train) and 10000 (test).
+
+    torchvision verifies the checksums of the files.
+    """
     from torchvision.datasets import CIFAR10
 
     def read(train: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -160,18 +169,18 @@ def read_cifar10(root: Path) -> Arrays:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Return the paths of all files below a folder, relative to it and sorted.
+    """Return the sorted paths of all files below a folder, relative to this folder.
 
-    Links are followed, except links back to a folder that contains them. Anything but a folder counts as a file,
-    including broken links. Raises UserError for a folder that cannot be listed.
+    Symbolic links are followed, except links to a folder that contains the link itself. Everything that is not a folder
+    counts as a file, including broken links. Raises UserError if a folder cannot be listed.
     """
 
     def refuse(error: OSError) -> None:
         name = make_printable(str(error.filename))
-        raise UserError(f"{name} cannot be listed ({error.strerror}); repair or remove it")
+        raise UserError(f"cannot list the files in {name} ({error.strerror}); repair or remove this folder")
 
     relative_paths: list[str] = []
-    real_parents = {str(folder): [os.path.realpath(folder)]}  # the real paths of a pending folder and its parents
+    real_parents = {str(folder): [os.path.realpath(folder)]}  # real paths of each pending folder and of its parents
     for path, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
         parents = real_parents.pop(path)
         for name in list(folders):
@@ -186,12 +195,12 @@ def list_files(folder: Path) -> list[str]:
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Return True if a real path is the folder or below it."""
+    """Return True if a real path is the folder itself or a path below it."""
     return os.path.commonpath([path, folder]) == folder
 
 
 def fingerprint_folder(folder: Path) -> str:
-    """Return a text that changes whenever a file in the folder is added, removed or replaced."""
+    """Return a string that changes whenever a file in the folder is added, removed or replaced."""
     lines = []
     for name in list_files(folder):
         try:
@@ -205,7 +214,7 @@ def fingerprint_folder(folder: Path) -> str:
 
 
 def make_printable(text: str) -> str:
-    """Escape the bytes of a file name that are not valid text, so that it can be printed."""
+    """Escape the bytes of a file name that are not valid text, so that the name can be printed."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -215,15 +224,14 @@ def call_in_subprocess(
     limit: float = 600,
     show: Callable[[int, int], None] | None = None,
 ) -> Any:
-    """Call a function in a forked process and return its value; its imports and threads end with that process.
+    """Call a function in a forked process and return its value.
 
-    With `show` the function gets another argument, a function `report(done, total)`; each report is passed to `show` in
-    this process.
-
-    Raises UserError if the function fails, or takes longer than `limit` seconds.
+    Modules that the function imports and threads that it starts do not affect this process. If `show` is given, the
+    function gets one more argument: a function `report(done, total)`. Each call of `report` calls `show` with the same
+    arguments in this process. Raises UserError if the function fails or takes longer than `limit` seconds.
     """
     context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)  # messages (kind, content)
+    receiver, sender = context.Pipe(duplex=False)  # each message is a tuple (kind, content)
 
     def report(done: int, total: int) -> None:
         sender.send(("progress", (done, total)))
@@ -235,7 +243,7 @@ def call_in_subprocess(
             sender.send(("value", function(*arguments, *reporters)))
         except UserError as error:
             sender.send(("error", str(error)))
-        except BaseException as error:  # noqa: BLE001 (the parent reports it)
+        except BaseException as error:  # noqa: BLE001 (the parent reports the error)
             sender.send(("error", f"{function.__name__} failed: {type(error).__name__}: {error}"))
         os._exit(0)
 
@@ -253,7 +261,7 @@ def call_in_subprocess(
                 show(*content)
         process.join(EXIT_TIMEOUT)
     except EOFError:
-        raise UserError(f"{function.__name__} exited without a result") from None
+        raise UserError(f"{function.__name__} exited without returning a result") from None
     finally:
         process.kill()
         process.join()

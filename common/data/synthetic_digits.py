@@ -1,7 +1,8 @@
-"""The built-in data set: grey 28x28 digits drawn with Pillow's scalable font, in MNIST's shape and size.
+"""Built-in data set of synthetic digits, with the same image size and number of samples as MNIST.
 
-It serves machines without MNIST and without a network. Each image is a glyph with random stroke, rotation, scale, shear
-and shift, and noise. The same seed gives the same bytes.
+It is used on machines that have neither MNIST nor a network connection. The grayscale images of 28x28 pixels are drawn
+with Pillow's scalable font. Each digit has a random stroke width, rotation, scale, shear and shift, and noise is added.
+The same seed always produces the same images.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from PIL import Image, ImageDraw, ImageFont
 
 from common.core import seeds
 
-SIDE = 28  # pixels of an image
-CANVAS = 40  # pixels of a glyph before it is scaled down, which smooths its edges
-STROKES = (0, 1, 2)  # widths in pixels
+SIDE = 28  # height and width of an image in pixels
+CANVAS = 40  # height and width of a glyph in pixels; scaling it down to SIDE smooths its edges
+STROKES = (0, 1, 2)  # stroke widths in pixels
 
 
 @functools.cache
 def draw_glyph(digit: int, stroke: int) -> Image.Image:
-    """Draw one digit, white on black, centred on a square canvas of CANVAS pixels."""
+    """Draw one digit, white on black, centered on a square canvas of CANVAS x CANVAS pixels."""
     font = ImageFont.load_default(size=30)
     image = Image.new("L", (CANVAS, CANVAS))
     draw = ImageDraw.Draw(image)
@@ -30,9 +31,9 @@ def draw_glyph(digit: int, stroke: int) -> Image.Image:
 
 
 def compute_affine_coefficients(angle: float, scale: float, shear: float, dx: float, dy: float) -> tuple[float, ...]:
-    """Return Pillow's six affine coefficients from output pixel to canvas pixel, about the centres.
+    """Return the six coefficients of Pillow's affine transform from output pixels to canvas pixels.
 
-    `angle` in radians, `dx` and `dy` in pixels.
+    Rotation, scale and shear are relative to the image center. `angle` is in radians, `dx` and `dy` are in pixels.
     """
     cos = math.cos(angle) / scale
     sin = math.sin(angle) / scale
@@ -48,9 +49,10 @@ def compute_affine_coefficients(angle: float, scale: float, shear: float, dx: fl
 
 
 def generate_digits(count: int, seed: int, part: str) -> tuple[np.ndarray, np.ndarray]:
-    """Draw images [count, 28, 28] and labels [count], both uint8; labels balanced within one, in random order.
+    """Generate uint8 images [count, 28, 28] and uint8 labels [count].
 
-    `part` ("train" or "test") names the random stream: the two parts share no image.
+    The labels are in random order, and the numbers of samples of any two classes differ by at most one. `part` ("train"
+    or "test") selects the random stream, so the two parts contain different images.
     """
     rng = seeds.make_generator(seed, "digits", part)
     labels = rng.permutation(np.arange(count) % 10).astype(np.uint8)

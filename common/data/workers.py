@@ -1,8 +1,8 @@
-"""Data workers: processes that prepare blocks of batches ahead for a rank, and their error if one hangs or exits.
+"""Data workers: processes that prepare blocks of batches for a rank in advance.
 
-Blocks are passed through anonymous memory that a rank shares with its workers. It needs no space in /dev/shm and is
-freed when the processes are killed. Workers are forked at the start of an epoch, and each of n workers prepares every
-n-th block.
+A rank and its workers exchange blocks through shared anonymous memory. This memory needs no space in /dev/shm, and the
+kernel frees it even if the processes are killed. Workers are forked at the start of an epoch. With n workers, each
+worker prepares every n-th block. If a worker hangs or exits, its rank raises an error.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ from common.core.processes import kill_with_parent, read_process_stat
 from common.core.signals import STOP_SIGNALS, ignore_stop_signals
 
 Samples = tuple[Tensor | None, Tensor | None]  # inputs [n, ...] and targets [n] of a block
-LoadSamples = Callable[[np.ndarray], Samples]  # takes a block's indices, int64 [2, batches, samples of this rank]
+LoadSamples = Callable[[np.ndarray], Samples]  # the argument is a block of indices, int64 [2, batches, samples]
 
-POLL_SECONDS = 0.5  # between two checks for a stop request while a rank waits for a block
-SLOTS = 2  # blocks that a worker prepares ahead
-JOIN_TIMEOUT = 5.0  # seconds for a killed worker to exit; a worker that waits for a disk exits later
-PROCESS_STATES = {  # by the letter in /proc/PID/stat
+POLL_SECONDS = 0.5  # time between two checks for a stop request while a rank waits for a block
+SLOTS = 2  # number of blocks that a worker prepares in advance
+JOIN_TIMEOUT = 5.0  # seconds to wait for a killed worker to exit; a worker that is blocked by a disk exits later
+PROCESS_STATES = {  # description of each state letter in /proc/PID/stat
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",
-    "D": "waits for a disk",
-    "R": "computes",
-    "S": "sleeps",
+    "D": "is waiting for a disk",
+    "R": "is running",
+    "S": "is sleeping",
 }
 
 
 class DataWorkerError(MachineError):
-    """A data worker has exited, or has returned no block within its time limit."""
+    """Exception raised when a data worker exits or returns no block within its time limit."""
 
 
 class DataWorker:
-    """Handle of a forked process that prepares every `stride`-th block, starting with block `number`."""
+    """A rank's handle of a forked data worker process.
+
+    The worker prepares every `stride`-th block, starting with block `number`.
+    """
 
     def __init__(
         self, number: int, stride: int, load: LoadSamples, indices: Sequence[np.ndarray], slots: list[Samples]
@@ -56,7 +59,7 @@ class DataWorker:
         context = multiprocessing.get_context("fork")
         arguments = (load, indices[number::stride], slots, worker_connection)
         self.process = context.Process(target=make_blocks, args=arguments)
-        # a signal between the fork and `ignore_stop_signals` would run the rank's handlers in the worker
+        # Block stop signals until the worker ignores them; otherwise the worker could run the rank's signal handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self.process.start()
@@ -69,7 +72,10 @@ class DataWorker:
         return f"data worker {self.number} (pid {self.process.pid})"
 
     def wait_for_block(self, seconds: float) -> bool:
-        """Wait for the next block; return False after `seconds`. Raises DataWorkerError if the worker has exited."""
+        """Wait up to `seconds` seconds for the next block; return True if the block is ready.
+
+        Raises DataWorkerError if the worker has exited.
+        """
         ready = wait([self.connection, self.process.sentinel], seconds)
         if self.connection in ready or self.connection.poll():
             return True
@@ -78,7 +84,10 @@ class DataWorker:
         return False
 
     def take_block(self, samples: int, device: torch.device) -> Samples:
-        """Return a copy of the next block of `samples` samples on a device. Raises RuntimeError if preparing failed."""
+        """Return a copy of the next block, which contains `samples` samples, on a device.
+
+        Raises RuntimeError if the worker could not prepare the block.
+        """
         try:
             failure = self.connection.recv_bytes()
         except (OSError, EOFError):
@@ -88,12 +97,12 @@ class DataWorker:
         inputs, targets = self.slots[self.received % SLOTS]
         block = copy_samples(inputs, samples, device), copy_samples(targets, samples, device)
         self.received += 1
-        with contextlib.suppress(OSError):  # the worker exits after its last block
+        with contextlib.suppress(OSError):  # the worker may have exited after its last block
             self.connection.send_bytes(b"")
         return block
 
     def describe_state(self) -> str:
-        """Describe what the process is doing."""
+        """Describe the state of the worker process, such as "is sleeping"."""
         try:
             letter = read_process_stat(self.process.pid or 0)[0]
         except OSError:
@@ -104,28 +113,29 @@ class DataWorker:
         self.process.join(JOIN_TIMEOUT)
         code = self.process.exitcode
         if code == -signal.SIGKILL:
-            return "was killed by SIGKILL, by hand or for lack of memory (then lower data.workers or data.block)"
+            return "was killed by SIGKILL; if the machine ran out of memory, lower data.workers or data.block"
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
-        return f"exited with status {code}; its last output is in this rank's log"
+        return f"exited with status {code}; its last output is in the log of this rank"
 
     def end(self) -> None:
-        """Kill the process."""
+        """Kill the worker process."""
         self.process.kill()
         self.process.join(JOIN_TIMEOUT)
         self.connection.close()
 
 
 class WorkerPool:
-    """The data workers of a rank for the remaining blocks of one epoch."""
+    """The data workers of a rank, which prepare the remaining blocks of one epoch."""
 
     def __init__(
         self, load: LoadSamples, indices: Sequence[np.ndarray], workers: int, example: Samples, timeout: float
     ) -> None:
         """Start the workers.
 
-        `load` prepares the samples of an item of `indices` on the CPU, with the types and shapes of `example` [0, ...].
-        A rank waits at most `timeout` seconds for a block.
+        `load` prepares the samples of one element of `indices` on the CPU. `example` contains an empty tensor [0, ...]
+        with the type and sample shape of the inputs, and another one for the targets. The rank waits at most `timeout`
+        seconds for each block.
         """
         self.indices = indices
         self.timeout = timeout
@@ -141,9 +151,10 @@ class WorkerPool:
             raise
 
     def iterate_blocks(self, device: torch.device, stop_requested: Callable[[], bool]) -> Iterator[Samples]:
-        """Yield the blocks in order, on a device; end early if a stop is requested while waiting for one.
+        """Yield the blocks in order, on a device.
 
-        Raises DataWorkerError if a worker has exited, or has returned no block in time.
+        The iteration ends early if a stop is requested while the rank waits for a block. Raises DataWorkerError if a
+        worker has exited, or has returned no block within the time limit.
         """
         try:
             for number, block in enumerate(self.indices):
@@ -155,17 +166,18 @@ class WorkerPool:
             self.end()
 
     def _wait_for_block(self, worker: DataWorker, stop_requested: Callable[[], bool]) -> bool:
-        """Wait for the worker's next block; return False if a stop is requested first."""
+        """Wait for the worker's next block; return False if a stop is requested before the block is ready."""
         poll_seconds = min(POLL_SECONDS, self.timeout)
-        polls = 0  # counted, because a clock advances while the whole job is suspended
+        polls = 0  # polls are counted because a clock would continue to run while the entire job is suspended
         while not worker.wait_for_block(poll_seconds):
             polls += 1
             if stop_requested():
                 return False
             if polls * poll_seconds >= self.timeout:
                 raise DataWorkerError(
-                    f"{worker.name} has returned no batch for {self.timeout:g} s and {worker.describe_state()}; "
-                    "if preparing a block of batches takes that long, raise launch.step_timeout or lower data.block"
+                    f"{worker.name} has returned no batch for {self.timeout:g} s; its process "
+                    f"{worker.describe_state()}; if preparing a block of batches takes this long, raise "
+                    "launch.step_timeout or lower data.block"
                 )
         return True
 
@@ -178,30 +190,33 @@ class WorkerPool:
 def make_blocks(
     load: LoadSamples, indices: Sequence[np.ndarray], slots: Sequence[Samples], connection: Connection
 ) -> None:
-    """Prepare the blocks of a worker, each as soon as a slot is free. The worker's process runs this function."""
-    ignore_stop_signals()  # its rank handles them
+    """Run in the worker process: prepare each block of the worker as soon as a slot is free."""
+    ignore_stop_signals()  # the rank handles stop requests
     kill_with_parent()
     torch.set_num_threads(1)
     try:
         for number, block in enumerate(indices):
             if number >= SLOTS:
-                connection.recv_bytes()  # the rank has copied the slot
+                connection.recv_bytes()  # wait until the rank has copied the previous block from this slot
             for samples, slot in zip(load(block), slots[number % SLOTS], strict=True):
                 if samples is not None and slot is not None:
                     slot[: len(samples)].copy_(samples)
             connection.send_bytes(b"")
-    except Exception:  # noqa: BLE001 (the rank reports it)
+    except Exception:  # noqa: BLE001 (the rank reports the error)
         connection.send_bytes(traceback.format_exc().encode())
 
 
 def allocate_samples(example: Samples, count: int) -> Samples:
-    """Allocate shared memory for `count` samples like those of `example`."""
+    """Allocate shared memory for `count` samples with the types and shapes of `example`."""
     inputs, targets = example
     return allocate_shared(inputs, count), allocate_shared(targets, count)
 
 
 def allocate_shared(example: Tensor | None, count: int) -> Tensor | None:
-    """Allocate a tensor [count, ...] in memory that forked processes share; None if there is no example."""
+    """Allocate a tensor [count, ...] in memory that is shared with forked processes.
+
+    The tensor has the type and sample shape of `example`. Returns None if `example` is None.
+    """
     if example is None:
         return None
     shape = (max(1, count), *example.shape[1:])
@@ -211,5 +226,5 @@ def allocate_shared(example: Tensor | None, count: int) -> Tensor | None:
 
 
 def copy_samples(source: Tensor | None, count: int, device: torch.device) -> Tensor | None:
-    """Copy the first `count` samples to a device; None stays None."""
+    """Copy the first `count` samples to a device. Returns None if `source` is None."""
     return None if source is None else source[:count].to(device, copy=True)

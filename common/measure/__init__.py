@@ -1,1 +1,1 @@
-"""What a step costs: timing, memory, profile, plots and tables."""
+"""Measurement of training steps: timing, memory and profiles, and the plots and tables that show the results."""

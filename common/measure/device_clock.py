@@ -1,4 +1,4 @@
-"""Time stamps that do not wait for the device."""
+"""Clock that records timestamps of work on a device without waiting for the device."""
 
 from __future__ import annotations
 
@@ -9,66 +9,77 @@ from typing import NamedTuple
 import torch
 
 MAX_STAMPED_STEPS = 100
-"""Number of newest steps whose time stamps are stored."""
+"""Number of steps whose timestamps are stored; older steps are discarded."""
 MAX_ZERO_AGE_SECONDS = 10.0
-"""Time after which the zero is reset: CUDA counts milliseconds in a float, which then resolves 1 us."""
+"""Time after which the reference event of the clock is replaced. CUDA returns elapsed times as milliseconds in a 32-bit
+float, whose resolution is about 1 us after this time."""
 
 
 class TimedEvent(NamedTuple):
-    """A CUDA event, with the event and the host time that its time is relative to."""
+    """Timestamp on a GPU: a CUDA event and the earlier event to which its time is relative."""
 
     event: torch.cuda.Event
     zero: torch.cuda.Event
+    """Reference event, which was recorded earlier."""
     origin: float
-    """Host time of `zero`, in seconds."""
+    """The host's time.perf_counter() value at which the reference event was recorded."""
 
 
 Stamp = float | TimedEvent
 
 
 class DeviceClock:
-    """Time stamps in seconds, comparable between ranks of a host; on CUDA, of the current stream."""
+    """Clock whose timestamps are comparable between the ranks of a host.
+
+    On a GPU, timestamps are recorded on the current CUDA stream. On a CPU, timestamps are time.perf_counter() values.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_cuda = device.type == "cuda"
         self.offset = 0.0
-        """Host time that counts as 0 s."""
+        """The time.perf_counter() value that `to_seconds` converts to 0 seconds."""
         self.stamp: Callable[[], Stamp] = self.record_stamp if self.is_cuda else time.perf_counter
         if self.is_cuda:
             self.reset_zero()
 
     def reset_zero(self) -> None:
-        """Wait for the device and reset the zero, at which stream and host have the same time."""
+        """Wait for the GPU, and record a new reference event together with the current time of the host."""
         torch.cuda.synchronize(self.device)
         self.zero = self.record_event()
         self.origin = time.perf_counter()
 
     def begin_step(self) -> None:
-        """Begin a step. Waits for the device every MAX_ZERO_AGE_SECONDS, so that stamps stay precise."""
+        """Start a step. On a GPU, a new reference event is recorded every MAX_ZERO_AGE_SECONDS.
+
+        This waits for the GPU, and keeps the timestamps precise.
+        """
         if self.is_cuda and time.perf_counter() - self.origin > MAX_ZERO_AGE_SECONDS:
             self.reset_zero()
 
     def record_event(self) -> torch.cuda.Event:
-        """Record an event on the current stream."""
+        """Record an event on the current CUDA stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def record_stamp(self) -> TimedEvent:
-        """Record a time stamp on the current stream."""
+        """Record a timestamp on the current CUDA stream."""
         return TimedEvent(self.record_event(), self.zero, self.origin)
 
     def has_reached(self, stamp: Stamp) -> bool:
-        """Return whether the device has reached a stamp; does not wait."""
+        """Return whether the device has reached a timestamp, without waiting for the device."""
         return not isinstance(stamp, TimedEvent) or stamp.event.query()
 
     def set_zero_now(self) -> None:
-        """Count seconds from now; ranks of several hosts call it at the same time."""
+        """Set the origin of `to_seconds` to the current time.
+
+        Ranks on different hosts must call this method at the same time.
+        """
         self.offset = time.perf_counter()
 
     def to_seconds(self, stamp: Stamp) -> float:
-        """Return a stamp in seconds; waits for the device to reach it."""
+        """Convert a timestamp to seconds. This waits until the device has reached the timestamp."""
         if isinstance(stamp, TimedEvent):
             stamp.event.synchronize()
             return stamp.origin - self.offset + stamp.zero.elapsed_time(stamp.event) / 1e3

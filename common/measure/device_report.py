@@ -1,4 +1,4 @@
-"""Report of resnet_dataparallel: shards, memory and BatchNorm of its devices, and the comparison of its strategies."""
+"""Report of the resnet_dataparallel experiment: shards, memory, BatchNorm, and a comparison of strategies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from common.measure.step_timing import ScalingReport, StepTimes, compute_imbalan
 from common.runs.result import Report, ReportData
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 
-NO_COMPARISON = "left out: {} training samples hold no full batch of {} to take turns with; lower batch"
+NO_COMPARISON = "skipped: the training set has {} samples, fewer than one batch of {}; lower batch"
 BATCHNORM_STATISTICS = {
-    "single": "one device sees every sample",
-    "data_parallel": "kept from the first GPU's {} samples, thrown away with the other copies",
-    "ddp": "each rank keeps its own, of {} samples a step; averaged before evaluations and saves",
-    "synchronised": "the same on all ranks: each sees the statistics of the whole batch",
+    "single": "computed on one device, from all samples",
+    "data_parallel": "only the first GPU's statistics (from {} samples) are kept; those of other GPUs are discarded",
+    "ddp": "each rank has its own statistics (from {} samples per step), averaged before evaluations and saves",
+    "synchronized": "the same on all ranks: each rank uses the statistics of the whole batch",
 }
 
 
@@ -36,10 +36,12 @@ def report_devices(
     samples: int,
     total: int,
 ) -> list[Report]:
-    """Report memory, shards, BatchNorm and speed of the devices. All ranks call it; only rank 0 gets reports.
+    """Report memory, shards, BatchNorm and speed of all devices.
 
-    `compare` returns samples/s by strategy and round, or {} without a comparison; `gpus` is the number of GPUs that one
-    process can use, `samples` the size of the training set, `total` the number of steps of the run.
+    All ranks must call this function. It returns reports on rank 0 and an empty list on all other ranks.
+
+    `compare` returns samples/s by strategy and round, or {} if strategies are not compared. `gpus` is the number of
+    GPUs that one process can use, `samples` is the size of the training set, and `total` is the number of steps.
     """
     in_one_process = cfg.strategy == "data_parallel"
     devices = max(1, gpus) if in_one_process else world.size
@@ -49,8 +51,8 @@ def report_devices(
     for rank_peaks in world.gather(local_peaks):
         peaks += rank_peaks
 
-    rates = compare()  # after reading the peaks: its models need memory, too
-    mean_rates = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # 0 except on rank 0
+    rates = compare()  # called after the peaks were read, because the comparison also uses memory
+    mean_rates = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # 0 on all other ranks
     single_rate = next(iter(mean_rates.values()), 0.0)
     strategy_rate = mean_rates.get(cfg.strategy, 0.0)
     hosts = world.hosts if cfg.strategy == "ddp" else world.hosts * devices
@@ -81,7 +83,10 @@ def report_devices(
 
 
 def count_samples_per_device(cfg: Config, count: int, devices: int) -> list[int]:
-    """Return how many of `count` samples each device gets: DataParallel makes equal chunks, and a smaller last one."""
+    """Return how many of `count` samples each device gets.
+
+    DataParallel divides a batch into chunks of equal size, of which the last one may be smaller.
+    """
     if cfg.strategy == "data_parallel":
         sizes = [len(chunk) for chunk in torch.arange(count).chunk(devices)]
         return sizes + [0] * (devices - len(sizes))
@@ -91,46 +96,51 @@ def count_samples_per_device(cfg: Config, count: int, devices: int) -> list[int]
 def describe_devices(
     cfg: Config, devices: int, peaks: list[int], imbalance: dict[str, float | None], last_batch: list[int] | None
 ) -> dict[str, str]:
-    """Return the rows of the final table on shards, memory and BatchNorm; `peaks` are bytes by device."""
+    """Return the rows of the final table about shards, memory and BatchNorm.
+
+    `peaks` contains the peak memory of each device in bytes. `last_batch` contains the number of samples that each
+    device gets of a partial last batch, or is None if there is no such batch.
+    """
     statistics = "single"
     if devices > 1:
-        statistics = "synchronised" if cfg.sync_batchnorm else cfg.strategy
+        statistics = "synchronized" if cfg.sync_batchnorm else cfg.strategy
     sizes = count_samples_per_device(cfg, cfg.batch, devices)
     megabytes = ", ".join(f"{peak / 1e6:,.0f}" for peak in peaks)
     rows = {
         "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {format_sum(sizes)}",
-        "memory": f"{megabytes} MB at most, by device",
+        "memory": f"peak of each device: {megabytes} MB",
         "BatchNorm": BATCHNORM_STATISTICS[statistics].format(sizes[0]),
-        "checkpoints": "the model's own names, without module., whatever the strategy",
+        "checkpoints": "parameter names have no prefix module., regardless of the strategy",
     }
     if last_batch:
         rows["last batch"] = f"{sum(last_batch)} = {format_sum(last_batch)}"
     shares = [f"{name.replace('_', ' ')} {value:.0%}" for name, value in imbalance.items() if value is not None]
     if shares:
-        rows["imbalance"] = f"{', '.join(shares)} (the largest above the mean)"
+        rows["imbalance"] = f"{', '.join(shares)} (excess of the maximum over the mean)"
     return rows
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The report of the comparison: samples per second of each strategy, round by round."""
+    """Report of a comparison of strategies by their throughput."""
 
     rates: Mapping[str, list[float]]
+    """Samples per second in each round, by strategy."""
     folder: Path
     gpus: int
-    """GPUs that one process can use."""
+    """Number of GPUs that one process can use."""
     title: str
-    """Of the plot."""
+    """Title of the plot."""
 
     def rows(self) -> dict[str, str]:
-        """Return the rows of the final table; draws the plot, after the result has been written."""
+        """Draw the plot and return the rows of the final table."""
         if not self.rates:
             return {}
         heights = {name: (mean(values), stdev(values)) for name, values in self.rates.items()}
         first_rate = next(iter(heights.values()))[0]
         rows: dict[str, str] = {}
         for name, (rate, deviation) in heights.items():
-            rows[name] = f"{rate:,.0f} samples/s ± {deviation:.0f}, {rate / first_rate:.2f} x the first"
+            rows[name] = f"{rate:,.0f} samples/s ± {deviation:.0f}, {rate / first_rate:.2f} times the first strategy"
         if "data_parallel" not in self.rates:
             rows["data_parallel"] = ONE_DEVICE_MESSAGE.format(self.gpus)
         path = self.folder / "compare.png"
@@ -139,10 +149,10 @@ class Comparison:
         return rows
 
     def result(self) -> ReportData:
-        """Return the values for result.json."""
+        """Return the values that are stored in result.json."""
         return ReportData(measured={"compare": dict(self.rates)})
 
 
 def format_sum(sizes: list[int]) -> str:
-    """Return the sizes as a sum; from nine on only the first and last one."""
+    """Format sizes as a sum, such as "8 + 8". Of more than eight sizes, only the first and the last are shown."""
     return " + ".join(map(str, sizes)) if len(sizes) <= 8 else f"{sizes[0]} + ... + {sizes[-1]}"

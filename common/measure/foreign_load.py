@@ -1,6 +1,6 @@
-"""CPU time that processes other than the ranks use during a measurement, and which falsifies its times.
+"""CPU time that other processes use during a measurement, which makes the measured times too long.
 
-Linux counts the time of each CPU in /proc/stat, which includes the time that a hypervisor gives to other machines.
+The times are read from /proc/stat on Linux. They include the time that a hypervisor gives to other virtual machines.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from common.runs.provenance import read_boot_id
 from common.runs.result import ReportData
 
 NOTED_SHARE = 0.1
-"""Share of the CPUs from which on the final table has a note."""
+"""Fraction of the CPU time from which the final table contains a note about other processes."""
 CPU_LINE = re.compile(r"^cpu(\d+) (\d+) (\d+) (\d+) \d+ \d+ (\d+) (\d+) (\d+)", re.MULTILINE)
-"""Line of a CPU in proc_stat(5); idle time is not captured."""
+"""Pattern of the line of one CPU in /proc/stat (see proc_stat(5)). The idle times are not captured."""
 
 
 @dataclass(frozen=True)
 class CpuUse:
-    """CPU time used in an interval, measured by one rank, in seconds."""
+    """CPU time used during an interval in seconds, as measured by one rank."""
 
     machine: str
-    """Id of the machine, which may have several host names."""
+    """Unique id of the machine. One machine may have several host names."""
     host: str
     elapsed: float
+    """Length of the interval in seconds."""
     busy: Mapping[str, float]
-    """Busy time of each CPU of the rank, by its number."""
+    """Busy time in seconds of each CPU that the rank may use, by CPU number."""
     rank_seconds: float
-    """Time used by the rank itself."""
+    """CPU time in seconds that the rank itself has used."""
 
 
 class ForeignLoadMeter:
@@ -48,7 +49,7 @@ class ForeignLoadMeter:
         self.busy_start = read_busy_seconds()
 
     def measure(self) -> CpuUse:
-        """Return the CPU time used since the creation of the meter, as measured by this rank."""
+        """Return the CPU time used since this meter was created, as measured by this rank."""
         now = read_busy_seconds()
         cpus = self.busy_start.keys() & now.keys()
         busy = {cpu: now[cpu] - self.busy_start[cpu] for cpu in cpus}
@@ -57,13 +58,19 @@ class ForeignLoadMeter:
         return CpuUse(read_boot_id(), socket.gethostname(), elapsed, busy, rank_seconds)
 
     def report(self) -> ReportData:
-        """Report the largest share of a host's CPUs used by others. All ranks call it."""
+        """Report the largest fraction of a host's CPU time that other processes have used.
+
+        All ranks must call this method.
+        """
         gathered = self.world.gather(vars(self.measure()))
         return report_shares(compute_foreign_shares([CpuUse(**use) for use in gathered]))
 
 
 def read_busy_seconds() -> dict[str, float]:
-    """Return the busy time of each CPU that this process may use; empty if it is unknown."""
+    """Return the busy time in seconds of each CPU that this process may use, since the machine was started.
+
+    Returns an empty dict if the times are unknown.
+    """
     allowed = os.sched_getaffinity(0)
     ticks_per_second = os.sysconf("SC_CLK_TCK")
     seconds: dict[str, float] = {}
@@ -74,7 +81,11 @@ def read_busy_seconds() -> dict[str, float]:
 
 
 def compute_foreign_shares(uses: Sequence[CpuUse]) -> dict[str, float]:
-    """Return the share of CPU time that other processes used, by the host names of each machine."""
+    """Return the fraction of the CPU time that other processes used on each machine.
+
+    `uses` contains the measurement of each rank. Keys of the result are the host names of a machine, separated by
+    commas.
+    """
     machines: dict[str, list[CpuUse]] = {}
     for use in uses:
         machines.setdefault(use.machine, []).append(use)
@@ -92,9 +103,9 @@ def compute_foreign_shares(uses: Sequence[CpuUse]) -> dict[str, float]:
 
 
 def report_shares(shares: Mapping[str, float]) -> ReportData:
-    """Report the largest share in result.json, and large shares in the final table."""
+    """Create a report with the largest share for result.json, and notes on large shares for the final table."""
     notes = [
-        f"other processes used {share:.0%} of the CPUs of {hosts} meanwhile: times are longer than on a quiet host"
+        f"other processes used {share:.0%} of the CPU time on {hosts}; measured times are longer than on an idle host"
         for hosts, share in shares.items()
         if share >= NOTED_SHARE
     ]

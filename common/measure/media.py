@@ -1,9 +1,11 @@
-"""Images and histograms of a run: files in its folder, listed in media.jsonl for the tracker.
+"""Images and histograms that a run logs.
+
+Each image or histogram is stored as a file in the run folder and listed in media.jsonl, which the W&B tracker reads.
 
 attempts/0001/
-  media.jsonl               a line for each file: step, name, kind, file
+  media.jsonl               one line for each file: step, name, kind, file
   media/NAME-00000100.png   an image
-  media/NAME-00000200.json  a histogram: counts, and the edges of their bins
+  media/NAME-00000200.json  a histogram: the counts and the edges of the bins
 """
 
 from __future__ import annotations
@@ -25,10 +27,14 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 
 def make_media_path(folder: RunFolder, step: int, name: str, kind: str) -> Path:
-    """Return the path of a new file and create its folder. Raises ValueError for an invalid name, UserError."""
+    """Return the path of a new file, and create its folder.
+
+    Raises ValueError if the name is invalid, and UserError if the disk cannot be written.
+    """
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"invalid name {name!r}: use at most 64 letters, digits and _ . -, starting with a letter or digit"
+            f"invalid name {name!r}: use at most 64 letters, digits, underscores, dots and hyphens, starting with a "
+            "letter or digit"
         )
     media = folder.attempt_folder / FOLDER
     with disk_errors(media):
@@ -37,9 +43,10 @@ def make_media_path(folder: RunFolder, step: int, name: str, kind: str) -> Path:
 
 
 def write_image(folder: RunFolder, step: int, name: str, pixels: Tensor) -> None:
-    """Write an image as PNG.
+    """Write an image as a PNG file.
 
-    `pixels`: [H, W] or [3, H, W], uint8 or float in 0 to 1. Raises ValueError for other shapes.
+    `pixels` is a tensor [H, W] or [3, H, W], with uint8 values or with floating-point values from 0 to 1. Raises
+    ValueError for any other shape.
     """
     from PIL import Image
 
@@ -58,9 +65,9 @@ def write_image(folder: RunFolder, step: int, name: str, pixels: Tensor) -> None
 
 
 def write_histogram(folder: RunFolder, step: int, name: str, values: Tensor, bins: int = 64) -> None:
-    """Write a histogram of the finite values, which have any shape.
+    """Write a histogram of the finite values in a tensor of any shape.
 
-    It has `bins` equal bins from the minimum to the maximum.
+    The histogram has `bins` bins of equal width from the minimum to the maximum.
     """
     flat = values.detach().double().flatten().cpu()
     counts, edges = np.histogram(flat[flat.isfinite()].numpy(), bins)
@@ -70,7 +77,7 @@ def write_histogram(folder: RunFolder, step: int, name: str, values: Tensor, bin
 
 
 def append_media_entry(folder: RunFolder, step: int, name: str, kind: str, file: Path) -> None:
-    """Append the line of a file to media.jsonl."""
+    """Append a line that describes a file to media.jsonl."""
     entry: dict[str, Any] = {"global_step": step, "name": name, "kind": kind, "file": f"{FOLDER}/{file.name}"}
     path = folder.attempt_folder / LIST
     with disk_errors(path), open(path, "a") as stream:

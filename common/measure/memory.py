@@ -1,4 +1,4 @@
-"""Memory that a process uses for training, and a limit on it that shows what a model needs."""
+"""Measurement of the memory that a process uses for training, and a limit on this memory."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ OUT_OF_MEMORY_MESSAGES = (
     "out of memory",
     "Cannot allocate memory",
     "std::bad_alloc",
-    "could not create a primitive",  # oneDNN
+    "could not create a primitive",  # error message of oneDNN
 )
 
 
 class Footprint:
-    """Maximum memory at the calls of `record_peak`, beyond that at the start, in bytes.
+    """Meter of the additional memory in bytes that this process uses since the meter was created.
 
-    On a CPU it counts the private pages of this process, without mapped files; on a GPU the tensors of torch.
+    The maximum over all calls of `record_peak` is stored. On a CPU, the private memory pages of this process are
+    counted, without mapped files. On a GPU, the tensors that PyTorch has allocated are counted.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type != "cuda":
-            with contextlib.suppress(OSError, AttributeError):  # not glibc
-                ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system
+            with contextlib.suppress(OSError, AttributeError):  # only glibc has malloc_trim
+                ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the operating system
         self.start = self._read_bytes()
         self.peak_bytes = 0
 
     def record_peak(self) -> None:
-        """Update the maximum; call it where most memory is used, between a forward and its backward."""
+        """Update the maximum. Call this method when most memory is in use, between forward and backward."""
         self.peak_bytes = max(self.peak_bytes, self._read_bytes() - self.start)
 
     def _read_bytes(self) -> int:
@@ -56,7 +57,10 @@ class Footprint:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the maximum that `read_peak_memory` returns, if the system can (Linux: proc_pid_clear_refs(5))."""
+    """Reset the maximum that `read_peak_memory` returns, if the system supports this.
+
+    On Linux, see proc_pid_clear_refs(5).
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -65,27 +69,34 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def read_peak_memory(device: torch.device) -> int:
-    """Return the maximum bytes of this process: of its tensors on a GPU, else of everything in it."""
+    """Return the peak memory of this process in bytes.
+
+    On a GPU, only tensors are counted. On a CPU, all memory of the process is counted.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def describe_peak_memory(peaks: Mapping[str, int], device: torch.device) -> str:
-    """Describe the values of `read_peak_memory` by rank or device, in MB (1e6 bytes)."""
+    """Format the peak memory of each rank or device in MB (1e6 bytes).
+
+    `peaks` contains the values that `read_peak_memory` has returned.
+    """
     scope = "tensors" if device.type == "cuda" else "the whole process, libraries included"
     return f"{format_megabytes(peaks)}of {scope}"
 
 
 def format_megabytes(sizes: Mapping[str, int]) -> str:
-    """Format bytes by rank or device, as in "rank 0: 12.1 MB  rank 1: 8.0 MB  "."""
+    """Format the bytes of each rank or device, as in "rank 0: 12.1 MB  rank 1: 8.0 MB  "."""
     return "".join(f"{name}: {size / 1e6:,.1f} MB  " for name, size in sizes.items())
 
 
 def report_state_bytes(optimizer: Optimizer, world: World) -> ReportData:
-    """Report the bytes of parameters, gradients and optimizer state of each rank. All ranks call it.
+    """Report the memory that parameters, gradients and optimizer state need on each rank, in bytes.
 
-    The report includes the bytes without sharding, as with DDP, if they are more.
+    If these tensors are sharded, the report also contains the memory that they would need without sharding, as with
+    DDP. All ranks must call this function.
     """
     parameters: list[Tensor] = []
     for group in optimizer.param_groups:
@@ -107,7 +118,7 @@ def report_state_bytes(optimizer: Optimizer, world: World) -> ReportData:
     totals = {f"rank {rank}": sum(kinds.values()) for rank, kinds in enumerate(ranks)}
     text = format_megabytes(totals) + "of parameters, gradients and optimizer state"
     if full_bytes > max(totals.values()):
-        text += f"; with ddp {full_bytes / 1e6:,.1f} MB each"
+        text += f"; with strategy=ddp {full_bytes / 1e6:,.1f} MB per rank"
     bytes_by_kind: dict[str, list[int]] = {}
     for kind in local_bytes:
         bytes_by_kind[kind] = [kinds[kind] for kinds in ranks]
@@ -116,18 +127,20 @@ def report_state_bytes(optimizer: Optimizer, world: World) -> ReportData:
 
 
 def get_local_shard(tensor: Any) -> Tensor:
-    """Return the part of a tensor on this rank: all of it, unless it is a DTensor."""
+    """Return the part of a tensor that this rank holds, which is the entire tensor unless it is a DTensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @contextlib.contextmanager
 def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[dict[str, int]]:
-    """Limit the memory of this process within the block.
+    """Limit the memory that this process may use within the `with` block.
 
-    It may use `megabytes` MB (1e6 bytes) more than at the start; 0 means no limit. On GPUs this limits tensors; on CPUs
-    writable address space, without the 64 MB of malloc per thread. Yields the bytes by device beyond those at the
-    start, set after the block: the peak on a GPU, the value at the end on a CPU. Raises UserError if the limit is too
-    low.
+    Within the block, the process may use `megabytes` MB (1e6 bytes) more than at the start; 0 means no limit. On GPUs,
+    tensors are limited. On CPUs, the writable address space is limited, without the 64 MB that malloc reserves per
+    thread.
+
+    Yields a dict that is filled at the end of the block. The dict then contains the additional bytes of each device:
+    the peak on a GPU, and the value at the end of the block on a CPU. Raises UserError if the limit is too low.
     """
     old_limits = resource.getrlimit(resource.RLIMIT_DATA)
     bytes_by_device: dict[str, int] = {}
@@ -149,7 +162,7 @@ def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[di
             raise
         restore_limit(devices, old_limits)
         raise UserError(
-            f"memory_cap={megabytes}: the model with its gradients, optimizer and activations does not fit into "
+            f"memory_cap={megabytes}: the model with its gradients, optimizer state and activations does not fit into "
             f"{megabytes} MB; split it into more stages (stages=, mode=pipelined), lower batch, or raise memory_cap"
         ) from None
     finally:
@@ -157,7 +170,7 @@ def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[di
 
 
 def restore_limit(devices: Sequence[torch.device], old_limits: tuple[int, int]) -> None:
-    """Restore the limits of this process, and remove those on GPUs."""
+    """Restore the previous memory limits of this process, and remove the limits on GPUs."""
     resource.setrlimit(resource.RLIMIT_DATA, old_limits)
     for device in devices:
         if device.type == "cuda":
@@ -165,12 +178,15 @@ def restore_limit(devices: Sequence[torch.device], old_limits: tuple[int, int]) 
 
 
 def read_limited_bytes(device: torch.device) -> int:
-    """Return the bytes that `limit_memory` counts: the maximum reserved by torch on a GPU, else address space."""
+    """Return the number of bytes that `limit_memory` counts.
+
+    On a GPU, this is the peak of the memory that PyTorch has reserved. On a CPU, this is the writable address space.
+    """
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else read_writable_bytes()
 
 
 def read_writable_bytes() -> int:
-    """Return the bytes of private writable address space, which RLIMIT_DATA limits."""
+    """Return the size of the private writable address space in bytes, which RLIMIT_DATA limits."""
     match = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match
     return int(match[1]) * 1024

@@ -1,4 +1,7 @@
-"""Log of values of training steps: gathered from the ranks that know them, written to metrics.jsonl by rank 0."""
+"""Log of the values of training steps, such as the loss.
+
+The values are gathered from the ranks that know them, and rank 0 writes them to metrics.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from common.distributed.rendezvous import World
 from common.runs.metrics_writer import MetricsWriter
 
 MEAN = -1
-"""Source of values that every rank has for its shard of the batch; their means are written."""
+"""Value of `source` if every rank knows the values of its own shard; the means over all ranks are then written."""
 Values = dict[str, Tensor | float | None]
 POSITION_FIELDS = ("global_step", "samples", "time")
 
 
 class Batches(Protocol):
-    """The loader, as far as the log uses it."""
+    """The part of the interface of a loader that the log uses."""
 
     @property
     def steps(self) -> int: ...
@@ -33,7 +36,7 @@ class Batches(Protocol):
 
 
 def list_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the values in all rows, in the order of their first occurrence."""
+    """Return the names of all values in the rows, in the order in which the names first occur."""
     names: dict[str, None] = {}
     for row in rows:
         names |= dict.fromkeys(row)
@@ -41,7 +44,10 @@ def list_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def fetch_values(rows: Sequence[Values]) -> list[dict[str, float]]:
-    """Return the values of several steps as numbers, without None; a GPU is read once for each name."""
+    """Convert the values of several steps to numbers, and omit values that are None.
+
+    All values with the same name are transferred from a GPU together, so that the CPU waits only once for each name.
+    """
     fetched: list[dict[str, float]] = [{} for _ in rows]
     for name in list_names(rows):
         numbers: list[Any] = []
@@ -58,33 +64,37 @@ def fetch_values(rows: Sequence[Values]) -> list[dict[str, float]]:
 
 
 def average_over_ranks(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each value of a step over the ranks that have it.
+    """Return the mean of each value of a step over the ranks that know this value.
 
-    `rows[r]` are the values of rank r.
+    `rows[r]` contains the values of rank r.
     """
     means: dict[str, float] = {}
     for name in list_names(rows):
         values = [row[name] for row in rows if name in row]
         parts = [value / len(values) for value in values]
-        means[name] = functools.reduce(operator.add, parts)  # sum() rounds differently since Python 3.12
+        means[name] = functools.reduce(operator.add, parts)  # not sum(), which rounds differently since Python 3.12
     return means
 
 
 def is_evaluation(row: dict[str, Any]) -> bool:
-    """Return whether a row of metrics has the values of an evaluation."""
+    """Return whether a row of metrics.jsonl contains the values of an evaluation."""
     return "test_loss" in row
 
 
 def locate_row(row: dict[str, Any]) -> tuple[int, bool]:
-    """Return the position of a row in metrics.jsonl: the row of a step comes before its evaluation."""
+    """Return a key by which the rows of metrics.jsonl are ordered.
+
+    The row of a step comes before the row of the evaluation after this step.
+    """
     return row["global_step"], is_evaluation(row)
 
 
 class MetricsLog:
-    """Collects values without synchronisation and writes them in batches, about `seconds` apart.
+    """Log that collects the values of steps and writes them in batches, about every `seconds` seconds.
 
-    `source` is the rank that knows the values (a pipeline's last stage knows the loss), or MEAN. `batches` counts the
-    samples of steps. All ranks add values after the same steps and flush after the same ones.
+    Adding values does not synchronize ranks or devices. `source` is the rank that knows the values, or MEAN; in a
+    pipeline, only the last stage knows the loss. `batches` is the loader, which counts the samples of each step. All
+    ranks must add values after the same steps and flush after the same steps.
     """
 
     def __init__(
@@ -98,7 +108,11 @@ class MetricsLog:
         start_time: float | None = None,
         show: Callable[[int, dict[str, float]], None] = lambda step, newest: None,
     ) -> None:
-        """`began` is the origin of times, by time.perf_counter(); rank 0 calls `show` after every flush."""
+        """Create a log.
+
+        The times in metrics.jsonl are relative to `start_time`, a value of time.perf_counter(). After every flush, rank
+        0 calls `show` with the newest step and its values.
+        """
         self.world = world
         self.writer = writer
         self.batches = batches
@@ -110,21 +124,21 @@ class MetricsLog:
         self.start_time = self.last_flush if start_time is None else start_time
         self.rows: list[tuple[int, float, Values]] = []
         self.next_flush = 1
-        """Step of the next flush."""
+        """Step after which the next flush is due."""
         self.divergence = ""
-        """On rank 0, the reason why training has diverged, or empty."""
+        """On rank 0, a message that training has diverged, or an empty string."""
 
     def add(self, step: int, now: float, values: Values) -> None:
-        """Store the values of a step until the next flush; names may differ between steps."""
+        """Store the values of a step until the next flush. The names of the values may differ between steps."""
         self.rows.append((step, now, values))
 
     @property
     def is_due(self) -> bool:
-        """True when it is time to flush; the same on all ranks."""
+        """True if a flush is due. The value is the same on all ranks."""
         return bool(self.rows) and self.rows[-1][0] >= self.next_flush
 
     def flush(self) -> None:
-        """Write the collected rows. All ranks call it after the same step."""
+        """Write the collected rows. All ranks must call this method after the same step."""
         if not self.rows:
             return
         rows = self.rows
@@ -133,7 +147,7 @@ class MetricsLog:
         interval = self._choose_interval(len(rows), now)
         local_values = fetch_values([values for _, _, values in rows])
         gathered = self.world.all_gather([local_values, interval])
-        self.next_flush = step + gathered[self.source][1]  # one rank decides, so that all agree
+        self.next_flush = step + gathered[self.source][1]  # all ranks use the interval of the same rank
         if not self.world.is_main:
             return
         step_values = gathered[self.source][0]
@@ -145,18 +159,21 @@ class MetricsLog:
         self.show(step, step_values[-1])
 
     def _choose_interval(self, count: int, now: float) -> int:
-        """Return the steps until the next flush, after `count` steps; they grow at most fourfold."""
+        """Return the number of steps until the next flush.
+
+        `count` is the number of steps since the previous flush. The result is at most four times this number.
+        """
         interval = int(count * self.seconds / max(now - self.last_flush, 1e-6))
         self.last_flush = now
         return min(max(1, interval), 4 * count)
 
     def drop_unwritten_rows(self) -> None:
-        """Note that all ranks have reached the last flush of rank 0."""
+        """Do nothing. The subclass `SharedMetricsLog` discards the rows that rank 0 has written."""
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Write values that rank 0 knows, such as those of an evaluation, after those of the steps.
+        """Write the collected rows, and then a row with `values`, such as the scores of an evaluation.
 
-        All ranks call it.
+        All ranks must call this method. The values of rank 0 are written.
         """
         self.flush()
         if self.world.is_main:
@@ -172,13 +189,13 @@ class MetricsLog:
     def _make_rows(
         self, rows: Sequence[tuple[int, float, Values]], step_values: Sequence[dict[str, float]]
     ) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl for collected steps, whose values are `step_values`."""
+        """Return the rows of metrics.jsonl for the collected steps, which have the values `step_values`."""
         return [self._make_row(step, now) | values for (step, now, _), values in zip(rows, step_values, strict=True)]
 
     def _note_divergence(self, steps: Sequence[int], rows: Sequence[dict[str, float]]) -> None:
-        """Note the first step whose loss is NaN or infinite, and its samples.
+        """Store a message about the first step whose loss is NaN or infinite, and about its samples.
 
-        A `skipped` step has not diverged: its gradients were too large for fp16.
+        A step that was skipped because its gradients are too large for fp16 does not count as divergence.
         """
         for step, row in zip(steps, rows, strict=True):
             if self.divergence or math.isfinite(row.get("loss", 0.0)) or row.get("skipped"):
@@ -188,29 +205,29 @@ class MetricsLog:
             first = self.batches.count_samples(step - 1) - epoch_start
             last = self.batches.count_samples(step) - epoch_start - 1
             self.divergence = (
-                f"the loss of step {step} is {row['loss']} (epoch {epoch}, positions {first} to {last} of its "
-                "order); lower optim.lr, or set clip where there is one"
+                f"the loss of step {step} is {row['loss']} (samples at positions {first} to {last} of epoch {epoch}); "
+                "lower optim.lr, or set clip if the experiment has this setting"
             )
 
 
 class SharedMetricsLog(MetricsLog):
-    """Log of values that are equal on all ranks.
+    """Log of values that are equal on all ranks, for elastic runs.
 
-    Any rank can continue the file if rank 0 is lost. A flush needs no other rank. Each rank keeps the rows that rank 0
-    may not have written.
+    A flush needs no communication. Each rank keeps the rows that rank 0 may not have written yet, so that any other
+    rank can continue the file if rank 0 is lost.
     """
 
     unwritten_rows: list[dict[str, Any]]
-    """Rows that rank 0 may not have written."""
+    """Rows that rank 0 may not have written yet."""
     last_written: tuple[int, bool] = (0, True)
-    """Position of the last row that rank 0 has written: its step, and whether it is an evaluation."""
+    """Position of the last row that rank 0 has written: its step, and whether it belongs to an evaluation."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.unwritten_rows = []
 
     def collect(self) -> list[dict[str, Any]]:
-        """Return the rows that rank 0 may not have written, including those of the newest steps."""
+        """Return the rows that rank 0 may not have written yet, including the rows of the newest steps."""
         rows = self.rows
         self.rows = []
         step_values = fetch_values([values for _, _, values in rows])
@@ -218,14 +235,17 @@ class SharedMetricsLog(MetricsLog):
         return self.unwritten_rows
 
     def flush(self) -> None:
-        """Write the collected rows."""
+        """Write the collected rows on rank 0, without communication."""
         if self.rows:
             step, now, _ = self.rows[-1]
             self.next_flush = step + self._choose_interval(len(self.rows), now)
         self.write_rows(self.collect())
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write, on rank 0, the rows that have not been written yet. An evaluation may have been repeated."""
+        """Write the rows that are not in the file yet. Only rank 0 writes.
+
+        Rows that are already in the file, for example because an evaluation was repeated, are skipped.
+        """
         if not self.world.is_main:
             return
         new_rows = []
@@ -244,18 +264,24 @@ class SharedMetricsLog(MetricsLog):
             self.show(last_row["global_step"], logged)
 
     def drop_unwritten_rows(self) -> None:
-        """Drop the kept rows: rank 0 wrote them before all ranks voted."""
+        """Discard the stored rows. Call this method only after a vote, because rank 0 has then written all rows."""
         self.unwritten_rows = []
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Write the values of an evaluation, which all ranks know, once, also if the evaluation is repeated."""
+        """Write the values of an evaluation, which are equal on all ranks.
+
+        If the evaluation is repeated, the values are written only once.
+        """
         self.flush()
         row = self._make_row(step, time.perf_counter()) | values
         self.unwritten_rows.append(row)
         self.write_rows([row])
 
     def take_over_file(self) -> None:
-        """Continue the file of a lost rank 0 on a new one; removes an incomplete last line."""
+        """Continue the metrics file of the previous rank 0, which was lost. Call this method on the new rank 0.
+
+        An incomplete last line of the file is removed.
+        """
         path = self.writer.file
         content = path.read_bytes() if path.exists() else b""
         complete = content[: content.rfind(b"\n") + 1]

@@ -1,4 +1,4 @@
-"""Plots of measured numbers, as PNG files. matplotlib is imported when the first one is drawn."""
+"""Plots of measured numbers. matplotlib is imported only when the first plot is drawn."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 Points = Sequence[tuple[float, float, float]]
-"""x, mean and deviation."""
+"""Points of a curve, each with x, the mean of y, and the standard deviation of y."""
 MAX_TICKS = 8
-"""Maximum number of measured x for which each has a tick."""
+"""Maximum number of x values for which each value has its own tick."""
 
 
 def make_axes(width: float = 7.0, height: float = 4.2) -> Any:
-    """Return the axes of a new figure of this size in inches; needs no display."""
+    """Return the axes of a new figure, which needs no display. Width and height are in inches."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -24,7 +24,7 @@ def make_axes(width: float = 7.0, height: float = 4.2) -> Any:
 
 
 def save_figure(axes: Any, path: Path) -> None:
-    """Write a figure as PNG or SVG, with its title also as metadata, and close it."""
+    """Write a figure as PNG or SVG and close it. The title is also stored as metadata of the file."""
     from matplotlib import pyplot
 
     axes.figure.savefig(path, dpi=150, metadata={"Title": axes.get_title()})
@@ -32,7 +32,7 @@ def save_figure(axes: Any, path: Path) -> None:
 
 
 def save_with_legend(axes: Any, path: Path) -> None:
-    """Add a grid and a legend to a figure, then write and close it."""
+    """Add a grid and a legend to a figure, write it to a file, and close it."""
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(axes, path)
@@ -50,10 +50,11 @@ def draw_curves(
     loglog: bool = False,
     title: str = "",
 ) -> None:
-    """Draw lines through points, with error bars.
+    """Draw curves through measured points with error bars, and write the plot to `path`.
 
-    `computed` lines are dashed, `levels` horizontal. `log`: x in powers of 2, with a tick for each measured x if there
-    are at most MAX_TICKS; `loglog`: both axes in powers of 10.
+    `computed` contains curves without measured points, which are dashed. `levels` contains the heights of horizontal
+    lines. `log` scales the x-axis by powers of 2, with a tick at each measured x if there are at most MAX_TICKS.
+    `loglog` scales both axes by powers of 10.
     """
     axes = make_axes()
     ticks: set[float] = set()
@@ -81,7 +82,10 @@ def draw_curves(
 
 
 def draw_bars(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, title: str = "") -> None:
-    """Draw a bar for each label, with the mean (also as a number) and the deviation."""
+    """Draw a bar chart with error bars, and write it to `path`.
+
+    `heights` contains mean and standard deviation for each label. Each mean is also written above its bar.
+    """
     axes = make_axes()
     means, deviations = zip(*heights.values(), strict=True)
     bars = axes.bar(list(heights), means, yerr=deviations, capsize=4, color="#4878a8")
@@ -95,9 +99,9 @@ def draw_bars(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *,
 
 
 def draw_times_by_size(folder: Path, curves: Mapping[str, tuple[Mapping[str, Points], Mapping[str, Points]]]) -> None:
-    """Draw time in microseconds against size in bytes, in one figure per name.
+    """Plot time in microseconds against size in bytes, in one figure for each name.
 
-    `curves` has the measured curves and the fitted lines of each figure, by their labels, for `draw_curves`.
+    `curves` contains, for each figure, the measured curves and the fitted lines by label (see `draw_curves`).
     """
     for name, (measured, fitted) in curves.items():
         path = folder / f"{name.replace(' ', '_')}.png"

@@ -1,4 +1,4 @@
-"""Report of amp_accum: the cost of a precision and of gradient accumulation, from the rows of metrics.jsonl."""
+"""Report of the amp_accum experiment on the cost of mixed precision and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -13,25 +13,32 @@ from common.runs.result import ReportData
 from configs.amp_accum import Config
 
 FINAL_STEPS = 20
-"""Last steps, whose mean loss is the final loss."""
+"""Number of steps at the end of a run over which the loss is averaged to obtain the final loss."""
 
 
 @dataclass
 class PrecisionReport:
-    """Bytes sent, memory, steps skipped, and the final loss of a run, including its earlier attempts."""
+    """Report of the bytes sent, the memory used, the steps skipped, and the final loss of a run.
+
+    The numbers are computed from the rows of metrics.jsonl and include earlier attempts of the run.
+    """
 
     cfg: Config
     folder: RunFolder
     device: str
     """Type of the device: cpu or cuda."""
     peak_bytes: Sequence[int]
-    """Maximum memory of each rank beyond the model."""
+    """Peak memory of each rank in bytes, in addition to the memory of the model."""
     scale: float
-    """The loss scale after the last step; 1 without scaling."""
+    """The loss scale after the last step; 1 if the loss is not scaled."""
 
     @cached_property
     def outcome(self) -> dict[str, Any]:
-        """Mean bytes sent by a rank per step, steps skipped, the precision used, and the final loss."""
+        """Values for result.json that a repeated run reproduces.
+
+        The values are the mean number of bytes that a rank sends per step, the number of skipped steps, the precision
+        in which the run was computed, and the final loss.
+        """
         rows = [row for row in self.folder.read_metrics() if "loss" in row]
         losses = [row["loss"] for row in rows[-FINAL_STEPS:] if row["loss"] is not None]
         precision = self.cfg.precision
@@ -50,9 +57,9 @@ class PrecisionReport:
         """Return the rows of the final table."""
         cfg = self.cfg
         outcome = self.outcome
-        scale = f", scale {self.scale:g}" if cfg.precision == "fp16" else ""
+        scale = f", loss scale {self.scale:g}" if cfg.precision == "fp16" else ""
         counts = [format_count(cfg.accumulate, "microbatch")]
-        if cfg.batch_plan.weights:  # shards are unequal
+        if cfg.batch_plan.weights:  # the shards are unequal
             counts.append(format_count(cfg.batch // cfg.accumulate, "sample"))
         else:
             counts.append(format_count(cfg.processes, "rank"))
@@ -61,10 +68,10 @@ class PrecisionReport:
             "step": f"batch {cfg.batch} = {' x '.join(counts)}",
             "precision": f"{outcome['computed_in']}, {cfg.model}{scale}",
             "steps skipped": str(outcome["steps_skipped"]),
-            "training memory": f"{max(self.peak_bytes) / 1e6:.1f} MB beyond the model, on the rank that takes most",
-            "sent": f"{outcome['bytes_sent'] / 1e6:.2f} MB of gradients by each rank in a step",
+            "training memory": f"{max(self.peak_bytes) / 1e6:.1f} MB beyond the model, on the rank that uses the most",
+            "sent": f"{outcome['bytes_sent'] / 1e6:.2f} MB of gradients per rank and step",
         }
 
     def result(self) -> ReportData:
-        """Return the values for result.json."""
+        """Return the values that are stored in result.json."""
         return ReportData(outcome=self.outcome, measured={"training_bytes": max(self.peak_bytes)})

@@ -1,7 +1,7 @@
-"""Timing of data-parallel steps: the times of each rank, stragglers, communication that is not hidden.
+"""Timing of data-parallel steps: times of each rank, stragglers, and the communication that delays a step.
 
-The all-reduce makes the steps of all ranks equally long, so the step time cannot identify a slow rank. The time until
-backward begins can, as long as no rank has waited for another before.
+The all-reduce makes the steps of all ranks equally long, so the step time cannot identify a slow rank. Instead, the
+times from the start of a step to the start of backward are compared, during which ranks do not wait for each other.
 """
 
 from __future__ import annotations
@@ -26,99 +26,122 @@ from common.runs.result import ReportData
 
 T = TypeVar("T")
 HISTORY = 1000
-"""Number of newest steps whose time stamps are stored."""
+"""Number of steps whose timestamps are stored; older steps are discarded."""
 NEWEST_STEPS = 50
-"""Number of steps that show the current speed of a rank."""
+"""Number of the newest steps that determine the current speed of a rank."""
 WARM_UP = 10
-"""Number of first steps that are left out."""
+"""Number of steps at the start of a run that are excluded from measurements."""
 MIN_STEPS = 10
-"""Number of steps below which no rank is called a straggler."""
+"""Minimum number of measured steps before a rank can be reported as a straggler."""
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Mean or median seconds of one rank per step: waiting for data, everything before backward, the whole step."""
+    """Times of one rank in a typical step, in seconds."""
 
     data: float
+    """Mean time spent waiting for a batch."""
     before_backward: float
+    """Time from the start of a step to the start of backward, without waiting for other ranks."""
     step: float
+    """Mean duration of the entire step."""
     steps: int
-    """Number of steps measured."""
+    """Number of measured steps."""
     rank: int = 0
     exposed: Sequence[float] = ()
-    """Time from the last gradient to the end of backward, by step: communication that is not hidden."""
+    """Time from the last gradient to the end of backward in each step, during which communication is not overlapped."""
     samples: float | None = None
-    """Mean samples per batch, if the shards of the ranks are unequal."""
+    """Mean number of this rank's samples per batch if the shards are unequal; None if they are equal."""
 
 
 class StepDurations:
-    """Durations of the steps of this attempt, by the host's clock, without the time between two steps."""
+    """Durations of the steps of this attempt, measured with the clock of the host.
+
+    Time that is not spent on training, such as an evaluation between two steps, is excluded.
+    """
 
     def __init__(self) -> None:
-        self.durations: list[float] = []  # seconds
+        self.durations: list[float] = []  # in seconds
         self.mark: float | None = None
 
     def note_step_end(self, now: float) -> None:
-        """Note the end of a step; `now` by time.perf_counter()."""
+        """Record the end of a step. `now` is the current value of time.perf_counter()."""
         if self.mark is not None:
             self.durations.append(now - self.mark)
         self.mark = now
 
     def interrupt(self) -> None:
-        """Leave out the time since the last step, which was not training."""
+        """Exclude the time since the end of the last step, which was not spent on training."""
         self.mark = time.perf_counter()
 
     def is_steady_next(self, left: int) -> bool:
-        """Return whether the steady steps begin with the next one, after which `left` steps remain."""
+        """Return whether the next step is the first step that counts toward the mean duration.
+
+        `left` is the number of steps that remain in the run.
+        """
         done = len(self.durations) + (self.mark is not None)
         return done == min(WARM_UP, (done + left) // 3)
 
     def list_steady(self) -> list[float]:
-        """Return the seconds of all steps except the first WARM_UP (of a short run a third)."""
+        """Return the durations in seconds of all steps except the first WARM_UP steps.
+
+        In a short run, only the first third of the steps is excluded.
+        """
         return self.durations[min(WARM_UP, len(self.durations) // 3) :]
 
     def compute_mean(self) -> float:
-        """Return the mean of the steady steps in seconds; 0 if there are none."""
+        """Return the mean duration in seconds of the steps that `list_steady` returns; 0 if there are none."""
         return fmean(self.list_steady() or [0.0])
 
 
 class MarkedStep(NamedTuple):
-    """The time stamps of a step."""
+    """Timestamps of one step."""
 
     marks: dict[str, Stamp]
+    """Timestamps by name, such as "start" and "backward"."""
     layer_spans: list[tuple[Stamp, Stamp]]
-    """Start and end of each sharded layer's forward."""
+    """Start and end of the forward pass of each sharded layer."""
     waited: float
-    """Seconds that synchronised BatchNorm waited for other ranks in the forward."""
+    """Seconds that synchronized BatchNorm waited for other ranks during the forward pass."""
 
 
 class StepTimes:
-    """Time stamps of one rank's steps."""
+    """Recorder of the timestamps of one rank's steps."""
 
     def __init__(self, model: nn.Module, device: torch.device, sharded: Iterable[nn.Module] = ()) -> None:
-        """`sharded` are layers that wait for their parameters in the forward, of which only the computation counts."""
+        """Install hooks in the model that record timestamps.
+
+        `sharded` contains the layers that gather their parameters in the forward pass. Only the time in which these
+        layers compute counts as forward time, without the time in which they wait for parameters.
+        """
         self.model = model
         self.clock = DeviceClock(device)
         self.layer_starts: list[Stamp] = []
         self.layer_spans: list[tuple[Stamp, Stamp]] = []
-        for layer in sharded:  # after fully_shard has installed its own hooks
+        for layer in sharded:  # fully_shard has already installed its own hooks
             layer.register_forward_pre_hook(lambda *_: self.layer_starts.append(self.clock.stamp()))
             layer.register_forward_hook(self._record_forward, prepend=True)
         self.history: deque[MarkedStep] = deque(maxlen=HISTORY)
         self.marks: dict[str, Stamp] = {}
         self.steps_to_skip = WARM_UP
-        # backward reaches the first layer last
+        # Backward computes the gradient of the first parameter last.
         next(model.parameters()).register_hook(lambda _: self.mark("last gradient"))
 
     def _record_forward(self, *_: object) -> None:
         self.layer_spans.append((self.layer_starts.pop(), self.clock.stamp()))
 
     def mark(self, name: str) -> None:
-        """Record the time under a name: "backward" before it begins, "end of backward" after it."""
+        """Record the current time under a name.
+
+        Call this method with "backward" before backward starts, and with "end of backward" after it has finished.
+        """
         self.marks[name] = self.clock.stamp()
 
     def iterate(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the loader's batches; a step lasts from the request of a batch to the next request."""
+        """Yield the batches of a loader, and record the timestamps of each step.
+
+        A step lasts from the request for a batch until the request for the next batch.
+        """
         source = iter(loader)
         while True:
             self.clock.begin_step()
@@ -135,7 +158,7 @@ class StepTimes:
 
     def _store_step(self) -> None:
         waited = pop_waiting_seconds(self.model)
-        if "backward" not in self.marks:  # the experiment does not mark it
+        if "backward" not in self.marks:  # the experiment does not mark the start of backward
             return
         if self.steps_to_skip:
             self.steps_to_skip -= 1
@@ -143,7 +166,10 @@ class StepTimes:
             self.history.append(MarkedStep(self.marks, self.layer_spans, waited))
 
     def _measure_step(self, step: MarkedStep) -> dict[str, float]:
-        """Return the seconds of a step by name; its forward excludes waiting for other ranks."""
+        """Return the durations of the parts of a step in seconds, by name.
+
+        The duration of the forward pass does not include waiting for other ranks.
+        """
         to_seconds = self.clock.to_seconds
         times = {name: to_seconds(stamp) for name, stamp in step.marks.items()}
         if step.layer_spans:
@@ -162,18 +188,20 @@ class StepTimes:
         return seconds
 
     def measure_seconds_to_last_gradient(self, steps: int) -> float | None:
-        """Return the median seconds from start to last gradient of the newest `steps`.
+        """Return the median time in seconds from the start of a step to its last gradient.
 
-        Until then no rank waits for another, except in synchronised norms. Waits for a GPU to finish these steps. None
-        if there are fewer steps.
+        During this time a rank does not wait for other ranks, except in synchronized BatchNorm. The median is computed
+        over the newest `steps` steps; None is returned if fewer steps are stored. On a GPU, this method waits until the
+        GPU has finished these steps.
         """
         newest = [self._measure_step(step) for step in list(self.history)[-steps:]]
         return median(step["to last gradient"] for step in newest) if len(newest) == steps else None
 
     def estimate_seconds_to_backward(self) -> float | None:
-        """Return the median seconds until backward begins; None if there are too few steps.
+        """Return the median time in seconds from the start of a step to the start of backward.
 
-        On a GPU only steps that it has finished count, because reading others would wait for it.
+        Returns None if fewer than MIN_STEPS steps have been measured. On a GPU, only finished steps are used, so that
+        this method never waits for the GPU.
         """
         finished = [step for step in self.history if self.clock.has_reached(step.marks["end"])]
         if len(finished) < MIN_STEPS:
@@ -182,11 +210,11 @@ class StepTimes:
         return median(step["data"] + step["forward"] for step in newest)
 
     def summarize(self) -> RankTimes | None:
-        """Return the times over all stored steps; None if there are none."""
+        """Return the typical times over all stored steps; None if no steps are stored."""
         if not self.history:
             return None
         steps = [self._measure_step(step) for step in self.history]
-        data = fmean(step["data"] for step in steps)  # no median: the loader works for several steps at a time
+        data = fmean(step["data"] for step in steps)  # not a median, because the loader prepares several steps at once
         forward = median(step["forward"] for step in steps)
         duration = fmean(step["step"] for step in steps)
         exposed = [step["exposed"] for step in steps if "exposed" in step]
@@ -194,9 +222,10 @@ class StepTimes:
 
 
 def gather_step_times(world: World, times: StepTimes | None, samples: float | None = None) -> list[RankTimes]:
-    """On rank 0, return the step times of all ranks that recorded any. All ranks call it.
+    """Return the step times of all ranks on rank 0, and an empty list on all other ranks.
 
-    `samples` is the mean number of this rank's samples per batch, if shards are unequal.
+    All ranks must call this function. Ranks that have recorded no step times are omitted. `samples` is the mean number
+    of this rank's samples per batch if the shards are unequal, otherwise None.
     """
     summary = times.summarize() if times else None
     gathered = world.gather(asdict(summary) | {"samples": samples} if summary else None)
@@ -204,9 +233,10 @@ def gather_step_times(world: World, times: StepTimes | None, samples: float | No
 
 
 def time_communication(model: nn.Module, bucket_mb: float, size: int, repeats: int = 5) -> float | None:
-    """Return the seconds to all-reduce the gradients of a step, without computation; None with one rank.
+    """Return the time in seconds that it takes to all-reduce the gradients of a step, without computation.
 
-    All ranks call it. Gradients are sent in buckets of `bucket_mb` MB, as numbers of `size` bytes.
+    All ranks must call this function. Returns None if there is only one rank. The gradients are sent in buckets of
+    `bucket_mb` MiB, as numbers of `size` bytes each.
     """
     if dist.get_world_size() == 1:
         return None
@@ -226,30 +256,32 @@ def time_communication(model: nn.Module, bucket_mb: float, size: int, repeats: i
 
 
 def compute_imbalance(values: Sequence[float]) -> float | None:
-    """Return the fraction by which the maximum exceeds the mean; None for a single value."""
+    """Return the fraction by which the maximum exceeds the mean; None if there is only one value."""
     return max(values) / fmean(values) - 1 if len(values) > 1 else None
 
 
 @dataclass(frozen=True)
 class ScalingReport:
-    """The report on the cooperation of the ranks of a data-parallel run."""
+    """Report on step times, stragglers, communication and scaling efficiency of a data-parallel run."""
 
     ranks: Sequence[RankTimes]
     hosts: Sequence[str]
+    """Host name of each rank, or of each device if one process uses several devices."""
     step_seconds: float
-    """Seconds of a step."""
+    """Duration of a step in seconds."""
     communication_seconds: float | None = None
-    """Seconds of one step's communication without computation."""
+    """Time in seconds that the communication of one step takes without computation; None if it was not measured."""
     single_rank_seconds: float = 0.0
-    """Seconds of the same step on one rank; 0 if it was not measured."""
+    """Duration in seconds of the same step on a single rank; 0 if it was not measured."""
 
     @property
     def exposed_fraction(self) -> float | None:
-        """The fraction of the communication that is not hidden behind backward.
+        """The fraction of the communication that does not overlap with backward.
 
-        In each step the rank with the shortest wait counts: the others also wait for that rank.
+        In each step, the shortest wait of all ranks is used, because the waits of the other ranks also include waiting
+        for slower ranks.
         """
-        newest_first = [rank.exposed[::-1] for rank in self.ranks]  # a rank that joined later has fewer steps
+        newest_first = [rank.exposed[::-1] for rank in self.ranks]  # a rank that has joined later has fewer steps
         steps = list(zip(*newest_first, strict=False))
         if not steps or not self.communication_seconds or len(self.ranks) == 1:
             return None
@@ -257,7 +289,7 @@ class ScalingReport:
 
     @property
     def efficiency(self) -> float | None:
-        """The scaling efficiency: 1 when p ranks are p times as fast as one."""
+        """The scaling efficiency, which is 1 if p ranks are p times as fast as one rank."""
         return (
             self.single_rank_seconds / self.step_seconds / len(self.hosts)
             if self.single_rank_seconds and self.step_seconds
@@ -266,7 +298,7 @@ class ScalingReport:
 
     @property
     def straggler(self) -> int | None:
-        """The rank for which the others wait, if it is clearly slower before backward."""
+        """The rank that is clearly slower than the others before backward; None if there is no such rank."""
         slowest = self._find_straggler_times()
         return None if slowest is None else slowest.rank
 
@@ -278,7 +310,7 @@ class ScalingReport:
         return None if index is None else self.ranks[index]
 
     def rows(self) -> dict[str, str]:
-        """Return the rows of the final table."""
+        """Return the rows that this report adds to the final table."""
         rows: dict[str, str] = {}
         if self.ranks:
             lines = [
@@ -291,22 +323,23 @@ class ScalingReport:
         if slowest is not None:
             median_of_others = median(rank.before_backward for rank in self.ranks if rank is not slowest)
             rows["straggler"] = (
-                f"rank {slowest.rank} on {self.hosts[slowest.rank]}: {slowest.before_backward * 1e3:.2f} ms until "
-                f"backward, the others {median_of_others * 1e3:.2f} ms"
+                f"rank {slowest.rank} on {self.hosts[slowest.rank]}: {slowest.before_backward * 1e3:.2f} ms before "
+                f"backward (median of the other ranks: {median_of_others * 1e3:.2f} ms)"
             )
         exposed = self.exposed_fraction
         if exposed is not None and self.communication_seconds is not None:
-            rows["communication"] = f"{self.communication_seconds * 1e3:.2f} ms a step, {exposed:.0%} not hidden"
+            milliseconds = self.communication_seconds * 1e3
+            rows["communication"] = f"{milliseconds:.2f} ms per step, {exposed:.0%} not overlapped with backward"
         if self.efficiency is not None:
             rows["efficiency"] = (
-                f"{self.efficiency:.0%} of {len(self.hosts)} times one rank "
-                f"(alone {self.single_rank_seconds * 1e3:.2f} ms a step, "
-                f"speed-up {self.single_rank_seconds / self.step_seconds:.2f})"
+                f"{self.efficiency:.0%} of the ideal {len(self.hosts)}-fold speedup "
+                f"(actual speedup {self.single_rank_seconds / self.step_seconds:.2f}; "
+                f"one rank alone takes {self.single_rank_seconds * 1e3:.2f} ms per step)"
             )
         return rows
 
     def result(self) -> ReportData:
-        """Return the values for result.json, all measured; times in seconds."""
+        """Return the values that are stored in result.json. Times are in seconds."""
         ranks = []
         for rank in self.ranks:
             fields = asdict(rank)

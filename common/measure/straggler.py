@@ -1,4 +1,7 @@
-"""The definition of a straggler, for the final table and for `make status`. Imports no torch."""
+"""Definition of a straggler: a rank that is clearly slower than the other ranks.
+
+The final table of a run and `make status` use this definition. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ from collections.abc import Sequence
 from statistics import median
 
 MIN_RATIO = 1.25
-"""Time of a straggler, relative to the median of the other ranks."""
+"""Minimum time of a straggler, as a multiple of the median time of the other ranks."""
 MIN_SECONDS = 1e-3
-"""Excess of a straggler's time over that median; less is jitter."""
+"""Minimum time in seconds by which a straggler exceeds this median; smaller differences may be random."""
 
 
 def find_straggler(seconds: Sequence[float | None], samples: Sequence[float | None] = ()) -> int | None:
-    """Return the rank that is clearly slower than the others, or None.
+    """Return the rank that is clearly slower than the others, or None if there is no such rank.
 
-    `seconds` has each rank's time from the start of a step until backward begins; None or 0 if it is unknown. The time
-    of the whole step is useless because the all-reduce makes it equal. `samples` has each rank's samples of a batch if
-    these are unequal: a rank that is slower only because it has more samples is not a straggler.
+    `seconds` contains each rank's time from the start of a step to the start of backward; None or 0 if it is unknown.
+    The duration of the entire step cannot be used, because the all-reduce makes it equal on all ranks. `samples`
+    contains each rank's number of samples per batch if the shards are unequal. A rank that is slower only because it
+    has more samples is not a straggler.
     """
     rank_seconds = {rank: value for rank, value in enumerate(seconds) if value}
     if len(rank_seconds) < 2:

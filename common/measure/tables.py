@@ -1,4 +1,4 @@
-"""Tables of text."""
+"""Tables in plain text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Mapping
 
 
 def format_table(rows: Mapping[str, str]) -> str:
-    """Return a table with two columns; the lines of a value stay in its column."""
+    """Return a text table with a column of names and a column of values.
+
+    A value may have several lines, all of which are placed in the second column.
+    """
     width = max(map(len, rows))
     lines = []
     for name, value in rows.items():

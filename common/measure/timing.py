@@ -1,4 +1,4 @@
-"""Wall-clock time of calls, including the work of the device."""
+"""Measurement of the wall-clock time of function calls, including the work that they queue on a device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def time_calls(
     prepare: Callable[[], object] | None = None,
     budget: float = math.inf,
 ) -> list[float]:
-    """Return the seconds of each of `repeats` calls, until the device has finished its work.
+    """Return the durations in seconds of `repeats` calls, including the work that they queue on the device.
 
-    `warm_up` further calls come first. `prepare`, such as a barrier, runs before each call and is not timed. After
-    `budget` seconds no further call is made, but at least one call is timed.
+    `warm_up` calls that are not timed come first. `prepare`, such as a barrier, is called before each call and is not
+    timed. Once `budget` seconds have passed, no more calls are made, but at least one call is timed.
     """
     times: list[float] = []
     time_limit = time.perf_counter() + budget
@@ -40,6 +40,6 @@ def time_calls(
 
 
 def synchronize_device(device: torch.device) -> None:
-    """Wait until the device has finished all queued work; does nothing for a CPU."""
+    """Wait until the device has finished all queued work. Does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

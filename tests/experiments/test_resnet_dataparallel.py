@@ -57,7 +57,7 @@ def test_every_strategy_equals_one_process_and_data_parallel_on_one_device_says_
         if torch.cuda.device_count() < 2:
             assert "runs the model unchanged, like single" in done.out and "use strategy=ddp" in done.out
             assert result["devices"] == 1 and "efficiency" not in result and not result["compare"]
-            assert "speed-up" not in done.out
+            assert "speedup" not in done.out
             assert found["losses"] == expected["losses"]
         assert found["state"].keys() == expected["state"].keys()
 
@@ -143,7 +143,7 @@ def test_fewer_images_than_a_batch_are_trained_on_and_not_compared(tmp_path: Pat
     assert done.status == 0, done.err
     assert done.result["state"] == "finished" and done.result["compare"] == {}
     assert len(done.losses) == 2 and done.result["last_batch"] == [10, 10]
-    assert re.search(r"comparison +left out: 20 training samples hold no full batch of 64", done.out)
+    assert re.search(r"comparison +skipped: the training set has 20 samples, fewer than one batch of 64", done.out)
 
 
 def test_a_sweep_runs_each_strategy(digits: tuple[str, ...], tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_model_saved_by_a_wrapper_is_loaded_too() -> None:
     assert not all(torch.equal(value, wrapped[f"module.{name}"]) for name, value in pairs)
     state_dicts.load_tensors(pairs, wrapped)
     assert all(torch.equal(value, saved.state_dict()[name]) for name, value in pairs)
-    with pytest.raises(UserError, match=r"the checkpoint has no conv1\.weight: it is of another model"):
+    with pytest.raises(UserError, match=r"the checkpoint has no tensor conv1\.weight; it was saved"):
         state_dicts.load_tensors(pairs, nn.DataParallel(nn.Linear(2, 2)).state_dict())
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
     memory = {f"module.{name}": {"momentum_buffer": torch.full_like(p, 3)} for name, p in ours.named_parameters()}

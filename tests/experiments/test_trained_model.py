@@ -194,7 +194,7 @@ def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
         resume(REPLICATED, folder, "optim.lr=5"),
         inside.run_verb("exp", f"--resume={folder.path}", "--launch=local", "--args=optim.lr=5"),
     ):
-        refused = f"{folder.path.name} is finished: optim.lr 0.02 -> 5.0 has no effect; set more steps"
+        refused = f"{folder.path.name} is finished: optim.lr 0.02 -> 5.0 has no effect; increase steps"
         assert ways.returncode == 2 and refused in ways.stderr, ways
     with open(folder.path / "config.yaml") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as another process that goes on with it
@@ -224,6 +224,6 @@ def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
     for checkpoint in storage.list_resumable_checkpoints(folder):
         shutil.rmtree(checkpoint.path)
     done = resume(REPLICATED, folder, "steps=60")
-    assert done.returncode == 2 and "the checkpoint of its last step, 50, is missing" in done.stderr
+    assert done.returncode == 2 and "the checkpoint of its last step (50) is missing" in done.stderr
     done = resume(REPLICATED, folder)
     assert done.returncode == 0 and "is finished" in done.stdout and "train on" not in done.stdout

@@ -186,7 +186,7 @@ DISKS = [
             "disk: too small for an image folder",
             *("data.name=imagefolder", "data.root=images", "data.cache=disk/cache", "data.image_size=1024"),
             parts=(
-                "4 images of images take 13 MB in disk/cache",
+                "4 images in images need 13 MB in disk/cache",
                 "1 MB are free; lower data.image_size",
                 "data.cache",
             ),

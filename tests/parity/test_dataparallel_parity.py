@@ -18,4 +18,4 @@ def test_the_full_resnet_with_synchronised_norms_equals_one_process(cache: Path,
     done, synced = train_run(cache, tmp_path / "synced", STEPS, *FULL, "sync_batchnorm=true")
     assert differences(synced, expected) == []
     assert done.result["last_batch"] == [1, 0] and done.result["devices"] == 2
-    assert "the same on all ranks: each sees the statistics of the whole batch" in done.out
+    assert "the same on all ranks: each rank uses the statistics of the whole batch" in done.out

@@ -372,7 +372,7 @@ def plant(disk: Disk) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Disk], Any], str]] = {
-    "a flipped bit": (lambda d: flip(d.at(2, "rank-0.pt"), 700), "rank-0.pt has a wrong checksum"),
+    "a flipped bit": (lambda d: flip(d.at(2, "rank-0.pt"), 700), "rank-0.pt does not match its checksum"),
     "cut off": (lambda d: os.truncate(d.at(2, "rank-0.pt"), 999), "rank-0.pt has 999 bytes instead of"),
     "empty": (lambda d: os.truncate(d.at(2, "rank-0.pt"), 0), "rank-0.pt has 0 bytes instead of"),
     "no file": (lambda d: d.at(2, "rank-0.pt").unlink(), "rank-0.pt is missing"),
@@ -382,21 +382,21 @@ DAMAGES: dict[str, tuple[Callable[[Disk], Any], str]] = {
     "a list": (lambda d: d.at(2, "manifest.json").write_text("[1]"), "manifest.json cannot be read"),
     "a changed manifest": (
         lambda d: d.at(2, "manifest.json").write_text(d.at(2, "manifest.json").read_text().replace(': 2,', ': 3,')),
-        "manifest.json has a wrong checksum",
+        "manifest.json does not match its checksum",
     ),
-    "a later format": (lambda d: damage_manifest(d, format=9), "it has format 9, and this version of the code reads 1"),
+    "a later format": (lambda d: damage_manifest(d, format=9), "manifest.json has format 9, but this version"),
     "a name outside": (
         lambda d: damage_manifest(d, files={"../../x.pt": {"bytes": 1, "sha256": ""}}),
-        "does not name one file for each",
+        "does not list exactly one file for each",
     ),
-    "steps swapped": (lambda d: swap(d.at(1), d.at(2)), "it belongs to step 1 of attempt 1"),
-    "files of another step": (lambda d: swap(d.at(1, "rank-0.pt"), d.at(2, "rank-0.pt")), "wrong checksum"),
-    "a link": (lambda d: link(d.at(2, "rank-0.pt")), "rank-0.pt is a link"),
-    "a linked manifest": (lambda d: link(d.at(2, "manifest.json")), "manifest.json is a link"),
-    "a linked folder": (lambda d: link(d.at(2)), "the folder is a link"),
+    "steps swapped": (lambda d: swap(d.at(1), d.at(2)), "manifest.json belongs to step 1 of attempt 1"),
+    "files of another step": (lambda d: swap(d.at(1, "rank-0.pt"), d.at(2, "rank-0.pt")), "rank-0.pt does not match"),
+    "a link": (lambda d: link(d.at(2, "rank-0.pt")), "rank-0.pt is a symbolic link"),
+    "a linked manifest": (lambda d: link(d.at(2, "manifest.json")), "manifest.json is a symbolic link"),
+    "a linked folder": (lambda d: link(d.at(2)), "the folder is a symbolic link"),
     "a pipe": (lambda d: fifo(d.at(2, "rank-0.pt")), "rank-0.pt is not a regular file"),
     "a file for a folder": (lambda d: file_for_folder(d.at(2)), "the folder: Not a directory"),
-    "a planted program": (plant, "rank-0.pt contains more than tensors, numbers and text"),
+    "a planted program": (plant, "rank-0.pt is damaged, or contains data other than tensors"),
 }  # fmt: skip
 
 
@@ -413,7 +413,7 @@ def test_a_damaged_one_is_named_and_the_older_one_used(
             disk.load()
     else:
         assert disk.load() == 1
-    assert disk.said[0].startswith("step-00000002 of attempt 1 is not used: ") and reason in disk.said[0]
+    assert disk.said[0].startswith("ignoring step-00000002 of attempt 1: ") and reason in disk.said[0]
     assert len(disk.said) == (2 if damage in ("steps swapped", "files of another step") else 1)
     assert not Path("evil-was-here").exists()
 
@@ -485,10 +485,10 @@ def test_all_lost_is_refused_as_all_damaged_is(disk: Disk) -> None:
     for step in (1, 2):
         rmtree(disk.at(step))
     with pytest.raises(
-        UserError, match=r"^no valid checkpoint left \(step-00000002 of attempt 1\); .*remove .*attempts/"
+        UserError, match=r"^no valid checkpoint left \(step-00000002 of attempt 1\); .*delete .*attempts/"
     ):
         disk.load()
-    assert disk.said == ["step-00000002 of attempt 1 is missing: its folder was deleted"]
+    assert disk.said == ["step-00000002 of attempt 1 is missing: the checkpoint folder was deleted"]
     rmtree(disk.at(2).parent)
     assert disk.load() is None, "what the message says to do"
 
@@ -509,7 +509,7 @@ def test_a_half_written_one_is_never_read(disk: Disk) -> None:
     (disk.at(1).parent / "latest").unlink()  # it is written later
     disk.at(1).rename(disk.at(1).with_name(".step-00000001.new"))
     assert disk.load() is None
-    assert disk.said == ["ignoring 1 half-written checkpoint; there is no complete one"]
+    assert disk.said == ["ignoring 1 incomplete checkpoint; no complete checkpoint exists"]
     disk.checkpoints = disk.start()
     disk.save(2)
     assert disk.names() == ["latest", "step-00000002"], "the next one clears up"
@@ -523,7 +523,7 @@ def test_the_parents_checkpoints_are_used_until_there_are_own_ones(disk: Disk) -
     disk.restart(2, 3)
     assert disk.load() == 3
     (disk.folder.path / "attempts/0002/checkpoints/step-00000003/rank-0.pt").unlink()
-    assert disk.load() == 2 and disk.said[-1] == "step-00000003 of attempt 2 is not used: rank-0.pt is missing"
+    assert disk.load() == 2 and disk.said[-1] == "ignoring step-00000003 of attempt 2: rank-0.pt is missing"
 
 
 # ---- disks
@@ -556,14 +556,14 @@ def test_a_full_disk_is_told_and_training_goes_on(small: Disk, free: int) -> Non
     content = CheckpointState({"w": torch.rand(20_000)}, {}, {})
     assert small.checkpoints.save(3, content) is False
     assert small.said[0].startswith("WARNING: no checkpoint was saved for step 3: ")
-    assert os.strerror(errno.ENOSPC) in small.said[0] and "the newest is from step 2" in small.said[0]
+    assert os.strerror(errno.ENOSPC) in small.said[0] and "the newest checkpoint is from step 2" in small.said[0]
     assert small.names() == ["latest", "step-00000001", "step-00000002"], "nothing half-written"
     assert small.load() == 2
     said = len(small.said)
     assert small.checkpoints.save(4, content) is False and len(small.said) == said, "it is reported once"
     ballast.unlink()
     assert small.checkpoints.save(5, content)
-    assert small.said[said:] == ["checkpoints are written again, after step 5"]
+    assert small.said[said:] == ["checkpoint saved after step 5; saving works again"]
 
 
 def test_a_read_only_disk_is_told_and_training_goes_on(small: Disk) -> None:
@@ -636,7 +636,7 @@ def test_if_one_cannot_write_none_has_saved_and_all_go_on(two: Any) -> None:
     assert found(two, "one_rank_cannot_write") == [want] * 2
     warning, end = two[1][1]["one_rank_cannot_write"]["said"]
     assert "no checkpoint was saved for step 2: rank 1 on " in warning and os.strerror(errno.EFBIG) in warning
-    assert end == "checkpoints are written again, after step 3"
+    assert end == "checkpoint saved after step 3; saving works again"
     assert found(two, "rank_0_cannot_begin") == [{"failed": [False]}] * 2
 
 
@@ -650,7 +650,7 @@ def test_all_take_what_all_can_read(two: Any) -> None:
 
 def test_a_name_that_two_ranks_give_is_refused(two: Any) -> None:
     for one in found(two, "both_give_a_name"):
-        assert "1 names of the model more than once" in one["error"] and one["files"] == []
+        assert "(duplicate names: 1)" in one["error"] and one["files"] == []
 
 
 def test_sharded_parameters_go_on_and_are_whole_in_the_file(two: Any, world: World) -> None:

@@ -165,7 +165,7 @@ def test_mnist_comes_through_torchvision(raw: Path, tmp_path: Path, monkeypatch:
 def test_only_the_default_folder_may_be_missing(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = str(tmp_path / "mistyped")
     settings = Data(root=root, cache=str(cache), download_timeout=0)
-    with pytest.raises(UserError, match=f"data.root={root}: there is no such folder; name .* or set data.name=digits"):
+    with pytest.raises(UserError, match=f"data.root={root}: the folder does not exist; .* or set data.name=digits"):
         prepare.prepare_dataset(settings)
     held = Data(root=str(tmp_path), cache=str(cache), download_timeout=0)
     with pytest.raises(UserError, match=f"MNIST is not in the folder {tmp_path} .*; set data.root to .*MNIST/raw"):

@@ -31,24 +31,24 @@ def prepared(place: Path, body: str, name: str = "f") -> PreparedDataset:
 @pytest.mark.parametrize(
     ("body", "line", "words"),
     [
-        ("return 7", 6, "a value of type int; function(root) returns train images, train labels"),
-        ("pass", 6, "it returned None; function(root) returns"),
-        ("return X, Y, X", 6, "it returned a tuple of 3; function(root) returns"),
-        ("return X.tolist(), Y, X, Y", 6, "the train images are a list of 40; "),
-        ("return X / 255, Y, X, Y", 6, "the train images have dtype float64; return uint8, from 0 to 255"),
+        ("return 7", 6, "a value of type int; function(root) must return train images, train"),
+        ("pass", 6, "the function returned None; function(root) must return"),
+        ("return X, Y, X", 6, "the function returned a tuple of length 3; function(root) must"),
+        ("return X.tolist(), Y, X, Y", 6, "the train images are a list of length 40; "),
+        ("return X / 255, Y, X, Y", 6, "the train images have dtype float64; return uint8 values from 0 to 255"),
         ("return X[..., None], Y, X, Y", 6, "[40, 8, 8, 1]; return [N, H, W], [N, 3, H, W]"),
-        ("return np.stack([X] * 3, 3), Y, X, Y", 6, "[40, 8, 8, 3]; return .*transpose(0, 3, 1, 2) puts colours first"),
-        ("return X, Y[:3], X, Y", 6, "there are 40 train images and 3 train labels"),
+        ("return np.stack([X] * 3, 3), Y, X, Y", 6, "[40, 8, 8, 3]; return .*transpose(0, 3, 1, 2) moves the colors"),
+        ("return X, Y[:3], X, Y", 6, "there are 40 train images but 3 train labels"),
         ("return X, Y, X, Y[:, None]", 6, "the test labels have dtype int64 and shape [40, 1]; return one integer"),
         ("return X, Y / 2, X, Y", 6, "the train labels have dtype float64"),
-        ("return X, Y - 1, X, Y", 6, "the train labels go from -1 to 1; return 0 to classes - 1"),
-        ("return X, Y * 5000, X, Y", 6, "the train labels go from 0 to 10000; return"),
+        ("return X, Y - 1, X, Y", 6, "the train labels range from -1 to 1; return labels from 0 to"),
+        ("return X, Y * 5000, X, Y", 6, "the train labels range from 0 to 10000; return"),
         ("return X, Y, X[:0], Y[:0]", 6, "the test images are empty: their shape is [0, 8, 8]"),
-        ("return X, Y, X, Y + 1", 6, "the test labels go up to 3, the train labels to 2; every class"),
-        ("return X, Y, X[:, :4], Y", 6, "[8, 8], of a test image [4, 8]; both parts need the same"),
+        ("return X, Y, X, Y + 1", 6, "the largest test label is 3, but the largest train label is 2; every"),
+        ("return X, Y, X[:, :4], Y", 6, "[8, 8], but each test image has shape [4, 8]; the shapes must"),
         ("return open(root / 'none')", 7, "FileNotFoundError: .*No such file"),
         ("raise SystemExit(0)", 7, "SystemExit: 0"),
-        ("return X,\n    return", 6, "it returned a tuple of 1"),
+        ("return X,\n    return", 6, "the function returned a tuple of length 1"),
         ("return (", 7, "SyntaxError: '(' was never closed"),
     ],
 )
@@ -98,7 +98,7 @@ def test_a_set_is_prepared_once_for_each_content_of_its_file(tmp_path: Path) -> 
     other = prepared(tmp_path, body.replace("X, Y, X, Y", "X, Y, X[1:], Y[1:]"))
     assert other.path != first.path and (tmp_path / "calls").read_text() == "xx"
     (first.path / "statistics.json").unlink()
-    with pytest.raises(UserError, match=f"{first.path} is damaged: it has no statistics; delete it"):
+    with pytest.raises(UserError, match=f"{first.path} is damaged: the file with the statistics is missing; delete"):
         Images(first, "train")
 
 
@@ -123,5 +123,5 @@ def test_images_that_are_no_squares_are_augmented_and_vectors_are_not(tmp_path: 
     long = prepared(tmp_path, body.format("16, 4"))
     plain, changed = (torch.cat([x for x, _ in load_batches(long, kind)]) for kind in ("none", "crop_flip"))
     assert changed.shape == plain.shape == (40, 16, 4) and not torch.equal(plain, changed)
-    with pytest.raises(UserError, match=r"data\.augment=crop changes images, and this set has vectors; leave it out"):
+    with pytest.raises(UserError, match=r"data\.augment=crop requires images, but this data set contains vectors; "):
         load_batches(prepared(tmp_path, body.format("64")), "crop")

@@ -111,7 +111,7 @@ def test_a_change_in_a_linked_folder_is_seen(linked: Path) -> None:
     (linked / "train" / "red" / "notes.txt").touch()
     second = prepare.prepare_dataset(settings)
     assert second.path != first.path and len(load_train_test(second, settings)[0]) == 3
-    assert second.notice == "skipped, no image extension: 1 file: train/red/notes.txt"
+    assert second.notice == "skipped (no image extension): 1 file: train/red/notes.txt"
 
 
 def test_the_first_samples_of_an_image_folder_are_of_all_classes(tmp_path: Path) -> None:
@@ -141,10 +141,10 @@ def test_links_that_lead_back_and_links_to_nowhere(linked: Path) -> None:
     (linked / "val" / "blue" / "itself.txt").symlink_to("itself.txt")
     settings = Data(name="imagefolder", root=str(linked / "set"), cache=str(linked / "cache"), image_size=8)
     found = prepare.prepare_dataset(settings)
-    assert found.notice == "skipped, no image extension: 1 file: val/blue/itself.txt"
+    assert found.notice == "skipped (no image extension): 1 file: val/blue/itself.txt"
     assert len(load_train_test(found, settings)[0]) == 4, "each class has its own image and, once, the other's"
     (linked / "val" / "red" / "gone.png").symlink_to("nowhere.png")
-    with pytest.raises(UserError, match=r"1 file: val/red/gone.png \(no file\) cannot be read"):
+    with pytest.raises(UserError, match=r"cannot read 1 file: val/red/gone.png \(not a regular file\);"):
         prepare.prepare_dataset(settings)
 
 
@@ -185,7 +185,7 @@ def test_an_image_folder_with_one_class_is_refused(damaged: Path) -> None:
     for part in ("train", "val"):
         shutil.rmtree(damaged / part / "blue")
     settings = Data(name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), image_size=8)
-    with pytest.raises(UserError, match=r"train contains one class, red; .*; set data.root"):
+    with pytest.raises(UserError, match=r"train contains only one class \(red\); .*; set data.root"):
         prepare.prepare_dataset(settings)
 
 
@@ -205,8 +205,8 @@ def test_files_that_cannot_be_read_are_skipped_if_asked_and_told_of_every_time(d
     settings.unreadable = "skip"
     for _ in range(2):  # when it is prepared, and when it lies there
         found = prepare.prepare_dataset(settings)
-        assert "cannot be read: 3 files: train/red/0.jpg" in found.notice
-        assert "no image extension: 1 file: train/blue/notes.txt" in found.notice
+        assert "(cannot be read): 3 files: train/red/0.jpg" in found.notice
+        assert "(no image extension): 1 file: train/blue/notes.txt" in found.notice
         train_set, test_set = load_train_test(found, settings)
         assert sorted(train_set.labels.tolist()) == [0, 0, 0, 1]
         assert sorted(test_set.labels.tolist()) == [0, 0, 1, 1, 1]
@@ -229,13 +229,13 @@ def test_many_files_left_out_are_listed_beside_the_arrays_whatever_their_names(d
     settings.unreadable = "skip"
     notice = prepare.prepare_dataset(settings).notice
     notice.encode()
-    assert "all of them" not in notice, "4 are named"
+    assert "full list" not in notice, "4 are named"
     for number in range(3):
         (damaged / "val" / "red" / f"more{number}.png").write_text("no image")
     found = prepare.prepare_dataset(settings)
-    assert "cannot be read: 7 files: train/blue/\\udcff.png" in found.notice and " and 2 more" in found.notice
+    assert "(cannot be read): 7 files: train/blue/\\udcff.png" in found.notice and " and 2 more" in found.notice
     listed = found.path / "left_out.txt"
-    assert found.notice.endswith(f"all of them: {listed}") and prepare.prepare_dataset(settings) == found
+    assert found.notice.endswith(f"full list: {listed}") and prepare.prepare_dataset(settings) == found
     lines = listed.read_bytes().splitlines()
     names = [line.partition(b" (")[0].partition(b": ")[0] for line in lines]
     more = [f"val/red/more{number}.png".encode() for number in range(3)]
@@ -247,7 +247,7 @@ def test_many_files_left_out_are_listed_beside_the_arrays_whatever_their_names(d
 def test_a_class_without_a_readable_image_is_refused(damaged: Path) -> None:
     (damaged / "train" / "red" / "2.png").write_text("gone")
     settings = Data(name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), unreadable="skip")
-    with pytest.raises(UserError, match=r"no image of .*train/red can be read: 3 files"):
+    with pytest.raises(UserError, match=r"no image in .*train/red can be read: 3 files"):
         prepare.prepare_dataset(settings)
 
 

@@ -54,7 +54,7 @@ def signal_second_worker(number: int) -> int:
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(signal.SIGSTOP, "for 0.6 s and is stopped (SIGSTOP)"), (signal.SIGKILL, "was killed by SIGKILL")],
+    [(signal.SIGSTOP, "for 0.6 s; its process is stopped (SIGSTOP)"), (signal.SIGKILL, "was killed by SIGKILL")],
     ids=["stopped", "killed"],
 )
 def test_a_worker_that_gives_no_batch_is_named(number: int, words: str, helped: Callable[..., Loader]) -> None:

@@ -25,7 +25,7 @@ def test_ranks_of_one_machine_are_counted_together_and_its_cpus_once() -> None:
     facts = report_shares(shares)
     assert facts.measured == {"foreign_cpu_share": pytest.approx(0.2)}
     (note,) = facts.shown.values()
-    assert note.startswith("other processes used 20% of the CPUs of node1, node2 meanwhile") and "node3" not in note
+    assert note.startswith("other processes used 20% of the CPU time on node1, node2;") and "node3" not in note
     assert report_shares({"node1": 0.05}).shown == {} and report_shares({}).measured == {}
 
 
