@@ -65,7 +65,7 @@ def test_every_strategy_equals_one_process_and_data_parallel_on_one_device_says_
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["strategy=data_parallel", "sync_batchnorm=true"], ["sync_batchnorm", "needs several processes", "strategy=ddp"]),
+        (["strategy=data_parallel", "sync_batchnorm=true"], ["sync_batchnorm", "several processes", "strategy=ddp"]),
         (["strategy=single", "processes_per_node=2"], ["processes_per_node", "strategy=ddp"]),
         (["strategy=data_parallel", "launch.nodes=2"], ["launch.nodes", "strategy=ddp"]),
         (["functional=true"], ["functional=true applies to data_parallel only"]),
