@@ -145,7 +145,7 @@ DATA = [
     Case(
         "a function of one's own: vectors for convolutions",
         ("data.name={place}/own.py:f", "data.cache={place}/sets"),
-        ("data.name={place}/own.py:f: the model needs images, but the set has vectors; use another data set",),
+        ("data.name={place}/own.py:f contains vectors, but the model needs images; use another data set",),
         setup=file("own.py", "import numpy as np\ndef f(root): return [np.ones((9, 8), np.uint8), np.arange(9)] * 2\n"),
         experiment="ddp_multinode",
     ),
