@@ -187,7 +187,7 @@ def test_the_sweep_of_precisions_sets_costs_and_distances_side_by_side(tmp_path:
     sent = {key: float(row["bytes_sent"]) for key, row in found.items()}
     assert sent[("fp32", "2", "False")] == 2 * sent[("fp32", "2", "True")] == 2 * sent[("bf16", "1", "True")] > 0
     assert all(float(row["samples_per_second"]) > 0 and float(row["training_bytes"]) > 0 for row in found.values())
-    assert "loss, less fp32" in done.out and len(list(folder.glob("*.png"))) == 2
+    assert "loss (vs. fp32)" in done.out and len(list(folder.glob("*.png"))) == 2
 
 
 def test_compiling_without_a_compiler_is_refused(tmp_path: Path, digits: tuple[str, ...]) -> None:

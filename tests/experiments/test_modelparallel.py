@@ -364,7 +364,7 @@ def test_a_sweep_runs_on_one_kind_of_device(words: list[str], gpus: int, device:
     cfg = settings(*words)
     assert {cell.get("launch.device") for cell in list_points(cfg, gpus)} == {device}
     title = plot_times(cfg, gpus, {("pipelined", 8): Average(1.0, 0.0, 1)}).title
-    assert ("single has the threads of all" in title) is not on_gpus
+    assert ("single uses the threads of all" in title) is not on_gpus
 
 
 def test_the_toy_learns_its_vectors(tmp_path: Path) -> None:
