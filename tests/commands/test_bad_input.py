@@ -177,7 +177,7 @@ REFUSED_BY_RANKS = [
     Case(
         "weights: of another network",
         ("weights={place}/w.pt",),
-        ("w.pt: missing conv1.bias",),
+        ("w.pt: missing tensor conv1.bias",),
         setup=save_weights_of_another_network,
         experiment="ddp_multinode",
     ),

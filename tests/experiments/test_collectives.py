@@ -196,7 +196,7 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(
     assert "epoch" not in done.out and "data none" not in done.out
     for verb in ("evaluate", "export"):
         told = inside.run_verb(verb, "--", str(done.folder.path))
-        assert told.returncode == 2 and "collectives trains no model; use another run" in told.stderr
+        assert told.returncode == 2 and "collectives does not train a model; use another run" in told.stderr
     again = RunFolder(shutil.copytree(done.folder.path, tmp_path / "again" / done.folder.path.name))
     assert rerun.compare_runs(done.folder, again)
     assert capsys.readouterr().out == "result      equal to the bit: exact_results, data\n"
