@@ -152,8 +152,8 @@ def test_a_run_that_did_not_finish_has_no_model(finished: Make, tmp_path: Path) 
     assert done.returncode == 2 and "has no model.safetensors yet: the run has not finished" in done.stderr
     write_json(folder.path / "result.json", {"format": 2, "state": "failed", "exit_status": 1, "reason": "a bug"})
     done = evaluate(folder)
-    name = folder.path
-    told = f"the run failed; find the cause with make doctor RUN={name}, then resume with make exp RESUME={name}"
+    path = folder.path
+    told = f"the run failed; find the cause with make doctor RUN={path}, then resume with make exp RESUME={path}"
     assert done.returncode == 2 and told in done.stderr
 
 
