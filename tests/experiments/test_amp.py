@@ -162,7 +162,7 @@ def test_gradients_that_always_overflow_end_the_run(tmp_path: Path, digits: tupl
     quick = (*digits, "model=mlp", "steps=900", "optim.lr=100", "optim.warmup=0", "precision=fp16")
     done = run("amp_accum", *quick, runs=tmp_path)
     assert done.status == 2 and "Traceback" not in done.err
-    assert "gradients overflow fp16 at any loss scale" in done.err and "precision=bf16" in done.err
+    assert "gradients overflow fp16 at every loss scale" in done.err and "precision=bf16" in done.err
 
 
 def test_channels_last_lays_images_and_filters_so() -> None:
@@ -192,4 +192,4 @@ def test_the_sweep_of_precisions_sets_costs_and_distances_side_by_side(tmp_path:
 
 def test_compiling_without_a_compiler_is_refused(tmp_path: Path, digits: tuple[str, ...]) -> None:
     done = run("amp_accum", *digits, "compile=true", runs=tmp_path / "runs", PATH=str(tmp_path))
-    assert done.status == 2 and "compile=true: no C++ compiler found" in done.err and "Traceback" not in done.err
+    assert done.status == 2 and "compile=true needs a C++ compiler" in done.err and "Traceback" not in done.err
