@@ -20,7 +20,7 @@ class BatchPlan:
     replicas: int = 1
     """Number of model replicas (ranks or pipelines). Each replica processes one shard of the batch."""
     microbatches: int = 1
-    """Number of microbatches per shard. They are processed in sequence, and their gradients are summed."""
+    """Number of microbatches per shard. Microbatches are processed in sequence with summed gradients."""
     weights: tuple[int, ...] = ()
     """Relative shard sizes, one per replica; an empty tuple means equal shards."""
 

@@ -40,7 +40,7 @@ class Config(RanksPerNode):
     launch.algorithm=FILE.py:function."""
     transports: list[str] = field(default_factory=lambda: ["network", "memory"])
     """Transports of the built-in backend to measure. network uses unencrypted sockets. memory uses shared memory within
-    a host and sockets between hosts; the result table shows which of these was used. tls uses encrypted sockets and
+    a host and sockets between hosts; the result table shows which of the two was used. tls uses encrypted sockets and
     requires launch.backend=builtin launch.tls=true."""
     rounds: int = between(1, 100_000, 10)
     """Number of times to repeat the whole measurement. Reported times are medians over these rounds."""

@@ -17,14 +17,14 @@ class Config(ElasticRanks, Sharded, DataParallel):
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """ddp keeps the whole model on every rank; fsdp (fully_shard) shards every parameter across the ranks."""
     communication: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """Compression of the gradients that DDP all-reduces. fp16 and bf16 send them in half precision; powersgd sends two
-    low-rank matrices whose product approximates a gradient (arXiv 1905.13727)."""
+    """Compression of the gradients that DDP all-reduces. fp16 and bf16 send gradients in half precision; powersgd sends
+    two low-rank matrices whose product approximates a gradient (arXiv 1905.13727)."""
     powersgd_rank: int = at_least(1, 2, only="communication=powersgd")
     """Rank of PowerSGD's low-rank matrices. Compression starts after ten steps."""
     bucket_mb: float = between(0.01, 10_000, 25)
     """Size of DDP's gradient buckets in MB. A bucket is all-reduced as soon as backward has filled it."""
     gradient_as_bucket_view: bool = True
-    """Make the gradients views of DDP's buckets, which saves memory and a copy."""
+    """Use views of DDP's buckets as gradients, which saves memory and a copy."""
     static_graph: bool = False
     """Declare to DDP that every step uses the same parameters in the same order."""
     find_unused_parameters: bool = False

@@ -30,8 +30,8 @@ class Config(Replicated, InitialWeights):
     outer_momentum: float = between(0, 0.9999, 0.9, only="outer=nesterov")
     """Momentum of the outer step, for outer=nesterov."""
     momentum_of: Literal["own", "averaged", "reset"] = "own"
-    """How an exchange changes the momentum of each worker's optimizer. own keeps it; averaged averages it over the
-    workers, including second moments; reset clears the whole optimizer state."""
+    """How an exchange changes the momentum of each worker's optimizer. own keeps the momentum; averaged averages the
+    momentum over the workers, including second moments; reset clears the whole optimizer state."""
     communication: Literal["none", "bf16", "int8", "topk", "powersgd"] = "none"
     """Compression of the parameter differences that workers exchange. int8 uses one scale per parameter tensor; topk
     sends only the largest values; powersgd sends two low-rank matrices whose product approximates a difference (arXiv
@@ -48,7 +48,7 @@ class Config(Replicated, InitialWeights):
         super().check()
         self.check_exchange()
         if self.momentum_of == "averaged" and self.optim.name == "sgd" and not self.optim.momentum:
-            raise ValueError("momentum_of=averaged requires momentum, but optim.momentum=0; omit momentum_of")
+            raise ValueError("momentum_of=averaged requires momentum, but optim.momentum=0; set it or omit momentum_of")
         samples = self.data.train_samples
         if samples:
             self.check_rounds(self.total_steps(samples // self.batch))

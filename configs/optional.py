@@ -1,4 +1,4 @@
-"""Optional groups of settings, each of which several experiments use."""
+"""Groups of settings that only some experiments have."""
 
 from __future__ import annotations
 

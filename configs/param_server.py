@@ -29,7 +29,8 @@ class Config(ElasticRanks, Replicated):
     """Number of servers. Starting with rank 0, this number of ranks each serve one shard of the parameters. Every rank
     is also a worker."""
     damp: bool = False
-    """Divide the learning rate of a push by its staleness (arXiv 1511.05950). This is not available with mode=sync."""
+    """Divide the learning rate of a push by its staleness (arXiv 1511.05950). `damp` is not available with
+    mode=sync."""
     record: bool = False
     """At the end, write the requests that each server processed, in order, to served-<rank>.json in the attempt
     folder."""

@@ -98,7 +98,7 @@ class PipelineConfig(Stages):
         if self.engine == "torch":
             if is_custom:
                 raise ValueError(
-                    f"schedule={self.schedule} needs the built-in engine (engine=own); engine=torch has {torch_names}"
+                    f"schedule={self.schedule} needs engine=own (built-in engine); engine=torch supports {torch_names}"
                 )
             if self.stages == 1:
                 raise ValueError("engine=torch needs at least 2 stages; use stages=2 or engine=own (built-in engine)")

@@ -41,7 +41,7 @@ class Profile:
     requeue: bool = True
     """Allow SLURM to requeue the job after preemption or a node failure."""
     signal_seconds: int = between(1, 3600, 240)
-    """How many seconds before the time limit the job receives a stop request."""
+    """The job receives a stop request this number of seconds before its time limit."""
     setup: list[str] = field(default_factory=list)
     """Shell commands that run before the ranks start, such as [module load cuda]."""
     container: list[str] = field(default_factory=list)

@@ -15,5 +15,8 @@ def at_least(low: float, default: float, only: str = "") -> Any:
 
 
 def between(low: float, high: float, default: float, only: str = "") -> Any:
-    """Define a dataclass field for a number from `low` to `high`; `only` is the same as in `at_least`."""
+    """Define a dataclass field for a number from `low` to `high`.
+
+    `only` has the same meaning as in `at_least`.
+    """
     return field(default=default, metadata={"low": low, "high": high, "only": only})

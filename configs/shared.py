@@ -32,18 +32,19 @@ class Data:
     name: str = "mnist"
     """Data set: mnist, digits, cifar10, imagefolder, generated, vectors, or a custom data set. imagefolder reads
     root/train/<class>/* and root/val/<class>/*. generated contains random pixels and labels, for measuring throughput
-    only. vectors contains vectors of 10 numbers in 5 classes. FILE.py:function is a custom data set: function(root)
+    only. vectors contains samples of 10 numbers in 5 classes. FILE.py:function is a custom data set: function(root)
     returns train images, train labels, test images and test labels as NumPy arrays. Images are uint8 [N, H, W] or
     [N, 3, H, W], vectors are uint8 [N, D], and labels start at 0. After a fallback, this setting names the data set
     that was used."""
     root: str = "data"
     """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
-    With data.name=mnist, any other folder must already exist, and MNIST must be in it or downloadable."""
+    With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
+    be downloaded."""
     cache: str = "data/prepared"
     """Folder for prepared data sets (uint8 arrays). The folder must be writable and visible to all hosts."""
     fallback: Literal["digits", "none"] = "digits"
-    """Data set that a local run uses if MNIST is neither in the default `root` nor downloadable. With none, the run
-    fails instead."""
+    """Data set that a local run uses if MNIST is neither in the default `root` nor downloadable. With
+    data.fallback=none, the run fails instead."""
     image_size: int = between(8, 1024, 32)
     """Height and width, in pixels, of the color images of imagefolder and generated. The images of imagefolder are
     resized and cropped once, during preparation."""
@@ -59,8 +60,8 @@ class Data:
     """Random augmentation of training images. crop shifts an image by up to an eighth of its side length; crop_flip
     also flips images horizontally, which is not suitable for digits."""
     unreadable: Literal["refuse", "skip"] = "refuse"
-    """How to handle imagefolder files that are truncated or are not images. refuse lists them and fails; skip skips
-    them."""
+    """How to handle imagefolder files that are truncated or are not images. refuse lists these files and fails; skip
+    skips these files."""
     workers: int = between(0, 64, 0)
     """Number of data worker processes per rank, which gather and normalize batches in advance. With 0, the rank itself
     prepares its batches. A data worker has failed if it is killed or needs more than half of launch.step_timeout for a
@@ -79,7 +80,7 @@ class Data:
         return samples or self.train_limit or None
 
     def check(self) -> None:
-        """Raise ValueError if the name is not a built-in data set or of the form FILE.py:function."""
+        """Raise ValueError if the name is neither a built-in data set nor of the form FILE.py:function."""
         if self.name not in DATA_SETS and ":" not in self.name:
             raise ValueError(f"data.name={self.name} is unknown; use {', '.join(DATA_SETS)} or FILE.py:function")
 
@@ -97,14 +98,14 @@ class Optim:
     """Batch size to which `lr` refers. With a different batch size, the learning rate is lr * batch / base_batch
     (linear scaling rule, arXiv 1706.02677). 0 disables scaling."""
     momentum: float = between(0, 0.9999, 0.9)
-    """Momentum of sgd and lars. With 0, sgd is plain SGD."""
+    """Momentum of sgd and lars. With a momentum of 0, sgd is plain SGD."""
     nesterov: bool = True
     """Use Nesterov momentum in sgd instead of classical momentum."""
     weight_decay: float = between(0, 10, 0)
     """L2 penalty that is added to the gradient. adamw instead shrinks weights by lr * weight_decay per step; lamb adds
     the penalty to the step before the step is scaled."""
     decayed: Literal["all", "matrices"] = "all"
-    """Parameters to which weight decay applies. matrices are the parameters with at least two dimensions, which
+    """Parameters to which weight decay applies. matrices selects the parameters with at least two dimensions, which
     excludes biases and the scales of normalization layers."""
     trust: float = between(0, 1, 0.001)
     """LARS coefficient: the maximum step of a layer relative to the norm of the layer's weights, at a learning rate of
@@ -126,7 +127,7 @@ class Optim:
         return 2 + state
 
     def check(self) -> None:
-        """Raise ValueError if a name is not built in and not of the form FILE.py:NAME."""
+        """Raise ValueError if a name is neither built in nor of the form FILE.py:NAME."""
         if self.name not in OPTIMIZERS and ":" not in self.name:
             raise ValueError(f"optim.name={self.name} is unknown; use {', '.join(OPTIMIZERS)} or FILE.py:Class")
         if self.decay not in DECAYS and ":" not in self.decay:
@@ -150,8 +151,8 @@ class Wandb:
     """Settings for Weights & Biases (W&B)."""
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """W&B mode. auto is online if an account is configured and reachable, otherwise offline. WANDB_MODE overrides this
-    value."""
+    """W&B mode. auto is online if an account is configured and reachable, otherwise offline. The environment variable
+    WANDB_MODE overrides this value."""
     project: str = "distributed-experiments"
     """W&B project of the run."""
     entity: str = ""
@@ -188,16 +189,16 @@ class Checkpoint:
     """Number of complete checkpoints of a run to keep across all attempts, in addition to the best one. The minimum is
     2, so that the previous checkpoint can be used if the newest one is damaged."""
     best: Literal["none", "test_loss", "test_accuracy"] = "none"
-    """Also keep the checkpoint with the best value of this score. It is saved after each evaluation that improves the
-    score."""
+    """Also keep the checkpoint with the best value of this score. The checkpoint is saved after each evaluation that
+    improves the score."""
     retries: int = between(0, 10, 1)
-    """Number of retries after a disk error. If they all fail, training continues without the checkpoint."""
+    """Number of retries after a disk error. If all retries fail, training continues without the checkpoint."""
     grace: float = between(1, 3600, 60)
     """Maximum seconds between a stop request and the exit of a process. A process that has not saved and exited by then
     terminates itself. The value must exceed the time of a step or an evaluation batch plus the time of a checkpoint."""
     max_restarts: int = at_least(0, 3)
-    """On a cluster, the maximum number of consecutive failed attempts without a new checkpoint. If it is exceeded, the
-    job ends."""
+    """On a cluster, the maximum number of consecutive failed attempts without a new checkpoint. If this number is
+    exceeded, the job ends."""
 
 
 @dataclass
@@ -281,7 +282,7 @@ class Experiment:
         return {"runs": self.runs, "data.root": self.data.root, "data.cache": self.data.cache}
 
     def fit_devices(self, gpus: int) -> None:
-        """Set values that depend on the GPUs of a local run. It is called before the run folder is created."""
+        """Set values that depend on the GPUs of a local run. Called before the run folder is created."""
 
     def check(self) -> None:
         """Raise ValueError if settings are incompatible; its message includes a remedy."""

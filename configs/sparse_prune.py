@@ -45,11 +45,11 @@ class Config(Sweep, Replicated):
     """Final fraction of the layers' weights that are zero; biases and normalization layers are not counted. With
     scope=structured, it is the fraction of channels that are zero."""
     begin: float = between(0, 1, 0.1)
-    """Fraction of all steps before the first pruning. schedule=rigl ignores it, because rigl is sparse from the
+    """Fraction of all steps before the first pruning. schedule=rigl ignores this value, because it is sparse from the
     start."""
     end: float = between(0, 1, 0.6)
-    """Fraction of all steps after which the masks are fixed and the model is fine-tuned. schedule=oneshot ignores
-    it."""
+    """Fraction of all steps after which the masks are fixed and the model is fine-tuned. schedule=oneshot ignores this
+    value."""
     rounds: int = between(1, 1000, 5)
     """Number of pruning rounds of the iterative schedule."""
     every: int = at_least(1, 50)

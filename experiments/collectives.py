@@ -13,10 +13,10 @@ with an algorithm and a transport. All ranks fill their inputs with integers and
 are counted. The ranks then wait for each other, run the operation again while it is timed, and compare the result with
 the exact result. The time of a call is the time of the slowest rank. The time of a point is the median over the rounds.
 
-A link needs alpha + beta n seconds for n bytes (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). With p ranks, each
-rank of a ring sends 2 (p - 1) messages of n / p bytes, so an all-reduce takes 2 (p - 1) alpha + 2 (p - 1) / p beta n
-seconds. No algorithm sends fewer bytes from each rank (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). Other
-algorithms send fewer messages, which is faster for small n (Thakur, Rabenseifner and Gropp 2005,
+A link needs alpha + beta n seconds to send n bytes (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). With p ranks,
+each rank of a ring sends 2 (p - 1) messages of n / p bytes, so an all-reduce takes 2 (p - 1) alpha + 2 (p - 1) / p beta
+n seconds. No algorithm sends fewer bytes from each rank (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+Other algorithms send fewer messages, which is faster for small n (Thakur, Rabenseifner and Gropp 2005,
 doi:10.1177/1094342005051521). The bus bandwidth of nccl-tests (doc/PERFORMANCE.md) is n / t times 2 (p - 1) / p. For
 any p, this value can be compared with the bandwidth of a link.
 """
@@ -116,7 +116,7 @@ def make_library_operations(world: World, group: dist.ProcessGroup | None = None
 
 
 def open_sides(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
-    """Create all variants: the library, the ring above, and the built-in backend by transport and algorithm."""
+    """Create all variants: the library, the ring, and the built-in backend for each transport and algorithm."""
     world = run.world
     count_interface = partial(collectives.count_interface_bytes, world)
     library = CollectiveVariant(make_library_operations(world), count_interface_bytes=count_interface)

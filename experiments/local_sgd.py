@@ -26,7 +26,7 @@ with its own parameters.
 
 `communication` selects the compression of messages. The compression error is added to the worker's next difference
 (error feedback, Basu et al. 2019, arXiv 1906.02367). With `delay` = D, workers keep training during the exchange and
-take the outer step D steps later: x_i <- x + (x_i - x_i at the beginning of the exchange). Thus no local step is lost
+take the outer step D steps later: x_i <- x + (x_i - x_i at the beginning of the exchange). Thus, no local step is lost
 or applied twice (overlapped exchanges: Douillard et al. 2025, arXiv 2501.18512; Kale et al. 2025, arXiv 2502.12996).
 """
 

@@ -30,7 +30,7 @@ are:
 In async and bounded mode, each push is also weighted by its share of the batch, and `damp=true` divides the learning
 rate of a push by its staleness (Zhang et al. 2015, arXiv 1511.05950). Workers can run ahead of each other between
 synchronizations. All ranks synchronize to evaluate, to collect metrics, and to agree on saving a checkpoint or
-stopping. At that point, all pushes have been applied, and this state is evaluated and saved.
+stopping. At these points, all pushes have been applied, and the resulting state is evaluated and saved.
 """
 
 from __future__ import annotations
@@ -53,13 +53,16 @@ DDP_STEPS = 20
 
 
 def report_servers(cfg: Config, run: Run, worker: ServerWorker) -> ServerReport:
-    """Report the work of the servers in this attempt. Write their records and the plot if configured."""
+    """Report the work of the servers in this attempt.
+
+    The records and the plot are written if they are configured.
+    """
     server = worker.server
     if server is not None and cfg.record:
         record = {"workers": run.world.size, "after_step": run.resumed_after, "events": server.events}
         write_json(run.folder.attempt_folder / f"served-{run.world.rank}.json", record)
     report = ServerReport(worker.policy, gather_served(run.world, server))
-    if cfg.plot and report.staleness:  # only rank 0 has these values
+    if cfg.plot and report.staleness:  # only rank 0 has staleness values
         heights = {str(staleness): (100 * share, 0.0) for staleness, share in report.compute_shares().items()}
         plots.draw_bars(run.folder.path / "staleness.png", heights, "% of pushes, by staleness", title=cfg.mode)
     return report

@@ -54,7 +54,7 @@ def list_gpus(world: World) -> list[int]:
 
 
 def wrap_model(cfg: Config, model: nn.Module, world: World) -> nn.Module:
-    """Wrap the model for the strategy. Without GPUs, data_parallel returns the model unchanged."""
+    """Wrap the model as the strategy requires. Without GPUs, data_parallel returns the model unchanged."""
     if cfg.strategy == "ddp":
         if cfg.sync_batchnorm:
             model = sync_batchnorm.convert_sync_batchnorm(model, world.device)

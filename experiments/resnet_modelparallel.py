@@ -21,7 +21,7 @@ cost, each stage is idle for (p - 1) / (m + p - 1) of the time, which is called 
 the bubble but are computed less efficiently.
 
 With `replicas`, several pipelines train on shards of the batch, and the replicas of a stage average their gradients.
-Between hosts, only these gradients are sent, once per step. `memory_cap` demonstrates why a model is split: a model
+Between hosts, only gradients are sent, once per step. `memory_cap` demonstrates why a model is split: a model
 that exceeds the memory of one rank fits into the memory of two ranks.
 
 BatchNorm computes its statistics per microbatch and updates its running statistics after each microbatch. The unsplit

@@ -43,9 +43,10 @@ def write_and_run_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tenso
 
 
 def make_export_inputs(x: Tensor) -> dict[str, Any]:
-    """Return the export arguments for inputs [N, ...] that are like x [n, ...], with any number of samples N.
+    """Return the arguments for exporting a model that accepts inputs [N, ...] with any number of samples N.
 
-    The example input has two samples, because an export with one sample would fix N at 1.
+    The other dimensions and the dtype are those of x [n, ...]. The example input has two samples, because an export
+    with one sample would fix N at 1.
     """
     zeros = torch.zeros(2, *x.shape[1:], dtype=x.dtype)
     samples = torch.export.Dim("samples", min=1)

@@ -9,13 +9,13 @@ from common.core.errors import UserError
 from common.runs.folder import RunFolder
 from configs.optional import InitialWeights
 
-SHORT_ID_LENGTH = 4  # characters
+SHORT_ID_LENGTH = 4  # number of characters at the end of a run id
 
 
 def find_weights(text: str, runs: Path) -> Path:
     """Return the file or folder that the setting `weights` refers to.
 
-    `text` is a path, the id of a run, or the last four characters of a run's id. Raises UserError if nothing matches.
+    `text` is a path, the id of a run, or the last four characters of a run's id. Raises UserError if there is no match.
     """
     name = Path(text).name  # in the settings of a job, a run id is an absolute path
     is_short_id = len(name) == SHORT_ID_LENGTH and name.isalnum()

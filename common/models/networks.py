@@ -47,7 +47,7 @@ class FlatLinearReLU(LinearReLU):
 class SimpleNN(nn.Sequential):
     """A multilayer perceptron, by default the 784-128-64-10 network for MNIST.
 
-    The network has `depth` hidden layers of `width` units. If there are several, the last hidden layer has half as many
+    The network has `depth` hidden layers of `width` units. With several hidden layers, the last one has half as many
     units. Layers are named fc1, fc2, and so on. The network maps inputs [N, *shape] to logits [N, classes].
     """
 
@@ -131,7 +131,8 @@ class LeNet5(nn.Sequential):
     """Caffe's variant of LeNet-5, which is common in papers on pruning.
 
     Its layers are 5x5 convolutions with 20 and 50 channels, each followed by 2x2 max pooling, a linear layer of 500
-    units, and a linear layer with one unit per class. It has 431,080 parameters for 28x28 pixels and 10 classes.
+    units, and a linear layer with one unit per class. The network has 431,080 parameters for 28x28 pixels and 10
+    classes.
     """
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:

@@ -48,14 +48,14 @@ def strip_masks(model: nn.Module) -> nn.Module:
     return stripped
 
 
-# ---- size
+# ---- size of the model file
 
 
 def measure_file_sizes(model: nn.Module) -> tuple[int, int]:
     """Return the size in bytes of the file that torch.save writes, uncompressed and compressed with zlib."""
     file = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # CSR is in beta
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that CSR is in beta
         torch.save(model.state_dict(), file)
     return file.tell(), len(zlib.compress(file.getvalue()))
 
@@ -63,9 +63,9 @@ def measure_file_sizes(model: nn.Module) -> tuple[int, int]:
 class CsrLinear(nn.Module):
     """A linear layer whose weight [out, in] is in CSR format.
 
-    It flattens its input, and it applies ReLU if the original layer does (see common/models/networks.py). It computes
-    (weight @ x.T).T, which is five times as fast as F.linear, because F.linear multiplies by the sparse matrix from the
-    right.
+    The layer flattens its input, and it applies ReLU if the original layer does (see common/models/networks.py). It
+    computes (weight @ x.T).T, which is five times as fast as F.linear, because F.linear multiplies by the sparse matrix
+    from the right.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -91,7 +91,7 @@ def convert_to_csr(model: nn.Module) -> nn.Module:
     """
     converted = copy.deepcopy(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # CSR is in beta
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that CSR is in beta
         for name, layer in list(converted.named_modules()):
             if isinstance(layer, nn.Linear):
                 converted.set_submodule(name, CsrLinear(layer))
@@ -125,7 +125,7 @@ def convert_to_two_of_four(model: nn.Module) -> nn.Module:
     return converted
 
 
-# ---- time
+# ---- time of a forward pass
 
 
 def time_in_turns(variants: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
@@ -237,7 +237,7 @@ def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> d
         dense = facts["fp16_seconds"]
         sparse = facts["two_of_four_seconds"]
         times = f"dense fp16 {dense * 1e3:.3g} ms, sparse tensor cores {sparse * 1e3:.3g} ms"
-        rows["2:4"] = f"{times}: {dense / sparse:.2f} x as fast"
+        rows["2:4"] = f"{times}: {dense / sparse:.2f} times as fast"
     if "export_problem" in facts:
         rows["exported"] = f"failed: {facts['export_problem']}"
     if "export" in facts:

@@ -35,7 +35,7 @@ class SampleDropout(nn.Module):
     def begin_step(self, epoch: int, microbatches: Iterable[range]) -> None:
         """Set the positions of the samples in each microbatch of the next step.
 
-        Positions are counted from 0 within the epoch. Each following call of the layer processes one microbatch.
+        Positions are counted from 0 within the epoch. Each subsequent call of the layer processes one microbatch.
         """
         self.epoch = epoch
         self.microbatches = deque(microbatches)

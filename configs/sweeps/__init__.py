@@ -54,9 +54,9 @@ class SweepGrid(Generic[T]):
     """The sweep of one experiment: its points and the summary of their results."""
 
     points: Callable[[T, int], list[PointSettings]]
-    """Function of the config and the number of visible GPUs that returns the points in execution order."""
+    """Function that maps the config and the number of visible GPUs to the points, in execution order."""
     summarise: Callable[[T, int, list[RunRow]], Summary]
-    """Function of the config, the number of visible GPUs and the finished runs that returns table lines and plots."""
+    """Function that maps the config, the number of visible GPUs and the finished runs to table lines and plots."""
     new_seeds: bool = False
     """Whether repeats of a point use different seeds, as is necessary for accuracies. Sweeps that measure times repeat
     the same seed."""

@@ -13,9 +13,10 @@ REFERENCE = ("fp32", 1, True)
 
 
 def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
-    """Return every precision with one microbatch, and with several microbatches with and without no_sync.
+    """Return every precision with one microbatch and with several microbatches.
 
-    If `steps` is not set, runs are short, because the sweep measures only the cost of a step.
+    With several ranks, points with several microbatches are repeated with no_sync=false. If `steps` is not set, runs
+    are short, because the sweep measures only the cost of a step.
     """
     limits: PointSettings = {}
     if not cfg.steps:
