@@ -65,4 +65,7 @@ class Config(ElasticRanks, Sharded, DataParallel):
             if is_set:
                 raise ValueError(f"{name} applies to DDP only; use strategy=ddp or omit {name}")
         if self.launch.mixed:
-            raise ValueError("strategy=fsdp requires devices of one type, unlike launch.mixed=true; use strategy=ddp")
+            raise ValueError(
+                "launch.mixed=true cannot be combined with strategy=fsdp, which requires devices of one type; "
+                "use strategy=ddp"
+            )

@@ -48,7 +48,7 @@ class Config(Replicated, InitialWeights):
         super().check()
         self.check_exchange()
         if self.momentum_of == "averaged" and self.optim.name == "sgd" and not self.optim.momentum:
-            raise ValueError("momentum_of=averaged requires momentum, but optim.momentum=0; set it or omit momentum_of")
+            raise ValueError("momentum_of=averaged requires optim.momentum > 0; set optim.momentum or omit momentum_of")
         samples = self.data.train_samples
         if samples:
             self.check_rounds(self.total_steps(samples // self.batch))

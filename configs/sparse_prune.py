@@ -85,7 +85,8 @@ class Config(Sweep, Replicated):
             raise ValueError(f"data.image_size={self.data.image_size} is too small for model=lenet5; use 16 or more")
         if self.normalize == "layer" and self.scope != "global":
             raise ValueError(
-                f"normalize=layer has no effect with scope={self.scope}, which compares no layers; use scope=global"
+                f"normalize=layer has no effect with scope={self.scope}, which does not compare layers; "
+                "use scope=global"
             )
         if self.sweep and self.schedule == "none":
             raise ValueError("sweep=true requires pruning, but schedule=none prunes nothing; use another schedule")

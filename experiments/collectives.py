@@ -160,7 +160,7 @@ def measure_sides(
             continue
         operation = side.operations[point.op]
 
-        # The bytes of the first call are counted, but it is not timed, because other variants have run in between.
+        # The bytes of the first call are counted. The call is not timed, because other variants have run before it.
         sent_before = side.count_sent_bytes()
         interface_before = side.count_interface_bytes()
         dist.barrier()

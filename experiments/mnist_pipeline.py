@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 
 def main(cfg: Config, run: Run) -> None:
-    model = networks.SimpleNN(cfg.width, cfg.depth, run.sample_shape, run.classes)  # equal weights on every rank
+    model = networks.SimpleNN(cfg.width, cfg.depth, run.sample_shape, run.classes)  # same weights on every rank
     stages = model_split.split_model(cfg, model, run)  # splits by layer names, parameter counts or measured times
     pipe = model_split.build_pipeline_engine(cfg, stages, F.cross_entropy, run)  # holds only this rank's stages
     optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)

@@ -222,7 +222,7 @@ SIZE_REMEDY = (
     "change data.image_size"
 )
 RESNET18_REMEDY = "in this experiment, resnet18 always has a 3x3 stem; use model=resnet50 or resnet_modelparallel"
-OTHER_REMEDY = "use the number of classes, the color channels and the width of the model in the file"
+OTHER_REMEDY = "use the same number of classes, color channels and width as the model in the file"
 
 
 class ResNet(nn.Sequential):

@@ -84,7 +84,7 @@ def test_another_number_of_ranks_and_another_start_are_refused(trained: Done, tm
         ("delay=8", "delay=8 must be less than every=8"),
         ("delay=-1", "delay=-1: out of range"),
         ("delay=2 momentum_of=averaged", "use momentum_of=own or reset"),
-        ("momentum_of=averaged optim.momentum=0", "momentum_of=averaged requires momentum"),
+        ("momentum_of=averaged optim.momentum=0", "momentum_of=averaged requires optim.momentum"),
     ],
 )
 def test_bad_settings_are_refused(words: str, part: str) -> None:
