@@ -1,1 +1,1 @@
-"""Settings: shared dataclasses, and one module and one YAML file per experiment."""
+"""Experiment settings: shared dataclasses, plus one Python module and one YAML file per experiment."""

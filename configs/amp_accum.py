@@ -1,4 +1,4 @@
-"""Settings of experiments/amp_accum.py."""
+"""Settings for experiments/amp_accum.py."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ from configs.shared import at_least, between
 
 @dataclass
 class Config(Sweep, ElasticRanks, Sharded):
-    """Settings of mixed precision and gradient accumulation."""
+    """Settings for training with mixed precision and gradient accumulation."""
 
     model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
-    """mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; the ResNets have BatchNorm
-    with statistics per rank and microbatch, so `accumulate` changes their result."""
+    """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions. The
+    ResNets contain BatchNorm, which computes statistics per rank and microbatch, so `accumulate` changes their
+    results."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
-    """Precision of matrix products and convolutions. bf16 and fp16 use autocast with float32 parameters; fp16 also
-    scales the loss. tf32 is float32 with products rounded by NVIDIA GPUs; on a CPU it equals fp32."""
+    """Numeric precision of matrix products and convolutions. bf16 and fp16 use autocast with float32 parameters; fp16
+    also scales the loss. tf32 stores float32 but lets NVIDIA GPUs compute products in TF32; on a CPU it is the same as
+    fp32."""
     accumulate: int = at_least(1, 4)
-    """Microbatches per optimizer step. `batch` remains the global batch of a step: each rank processes
-    batch / accumulate / ranks samples at a time. Only a partial microbatch at the end of an epoch is dropped; if the
-    number of microbatches in an epoch is not a multiple of this value, its last step has fewer."""
+    """Number of microbatches per optimizer step. `batch` is still the global batch size of a step, so each rank
+    processes batch / accumulate / ranks samples at a time. At the end of an epoch, only a partial microbatch is
+    dropped. If the number of microbatches in an epoch is not a multiple of this value, the last step of the epoch has
+    fewer microbatches."""
     no_sync: bool = True
-    """All-reduce gradients once per step instead of after every microbatch. Both give the same result."""
+    """All-reduce gradients once per step instead of after every microbatch. The result is the same either way."""
     channels_last: bool = False
     """Store images and filters in the channels_last memory format, which speeds up convolutions."""
     compile: bool = False
-    """Compile the model (torch.compile). Needs a C++ compiler and up to a minute before the first step."""
+    """Compile the model with torch.compile, which needs a C++ compiler and delays the first step by up to a minute."""
     clip: float = between(0, 1e6, 0)
-    """Maximum gradient norm (Euclidean, over all parameters, whole batch, unscaled); 0 disables clipping."""
+    """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm of the unscaled gradient of the whole
+    batch, over all parameters."""
     init_scale: float = between(1e-3, 1e9, 65536)
-    """fp16: initial loss scale; it is halved when a gradient overflows (arXiv 1710.03740)."""
+    """Initial loss scale for precision=fp16. The scale is halved when a gradient overflows (arXiv 1710.03740)."""
     growth_interval: int = at_least(1, 2000)
-    """fp16: consecutive steps without overflow after which the scale is doubled."""
+    """Number of consecutive steps without overflow after which the loss scale is doubled, for precision=fp16."""
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -46,11 +50,14 @@ class Config(Sweep, ElasticRanks, Sharded):
     def check(self) -> None:
         super().check()
         if self.dtype == "float64" and self.precision in ("bf16", "fp16"):
-            raise ValueError(f"dtype=float64: precision={self.precision} rounds float32 only; use precision=fp32")
+            raise ValueError(
+                f"dtype=float64 cannot be combined with precision={self.precision}, which converts only float32; "
+                "use precision=fp32"
+            )
         if self.model == "mlp" and self.channels_last:
-            raise ValueError("channels_last=true: model=mlp has no convolutions; use model=convnet")
+            raise ValueError("channels_last=true requires convolutions, but model=mlp has none; use model=convnet")
         if self.shards == ["auto"] and not self.no_sync:
             raise ValueError(
-                "shards=auto cannot measure the speed of a rank with no_sync=false, where ranks wait for each other "
-                "within a step; set shards explicitly, such as shards=[3,1], or omit no_sync=false"
+                "shards=auto cannot measure the speed of each rank with no_sync=false, because ranks then wait for "
+                "each other within a step; set shards explicitly, such as shards=[3,1], or omit no_sync=false"
             )

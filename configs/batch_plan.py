@@ -1,4 +1,4 @@
-"""Division of the samples of one optimizer step into shards and microbatches."""
+"""Division of a batch, the samples of one optimizer step, into shards and microbatches."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sizes of the shards and microbatches of one optimizer step.
+    """The sizes of the shards and microbatches of one optimizer step.
 
-    `Loader` creates the shards and microbatches of a rank. The `step` of a pipeline engine splits its batch into
-    microbatches itself.
+    `Loader` creates the shards and microbatches of a rank. A pipeline engine is an exception: its `step` method splits
+    a batch into microbatches itself.
     """
 
     batch: int
-    """Samples per step, over all ranks."""
+    """Number of samples per optimizer step, over all ranks."""
     replicas: int = 1
-    """Ranks or pipelines; each takes one shard."""
+    """Number of model replicas (ranks or pipelines). Each replica processes one shard of the batch."""
     microbatches: int = 1
-    """Parts of a shard that are computed in sequence with summed gradients."""
+    """Number of microbatches per shard. Microbatches are processed in sequence with summed gradients."""
     weights: tuple[int, ...] = ()
-    """Relative shard sizes, one per replica; empty for equal shards."""
+    """Relative shard sizes, one per replica; an empty tuple means equal shards."""
 
     @property
     def shard(self) -> int:
-        """Samples per replica if all shards are equal."""
+        """Number of samples per replica if all shards are equal."""
         return self.batch // self.replicas
 
     @property
     def microbatch(self) -> int:
-        """Samples per microbatch of a replica."""
+        """Number of samples per microbatch of a replica if all shards are equal."""
         return self.shard // self.microbatches
 
 
 def divide_batch(batch: int, weights: Sequence[int]) -> tuple[int, ...]:
-    """Divide a batch among ranks in proportion to their weights; return the samples of each rank.
+    """Return the number of samples of each rank, in proportion to the ranks' weights.
 
-    Counts are rounded down; the remaining samples go to the ranks with the largest remainders, lower ranks first
-    (Hamilton's method).
+    Counts are rounded down. The remaining samples are given to the ranks with the largest remainders (Hamilton's
+    method). Among equal remainders, lower ranks come first.
     """
     total = sum(weights)
     counts = [batch * weight // total for weight in weights]
@@ -51,13 +51,13 @@ def divide_batch(batch: int, weights: Sequence[int]) -> tuple[int, ...]:
 
 
 def list_divisors(number: int) -> list[int]:
-    """Return all divisors of a number, ascending."""
+    """Return all divisors of a number in ascending order."""
     up_to_root = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return up_to_root + [number // d for d in reversed(up_to_root) if d * d != number]
 
 
 def format_nearest_multiples(number: int, factor: int) -> str:
-    """Format the positive multiples of `factor` next to a number, as in "62 or 64"."""
+    """Format the positive multiples of `factor` that are closest to a number, for example "62 or 64"."""
     lower = number // factor * factor
     higher = lower + factor
     return f"{lower} or {higher}" if lower else str(higher)

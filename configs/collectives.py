@@ -1,4 +1,4 @@
-"""Settings of experiments/collectives.py."""
+"""Settings for experiments/collectives.py."""
 
 from __future__ import annotations
 
@@ -21,43 +21,45 @@ MAX_VECTOR_BYTES = 2**30
 
 @dataclass
 class Config(RanksPerNode):
-    """Settings of the collectives measurement. Settings of data, model and optimizer have no effect."""
+    """Settings for measuring collectives. Settings for the data, the model and the optimizer have no effect."""
 
     trains: ClassVar[bool] = False
 
     ops: list[str] = field(default_factory=lambda: list(OPS))
-    """Operations to measure: sendrecv (every rank sends to the next one of a ring), broadcast, all_reduce,
-    reduce_scatter, all_gather."""
+    """Operations to measure: sendrecv (every rank sends to the next rank in a ring), broadcast, all_reduce,
+    reduce_scatter and all_gather."""
     dtypes: list[str] = field(default_factory=lambda: ["float32"])
-    """Element types to measure: float32, float64, float16, bfloat16, int32, int64."""
+    """Element types to measure: float32, float64, float16, bfloat16, int32 and int64."""
     sizes: list[str] = field(default_factory=lambda: ["4", "4K", "64K", "1M", "4M", "25M"])
-    """Vector sizes in bytes, with suffix K, M or G for powers of 1024. For reduce_scatter and all_gather it is the size
-    of the longer vector, rounded up to equal shards. A line is fitted to two or more sizes."""
+    """Vector sizes in bytes; the suffixes K, M and G stand for powers of 1024. For reduce_scatter and all_gather, the
+    size is that of the longer vector, rounded up so that all shards are equal. With two or more sizes, a line is fitted
+    to the measured times."""
     algorithms: list[str] = field(default_factory=lambda: ["ring", "star"])
-    """All-reduce algorithms of the built-in backend (CPU) to measure: ring, halving_doubling, tree, star, sharded_star,
-    two_level; [] skips that backend. For a custom one use launch.backend=builtin launch.algorithm=FILE.py:function."""
+    """All-reduce algorithms of the built-in CPU backend to measure: ring, halving_doubling, tree, star, sharded_star
+    and two_level. [] skips this backend. To measure a custom algorithm, use launch.backend=builtin
+    launch.algorithm=FILE.py:function."""
     transports: list[str] = field(default_factory=lambda: ["network", "memory"])
-    """Transports of the built-in backend to measure: network is unencrypted sockets; memory is shared memory within a
-    host and the network between hosts (the table says which); tls is encrypted sockets and needs
-    launch.backend=builtin launch.tls=true."""
+    """Transports of the built-in backend to measure. network uses unencrypted sockets. memory uses shared memory within
+    a host and sockets between hosts; the result table shows which of the two was used. tls uses encrypted sockets and
+    requires launch.backend=builtin launch.tls=true."""
     rounds: int = between(1, 100_000, 10)
-    """Repetitions of the whole measurement; reported times are medians over the rounds."""
+    """Number of times to repeat the whole measurement. Reported times are medians over these rounds."""
     plot: bool = True
-    """Plot time against size with the fitted lines."""
+    """Plot the measured times against the vector sizes, with the fitted lines."""
 
     def total_steps(self, epoch_steps: int) -> int:
-        """Return the steps of the run: one per point and round; a round has `epoch_steps` points."""
+        """Return the number of steps of the run: one step per point, and `epoch_steps` points per round."""
         total = self.rounds * epoch_steps
         return min(self.steps or total, total)
 
     def list_bytes(self) -> list[int]:
-        """Return the sizes in bytes, ascending. Raises ValueError."""
+        """Return the vector sizes in bytes in ascending order. Raises ValueError for an invalid size."""
         sizes = set()
         for text in self.sizes or [""]:
             match = re.fullmatch(r"([0-9]{1,12})([KMG]?)", text)
             size = int(match[1]) * BYTES_PER_UNIT[match[2]] if match else 0
             if not 1 <= size <= MAX_VECTOR_BYTES:
-                raise ValueError(f"sizes=[{text}]: sizes are 1 to 1G bytes, such as 4, 64K or 25M")
+                raise ValueError(f"sizes=[{text}]: each size must be from 1 to 1G bytes, such as 4, 64K or 25M")
             sizes.add(size)
         return sorted(sizes)
 
@@ -72,19 +74,19 @@ class Config(RanksPerNode):
                 width = DTYPES[name]
                 if size % width:
                     remedy = f"use {format_nearest_multiples(size, width)}"
-                    raise ValueError(f"sizes=[{size}]: not a multiple of the {width} bytes of {name}; {remedy}")
+                    raise ValueError(f"sizes=[{size}] must be a multiple of the {width} bytes of a {name}; {remedy}")
         if "tls" in self.transports and not self.launch.tls:
             raise ValueError(
-                "transports=[tls] needs the certificate of a run with launch.tls=true; "
+                "transports=[tls] requires the certificate that a run with launch.tls=true creates; "
                 "add launch.backend=builtin launch.tls=true, or omit tls"
             )
         if self.processes < 2:
-            raise ValueError("collectives need at least two ranks; use processes_per_node=2")
+            raise ValueError("collectives require at least two ranks; use processes_per_node=2")
 
 
 def check_names(setting: str, names: Sequence[str], allowed: Sequence[str]) -> None:
-    """Raise ValueError unless a list setting holds at least one allowed name and no duplicates."""
+    """Raise ValueError if a list setting is empty or contains an unknown or duplicate name."""
     invalid = [name for name in names if name not in allowed or names.count(name) > 1]
     if invalid or not names:
         text = ",".join(dict.fromkeys(invalid))
-        raise ValueError(f"{setting}=[{text}]: use one or more of {', '.join(allowed)}, each once")
+        raise ValueError(f"{setting}=[{text}] is invalid; use one or more of {', '.join(allowed)}, each at most once")

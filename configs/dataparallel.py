@@ -1,4 +1,4 @@
-"""Settings of data parallelism: experiments whose ranks train the same model on shards of a batch."""
+"""Settings for data parallelism: every rank trains the same model on its own shard of each batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from configs.ranges import between
 
 @dataclass
 class Replicated(RanksPerNode):
-    """Settings of ranks with identical models."""
+    """Settings for experiments in which all ranks train the same model."""
 
     def check(self) -> None:
         super().check()
@@ -33,24 +33,28 @@ class Replicated(RanksPerNode):
 
 @dataclass
 class Sharded(Replicated):
-    """Settings of ranks with unequal speed or different devices."""
+    """Settings for experiments whose ranks may differ in speed or in device type."""
 
     can_mix_devices: ClassVar[bool] = True
 
     shards: list[str] = field(default_factory=lambda: ["equal"])
-    """Division of each batch among the ranks: equal; a list of integer weights, one per rank, such as [3,1], where 0
-    gives a rank no samples; or auto, which measures the speed of each rank before the first step and during training.
-    The training result is that of one process in all cases."""
+    """Division of each batch among the ranks. equal gives every rank the same number of samples. A list of integer
+    weights, one per rank, such as [3,1], sets the shares explicitly; a rank with weight 0 gets no samples. auto chooses
+    the shares by measuring the speed of each rank before the first step and during training. In all cases, the training
+    result is the same as that of a single process."""
     dropout: float = between(0, 0.95, 0)
-    """Dropout probability for the inputs of the last layer. The mask of a sample depends only on its position in the
-    epoch, so shards and microbatches do not change the result."""
+    """Dropout probability for the inputs of the last layer. The dropout mask of a sample depends only on the sample's
+    position in the epoch, so the division into shards and microbatches does not change the result."""
 
     @property
     def batch_plan(self) -> BatchPlan:
         return BatchPlan(self.batch, self.processes, weights=self.parse_shards())
 
     def parse_shards(self) -> tuple[int, ...]:
-        """Return the initial relative shard sizes of the ranks; () for equal ones. Raises ValueError."""
+        """Return the initial relative shard sizes of the ranks, or () for equal shards.
+
+        Raises ValueError if `shards` is invalid.
+        """
         ranks = self.processes
         text = ",".join(self.shards)
         if text == "equal":
@@ -58,16 +62,16 @@ class Sharded(Replicated):
         if text == "auto":
             return (1,) * ranks
         if not self.shards or not all(weight.isdecimal() and len(weight) < 10 for weight in self.shards):
-            raise ValueError(f"shards=[{text}]: use equal, auto, or one integer >= 0 per rank, such as [3,1]")
+            raise ValueError(f"shards=[{text}] must be equal, auto, or one integer >= 0 per rank, such as [3,1]")
         if len(self.shards) != ranks:
             example = ",".join(["3", *["1"] * (ranks - 1)])
             raise ValueError(
                 f"shards=[{text}] has length {len(self.shards)}, but there are {ranks} ranks; "
-                f"give one per rank, such as [{example}]"
+                f"specify one weight per rank, such as [{example}]"
             )
         weights = tuple(map(int, self.shards))
         if not any(weights):
-            raise ValueError(f"shards=[{text}] gives no rank any samples; use at least one number > 0")
+            raise ValueError(f"shards=[{text}] assigns no samples to any rank; at least one weight must be positive")
         return weights
 
     def check(self) -> None:
@@ -78,20 +82,26 @@ class Sharded(Replicated):
             raise ValueError(f"batch={self.batch} is not divisible by accumulate={microbatches}; {remedy}")
         min_batch = self.processes * microbatches
         if self.shards == ["auto"] and self.batch < min_batch:
-            raise ValueError(f"shards=auto needs at least one sample per rank; use batch={min_batch} or fewer ranks")
+            raise ValueError(
+                f"shards=auto requires at least one sample per rank in each microbatch (batch={self.batch}); "
+                f"set batch to at least {min_batch} or use fewer ranks"
+            )
 
 
 @dataclass
 class DataParallel(Replicated, InitialWeights):
-    """Settings of DDP and of the strategies it is compared with."""
+    """Settings for DDP and the strategies that it is compared with."""
 
     model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
-    """mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; resnet18 is ResNet-18 with
-    the CIFAR stem; resnet50 has the ImageNet stem from 64 pixels on. All accept the images of any data set."""
+    """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; resnet18
+    is ResNet-18 with the CIFAR stem. resnet50 has the ImageNet stem for images of 64 pixels or more. All of these
+    networks accept the images of any data set."""
     sync_batchnorm: bool = False
-    """Compute BatchNorm statistics over the whole batch instead of over the shard of each rank."""
+    """Compute BatchNorm statistics over the whole batch instead of over each rank's shard."""
 
     def check(self) -> None:
         super().check()
         if self.sync_batchnorm and self.model in ("mlp", "convnet"):
-            raise ValueError(f"sync_batchnorm=true: model={self.model} has no BatchNorm; use model=resnet18")
+            raise ValueError(
+                f"sync_batchnorm=true requires BatchNorm layers, but model={self.model} has none; use model=resnet18"
+            )

@@ -1,4 +1,4 @@
-"""Settings of experiments/ddp_multinode.py."""
+"""Settings for experiments/ddp_multinode.py."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from configs.shared import at_least, between
 
 @dataclass
 class Config(ElasticRanks, Sharded, DataParallel):
-    """Settings of DDP and FSDP2."""
+    """Settings for training with DDP or FSDP2."""
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """ddp keeps the whole model on every rank; fsdp (fully_shard) shards every parameter over the ranks."""
+    """ddp keeps the whole model on every rank; fsdp (fully_shard) shards every parameter across the ranks."""
     communication: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """Gradient compression of ddp: none, half precision, or a product of two low-rank matrices (arXiv 1905.13727)."""
+    """Compression of the gradients that DDP all-reduces. fp16 and bf16 send gradients in half precision; powersgd sends
+    two low-rank matrices whose product approximates a gradient (arXiv 1905.13727)."""
     powersgd_rank: int = at_least(1, 2, only="communication=powersgd")
-    """Rank of the PowerSGD matrices. PowerSGD starts after ten steps."""
+    """Rank of PowerSGD's low-rank matrices. Compression starts after ten steps."""
     bucket_mb: float = between(0.01, 10_000, 25)
-    """Size of the gradient buckets of ddp in MB. A bucket is sent as soon as backward has filled it."""
+    """Size of DDP's gradient buckets in MB. A bucket is all-reduced as soon as backward has filled it."""
     gradient_as_bucket_view: bool = True
-    """Let gradients be views of the buckets of ddp, which saves a copy and its memory."""
+    """Use views of DDP's buckets as gradients, which saves memory and a copy."""
     static_graph: bool = False
-    """Declare to ddp that every step uses the same parameters in the same order."""
+    """Declare to DDP that every step uses the same parameters in the same order."""
     find_unused_parameters: bool = False
-    """Let ddp search every step for parameters without a gradient. Costs time; only for models that skip parameters."""
+    """Make DDP search every step for parameters without a gradient. The search takes time and is needed only for models
+    that do not use all of their parameters in every step."""
     clip: float = between(0, 1e6, 0)
-    """Maximum gradient norm (Euclidean, over all parameters, whole batch); 0 disables clipping."""
+    """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm of the gradient of the whole batch,
+    over all parameters."""
     compare: bool = False
     """After training, time the same step in a single process and report the parallel efficiency."""
 
@@ -38,14 +41,17 @@ class Config(ElasticRanks, Sharded, DataParallel):
         is_fsdp = self.strategy == "fsdp"
         if self.elastic.on and (is_fsdp or self.communication == "powersgd"):
             setting = "strategy=fsdp" if is_fsdp else "communication=powersgd"
-            raise ValueError(f"elastic=true: with {setting} a lost rank loses part of the state; omit {setting}")
+            raise ValueError(
+                f"elastic=true cannot be combined with {setting}, because losing a rank would lose part of the state; "
+                f"omit {setting}"
+            )
         if is_fsdp:
             self.check_fsdp()
         if self.shards == ["auto"] and (is_fsdp or self.sync_batchnorm):
             setting = "strategy=fsdp" if is_fsdp else "sync_batchnorm=true"
             raise ValueError(
-                f"shards=auto cannot measure the speed of a rank with {setting}, where ranks wait for each other "
-                f"within a step; set shards explicitly, such as shards=[3,1], or omit {setting}"
+                f"shards=auto cannot measure the speed of each rank with {setting}, because ranks then wait for each "
+                f"other within a step; set shards explicitly, such as shards=[3,1], or omit {setting}"
             )
 
     def check_fsdp(self) -> None:
@@ -57,6 +63,9 @@ class Config(ElasticRanks, Sharded, DataParallel):
         }
         for name, is_set in ddp_settings.items():
             if is_set:
-                raise ValueError(f"{name} is a setting of ddp; use strategy=ddp or omit it")
+                raise ValueError(f"{name} applies to DDP only; use strategy=ddp or omit {name}")
         if self.launch.mixed:
-            raise ValueError("launch.mixed=true: strategy=fsdp needs devices of one kind; use strategy=ddp")
+            raise ValueError(
+                "launch.mixed=true cannot be combined with strategy=fsdp, which requires devices of one type; "
+                "use strategy=ddp"
+            )

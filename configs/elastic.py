@@ -1,4 +1,4 @@
-"""Settings of elastic runs, which continue without a lost rank."""
+"""Settings for elastic runs, which continue training after losing a rank."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from configs.ranges import at_least, between
 
 @dataclass
 class Elastic:
-    """Settings of elastic runs; `elastic=true` is short for elastic.on=true."""
+    """Settings for elastic runs. `elastic=true` is short for `elastic.on=true`."""
 
     on: bool = False
-    """Continue without a restart when a rank is killed, stops responding or its host fails: the remaining ranks repeat
-    the step and take over its shard of the batch. Losses equal those of an undisturbed run. For ranks on CPUs only; a
-    parameter server can only lose ranks that serve no shard."""
+    """Continue without a restart when a rank is killed, a rank stops responding, or a host fails. The remaining ranks
+    repeat the interrupted step and take over the lost rank's shard of the batch. The losses are the same as those of an
+    uninterrupted run, up to rounding. Elastic runs are limited to ranks on CPUs. In param_server, only ranks that serve
+    no parameter shard can be lost."""
     timeout: float = between(0.2, 600, 3)
-    """Seconds without a heartbeat after which a rank counts as lost. A thread sends the heartbeats, so a slow step, an
-    evaluation or a checkpoint does not interrupt them. A killed rank is detected immediately."""
+    """Seconds without a heartbeat after which a rank is considered lost. A separate thread sends the heartbeats, so
+    slow steps, evaluations and checkpoints do not interrupt them. A killed rank is detected immediately."""
     min: int = at_least(1, 1)
-    """Minimum number of ranks. With fewer, the remaining ranks save and exit with status 75, to be resumed with all."""
+    """Minimum number of ranks. If fewer ranks remain, they save a checkpoint and exit with status 75. The run can then
+    be resumed with all ranks."""
     rejoin: int = at_least(0, 3)
-    """How many times a lost rank is restarted. It joins between two steps with a copy of another rank's state."""
+    """Maximum number of restarts per lost rank. A restarted rank joins between two steps with a copy of another rank's
+    state."""
     spares: int = between(0, 64, 0)
-    """Additional hosts that a SLURM job requests to replace lost hosts. Local runs ignore it."""
+    """Number of spare hosts that a SLURM job requests to replace lost hosts. Local runs ignore this setting."""
 
 
 @dataclass
 class ElasticRanks(RanksPerNode):
-    """Settings of experiments that can lose any rank without unique state."""
+    """Settings for experiments that can continue after losing any rank that holds no unique state."""
 
     elastic: Elastic = field(default_factory=Elastic)
 
@@ -39,20 +42,26 @@ class ElasticRanks(RanksPerNode):
             return
         ranks = self.processes
         if ranks < 2:
-            raise ValueError("elastic=true needs at least two ranks; use processes_per_node=2 or elastic=false")
+            raise ValueError("elastic=true requires at least two ranks; use processes_per_node=2 or elastic=false")
         if self.elastic.min > ranks:
             raise ValueError(
-                f"elastic.min={self.elastic.min} exceeds the {ranks} ranks of the run; use at most elastic.min={ranks}"
+                f"elastic.min={self.elastic.min} exceeds the {ranks} ranks of the run; set it to at most {ranks}"
             )
         if getattr(self, "shards", []) == ["auto"]:
-            raise ValueError("elastic=true changes shards itself; omit shards=auto or set them, such as shards=[3,1]")
+            raise ValueError(
+                "elastic=true cannot be combined with shards=auto, because elastic runs adjust the shards themselves; "
+                "omit shards=auto, or set explicit shards, such as shards=[3,1]"
+            )
         if self.launch.device == "cuda":
-            raise ValueError("elastic=true: ranks on GPUs cannot continue without a lost rank; use launch.device=cpu")
+            raise ValueError(
+                "elastic=true is not available on GPUs, where ranks cannot continue after another rank is lost; "
+                "use launch.device=cpu"
+            )
         if self.launch.backend == "builtin":
-            raise ValueError("elastic=true needs the gloo backend; omit launch.backend=builtin")
+            raise ValueError("elastic=true requires the gloo backend; omit launch.backend=builtin")
 
 
 def find_elastic(cfg: object) -> Elastic | None:
-    """Return the elastic settings of an experiment's config; None if it has none or they are off."""
+    """Return the elastic settings of a config, or None if they are missing or turned off."""
     settings = getattr(cfg, "elastic", None)
     return settings if isinstance(settings, Elastic) and settings.on else None

@@ -1,4 +1,4 @@
-"""Settings of ranks: hosts, devices, and how ranks communicate."""
+"""Settings for launching ranks: hosts, devices and communication."""
 
 from __future__ import annotations
 
@@ -10,54 +10,58 @@ from configs.ranges import at_least, between
 
 @dataclass
 class Launch:
-    """Settings of ranks, hosts and devices."""
+    """Settings for the ranks of a run: hosts, devices and communication."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks. auto uses one GPU per rank if there are enough, otherwise the CPU."""
+    """Device of the ranks. auto uses one GPU per rank if there are enough GPUs, otherwise the CPU."""
     backend: Literal["auto", "builtin"] = "auto"
-    """Communication backend. auto is nccl on GPUs and gloo on CPUs; builtin is this project's own torch.distributed
-    backend for CPUs (common/distributed/builtin)."""
+    """Communication backend. auto selects nccl on GPUs and gloo on CPUs. builtin is the torch.distributed backend for
+    CPUs that this project implements (common/distributed/builtin)."""
     algorithm: str = "ring"
-    """All-reduce algorithm of builtin: ring, halving_doubling, tree, star, sharded_star, or two_level (fewest bytes
-    between hosts). Several can be combined by size: tree<65536<ring uses the ring from 65,536 bytes on. auto measures
-    the links once, chooses such a combination and stores it in config.yaml (with more than 256 ranks without ring and
-    sharded_star, whose transfers are too many to simulate). FILE.py:function is a custom algorithm: function(ranks)
-    returns for each rank a list of ('send', 'receive' or 'add', chunk, peer).
+    """All-reduce algorithm of the built-in backend: ring, halving_doubling, tree, star, sharded_star, or two_level
+    (which sends the fewest bytes between hosts). Algorithms can be combined by message size: tree<65536<ring uses tree
+    for small messages and ring for messages of at least 65,536 bytes. auto measures the links once, chooses such a
+    combination and stores it in config.yaml. With more than 256 ranks, auto excludes ring and sharded_star, because
+    they have too many transfers to simulate. FILE.py:function is a custom algorithm: for each rank, function(ranks)
+    returns a list of tuples (action, chunk, peer), in which the action is 'send', 'receive' or 'add'.
     `python -m common.distributed.transport.algorithms` prints an algorithm."""
     transport: Literal["auto", "network"] = "auto"
-    """Transport of builtin between ranks of one host. auto is shared memory; network is sockets."""
+    """Transport of the built-in backend between ranks of the same host. auto uses shared memory; network uses
+    sockets."""
     tls: bool = False
-    """Encrypt the sockets of builtin: TLS 1.3 between ranks that present the certificate of this attempt, which is
-    created with the openssl program. The hosts must share the run folder; ranks use it for the rendezvous."""
+    """Encrypt the sockets of the built-in backend with TLS 1.3. Every rank must present the certificate of the current
+    attempt, which is created with the openssl program. All hosts must share the run folder, because the ranks use it
+    for the rendezvous."""
     mixed: bool = False
-    """Train with ranks on GPUs and ranks on CPUs together. On each host the first ranks get one GPU each and the others
-    the CPU. gloo communicates through host memory, which also allows GPUs of different vendors."""
+    """Train with ranks on GPUs and ranks on CPUs together. On each host, the first ranks get one GPU each, and the
+    remaining ranks use the CPU. gloo communicates through host memory, so GPUs of different vendors can be combined."""
     nodes: int = at_least(1, 1)
-    """Number of hosts. On a single machine the ranks are divided among this many simulated hosts."""
+    """Number of hosts. On a single machine, the ranks are divided among this number of simulated hosts."""
     threads: int = between(0, 1024, 0)
-    """CPU threads per rank. 0 uses the CPUs that SLURM assigned to the rank, otherwise allowed cores / local ranks."""
+    """Number of CPU threads per rank. 0 uses the number of CPUs that SLURM assigned to the rank or, without SLURM, the
+    number of allowed cores divided by the number of ranks on the host."""
     interface: str = ""
-    """Network interface between hosts; empty uses the one with the route to the first rank."""
+    """Network interface for communication between hosts. If empty, hosts use the interface with the route to rank 0."""
     setup_timeout: float = between(1, 3600, 60)
-    """Seconds within which every rank must connect, including a rank that an elastic run has restarted."""
+    """Maximum seconds that a rank may take to connect. The limit also applies to ranks that an elastic run restarts."""
     step_timeout: float = between(1, 3600, 120)
-    """Maximum seconds of one message or collective during training. A data worker may take half of that for a block of
-    batches."""
+    """Maximum duration of one message or collective during training, in seconds. A data worker may use half of this
+    time to prepare a block of batches."""
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the settings exclude GPUs."""
+        """Whether these settings exclude the use of GPUs."""
         return self.device == "cpu" or self.backend == "builtin"
 
     def check(self) -> None:
-        """Raise ValueError for combinations that no backend supports."""
+        """Raise ValueError for a combination of settings that no backend supports."""
         if self.backend == "builtin" and self.device == "cuda":
             raise ValueError(
-                "launch.backend=builtin runs on CPUs only; omit launch.device=cuda, or launch.backend to use nccl"
+                "launch.backend=builtin runs on CPUs only; omit launch.device=cuda, or omit launch.backend to use nccl"
             )
         if self.mixed and (self.device != "auto" or self.backend != "auto"):
             setting = f"launch.device={self.device}" if self.device != "auto" else f"launch.backend={self.backend}"
-            raise ValueError(f"launch.mixed=true selects devices and the gloo backend itself; omit {setting}")
+            raise ValueError(f"launch.mixed=true sets the devices and the gloo backend itself; omit {setting}")
         if self.backend == "builtin":
             return
         builtin_defaults = {"algorithm": "ring", "transport": "auto", "tls": False}
@@ -65,4 +69,4 @@ class Launch:
             value = getattr(self, name)
             if value != default:
                 setting = f"launch.{name}={str(value).replace('True', 'true')}"
-                raise ValueError(f"{setting} needs launch.backend=builtin; add that or omit launch.{name}")
+                raise ValueError(f"{setting} requires launch.backend=builtin; add this setting or omit launch.{name}")

@@ -1,4 +1,4 @@
-"""Settings of experiments/mnist_pipeline.py."""
+"""Settings for experiments/mnist_pipeline.py."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from configs.shared import Experiment, between
 
 @dataclass
 class Config(PipelineConfig, Experiment):
-    """Settings of pipeline parallelism on MNIST."""
+    """Settings for pipeline parallelism on MNIST."""
 
     width: int = between(2, 65_536, 128)
-    """Units per hidden layer; the last hidden layer has half as many."""
+    """Number of units per hidden layer. If `depth` is greater than 1, the last hidden layer has half as many units."""
     depth: int = between(1, 256, 2)
-    """Hidden layers; 2 with width=128 gives the 784-128-64-10 network."""
+    """Number of hidden layers. A depth of 2 with width=128 gives the 784-128-64-10 network."""
 
     @property
     def batch_plan(self) -> BatchPlan:

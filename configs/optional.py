@@ -1,4 +1,4 @@
-"""Settings that some experiments share, in addition to those of all experiments."""
+"""Groups of settings that only some experiments have."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from configs.shared import Experiment, at_least, between
 
 @dataclass
 class RanksPerNode(Experiment):
-    """Settings of experiments with the same number of ranks on each host."""
+    """Settings for experiments with the same number of ranks on each host."""
 
     processes_per_node: int = at_least(0, 0)
-    """Ranks per host. 0 uses the number in the cluster profile, or the number that torchrun or srun started; otherwise
-    two on a single host and one on each of several hosts."""
+    """Number of ranks per host. 0 uses the number in the cluster profile, or the number that torchrun or srun started.
+    If neither is available, 0 means two ranks on a single host, or one rank on each of several hosts."""
 
     @property
     def processes(self) -> int:
@@ -24,11 +24,11 @@ class RanksPerNode(Experiment):
 
 @dataclass
 class InitialWeights(Experiment):
-    """Settings of a model that can start from trained weights."""
+    """Settings for models that can start from trained weights."""
 
     weights: str = "none"
-    """State dict to start from, with the names of this project or of torchvision: a file, a checkpoint folder, or the
-    id of a run. none initialises the weights randomly."""
+    """Initial weights of the model: a file, a checkpoint folder, or the id of a run. The parameter names in a file are
+    those of this project or of torchvision. none initializes the weights randomly."""
 
     def list_paths(self) -> dict[str, str]:
         paths = super().list_paths()
@@ -39,9 +39,10 @@ class InitialWeights(Experiment):
 
 @dataclass
 class Sweep:
-    """Settings of an experiment with a grid in configs/sweeps."""
+    """Settings for experiments that have a sweep grid in configs/sweeps."""
 
     sweep: bool = False
-    """Run a grid of settings, one run per point; afterwards write a table, a CSV file and a plot."""
+    """Run a grid of settings with one run per point, then write a table, a CSV file and a plot."""
     repeats: int = between(1, 100, 3)
-    """Repetitions of each point of a sweep, in rounds over all points so that disturbances affect all equally."""
+    """Number of runs per point of a sweep. Each round runs every point once, so that disturbances affect all points
+    equally."""

@@ -1,4 +1,4 @@
-"""Settings of experiments/param_server.py."""
+"""Settings for experiments/param_server.py."""
 
 from __future__ import annotations
 
@@ -12,66 +12,71 @@ from configs.shared import at_least
 
 @dataclass
 class Config(ElasticRanks, Replicated):
-    """Settings of the parameter server."""
+    """Settings for training with parameter servers."""
 
     model: Literal["mlp", "convnet", "resnet18"] = "convnet"
-    """mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; resnet18 has the CIFAR stem
-    and BatchNorm with statistics of one worker's share of the batch."""
+    """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions. resnet18
+    has the CIFAR stem; its BatchNorm layers compute statistics over one worker's share of the batch."""
     mode: Literal["sync", "async", "bounded"] = "sync"
-    """sync applies the pushes of all workers together, and all workers wait for that; async applies each push on
-    arrival, and a worker that has finished takes the next share of the data; bounded is async with a maximum
-    `staleness`."""
+    """How servers apply the gradients that workers push. sync applies the pushes of all workers together, and all
+    workers wait for this update. async applies each push on arrival, and a worker that has finished takes the next
+    share of the data. bounded is async with a maximum `staleness`."""
     staleness: int = at_least(0, 0, only="mode=bounded")
-    """bounded: maximum staleness of a push, the number of parameter versions that a server creates between a worker's
-    pull and the application of its push. At most staleness + 1 workers compute at the same time; 0 makes them
-    sequential."""
+    """Maximum staleness of a push with mode=bounded. Staleness is the number of parameter versions that a server
+    creates between a worker's pull and the application of its push. At most staleness + 1 workers compute at the same
+    time; with 0, workers compute one after another."""
     servers: int = at_least(1, 1)
-    """Number of ranks, beginning with rank 0, that serve one shard of the parameters each. Every rank is a worker."""
+    """Number of servers. Starting with rank 0, this number of ranks each serve one shard of the parameters. Every rank
+    is also a worker."""
     damp: bool = False
-    """Divide the learning rate of a push by its staleness (arXiv 1511.05950). Not available with sync."""
+    """Divide the learning rate of a push by its staleness (arXiv 1511.05950). `damp` is not available with
+    mode=sync."""
     record: bool = False
-    """At the end, write the requests of each server, in order, to served-<rank>.json in the attempt folder."""
+    """At the end, write the requests that each server processed, in order, to served-<rank>.json in the attempt
+    folder."""
     compare: bool = False
-    """After training, time the same steps with DDP on the same ranks to compare samples/s."""
+    """After training, time the same steps with DDP on the same ranks and report the samples/s for comparison."""
     plot: bool = True
-    """At the end, plot how often each staleness occurred."""
+    """At the end, plot how often each staleness value occurred."""
 
     def check(self) -> None:
         ranks = self.processes
-        if self.servers > ranks:  # before the check of the batch, whose remedy assumes a valid number of ranks
+        # This check precedes the check of the batch size, whose remedy assumes a valid number of ranks.
+        if self.servers > ranks:
             raise ValueError(
-                f"servers={self.servers} exceeds the {ranks} ranks; a rank serves at most one shard; "
+                f"servers={self.servers} exceeds the {ranks} ranks, and each rank serves at most one shard; "
                 f"use at most servers={ranks}"
             )
         super().check()
         if self.damp and self.mode == "sync":
             raise ValueError(
-                "damp=true has no effect with mode=sync, where no push is stale; omit it or use mode=async"
+                "damp=true has no effect with mode=sync, because no push is stale; omit damp or use mode=async"
             )
         if self.elastic.on:
             self.check_elastic()
         if self.optim.name not in ("sgd", "adam", "adamw") or self.optim.decayed != "all":
             raise ValueError(
-                f"optim.name={self.optim.name} with optim.decayed={self.optim.decayed}: servers have no layers; "
-                "use sgd, adam or adamw, and optim.decayed=all"
+                f"optim.name={self.optim.name} with optim.decayed={self.optim.decayed} is not supported, because "
+                "a server stores parameters as a vector without layers; use sgd, adam or adamw, and optim.decayed=all"
             )
         if self.launch.device != "cpu":
             raise ValueError(
-                f"launch.device={self.launch.device}: messages have no fixed order, which nccl does not support; "
-                "use launch.device=cpu"
+                f"launch.device={self.launch.device} is not supported: messages arrive in any order, but nccl "
+                "requires a fixed order; use launch.device=cpu"
             )
 
     def check_elastic(self) -> None:
-        """Raise ValueError for settings with which the run cannot continue without a rank."""
+        """Raise ValueError for settings that prevent the run from continuing after losing a rank."""
         if self.mode != "sync":
             raise ValueError(
-                f"elastic=true: results of mode={self.mode} are not reproducible; use mode=sync or omit elastic"
+                f"elastic=true needs reproducible results, which mode={self.mode} does not provide; "
+                "use mode=sync or omit elastic"
             )
         if self.servers == self.processes:
             raise ValueError(
-                f"elastic=true: every rank is a server (servers={self.servers}), and no server may be lost; "
+                f"elastic=true needs ranks that are not servers, but servers={self.servers} makes every rank a server; "
                 "use fewer servers or more ranks"
             )
         for name in ("record", "compare"):
             if getattr(self, name):
-                raise ValueError(f"{name}=true needs the same workers during the whole run; omit it or elastic")
+                raise ValueError(f"{name}=true needs the same workers during the whole run; omit {name} or elastic")

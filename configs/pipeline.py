@@ -1,4 +1,4 @@
-"""Settings of pipeline parallelism: experiments that partition a model into stages."""
+"""Settings for pipeline parallelism: experiments that partition a model into stages."""
 
 from __future__ import annotations
 
@@ -14,45 +14,49 @@ TORCH_SCHEDULES = (*BUILTIN_SCHEDULES, "interleaved_1f1b", "zero_bubble")
 
 @dataclass
 class Stages:
-    """Settings of every experiment with stages."""
+    """Settings for every experiment that partitions a model into stages."""
 
     transport: Literal["auto", "network"] = "auto"
-    """Transport of the built-in engine. auto uses shared memory between ranks of one host (CPU)."""
+    """Transport of the built-in engine. On CPUs, auto uses shared memory between ranks of the same host."""
     schedule: str = "gpipe"
-    """naive, gpipe (arXiv 1811.06965), 1f1b (both engines), interleaved_1f1b (arXiv 2104.04473), zero_bubble (arXiv
-    2401.10241; both with engine=torch), or FILE.py:function, a custom schedule for the built-in engine."""
+    """Pipeline schedule. Both engines support naive, gpipe (arXiv 1811.06965) and 1f1b. engine=torch also supports
+    interleaved_1f1b (arXiv 2104.04473) and zero_bubble (arXiv 2401.10241). The built-in engine also accepts a custom
+    schedule as FILE.py:function."""
     stages: int = between(1, 64, 2)
     """Number of stages of the model; 1 trains the unsplit model."""
     stages_per_process: int = between(1, 64, 1)
-    """Stages per rank. Stage s is placed on rank s modulo the number of ranks."""
+    """Number of stages per rank. Stage s is placed on rank s modulo the number of ranks."""
     split: list[str] = field(default_factory=list)
-    """Layers that start a new stage, such as [fc2]; empty balances the stages by `balance`."""
+    """Names of the layers that start a new stage, such as [fc2]. If empty, the stages are balanced according to
+    `balance`."""
     balance: Literal["parameters", "time"] = "parameters"
-    """Quantity that an automatic split balances: parameter counts or the measured time of each layer."""
+    """Quantity that an automatic split balances across stages: parameter counts or the measured times of layers."""
     plot: bool = False
-    """Draw one step as timeline.png in the run folder. Takes half a second at the end."""
+    """Draw a timeline of one step as timeline.png in the run folder. Drawing takes half a second at the end of the
+    run."""
 
     @property
     def memory_bytes(self) -> float:
-        """Estimated bytes per host: each rank builds the whole model, then keeps only its own stages."""
+        """Estimated memory per host in bytes. Each rank builds the whole model, then keeps only its own stages."""
         cfg: Any = self
         built = cfg.processes // cfg.launch.nodes * cfg.parameter_bytes
         trained = getattr(cfg, "replicas", 1) * cfg.parameter_bytes * cfg.optim.tensors_per_parameter
         return max(built, trained / cfg.launch.nodes)
 
     def make_pipeline_config(self) -> PipelineConfig:
-        """Return the settings of the engine."""
+        """Return the settings of the pipeline engine."""
         raise NotImplementedError
 
 
 @dataclass
 class PipelineConfig(Stages):
-    """Settings of the engine that executes the schedule."""
+    """Settings for the engine that executes the pipeline schedule."""
 
     engine: Literal["own", "torch"] = "own"
-    """own is the built-in engine (common/pipeline/executor.py); torch is torch.distributed.pipelining."""
+    """Pipeline engine. own is the built-in engine (common/pipeline/executor.py); torch is
+    torch.distributed.pipelining."""
     microbatches: int = between(1, 4096, 4)
-    """Number of equal parts of a batch that pass through the stages in sequence."""
+    """Number of microbatches, the equal parts of a batch that pass through the stages in sequence."""
 
     def make_pipeline_config(self) -> PipelineConfig:
         return self
@@ -78,26 +82,26 @@ class PipelineConfig(Stages):
             raise ValueError(f"{problem}; use microbatches={counts}, or batch={sizes}")
         if self.split and len(self.split) != self.stages - 1:
             problem = f"split={self.split} makes {len(self.split) + 1} stages, but stages={self.stages}"
-            remedy = f"name {self.stages - 1} layers, set stages={len(self.split) + 1}, or split=[] to balance them"
-            raise ValueError(f"{problem}; {remedy}")
+            remedy = f"name {self.stages - 1} layers, set stages={len(self.split) + 1}"
+            raise ValueError(f"{problem}; {remedy}, or use split=[] to balance the stages automatically")
         self.check_schedule()
 
     def check_schedule(self) -> None:
-        """Raise ValueError for an unknown schedule or one that the engine does not support."""
+        """Raise ValueError if the schedule is unknown or the engine does not support it."""
         is_custom = ":" in self.schedule
         builtin_names = ", ".join(BUILTIN_SCHEDULES)
         torch_names = ", ".join(TORCH_SCHEDULES)
         if not is_custom and self.schedule not in TORCH_SCHEDULES:
             raise ValueError(f"schedule={self.schedule} is unknown; use {torch_names} or FILE.py:function")
         if self.engine == "own" and not is_custom and self.schedule not in BUILTIN_SCHEDULES:
-            raise ValueError(f"schedule={self.schedule} needs engine=torch; the built-in engine has {builtin_names}")
+            raise ValueError(f"schedule={self.schedule} needs engine=torch; engine=own supports {builtin_names}")
         if self.engine == "torch":
             if is_custom:
                 raise ValueError(
-                    f"schedule={self.schedule} needs the built-in engine, engine=own; engine=torch has {torch_names}"
+                    f"schedule={self.schedule} needs engine=own (built-in engine); engine=torch supports {torch_names}"
                 )
             if self.stages == 1:
-                raise ValueError("engine=torch needs at least 2 stages; use stages=2, or engine=own (built-in engine)")
+                raise ValueError("engine=torch needs at least 2 stages; use stages=2 or engine=own (built-in engine)")
             self.check_torch_schedule()
 
     def check_torch_schedule(self) -> None:
@@ -106,13 +110,13 @@ class PipelineConfig(Stages):
         if self.schedule == "1f1b" and self.stages_per_process == 1:
             if count < self.stages:
                 raise ValueError(
-                    "engine=torch schedule=1f1b needs at least as many microbatches as stages; "
+                    "engine=torch with schedule=1f1b needs at least as many microbatches as stages; "
                     f"set microbatches to {self.stages} or more"
                 )
             return
         if self.schedule in ("1f1b", "interleaved_1f1b", "zero_bubble"):
             rounds = max(1, count // self.processes)
             if count % rounds:
-                problem = f"engine=torch schedule={self.schedule} needs microbatches={count} to be a multiple of"
+                problem = f"with engine=torch schedule={self.schedule}, microbatches={count} must be a multiple of"
                 remedy = f"use microbatches={rounds * self.processes}"
                 raise ValueError(f"{problem} {rounds} (microbatches // ranks); {remedy}")

@@ -10,54 +10,57 @@ from configs.shared import at_least, between
 
 @dataclass
 class Profile:
-    """Settings of a cluster and of the resources that a job requests."""
+    """Settings for a SLURM cluster and for the resources that a job requests on it."""
 
     partition: str = ""
-    """Partition. Empty uses the default of the cluster, as for every empty value below."""
+    """SLURM partition. For this setting and those below, an empty value means the default of the cluster."""
     account: str = ""
-    """Account that is charged."""
+    """SLURM account that is charged for the job."""
     qos: str = ""
-    """Quality of service."""
+    """SLURM quality of service (QOS) of the job."""
     constraint: str = ""
-    """Required features of the hosts."""
+    """SLURM features that the hosts of the job must have."""
     exclude: str = ""
-    """Hosts to exclude, as in node[03-05]."""
+    """Hosts that the job must not use, such as node[03-05]."""
     wckey: str = ""
-    """Workload characterization key. Some sites reject jobs that set one."""
+    """SLURM workload characterization key (WCKey). Some sites reject jobs that specify a key."""
     time: int = between(1, 525_600, 60)
-    """Time limit in minutes."""
+    """Time limit of the job in minutes."""
     memory_gb: float = between(0, 100_000, 0)
-    """Memory per host in GB; 0 requests none."""
+    """Memory to request per host in GB; 0 omits the request."""
     cpus: int = at_least(1, 1)
-    """CPUs per rank, including its data workers."""
+    """Number of CPUs per rank, including those for the rank's data workers."""
     processes: int = at_least(0, 0)
-    """Ranks per host; 0 uses one per GPU, or one on hosts without GPUs."""
+    """Number of ranks per host. 0 uses one rank per GPU, or one rank on hosts without GPUs."""
     gpus: int = at_least(0, 0)
-    """GPUs per host."""
+    """Number of GPUs to request per host."""
     gpus_as: Literal["gpus-per-node", "gres"] = "gpus-per-node"
-    """SLURM option with which this cluster requests GPUs."""
+    """SLURM option for requesting GPUs on this cluster."""
     gpu_type: str = ""
-    """GPU type, as in a100."""
+    """GPU type to request, such as a100."""
     requeue: bool = True
     """Allow SLURM to requeue the job after preemption or a node failure."""
     signal_seconds: int = between(1, 3600, 240)
-    """Seconds before the time limit at which the job receives a stop request."""
+    """The job receives a stop request this number of seconds before its time limit."""
     setup: list[str] = field(default_factory=list)
-    """Shell commands that run before the ranks start, as in [module load cuda]."""
+    """Shell commands that run before the ranks start, such as [module load cuda]."""
     container: list[str] = field(default_factory=list)
-    """srun arguments that start the ranks in a container, as in [--container-image=...]."""
+    """srun arguments that start the ranks in a container, such as [--container-image=...]."""
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks per host."""
+        """Number of ranks per host."""
         return self.processes or max(1, self.gpus)
 
     def check(self) -> None:
-        """Raise ValueError for incompatible values."""
+        """Raise ValueError if settings are incompatible."""
         if self.signal_seconds >= 60 * self.time:
-            problem = f"signal_seconds={self.signal_seconds} is not shorter than time={self.time} minutes"
+            problem = f"signal_seconds={self.signal_seconds} must be less than time={self.time} minutes"
             raise ValueError(
-                f"{problem}: the job would receive a stop request at its start; raise time or lower signal_seconds"
+                f"{problem}, or the job receives a stop request when it starts; raise time or lower signal_seconds"
             )
         if self.gpus and self.processes > self.gpus:
-            raise ValueError(f"processes={self.processes} exceeds gpus={self.gpus} per host; each rank needs one GPU")
+            raise ValueError(
+                f"processes={self.processes} exceeds gpus={self.gpus} per host, but each rank needs one GPU; "
+                "lower processes or raise gpus"
+            )

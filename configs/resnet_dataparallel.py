@@ -1,4 +1,4 @@
-"""Settings of experiments/resnet_dataparallel.py."""
+"""Settings for experiments/resnet_dataparallel.py."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from configs.optional import Sweep
 from configs.shared import at_least
 
 ONE_DEVICE_MESSAGE = (
-    "{} GPUs found: DataParallel runs the model unchanged, like single; to compare devices, use strategy=ddp"
+    "GPUs found: {}; DataParallel runs the model unchanged, like strategy=single; to compare devices, use strategy=ddp"
 )
 
 
 @dataclass
 class Config(Sweep, DataParallel):
-    """Settings of nn.DataParallel, DDP and a single device."""
+    """Settings for comparing nn.DataParallel, DDP and a single device."""
 
     strategy: Literal["single", "data_parallel", "ddp"] = "ddp"
-    """single is one process on one device; data_parallel is nn.DataParallel, one process that copies the model to all
-    its GPUs in every step; ddp is DistributedDataParallel, one process per device."""
+    """single uses one process on one device. data_parallel is nn.DataParallel: one process copies the model to all of
+    its GPUs in every step. ddp is DistributedDataParallel, with one process per device."""
     functional: bool = False
     """Use the function nn.parallel.data_parallel instead of the class nn.DataParallel."""
     last_batch: Literal["keep", "drop"] = "keep"
-    """Keep or drop the last partial batch of an epoch, which may be smaller than the number of devices."""
+    """Whether to keep or drop the last partial batch of an epoch, which may have fewer samples than there are
+    devices."""
     loss_every: int = at_least(1, 100)
-    """Steps between two messages with the running loss."""
+    """Number of steps between two log messages with the running loss."""
     compare: bool = True
-    """After training on several devices, time the same step on a single one and with the other strategies, in turns.
-    A sweep instead trains a separate run with each strategy."""
+    """After training on several devices, time the same step on a single device and with the other strategies, in
+    alternating rounds. A sweep trains a separate run with each strategy instead."""
 
     @property
     def processes(self) -> int:
@@ -44,7 +45,9 @@ class Config(Sweep, DataParallel):
             }
             for name, is_set in ddp_settings.items():
                 if is_set:
-                    raise ValueError(f"{name}: strategy={self.strategy} is a single process; use strategy=ddp")
+                    raise ValueError(
+                        f"{name} needs several processes, but strategy={self.strategy} uses one; use strategy=ddp"
+                    )
         if self.functional and self.strategy != "data_parallel":
-            raise ValueError("functional=true is a setting of data_parallel; use strategy=data_parallel")
+            raise ValueError("functional=true applies to data_parallel only; use strategy=data_parallel")
         super().check()

@@ -1,4 +1,4 @@
-"""Settings of experiments/resnet_modelparallel.py."""
+"""Settings for experiments/resnet_modelparallel.py."""
 
 from __future__ import annotations
 
@@ -16,40 +16,44 @@ DEVICE = re.compile(r"cpu|cuda:\d+")
 
 @dataclass
 class Config(Sweep, Stages, InitialWeights):
-    """Settings of model parallelism: unsplit, split naively, or as a pipeline."""
+    """Settings for model parallelism: an unsplit model, naive model parallelism, or a pipeline."""
 
     model: Literal["toy", "resnet18", "resnet50", "resnet101"] = "resnet18"
-    """toy has two linear layers, 10-10-5 with data.name=vectors. The ResNets accept the images of any data set and have
-    the ImageNet stem from 64 pixels on."""
+    """Network to train. toy has two linear layers (10-10-5 with data.name=vectors). The ResNets accept the images of
+    any data set and have the ImageNet stem for images of 64 pixels or more."""
     width: int = between(1, 4096, 64)
-    """Channels in the first group of blocks of a ResNet; the later groups have 2, 4 and 8 times as many."""
+    """Number of channels in the first group of blocks of a ResNet. The later groups have 2, 4 and 8 times as many
+    channels."""
     channels_last: bool = False
-    """Use the channels_last memory format for a ResNet, which speeds up large ones."""
+    """Store a ResNet in the channels_last memory format, which speeds up large networks."""
     loss: Literal["cross_entropy", "mse"] = "cross_entropy"
-    """mse, for model=toy: mean squared difference from random targets, one vector per class. Evaluation always reports
-    cross-entropy and accuracy."""
+    """Training loss. mse is available for model=toy only: it is the mean squared difference from random targets, one
+    target vector per class. Evaluation always reports cross-entropy and accuracy."""
     mode: Literal["single", "naive", "pipelined"] = "pipelined"
-    """single trains the unsplit model; naive runs one stage at a time; pipelined runs all stages by `schedule`."""
+    """single trains the unsplit model; naive runs one stage at a time; pipelined runs all stages in parallel according
+    to `schedule`."""
     split_size: int = at_least(0, 0)
-    """Samples per microbatch. 0 uses the whole batch with single and naive, a quarter of it with pipelined."""
+    """Number of samples per microbatch. 0 uses the whole batch in single and naive mode, and a quarter of the batch in
+    pipelined mode."""
     engine: Literal["auto", "own", "torch"] = "auto"
-    """own is the built-in engine (common/pipeline/executor.py); torch is torch.distributed.pipelining; auto uses the
-    built-in engine if it supports the schedule."""
+    """Pipeline engine. own is the built-in engine (common/pipeline/executor.py); torch is torch.distributed.pipelining.
+    auto uses the built-in engine if that engine supports the schedule, and otherwise torch."""
     devices: list[str] = field(default_factory=lambda: ["auto"])
-    """One device per stage, such as [cuda:0,cuda:1], all used by one process. [] uses one rank per stage. auto uses the
-    visible GPUs from one process in a local run (a single GPU holds all stages), otherwise one rank per stage."""
+    """One device per stage, such as [cuda:0,cuda:1], all of which are used by one process. [] uses one rank per stage.
+    In a local run with GPUs, auto uses all visible GPUs from one process (if there is only one GPU, it holds all
+    stages). Otherwise, auto uses one rank per stage."""
     split_sizes: list[str] = field(default_factory=lambda: ["4", "8", "16", "32"])
-    """Values of split_size for the pipelined mode with sweep=true."""
+    """Values of split_size that a sweep (sweep=true) measures in pipelined mode."""
     replicas: int = between(1, 4096, 1)
-    """Copies of the pipeline, each trained on its shard of the batch: stages x replicas = ranks. All stages of a copy
-    are on one host."""
+    """Number of copies of the pipeline. Each copy is trained on its own shard of the batch, and all stages of a copy
+    are on one host. The total number of ranks is the number of ranks per pipeline times this value."""
     memory_cap: int = at_least(0, 0)
-    """Limit in MB for the memory that each rank may allocate for training, beyond what it uses after its start; 0 sets
-    no limit. It applies to writable address space on the CPU and to tensors on a GPU."""
+    """Maximum memory in MB that each rank may allocate for training, beyond what it uses after startup; 0 sets no
+    limit. The limit applies to writable address space on a CPU and to tensors on a GPU."""
 
     @property
     def in_one_process(self) -> bool:
-        """Whether one process uses several devices."""
+        """Whether a single process uses all devices."""
         return self.mode != "single" and self.devices not in ([], ["auto"])
 
     @property
@@ -58,7 +62,7 @@ class Config(Sweep, Stages, InitialWeights):
 
     @property
     def microbatch(self) -> int:
-        """Samples per microbatch: split_size, or the default of the mode."""
+        """Number of samples per microbatch: `split_size`, or the default of `mode` if `split_size` is 0."""
         if self.split_size:
             return self.split_size
         shard = self.batch // self.replicas
@@ -99,7 +103,7 @@ class Config(Sweep, Stages, InitialWeights):
             self.devices = [f"cuda:{stage % gpus}" for stage in range(self.stages)]
 
     def supports_one_process(self) -> bool:
-        """Check whether a single process can execute the schedule with the engine."""
+        """Return whether a single process can execute the schedule with the selected engine."""
         return self.engine == "auto" and self.make_pipeline_config().schedule in ("gpipe", "naive")
 
     def check(self) -> None:
@@ -116,14 +120,16 @@ class Config(Sweep, Stages, InitialWeights):
         shard = self.batch_plan.shard
         if shard % self.microbatch:
             raise ValueError(
-                f"batch={shard} is not divisible into microbatches of split_size={self.microbatch}; "
+                f"batch={shard} cannot be divided evenly into microbatches of split_size={self.microbatch}; "
                 f"valid sizes are {format_divisors(shard)}"
             )
         if self.loss == "mse" and self.model != "toy":
             raise ValueError(f"loss=mse is not available for model={self.model}; use model=toy or loss=cross_entropy")
-        if self.channels_last and self.width < 16 and self.model in RESNETS:  # a defect of oneDNN
-            problem = f"channels_last=true with width={self.width}: oneDNN (CPU) writes out of bounds in the gradients"
-            raise ValueError(f"{problem} of 1x1 convolutions with stride 2 and few channels; use width=16 or more")
+        if self.channels_last and self.width < 16 and self.model in RESNETS:  # avoids a bug in oneDNN
+            raise ValueError(
+                f"channels_last=true with width={self.width} is unsafe: oneDNN (CPU) writes out of bounds in gradients "
+                "of 1x1 convolutions with stride 2 and few channels; use width=16 or more"
+            )
         sizes = self.split_sizes
         if self.sweep and not (sizes and all(size.isdecimal() and int(size) for size in sizes)):
             raise ValueError(f"split_sizes=[{','.join(sizes)}] must be a list of positive integers, such as [8,16,32]")
@@ -132,7 +138,7 @@ class Config(Sweep, Stages, InitialWeights):
         try:
             self.make_pipeline_config().check_pipeline(shard)
         except ValueError as error:
-            hint = "; microbatches are batch / split_size" if "microbatches" in str(error) else ""
+            hint = "; the number of microbatches is batch / split_size" if "microbatches" in str(error) else ""
             raise ValueError(f"{error}{hint}") from None
         super().check()
 
@@ -140,21 +146,21 @@ class Config(Sweep, Stages, InitialWeights):
         """Raise ValueError if `devices` is incompatible with other settings."""
         for name in self.devices:
             if not DEVICE.fullmatch(name):
-                raise ValueError(f"devices: {name} is not a device; use a list such as [cuda:0,cuda:1], or auto")
+                raise ValueError(f"devices: {name} is not a valid device; use a list such as [cuda:0,cuda:1], or auto")
         if len(self.devices) != self.stages:
             raise ValueError(
-                f"devices=[{','.join(self.devices)}] has {len(self.devices)} devices for stages={self.stages}; "
+                f"devices=[{','.join(self.devices)}] lists {len(self.devices)} devices for stages={self.stages}; "
                 "name one device per stage, or change stages"
             )
         if self.launch.nodes > 1 or self.stages_per_process > 1 or self.replicas > 1:
-            raise ValueError("devices= needs a single process on one host; omit it to use one rank per stage")
+            raise ValueError("devices= needs a single process on one host; omit devices to use one rank per stage")
         if not self.supports_one_process():
             raise ValueError(
-                f"schedule={self.schedule}: a single process with several devices supports gpipe only; "
-                "use devices=[] for other schedules and engines"
+                f"schedule={self.schedule} engine={self.engine}: a single process with several devices supports only "
+                "schedule=gpipe with engine=auto; use devices=[] for other schedules and engines"
             )
 
 
 def format_divisors(number: int) -> str:
-    """Format all divisors of a number as a list."""
+    """Format all divisors of a number as a comma-separated list."""
     return ", ".join(map(str, list_divisors(number)))

@@ -1,7 +1,7 @@
-"""Settings that several experiments share, one dataclass per concern. Imports neither torch nor wandb.
+"""Settings that experiments share, with one dataclass per topic. This module imports neither torch nor wandb.
 
-The string below a field is its documentation, which `--help` prints. `check` methods contain the rules that involve
-several fields; their errors name a remedy.
+The string below a field is its documentation, which `--help` prints. The `check` methods contain rules that involve
+several fields; their error messages include a remedy.
 """
 
 from __future__ import annotations
@@ -16,112 +16,118 @@ from configs.ranges import at_least, between
 
 __all__ = ["at_least", "between"]
 
-RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # number of parameters with width 64
-CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # models that need images
+RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # number of parameters at width 64
+CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # models that require images
 DATA_SETS = ("mnist", "digits", "cifar10", "imagefolder", "generated", "vectors")
-TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # sets of fixed size
+TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # data sets of fixed size
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb")
 DECAYS = ("linear", "cosine", "constant", "step")
-TRAINING_KEYS = ("epochs", "batch", "eval_batch", "dtype", "data", "optim")  # keys and groups that need a model
+TRAINING_KEYS = ("epochs", "batch", "eval_batch", "dtype", "data", "optim")  # keys and groups that only training uses
 
 
 @dataclass
 class Data:
-    """Settings of the data set and its loader."""
+    """Settings for the data set and its loader."""
 
     name: str = "mnist"
-    """mnist, digits, cifar10; imagefolder reads root/train/<class>/* and root/val/<class>/*; generated is random pixels
-    and labels, for throughput only; vectors is 10 numbers in 5 classes; FILE.py:function is a custom data set:
-    function(root) returns train images, train labels, test images, test labels as NumPy arrays; images are uint8
-    [N, H, W] or [N, 3, H, W], vectors uint8 [N, D], labels start at 0. After a fallback this names the data set that
-    was actually used."""
+    """Data set: mnist, digits, cifar10, imagefolder, generated, vectors, or a custom data set. imagefolder reads
+    root/train/<class>/* and root/val/<class>/*. generated contains random pixels and labels, for measuring throughput
+    only. vectors contains samples of 10 numbers in 5 classes. FILE.py:function is a custom data set: function(root)
+    returns train images, train labels, test images and test labels as NumPy arrays. Images are uint8 [N, H, W] or
+    [N, 3, H, W], vectors are uint8 [N, D], and labels start at 0. After a fallback, this setting names the data set
+    that was used."""
     root: str = "data"
-    """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default. Any
-    other folder must exist for mnist, and must contain mnist unless it can be downloaded."""
+    """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
+    With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
+    be downloaded."""
     cache: str = "data/prepared"
-    """Folder for prepared data sets (uint8 arrays). It must be writable and visible to all hosts."""
+    """Folder for prepared data sets (uint8 arrays). The folder must be writable and visible to all hosts."""
     fallback: Literal["digits", "none"] = "digits"
-    """Data set of a local run if MNIST is neither in the default `root` nor downloadable; none fails instead."""
+    """Data set that a local run uses if MNIST is neither in the default `root` nor downloadable. With
+    data.fallback=none, the run fails instead."""
     image_size: int = between(8, 1024, 32)
-    """Height and width in pixels of the colour images of imagefolder (resized and cropped once, during preparation) and
-    generated."""
+    """Height and width, in pixels, of the color images of imagefolder and generated. The images of imagefolder are
+    resized and cropped once, during preparation."""
     samples: int = between(5, 10_000_000, 10_000)
-    """Training samples of generated and vectors, which also have a fifth of this number of test samples."""
+    """Number of training samples of generated and vectors. The number of test samples is a fifth of this value."""
     classes: int = between(2, 10_000, 10)
-    """Number of classes of generated."""
+    """Number of classes of the generated data set."""
     download_timeout: float = between(0, 600, 10)
-    """Seconds to wait for a download server; 0 disables downloads."""
+    """Maximum seconds to wait for a download server; 0 disables downloads."""
     block: int = between(1, 100_000, 8)
-    """Number of batches that are gathered and normalised in one vectorised operation."""
+    """Number of batches that are gathered and normalized in one vectorized operation."""
     augment: Literal["none", "crop", "crop_flip"] = "none"
-    """Random augmentation of training images. crop shifts by up to an eighth of the side; crop_flip also mirrors (not
-    for digits)."""
+    """Random augmentation of training images. crop shifts an image by up to an eighth of its side length; crop_flip
+    also flips images horizontally, which is not suitable for digits."""
     unreadable: Literal["refuse", "skip"] = "refuse"
-    """What to do if imagefolder contains files that are truncated or not images: fail and list them, or skip them."""
+    """How to handle imagefolder files that are truncated or are not images. refuse lists these files and fails; skip
+    skips these files."""
     workers: int = between(0, 64, 0)
-    """Data worker processes per rank that gather and normalise batches in advance; 0 does this in the rank. A data
-    worker has failed if it is killed or needs more than half of launch.step_timeout for a block of batches. A failed
-    data worker ends the run; with `elastic=true` only its rank is lost."""
+    """Number of data worker processes per rank, which gather and normalize batches in advance. With 0, the rank itself
+    prepares its batches. A data worker has failed if it is killed or needs more than half of launch.step_timeout for a
+    block of batches. A failed data worker ends the run; with `elastic=true`, only the rank of this worker is lost."""
     train_limit: int = at_least(0, 0)
-    """Use only the first N training samples; 0 uses all."""
+    """Use only this number of training samples, from the start of the set; 0 uses all samples."""
     test_limit: int = at_least(0, 0)
-    """Use only the first N test samples; 0 uses all."""
+    """Use only this number of test samples, from the start of the set; 0 uses all samples."""
 
     @property
     def train_samples(self) -> int | None:
-        """Number of training samples; None if it depends on the files of the data set."""
+        """Number of training samples, or None if it depends on the files of the data set."""
         samples = self.samples if self.name in ("generated", "vectors") else TRAIN_SAMPLES.get(self.name)
         if samples and self.train_limit:
             return min(samples, self.train_limit)
         return samples or self.train_limit or None
 
     def check(self) -> None:
-        """Raise ValueError for a name that is neither a built-in data set nor a FILE.py:function."""
+        """Raise ValueError if the name is neither a built-in data set nor of the form FILE.py:function."""
         if self.name not in DATA_SETS and ":" not in self.name:
             raise ValueError(f"data.name={self.name} is unknown; use {', '.join(DATA_SETS)} or FILE.py:function")
 
 
 @dataclass
 class Optim:
-    """Settings of the optimizer and the learning rate."""
+    """Settings for the optimizer and the learning rate."""
 
     name: str = "sgd"
-    """sgd is SGD with momentum; adam, adamw and lamb use their standard betas; lars and lamb scale the step of a layer
-    by the norm of its weights; FILE.py:Class is a custom subclass of torch.optim.Optimizer."""
+    """Optimizer. sgd is SGD with momentum. adam, adamw and lamb use their standard betas. lars and lamb scale the step
+    of each layer by the norm of the layer's weights. FILE.py:Class is a custom subclass of torch.optim.Optimizer."""
     lr: float = between(0, 100, 0.02)
     """Peak learning rate."""
     base_batch: int = at_least(0, 0)
-    """Batch size to which `lr` refers: with another batch size lr * batch / base_batch is used (linear scaling rule,
-    arXiv 1706.02677). 0 disables scaling."""
+    """Batch size to which `lr` refers. With a different batch size, the learning rate is lr * batch / base_batch
+    (linear scaling rule, arXiv 1706.02677). 0 disables scaling."""
     momentum: float = between(0, 0.9999, 0.9)
-    """Momentum of sgd and lars; 0 is plain SGD."""
+    """Momentum of sgd and lars. With a momentum of 0, sgd is plain SGD."""
     nesterov: bool = True
     """Use Nesterov momentum in sgd instead of classical momentum."""
     weight_decay: float = between(0, 10, 0)
-    """L2 penalty added to the gradient. adamw instead shrinks weights by lr * weight_decay per step; lamb adds it to
-    the step before scaling."""
+    """L2 penalty that is added to the gradient. adamw instead shrinks weights by lr * weight_decay per step; lamb adds
+    the penalty to the step before the step is scaled."""
     decayed: Literal["all", "matrices"] = "all"
-    """Parameters with weight decay: all, or those with at least two dimensions, which excludes biases and the scales of
-    normalisation layers."""
+    """Parameters to which weight decay applies. matrices selects the parameters with at least two dimensions, which
+    excludes biases and the scales of normalization layers."""
     trust: float = between(0, 1, 0.001)
-    """LARS coefficient: maximum step of a layer relative to the norm of its weights, at a learning rate of 1. Biases
-    and the scales of normalisation layers take SGD steps at the full rate. If that rate is too high for them, raise
-    the coefficient and lower `lr` by the same factor; the steps of all other parameters do not change."""
+    """LARS coefficient: the maximum step of a layer relative to the norm of the layer's weights, at a learning rate of
+    1. Biases and the scales of normalization layers take SGD steps at the full learning rate. If this rate is too high
+    for them, raise the coefficient and lower `lr` by the same factor. The steps of all other parameters do not
+    change."""
     warmup: int = at_least(0, 0)
-    """Steps during which the learning rate increases linearly to its peak."""
+    """Number of steps during which the learning rate increases linearly to its peak."""
     decay: str = "linear"
-    """Learning rate after the warm-up. linear and cosine decay to zero at the end of the run; step multiplies the rate
-    by 0.1 after half of the steps and by 0.01 after three quarters. FILE.py:function is a custom schedule:
-    function(step, total) returns the factor of the peak rate for step 0 to total - 1, counted after the warm-up."""
+    """Learning rate schedule after the warm-up. linear and cosine decay to zero at the end of the run. step multiplies
+    the peak rate by 0.1 after half of the steps and by 0.01 after three quarters. FILE.py:function is a custom
+    schedule: function(step, total) returns the factor that multiplies the peak rate at a step from 0 to total - 1,
+    counted after the warm-up."""
 
     @property
     def tensors_per_parameter(self) -> int:
-        """Tensors in the size of the parameters: the parameters, their gradients, and the optimizer state."""
+        """Number of tensors per parameter: the parameter, its gradient and the optimizer state of the same size."""
         state = {"sgd": int(self.momentum > 0), "lars": 1}.get(self.name, 2)
         return 2 + state
 
     def check(self) -> None:
-        """Raise ValueError for a name that is neither built in nor given as FILE.py:NAME."""
+        """Raise ValueError if a name is neither built in nor of the form FILE.py:NAME."""
         if self.name not in OPTIMIZERS and ":" not in self.name:
             raise ValueError(f"optim.name={self.name} is unknown; use {', '.join(OPTIMIZERS)} or FILE.py:Class")
         if self.decay not in DECAYS and ":" not in self.decay:
@@ -130,39 +136,41 @@ class Optim:
 
 @dataclass
 class Log:
-    """Settings of terminal output and metrics.jsonl."""
+    """Settings for terminal output and metrics.jsonl."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level of messages shown on the terminal. The files in attempts/*/logs contain all messages."""
+    """Lowest level of messages that the terminal shows. The log files in attempts/*/logs contain all messages."""
     seconds: float = between(0.05, 60, 0.5)
-    """Seconds between two writes of metrics. Every step has a row regardless of this value."""
+    """Seconds between two writes to metrics.jsonl. The file gets a row for every step regardless of this value."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """auto draws a progress bar on a terminal and prints lines elsewhere."""
+    """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 
 
 @dataclass
 class Wandb:
-    """Settings of Weights & Biases."""
+    """Settings for Weights & Biases (W&B)."""
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto is online if an account is configured and reachable, otherwise offline. WANDB_MODE overrides this."""
+    """W&B mode. auto is online if an account is configured and reachable, otherwise offline. The environment variable
+    WANDB_MODE overrides this value."""
     project: str = "distributed-experiments"
-    """W&B project."""
+    """W&B project of the run."""
     entity: str = ""
-    """W&B user or team; empty uses the default of the account."""
+    """W&B user or team. An empty value uses the default of the account."""
     group: str = ""
-    """W&B group for related runs."""
+    """W&B group that related runs share."""
     tags: list[str] = field(default_factory=list)
-    """Additional W&B tags; the experiment, the data set and the world size are always tags."""
+    """Additional W&B tags. The experiment, the data set and the world size are always added as tags."""
     model: bool = True
-    """Upload the trained model to W&B as an artifact. The run folder contains it in any case."""
+    """Upload the trained model to W&B as an artifact. The run folder always contains the model, too."""
     finish_timeout: float = between(1, 3600, 60)
-    """Seconds to wait for W&B after training. Data not uploaded by then stays on disk for `make sync`."""
+    """Maximum seconds to wait for W&B after training. Data that is not uploaded in this time stays on disk for
+    `make sync`."""
 
     def check(self) -> None:
         """Raise ValueError for names that W&B rejects."""
         if not set("/\\#?%:").isdisjoint(self.project) or len(self.project) > 128:
-            raise ValueError(f"wandb.project={self.project}: use at most 128 characters and none of / \\ # ? % :")
+            raise ValueError(f"wandb.project={self.project} must have at most 128 characters and none of / \\ # ? % :")
         for tag in self.tags:
             if not 1 <= len(tag) <= 64:
                 raise ValueError(f"wandb.tags: {tag!r} has {len(tag)} characters; a tag must have 1 to 64")
@@ -170,52 +178,57 @@ class Wandb:
 
 @dataclass
 class Checkpoint:
-    """Settings of saving and resuming."""
+    """Settings for saving and resuming."""
 
     every_seconds: float = between(0, 86_400, 300)
-    """Maximum seconds between two checkpoints, and thus the maximum work lost; 0 disables saving by time."""
+    """Maximum seconds between two checkpoints, and thus the maximum training time lost; 0 disables saving by time."""
     every_steps: int = at_least(0, 0)
-    """Optimizer steps between two checkpoints; 0 disables saving by steps. If both are 0, only a stop request saves."""
+    """Number of optimizer steps between two checkpoints; 0 disables saving by steps. If every_steps and every_seconds
+    are both 0, a checkpoint is saved only after a stop request."""
     keep: int = at_least(2, 2)
-    """Number of complete checkpoints of a run to keep over all attempts, in addition to the best one. At least 2: if
-    the newest is damaged, the previous one is used."""
+    """Number of complete checkpoints of a run to keep across all attempts, in addition to the best one. The minimum is
+    2, so that the previous checkpoint can be used if the newest one is damaged."""
     best: Literal["none", "test_loss", "test_accuracy"] = "none"
-    """Also keep the best checkpoint by this score, saved after each evaluation that improves it."""
+    """Also keep the checkpoint with the best value of this score. The checkpoint is saved after each evaluation that
+    improves the score."""
     retries: int = between(0, 10, 1)
-    """Number of retries after a disk error; after that, training continues without the checkpoint."""
+    """Number of retries after a disk error. If all retries fail, training continues without the checkpoint."""
     grace: float = between(1, 3600, 60)
-    """Seconds after a stop request within which a process must save and exit; after that it terminates itself. Must
-    exceed the time of a step or an evaluation batch plus that of a checkpoint."""
+    """Maximum seconds between a stop request and the exit of a process. A process that has not saved and exited by then
+    terminates itself. The value must exceed the time of a step or an evaluation batch plus the time of a checkpoint."""
     max_restarts: int = at_least(0, 3)
-    """On a cluster, maximum number of consecutive failed attempts without a new checkpoint; after that the job ends."""
+    """On a cluster, the maximum number of consecutive failed attempts without a new checkpoint. If this number is
+    exceeded, the job ends."""
 
 
 @dataclass
 class Experiment:
-    """Settings of every experiment."""
+    """Settings that every experiment has."""
 
     trains: ClassVar[bool] = True
-    """False if there is neither a model nor data, as in a measurement; settings of training then have no effect."""
+    """False for a pure measurement, which has neither a model nor data and ignores the settings for training."""
 
     can_mix_devices: ClassVar[bool] = False
-    """True if ranks on GPUs and ranks on CPUs can train together."""
+    """Whether ranks on GPUs and ranks on CPUs can train together."""
 
     seed: int = at_least(0, 0)
-    """Seed of all random choices: initialisation, data order, generated data."""
+    """Seed of all random choices: initialization, data order and generated data."""
     epochs: int = at_least(1, 1)
-    """Passes over the training set."""
+    """Number of passes over the training set."""
     steps: int = at_least(0, 0)
     """Stop after this number of optimizer steps; 0 runs all epochs."""
     batch: int = at_least(1, 64)
-    """Samples per optimizer step over all ranks. The last partial batch of an epoch is dropped."""
+    """Number of samples per optimizer step, over all ranks. The last partial batch of an epoch is dropped."""
     eval_batch: int = at_least(1, 1000)
-    """Samples per evaluation batch. The last batch may be smaller: every test sample is evaluated once."""
+    """Number of samples per evaluation batch. The last batch may be smaller, because every test sample is evaluated
+    once."""
     dtype: Literal["float32", "float64"] = "float32"
-    """Data type of parameters and computation; float64 is for tests of equality."""
+    """Data type of parameters and computation. float64 is intended for tests that compare results."""
     profile: int = at_least(0, 0)
-    """Number of steps to record as a Chrome trace per rank, with the ten most expensive operations; 0 records none."""
+    """Number of steps to profile. Each rank writes a Chrome trace and lists the ten most expensive operations; 0
+    disables profiling."""
     runs: str = "runs"
-    """Folder that contains the run folders."""
+    """Folder that contains all run folders."""
     data: Data = field(default_factory=Data)
     launch: Launch = field(default_factory=Launch)
     optim: Optim = field(default_factory=Optim)
@@ -234,45 +247,45 @@ class Experiment:
 
     @property
     def batch_plan(self) -> BatchPlan:
-        """Division of a batch; by default one equal shard per rank."""
+        """Division of a batch into shards and microbatches. By default, each rank gets an equal shard."""
         return BatchPlan(self.batch, self.processes)
 
     @property
     def estimated_parameters(self) -> float:
-        """Approximate number of parameters of a ResNet; 0 for other models, which are small."""
+        """Approximate number of parameters of a ResNet, or 0 for other models, which are small."""
         return RESNETS.get(getattr(self, "model", ""), 0)
 
     @property
     def memory_bytes(self) -> float:
-        """Estimated bytes per host: each rank holds all parameters, gradients and optimizer state."""
+        """Estimated memory per host in bytes. Each rank holds all parameters, gradients and optimizer state."""
         ranks_per_host = self.processes // self.launch.nodes
         return ranks_per_host * self.parameter_bytes * self.optim.tensors_per_parameter
 
     @property
     def parameter_bytes(self) -> float:
-        """Estimated bytes of the parameters."""
+        """Estimated size of the parameters in bytes."""
         return self.estimated_parameters * (8 if self.dtype == "float64" else 4)
 
     def total_steps(self, epoch_steps: int) -> int:
-        """Return the number of optimizer steps of the run; an epoch has `epoch_steps`."""
+        """Return the number of optimizer steps of the run; `epoch_steps` is the number of steps per epoch."""
         total = self.epochs * epoch_steps
         return min(self.steps or total, total)
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        """Raise ValueError if the model does not accept samples of a shape ([H, W], [C, H, W] or [D])."""
+        """Raise ValueError if the model does not accept samples of this shape: [H, W], [C, H, W] or [D]."""
         if len(shape) == 1 and getattr(self, "model", "") in CONVOLUTIONS:
             remedy = "use another data set, or a model for vectors, such as resnet_modelparallel with model=toy"
-            raise ValueError(f"data.name={self.data.name}: the model needs images, but the set has vectors; {remedy}")
+            raise ValueError(f"data.name={self.data.name} contains vectors, but the model needs images; {remedy}")
 
     def list_paths(self) -> dict[str, str]:
-        """Return the files and folders in the settings by dotted name."""
+        """Return the files and folders that settings refer to, by the dotted name of the setting."""
         return {"runs": self.runs, "data.root": self.data.root, "data.cache": self.data.cache}
 
     def fit_devices(self, gpus: int) -> None:
-        """Set values that depend on the GPUs of a local run; called before the run folder is created."""
+        """Set values that depend on the GPUs of a local run. Called before the run folder is created."""
 
     def check(self) -> None:
-        """Raise ValueError, with a remedy, if settings are incompatible."""
+        """Raise ValueError if settings are incompatible; its message includes a remedy."""
         ranks = self.processes
         if ranks % self.launch.nodes:
             raise ValueError(
@@ -280,18 +293,18 @@ class Experiment:
                 f"valid numbers of hosts are {list_divisors(ranks)}"
             )
         if not self.runs:
-            raise ValueError("runs= is empty; name a folder or omit it")
+            raise ValueError("runs= must not be empty; name a folder or omit runs")
         if not self.data.cache:
-            raise ValueError("data.cache= is empty; name a folder or omit it")
+            raise ValueError("data.cache= must not be empty; name a folder or omit data.cache")
         self.launch.check()
         if self.launch.mixed and not self.can_mix_devices:
-            raise ValueError("launch.mixed=true is only available in ddp_multinode and amp_accum; omit it")
+            raise ValueError("launch.mixed=true is available only in ddp_multinode and amp_accum; omit launch.mixed")
         self.wandb.check()
         if self.trains:
             self.check_data()
 
     def check_data(self) -> None:
-        """Raise ValueError, with a remedy, if data, model and batch are incompatible."""
+        """Raise ValueError if data, model and batch are incompatible; its message includes a remedy."""
         data = self.data
         data.check()
         self.optim.check()

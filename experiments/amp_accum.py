@@ -1,31 +1,32 @@
 """Mixed precision and gradient accumulation: smaller number formats and larger batches with the same result.
 
     python experiments/amp_accum.py                                            bf16, four microbatches, two ranks
-    python experiments/amp_accum.py precision=fp16 clip=1                      fp16 with a scaled loss
+    python experiments/amp_accum.py precision=fp16 clip=1                      fp16 with loss scaling
     python experiments/amp_accum.py processes_per_node=1 accumulate=1 precision=fp32
-    python experiments/amp_accum.py sweep=true                                 the grid, with a table and plots
+    python experiments/amp_accum.py sweep=true                                 a sweep, with a table and plots
     python experiments/amp_accum.py model=resnet50 data.name=generated data.image_size=64 channels_last=true steps=20
     make exp NAME=amp_accum NODES=2                                            on a cluster
 
-Takes about a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST after one epoch (without MNIST: on the built-in
-digits).
+A run takes about a minute on 2 CPU cores. Expect a test accuracy of 98 % on MNIST after one epoch. If MNIST is not
+available, the built-in digits are used instead.
 
-`batch` is the global batch of an optimizer step. accumulate=N splits it into N microbatches: each backward adds to the
-gradients and the optimizer steps once, so only the activations of one microbatch are in memory. All microbatches have
-the same number of samples M, so the mean over the batch is the mean of the microbatch means. Each of p ranks computes
-the loss of its shard as sum / (M / p), for equal and unequal `shards`. The order within one step:
+`batch` is the global batch size of an optimizer step. accumulate=N splits a batch into N microbatches. Each backward
+pass adds to the gradients, and the optimizer then takes a single step, so only the activations of one microbatch are in
+memory at a time. All microbatches have the same number of samples M, so the mean loss of the batch is the mean of the
+microbatch losses. Each of p ranks divides the summed loss of its shard by M / p, for both equal and unequal `shards`.
+One step consists of these operations:
 
-    for each microbatch                     inside no_sync except for the last (Li et al. 2020, arXiv 2006.15704):
+    for each microbatch                     inside no_sync except for the last one (Li et al. 2020, arXiv 2006.15704):
         loss / number of microbatches, forward and backward
     unscale the gradients                   once, so that clipping uses their true norm
     clip
     step                                    with fp16, skipped on all ranks if any gradient is inf or NaN
     update the scale
 
-Autocast computes products in bf16 or fp16 and keeps parameters, sums and losses in float32. bf16 has the range of
-float32. fp16 ends at 65504 and flushes values below 6e-8 to zero, so the loss is multiplied by a scale that lifts small
-gradients into range. The scale is dynamic: it is halved when a gradient overflows and doubled after `growth_interval`
-steps without overflow (Micikevicius et al. 2017, arXiv 1710.03740).
+Autocast computes products in bf16 or fp16 and keeps parameters, sums and losses in float32. bf16 has the same range as
+float32. The largest number in fp16 is 65504, and numbers below 6e-8 become zero. The loss is therefore multiplied by a
+scale that lifts small gradients into this range. The scale is dynamic: it is halved when a gradient overflows and
+doubled after `growth_interval` steps without overflow (Micikevicius et al. 2017, arXiv 1710.03740).
 """
 
 from __future__ import annotations
@@ -49,50 +50,58 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-MIN_LOSS_SCALE = 2.0**-14  # 31 skipped steps in a row from 65536; below it only an infinite gradient can overflow
+# Starting at 65536, the scale falls below this value after 31 skipped steps in a row. Below it, only an infinite
+# gradient can overflow.
+MIN_LOSS_SCALE = 2.0**-14
 
 
 def build_model(cfg: Config, run: Run) -> nn.Module:
-    """Build the model with the same weights on every rank (all use one seed)."""
+    """Build the model. All ranks use the same seed, so the weights are equal on every rank."""
     if cfg.model in ("resnet18", "resnet50"):
         model: nn.Sequential = networks.ResNet(cfg.model, run.sample_shape, run.classes)
     else:
         model = networks.build_network(cfg.model, run.sample_shape, run.classes)
-    add_dropout(model, cfg.dropout, cfg.seed)  # masks depend on the sample, not on its microbatch
+    add_dropout(model, cfg.dropout, cfg.seed)  # dropout masks depend on samples, not on microbatches
     layout = torch.channels_last if cfg.channels_last else torch.preserve_format
     return model.to(run.device, run.dtype).to(memory_format=layout)
 
 
 def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
-    """Wrap the model in DDP, whose backward averages gradients over all ranks; a single rank needs no wrapper."""
+    """Wrap the model in DDP, which averages gradients over all ranks; a single rank needs no wrapper."""
     if cfg.compile:
-        exclude_from_compiling(model)  # dropout
-        model.compile()  # in place: parameters keep their names
+        exclude_from_compiling(model)  # dropout layers cannot be compiled
+        model.compile()  # compiles in place, so parameters keep their names
     if run.world.size == 1 and not cfg.elastic.on:
         return model
     return ddp.wrap_ddp(model, run.device, gradient_as_bucket_view=True)
 
 
 def make_autocast(cfg: Config, device: torch.device) -> torch.autocast:
-    """Make the context that computes products in 16 bits; parameters, sums and losses stay float32."""
+    """Create the context that computes products in 16 bits; parameters, sums and losses stay in float32."""
     return torch.autocast(device.type, HALF_DTYPES.get(cfg.precision), enabled=cfg.precision in HALF_DTYPES)
 
 
 def make_scaler(cfg: Config, device: torch.device) -> GradScaler:
-    """Make the loss scaler; it is enabled for fp16 only, otherwise `scale` and `unscale_` change nothing."""
+    """Create the loss scaler, which is enabled for fp16 only.
+
+    If it is disabled, `scale` and `unscale_` change nothing.
+    """
     is_fp16 = cfg.precision == "fp16"
     return GradScaler(device.type, cfg.init_scale, growth_interval=cfg.growth_interval, enabled=is_fp16)
 
 
 def apply_channels_last(cfg: Config, images: Tensor) -> Tensor:
-    """Convert colour images [N, C, H, W] to channels_last if configured; grey images [N, H, W] are unchanged."""
+    """Convert color images [N, C, H, W] to channels_last if configured. Grayscale images [N, H, W] are unchanged."""
     if cfg.channels_last and images.dim() == 4:
         return images.contiguous(memory_format=torch.channels_last)
     return images
 
 
 def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step: Step, footprint: Footprint) -> int:
-    """Sum the gradient of the mean loss over a step's microbatches and log the loss; return the all-reduces."""
+    """Accumulate the gradient of the mean loss over a step's microbatches, and log the loss.
+
+    Returns the number of all-reduces.
+    """
     microbatches: list[tuple[Tensor, Tensor]] = step.batch
     device = microbatches[0][0].device
     step_loss = torch.zeros((), device=device)
@@ -101,17 +110,18 @@ def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step
         is_last = number == len(microbatches)
         is_local = cfg.no_sync and not is_last  # no all-reduce after this microbatch
 
-        # no_sync covers forward AND backward: DDP decides in the forward whether the backward will all-reduce
+        # no_sync includes the forward pass, because DDP decides there whether the backward pass will all-reduce
         with model.no_sync() if is_local and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
             with make_autocast(cfg, device):
                 outputs = model(apply_channels_last(cfg, x))
                 loss = F.cross_entropy(outputs, y, reduction="sum") / step.mean_shard
             footprint.record_peak()
-            loss = loss / len(microbatches)  # the last step of an epoch may have fewer than cfg.accumulate
+            # The last step of an epoch may have fewer microbatches than cfg.accumulate.
+            loss = loss / len(microbatches)
             step_loss = step_loss + loss.detach()
             if is_last:
                 step.log(loss=step_loss)
-            if all_reduces == 0:  # no rank has waited for another one in this step yet
+            if all_reduces == 0:  # no rank has waited for another rank in this step yet
                 step.mark("backward")
             scaler.scale(loss).backward()
         if not is_local:
@@ -120,9 +130,10 @@ def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step
 
 
 def update_weights(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> bool:
-    """Run the optimizer step; return whether it was skipped because a gradient is inf or NaN (fp16 only).
+    """Take the optimizer step, and return whether it was skipped because a gradient is inf or NaN.
 
-    The all-reduce spreads such a gradient to every rank, so all ranks skip the same step.
+    Steps are skipped with fp16 only. The all-reduce propagates inf and NaN to every rank, so all ranks skip the same
+    step.
     """
     scaler.unscale_(optimizer)  # once per step, before clipping
     if cfg.clip:
@@ -134,17 +145,17 @@ def update_weights(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: 
 
 
 def set_float32_precision(cfg: Config, run: Run) -> None:
-    """Set how this device computes float32 products, and report settings that have no benefit on it."""
+    """Set how the device computes float32 products, and report settings that have no benefit on this device."""
     if run.device.type == "cuda":
         products = "tf32" if cfg.precision == "tf32" else "ieee"  # the default for convolutions is tf32
         torch.backends.cuda.matmul.fp32_precision = products
         torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]
     elif cfg.precision == "tf32":
-        run.log_message("precision=tf32 needs an NVIDIA GPU; on this CPU the run uses fp32")
+        run.log_message("precision=tf32 needs an NVIDIA GPU; on this CPU, the run uses fp32")
     elif cfg.precision == "fp16" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        run.log_message("precision=fp16: this CPU emulates fp16 products, which is slow; bf16 may be faster")
+        run.log_message("precision=fp16 is slow on this CPU, which emulates fp16 products; bf16 may be faster")
     if cfg.compile and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
-        raise UserError("compile=true: no C++ compiler found; install g++ or omit compile")
+        raise UserError("compile=true needs a C++ compiler, but none was found; install g++ or omit compile")
 
 
 def main(cfg: Config, run: Run) -> None:
@@ -155,7 +166,7 @@ def main(cfg: Config, run: Run) -> None:
     scaler = make_scaler(cfg, run.device)
     batches = run.microbatches(cfg.accumulate, shard=run.shard)  # each item is the list of microbatches of one step
     with make_autocast(cfg, run.device):
-        set_up_shards(cfg, run, batches, inner_model)  # with shards=auto: measures the speed of each rank
+        set_up_shards(cfg, run, batches, inner_model)  # with shards=auto, this measures the speed of each rank
         ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_example(batches.local_samples)))
     state = TrainState([inner_model], optimizer, batches, run.world, replicated=True, scaler=scaler, replica=model)
     footprint = Footprint(run.device)
@@ -168,7 +179,7 @@ def main(cfg: Config, run: Run) -> None:
             return inner_model.forward(apply_channels_last(cfg, x))
 
     def evaluate() -> dict[str, float]:
-        # BatchNorm buffers differ between ranks because each rank saw other samples
+        # BatchNorm buffers differ between ranks, because each rank saw different samples
         sync_batchnorm.average_buffers(inner_model, weight=batches.weight)
         return score_test_set(predict, run, shard=run.shard)
 
@@ -177,11 +188,11 @@ def main(cfg: Config, run: Run) -> None:
         with step:
             optimizer.zero_grad()
             all_reduces = accumulate_gradients(cfg, model, scaler, step, footprint)
-            step.commit()  # with elastic=true: the update counts on all remaining ranks or on none
+            step.commit()  # with elastic=true, either all remaining ranks apply the update or none of them does
             skipped = update_weights(cfg, model, optimizer, scaler)
             step.log(skipped=float(skipped), bytes_sent=float(all_reduces * all_reduce_bytes))
         if scaler.get_scale() < MIN_LOSS_SCALE:
-            raise UserError(f"gradients overflow fp16 at any loss scale, step {step.number}; use precision=bf16")
+            raise UserError(f"gradients overflow fp16 at every loss scale (step {step.number}); use precision=bf16")
     peaks = run.world.gather(footprint.peak_bytes)
     precision_report = PrecisionReport(cfg, run.folder, run.device.type, peaks, scaler.get_scale())
     run.report(precision_report, *report_ranks(cfg, run))

@@ -1,4 +1,4 @@
-"""Collectives: the time of an all-reduce by size and algorithm, and the line that fits it.
+"""Collectives: the time of an all-reduce by size and algorithm, and a line that is fitted to the measured times.
 
     python experiments/collectives.py                                          two ranks on this machine
     python experiments/collectives.py processes_per_node=4 algorithms=[ring,tree,star] sizes=[4,1M]
@@ -6,19 +6,19 @@
     python experiments/collectives.py transports=[network,tls] launch.backend=builtin launch.tls=true
     make exp NAME=collectives NODES=4                                          on a cluster, with the bytes on its links
 
-Takes about a minute on 2 CPU cores. Nothing is trained: a step is one round of one point (operation, type, size). In a
-round all sides are measured in turn, and each round starts with a different side. A side is the library (gloo on CPUs,
-nccl on GPUs), the ring below, which uses only sends and receives, or the built-in backend with an algorithm and a
-transport. All ranks fill their inputs with integers, run the operation once while counting its bytes, wait for each
-other, run it again while timing it, and compare the result with the exact one. The time of a call is that of its
-slowest rank; the time of a point is the median over the rounds.
+A run takes about a minute on 2 CPU cores. No model is trained: a step is one round of one point (operation, data type
+and size). In each round, all variants are measured in turn, and each round starts with a different variant. A variant
+is the library (gloo on CPUs, nccl on GPUs), the ring below, which uses only sends and receives, or the built-in backend
+with an algorithm and a transport. All ranks fill their inputs with integers and run the operation once while its bytes
+are counted. The ranks then wait for each other, run the operation again while it is timed, and compare the result with
+the exact result. The time of a call is the time of the slowest rank. The time of a point is the median over the rounds.
 
-A link takes alpha + beta n seconds for n bytes (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). With p ranks a ring
-sends 2 (p - 1) messages of n / p bytes, so an all-reduce takes 2 (p - 1) alpha + 2 (p - 1) / p beta n; no algorithm
-sends fewer bytes from each rank (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). Other algorithms send fewer
-messages, which is faster for small n (Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521). The bus
-bandwidth of nccl-tests (doc/PERFORMANCE.md) is n / t times 2 (p - 1) / p: it is comparable with the bandwidth of a link
-for any p.
+A link needs alpha + beta n seconds to send n bytes (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). With p ranks,
+each rank of a ring sends 2 (p - 1) messages of n / p bytes, so an all-reduce takes 2 (p - 1) alpha + 2 (p - 1) / p beta
+n seconds. No algorithm sends fewer bytes from each rank (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+Other algorithms send fewer messages, which is faster for small n (Thakur, Rabenseifner and Gropp 2005,
+doi:10.1177/1094342005051521). The bus bandwidth of nccl-tests (doc/PERFORMANCE.md) is n / t times 2 (p - 1) / p. For
+any p, this value can be compared with the bandwidth of a link.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from torch import Tensor
 
 
 def shift_in_ring(sent: Tensor, received: Tensor, world: World, group: dist.ProcessGroup | None = None) -> None:
-    """Send to the next rank of the ring and receive from the previous one, both at once.
+    """Send a tensor to the next rank of the ring while receiving one from the previous rank.
 
-    If every rank completed its send before it received, the ring would deadlock.
+    Both operations must overlap: if every rank completed its send before it received, the ring would deadlock.
     """
     next_rank = (world.rank + 1) % world.size
     previous_rank = (world.rank - 1) % world.size
@@ -62,8 +62,11 @@ def shift_in_ring(sent: Tensor, received: Tensor, world: World, group: dist.Proc
 
 
 def reduce_scatter_in_ring(chunks: Sequence[Tensor], world: World) -> None:
-    """Pass every chunk once around the ring and add to it at each rank: chunk r is complete at rank r."""
-    buffer = torch.empty_like(chunks[0])  # no chunk is longer
+    """Pass every chunk once around the ring, and add the values of each rank to it.
+
+    At the end, rank r holds the complete sum of chunk r.
+    """
+    buffer = torch.empty_like(chunks[0])  # no chunk is longer than the first one
     for step in range(1, world.size):
         outgoing = chunks[(world.rank - step) % world.size]
         partial_sum = chunks[(world.rank - step - 1) % world.size]
@@ -73,7 +76,7 @@ def reduce_scatter_in_ring(chunks: Sequence[Tensor], world: World) -> None:
 
 
 def all_gather_in_ring(chunks: Sequence[Tensor], world: World) -> None:
-    """Pass every chunk, starting with chunk r at rank r, once around the ring; each rank keeps a copy."""
+    """Pass every chunk once around the ring, so that each rank gets a copy; chunk r starts at rank r."""
     for step in range(world.size - 1):
         outgoing = chunks[(world.rank - step) % world.size]
         incoming = chunks[(world.rank - step - 1) % world.size]
@@ -81,7 +84,7 @@ def all_gather_in_ring(chunks: Sequence[Tensor], world: World) -> None:
 
 
 def make_ring_operations(world: World) -> dict[str, CollectiveOperation]:
-    """Make the ring operations: an all-reduce is a reduce-scatter followed by an all-gather."""
+    """Create the operations of the ring: an all-reduce is a reduce-scatter followed by an all-gather."""
 
     def all_reduce(x: Tensor, out: Tensor) -> None:
         chunks = x.tensor_split(world.size)
@@ -102,7 +105,7 @@ def make_ring_operations(world: World) -> dict[str, CollectiveOperation]:
 
 
 def make_library_operations(world: World, group: dist.ProcessGroup | None = None) -> dict[str, CollectiveOperation]:
-    """Make the operations of a process group from the functions of torch.distributed."""
+    """Create the operations of a process group from the functions of torch.distributed."""
     return {
         "sendrecv": lambda x, out: shift_in_ring(x, out, world, group),
         "broadcast": lambda x, out: dist.broadcast(x, 0, group),
@@ -113,7 +116,7 @@ def make_library_operations(world: World, group: dist.ProcessGroup | None = None
 
 
 def open_sides(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
-    """Open the sides: the library, the ring above, and the built-in backend by transport and algorithm."""
+    """Create all variants: the library, the ring, and the built-in backend for each transport and algorithm."""
     world = run.world
     count_interface = partial(collectives.count_interface_bytes, world)
     library = CollectiveVariant(make_library_operations(world), count_interface_bytes=count_interface)
@@ -143,9 +146,10 @@ def open_sides(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
 def measure_sides(
     sides: Mapping[str, CollectiveVariant], first: int, point: CollectivePoint, vectors: TestVectors, world: World
 ) -> dict[str, list[list[float]]]:
-    """Measure every side that has the operation, beginning with number `first`, and check all results.
+    """Measure every variant that has the operation, starting with variant `first`, and check all results.
 
-    Return on rank 0, for each side and rank: seconds, bytes sent, and bytes that left the network interface.
+    On rank 0, returns the following for each variant and rank: seconds, bytes sent, and bytes that left the network
+    interface.
     """
     measurements: dict[str, list[list[float]]] = {}
     token = torch.zeros(1, device=world.device)
@@ -156,17 +160,17 @@ def measure_sides(
             continue
         operation = side.operations[point.op]
 
-        # the first call is not timed, because other sides have run since this one; its bytes are counted
+        # The bytes of the first call are counted. The call is not timed, because other variants have run before it.
         sent_before = side.count_sent_bytes()
         interface_before = side.count_interface_bytes()
         dist.barrier()
         operation(*vectors.make_tensors(point))
-        dist.barrier()  # includes the bytes that other ranks still have to send
+        dist.barrier()  # waits for the bytes that other ranks still have to send
         sent = side.count_sent_bytes() - sent_before
         through_interface = side.count_interface_bytes() - interface_before
 
         x, out = vectors.make_tensors(point)
-        # ranks meet in this side's all-reduce: dist.barrier would warm up the connections of the library only
+        # Ranks synchronize by this variant's all-reduce: dist.barrier would warm up only the library's connections.
         meet = partial(side.operations["all_reduce"], token, token)
         (seconds,) = time_calls(partial(operation, x, out), world.device, 1, warm_up=0, prepare=meet)
         vectors.check_result(point, x, out, name)
@@ -182,7 +186,7 @@ def main(cfg: Config, run: Run) -> None:
     table = torch.zeros(cfg.rounds, len(points), len(sides), world.size, 3, dtype=torch.float64)
     state = TrainState([], None, Rounds(points), world, tensors={"measured": table})
 
-    # run every operation once: connections are opened by the first message
+    # Run every operation once, because the first message opens a connection.
     for point in collectives.list_points(cfg.ops, cfg.dtypes[:1], [64], world.size):
         measure_sides(sides, 0, point, vectors, world)
     links = collectives.fit_link_lines(world)

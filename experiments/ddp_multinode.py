@@ -1,7 +1,7 @@
 """Data parallelism: every rank trains the same model on its shard of each batch, and gradients are averaged.
 
     python experiments/ddp_multinode.py                                        two ranks on this machine
-    python experiments/ddp_multinode.py processes_per_node=4 compare=true      four ranks, and the speedup over one
+    python experiments/ddp_multinode.py processes_per_node=4 compare=true      four ranks, compared with one process
     python experiments/ddp_multinode.py strategy=fsdp clip=1                   parameters sharded over the ranks
     python experiments/ddp_multinode.py model=resnet18 data.name=cifar10 sync_batchnorm=true
     python experiments/ddp_multinode.py model=resnet18 data.name=generated communication=bf16 steps=50
@@ -9,17 +9,18 @@
     torchrun --nproc-per-node=2 experiments/ddp_multinode.py                   started by another launcher
     make exp NAME=ddp_multinode NODES=2                                        on a cluster
 
-Takes about a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST after one epoch (without MNIST: on the
-built-in digits).
+A run takes about a minute on 2 CPU cores. Expect a test accuracy of 98 % on MNIST after one epoch. If MNIST is not
+available, the built-in digits are used instead.
 
-`batch` is the global batch of N samples. It is divided into p shards, equal ones or, for ranks of unequal speed,
-`shards=[3,1]`; rank r takes shard r. Its loss is the sum over its samples divided by N / p. The mean of the ranks'
-gradients is then the gradient of the mean loss over the whole batch, so every rank takes the same step as a single
-process would. DistributedDataParallel all-reduces gradients bucket by bucket while backward is still running (Li et al.
-2020, arXiv 2006.15704), optionally in half precision or compressed by PowerSGD (Vogels et al. 2019, arXiv 1905.13727).
-fully_shard keeps 1/p of each parameter, all-gathers a layer before use and reduce-scatters its gradient (Zhao et al.
-2023, arXiv 2304.11277). BatchNorm uses the statistics of the rank's shard unless it is synchronised. With
-`optim.base_batch` the learning rate grows with the batch: the linear scaling rule (Goyal et al. 2017, arXiv
+`batch` is the global batch size N. A batch is divided into p shards, and rank r processes shard r. Shards are equal by
+default; ranks of unequal speed can have unequal shards, such as `shards=[3,1]`. The loss of a rank is the sum over the
+samples of its shard divided by N / p. The mean of the ranks' gradients is therefore the gradient of the mean loss over
+the whole batch, so every rank takes the same step as a single process would. DistributedDataParallel all-reduces
+gradients bucket by bucket while backward is still running (Li et al. 2020, arXiv 2006.15704), optionally in half
+precision or compressed by PowerSGD (Vogels et al. 2019, arXiv 1905.13727). fully_shard keeps 1/p of each parameter on a
+rank, all-gathers each layer before it is used, and reduce-scatters the layer's gradients (Zhao et al. 2023, arXiv
+2304.11277). BatchNorm uses the statistics of each rank's shard unless they are synchronized (`sync_batchnorm`). With
+`optim.base_batch`, the learning rate is proportional to the batch size (linear scaling rule, Goyal et al. 2017, arXiv
 1706.02677).
 """
 
@@ -39,11 +40,11 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
         model = sync_batchnorm.convert_sync_batchnorm(model, run.device)
     if cfg.strategy == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard  # imported only if needed: takes two seconds
+        from torch.distributed.fsdp import fully_shard  # imported here because the import takes two seconds
 
         mesh = init_device_mesh(run.device.type, (run.world.size,))
         for unit in (*model.children(), model):
-            fully_shard(unit, mesh=mesh)  # a unit is all-gathered just before its forward
+            fully_shard(unit, mesh=mesh)  # a unit is all-gathered just before its forward pass
         return model
     replica = ddp.wrap_ddp(
         model,
@@ -58,11 +59,11 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
 
 
 def main(cfg: Config, run: Run) -> None:
-    network = init_network(cfg, run.sample_shape, run.classes)  # same weights on every rank
+    network = init_network(cfg, run.sample_shape, run.classes)  # the weights are the same on every rank
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads shard r of every batch
-    set_up_shards(cfg, run, batches, network)  # with shards=auto: measures the speed of each rank
+    set_up_shards(cfg, run, batches, network)  # with shards=auto, this measures the speed of each rank
     ddp.warm_up_buckets(model, run.load_example(batches.local_samples))
     state = TrainState([network], optimizer, batches, run.world, replicated=True, replica=model)
 
@@ -72,11 +73,11 @@ def main(cfg: Config, run: Run) -> None:
             loss = F.cross_entropy(model(step.x), step.y, reduction="sum") / step.mean_shard
             step.log(loss=loss.detach())
             step.mark("backward")
-            loss.backward()  # gradients are now averaged over the ranks (FSDP: this rank's shard of them)
+            loss.backward()  # gradients are now averaged over the ranks (with FSDP, one shard per rank)
             step.mark("end of backward")
             if cfg.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-            step.commit()  # with elastic=true: the update counts on all remaining ranks or on none
+            step.commit()  # with elastic=true, either all remaining ranks apply the update or none of them does
             optimizer.step()
     run.report(*report_scaling(cfg, run, model))
 

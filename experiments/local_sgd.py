@@ -6,28 +6,28 @@
     python experiments/local_sgd.py communication=int8 delay=4                 a quarter of the bytes, overlapped
     make exp NAME=local_sgd NODES=4                                            on a cluster
 
-Takes about a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST after one epoch (without MNIST: on the built-in
-digits).
+A run takes about a minute on 2 CPU cores. Expect a test accuracy of 98 % on MNIST after one epoch. If MNIST is not
+available, the built-in digits are used instead.
 
-At the beginning of a round all workers hold the same parameters x, the reference. Worker i takes `every` = H steps of
-its own optimizer on its shard of each batch without waiting for other workers. Then the workers exchange their
-differences d_i = x - x_i, and the outer step turns their mean d into the new reference, from which all workers
+At the beginning of a round, all workers hold the same parameters x, the reference. Worker i takes `every` = H steps of
+its own optimizer on its shard of each batch, without waiting for other workers. The workers then exchange their
+differences d_i = x - x_i. The outer step uses the mean difference d to compute a new reference, from which all workers
 continue:
 
     mean                  x <- x - outer_lr d           the mean of the x_i at outer_lr=1 (Stich 2018, arXiv 1805.09767)
     nesterov              m <- outer_momentum m + d,  x <- x - outer_lr (d + outer_momentum m)
                           (Douillard et al. 2023, arXiv 2311.08105; its workers use AdamW)
 
-H steps therefore cost one message of the size of the model instead of H messages. During the first `start` steps
-gradients are averaged as in DDP, because differences are large at the beginning (post-local SGD, Lin et al. 2018,
-arXiv 1808.07217). H counts optimizer steps, which all workers take in parallel; it is not a number of samples and not
-the sum of the steps of all workers. Evaluation and the saved model use the mean of the workers' parameters; each worker
-continues with its own parameters.
+H steps therefore need one message of the size of the model instead of H messages. During the first `start` steps,
+gradients are averaged as in DDP, because differences are large at the beginning (post-local SGD, Lin et al. 2018, arXiv
+1808.07217). H is the number of optimizer steps that each worker takes; it is not a number of samples, and it is not
+summed over workers. Evaluation and the saved model use the mean of the workers' parameters, but each worker continues
+with its own parameters.
 
-`communication` compresses the message; the compression error is added to the worker's next difference (error feedback,
-Basu et al. 2019, arXiv 1906.02367). With `delay` = D workers keep training during the exchange and take the outer step
-D steps later: x_i <- x + (x_i - x_i at the beginning of the exchange), so that no local step is lost or applied twice
-(overlapped exchanges: Douillard et al. 2025, arXiv 2501.18512; Kale et al. 2025, arXiv 2502.12996).
+`communication` selects the compression of messages. The compression error is added to the worker's next difference
+(error feedback, Basu et al. 2019, arXiv 1906.02367). With `delay` = D, workers keep training during the exchange and
+take the outer step D steps later: x_i <- x + (x_i - x_i at the beginning of the exchange). Thus, no local step is lost
+or applied twice (overlapped exchanges: Douillard et al. 2025, arXiv 2501.18512; Kale et al. 2025, arXiv 2502.12996).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from torch import nn
 
 
 def choose_exchange(cfg: Config, network: nn.Module, workers: int) -> Exchange:
-    """Create the exchange that cfg.communication selects, for vectors of all parameters of the network."""
+    """Create the exchange that cfg.communication selects, for vectors that contain all parameters of a network."""
     parameters = list(network.parameters())
     vector = torch.cat([p.detach().flatten() for p in parameters])
     match cfg.communication:
@@ -64,14 +64,14 @@ def choose_exchange(cfg: Config, network: nn.Module, workers: int) -> Exchange:
 
 
 def ends_round(cfg: Config, step: int, total: int) -> bool:
-    """Check whether an exchange follows a step; the last round of a run may be shorter than `every`."""
+    """Return whether an exchange follows a step. The last round of a run may have fewer than `every` steps."""
     local_steps = step - cfg.start
     return local_steps > 0 and (local_steps % cfg.every == 0 or step == total)
 
 
 @torch.no_grad()
 def take_outer_step(cfg: Config, worker: LocalWorker) -> None:
-    """Move the reference by the mean difference of the workers and continue from it."""
+    """Move the reference by the workers' mean difference, and continue from the new reference."""
     mean_difference = worker.finish_exchange()
     if cfg.outer == "nesterov":
         worker.momentum.mul_(cfg.outer_momentum).add_(mean_difference)
@@ -81,34 +81,34 @@ def take_outer_step(cfg: Config, worker: LocalWorker) -> None:
 
 
 def exchange_differences(cfg: Config, worker: LocalWorker, step: int, total: int) -> None:
-    """Begin an exchange at the end of a round; take the outer step `delay` steps later."""
+    """Begin an exchange at the end of a round, and take the outer step `delay` steps later."""
     is_last = step == total
     if worker.awaits_outer_step:
         is_due = step >= worker.exchange_step + cfg.delay
         if is_due or is_last:
             take_outer_step(cfg, worker)
     if ends_round(cfg, step, total):
-        worker.begin_exchange(step)  # messages travel while the next steps are computed
+        worker.begin_exchange(step)  # messages are sent while the next steps are computed
         if is_last or not cfg.delay:
             take_outer_step(cfg, worker)
 
 
 def report_exchanges(cfg: Config, worker: LocalWorker, run: Run) -> ReportData:
-    """Report the exchanges of the whole run and the bytes that a worker sent, synchronous steps included."""
+    """Report the exchanges of the whole run and the bytes that a worker sent, including synchronous steps."""
     exchanges, sent_bytes, _ = worker.counts.tolist()
-    delay = f", {cfg.delay} later" if cfg.delay else ""
+    delay = f", applied {format_count(cfg.delay, 'step')} later" if cfg.delay else ""
     synchronous = f" after {format_count(cfg.start, 'synchronous step')}" if cfg.start else ""
     lines = {
         "outer step": f"{cfg.outer}, after every {format_count(cfg.every, 'step')}{delay}{synchronous}",
         "exchanges": f"{exchanges:,} in {format_count(run.total, 'step')}",
-        "sent": f"{sent_bytes / 1e6:,.2f} MB by each worker, {sent_bytes / run.total / 1e3:,.1f} kB a step",
+        "sent": f"{sent_bytes / 1e6:,.2f} MB by each worker, {sent_bytes / run.total / 1e3:,.1f} kB per step",
     }
     outcome = {"exchanges": exchanges, "bytes_sent": sent_bytes}
     return ReportData(lines, outcome, measured={"exchange_seconds": worker.seconds})
 
 
 def main(cfg: Config, run: Run) -> None:
-    network = init_network(cfg, run.sample_shape, run.classes)  # same weights on every rank
+    network = init_network(cfg, run.sample_shape, run.classes)  # the weights are the same on every rank
     network.to(run.device, run.dtype)
     optimizer = build_optimizer(network.parameters(), cfg.optim)
     exchange = choose_exchange(cfg, network, run.world.size)
@@ -117,7 +117,7 @@ def main(cfg: Config, run: Run) -> None:
     run.resume(state)
     try:
         cfg.check_rounds(run.total)
-    except ValueError as error:  # the settings alone do not give the size of every data set
+    except ValueError as error:  # the settings alone do not determine the size of every data set
         raise UserError(str(error)) from None
 
     for step in run.steps(state, lambda: score_replicated(worker.build_average_network(), run)):

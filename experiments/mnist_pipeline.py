@@ -4,19 +4,20 @@
     python experiments/mnist_pipeline.py schedule=1f1b stages=3            another schedule, three ranks
     python experiments/mnist_pipeline.py engine=torch schedule=zero_bubble torch.distributed.pipelining
     python experiments/mnist_pipeline.py stages=1 microbatches=1           the unsplit model, for comparison
-    python experiments/mnist_pipeline.py --help                            every key
+    python experiments/mnist_pipeline.py --help                            all settings
 
-Takes about 15 s on 2 CPU cores. Expect 98 % test accuracy on MNIST (without MNIST: on the built-in digits), and an
-idle share above the ideal bubble: the stages are unequal, and the network is so small that communication takes as long
-as the computation it overlaps with. With `width=1024 batch=1024` computation dominates.
+A run takes about 15 s on 2 CPU cores. Expect a test accuracy of 98 % on MNIST. If MNIST is not available, the built-in
+digits are used instead. The idle share is larger than the ideal bubble, because the stages are unequal and the network
+is so small that communication takes as long as the computation that it overlaps with. With `width=1024 batch=1024`,
+computation dominates.
 
 Each rank holds one stage. A batch is split into m microbatches; while stage 1 processes microbatch 0, stage 0 processes
 microbatch 1. The loss of a microbatch is weighted by its share of the batch, so the summed gradients equal those of the
-unsplit model. With p stages of equal cost each rank idles (p - 1) / (m + p - 1) of a step: the bubble (GPipe: Huang et
-al. 2019, arXiv 1811.06965). A schedule is a list of forwards and backwards for each rank
-(common/pipeline/schedules.py), which `pipe.step` executes (common/pipeline/executor.py): 1f1b stores fewer activations
-(Harlap et al. 2018, arXiv 1806.03377), interleaved_1f1b and zero_bubble have smaller bubbles (Narayanan et al. 2021,
-arXiv 2104.04473; Qi et al. 2023, arXiv 2401.10241).
+unsplit model. With p stages of equal cost, each rank is idle for (p - 1) / (m + p - 1) of a step, which is called the
+bubble (GPipe: Huang et al. 2019, arXiv 1811.06965). A schedule is a list of forward and backward passes for each rank
+(common/pipeline/schedules.py), which `pipe.step` executes (common/pipeline/executor.py). The schedule 1f1b stores fewer
+activations (Harlap et al. 2018, arXiv 1806.03377). The schedules interleaved_1f1b and zero_bubble have smaller bubbles
+(Narayanan et al. 2021, arXiv 2104.04473; Qi et al. 2023, arXiv 2401.10241).
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ import torch.nn.functional as F
 
 def main(cfg: Config, run: Run) -> None:
     model = networks.SimpleNN(cfg.width, cfg.depth, run.sample_shape, run.classes)  # same weights on every rank
-    stages = model_split.split_model(cfg, model, run)  # by layer names, parameter counts or measured times
-    pipe = model_split.build_pipeline_engine(cfg, stages, F.cross_entropy, run)  # holds the stages of this rank only
+    stages = model_split.split_model(cfg, model, run)  # splits by layer names, parameter counts or measured times
+    pipe = model_split.build_pipeline_engine(cfg, stages, F.cross_entropy, run)  # holds only this rank's stages
     optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
     has_images = pipe.has_first_stage  # images go to the first stage, labels to the last
     batches = run.batches(inputs=has_images, targets=pipe.has_last_stage)
-    state = TrainState(list(pipe.local_stages.values()), optimizer, batches, run.world)  # of this rank's stages
+    state = TrainState(list(pipe.local_stages.values()), optimizer, batches, run.world)  # state of this rank's stages
 
     for step in run.steps(state, lambda: score_test_set(pipe.predict, run, inputs=has_images), loss=pipe.last_rank):
         with step:

@@ -1,34 +1,36 @@
 """Parameter server: workers pull parameters and push gradients; servers store the parameters and update them.
 
-    python experiments/param_server.py                                         two workers, the first also serves
+    python experiments/param_server.py                                         two workers; the first is also the server
     python experiments/param_server.py processes_per_node=4 servers=2 mode=async
     python experiments/param_server.py processes_per_node=4 mode=bounded staleness=5 compare=true
     make exp NAME=param_server NODES=4                                         on a cluster
 
-Takes about a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST after one epoch (without MNIST: on the built-in
-digits).
+A run takes about a minute on 2 CPU cores. Expect a test accuracy of 98 % on MNIST after one epoch. If MNIST is not
+available, the built-in digits are used instead.
 
-The parameters are one vector, divided into one shard per server (Li et al. 2014, OSDI). Ranks 0 to servers - 1 each
-serve one shard, in threads beside their own training, and every rank is a worker. A worker repeats:
+All parameters form one vector, which is divided into one shard per server (Li et al. 2014, OSDI). The first `servers`
+ranks each serve one shard, in threads that run beside the training, and every rank is a worker. Each worker repeats
+these operations:
 
     pull        get the newest values of all shards
-    compute     the gradient of its share of the batch
-    push        send each server its part of the gradient and wait until it is applied; in sync mode the servers
-                apply it once all workers have pushed
+    compute     compute the gradient of the worker's share of the batch
+    push        send each server its part of the gradient, and wait until it is applied; in sync mode, servers apply
+                gradients when all workers have pushed
 
-A server updates its shard with a torch optimizer; each update creates a new version of the shard. The staleness of a
-push is the number of versions between its pull and its application.
+A server updates its shard with a torch optimizer. Each update creates a new version of the shard. The staleness of a
+push is the number of versions that are created between the worker's pull and the application of the push. The modes
+are:
 
-    sync        the pushes of all workers are applied together as their mean, the same step as in DDP
+    sync        the mean of all workers' pushes is applied, which is the same step as in DDP
     async       each push is applied on arrival (Recht et al. 2011, arXiv 1106.5730, but with a lock per shard), and a
                 worker takes the next unclaimed share of the data
-    bounded     as async, but no push has a staleness above `staleness`: a server delays its answer to a worker for as
-                long as that answer could make a push too stale (stale synchronous parallel, Ho et al. 2013)
+    bounded     same as async, but no push has a staleness above `staleness`: a server delays its answer to a worker for
+                as long as the answer could make a push too stale (stale synchronous parallel, Ho et al. 2013)
 
-In async and bounded mode a push is also weighted by its share of the batch, and `damp=true` divides its learning rate
-by its staleness (Zhang et al. 2015, arXiv 1511.05950). Workers run ahead of each other until all ranks meet: to
-evaluate, to collect metrics, and to agree on saving a checkpoint or stopping. At that point all pushes have been
-applied; this state is evaluated and saved.
+In async and bounded mode, each push is also weighted by its share of the batch, and `damp=true` divides the learning
+rate of a push by its staleness (Zhang et al. 2015, arXiv 1511.05950). Workers can run ahead of each other between
+synchronizations. All ranks synchronize to evaluate, to collect metrics, and to agree on saving a checkpoint or
+stopping. At these points, all pushes have been applied, and the resulting state is evaluated and saved.
 """
 
 from __future__ import annotations
@@ -51,20 +53,23 @@ DDP_STEPS = 20
 
 
 def report_servers(cfg: Config, run: Run, worker: ServerWorker) -> ServerReport:
-    """Report the work of the servers in this attempt; write their record and the plot if configured."""
+    """Report the work of the servers in this attempt.
+
+    The records and the plot are written if they are configured.
+    """
     server = worker.server
     if server is not None and cfg.record:
         record = {"workers": run.world.size, "after_step": run.resumed_after, "events": server.events}
         write_json(run.folder.attempt_folder / f"served-{run.world.rank}.json", record)
     report = ServerReport(worker.policy, gather_served(run.world, server))
-    if cfg.plot and report.staleness:  # only rank 0 has it
+    if cfg.plot and report.staleness:  # only rank 0 has staleness values
         heights = {str(staleness): (100 * share, 0.0) for staleness, share in report.compute_shares().items()}
-        plots.draw_bars(run.folder.path / "staleness.png", heights, "% of the pushes, by staleness", title=cfg.mode)
+        plots.draw_bars(run.folder.path / "staleness.png", heights, "% of pushes, by staleness", title=cfg.mode)
     return report
 
 
 def time_ddp(cfg: Config, run: Run) -> ReportData:
-    """Time DDP steps with a new model and the same batches. All ranks call it after training."""
+    """Measure the time of DDP steps with a new model. All ranks must call this function after training."""
     network = build_network(cfg, run)
     step = make_step_function(run, ddp.wrap_ddp(network, run.device), network, run.shard)
     rate = cfg.batch / time_steps(step, run.device, DDP_STEPS)
@@ -72,7 +77,7 @@ def time_ddp(cfg: Config, run: Run) -> ReportData:
 
 
 def build_network(cfg: Config, run: Run) -> nn.Sequential:
-    """Build the network with the same weights on every rank (all use one seed)."""
+    """Build the network. All ranks use the same seed, so the weights are equal on every rank."""
     return networks.build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
 
 
@@ -87,12 +92,13 @@ def main(cfg: Config, run: Run) -> None:
         damp=cfg.damp,
         record=cfg.record,
     )
-    optimizer = build_optimizer(network.parameters(), cfg.optim)  # holds the learning rate; servers take the steps
-    loaded_shard = run.shard if cfg.mode == "sync" else (0, 1)  # (0, 1): whole batches, as any share may be claimed
+    optimizer = build_optimizer(network.parameters(), cfg.optim)  # holds the learning rate; the servers take the steps
+    # Outside of sync mode, each worker loads whole batches, because it may claim any share.
+    loaded_shard = run.shard if cfg.mode == "sync" else (0, 1)
     state = ServedState(worker, optimizer, run.batches(shard=loaded_shard))
 
     def evaluate() -> dict[str, float]:
-        worker.fetch_parameters()  # until now this rank holds what it pulled for its last gradient
+        worker.fetch_parameters()  # until now, this rank holds the parameters of its last pull
         return score_replicated(network, run)
 
     worker.start_serving(run.resume(state))
@@ -100,16 +106,16 @@ def main(cfg: Config, run: Run) -> None:
         with step:
             losses = []
             staleness = []
-            for x, y in worker.take_shares(step.number, step.x, step.y):  # in sync mode exactly this worker's share
+            for x, y in worker.take_shares(step.number, step.x, step.y):  # in sync mode, only this worker's share
                 worker.pull(step.rate)
                 network.zero_grad()
                 loss = F.cross_entropy(network(x), y, reduction="sum") / (cfg.batch / run.world.size)
                 loss.backward()
                 staleness.append(float(worker.push()))
                 losses.append(loss.detach())
-            if losses:  # empty if the other workers have already processed the whole batch
+            if losses:  # no losses if other workers have already processed the whole batch
                 step.log(loss=torch.stack(losses).mean(), staleness=sum(staleness) / len(staleness))
-            step.commit()  # with elastic=true: all ranks know that all servers have all pushes
+            step.commit()  # with elastic=true, ranks agree that all servers have received all pushes
             worker.take_prepared_step()
     worker.stop_serving()
     ddp_facts = [time_ddp(cfg, run)] if cfg.compare else []

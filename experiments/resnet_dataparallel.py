@@ -9,17 +9,16 @@
     python experiments/resnet_dataparallel.py model=resnet50 weights=FILE       start from trained weights
     make exp NAME=resnet_dataparallel NODES=2                                   on a cluster: ddp only
 
-Takes about two minutes on 2 CPU cores. Expect 95 % test accuracy after 100 steps on MNIST (without MNIST: on the
-built-in digits).
+A run takes about two minutes on 2 CPU cores. Expect a test accuracy of 95 % on MNIST after 100 steps. If MNIST is not
+available, the built-in digits are used instead. The networks are ResNets (He et al. 2015, arXiv 1512.03385).
 
-nn.DataParallel (ResNet: He et al. 2015, arXiv 1512.03385) is one process with a thread for each GPU. In every step it
-splits the batch into chunks, copies the model to all GPUs and gathers the outputs on the first one. The first GPU also
-sums the gradients and holds the optimizer state, so it needs more memory than the others, and the GIL lets only one
-thread run at a time. BatchNorm statistics of the copies are discarded with them, except those of the first GPU. Under
-DDP (Li et al. 2020, arXiv 2006.15704) each device has a rank that keeps its model. Only gradients are communicated,
-while backward is still running. The BatchNorm buffers of every rank persist and are averaged before an evaluation. The
-last batch of an epoch need not divide evenly and may be smaller than the number of devices; some devices then get no
-samples.
+nn.DataParallel uses one process with a thread for each GPU. In every step, it splits the batch into chunks, copies the
+model to all GPUs, and gathers the outputs on the first GPU. The first GPU also sums the gradients and holds the
+optimizer state, so it needs more memory than the other GPUs. The GIL lets only one thread run Python code at a time.
+The BatchNorm statistics of the copies are discarded, except those of the first GPU. With DDP (Li et al. 2020, arXiv
+2006.15704), each device has a rank that keeps its own model. Only gradients are communicated, while backward is still
+running. The BatchNorm buffers of every rank persist and are averaged before an evaluation. The last batch of an epoch
+may not divide evenly and may have fewer samples than there are devices. In this case, some devices get no samples.
 """
 
 from __future__ import annotations
@@ -45,21 +44,21 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def build_model(cfg: Config, run: Run) -> nn.Module:
-    """Build the model with the same weights on every rank (all use one seed)."""
+    """Build the model. All ranks use the same seed, so the weights are equal on every rank."""
     return init_network(cfg, run.sample_shape, run.classes).to(run.device, run.dtype)
 
 
 def list_gpus(world: World) -> list[int]:
-    """Return the indices of the GPUs that one process can use, the devices of DataParallel."""
+    """Return the indices of the GPUs that one process can use, which are DataParallel's devices."""
     return list(range(torch.cuda.device_count())) if world.device.type == "cuda" else []
 
 
 def wrap_model(cfg: Config, model: nn.Module, world: World) -> nn.Module:
-    """Wrap the model for the strategy; without GPUs data_parallel returns it unchanged."""
+    """Wrap the model as the strategy requires. Without GPUs, data_parallel returns the model unchanged."""
     if cfg.strategy == "ddp":
         if cfg.sync_batchnorm:
             model = sync_batchnorm.convert_sync_batchnorm(model, world.device)
-        model = sync_batchnorm.skip_empty_batches(model)  # a rank may get no samples of a partial batch
+        model = sync_batchnorm.skip_empty_batches(model)  # a rank may get no samples from a partial batch
         return ddp.wrap_ddp(model, world.device, gradient_as_bucket_view=True)
     gpus = list_gpus(world)
     if cfg.strategy == "data_parallel" and gpus:  # DataParallel(model, []) fails on a machine with GPUs
@@ -68,7 +67,7 @@ def wrap_model(cfg: Config, model: nn.Module, world: World) -> nn.Module:
 
 
 def choose_forward(cfg: Config, model: nn.Module, world: World) -> Forward:
-    """Return the forward: the wrapped model, or data_parallel() of the unwrapped model with functional=true."""
+    """Return the forward function: the wrapped model, or data_parallel() of the unwrapped model if functional=true."""
     gpus = list_gpus(world)
     if cfg.strategy == "data_parallel" and cfg.functional and gpus:  # data_parallel() fails without GPUs
         return partial(nn.parallel.data_parallel, ddp.unwrap_ddp(model), device_ids=gpus)
@@ -89,7 +88,7 @@ def main(cfg: Config, run: Run) -> None:
         run.log_message(ONE_DEVICE_MESSAGE.format(gpu_count))
     has_comparison = cfg.compare and device_count > 1 and len(run.train_set) >= cfg.batch
     if has_comparison:
-        run.log_message("the strategies are compared in turns after training; compare=false skips this")
+        run.log_message("after training, the strategies are compared in alternating rounds; compare=false skips this")
     ddp.warm_up_buckets(model, run.load_example(cfg.batch // world.size))
     state = TrainState([inner_model], optimizer, batches, world, replicated=True)
 
@@ -101,15 +100,15 @@ def main(cfg: Config, run: Run) -> None:
     for step in run.steps(state, evaluate):
         with step:
             optimizer.zero_grad()
-            # the mean over ranks is the mean loss of the batch, also if a partial batch has unequal shards
+            # The mean over ranks is the mean loss of the batch, even if a partial batch has unequal shards.
             loss = F.cross_entropy(forward(step.x), step.y, reduction="sum") / step.mean_shard
             step.mark("backward")
             loss.backward()
             step.mark("end of backward")
             optimizer.step()
             step.log(loss=loss.detach())
-        running += torch.stack([loss.detach().double(), torch.ones_like(running[0])])  # no copy to the CPU
-        if step.number % cfg.loss_every == 0:  # only now the CPU waits for the loss
+        running += torch.stack([loss.detach().double(), torch.ones_like(running[0])])  # avoids a copy to the CPU
+        if step.number % cfg.loss_every == 0:  # the CPU waits for the loss only here
             dist.all_reduce(running)
             total, count = running.tolist()
             run.log_message(f"[epoch {step.epoch + 1}, step {step.number:5d}] running loss {total / count:.3f}")
@@ -123,9 +122,10 @@ def main(cfg: Config, run: Run) -> None:
 
 
 def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:
-    """Return samples/s of each strategy and round; the strategies take turns. All ranks call it.
+    """Return the samples/s of each strategy in each round. All ranks must call this function.
 
-    While rank 0 measures a single process, with the threads of one rank and with those of all ranks, the others wait.
+    Strategies are measured in alternation. Rank 0 measures a single process with the threads of one rank and with the
+    threads of all ranks, while the other ranks wait.
     """
     world = run.world
     thread_counts = {world.threads}
@@ -138,7 +138,7 @@ def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:
         plan.append(["ddp", "ddp", world.threads])
 
     def make_side(name: str, strategy: Any, threads: int) -> StepVariant:
-        """Make a side with a new model; the trained one is not changed."""
+        """Create a variant with a new model, so that the trained model is not changed."""
         side_cfg = replace(cfg, strategy=strategy)
 
         def make_model() -> tuple[Forward, nn.Module]:

@@ -1,4 +1,4 @@
-"""Model parallelism: a ResNet partitioned into stages on several devices, executed in turn or as a pipeline.
+"""Model parallelism: a ResNet partitioned into stages on several devices, which run one at a time or as a pipeline.
 
     python experiments/resnet_modelparallel.py                                   two stages, GPipe
     python experiments/resnet_modelparallel.py mode=naive                        one stage at a time
@@ -10,23 +10,23 @@
     python experiments/resnet_modelparallel.py model=toy data.name=vectors loss=mse      10-10-5, random targets
     python experiments/resnet_modelparallel.py sweep=true                        all modes and microbatch sizes
 
-One run takes about half a minute on 2 CPU cores, the sweep six. Expect the time of the pipelined mode to lie between
-that of the naive mode and half of it; a single process that uses both cores is hard to beat.
+A run takes about half a minute on 2 CPU cores; the sweep takes six minutes. Expect the pipelined mode to take less time
+than the naive mode, but more than half of it. A single process that uses both cores is hard to beat.
 
-A batch is split into microbatches of `split_size` samples. In naive mode a microbatch passes forward and backward
+A batch is split into microbatches of `split_size` samples. In naive mode, a microbatch passes forward and backward
 through all stages before the next one starts, so only one of p stages computes at a time. In a pipeline (GPipe: Huang
 et al. 2019, arXiv 1811.06965; interleaved 1F1B: Narayanan et al. 2021, arXiv 2104.04473; zero bubble: Qi et al. 2023,
 arXiv 2401.10241), stage 1 processes microbatch 0 while stage 0 processes microbatch 1. With m microbatches of equal
-cost a stage idles (p - 1) / (m + p - 1) of the time. Smaller microbatches reduce the bubble but are computed less
-efficiently.
+cost, each stage is idle for (p - 1) / (m + p - 1) of the time, which is called the bubble. Smaller microbatches reduce
+the bubble but are computed less efficiently.
 
-With `replicas`, several pipelines train on shards of the batch, and the replicas of a stage average their gradients:
-between hosts only these are sent, once per step. `memory_cap` demonstrates why a model is split: a model that exceeds
-the memory of one rank fits into that of two.
+With `replicas`, several pipelines train on shards of the batch, and the replicas of a stage average their gradients.
+Between hosts, only gradients are sent, once per step. `memory_cap` demonstrates why a model is split: a model
+that exceeds the memory of one rank fits into the memory of two ranks.
 
-BatchNorm computes its statistics per microbatch and updates its running statistics after each one, exactly as the
-unsplit model does with gradient accumulation over the same microbatches (mode=single with a split_size). split_size
-therefore affects training in every mode.
+BatchNorm computes its statistics per microbatch and updates its running statistics after each microbatch. The unsplit
+model does the same if it accumulates gradients over the same microbatches (mode=single with a `split_size`). Therefore,
+`split_size` affects training in every mode.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from torch import nn
 
 
 def build_model(cfg: Config, run: Run) -> nn.Sequential:
-    """Build the unsplit model with the same weights on every rank (all use one seed)."""
+    """Build the unsplit model. All ranks use the same seed, so the weights are equal on every rank."""
     model: nn.Sequential
     if cfg.model == "toy":
         model = networks.Toy(run.sample_shape, run.classes)
@@ -71,7 +71,7 @@ def build_model(cfg: Config, run: Run) -> nn.Sequential:
 
 
 def build_loss(cfg: Config, run: Run) -> LossFunction:
-    """Build the mean loss: cross-entropy, or the squared difference from a random vector per class."""
+    """Return the loss function: mean cross-entropy, or mean squared difference from a random vector per class."""
     if cfg.loss == "cross_entropy":
         return F.cross_entropy
     generator = torch.Generator().manual_seed(derive_seed(cfg.seed, "targets"))
@@ -80,7 +80,7 @@ def build_loss(cfg: Config, run: Run) -> LossFunction:
 
 
 def build_pipeline(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> Any:
-    """Place the stages: all on the devices of this process, or those of this rank within the group `pp`."""
+    """Build the pipeline: all stages on the devices of this process, or this rank's stages in the group `pp`."""
     pipeline = cfg.make_pipeline_config()
     stages = model_split.split_model(pipeline, model, run)
     loss = build_loss(cfg, run)
@@ -111,7 +111,7 @@ def main(cfg: Config, run: Run) -> None:
         state = TrainState(list(pipe.local_stages.values()), optimizer, batches, run.world, peers=peers)
 
         def evaluate() -> dict[str, float]:
-            sync_batchnorm.average_buffers(pipe.module, dp.group)  # BatchNorm of each replica saw other samples
+            sync_batchnorm.average_buffers(pipe.module, dp.group)  # each replica's BatchNorm saw different samples
             return score_test_set(pipe.predict, run, inputs=pipe.has_first_stage, shard=shard)
 
         run.resume(state)
@@ -132,22 +132,22 @@ def main(cfg: Config, run: Run) -> None:
 def gather_device_facts(
     cfg: Config, run: Run, devices: list[torch.device], training_bytes: dict[str, int]
 ) -> ReportData:
-    """Gather the stages and memory of every device. All ranks call it.
+    """Gather the stages and the memory of every device. All ranks must call this function.
 
-    `training_bytes` holds, by device of this rank, the bytes that training needed beyond those before it.
+    `training_bytes` contains, for each device of this rank, the additional bytes that training needed.
     """
     gathered = run.world.gather(training_bytes)
     if cfg.in_one_process:
         placement = f"{', '.join(cfg.devices)} in one process"
         peak_bytes = {str(device): read_peak_memory(device) for device in devices}
     else:
-        placement = f"one rank holds {describe_stages(cfg)}"
+        placement = f"each rank holds {describe_stages(cfg)}"
         peak_bytes = run.memory
         training_bytes = {f"rank {rank}": sum(by_device.values()) for rank, by_device in enumerate(gathered)}
 
     is_cuda = run.device.type == "cuda"
-    kind = "reserved by torch" if is_cuda else "of writable address space, beyond that at the start"
-    limit = f"; memory_cap={cfg.memory_cap} is the limit" if cfg.memory_cap else ""
+    kind = "reserved by torch" if is_cuda else "of writable address space, in addition to that at startup"
+    limit = f"; the limit is memory_cap={cfg.memory_cap}" if cfg.memory_cap else ""
     lines = {
         "mode": f"{cfg.mode}, {cfg.model}, {describe_microbatches(cfg)}",
         "devices": placement,
@@ -159,7 +159,7 @@ def gather_device_facts(
 
 
 def describe_stages(cfg: Config) -> str:
-    """Describe what one rank holds."""
+    """Describe the stages that one rank holds."""
     if cfg.mode == "single":
         return "all layers"
     count = cfg.make_pipeline_config().stages_per_process
@@ -167,14 +167,14 @@ def describe_stages(cfg: Config) -> str:
 
 
 def describe_microbatches(cfg: Config) -> str:
-    """Describe the division of a batch, as in "4 microbatches of 16"."""
+    """Describe the division of a batch, for example "4 microbatches of 16"."""
     plan = cfg.batch_plan
     replicas = f", in each of {cfg.replicas} replicas" if cfg.replicas > 1 else ""
     return f"{plan.microbatches} microbatches of {plan.microbatch}{replicas}"
 
 
 def report_pipeline(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineReport:
-    """Report idle shares and one step of the first replica. All ranks call it."""
+    """Report the idle shares and one step of the first replica. All ranks must call this function."""
     model = f"{cfg.model}, {cfg.mode}, batch {cfg.batch}"
     folder = run.folder.path if cfg.plot else None
     if not cfg.in_one_process:

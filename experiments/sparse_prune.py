@@ -1,6 +1,6 @@
 """Pruning: how many weights can be removed before accuracy drops, and what that saves in practice.
 
-    python experiments/sparse_prune.py                                          removes 92 % of LeNet-300-100
+    python experiments/sparse_prune.py                                          removes 92 % of the weights
     python experiments/sparse_prune.py model=lenet5 sparsity=0.97 criterion=taylor
     python experiments/sparse_prune.py schedule=rigl sparsity=0.95              sparse from the first step to the last
     python experiments/sparse_prune.py scope=n:m sparsity=0.5                   two of every four weights
@@ -8,26 +8,27 @@
     python experiments/sparse_prune.py sweep=true repeats=5                     accuracy against sparsity, with a plot
     make exp NAME=sparse_prune NODES=2                                          on a cluster
 
-Takes about half a minute on 2 CPU cores. Expect 98 % test accuracy on MNIST with 8 % of the weights (without MNIST: on
-the built-in digits).
+A run takes about half a minute on 2 CPU cores. Expect a test accuracy of 98 % on MNIST with 8 % of the weights. If
+MNIST is not available, the built-in digits are used instead.
 
-Every weight gets a score; the mask is false for the weights with the lowest scores:
+Every weight gets a score, and the mask is false for the weights with the lowest scores. The settings are:
 
     criterion  magnitude (Han et al. 2015, arXiv 1506.02626), gradient, |weight x gradient| (Taylor: Molchanov et al.
                2016, arXiv 1611.06440; 2019, arXiv 1906.10771), or random
     scope      all layers together, each layer, whole channels, or groups of four (2:4: Mishra et al. 2021, arXiv
                2104.08378)
     schedule   when to prune and to which sparsity: once, in rounds, cubic (Zhu & Gupta 2017, arXiv 1710.01878), or
-               RigL, where small layers are denser (ERK; both Evci et al. 2019, arXiv 1911.11134):
+               RigL, which keeps small layers denser (ERK; both Evci et al. 2019, arXiv 1911.11134):
                common/models/pruning_schedules.py
 
-Training itself does not change. After every step the weights are multiplied by their masks, because gradients and
-momentum move pruned weights, too. A pruned weight stays pruned except with RigL. Without masks, the proximal step of an
-L1 penalty (ISTA: Beck & Teboulle 2009, doi 10.1137/080716542) also creates exact zeros.
+Training itself does not change. After every step, the weights are multiplied by their masks, because gradients and
+momentum also change pruned weights. Except with RigL, a pruned weight stays pruned. Without masks, the proximal step of
+an L1 penalty (ISTA: Beck & Teboulle 2009, doi 10.1137/080716542) also creates exact zeros.
 
-Under DDP every rank computes the masks locally, from equal weights and from gradients that DDP has averaged, and all
-ranks compare a hash of them. The file of a pruned model is as large as before, because zeros are stored as numbers, but
-it compresses well. Dense kernels multiply the zeros, too: the gain or loss of sparse kernels is measured at the end.
+With DDP, every rank computes the masks locally, from equal weights and from gradients that DDP has averaged. All ranks
+then compare a hash of the masks. The file of a pruned model is as large as before, because zeros are stored as numbers,
+but it compresses well. Dense kernels multiply by the zeros, too. The gain or loss from sparse kernels is therefore
+measured at the end.
 """
 
 from __future__ import annotations
@@ -48,14 +49,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-MAX_TIMED_SAMPLES = 256  # batch size of the forward passes that are timed
+MAX_TIMED_SAMPLES = 256  # maximum batch size of the forward passes that are timed
 
 
 # ---- scores: the importance of each weight
 
 
 def score_weights(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: int) -> list[Tensor]:
-    """Return a score for each weight, one tensor of the weight's shape per layer; pruned weights score lowest."""
+    """Return a score for each weight, as one tensor per layer in the shape of the layer's weight.
+
+    Pruned weights have the lowest score.
+    """
     weights = [weight.detach() for weight in masks.weights]
     match cfg.criterion:
         case "magnitude":
@@ -74,7 +78,7 @@ def score_weights(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: i
 
 
 def draw_scores(cfg: Config, weights: Sequence[Tensor], step: int) -> list[Tensor]:
-    """Draw random scores, the same on every rank."""
+    """Draw random scores, which are the same on every rank."""
     generator = torch.Generator().manual_seed(seeds.derive_seed(cfg.seed, "scores", step))
     return [torch.rand(weight.shape, generator=generator).to(weight) for weight in weights]
 
@@ -82,9 +86,9 @@ def draw_scores(cfg: Config, weights: Sequence[Tensor], step: int) -> list[Tenso
 def compute_gradients(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: int) -> Iterator[list[Tensor]]:
     """Yield the gradients of the masked weights for several random batches, averaged over all ranks by DDP.
 
-    The next batch overwrites them.
+    The gradients are overwritten when the next batch is computed.
     """
-    model.eval()  # keeps the running statistics of BatchNorm
+    model.eval()  # keeps BatchNorm's running statistics unchanged
     for x, y in run.draw_batches(cfg.score_batches, seeds.derive_seed(cfg.seed, "scores", step)):
         model.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -96,7 +100,7 @@ def compute_gradients(cfg: Config, run: Run, model: nn.Module, masks: Masks, ste
 
 
 def choose_masks(cfg: Config, scores: list[Tensor], sparsity: float) -> list[Tensor]:
-    """Make the masks that keep the highest scores."""
+    """Create masks that keep the weights with the highest scores."""
     match cfg.scope:
         case "global":
             return pruning_masks.make_global_masks(scores, sparsity)
@@ -109,7 +113,7 @@ def choose_masks(cfg: Config, scores: list[Tensor], sparsity: float) -> list[Ten
 
 
 def draw_masks(cfg: Config, masks: Masks) -> list[Tensor]:
-    """Draw the first masks of RigL: layer sparsities by ERK, or equal ones with scope=layer."""
+    """Draw the first masks of RigL. The layers' sparsities follow ERK, or they are equal with scope=layer."""
     shapes = [weight.shape for weight in masks.weights]
     sparsities = [cfg.sparsity] * len(shapes)
     if cfg.scope == "global":
@@ -118,14 +122,17 @@ def draw_masks(cfg: Config, masks: Masks) -> list[Tensor]:
 
 
 def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimizer: Optimizer, step: int) -> None:
-    """Update the masks if the schedule requires it after this step; check that all ranks have equal masks."""
+    """Update the masks if the schedule requires an update after this step.
+
+    Raises RuntimeError if the updated masks differ between ranks.
+    """
     sparsity = pruning_schedules.compute_sparsity(cfg, step, run.total)
     if sparsity is None:
         return
     if cfg.schedule != "rigl":
         scores = score_weights(cfg, run, model, masks, step)
         new_masks = choose_masks(cfg, scores, sparsity)
-        masks.assign([old & new for old, new in zip(masks.masks, new_masks, strict=True)])  # no pruned weight returns
+        masks.assign([old & new for old, new in zip(masks.masks, new_masks, strict=True)])  # pruned weights stay pruned
     elif step:
         progress = step / (cfg.end * run.total)
         share = cfg.drop / 2 * (1 + math.cos(math.pi * progress))
@@ -148,7 +155,7 @@ def main(cfg: Config, run: Run) -> None:
     state = TrainState([inner_model], optimizer, batches, run.world, replicated=True)
 
     steps_done = run.resume(state)
-    masks.recompute_factors()  # the checkpoint may contain other masks
+    masks.recompute_factors()  # the checkpoint may contain different masks
     masks.assert_equal_on_ranks()
     if steps_done == 0:
         update_masks(cfg, run, model, masks, optimizer, 0)
@@ -164,13 +171,16 @@ def main(cfg: Config, run: Run) -> None:
                 pruning_masks.soft_threshold(masks.weights, step.rate * cfg.l1)
             update_masks(cfg, run, model, masks, optimizer, step.number)
             if masks.sparsity:
-                masks.apply()  # the optimizer has moved pruned weights, too
+                masks.apply()  # the optimizer also changed pruned weights
             step.log(loss=loss.detach(), sparsity=masks.sparsity)
     run.report(*report_pruning(cfg, run, inner_model, masks))
 
 
 def report_pruning(cfg: Config, run: Run, model: nn.Module, masks: Masks) -> list[ReportData]:
-    """Measure the remaining weights and the savings. All ranks call it; only rank 0 returns a report."""
+    """Measure the remaining weights and the savings.
+
+    All ranks must call this function, but only rank 0 returns a report.
+    """
     masks.assert_equal_on_ranks()
     if not run.world.is_main:
         return []

@@ -1,1 +1,1 @@
-"""Networks, partition into stages, pruning, the trained model's file and its exports."""
+"""Networks, their partition into stages, pruning, and the files and exports of trained models."""

@@ -1,4 +1,4 @@
-"""Export of a trained model for other programs, verified in a process without this project."""
+"""Exports of trained models for other programs, with a check that the exported files work."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from common.core.errors import UserError
 
-PROCESS_TIMEOUT = 300  # seconds for the other process, which may import torch from a slow disk
+PROCESS_TIMEOUT = 300  # seconds; the new process may have to import torch from a slow disk
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 PROJECT_PACKAGES = ("common", "configs", "experiments", "slurm")
 
-# Program of the other process: it imports torch and nothing of this project.
+# Program of the new process. It imports torch, but nothing from this project.
 RUN_PROGRAM = f"""
 import sys, torch
 program_file, input_file, output_file = sys.argv[1:]
@@ -27,14 +27,15 @@ model = torch.export.load(program_file).module()
 with torch.no_grad():
     torch.save(model(torch.load(input_file, weights_only=True)), output_file)
 imported = {{name.partition(".")[0] for name in sys.modules}}.intersection({PROJECT_PACKAGES})
-sys.exit(f"it imports {{sorted(imported)}}" if imported else 0)
+sys.exit(f"the exported program imports {{sorted(imported)}}" if imported else 0)
 """
 
 
 def write_and_run_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tensor:
-    """Export a model in eval mode with torch.export, for inputs [any N, ...] like x [n, ...].
+    """Export a model in eval mode with torch.export, and return the exported model's outputs for x [n, ...].
 
-    Returns the outputs for x that a new process computes from the file alone. Raises RuntimeError if that fails.
+    The exported model accepts inputs [N, ...] with any number of samples N. A new process computes the outputs from the
+    file alone. Raises RuntimeError if the new process fails.
     """
     program = torch.export.export(model.cpu(), **make_export_inputs(x))
     torch.export.save(program, path)
@@ -42,9 +43,10 @@ def write_and_run_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tenso
 
 
 def make_export_inputs(x: Tensor) -> dict[str, Any]:
-    """Return the arguments of an export for inputs [any N, ...] like x [n, ...].
+    """Return the arguments for exporting a model that accepts inputs [N, ...] with any number of samples N.
 
-    One sample would fix N at 1.
+    The other dimensions and the dtype are those of x [n, ...]. The example input has two samples, because an export
+    with one sample would fix N at 1.
     """
     zeros = torch.zeros(2, *x.shape[1:], dtype=x.dtype)
     samples = torch.export.Dim("samples", min=1)
@@ -54,9 +56,8 @@ def make_export_inputs(x: Tensor) -> dict[str, Any]:
 def run_in_new_process(path: Path, x: Tensor) -> Tensor:
     """Return an exported program's outputs for x [n, ...], computed in a new process.
 
-    The process imports nothing of this project.
-
-    Raises RuntimeError if that fails, subprocess.TimeoutExpired after PROCESS_TIMEOUT seconds.
+    The new process imports nothing from this project. Raises RuntimeError if the process fails, and
+    subprocess.TimeoutExpired after PROCESS_TIMEOUT seconds.
     """
     input_file = path.with_suffix(".in.pt")
     output_file = path.with_suffix(".out.pt")
@@ -64,7 +65,7 @@ def run_in_new_process(path: Path, x: Tensor) -> Tensor:
     command = [sys.executable, "-P", "-c", RUN_PROGRAM, *map(str, files)]
     try:
         torch.save(x.cpu().clone(), input_file)
-        completed = subprocess.run(  # outside this project's folder
+        completed = subprocess.run(  # runs outside this project's folder
             command, cwd=path.parent, capture_output=True, text=True, timeout=PROCESS_TIMEOUT, check=False
         )
         if completed.returncode:
@@ -77,19 +78,18 @@ def run_in_new_process(path: Path, x: Tensor) -> Tensor:
 
 
 def write_and_run_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
-    """Export a model in eval mode as ONNX, for inputs [any N, ...].
+    """Export a model in eval mode to ONNX, and return onnxruntime's outputs for x [n, ...].
 
-    Returns onnxruntime's outputs for x [n, ...].
-
-    Raises UserError if the optional packages are missing.
+    The exported model accepts inputs [N, ...] with any number of samples N. Raises UserError if the optional packages
+    are missing.
     """
     try:
         runtime: Any = [importlib.import_module(name) for name in ONNX_PACKAGES][-1]
     except ImportError as error:
         command = f".venv/bin/python -m pip install {' '.join(ONNX_PACKAGES)}"
-        raise UserError(f"FORMAT=onnx needs {error.name}: {command}") from None
+        raise UserError(f"FORMAT=onnx needs the package {error.name}; install it with {command}") from None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they concern the exporter itself
+        warnings.simplefilter("ignore")  # the warnings concern the exporter itself
         program = torch.onnx.export(
             model.cpu(), **make_export_inputs(x), dynamo=True, input_names=["images"], verbose=False
         )

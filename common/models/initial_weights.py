@@ -1,4 +1,4 @@
-"""The file, checkpoint folder or run with a model's initial weights. Imports no torch."""
+"""Search for a model's initial weights in a file, a checkpoint folder or a run. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,37 +9,35 @@ from common.core.errors import UserError
 from common.runs.folder import RunFolder
 from configs.optional import InitialWeights
 
-SHORT_ID_LENGTH = 4  # characters
+SHORT_ID_LENGTH = 4  # number of characters at the end of a run id
 
 
 def find_weights(text: str, runs: Path) -> Path:
-    """Return the file or folder named by `weights=`.
+    """Return the file or folder that the setting `weights` refers to.
 
-    A run is named by its id or the last four characters of the id.
-
-    Raises UserError.
+    `text` is a path, the id of a run, or the last four characters of a run's id. Raises UserError if there is no match.
     """
-    name = Path(text).name  # a job's settings contain absolute paths
+    name = Path(text).name  # in the settings of a job, a run id is an absolute path
     is_short_id = len(name) == SHORT_ID_LENGTH and name.isalnum()
     short_id_matches = runs.glob(f"*-{name}") if is_short_id else ()
     for path in (Path(text), runs / name, *short_id_matches):
         if path.exists():
             return path
     raise UserError(
-        f"weights={text}: no such file, checkpoint folder or run; use a file of tensors, a run's id, or none"
+        f"weights={text}: no such file, checkpoint folder or run; use a file of tensors, the id of a run, or none"
     )
 
 
 def check_weights_of_config(settings: object) -> None:
-    """Raise UserError if a config names initial weights that do not exist."""
+    """Raise UserError if a config refers to initial weights that do not exist."""
     if isinstance(settings, InitialWeights) and settings.weights != "none":
         find_weights(settings.weights, Path(settings.runs))
 
 
 def clear_replaced_weights(settings: object, run: RunFolder) -> None:
-    """Set `weights` to none if the run has a checkpoint, which replaces them.
+    """Set `weights` to none if the run has a checkpoint, which replaces the initial weights.
 
-    Their file may be gone by then.
+    The file with the initial weights may no longer exist when the run is resumed.
     """
     if isinstance(settings, InitialWeights) and storage.list_resumable_checkpoints(run):
         settings.weights = "none"

@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights and activations, by torchao."""
+"""Quantization of linear layers to int8 weights and activations, with torchao."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import copy
 
 from torch import nn
 
-MISSING_TORCHAO = "not measured: torchao is missing or too old; pip install --upgrade torchao"
+MISSING_TORCHAO = "not measured: torchao is missing or too old; run pip install --upgrade torchao"
 
 
 def has_torchao() -> bool:
-    """Return whether a sufficiently new torchao is installed. The import takes a second."""
+    """Return whether a sufficiently new torchao is installed. The check takes a second, because it imports torchao."""
     try:
         from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_  # noqa: F401
     except ImportError:
@@ -19,10 +19,11 @@ def has_torchao() -> bool:
 
 
 def quantize_to_int8(model: nn.Module) -> nn.Module:
-    """Return a copy of a model (float32, eval mode) with int8 linear layers, by post-training quantization.
+    """Return a copy of a model with int8 linear layers, made by post-training quantization.
 
-    Weights [out, in] have one scale per output; activations are quantized dynamically, sample by sample. Convolutions,
-    biases and norms stay in float32. Method: Jacob et al. 2017, arXiv 1712.05877; torchao's
+    The model must be in float32 and in eval mode. Weights [out, in] have one scale per output; activations are
+    quantized dynamically, with one scale per sample. Convolutions, biases and normalization layers stay in float32. The
+    method is that of Jacob et al. 2017 (arXiv 1712.05877), as implemented by torchao's
     Int8DynamicActivationInt8WeightConfig.
     """
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_

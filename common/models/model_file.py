@@ -1,7 +1,8 @@
-"""The trained model of a run, in two files that do not need this project: model.safetensors and model.json.
+"""The trained model of a run, in two files that can be read without this project: model.safetensors and model.json.
 
 model.safetensors contains parameters and buffers under the names of the unsplit model, regardless of the stages, shards
-and replicas of training. model.json contains the model's constructor, the normalisation of its inputs, and its scores.
+and replicas that were used for training. model.json contains the model's class and constructor arguments, the
+normalization of the inputs, and the test scores.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ REQUIRED_FACTS = {"class", "arguments", "step", "shape", "dtype", "precision", "
 
 
 def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, facts: Mapping[str, Any]) -> None:
-    """Write both files, each atomically, without pruning masks. Raises OSError.
+    """Write model.safetensors and model.json, each atomically, without pruning masks.
 
-    A recipe that builds other tensors than the model has, for example because a layer was added, is not written.
+    The recipe is omitted if the model that it builds has different tensors, for example because a layer was added.
+    Raises OSError if a file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -48,9 +50,9 @@ def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, 
     try:
         try:
             save_file(tensors, draft, metadata={"format": "pt"})
-        except SafetensorError as error:  # such as a full disk
+        except SafetensorError as error:  # for example, because the disk is full
             raise OSError(str(error)) from None
-        draft.chmod(folder.path.stat().st_mode & 0o666)  # the library grants access to the owner only
+        draft.chmod(folder.path.stat().st_mode & 0o666)  # safetensors grants access to the owner only
         with open(draft, "rb") as file:
             os.fsync(file.fileno())
         content = {"format": FORMAT, "sha256": hash_file(draft)} | recipe | dict(facts)
@@ -61,14 +63,14 @@ def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, 
 
 
 def list_shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """Return the shapes of the tensors of a state dict."""
+    """Return the shape of each tensor in a state dict, by name."""
     return {name: tensor.shape for name, tensor in state.items()}
 
 
 def read_model(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return model.json and the tensors of a run's model.
+    """Return the content of model.json and the tensors of a run's model.
 
-    Raises UserError if they are missing or damaged.
+    Raises UserError if the files are missing or damaged.
     """
     file = folder.path / MODEL_FILE
     facts_file = folder.path / MODEL_FACTS_FILE
@@ -87,20 +89,23 @@ def read_model(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def explain_missing_model(folder: RunFolder) -> str:
-    """Return why a run has no model, with the remedy."""
+    """Return the reason why a run has no model, and a remedy."""
     state = folder.result.get("state")
     run = folder.reference
     if state == "failed":
-        return f": it failed; make doctor RUN={run} finds the cause, then resume with make exp RESUME={run}"
+        return f": the run failed; find the cause with make doctor RUN={run}, then resume with make exp RESUME={run}"
     if state != "finished":
-        return f" yet: it has not finished; check make status RUN={run}; if it has stopped, make exp RESUME={run}"
+        return (
+            f" yet: the run has not finished; check its state with make status RUN={run}; "
+            f"if it has stopped, resume with make exp RESUME={run}"
+        )
     if not folder.result.get("scores"):
-        return f": {folder.experiment} trains no model; use another run"
-    return f": it was made by an older version; resume it with make exp RESUME={folder.path.name}"
+        return f": {folder.experiment} does not train a model; use another run"
+    return f": the run is from an older version; resume it with make exp RESUME={folder.path.name}"
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file. Raises UserError."""
+    """Return the tensors of a safetensors file. Raises UserError if the file cannot be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -111,7 +116,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def build_model(recipe: Mapping[str, Any], device: torch.device | None = None) -> nn.Module:
-    """Build the untrained model that a recipe describes. Raises UserError for an unknown model."""
+    """Build the untrained model that a recipe describes. Raises UserError if the recipe is invalid."""
     name = recipe.get("class")
     arguments = recipe.get("arguments")
     kind = networks.KINDS.get(str(name))
@@ -133,9 +138,9 @@ def build_model(recipe: Mapping[str, Any], device: torch.device | None = None) -
 
 
 def load_model(folder: RunFolder) -> tuple[dict[str, Any], nn.Module]:
-    """Return model.json and the trained model of a run, in eval mode and in its dtype.
+    """Return the content of model.json and the trained model of a run.
 
-    Raises UserError.
+    The model is in eval mode and has the dtype of training. Raises UserError if the model cannot be loaded.
     """
     facts, state = read_model(folder)
     model = build_model(facts, torch.device("meta"))
@@ -151,16 +156,16 @@ def load_model(folder: RunFolder) -> tuple[dict[str, Any], nn.Module]:
 
 
 def load_initial_weights(model: nn.Sequential, weights: str, runs: str) -> None:
-    """Load the weights named by `weights=` into a model of any device and dtype, unless none.
+    """Load the weights that the setting `weights` refers to into a model, unless the setting is none.
 
-    Raises UserError.
+    The model may be on any device and have any dtype. Raises UserError if the weights are invalid or do not match.
     """
     if weights != "none":
         networks.load_weights(model, read_weights(weights, Path(runs)), weights)
 
 
 class ModelSettings(Protocol):
-    """Settings that name a network and its initial weights, such as configs.optional.InitialWeights."""
+    """Settings of a network and its initial weights, such as configs.optional.InitialWeights."""
 
     @property
     def model(self) -> str: ...
@@ -173,10 +178,10 @@ class ModelSettings(Protocol):
 
 
 def init_network(cfg: ModelSettings, shape: Sequence[int], classes: int) -> nn.Sequential:
-    """Build cfg.model for images of one shape ([H, W] or [C, H, W]), with the weights that cfg.weights names.
+    """Build the network cfg.model and load the initial weights that cfg.weights refers to.
 
-    If cfg has `dropout`, inputs of the last layer are dropped by masks that depend on the samples.
-    Raises UserError if the weights do not match.
+    `shape` is the shape of one image: [H, W] or [C, H, W]. If cfg has `dropout`, a layer before the last one drops its
+    inputs by masks that depend on the samples. Raises UserError if the weights do not match the network.
     """
     model = networks.build_network(cfg.model, shape, classes)
     load_initial_weights(model, cfg.weights, cfg.runs)
@@ -184,9 +189,10 @@ def init_network(cfg: ModelSettings, shape: Sequence[int], classes: int) -> nn.S
 
 
 def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
-    """Return the state dict that `weights=` names: a run, a checkpoint folder, or a file of safetensors or torch.save.
+    """Return the state dict that the setting `weights` refers to.
 
-    Raises UserError if it does not exist or cannot be read.
+    `text` is a run, a checkpoint folder, a safetensors file, or a file written by torch.save. Raises UserError if the
+    state dict does not exist or cannot be read.
     """
     path = find_weights(text, runs)
     if (path / "config.yaml").is_file():
@@ -199,17 +205,18 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
     problem = f"weights={text}: not a state dict"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # noqa: BLE001 (torch raises many types, and recommends an unsafe load)
+    except Exception:  # noqa: BLE001 (torch raises many types of errors and recommends unsafe loading)
         raise UserError(f"{problem}: expected a file written by torch.save that contains only tensors") from None
     if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise UserError(f"{problem}: expected a tensor for each name")
+        raise UserError(f"{problem}: expected a mapping from names to tensors")
     return state
 
 
 def read_model_of_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
-    """Return the model in a checkpoint folder, such as runs/<id>/attempts/0001/checkpoints/step-00000100.
+    """Return the state dict of the model in a checkpoint folder.
 
-    Raises UserError.
+    `path` is a folder such as runs/<id>/attempts/0001/checkpoints/step-00000100. Raises UserError if the folder is not
+    a valid checkpoint. `text` is the setting `weights`, for error messages.
     """
     try:
         path = path.absolute()
@@ -218,6 +225,6 @@ def read_model_of_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
         attempt = RunFolder(path.parents[3], attempt_number)
         return checkpointer.read_full_model(CheckpointPath(attempt, step))
     except (ValueError, IndexError):
-        raise UserError(f"weights={text}: neither a run folder nor a checkpoint folder of a run") from None
+        raise UserError(f"weights={text} must be a run folder or a checkpoint folder of a run") from None
     except InvalidCheckpoint as reason:
         raise UserError(f"weights={text}: invalid checkpoint: {reason}") from None

@@ -1,7 +1,7 @@
-"""The networks. Each is an `nn.Sequential` of named layers, so that it can be split into pipeline stages.
+"""Networks for classification. Each network is an `nn.Sequential` of named layers that can be split into stages.
 
-All take images [N, H, W] (grey) or [N, C, H, W] and return logits [N, classes]; `shape` is the shape of one image,
-without N. `recipe` contains class and arguments to build the network again.
+All networks accept images [N, H, W] (grayscale) or [N, C, H, W] and return logits [N, classes]. `shape` is the shape of
+one image, without N. `recipe` contains the class and the arguments that build the network again.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from common.checkpoint.state_dicts import strip_wrapper_prefix
 from common.core.errors import UserError
 
-Recipe = dict[str, Any]  # "class" and "arguments" of the constructor
+Recipe = dict[str, Any]  # the class of a network ("class") and its constructor arguments ("arguments")
 
 
 def make_recipe(kind: str, **arguments: Any) -> Recipe:
-    """Return the class of a network and the constructor's arguments, as JSON types."""
+    """Return the recipe of a network: its class and its constructor arguments, as JSON types."""
     return {"class": kind, "arguments": arguments}
 
 
 class LinearReLU(nn.Linear):
-    """A linear layer and its ReLU as one layer, [N, in] -> [N, out].
+    """A linear layer followed by a ReLU, from [N, in] to [N, out].
 
-    No stage boundary separates them.
+    Both operations form one layer, so that no stage boundary separates them.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class LinearReLU(nn.Linear):
 
 
 class FlatLinearReLU(LinearReLU):
-    """A linear layer and its ReLU that flattens its input [N, ...] first."""
+    """A linear layer followed by a ReLU, which first flattens its input [N, ...]."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.flatten(1))
@@ -47,8 +47,8 @@ class FlatLinearReLU(LinearReLU):
 class SimpleNN(nn.Sequential):
     """A multilayer perceptron, by default the 784-128-64-10 network for MNIST.
 
-    Each of `depth` hidden layers has `width` units, the last one half of that. Layers are named fc1, fc2, ...
-    Inputs [N, *shape] to logits [N, classes].
+    The network has `depth` hidden layers of `width` units. With several hidden layers, the last one has half as many
+    units. Layers are named fc1, fc2, and so on. The network maps inputs [N, *shape] to logits [N, classes].
     """
 
     def __init__(self, width: int = 128, depth: int = 2, shape: Sequence[int] = (28, 28), classes: int = 10) -> None:
@@ -63,9 +63,9 @@ class SimpleNN(nn.Sequential):
 
 
 class Toy(nn.Sequential):
-    """Two linear layers with 10 hidden units, for inputs of any shape.
+    """A network of two linear layers with 10 hidden units, for inputs of any shape.
 
-    It is 10-10-5 for the data set `vectors`.
+    For the data set `vectors`, the layer sizes are 10-10-5.
     """
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
@@ -76,31 +76,35 @@ class Toy(nn.Sequential):
 
 
 def count_channels(shape: Sequence[int]) -> int:
-    """Return C of one image's shape [C, H, W].
+    """Return the number of channels of an image: C for the shape [C, H, W], or 1 for [H, W].
 
-    Returns 1 for [H, W]. Raises UserError for a vector.
+    Raises UserError for the shape of a vector.
     """
     if len(shape) < 2:
-        raise UserError(f"this network takes images, got vectors of {shape[0]} numbers; use another network")
+        raise UserError(f"this network needs images, got vectors of {shape[0]} numbers; use another network")
     return shape[0] if len(shape) == 3 else 1
 
 
 class ImageConv2d(nn.Conv2d):
-    """A convolution that also accepts grey images [N, H, W], as [N, 1, H, W]."""
+    """A convolution that also accepts grayscale images [N, H, W], which it treats as [N, 1, H, W]."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input if input.dim() == 4 else input.unsqueeze(1))
 
 
 class ConvReLU(ImageConv2d):
-    """A convolution and its ReLU as one layer."""
+    """A convolution followed by a ReLU, as one layer."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
 
 
 class ConvNet(nn.Sequential):
-    """Two 3x3 convolutions of 32 and 64 channels, 2x2 average pooling, a layer of 100 units, and the classes."""
+    """A small convolutional network.
+
+    Its layers are 3x3 convolutions with 32 and 64 channels, 2x2 average pooling, a linear layer of 100 units, and a
+    linear layer with one unit per class.
+    """
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
         super().__init__()
@@ -113,7 +117,7 @@ class ConvNet(nn.Sequential):
 
 
 class LeNet300(nn.Sequential):
-    """LeNet-300-100 (LeCun et al. 1998): 266,610 parameters for images [N, 28, 28] of 10 classes."""
+    """LeNet-300-100 (LeCun et al. 1998), with 266,610 parameters for images [N, 28, 28] of 10 classes."""
 
     def __init__(self, shape: Sequence[int] = (28, 28), classes: int = 10) -> None:
         super().__init__()
@@ -124,9 +128,11 @@ class LeNet300(nn.Sequential):
 
 
 class LeNet5(nn.Sequential):
-    """LeNet-5 in Caffe's variant, common in pruning papers: 431,080 parameters for 28x28 pixels and 10 classes.
+    """Caffe's variant of LeNet-5, which is common in papers on pruning.
 
-    5x5 convolutions of 20 and 50 channels, each with 2x2 max pooling, a layer of 500 units, and the classes.
+    Its layers are 5x5 convolutions with 20 and 50 channels, each followed by 2x2 max pooling, a linear layer of 500
+    units, and a linear layer with one unit per class. The network has 431,080 parameters for 28x28 pixels and 10
+    classes.
     """
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
@@ -142,9 +148,9 @@ class LeNet5(nn.Sequential):
 
 @torch.no_grad()
 def count_features(layers: nn.Sequential, shape: Sequence[int]) -> int:
-    """Return the number of outputs of the layers for one image, computed by a forward of zeros [1, *shape].
+    """Return the number of values that the layers output for one image.
 
-    Raises UserError if the image is too small.
+    The number is determined by a forward pass of zeros [1, *shape]. Raises UserError if the image is too small.
     """
     try:
         return layers(torch.zeros(1, *shape)).numel()
@@ -153,7 +159,7 @@ def count_features(layers: nn.Sequential, shape: Sequence[int]) -> int:
 
 
 def make_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
-    """Return a residual block's shortcut: the identity, or a 1x1 convolution if channels or sizes differ."""
+    """Return the shortcut of a residual block: the identity if shapes match, otherwise a 1x1 convolution."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     projection = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
@@ -161,7 +167,7 @@ def make_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module
 
 
 class BasicBlock(nn.Module):
-    """ResNet's basic block: two 3x3 convolutions and a shortcut."""
+    """The basic block of a ResNet: two 3x3 convolutions and a shortcut."""
 
     expansion = 1
 
@@ -180,9 +186,10 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """ResNet's bottleneck block: 1x1, 3x3 and 1x1 convolutions, the last four times as wide, and a shortcut.
+    """The bottleneck block of a ResNet: 1x1, 3x3 and 1x1 convolutions, and a shortcut.
 
-    As in torchvision, the stride is in the 3x3 convolution (ResNet v1.5).
+    The last convolution has four times as many channels as the other two. As in torchvision, the stride is in the 3x3
+    convolution (ResNet v1.5).
     """
 
     expansion = 4
@@ -211,18 +218,19 @@ RESNETS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] 
 }
 MIN_IMAGENET_PIXELS = 64
 SIZE_REMEDY = (
-    f"images from {MIN_IMAGENET_PIXELS} pixels use ImageNet's 7x7 stem, smaller images a 3x3 stem: set data.image_size"
+    f"ResNets have ImageNet's 7x7 stem for images of at least {MIN_IMAGENET_PIXELS} pixels, otherwise a 3x3 stem; "
+    "change data.image_size"
 )
-RESNET18_REMEDY = "resnet18 always has a 3x3 stem in this experiment: use model=resnet50, or resnet_modelparallel"
-OTHER_REMEDY = "use the file's number of classes and of colours, and its width"
+RESNET18_REMEDY = "in this experiment, resnet18 always has a 3x3 stem; use model=resnet50 or resnet_modelparallel"
+OTHER_REMEDY = "use the same number of classes, color channels and width as the model in the file"
 
 
 class ResNet(nn.Sequential):
-    """A ResNet (He et al. 2015, arXiv 1512.03385) with one layer per block: layer1_0, layer1_1, ...
+    """A ResNet (He et al. 2015, arXiv 1512.03385) with one layer per block, named layer1_0, layer1_1, and so on.
 
-    Images below 64 pixels get the CIFAR stem, a 3x3 convolution without pooling; larger images the ImageNet stem, a 7x7
-    convolution with stride 2 and max pooling; `large` overrides this. `width` is the number of channels of the first
-    group of blocks.
+    For images below 64 pixels, the network has the CIFAR stem, a 3x3 convolution without pooling. For larger images, it
+    has the ImageNet stem, a 7x7 convolution with stride 2 and max pooling. `large` overrides this choice. `width` is
+    the number of channels in the first group of blocks.
     """
 
     def __init__(
@@ -263,7 +271,7 @@ class ResNet18(ResNet):
 
 
 def build_network(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
-    """Build a network by name for images of one shape ([H, W] or [C, H, W])."""
+    """Build the network with the given name for images of shape [H, W] or [C, H, W]."""
     if name == "mlp":
         return SimpleNN(shape=shape, classes=classes)
     if name == "resnet50":
@@ -278,7 +286,10 @@ KINDS: dict[str, Callable[..., nn.Sequential]] = {
 
 
 def convert_parameter_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict with this module's names: layer1_0 for torchvision's layer1.0, without DDP's prefix."""
+    """Return a state dict with the parameter names of this module.
+
+    Torchvision's layer1.0 becomes layer1_0, and DDP's prefix is removed.
+    """
     unwrapped = strip_wrapper_prefix(state)
     return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", name): tensor for name, tensor in unwrapped.items()}
 
@@ -286,9 +297,8 @@ def convert_parameter_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], file: str) -> None:
     """Copy the state dict of a file into a model.
 
-    Raises UserError with the name of a tensor that does not match.
-
-    Old files lack BatchNorm's num_batches_tracked; then the model keeps its value.
+    Old files lack BatchNorm's num_batches_tracked; for such files, the model keeps its own value. Raises UserError with
+    the name of a tensor that does not match.
     """
     expected = model.state_dict()
     state = {name: tensor for name, tensor in expected.items() if name.endswith(".num_batches_tracked")}
@@ -298,7 +308,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], file: str) -> 
     for problem, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             raise UserError(
-                f"weights={file}: {problem} {min(names)} ({len(names)} in total); the file is from another model"
+                f"weights={file}: {problem} tensor {min(names)} ({len(names)} in total); the file is from another model"
             )
     for name, tensor in expected.items():
         shape = state[name].shape

@@ -1,6 +1,6 @@
-"""Partition of a sequential model into stages of about equal cost.
+"""Partition of a sequential model into stages of roughly equal cost.
 
-A stage keeps the names of its layers: the union of all stages' state dicts is the state dict of the model.
+Each stage keeps the names of its layers, so the union of the stages' state dicts is the state dict of the model.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from common.measure.timing import time_calls
 
 
 def keep_input_unchanged(layer: nn.Module) -> None:
-    """Make a layer's first operation out-of-place: autograd does not allow overwriting the input of a stage."""
+    """Make the first operation of a layer out-of-place.
+
+    Autograd does not allow a stage to overwrite its input.
+    """
     first = next(module for module in layer.modules() if not any(module.children()))
     if hasattr(first, "inplace"):
-        setattr(first, "inplace", False)  # noqa: B010 (as an assignment it needs a type)
+        setattr(first, "inplace", False)  # noqa: B010 (a direct assignment fails type checking)
 
 
 def split_into_stages(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Sequential]:
     """Split a model into stages.
 
-    `starts` are the names of the layers that begin a new stage, in order.
-
-    The stages share the model's layers and do not overwrite their inputs. Raises ValueError for a name that is not a
-    layer, is the first layer, or is out of order.
+    `starts` contains, in order, the names of the layers that begin a new stage. The stages share the model's layers and
+    do not overwrite their inputs. Raises ValueError if a name is not a layer, is the first layer, or is out of order.
     """
     layers = list(model.named_children())
     names = [name for name, _ in layers]
@@ -47,18 +48,19 @@ def split_into_stages(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Se
 
 
 def balance_stages(costs: Mapping[str, float], stages: int) -> list[str]:
-    """Return the layers that begin a new stage, so that the cost of the most expensive stage is minimal.
+    """Return the names of the layers that begin a new stage in the optimal partition.
 
-    `costs` contains the cost of each layer in order, in any unit. Exact, by dynamic programming over the linear
-    partition problem, as in PipeDream for stages on equal devices (Harlap et al. 2018, arXiv 1806.03377).
-    Raises ValueError for more stages than layers.
+    The optimal partition minimizes the cost of the most expensive stage. `costs` contains the cost of each layer, in
+    order and in any unit. The exact solution of this linear partition problem is found by dynamic programming, as in
+    PipeDream for stages on equal devices (Harlap et al. 2018, arXiv 1806.03377). Raises ValueError if there are more
+    stages than layers.
     """
     names = list(costs)
     layer_costs = list(costs.values())
     if stages > len(names):
         raise ValueError(f"stages={stages} exceeds the {len(names)} layers of the model")
 
-    # best[n] is (cost of the most expensive stage, first layers of the stages) for layers 0 to n - 1
+    # best[n] describes the best partition of layers 0 to n - 1: (cost of the most expensive stage, first layers)
     Split = tuple[float, list[int]]
     best: dict[int, Split] = {n: (sum(layer_costs[:n]), [0]) for n in range(1, len(names) + 1)}
     for count in range(2, stages + 1):
@@ -76,7 +78,7 @@ def balance_stages(costs: Mapping[str, float], stages: int) -> list[str]:
 
 
 def count_parameters(model: nn.Sequential) -> dict[str, float]:
-    """Return the number of parameters of each layer, as a cost for `balance_stages`."""
+    """Return the number of parameters of each layer, which `balance_stages` can use as costs."""
     counts: dict[str, float] = {}
     for name, layer in model.named_children():
         counts[name] = float(sum(parameter.numel() for parameter in layer.parameters()))
@@ -84,14 +86,15 @@ def count_parameters(model: nn.Sequential) -> dict[str, float]:
 
 
 def time_layers(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str, float]:
-    """Return the seconds of forward and backward of each layer for the input x [N, ...], medians of `repeats`.
+    """Return the seconds that a forward and backward pass of each layer takes for the input x [N, ...].
 
-    As in training, no gradient of `x` itself is computed. Only one copied layer at a time is on the device of `x`, so
-    the model may be larger than the device's memory; it is not modified.
+    Each time is the median of `repeats` measurements. As in training, the gradient of `x` itself is not computed. The
+    device of `x` holds a copy of only one layer at a time, so the model may be larger than the device's memory. The
+    model is not modified.
     """
     costs: dict[str, float] = {}
     for number, (name, layer) in enumerate(model.named_children()):
-        layer_copy = copy.deepcopy(layer).to(x.device).train()  # BatchNorm updates its statistics
+        layer_copy = copy.deepcopy(layer).to(x.device).train()  # BatchNorm in the copy updates its statistics
         keep_input_unchanged(layer_copy)
         x = x.detach().requires_grad_(number > 0 and x.is_floating_point())
         seconds = time_calls(partial(run_forward_backward, layer_copy, x), x.device, repeats)
@@ -103,9 +106,9 @@ def time_layers(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str,
 def run_forward_backward(layer: nn.Module, x: Tensor) -> None:
     """Compute a layer's output for x [N, ...] and the gradients of its parameters.
 
-    The gradient of x is computed, too, if x requires one.
+    The gradient of x is also computed if x requires a gradient.
     """
     outputs = layer(x)
     inputs = [tensor for tensor in (x, *layer.parameters()) if tensor.requires_grad]
-    if inputs:  # empty for a first layer without parameters
+    if inputs:  # the list is empty for a first layer without parameters
         torch.autograd.grad(outputs, inputs, torch.ones_like(outputs))

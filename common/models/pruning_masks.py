@@ -1,9 +1,10 @@
-"""Pruning masks: select an exact number of weights by their scores, and keep pruned weights at zero.
+"""Pruning masks, which select an exact number of weights by their scores and keep pruned weights at zero.
 
-A mask is bool, true where a weight is kept. Scores are not negative, such as a weight's magnitude (Han et al. 2015,
-arXiv 1506.02626) or its first-order Taylor importance (Molchanov et al. 2019, arXiv 1906.10771). A weight that is
-already pruned has PRUNED_SCORE, so that it is selected first and stays pruned. Scores and masks are lists with one
-tensor per layer, of the shape of its weight: [out, in] or [out, in, kernel, kernel].
+A mask is a bool tensor that is true for every weight that is kept. Scores are nonnegative, such as the magnitude of a
+weight (Han et al. 2015, arXiv 1506.02626) or its first-order Taylor importance (Molchanov et al. 2019, arXiv
+1906.10771). A weight that is already pruned has the score PRUNED_SCORE, so that it is selected first and stays pruned.
+Scores and masks are lists with one tensor per layer. Each tensor has the shape of the layer's weight: [out, in] or
+[out, in, kernel, kernel].
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from torch.optim import Optimizer
 
 from common.distributed import objects
 
-SAMPLE_SIZE = 1 << 16  # numbers that estimate the k-th smallest of a larger set
+SAMPLE_SIZE = 1 << 16  # size of the sample that estimates the k-th smallest number of a larger set
 PRUNED_SCORE = -1.0  # score of a weight that is already pruned
-MASK = "weight_mask"  # buffer of a layer with its mask
-SPARSITY_TOLERANCE = 1e-3  # 1/3 is written with few digits
+MASK = "weight_mask"  # name of the buffer that holds a layer's mask
+SPARSITY_TOLERANCE = 1e-3  # a sparsity of 1/3 may be written as 0.333
 
 
 # ---- selection of exactly k weights
 
 
 def count_elements(tensors: Sequence[Tensor]) -> int:
-    """Return the number of elements of all tensors."""
+    """Return the total number of elements of all tensors."""
     return sum(tensor.numel() for tensor in tensors)
 
 
 def count_nonzero(tensor: Tensor) -> int:
-    """Return the number of elements that are true or not zero.
+    """Return the number of elements that are true or nonzero.
 
-    This is 20 times as fast as `sum` of a bool tensor.
+    This function is 20 times as fast as `sum` of a bool tensor.
     """
     return int(tensor.count_nonzero())
 
@@ -45,10 +46,9 @@ def count_nonzero(tensor: Tensor) -> int:
 def find_kth_smallest(parts: Sequence[Tensor], k: int) -> Tensor:
     """Return the exact k-th smallest of all n numbers in the parts, as a 0-d tensor.
 
-    The parts have any shapes; 1 <= k <= n.
-
-    In a large set, a sorted sample gives two bounds: one pass counts the numbers below the bounds, and only those
-    between them are sorted. If the bounds do not enclose the result, all numbers are sorted.
+    The parts may have any shapes, and 1 <= k <= n. For a large set, a sorted sample yields a lower and an upper bound.
+    One pass counts the numbers below the lower bound, and only the numbers between the bounds are sorted. If the bounds
+    do not enclose the result, all numbers are sorted.
     """
     flat_parts = [part.flatten() for part in parts]
     total = count_elements(parts)
@@ -57,7 +57,7 @@ def find_kth_smallest(parts: Sequence[Tensor], k: int) -> Tensor:
     stride = total // SAMPLE_SIZE
     sample = torch.cat([part[::stride] for part in flat_parts]).sort().values
     middle = k * len(sample) // total
-    margin = 2 * math.isqrt(len(sample))  # four standard deviations
+    margin = 2 * math.isqrt(len(sample))  # the margin is four standard deviations
     lower_bound = sample[max(0, middle - margin)]
     upper_bound = sample[min(len(sample) - 1, middle + margin)]
 
@@ -74,9 +74,9 @@ def find_kth_smallest(parts: Sequence[Tensor], k: int) -> Tensor:
 
 
 def select_lowest(parts: Sequence[Tensor], number: int) -> list[Tensor]:
-    """Return bool tensors, true for exactly the `number` lowest scores of all parts.
+    """Return bool tensors that are true for exactly the `number` lowest scores of all parts.
 
-    Of equal scores, the first are selected.
+    Among equal scores, the first ones are selected.
     """
     if number <= 0:
         return [torch.zeros_like(part, dtype=torch.bool) for part in parts]
@@ -93,15 +93,16 @@ def select_lowest(parts: Sequence[Tensor], number: int) -> list[Tensor]:
 
 
 def make_global_masks(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-    """Return masks that drop the fraction `sparsity` with the lowest scores of all layers together."""
+    """Return masks that prune the fraction `sparsity` of all weights, those with the lowest scores in all layers."""
     dropped = select_lowest(scores, round(sparsity * count_elements(scores)))
     return [mask.logical_not_() for mask in dropped]
 
 
 def make_layer_masks(scores: Sequence[Tensor], sparsity: Sequence[float]) -> list[Tensor]:
-    """Return masks that drop each layer's lowest scores at the layer's sparsity.
+    """Return masks that prune the weights with the lowest scores in each layer.
 
-    Only the total is rounded.
+    `sparsity` contains the fraction of weights to prune in each layer. Counts are chosen so that only their total is
+    rounded.
     """
     exact_counts = [fraction * score.numel() for score, fraction in zip(scores, sparsity, strict=True)]
     counts = list(map(math.floor, exact_counts))
@@ -112,9 +113,9 @@ def make_layer_masks(scores: Sequence[Tensor], sparsity: Sequence[float]) -> lis
 
 
 def make_channel_masks(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-    """Return masks that drop entire output channels (or units) of each layer with the lowest L2 norm of scores.
+    """Return masks that prune the output channels (or units) whose scores have the lowest L2 norms in each layer.
 
-    The last layer, whose units are the classes, is not pruned, and each layer keeps at least one channel.
+    The last layer, whose units are the classes, is not pruned. Every layer keeps at least one channel.
     """
     masks = []
     for score in scores[:-1]:
@@ -129,10 +130,11 @@ def make_channel_masks(scores: Sequence[Tensor], sparsity: float) -> list[Tensor
 
 
 def make_group_masks(scores: Sequence[Tensor], sparsity: float, size: int) -> list[Tensor]:
-    """Return N:M masks, which drop the lowest scores of each group of `size` neighbours in a row of [out, rest].
+    """Return N:M masks, which prune the weights with the lowest scores in each group of `size` consecutive weights.
 
-    2:4 is `size` = 4 at a sparsity of 0.5 (Mishra et al. 2021, arXiv 2104.08378). The number dropped per group is
-    rounded down; an incomplete group at the end of a row is kept.
+    A group is part of a row of the weight matrix [out, rest]. The pattern 2:4 has `size` = 4 and a sparsity of 0.5
+    (Mishra et al. 2021, arXiv 2104.08378). The number of weights to prune per group is rounded down. An incomplete
+    group at the end of a row is not pruned.
     """
     drop_count = math.floor(sparsity * size + SPARSITY_TOLERANCE)
     masks = []
@@ -152,9 +154,9 @@ def make_group_masks(scores: Sequence[Tensor], sparsity: float, size: int) -> li
 def allocate_erdos_renyi(shapes: Sequence[torch.Size], sparsity: float) -> list[float]:
     """Return the sparsity of each layer under the Erdos-Renyi-Kernel distribution (Evci et al. 2019, arXiv 1911.11134).
 
-    A layer's density is proportional to the sum of its dimensions over their product, so that small layers stay
-    denser; a layer whose density would exceed 1 is dense. `shapes` are the shapes of the weights, `sparsity` is the
-    overall fraction of zeros.
+    The density of a layer is proportional to the sum of its dimensions divided by their product, so small layers stay
+    denser. A layer whose density would exceed 1 stays fully dense. `shapes` contains the shapes of the weights, and
+    `sparsity` is the overall fraction of zeros.
     """
     nonzero_budget = (1 - sparsity) * sum(shape.numel() for shape in shapes)
     dense_weights = 0
@@ -177,11 +179,11 @@ def allocate_erdos_renyi(shapes: Sequence[torch.Size], sparsity: float) -> list[
 
 
 class Masks:
-    """The masks of a model's linear and convolutional weights; biases and norms are never pruned.
+    """The masks of a model's linear and convolutional weights.
 
-    They are bool buffers of the layers, `weight_mask`, and therefore part of checkpoints. `factors` contains them as
-    numbers of the weights' type: multiplying by these takes a tenth of the time. Call `recompute_factors` after
-    changing a buffer.
+    Biases and normalization layers are never pruned. The masks are bool buffers of the layers, named `weight_mask`, and
+    are therefore part of checkpoints. `factors` contains the masks as numbers of the weights' dtype, because
+    multiplying by them takes a tenth of the time. Call `recompute_factors` after changing a buffer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -196,12 +198,12 @@ class Masks:
 
     @property
     def masks(self) -> list[Tensor]:
-        """The masks, one per layer: bool, true where a weight is kept."""
+        """The masks, one bool tensor per layer. A mask is true for every weight that is kept."""
         return [layer.get_buffer(MASK) for layer in self.layers.values()]
 
     @torch.no_grad()
     def assign(self, masks: Sequence[Tensor]) -> None:
-        """Replace all masks; the weights change at the next `apply`."""
+        """Replace all masks. The weights change when `apply` is called next."""
         for buffer, mask in zip(self.masks, masks, strict=True):
             buffer.copy_(mask)
         self.recompute_factors()
@@ -219,7 +221,7 @@ class Masks:
 
     @torch.no_grad()
     def apply_to_state(self, optimizer: Optimizer) -> None:
-        """Set the optimizer's state of pruned weights to zero, so that regrown weights start without momentum."""
+        """Set the optimizer state of pruned weights to zero, so that regrown weights start without momentum."""
         for weight, factor in zip(self.weights, self.factors, strict=True):
             for state in optimizer.state[weight].values():
                 if isinstance(state, Tensor) and state.shape == weight.shape:
@@ -230,7 +232,7 @@ class Masks:
         return [score.masked_fill(~mask, PRUNED_SCORE) for score, mask in zip(scores, self.masks, strict=True)]
 
     def compute_digest(self) -> str:
-        """Return the SHA-256 of all masks, independent of the device."""
+        """Return the SHA-256 digest of all masks, which does not depend on the device."""
         digest = hashlib.sha256()
         for name, mask in zip(self.layers, self.masks, strict=True):
             packed_mask = np.packbits(mask.cpu().numpy())
@@ -238,26 +240,26 @@ class Masks:
         return digest.hexdigest()
 
     def assert_equal_on_ranks(self) -> str:
-        """Return the digest of the masks.
+        """Return the digest of the masks, after checking that all ranks have the same masks.
 
-        All ranks call it. Raises RuntimeError if their masks differ.
+        All ranks must call this method. Raises RuntimeError if masks differ between ranks.
         """
         device = self.weights[0].device
         digests: list[str] = objects.all_gather_json(self.compute_digest(), device)
         wrong_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if wrong_ranks:
             raise RuntimeError(
-                f"the masks of ranks {wrong_ranks} differ from rank 0's: their weights or gradients differed"
+                f"the masks of ranks {wrong_ranks} differ from those of rank 0, because weights or gradients differed"
             )
         return digests[0]
 
 
 @torch.no_grad()
 def drop_and_grow(masks: Masks, optimizer: Optimizer, share: float) -> None:
-    """Drop the share of each layer's weights with the smallest magnitudes, and grow as many with the largest gradients.
+    """Drop the weights with the smallest magnitudes, and grow as many weights with the largest gradients.
 
-    Grown weights start at zero and without momentum. From RigL (Evci et al. 2019, arXiv 1911.11134); `grad` of each
-    weight is its dense gradient.
+    `share` is the fraction of each layer's remaining weights to drop. Grown weights start at zero and without momentum.
+    The method is that of RigL (Evci et al. 2019, arXiv 1911.11134). `grad` of each weight must be its dense gradient.
     """
     remaining_masks = []
     grown_masks = []
@@ -267,7 +269,7 @@ def drop_and_grow(masks: Masks, optimizer: Optimizer, share: float) -> None:
         magnitudes = weight.abs().masked_fill(~mask, math.inf)
         (dropped,) = select_lowest([magnitudes], count)
         remaining = mask & ~dropped
-        # The lowest of -|gradient| is the largest gradient; remaining weights get +1 and are not selected.
+        # The lowest -|gradient| belongs to the largest gradient. Remaining weights get +1, so they are not selected.
         growth_scores = -weight.grad.abs().masked_fill(remaining, -1)
         (grown,) = select_lowest([growth_scores], count)
         remaining_masks.append(remaining)
@@ -280,9 +282,9 @@ def drop_and_grow(masks: Masks, optimizer: Optimizer, share: float) -> None:
 
 @torch.no_grad()
 def soft_threshold(weights: Sequence[Tensor], length: float) -> None:
-    """Move every weight towards zero by `length`; smaller weights become exactly zero.
+    """Move every weight toward zero by `length`; weights of a smaller magnitude become exactly zero.
 
-    The proximal step of an L1 penalty (ISTA: Beck and Teboulle 2009, doi 10.1137/080716542).
+    This is the proximal step of an L1 penalty (ISTA: Beck and Teboulle 2009, doi 10.1137/080716542).
     """
     for weight in weights:
         weight.copy_(F.softshrink(weight, length))

@@ -1,6 +1,7 @@
-"""Savings of a pruned model: size of its file and time of its forward.
+"""Measurement of what pruning a model saves: the size of its file and the time of a forward pass.
 
-torch has sparse kernels for linear layers only: these are computed in CSR; convolutions stay dense.
+torch has sparse kernels for linear layers only. These layers are computed in the compressed sparse row (CSR) format;
+convolutions stay dense.
 """
 
 from __future__ import annotations
@@ -29,46 +30,48 @@ from common.models.pruning_masks import MASK, Masks, count_nonzero
 from common.runs.result import ReportData
 from configs.sparse_prune import Config
 
-ROUNDS = 9  # of timing
-SLOW_ROUNDS = 3  # if one call of all variants takes more than a second
+ROUNDS = 9  # number of timing rounds
+SLOW_ROUNDS = 3  # number of rounds if calling every variant once takes more than a second
 MIN_TURN_SECONDS = 4e-3
 EXPORT_SAMPLES = 7
-SPARSE_TENSOR_CORES = (8, 0)  # lowest compute capability
+SPARSE_TENSOR_CORES = (8, 0)  # lowest compute capability with sparse tensor cores
 
 
 def strip_masks(model: nn.Module) -> nn.Module:
-    """Return a copy in float32 and eval mode, without masks and gradients."""
+    """Return a copy of a model in float32 and eval mode, without masks and gradients."""
     stripped = copy.deepcopy(model).float().eval().requires_grad_(False)
     for module in stripped.modules():
         module._buffers.pop(MASK, None)
     for parameter in stripped.parameters():
         parameter.grad = None
-        parameter.add_(0.0)  # turns the -0.0 of masked negative weights into 0.0: random signs compress badly
+        parameter.add_(0.0)  # turns the -0.0 of masked negative weights into 0.0, because random signs compress badly
     return stripped
 
 
-# ---- size
+# ---- size of the model file
 
 
 def measure_file_sizes(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of the model's file as written by torch.save, uncompressed and compressed by zlib."""
+    """Return the size in bytes of the file that torch.save writes, uncompressed and compressed with zlib."""
     file = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # CSR is in beta
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that CSR is in beta
         torch.save(model.state_dict(), file)
     return file.tell(), len(zlib.compress(file.getvalue()))
 
 
 class CsrLinear(nn.Module):
-    """A linear layer with its weight [out, in] in CSR, with flattening and ReLU as in common/models/networks.py.
+    """A linear layer whose weight [out, in] is in CSR format.
 
-    Computes (weight @ x.T).T: five times as fast as F.linear, which multiplies by the sparse matrix from the right.
+    The layer flattens its input, and it applies ReLU if the original layer does (see common/models/networks.py). It
+    computes (weight @ x.T).T, which is five times as fast as F.linear, because F.linear multiplies by the sparse matrix
+    from the right.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
         rows = layer.weight.detach().to_sparse_csr()
-        row_indices = rows.crow_indices().int()  # MKL's kernels take int32
+        row_indices = rows.crow_indices().int()  # MKL's kernels require int32
         column_indices = rows.col_indices().int()
         weight = torch.sparse_csr_tensor(row_indices, column_indices, rows.values(), size=rows.shape)
         self.register_buffer("weight", weight)
@@ -82,10 +85,13 @@ class CsrLinear(nn.Module):
 
 
 def convert_to_csr(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without masks whose linear layers are stored and computed in CSR."""
+    """Return a copy of a model in which linear layers are stored and computed in CSR format.
+
+    The model must not have masks.
+    """
     converted = copy.deepcopy(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # CSR is in beta
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that CSR is in beta
         for name, layer in list(converted.named_modules()):
             if isinstance(layer, nn.Linear):
                 converted.set_submodule(name, CsrLinear(layer))
@@ -93,9 +99,9 @@ def convert_to_csr(model: nn.Module) -> nn.Module:
 
 
 def is_two_of_four(weight: Tensor) -> bool:
-    """Return whether a weight [out, in] is 2:4.
+    """Return whether a weight [out, in] has the sparsity pattern 2:4.
 
-    In a 2:4 weight, at most two of each four neighbours in a row are not zero.
+    In this pattern, at most two of every four consecutive weights in a row are nonzero.
     """
     if weight.size(1) % 4:
         return False
@@ -104,12 +110,10 @@ def is_two_of_four(weight: Tensor) -> bool:
 
 
 def convert_to_two_of_four(model: nn.Module) -> nn.Module:
-    """Return a float16 copy whose 2:4 linear layers use sparse tensor cores.
+    """Return a float16 copy of a model whose 2:4 linear layers use sparse tensor cores.
 
-    They exist in NVIDIA GPUs since Ampere.
-
-    Layers that are not 2:4, or have a shape that the kernels do not support, stay dense. 2:4: Mishra et al. 2021, arXiv
-    2104.08378.
+    NVIDIA GPUs have sparse tensor cores since the Ampere generation. Layers stay dense if they do not have the pattern
+    2:4 (Mishra et al. 2021, arXiv 2104.08378) or if the kernels do not support their shapes.
     """
     from torch.sparse import to_sparse_semi_structured
 
@@ -121,13 +125,13 @@ def convert_to_two_of_four(model: nn.Module) -> nn.Module:
     return converted
 
 
-# ---- time
+# ---- time of a forward pass
 
 
 def time_in_turns(variants: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
     """Return the median seconds of one call of each variant.
 
-    The variants take turns. Slow ones have fewer rounds.
+    Each round measures every variant in turn. If the variants are slow, there are fewer rounds.
     """
 
     def time_turn(variant: Callable[[], Tensor], count: int) -> float:
@@ -152,11 +156,11 @@ def time_in_turns(variants: Mapping[str, Callable[[], Tensor]], device: torch.de
 
 
 def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
-    """Return the seconds of a forward on x [N, ...] by variant.
+    """Return the seconds that a forward pass for x [N, ...] takes with each variant of a model.
 
-    The variants are dense in float32 and bf16, and with linear layers in CSR.
-
-    On a GPU with sparse tensor cores also in float16, dense and with 2:4 linear layers. `model` has no masks.
+    The variants are the dense model in float32, the dense model in bf16, and the model with linear layers in CSR
+    format. On a GPU with sparse tensor cores, there are two more variants in float16: the dense model and the model
+    with 2:4 linear layers. `model` must not have masks.
     """
     variants = {
         "fp32": partial(model, x),
@@ -173,9 +177,10 @@ def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
 
 
 def measure_sizes(model: nn.Module, accuracy: Callable[[nn.Module], float] | None) -> dict[str, Any]:
-    """Return the file sizes of a model without masks and, given `accuracy`, size and accuracy of its int8 copy.
+    """Return the file sizes of a model without masks, and the size and accuracy of its int8 copy.
 
-    `accuracy` returns a model's test accuracy. Without torchao there is no int8 copy.
+    `accuracy` is a function that returns the test accuracy of a model. Without `accuracy` or torchao, there is no int8
+    copy.
     """
     raw, compressed = measure_file_sizes(model)
     csr, _ = measure_file_sizes(convert_to_csr(model))
@@ -189,9 +194,9 @@ def measure_sizes(model: nn.Module, accuracy: Callable[[nn.Module], float] | Non
 
 
 def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
-    """Export a model and compare its outputs in a new process.
+    """Export a model, run the exported model in a new process, and compare its outputs with the original outputs.
 
-    A failure is reported and does not stop the run.
+    A failure is reported in the result and does not stop the run.
     """
     try:
         with torch.no_grad():
@@ -204,9 +209,9 @@ def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any
 
 
 def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> dict[str, str]:
-    """Return the rows of the final table.
+    """Return the rows of the final table that describe the savings.
 
-    `facts` are sizes and measured values, times of `samples` samples.
+    `facts` contains sizes and measured values. Times are those of a forward pass of `samples` samples.
     """
     csr = facts["csr_seconds"]
     fp32 = facts["fp32_seconds"]
@@ -216,12 +221,12 @@ def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> d
         return f"{dense / csr:.1f} x faster" if csr < dense else f"{csr / dense:.1f} x slower"
 
     def format_size(prefix: str) -> str:
-        return f"{facts[f'{prefix}bytes_raw']:,} bytes, compressed {facts[f'{prefix}bytes_compressed']:,}"
+        return f"{facts[f'{prefix}bytes_raw']:,} bytes, {facts[f'{prefix}bytes_compressed']:,} compressed"
 
-    times = f"dense fp32 {fp32 * 1e3:.3g} ms, dense bf16 {bf16 * 1e3:.3g}, linear layers in CSR {csr * 1e3:.3g}"
-    comparison = f"sparse is {compare(fp32)} than fp32, {compare(bf16)} than bf16"
+    times = f"dense fp32 {fp32 * 1e3:.3g} ms, dense bf16 {bf16 * 1e3:.3g} ms, linear layers in CSR {csr * 1e3:.3g} ms"
+    comparison = f"CSR is {compare(fp32)} than fp32 and {compare(bf16)} than bf16"
     rows = {
-        "file": f"{format_size('')}; in CSR {facts['bytes_csr']:,}",
+        "file": f"{format_size('')}; {facts['bytes_csr']:,} bytes in CSR",
         format_count(samples, "sample"): f"{times}: {comparison}",
     }
     if with_int8:
@@ -231,22 +236,22 @@ def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> d
     if "two_of_four_seconds" in facts:
         dense = facts["fp16_seconds"]
         sparse = facts["two_of_four_seconds"]
-        rows["2:4"] = f"dense fp16 {dense * 1e3:.3g} ms, sparse tensor cores {sparse * 1e3:.3g}: {dense / sparse:.2f} x"
+        times = f"dense fp16 {dense * 1e3:.3g} ms, sparse tensor cores {sparse * 1e3:.3g} ms"
+        rows["2:4"] = f"{times}: {dense / sparse:.2f} times as fast"
     if "export_problem" in facts:
-        rows["exported"] = f"not done: {facts['export_problem']}"
+        rows["exported"] = f"failed: {facts['export_problem']}"
     if "export" in facts:
-        rows["exported"] = f"{facts['export']}; run elsewhere, outputs differ by {facts['export_difference']:g}"
+        rows["exported"] = f"{facts['export']}; in a new process, outputs differ by {facts['export_difference']:g}"
     return rows
 
 
 def report_savings(
     cfg: Config, model: nn.Module, masks: Masks, x: Tensor, accuracy: Callable[[nn.Module], float], path: Path
 ) -> ReportData:
-    """Return the report of a pruned model: its remaining weights and the savings.
+    """Return the report of a pruned model: the remaining weights and the savings.
 
-    Times are measured on samples x [N, ...].
-
-    `accuracy` returns a model's test accuracy; the exported model is written to `path`.
+    Times are measured for the samples x [N, ...]. `accuracy` is a function that returns the test accuracy of a model.
+    The exported model is written to `path`.
     """
     stripped = strip_masks(model)
     sizes = measure_sizes(stripped, accuracy if cfg.int8 else None)
@@ -263,8 +268,8 @@ def report_savings(
     }
     rows = {
         "pruning": f"{cfg.model}, {cfg.schedule}, {cfg.criterion}, {cfg.scope}",
-        "weights": f"{nonzero:,} of {masks.weight_count:,} are not zero; {masks.sparsity:.2%} are masked",
-        "masks": digest[:16] + (f", the same on {cfg.processes} ranks" if cfg.processes > 1 else ""),
+        "weights": f"{nonzero:,} of {masks.weight_count:,} are nonzero; {masks.sparsity:.2%} are masked",
+        "masks": digest[:16] + (f", identical on {cfg.processes} ranks" if cfg.processes > 1 else ""),
     }
     rows |= format_savings(sizes | measured, len(x), cfg.int8)
     return ReportData(rows, outcome | sizes, measured)

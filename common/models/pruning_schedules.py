@@ -1,4 +1,4 @@
-"""Pruning schedules: the steps after which masks change, and the sparsity of the new masks."""
+"""Pruning schedules, which determine after which steps masks change and how sparse the new masks are."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from configs.sparse_prune import Config
 
 
 def compute_sparsity(cfg: Config, step: int, total: int) -> float | None:
-    """Return the sparsity (0 to 1) of the masks after `step` of `total` steps.
+    """Return the sparsity (0 to 1) of the new masks after `step` of `total` steps, or None if masks do not change.
 
-    Returns None if they do not change.
-
-    oneshot prunes once, at cfg.begin; iterative prunes the same fraction of the remaining weights in each of cfg.rounds
-    rounds (Han et al. 2015, arXiv 1506.02626); cubic follows s (1 - (1 - t)^3) with t from 0 to 1 between cfg.begin and
-    cfg.end (Zhu and Gupta 2017, arXiv 1710.01878); rigl keeps its sparsity and changes masks every cfg.every steps
-    (Evci et al. 2019, arXiv 1911.11134).
+    oneshot prunes once, at cfg.begin. iterative prunes the same fraction of the remaining weights in each of cfg.rounds
+    rounds (Han et al. 2015, arXiv 1506.02626). cubic follows s (1 - (1 - t)^3), in which t increases from 0 at
+    cfg.begin to 1 at cfg.end (Zhu and Gupta 2017, arXiv 1710.01878). rigl keeps its sparsity and changes the masks
+    every cfg.every steps (Evci et al. 2019, arXiv 1911.11134).
     """
     begin = round(cfg.begin * total)
     end = round(cfg.end * total)
@@ -24,7 +22,7 @@ def compute_sparsity(cfg: Config, step: int, total: int) -> float | None:
             round_steps = [begin + (end - begin) * i // cfg.rounds for i in range(1, cfg.rounds + 1)]
             if step not in round_steps:
                 return None
-            done = sum(round_step <= step for round_step in round_steps)  # in a short run several rounds may coincide
+            done = sum(round_step <= step for round_step in round_steps)  # in a short run, several rounds may coincide
             return 1 - (1 - cfg.sparsity) ** (done / cfg.rounds)
         case "cubic":
             is_due = begin < step < end and (step - begin) % cfg.every == 0

@@ -1,7 +1,7 @@
-"""Grids of settings: a YAML file for `make sweep`, or NAME.py for `sweep=true` of experiment NAME.
+"""Grids of settings: YAML files for `make sweep`, and NAME.py for `sweep=true` of the experiment NAME.
 
-A Python grid consists of functions that list the points and that turn their results into table lines and plots.
-slurm/launch/experiment_sweep.py runs it.
+A Python grid consists of two functions: the first one lists the points, and the second one turns the results into table
+lines and plots. slurm/launch/experiment_sweep.py runs the grid.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any, Generic, NamedTuple, TypeVar
 
-PointSettings = dict[str, Any]  # the settings of a point that differ from the config, by dotted name
-RunRow = dict[str, Any]  # a finished run: its `cell`, and all values of its result by name
-Points = Sequence[tuple[float, float, float]]  # x, mean, standard deviation
+PointSettings = dict[str, Any]  # settings of a point that differ from the config, by dotted name
+RunRow = dict[str, Any]  # a finished run: its `cell` (the point's settings) and all values of its result, by name
+Points = Sequence[tuple[float, float, float]]  # tuples of x, mean and standard deviation
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Bar chart: mean and standard deviation by label."""
+    """A bar chart of means and standard deviations by label."""
 
     file: str
     heights: Mapping[str, tuple[float, float]]
@@ -30,7 +30,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Curves:
-    """Line chart: measured series, computed series (dashed), and horizontal levels."""
+    """A line chart of measured series, computed series (dashed) and horizontal levels."""
 
     file: str
     series: Mapping[str, Points]
@@ -43,7 +43,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Summary:
-    """Result of a sweep: lines of the printed table, and plots."""
+    """The result of a sweep: the lines of the printed table, and the plots."""
 
     lines: Mapping[str, str]
     plots: Sequence[Bars | Curves]
@@ -51,43 +51,45 @@ class Summary:
 
 @dataclass(frozen=True)
 class SweepGrid(Generic[T]):
-    """A sweep of one experiment."""
+    """The sweep of one experiment: its points and the summary of their results."""
 
     points: Callable[[T, int], list[PointSettings]]
-    """Maps the config and the number of visible GPUs to the points, in the order of execution."""
+    """Function that maps the config and the number of visible GPUs to the points, in execution order."""
     summarise: Callable[[T, int, list[RunRow]], Summary]
-    """Maps the config, the number of GPUs and the finished runs to table lines and plots."""
+    """Function that maps the config, the number of visible GPUs and the finished runs to table lines and plots."""
     new_seeds: bool = False
-    """Use another seed for each repeat, as needed for accuracies; times are repeated with the same seed."""
+    """Whether repeats of a point use different seeds, as is necessary for accuracies. Sweeps that measure times repeat
+    the same seed."""
     measured: tuple[str, ...] = ()
-    """Settings that a run may determine by measurement; repeats of a point reuse the values of its first run."""
+    """Settings that a run may determine by measurement. Repeats of a point reuse the values from the first run of the
+    point."""
 
 
 def format_settings(cell: PointSettings) -> dict[str, str]:
-    """Return the settings of a point as text for a command line."""
+    """Return the settings of a point as command-line text."""
     return {name: format_setting(value) for name, value in cell.items()}
 
 
 def format_setting(value: Any) -> str:
-    """Format a value as on a command line, as in `true` and `[a,b]`."""
+    """Format a value for a command line, for example `true` or `[a,b]`."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 class Average(NamedTuple):
-    """Statistics of one result over several runs."""
+    """The mean and standard deviation of one result over several runs."""
 
     mean: float
     deviation: float
-    """Standard deviation; 0 for a single run."""
+    """Standard deviation, or 0 for a single run."""
     runs: int
 
 
 def average_rows(rows: Sequence[RunRow], by: Sequence[str], value: str) -> dict[tuple[Any, ...], Average]:
-    """Average a result over runs, grouped by the settings `by`.
+    """Average the result named `value` over runs that are grouped by the settings `by`.
 
-    A missing result, such as the loss of a diverged run, counts as nan.
+    A missing result, such as the loss of a diverged run, is treated as NaN.
     """
     groups: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:

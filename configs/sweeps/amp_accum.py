@@ -1,4 +1,4 @@
-"""The sweep of amp_accum: the cost of each precision with one and with several microbatches."""
+"""Sweep of amp_accum: the cost of each precision with one microbatch and with several microbatches."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import math
 from configs.amp_accum import Config
 from configs.sweeps import Bars, PointSettings, RunRow, Summary, SweepGrid, average_rows
 
-DEFAULT_STEPS = 40  # of each run
+DEFAULT_STEPS = 40  # number of steps per run
 BY = ("precision", "accumulate", "no_sync")
 REFERENCE = ("fp32", 1, True)
 
 
 def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
-    """Return every precision with one microbatch and with several, the latter with and without no_sync.
+    """Return every precision with one microbatch and with several microbatches.
 
-    Runs are short unless `steps` is set, because they measure the cost of a step.
+    With several ranks, points with several microbatches are repeated with no_sync=false. If `steps` is not set, runs
+    are short, because the sweep measures only the cost of a step.
     """
     limits: PointSettings = {}
     if not cfg.steps:
         warmup = min(cfg.optim.warmup, DEFAULT_STEPS // 8)
         limits = {"steps": DEFAULT_STEPS, "optim.warmup": warmup, "data.test_limit": cfg.data.test_limit or 1000}
-    on_gpus = not cfg.launch.on_cpu and gpus >= cfg.processes  # with fewer GPUs the runs use the CPU
+    on_gpus = not cfg.launch.on_cpu and gpus >= cfg.processes  # with fewer GPUs than ranks, runs use the CPU
     precisions = ("fp32", "tf32", "bf16", "fp16") if on_gpus else ("fp32", "bf16", "fp16")
     no_sync_choices = (True, False) if cfg.processes > 1 else (True,)
 
@@ -35,7 +36,7 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
 
 
 def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
-    """Report the cost of each point, and its result compared with fp32 and one microbatch."""
+    """Report the cost of each point, and compare the results with those of fp32 and one microbatch."""
     rates = average_rows(rows, BY, "samples_per_second")
     memory = average_rows(rows, BY, "training_bytes")
     sent = average_rows(rows, BY, "bytes_sent")
@@ -46,7 +47,7 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
     reference_accuracy = accuracies[REFERENCE].mean if REFERENCE in accuracies else math.nan
 
     lines = [
-        "precision  microbatches  no_sync  samples/s  peak MB  sent MB  skipped  loss, less fp32  accuracy, less fp32"
+        "precision  microbatches  no_sync  samples/s  peak MB  sent MB  skipped  loss (vs. fp32)  accuracy (vs. fp32)"
     ]
     labels = {}
     for point, rate in rates.items():
@@ -60,12 +61,12 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
         scores = f"{loss:.4f} {loss - reference_loss:+.4f}  {accuracy:>10.2%} {accuracy - reference_accuracy:+.2%}"
         lines.append(f"{setting}  {cost}  {skipped[point].mean:>7.1f}  {scores}")
 
-    title = f"{cfg.model}, batch {cfg.batch}, by number of microbatches; each: all-reduced after each"
+    title = f"{cfg.model}, batch {cfg.batch}, by number of microbatches; each: all-reduce after every microbatch"
     rate_bars = {labels[point]: (rate.mean, rate.deviation) for point, rate in rates.items()}
     memory_bars = {labels[point]: (peak.mean / 1e6, peak.deviation / 1e6) for point, peak in memory.items()}
     plots = [
         Bars("samples_per_second.png", rate_bars, "samples/s", title),
-        Bars("training_bytes.png", memory_bars, "MB beyond the model", title),
+        Bars("training_bytes.png", memory_bars, "memory beyond the model, MB", title),
     ]
     return Summary({"cells": "\n".join(lines)}, plots)
 

@@ -1,4 +1,4 @@
-"""The sweep of resnet_dataparallel: separate runs for each strategy, each with all cores."""
+"""Sweep of resnet_dataparallel: separate runs for each strategy, each of which uses all cores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from configs.sweeps import Bars, PointSettings, RunRow, Summary, SweepGrid, aver
 
 
 def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
-    """Return the strategies that differ on this machine; all run on the CPU if ddp has more ranks than GPUs."""
+    """Return the strategies that differ from each other on this machine.
+
+    All strategies run on the CPU if ddp has more ranks than the machine has GPUs.
+    """
     if cfg.launch.on_cpu:
         gpus = 0
     has_enough_gpus = gpus >= replace(cfg, strategy="ddp").processes
@@ -21,7 +24,7 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
 
 
 def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
-    """Report samples per second of each strategy."""
+    """Report the samples per second of each strategy."""
     lines = {}
     heights = {}
     for (strategy,), rate in average_rows(rows, ["strategy"], "samples_per_second").items():

@@ -1,4 +1,4 @@
-"""The sweep of resnet_modelparallel: single and naive with whole batches, pipelined with several microbatch sizes."""
+"""Sweep of resnet_modelparallel: whole batches in single and naive mode, several microbatch sizes in pipelined mode."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any, Literal
 from configs.resnet_modelparallel import Config
 from configs.sweeps import Average, Curves, PointSettings, RunRow, Summary, SweepGrid, average_rows
 
-DEFAULT_STEPS = 12  # of each run
+DEFAULT_STEPS = 12  # number of steps per run
 MODES: tuple[Literal["single", "naive", "pipelined"], ...] = ("single", "naive", "pipelined")
 
 
 def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
-    """Return single and naive with the whole batch, and pipelined with each microbatch size.
+    """Return single and naive mode with the whole batch, and pipelined mode with each microbatch size.
 
-    Runs are short unless `steps` is set, because they measure the cost of a step. All runs use the same kind of device.
+    If `steps` is not set, runs are short, because the sweep measures only the cost of a step. All runs use the same
+    type of device.
     """
     common: PointSettings = {}
     if not cfg.steps:
@@ -29,7 +30,7 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
 
 
 def has_enough_gpus(cfg: Config, gpus: int) -> bool:
-    """Check whether there are enough GPUs for the ranks of every mode."""
+    """Return whether there are enough GPUs for the ranks of every mode."""
     if cfg.launch.on_cpu or "cpu" in cfg.devices:
         gpus = 0
     for mode in MODES:
@@ -41,9 +42,9 @@ def has_enough_gpus(cfg: Config, gpus: int) -> bool:
 
 
 def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
-    """Report the time per batch by microbatch size, and the idle share and memory of each stage."""
+    """Report the time per batch for each microbatch size, and the idle share and memory of each stage."""
     times = average_rows(rows, ("mode", "split_size"), "step_seconds")
-    lines = ["mode       split size      ms a batch   bubble  idle share, and peak MiB, of each stage's rank"]
+    lines = ["mode       split size    ms per batch   bubble  idle share and peak MiB of each stage's rank"]
     for (mode, size), seconds in times.items():
         repeats = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
         idle = ""
@@ -59,7 +60,10 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
 
 
 def plot_times(cfg: Config, gpus: int, times: dict[tuple[Any, ...], Average]) -> Curves:
-    """Plot the time per batch of each mode and the ideal pipeline: the naive time / p, plus a bubble of p - 1 slots."""
+    """Plot the time per batch of each mode and of an ideal pipeline.
+
+    The ideal time is the naive time / p plus a bubble of p - 1 slots, for p stages.
+    """
     levels = {}
     pipelined = []
     for (mode, size), seconds in times.items():
@@ -77,10 +81,10 @@ def plot_times(cfg: Config, gpus: int, times: dict[tuple[Any, ...], Average]) ->
         ideal = [(size, stage_time * (1 + (stages - 1) * size / shard), 0.0) for size, _, _ in pipelined]
         computed["ideal: naive / p x (m + p - 1) / m"] = ideal
     equal_threads = cfg.launch.threads or has_enough_gpus(cfg, gpus)
-    threads = "" if equal_threads else "; single has the threads of all of them"
+    threads = "" if equal_threads else "; single uses the threads of all stages"
     title = f"{cfg.model}, batch {cfg.batch}, {stages} stages{threads}"
-    series = {"pipelined": pipelined} if pipelined else {}  # empty if all these runs failed
-    return Curves("split_size.png", series, "split size", "ms a batch", levels, computed, title)
+    series = {"pipelined": pipelined} if pipelined else {}  # empty if all pipelined runs failed
+    return Curves("split_size.png", series, "split size", "ms per batch", levels, computed, title)
 
 
 GRID = SweepGrid(list_points, summarize_runs, measured=("split",))

@@ -1,4 +1,4 @@
-"""The sweep of sparse_prune: accuracy against sparsity for every criterion."""
+"""Sweep of sparse_prune: accuracy as a function of sparsity for every pruning criterion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ BY = ("criterion", "sparsity")
 
 
 def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
-    """Return the dense model, and every criterion at every sparsity; n:m fixes the sparsity, rigl the criterion."""
+    """Return the dense model, and every criterion at every sparsity.
+
+    scope=n:m fixes the sparsity; schedule=rigl fixes the criterion.
+    """
     criteria = ["magnitude"] if cfg.schedule == "rigl" else cfg.criteria
     sparsities = [cfg.sparsity] if cfg.scope == "n:m" else [float(level) for level in cfg.levels]
     training_only: PointSettings = {"export": False, "int8": False}
@@ -26,7 +29,7 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
 
 
 def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
-    """Report the test error by the share of remaining weights, and the medians of all measurements."""
+    """Report the test error by the share of remaining weights, and medians of all measurements."""
     dense_accuracies = {row["cell"]["seed"]: row["test_accuracy"] for row in rows if "criterion" not in row["cell"]}
     groups: dict[str, list[RunRow]] = {}
     pruned = []
@@ -35,7 +38,8 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
         accuracy = row["test_accuracy"]
         row["error"] = 100 * (1 - accuracy)
         row["left"] = 100 * row["nonzero"] / row["weights"]
-        row["below"] = 100 * (dense_accuracies.get(cell["seed"], math.nan) - accuracy)  # percentage points, same seed
+        # percentage points below the dense model that was trained with the same seed
+        row["below"] = 100 * (dense_accuracies.get(cell["seed"], math.nan) - accuracy)
         name = "dense"
         if "criterion" in cell:
             name = f"{cell['criterion']} {100 * cell['sparsity']:.4g} %"
@@ -49,11 +53,11 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
         series.setdefault(criterion, []).append((left[point].mean, error.mean, error.deviation))
     levels = {"dense": fmean(row["error"] for row in groups["dense"])} if "dense" in groups else {}
     title = f"{cfg.model} on {rows[0]['data']}"
-    plot = Curves("sparsity.png", series, "weights left, %", "test error, %", levels, title=title)
+    plot = Curves("sparsity.png", series, "remaining weights, %", "test error, %", levels, title=title)
     return Summary({"medians": format_medians(groups), "CSR": report_csr_speed(groups)}, [plot])
 
 
-COLUMNS = {  # of the table of a sweep: result, heading and number format
+COLUMNS = {  # columns of a sweep's table: heading and number format of each result
     "test_accuracy": ("accuracy", "{:8.2%}"),
     "below": ("below dense", "{:11.2f}"),
     "nonzero": ("  non-zero", "{:10,.0f}"),
@@ -67,7 +71,7 @@ COLUMNS = {  # of the table of a sweep: result, heading and number format
 
 
 def format_medians(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Format the medians of each group of results, one line per group."""
+    """Format the medians of each group of results, with one line per group."""
     width = max(map(len, groups))
     headings = "  ".join(heading for heading, _ in COLUMNS.values())
     lines = [f"    {'':<{width}}  {headings}  runs"]
@@ -75,14 +79,14 @@ def format_medians(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         cells = []
         for key, (_, number_format) in COLUMNS.items():
             scale = 1e3 if "seconds" in key else 1
-            number = median(row[key] for row in rows) * scale + 0.0  # + 0.0 turns -0 into 0
+            number = median(row[key] for row in rows) * scale + 0.0  # adding 0.0 turns -0 into 0
             cells.append(number_format.format(number))
         lines.append(f"    {name:<{width}}  {'  '.join(cells)}  {len(rows):>4}")
     return "\n".join(lines)
 
 
 def report_csr_speed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Report where sparse kernels are slower than dense ones, and where the repeats disagree."""
+    """Report for which groups sparse kernels are slower than dense kernels, and for which groups repeats disagree."""
     clauses = []
     for dtype in ("fp32", "bf16"):
         slower = []
@@ -98,7 +102,7 @@ def report_csr_speed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         if slower:
             clauses.append(f"slower than dense {dtype} for {', '.join(slower)}")
         else:
-            clauses.append(f"nowhere slower than dense {dtype}")
+            clauses.append(f"never slower than dense {dtype}")
         if unclear:
             clauses.append(f"inconclusive (varies between seeds) for {', '.join(unclear)}")
     return "; ".join(clauses)

@@ -259,7 +259,7 @@ MISTAKES = [
         "replicas-norms-differ",  # each replica evaluates with its own BatchNorm statistics
         "experiments/resnet_modelparallel.py",
         "            sync_batchnorm.average_buffers(pipe.module, dp.group)  "
-        "# BatchNorm of each replica saw other samples\n",
+        "# each replica's BatchNorm saw different samples\n",
         "",
     ),
     Mistake(
@@ -272,7 +272,7 @@ MISTAKES = [
         "mask-forgotten",  # gradients and momentum bring pruned weights back
         "experiments/sparse_prune.py",
         "            if masks.sparsity:\n"
-        "                masks.apply()  # the optimizer has moved pruned weights, too\n",
+        "                masks.apply()  # the optimizer also changed pruned weights\n",
         "",
     ),
     Mistake(

@@ -145,7 +145,7 @@ DATA = [
     Case(
         "a function of one's own: vectors for convolutions",
         ("data.name={place}/own.py:f", "data.cache={place}/sets"),
-        ("data.name={place}/own.py:f: the model needs images, but the set has vectors; use another data set",),
+        ("data.name={place}/own.py:f contains vectors, but the model needs images; use another data set",),
         setup=file("own.py", "import numpy as np\ndef f(root): return [np.ones((9, 8), np.uint8), np.arange(9)] * 2\n"),
         experiment="ddp_multinode",
     ),
@@ -177,7 +177,7 @@ REFUSED_BY_RANKS = [
     Case(
         "weights: of another network",
         ("weights={place}/w.pt",),
-        ("w.pt: missing conv1.bias",),
+        ("w.pt: missing tensor conv1.bias",),
         setup=save_weights_of_another_network,
         experiment="ddp_multinode",
     ),

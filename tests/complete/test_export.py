@@ -61,6 +61,6 @@ def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path:
     assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"]) and result["weights"] > 11e6
     assert result["export_difference"] < 1e-3
     assert (done.folder.path / "model.pt2").stat().st_size == result["export_bytes"]
-    assert "run elsewhere, outputs differ by" in done.out
+    assert "in a new process, outputs differ by" in done.out
     _, model = model_file.load_model(done.folder)
     check_any_number(done.folder.path / "model.pt2", model, 3, 16, 16)

@@ -196,7 +196,7 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(
     assert "epoch" not in done.out and "data none" not in done.out
     for verb in ("evaluate", "export"):
         told = inside.run_verb(verb, "--", str(done.folder.path))
-        assert told.returncode == 2 and "collectives trains no model; use another run" in told.stderr
+        assert told.returncode == 2 and "collectives does not train a model; use another run" in told.stderr
     again = RunFolder(shutil.copytree(done.folder.path, tmp_path / "again" / done.folder.path.name))
     assert rerun.compare_runs(done.folder, again)
     assert capsys.readouterr().out == "result      equal to the bit: exact_results, data\n"
@@ -237,20 +237,20 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "parts"),
     [
-        ("sizes=[0]", ["sizes=[0]: sizes are 1 to 1G bytes", "64K"]),
+        ("sizes=[0]", ["sizes=[0]: each size must be from 1 to 1G bytes", "64K"]),
         ("sizes=[]", ["sizes=[]: sizes are"]),
         ("sizes=[4,2G]", ["sizes=[2G]"]),
         ("sizes=[4k]", ["sizes=[4k]"]),
-        ("sizes=[5]", ["sizes=[5]: not a multiple of the 4 bytes of float32; use 4 or 8"]),
-        ("dtypes=[float32,fp8]", ["dtypes=[fp8]: use one or more of float32"]),
-        ("ops=[allreduce]", ["ops=[allreduce]: use one or more of sendrecv, broadcast, all_reduce"]),
-        ("ops=[all_reduce,all_reduce]", ["ops=[all_reduce]", "each once"]),
-        ("ops=[]", ["ops=[]: use one or more of"]),
-        ("algorithms=[rign]", ["algorithms=[rign]: use one or more of ring, halving_doubling, tree"]),
-        ("transports=[tls]", ["transports=[tls] needs the certificate", "add launch.backend=builtin launch.tls=true"]),
-        ("transports=[]", ["transports=[]: use one or more of network, memory"]),
+        ("sizes=[5]", ["sizes=[5] must be a multiple of the 4 bytes of a float32; use 4 or 8"]),
+        ("dtypes=[float32,fp8]", ["dtypes=[fp8] is invalid; use one or more of float32"]),
+        ("ops=[allreduce]", ["ops=[allreduce] is invalid; use one or more of sendrecv, broadcast, all_reduce"]),
+        ("ops=[all_reduce,all_reduce]", ["ops=[all_reduce]", "each at most once"]),
+        ("ops=[]", ["ops=[] is invalid; use one or more of"]),
+        ("algorithms=[rign]", ["algorithms=[rign] is invalid; use one or more of ring, halving_doubling, tree"]),
+        ("transports=[tls]", ["[tls] requires the certificate", "add launch.backend=builtin launch.tls=true"]),
+        ("transports=[]", ["transports=[] is invalid; use one or more of network, memory"]),
         ("rounds=0", ["rounds=0: out of range"]),
-        ("processes_per_node=1", ["collectives need at least two ranks; use processes_per_node=2"]),
+        ("processes_per_node=1", ["collectives require at least two ranks; use processes_per_node=2"]),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_the_remedy(word: str, parts: list[str]) -> None:

@@ -81,9 +81,9 @@ def test_a_mode_is_a_schedule_and_its_microbatches(words: list[str], processes: 
         (["engine=own", "schedule=zero_bubble"], ["needs engine=torch"]),
         (["engine=torch", "schedule=1f1b", "stages=3", "split_size=32"], ["at least as many", "batch / split_size"]),
         (["split=[layer2_0]", "stages=3"], ["makes 2 stages", "split=[] to balance"]),
-        (["devices=[gpu,gpu]"], ["gpu is not a device", "[cuda:0,cuda:1]"]),
-        (["devices=[cpu]"], ["has 1 devices for stages=2"]),
-        (["devices=[cpu,cpu]", "schedule=1f1b"], ["supports gpipe only", "devices=[]"]),
+        (["devices=[gpu,gpu]"], ["gpu is not a valid device", "[cuda:0,cuda:1]"]),
+        (["devices=[cpu]"], ["lists 1 devices for stages=2"]),
+        (["devices=[cpu,cpu]", "schedule=1f1b"], ["supports only schedule=gpipe", "devices=[]"]),
         (["devices=[cpu,cpu]", "stages_per_process=2"], ["a single process on one host"]),
         (["data.name=vectors"], ["the model needs images", "model=toy"]),
         (
@@ -364,7 +364,7 @@ def test_a_sweep_runs_on_one_kind_of_device(words: list[str], gpus: int, device:
     cfg = settings(*words)
     assert {cell.get("launch.device") for cell in list_points(cfg, gpus)} == {device}
     title = plot_times(cfg, gpus, {("pipelined", 8): Average(1.0, 0.0, 1)}).title
-    assert ("single has the threads of all" in title) is not on_gpus
+    assert ("single uses the threads of all" in title) is not on_gpus
 
 
 def test_the_toy_learns_its_vectors(tmp_path: Path) -> None:

@@ -65,10 +65,10 @@ def test_every_strategy_equals_one_process_and_data_parallel_on_one_device_says_
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["strategy=data_parallel", "sync_batchnorm=true"], ["sync_batchnorm", "is a single process", "strategy=ddp"]),
+        (["strategy=data_parallel", "sync_batchnorm=true"], ["sync_batchnorm", "several processes", "strategy=ddp"]),
         (["strategy=single", "processes_per_node=2"], ["processes_per_node", "strategy=ddp"]),
         (["strategy=data_parallel", "launch.nodes=2"], ["launch.nodes", "strategy=ddp"]),
-        (["functional=true"], ["functional=true is a setting of data_parallel"]),
+        (["functional=true"], ["functional=true applies to data_parallel only"]),
         (["batch=63"], ["batch=63", "2 ranks", "batch=62 or 64"]),
     ],
 )
@@ -118,12 +118,12 @@ def test_the_sides_of_the_comparison_take_turns_and_are_drawn(digits: tuple[str,
         len(values) == single_process_baseline.COMPARE_ROUNDS and min(values) > 0
         for values in result["compare"].values()
     )
-    told = ["the strategies are compared in turns after training; compare=false skips this"]
+    told = ["after training, the strategies are compared in alternating rounds; compare=false skips this"]
     told += [f"comparison, round {number} of 3: {side}" for number in (1, 2, 3) for side in result["compare"]]
-    assert [line for line in done.out.splitlines() if line.startswith(("comparison, ", "the strategies are"))] == told
+    assert [line for line in done.out.splitlines() if line.startswith(("comparison, ", "after training"))] == told
     one, *_, both = (fmean(values) for values in result["compare"].values())
     assert result["efficiency"] == pytest.approx(both / one / 2)
-    assert "0 GPUs found: DataParallel runs the model unchanged" in done.out
+    assert "GPUs found: 0; DataParallel runs the model unchanged" in done.out
     drawn = done.folder.path / "compare.png"
     assert drawn.read_bytes().startswith(b"\x89PNG") and drawn.as_uri() in done.out
     assert len(result["memory"]) == 2 and min(result["memory"].values()) > 50e6

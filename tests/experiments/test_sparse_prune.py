@@ -421,5 +421,5 @@ def test_the_verdict_knows_when_repeats_disagree() -> None:
 
     words = report_csr_speed({"dense": rows(9, 9), "a": rows(2, 3), "b": rows(0.5, 1.5), "c": rows(0.1, 0.2)})
     assert words == (
-        "slower than dense fp32 for a; inconclusive (varies between seeds) for b; nowhere slower than dense bf16"
+        "slower than dense fp32 for a; inconclusive (varies between seeds) for b; never slower than dense bf16"
     )

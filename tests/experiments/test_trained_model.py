@@ -149,10 +149,11 @@ def test_a_run_that_did_not_finish_has_no_model(finished: Make, tmp_path: Path) 
     for name in ("model.safetensors", "model.json", "result.json"):
         (folder.path / name).unlink()
     done = evaluate(folder)
-    assert done.returncode == 2 and "has no model.safetensors yet: it has not finished" in done.stderr
+    assert done.returncode == 2 and "has no model.safetensors yet: the run has not finished" in done.stderr
     write_json(folder.path / "result.json", {"format": 2, "state": "failed", "exit_status": 1, "reason": "a bug"})
     done = evaluate(folder)
-    told = f"it failed; make doctor RUN={folder.path} finds the cause, then resume with make exp RESUME={folder.path}"
+    path = folder.path
+    told = f"the run failed; find the cause with make doctor RUN={path}, then resume with make exp RESUME={path}"
     assert done.returncode == 2 and told in done.stderr
 
 

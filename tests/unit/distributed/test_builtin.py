@@ -88,8 +88,8 @@ def test_encryption_that_cannot_be_is_refused(
     ("words", "told"),
     [
         (("launch.backend=builtin", "launch.device=cuda"), "launch.backend=builtin runs on CPUs only; omit"),
-        (("launch.algorithm=tree",), "launch.algorithm=tree needs launch.backend=builtin; add that"),
-        (("launch.tls=true",), "launch.tls=true needs launch.backend=builtin; add that"),
+        (("launch.algorithm=tree",), "launch.algorithm=tree requires launch.backend=builtin; add this setting"),
+        (("launch.tls=true",), "launch.tls=true requires launch.backend=builtin; add this setting"),
         (
             ("launch.backend=builtin", "launch.algorithm=oak"),
             "=oak: expected FILE.py:function or one of ring, ",

@@ -93,7 +93,7 @@ def test_a_plain_profile_asks_for_nothing_special(tmp_path: Path) -> None:
     [
         (["cluster.partion=x"], "unknown key partion; did you mean partition?"),
         (["cluster.time=0"], "time=0: out of range"),
-        (["cluster.time=1"], "would receive a stop request at its start"),
+        (["cluster.time=1"], "receives a stop request when it starts"),
         (["cluster.partition=a\n#SBATCH --uid=0"], "line breaks are not allowed"),
         (["cluster.partition=a;b"], "only letters, digits"),
         (["cluster.qos=$(id)"], "only letters, digits"),
