@@ -1,1 +1,1 @@
-"""Launching and scheduling runs, reports on them, and the local cluster."""
+"""Package that launches and schedules runs, reports on them, and provides a local SLURM cluster."""

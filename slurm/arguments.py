@@ -1,4 +1,4 @@
-"""Parsers for arguments of the commands: names, counts, switches, lists. Imports no torch."""
+"""Parsers for command arguments: names, counts, switches, and lists. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,33 +13,39 @@ EXPERIMENT_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 def check_experiment_name(name: str) -> str:
-    """Return the name of an existing experiment. Raises UserError that suggests the nearest name."""
-    from common.core import config  # imports OmegaConf, which the local cluster does not need
+    """Return `name` if it is an existing experiment.
+
+    Otherwise raises UserError, which suggests the most similar name.
+    """
+    from common.core import config  # deferred, because it imports OmegaConf, which the local cluster does not need
 
     experiments = config.list_experiments()
     listing = f"(experiments: {', '.join(experiments)})"
     if not name:
-        raise UserError(f"NAME is missing; write make exp NAME={experiments[0]} {listing}")
+        raise UserError(f"NAME is missing; write, for example, make exp NAME={experiments[0]} {listing}")
     if not EXPERIMENT_NAME.fullmatch(name) or name not in experiments:
-        raise UserError(f"no experiment {name!r}{suggest_nearest(name, experiments)} {listing}")
+        raise UserError(f"unknown experiment {name!r}{suggest_nearest(name, experiments)} {listing}")
     return name
 
 
 def suggest_nearest(word: str, candidates: Iterable[str]) -> str:
-    """Return a question that suggests the nearest candidate; empty if none is near."""
+    """Return `; did you mean X?` for the most similar candidate, or an empty string if none is similar."""
     matches = difflib.get_close_matches(word, list(candidates), n=1)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def parse_count(name: str, text: str, maximum: int = 99_999) -> int:
-    """Parse a number from 1 to `maximum`. Raises UserError."""
+    """Parse an integer from 1 to `maximum`. Raises UserError for any other text."""
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= maximum:
-        raise UserError(f"{name}={text!r}: write a number from 1 to {maximum}")
+        raise UserError(f"{name} must be an integer from 1 to {maximum} (got {text!r})")
     return int(text)
 
 
 def split_words(name: str, text: str) -> list[str]:
-    """Split the value of a setting like a shell, without expansions. Raises UserError."""
+    """Split the value of a setting into words as a shell does, but without expansions.
+
+    Raises UserError if a quotation mark is not closed.
+    """
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -47,26 +53,29 @@ def split_words(name: str, text: str) -> list[str]:
 
 
 def parse_switch(name: str, text: str) -> bool:
-    """Parse `1` as true, `0` or nothing as false. Raises UserError for other values."""
+    """Return True for `1`, and False for `0` or an empty string. Raises UserError for other values."""
     if text not in ("", "0", "1"):
-        raise UserError(f"{name} must be 0 or 1, got {text!r}")
+        raise UserError(f"{name} must be 0 or 1 (got {text!r})")
     return text == "1"
 
 
 def split_arguments(text: str) -> tuple[list[str], list[str]]:
-    """Split ARGS into arguments for the experiment and `cluster.key=value` arguments for the profile."""
+    """Split ARGS into arguments of the experiment and `cluster.key=value` arguments of the cluster profile."""
     arguments = split_words("ARGS", text)
     for_profile = [argument for argument in arguments if re.match(r"cluster\.\w+=", argument)]
     return [argument for argument in arguments if argument not in for_profile], for_profile
 
 
 def split_settings(text: str) -> tuple[list[str], list[str]]:
-    """Split ARGS into the settings of a run and those of a profile. Raises UserError for a command-line option."""
+    """Split ARGS into the settings of a run and the settings of a cluster profile.
+
+    Raises UserError if ARGS contains a command-line option.
+    """
     arguments, for_profile = split_arguments(text)
     for argument in arguments:
         if argument.startswith("-"):
             raise UserError(
-                f"ARGS: {argument} is not a setting; write key=value "
-                "(make exp NAME=<experiment> ARGS=--help lists the settings)"
+                f"ARGS: {argument} is not a setting; expected key=value "
+                "(make exp NAME=<experiment> ARGS=--help lists all settings)"
             )
     return arguments, for_profile

@@ -1,1 +1,1 @@
-"""Commands that start work: exp, rerun, sweep, tour, new-experiment and check-optimizer."""
+"""Implementations of the verbs exp, rerun, sweep, tour, new-experiment, and check-optimizer."""

@@ -1,4 +1,4 @@
-"""The verb `check-optimizer`: test a custom optimizer with schedules, checkpoints and sharding."""
+"""The verb `check-optimizer`: test a custom optimizer with schedules, checkpoints, and sharding."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from configs.shared import Optim
 
 
 def main(args: argparse.Namespace) -> int:
-    """Test an optimizer and print each requirement that it meets; returns the exit status. Raises UserError."""
+    """Test an optimizer, print each requirement that it meets, and return the exit status. Raises UserError."""
     if not args.file:
-        raise UserError("FILE is missing; write it as in FILE=my_optimizer.py:Lion")
+        raise UserError("FILE is missing; write, for example, FILE=my_optimizer.py:Lion")
     optim = Optim(name=args.file)
     try:
         optim.check()

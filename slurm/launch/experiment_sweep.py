@@ -1,13 +1,14 @@
-"""`sweep=true`: run the grid of an experiment on this machine, then summarise the results.
+"""Program behind `sweep=true`: run the grid of an experiment on this machine, then summarize the results.
 
     python -m slurm.launch.experiment_sweep NAME [KEY=VALUE ...]
 
-The grid is in configs/sweeps/NAME.py. In contrast to `make sweep`, each sweep starts all its runs. Imports no torch.
+The grid is defined in configs/sweeps/NAME.py. In contrast to `make sweep`, the program always runs all points of the
+grid. This module does not import torch.
 
 runs/sweeps/<name>-<time>-<4 hex>/
-  sweep.json     the group in W&B and, for each run, its settings, its folder's name and its state
-  table.csv      one line per run: its settings and the numbers of its result
-  ...            the plots of the grid
+  sweep.json     W&B group, and the settings, folder name, and state of each run
+  table.csv      settings and numeric results of each run, one line per run
+  ...            plots that the grid defines
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ QUIET = ("log.level=warning", "log.progress=none")
 def plan_points(
     grid: SweepGrid[Experiment], name: str, cfg: Experiment, arguments: Sequence[str], gpus: int
 ) -> list[SweepPoint]:
-    """Return the points of all repeats, with checked settings. Raises UserError that names the point."""
+    """Return the points of all repeats with checked settings.
+
+    Raises UserError, which names the point, if its settings are invalid.
+    """
     points: list[SweepPoint] = []
     for repeat, cell in itertools.product(range(cfg.repeats), grid.points(cfg, gpus)):  # type: ignore[attr-defined]
         values = cell | ({"seed": cfg.seed + repeat} if grid.new_seeds else {})
@@ -49,21 +53,21 @@ def plan_points(
         try:
             settings = config.load_config(config.import_schema(name), [*QUIET, *arguments, "sweep=false", *overrides])
         except UserError as error:
-            raise UserError(f"sweep, at {' '.join(overrides)}: {error}") from None
-        settings.fit_devices(gpus)  # before its folder is created, so that its config.yaml is final
+            raise UserError(f"sweep point {' '.join(overrides)}: {error}") from None
+        settings.fit_devices(gpus)  # before the run folder is created, so that config.yaml is final
         points.append(SweepPoint(values, repeat, settings))
     return points
 
 
 def copy_measured_settings(names: Sequence[str], folder: RunFolder, settings: Experiment) -> None:
-    """Copy settings that a run has measured to those of a later run, unless these set them."""
+    """Copy settings that a run has measured to the settings of a later run that does not set them."""
     measured = config.read_config_file(folder.path / "config.yaml")
     for name in names:
         setattr(settings, name, getattr(settings, name) or measured.get(name) or [])
 
 
 class ResultTable:
-    """The results of the runs of a sweep, which are written to table.csv."""
+    """Table of the results of a sweep, which is written to table.csv."""
 
     def __init__(self, sweep_folder: sweep.SweepFolder, grid: SweepGrid[Experiment]) -> None:
         self.sweep = sweep_folder
@@ -73,9 +77,10 @@ class ResultTable:
         self.rows: list[RunRow] = []
 
     def add_run(self, point: SweepPoint, folder: RunFolder) -> None:
-        """Add the result of a run and write the table, so that an interrupted sweep has one.
+        """Add the result of a run and write the table, so that an interrupted sweep has a table too.
 
-        Raises UserError, with the error of the run, if the run was refused; its folder is removed.
+        If the run failed with an error before its first attempt, its folder is removed and UserError is raised with
+        that error.
         """
         log = read_tail(folder.path / "screen.log")
         if not folder.result and not folder.list_attempts() and "error: " in log:
@@ -105,7 +110,7 @@ class ResultTable:
 
 
 def report_summary(summary: Summary, folder: Path) -> None:
-    """Draw the plots of a sweep in its folder, and print its table."""
+    """Draw the plots of a sweep in the folder of the sweep, and print the summary."""
     links: list[str] = []
     for plot in summary.plots:
         path = folder / plot.file
@@ -125,9 +130,9 @@ def report_summary(summary: Summary, folder: Path) -> None:
 
 
 def main(name: str, arguments: Sequence[str]) -> int:
-    """Run all points of an experiment's grid; returns the exit status. Raises UserError."""
+    """Run all points of an experiment's grid and return the exit status. Raises UserError."""
     if config.parse_command_line(arguments).resume or read_rank_info(os.environ) is not None:
-        raise UserError("sweep=true starts new runs itself: start it without srun, torchrun, RESUME and --resume")
+        raise UserError("sweep=true starts its own runs; do not combine it with srun, torchrun, RESUME, or --resume")
     cfg = config.load_config(config.import_schema(name), arguments)
     gpus = provenance.count_visible_gpus()
     grid = load_grid(name)
@@ -135,7 +140,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
     folder = RunFolder.create(Path(cfg.runs).absolute() / "sweeps", name, config.format_yaml(cfg)).path
     for point in points:
         point.settings.wandb.group = folder.name
-    print(f"{name}: a sweep of {len(points)} runs, folder {folder}", flush=True)
+    print(f"{name}: sweep of {len(points)} runs in {folder}", flush=True)
 
     plan = SweepPlan(folder.name, name, {}, points, parallel=1)
     sweep_folder = sweep.SweepFolder(folder, plan)

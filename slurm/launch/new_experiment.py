@@ -1,6 +1,6 @@
-"""The verb `new-experiment`: write the files of a new experiment, which trains and passes its tests unchanged.
+"""The verb `new-experiment`: create an experiment that trains and passes its tests without any changes.
 
-The templates are in the folder templates/. Imports no torch.
+The templates of its files are in the folder `templates/`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,40 +20,43 @@ from slurm.arguments import EXPERIMENT_NAME
 
 TEMPLATES = Path(__file__).parent / "templates"
 SAMPLE_NAME = "my_experiment"
-"""Stands for the experiment's name in the templates and in the paths below."""
+"""Placeholder for the experiment's name in the templates and in the paths below."""
 FILES = {
-    "experiments/my_experiment.py": ("script.py.txt", "the training: network, loss, step"),
-    "configs/my_experiment.py": ("settings.py.txt", "its settings: type, range, default, documentation"),
-    "configs/my_experiment.yaml": ("values.yaml.txt", "the values that differ from the defaults"),
-    "experiments/my_experiment.md": ("page.md.txt", "its page: question, method, commands, measurements"),
+    "experiments/my_experiment.py": ("script.py.txt", "training script: network, loss, and step"),
+    "configs/my_experiment.py": ("settings.py.txt", "settings: types, ranges, defaults, and documentation"),
+    "configs/my_experiment.yaml": ("values.yaml.txt", "values that differ from the defaults"),
+    "experiments/my_experiment.md": ("page.md.txt", "page: question, method, commands, and measurements"),
 }
-"""Template and purpose of each new file, by its path below the root."""
+"""Template and purpose of each new file, by the file's path relative to the root of the project."""
 RESERVED_PATHS = ("experiments/my_experiment", "configs/my_experiment", "tests/benchmarks/my_experiment.py")
 README_ROW = re.compile(r"\| \[\w+\]\(experiments/\w+\.py\) \|.*\n")
 
 
 def check_new_name(name: str) -> None:
-    """Raise UserError unless a new experiment can have this name."""
+    """Raise UserError if `name` is not a valid name for a new experiment."""
     if not name:
-        raise UserError("NAME is missing; write make new-experiment NAME=my_mlp")
+        raise UserError("NAME is missing; write, for example, make new-experiment NAME=my_mlp")
     if not EXPERIMENT_NAME.fullmatch(name) or keyword.iskeyword(name):
         raise UserError(
-            f"NAME={name!r} is invalid; write a name such as my_mlp: at most 64 lowercase letters, digits and "
+            f"NAME={name!r} is invalid; use a name such as my_mlp: at most 64 lowercase letters, digits, and "
             "underscores, starting with a letter, and not a Python keyword"
         )
     for sample_path in (*FILES, *RESERVED_PATHS):
         path = sample_path.replace(SAMPLE_NAME, name)
         if (ROOT / path).exists():
-            raise UserError(f"NAME={name}: {path} exists already; choose another name")
+            raise UserError(f"NAME={name}: {path} already exists; choose another name")
     if name in sys.stdlib_module_names or is_importable(name):
         raise UserError(
-            f"NAME={name}: a module of Python, of a package or of this project has this name, and experiments/ comes "
-            f"first on a script's import path; choose another name, such as my_{name}"
+            f"NAME={name}: an installed module or a module of this project has the same name, and the new script "
+            f"would hide it; choose another name, such as my_{name}"
         )
 
 
 def is_importable(name: str) -> bool:
-    """Check for an importable module; a folder of the checkout without modules, such as runs, does not count."""
+    """Return whether a module with this name can be imported.
+
+    A folder of the checkout that is not a package, such as runs, does not count.
+    """
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is not None:
         return spec is not None
@@ -61,12 +64,15 @@ def is_importable(name: str) -> bool:
 
 
 def fill_template(file_name: str, name: str) -> str:
-    """Return the text of a template with the experiment's name."""
+    """Return the text of a template with the placeholder replaced by the experiment's name."""
     return (TEMPLATES / file_name).read_text().replace(SAMPLE_NAME, name)
 
 
 def add_readme_row(readme: str, name: str) -> str:
-    """Return the README with a row for the experiment at the end of its table, if it has one."""
+    """Return the text of the README with a row for the experiment at the end of its table.
+
+    A README without a table of experiments is returned unchanged.
+    """
     rows = list(README_ROW.finditer(readme))
     if not rows:
         return readme
@@ -75,7 +81,10 @@ def add_readme_row(readme: str, name: str) -> str:
 
 
 def write_all_or_none(new_texts: Mapping[Path, str], changed_texts: Mapping[Path, str]) -> None:
-    """Write new files and change others; undo all after an error. Raises UserError."""
+    """Create new files, then rewrite changed ones. After an error, the created files are removed.
+
+    Raises UserError if a new file already exists or cannot be written.
+    """
     created: list[Path] = []
     try:
         for path, text in new_texts.items():
@@ -88,12 +97,12 @@ def write_all_or_none(new_texts: Mapping[Path, str], changed_texts: Mapping[Path
         for path in created:
             path.unlink(missing_ok=True)
         if isinstance(error, FileExistsError):
-            raise UserError(f"{error.filename} exists already; choose another NAME") from None
+            raise UserError(f"{error.filename} already exists; choose another NAME") from None
         raise
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the files of a new experiment; print them and the next commands. Returns the exit status."""
+    """Create the files of a new experiment, print the next commands, and return the exit status."""
     name = args.name
     check_new_name(name)
     new_texts: dict[Path, str] = {}
@@ -109,7 +118,7 @@ def main(args: argparse.Namespace) -> int:
     new_readme = add_readme_row(old_readme, name)
     if new_readme != old_readme:
         changed_texts[readme] = new_readme
-        purposes["README.md"] = "its row in the table of experiments"
+        purposes["README.md"] = "row in the table of experiments"
 
     write_all_or_none(new_texts, changed_texts)
     width = max(map(len, purposes)) + 2
@@ -117,5 +126,5 @@ def main(args: argparse.Namespace) -> int:
         print(f"{path:<{width}}{purpose}")
     print(f"next: make exp NAME={name}")
     print(f'      make test TESTS="tests/experiments tests/commands/test_readme.py -k {name}"')
-    print('      CONTRIBUTING.md, "Adding an experiment": what to change')
+    print('      see "Adding an experiment" in CONTRIBUTING.md for what to change')
     return 0

@@ -1,9 +1,11 @@
-"""The verb `rerun`: repeat a run in a new run folder, and compare. Imports no torch.
+"""The verb `rerun`: repeat a run in a new run folder and compare the two runs.
 
-The new run has the settings and source of the old one. Before the start it prints what differs from the first run:
-settings, packages, machine, ranks, data. At the end it prints whether losses and final numbers, except times and
-memory, are bitwise equal, or by how much they differ. Exit status: 0 equal, 3 different, 2 refused; that of the new run
-if it does not finish.
+The new run uses the settings and source of the old run. Before it starts, the command prints all differences between
+the runs in settings, packages, machine, ranks, and data. At the end, it prints whether losses and final numbers are
+bitwise equal, or by how much they differ. Times and memory are not compared.
+
+The exit status is 0 if the runs are equal, 3 if they differ, and 2 if the run cannot be repeated. If the new run does
+not finish, the exit status is that of the new run. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -42,36 +44,39 @@ from slurm.scheduling.entry_points import CHECK_COMMAND, check_source_version
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
 DIFFERENT = 3
-"""Exit status for runs that are not equal."""
+"""Exit status of the command if the two runs differ."""
 PATH_KEYS = ("runs", "data.root", "data.cache")
-"""Settings that change no number."""
+"""Settings that do not affect the results of a run."""
 Comparisons = Iterator[tuple[str, Any, Any]]
-"""Name, old value and new value."""
+"""Iterator over items to compare: the name, the old value, and the new value of each."""
 
 
 def find_repeatable_run(run: str) -> RunFolder:
-    """Find the folder of a run that is over and can be repeated. Raises UserError."""
+    """Return the folder of a run that has ended and can be repeated. Raises UserError."""
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
     if state not in status.FINAL_STATES:
-        raise UserError(f"{folder.path.name} is {state}; repeat it when it is over: make status RUN={run} WAIT=600")
+        raise UserError(f"{folder.path.name} is {state}; wait for it to end first: make status RUN={run} WAIT=600")
     if not (folder.path / "code" / "experiments" / f"{folder.experiment}.py").is_file():
         raise UserError(f"{folder.path} no longer has its source in code/ and cannot be repeated; start a new run")
     provenance.check_source(folder)
     unknown = result.describe_unknown_format(folder.result)
     if unknown:
-        raise UserError(f"{folder.path.name} cannot be compared with: {unknown}")
+        raise UserError(f"{folder.path.name} cannot be compared: {unknown}")
     changes = config.read_changes_of_attempts(folder.path)
     if changes:
         raise UserError(
-            f"{folder.path.name} was resumed with other settings ({config.describe_changes(changes)}), "
-            "so no single run repeats it; start a new run with the settings that you want"
+            f"{folder.path.name} was resumed with different settings ({config.describe_changes(changes)}), "
+            "so it cannot be repeated by a single run; start a new run with the settings that you want"
         )
     return folder
 
 
 def resolve_settings(old: RunFolder, overrides: list[str]) -> str:
-    """Return the settings as YAML, checked by the source of the run, whose keys may differ. Raises UserError."""
+    """Return the settings of the new run as YAML. Raises UserError.
+
+    The source of the old run checks them, because its keys may differ from those of the current source.
+    """
     check_source_version(old)
     arguments = ["--config", str(old.path / "config.yaml"), *overrides, "--print-config"]
     command = [sys.executable, "-m", *CHECK_COMMAND, f"--args={shlex.join(arguments)}", "--", old.experiment]
@@ -85,12 +90,12 @@ def resolve_settings(old: RunFolder, overrides: list[str]) -> str:
 
 
 def parse_settings_text(text: str) -> dict[str, Any]:
-    """Parse settings in YAML to texts by dotted name."""
-    return config.flatten_mapping(yaml.load(text, Loader=config.YAML_LOADER) or {})  # noqa: S506 (it builds only str, list, dict)
+    """Parse YAML into a dict from the dotted name of each setting to its value as text."""
+    return config.flatten_mapping(yaml.load(text, Loader=config.YAML_LOADER) or {})  # noqa: S506 (builds only str, list, dict)
 
 
 def build_known_settings(name: str, text: str) -> Experiment:
-    """Build the config from the settings that the current source knows."""
+    """Build a config from the YAML settings `text`, without settings that the current source does not know."""
     schema = config.import_schema(name)
     keys = config_keys.list_keys(schema)
     settings = {key: value for key, value in parse_settings_text(text).items() if key in keys}
@@ -102,7 +107,7 @@ def create_folder(
 ) -> RunFolder:
     """Create a new run folder with the source of the old run.
 
-    The user's files that settings in `overridden` name are copied; other files are those of the old run.
+    Custom files named by the settings in `overridden` are copied from their paths, all others from the old run.
     """
     new = RunFolder.create(Path(settings.runs), old.experiment, text)
     code = new.path / "code"
@@ -124,7 +129,7 @@ def create_folder(
 def list_differences(
     old: RunFolder, text: str, settings: Experiment, dataset: PreparedDataset, scheduler: Scheduler | None
 ) -> Comparisons:
-    """Yield what can differ from the first run: name, old value, new value."""
+    """Yield every item that can differ between the old and the new run: its name, old value, and new value."""
     old_settings = parse_settings_text((old.path / "config.yaml").read_text())
     new_settings = parse_settings_text(text)
     for key in new_settings | old_settings:
@@ -154,11 +159,11 @@ def list_differences(
 
 
 def print_differences(comparisons: Comparisons) -> int:
-    """Print what differs; returns the number of lines."""
+    """Print the items that differ, one per line, and return their number."""
     count = 0
     for name, old_value, new_value in comparisons:
         if old_value is not None and old_value != new_value:
-            print(f"differs     {name}: then {old_value}, now {new_value}", flush=True)
+            print(f"differs     {name}: was {old_value}, now {new_value}", flush=True)
             count += 1
     return count
 
@@ -167,16 +172,16 @@ def print_differences(comparisons: Comparisons) -> int:
 
 
 def run_locally(new: RunFolder, settings: Experiment) -> int:
-    """Run on this machine to the end; returns the exit status."""
+    """Execute a run on this machine, wait until it ends, and return its exit status."""
     submit.print_simulated_hosts(settings)
     with subprocess.Popen(submit.make_resume_command(new), env=submit.make_source_environment(new)) as process:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run receives Ctrl-C itself, and saves
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run itself receives Ctrl-C and saves a checkpoint
         signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
         return process.wait()
 
 
 def run_on_cluster(new: RunFolder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> int:
-    """Run on a cluster and follow the log to the end; returns the exit status."""
+    """Submit a run to a cluster, follow its log until it ends, and return its exit status."""
     with submit.remove_folder_on_error(new):
         job = submit.submit_folder(new, settings, text, profile, scheduler)
     submit.print_job(new, settings, job, scheduler)
@@ -187,21 +192,21 @@ def run_on_cluster(new: RunFolder, settings: Experiment, text: str, profile: Pro
 
 
 def read_losses(folder: RunFolder) -> dict[int, float | None]:
-    """Read the loss of each step; None for NaN or infinity."""
+    """Return the loss of each step, which is None for NaN or infinity."""
     return {row["global_step"]: row["loss"] for row in folder.read_rows() if "loss" in row}
 
 
 def compute_distance(a: Any, b: Any) -> float:
-    """Return |a - b| for two numbers; otherwise 0 if they are equal, else infinity."""
+    """Return |a - b| for two numbers. For other values, return 0 if they are equal and infinity if not."""
     if isinstance(a, int | float) and isinstance(b, int | float):
         return float(abs(a - b))
     return 0.0 if a == b else math.inf
 
 
 def compare_losses(old: RunFolder, new: RunFolder) -> bool:
-    """Print whether the losses of two runs are bitwise equal; returns whether they are.
+    """Print and return whether the losses of two runs are bitwise equal.
 
-    Of an old run that did not finish, only its own steps are compared.
+    If the old run did not finish, only the steps of the old run are compared.
     """
     old_losses = read_losses(old)
     new_losses = read_losses(new)
@@ -216,18 +221,18 @@ def compare_losses(old: RunFolder, new: RunFolder) -> bool:
             f"losses      differ in {count}, first in step {differing[0]}, by at most {gaps[worst]:.3g} (step {worst})"
         )
     elif steps:
-        print(f"losses      equal to the bit in {len(steps)} steps")
+        print(f"losses      bitwise equal in {len(steps)} steps")
 
     is_measurement = old_finished and not old_losses and not new_losses
     missing_steps = len(steps) < len(old_losses) or (old_finished and len(steps) < len(new_losses))
     is_comparable = bool(steps) or is_measurement
     if missing_steps or not is_comparable:
-        print(f"losses      {len(old_losses)} steps then, {len(new_losses)} now")
+        print(f"losses      {len(old_losses)} steps in the old run, {len(new_losses)} in the new run")
     return is_comparable and not differing and not missing_steps
 
 
 def compare_results(old: RunFolder, new: RunFolder) -> bool:
-    """Print whether the repeatable values of two results are equal; returns whether they are."""
+    """Print and return whether the reproducible values of two results are equal."""
     old_values = result.parse_result(old.result).select_repeatable()
     new_values = result.parse_result(new.result).select_repeatable()
     differing = [key for key in old_values | new_values if old_values.get(key) != new_values.get(key)]
@@ -236,24 +241,24 @@ def compare_results(old: RunFolder, new: RunFolder) -> bool:
         new_value = new_values.get(key)
         distance = compute_distance(old_value, new_value)
         suffix = f", {distance:.3g} apart" if distance < math.inf else ""
-        print(f"result      {key}: then {old_value}, now {new_value}{suffix}")
+        print(f"result      {key}: was {old_value}, now {new_value}{suffix}")
     if not differing:
-        print(f"result      equal to the bit: {', '.join(old_values)}")
+        print(f"result      bitwise equal: {', '.join(old_values)}")
     return not differing
 
 
 def compare_runs(old: RunFolder, new: RunFolder) -> bool:
-    """Print whether two runs are bitwise equal, or by how much they differ; returns whether they are equal."""
+    """Print whether two runs are bitwise equal, or by how much they differ. Return True if they are equal."""
     losses_are_equal = compare_losses(old, new)
     state = old.result.get("state", "no result")
     if state != "finished":
-        print(f"result      the original run did not finish ({state})")
+        print(f"result      not compared: the old run did not finish ({state})")
         return losses_are_equal
     return compare_results(old, new) and losses_are_equal
 
 
 def list_world_differences(old: RunFolder, new: RunFolder) -> Comparisons:
-    """Yield what is known only after the ranks have met."""
+    """Yield the items that are known only after the ranks have formed a process group."""
     old_world = provenance.read_metadata(old).get("world") or {}
     new_world = provenance.read_metadata(new).get("world") or {}
     for key in ("launched_by", "nodes", "device", "backend", "threads"):
@@ -261,7 +266,7 @@ def list_world_differences(old: RunFolder, new: RunFolder) -> Comparisons:
 
 
 def find_profile(old: RunFolder, cluster: str, overrides: list[str]) -> Profile:
-    """Find the profile of the cluster: the named one, else that of the run, else the default."""
+    """Return the cluster profile named `cluster`, else the profile of the old run, else the default profile."""
     job: Mapping[str, Any] = provenance.read_metadata(old).get("job") or {}
     fields = vars(Profile())
     recorded = job.get("profile") or {}
@@ -272,14 +277,14 @@ def find_profile(old: RunFolder, cluster: str, overrides: list[str]) -> Profile:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Repeat a run; returns the exit status."""
+    """Repeat a run, compare the old and the new run, and return the exit status."""
     old = find_repeatable_run(args.run)
     arguments, profile_arguments = split_settings(args.args)
     profile = find_profile(old, args.cluster, profile_arguments)
     scheduler = choose_scheduler(args.launch or "auto")
     text = resolve_settings(old, [f"runs={old.path.parent}", *arguments])
     settings = build_known_settings(old.experiment, text)
-    if scheduler is not None:  # the job starts in another folder
+    if scheduler is not None:  # the job starts in another folder, so relative paths would be wrong
         absolute_paths = [f"{key}={Path(path).absolute()}" for key, path in settings.list_paths().items()]
         text = resolve_settings(old, arguments + absolute_paths)
         settings = build_known_settings(old.experiment, text)
@@ -297,7 +302,7 @@ def main(args: argparse.Namespace) -> int:
 
     print(f"repeats     {old.path}", flush=True)
     if not print_differences(list_differences(old, text, settings, dataset, scheduler)):
-        machine = "source and versions" if scheduler else "source, versions and machine"
+        machine = "source and versions" if scheduler else "source, versions, and machine"
         print(f"same        settings, {machine}", flush=True)
     dataset.verify_checksums()
     new = create_folder(old, text, settings, dataset, overridden=overridden)

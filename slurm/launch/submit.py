@@ -1,7 +1,7 @@
 """The verb `exp`: check settings, then start an experiment on this machine or submit it to SLURM.
 
-Imports no torch, so that invalid requests are refused immediately, also on a login node where importing torch from a
-network disk takes half a minute. Arguments in ARGS that begin with `cluster.` are settings of the profile.
+This module does not import torch, so invalid settings are reported immediately. On a login node, importing torch from
+a network disk can take half a minute. Arguments in ARGS that begin with `cluster.` are settings of the cluster profile.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
 
 def make_source_environment(folder: RunFolder) -> dict[str, str]:
-    """Return the environment in which the source is imported from the code/ of the run."""
+    """Return an environment in which Python imports the source from `code/` in the run folder."""
     return dict(os.environ) | {"PYTHONPATH": str(folder.path / "code"), "PYTHONSAFEPATH": "1"}
 
 
 def make_resume_command(folder: RunFolder) -> list[str]:
-    """Return the command that runs or resumes a run folder on this machine, with the source of the run."""
+    """Return the command that starts or resumes a run on this machine with the source of the run."""
     script = folder.path / "code" / "experiments" / f"{folder.experiment}.py"
     return [sys.executable, str(script), "--resume", str(folder.path)]
 
@@ -61,7 +61,7 @@ def remove_folder_on_error(folder: RunFolder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restore_result_on_error(folder: RunFolder) -> Iterator[None]:
-    """Restore the result that the block has retired if the block fails."""
+    """Restore result.json if the block moves it away and then fails."""
     result = read_or_empty(str(folder.path / "result.json"))
     retired_paths = [attempt.attempt_folder / "result.json" for attempt in folder.list_attempts()]
     new_paths = [path for path in retired_paths if not path.exists()]
@@ -76,13 +76,16 @@ def restore_result_on_error(folder: RunFolder) -> Iterator[None]:
 
 
 def print_simulated_hosts(settings: Experiment) -> None:
-    """Print a line if hosts are simulated by processes of this machine."""
+    """Print a notice if several hosts are simulated by processes on this machine."""
     if settings.launch.nodes > 1:
-        print(f"no SLURM is used: {settings.launch.nodes} nodes are simulated as processes of this machine", flush=True)
+        print(f"not using SLURM: {settings.launch.nodes} nodes are simulated by processes on this machine", flush=True)
 
 
 def exec_script(name: str, settings: Experiment, arguments: list[str], resumed: RunFolder | None) -> None:
-    """Replace this process by the experiment's script, for a resumed run that of its source. Raises UserError."""
+    """Replace this process with the script of the experiment. Raises UserError.
+
+    A resumed run uses the script in its own copy of the source.
+    """
     source = resumed.path / "code" if resumed else ROOT
     script = source / "experiments" / f"{name}.py"
     if resumed and not script.is_file():
@@ -95,9 +98,9 @@ def exec_script(name: str, settings: Experiment, arguments: list[str], resumed: 
 def prepare_run_folder(
     name: str, settings: Experiment, scheduler: Scheduler | None, shown_notices: set[str]
 ) -> RunFolder:
-    """Create a run folder with everything the job needs: data, settings, source, description.
+    """Prepare the data, and create a run folder with the settings, source, and metadata of the run.
 
-    Print a notice about the data once; `shown_notices` contains those already printed.
+    A notice about the data is printed only once. `shown_notices` contains the notices that have been printed.
     """
     fallback = scheduler is None or scheduler.local is not None
     dataset = prepare.prepare_dataset(settings.data, fallback, log=settings.log)
@@ -106,7 +109,7 @@ def prepare_run_folder(
         print(dataset.notice, flush=True)
         shown_notices.add(dataset.notice)
     settings.data.name = dataset.name
-    for key, path in settings.list_paths().items():  # the job may start in another folder
+    for key, path in settings.list_paths().items():  # the job may start in another folder, so make paths absolute
         group, _, name_in_group = key.rpartition(".")
         owner = getattr(settings, group) if group else settings
         setattr(owner, name_in_group, str(Path(path).absolute()))
@@ -121,7 +124,7 @@ def prepare_run_folder(
 
 
 def copy_user_files(settings: Experiment, folder: RunFolder) -> None:
-    """Copy the user's files that the settings name to the source of a run."""
+    """Copy the custom files named by the settings into the source of a run."""
     code = folder.path / "code"
     schedules.copy_schedule_file(settings, code)
     algorithms.copy_algorithm_file(settings.launch, code)
@@ -129,9 +132,12 @@ def copy_user_files(settings: Experiment, folder: RunFolder) -> None:
 
 
 def find_resumable_run(run: str, name: str) -> RunFolder:
-    """Find the folder of a run that can be resumed; `name` is empty or its experiment. Raises UserError."""
+    """Return the folder of a run that can be resumed. Raises UserError.
+
+    `name` must be empty or the experiment of the run.
+    """
     if not run:
-        raise UserError("RESUME is empty; write RESUME=<id>, or leave it out for a new run")
+        raise UserError("RESUME is empty; write RESUME=<id>, or omit it to start a new run")
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
     if name and name != folder.experiment:
@@ -139,7 +145,7 @@ def find_resumable_run(run: str, name: str) -> RunFolder:
     if state not in status.FINAL_STATES:
         claim = claims.find_newest_claim(folder) if state == "RUNNING" else None
         place = f" ({claim.describe()})" if claim is not None else ""
-        remedy = f"to resume it elsewhere, first make cancel RUN={shlex.quote(run)}"
+        remedy = f"to resume it elsewhere, first use make cancel RUN={shlex.quote(run)}"
         raise UserError(f"{folder.path.name} is {state}{place}; {remedy}")
     provenance.check_source(folder)
     return folder
@@ -148,7 +154,10 @@ def find_resumable_run(run: str, name: str) -> RunFolder:
 def submit_run(
     name: str, settings: Experiment, profile: Profile, scheduler: Scheduler, resumed: RunFolder | None
 ) -> tuple[RunFolder, str]:
-    """Submit a run; returns its folder and its job id. Removes a new folder if the run is refused."""
+    """Submit a run, and return its folder and job id.
+
+    If the submission of a new run fails, its folder is removed.
+    """
     if resumed:
         with submission.hold_submission(resumed):
             check_is_over(resumed, settings)
@@ -159,17 +168,17 @@ def submit_run(
 
 
 def check_is_over(folder: RunFolder, settings: Experiment) -> None:
-    """Raise RunTakenError if another command has started, submitted or finished a run since it was selected."""
+    """Raise RunTakenError if another command has started, submitted, or finished a run since it was selected."""
     state, detail = status.read_state(folder)
     if state == "FINISHED" and not extension.has_more_steps(folder, settings):
         raise RunTakenError(f"{folder.path.name} has just finished; see make status")
     if state not in status.FINAL_STATES:
         taker = describe_taker(folder, detail or state.lower())
-        raise RunTakenError(f"{folder.path.name}: another command has just started it ({taker}); see make status")
+        raise RunTakenError(f"{folder.path.name} was just started by another command ({taker}); see make status")
 
 
 def describe_taker(folder: RunFolder, fallback: str) -> str:
-    """Describe the process or job that has a run; `fallback` if neither is known."""
+    """Describe the process or job that is executing a run. Return `fallback` if neither is known."""
     claim = claims.find_newest_claim(folder)
     if claim is not None and not claim.job and claim.check_process() is claims.ProcessState.ALIVE:
         return claim.describe()  # meta.json may still name an earlier job
@@ -178,16 +187,16 @@ def describe_taker(folder: RunFolder, fallback: str) -> str:
 
 
 def resubmit_run(resumed: RunFolder, settings: Experiment, profile: Profile, scheduler: Scheduler) -> str:
-    """Submit a run that is over again; returns its job id. Raises UserError."""
+    """Submit an ended run as a new job and return the job id. Raises UserError."""
     copy_user_files(settings, resumed)
     text = config.format_known_yaml(settings, resumed.path / "config.yaml")
     return submit_folder(resumed, settings, text, profile, scheduler)
 
 
 def submit_folder(folder: RunFolder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> str:
-    """Submit a run folder that has everything the job needs; returns the job id. Raises UserError.
+    """Submit a fully prepared run folder and return the job id. Raises UserError.
 
-    `text` are the settings as YAML.
+    `text` contains the settings as YAML.
     """
     check_source_version(folder)
     executor = make_executor(folder, folder.experiment, settings, profile, scheduler)
@@ -201,7 +210,7 @@ def submit_folder(folder: RunFolder, settings: Experiment, text: str, profile: P
 def make_executor(
     folder: RunFolder, name: str, settings: Experiment, profile: Profile, scheduler: Scheduler | None
 ) -> sbatch.Executor:
-    """Make the executor that submits a run of the experiment `name`."""
+    """Create the executor that submits a run of the experiment `name`."""
     nodes = settings.launch.nodes
     elastic = find_elastic(settings)
     per_node = settings.processes // nodes
@@ -210,22 +219,22 @@ def make_executor(
 
 
 def print_job(folder: RunFolder, settings: Experiment, job: str, scheduler: Scheduler) -> None:
-    """Print the job of a run, and the commands to follow and cancel it."""
+    """Print the job of a run and the commands that follow and cancel the run."""
     nodes = format_count(settings.launch.nodes, "node")
     ranks = format_count(settings.processes, "rank")
     run = shlex.quote(folder.reference)
     hint = ""
     if settings.processes == 1 and hasattr(settings, "processes_per_node"):
-        hint = ": nothing is distributed; use NODES=2 or ARGS=processes_per_node=2 for two ranks"
+        hint = " (not distributed; for two ranks, use NODES=2 or ARGS=processes_per_node=2)"
     print(f"{folder.experiment}: job {job} on {scheduler.name}, {nodes}, {ranks}{hint}")
     print(f"  run folder  {folder.path}\n  follow      make logs RUN={run} FOLLOW=1")
     print(f"  cancel      make cancel RUN={run}", flush=True)
 
 
 def resolve_processes_per_node(settings: Experiment, profile: Profile) -> None:
-    """Set unspecified ranks per host to the number of GPUs of the profile.
+    """If the settings do not specify the number of ranks per host, use the number in the profile.
 
-    Raises UserError if the settings do not fit that number.
+    Raises UserError if the other settings are incompatible with that number.
     """
     if getattr(settings, "processes_per_node", None) == 0:
         settings.processes_per_node = profile.ranks_per_node  # type: ignore[attr-defined]
@@ -236,25 +245,25 @@ def resolve_processes_per_node(settings: Experiment, profile: Profile) -> None:
 
 
 def check_step_timeout(settings: Experiment, profile: Profile) -> None:
-    """Raise UserError if a hanging job could not save before its time limit."""
+    """Raise UserError if a hanging job could not save a checkpoint before its time limit."""
     if settings.launch.step_timeout >= profile.signal_seconds:
         raise UserError(
             f"launch.step_timeout={settings.launch.step_timeout:g} must be less than cluster.signal_seconds="
-            f"{profile.signal_seconds}: a hanging job would not save in time; lower the first or raise the second"
+            f"{profile.signal_seconds}, or a hanging job cannot save in time; lower the former or raise the latter"
         )
 
 
 def check_source_knows_settings(folder: RunFolder, arguments: list[str]) -> None:
-    """Raise UserError for a setting that the source of a resumed run does not know."""
+    """Raise UserError for a setting that does not exist in the source of a resumed run."""
     known_settings = config.read_config_file(folder.path / "config.yaml")
     unknown = [name for name in config.parse_command_line(arguments).values if name not in known_settings]
     if unknown:
         names = ", ".join(unknown)
-        raise UserError(f"{folder.path.name} was made with a source that has no setting {names}; leave it out")
+        raise UserError(f"the source of {folder.path.name} has no setting {names}; omit it from ARGS")
 
 
 def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
-    """Print the job script and the settings of a submission, without any file."""
+    """Print the job script and settings of a submission without creating a run folder."""
     with tempfile.TemporaryDirectory() as scratch:
         text = make_executor(RunFolder(Path(scratch)), name, settings, profile, None).make_job_script()
     print(text.replace(scratch, f"{settings.runs}/{name}-<time>-<id>"))
@@ -262,7 +271,7 @@ def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
 
 
 def load_checked_settings(name: str, arguments: list[str], resumed: RunFolder | None) -> Experiment:
-    """Load the settings of a run and check them, including the files that they name. Raises UserError."""
+    """Load and check the settings of a run, including the files that they name. Raises UserError."""
     settings = config.load_config(config.import_schema(name), arguments)
     code = resumed.path / "code" if resumed else None
     schedules.check_schedule_of_config(settings, code)
@@ -277,15 +286,15 @@ def load_checked_settings(name: str, arguments: list[str], resumed: RunFolder | 
 
 
 def exec_sweep(name: str, arguments: list[str], launch: str) -> None:
-    """Replace this process by the sweep of an experiment on this machine. Raises UserError."""
+    """Replace this process with the sweep of an experiment on this machine. Raises UserError."""
     if launch.partition(":")[0] == "slurm":
-        raise UserError("sweep=true runs on this machine, one run after another; omit LAUNCH=slurm, or see make sweep")
+        raise UserError("sweep=true runs on this machine, one run after another; omit LAUNCH=slurm, or use make sweep")
     command = [sys.executable, "-m", "slurm.launch.experiment_sweep", name, *arguments]
     os.execve(sys.executable, command, dict(os.environ))
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run an experiment or resume a run; returns the exit status. Raises UserError."""
+    """Run an experiment or resume a run, and return the exit status. Raises UserError."""
     resumed = None if args.resume is None else find_resumable_run(args.resume, args.name)
     name = check_experiment_name(resumed.experiment if resumed else args.name)
     arguments, profile_arguments = split_arguments(args.args)
@@ -301,7 +310,7 @@ def main(args: argparse.Namespace) -> int:
     profile = sbatch.load_profile(args.cluster or "default", profile_arguments)
     check_step_timeout(settings, profile)
     if strict and provenance.has_uncommitted_changes():
-        raise UserError("STRICT=1, but the checkout has uncommitted changes; commit them, or omit STRICT")
+        raise UserError("STRICT=1 requires a checkout without uncommitted changes; commit them, or omit STRICT")
     if dry_run:
         resolve_processes_per_node(settings, profile)
         print_dry_run(name, settings, profile)
@@ -316,7 +325,7 @@ def main(args: argparse.Namespace) -> int:
     scheduler = choose_scheduler(args.launch or "auto")
     if scheduler is None:
         if resumed:
-            check_is_over(resumed, settings)  # another command may have waited for the same attempt
+            check_is_over(resumed, settings)  # while this command waited, another one may have started the run
         exec_script(name, settings, arguments, resumed)
         return 0
     if resumed:

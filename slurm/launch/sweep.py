@@ -1,8 +1,8 @@
-"""The verb `sweep`: run each point of a grid, in an array of jobs or on this machine.
+"""The verb `sweep`: run each point of a grid, as a SLURM job array or on this machine.
 
-The runs of the points are listed in runs/sweeps/<file's name>/sweep.json, and the same command again starts only what
-is missing. A cancelled or lost point is resumed. A failed one is not, but started again with FAILED=1 and the current
-source. Imports no torch.
+The file runs/sweeps/<name of the sweep file>/sweep.json lists the run of each point. If the command is repeated, it
+starts only the points that have no run, and resumes canceled and lost points. FAILED=1 runs failed points again with
+the current source. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
 RESUMABLE_STATES = ("CANCELLED", "PREEMPTED", "LOST")
 POLL_SECONDS = 2.0
-"""Time between two readings of the states of all points."""
+"""Time in seconds between two queries of the states of all points."""
 PointRun = tuple[SweepPoint, RunFolder | None]
-"""A point to start, and the run folder that it resumes, if any."""
+"""A point to start, and the folder of the run to resume; None starts a new run."""
 
 
 class SweepFolder:
-    """The folder of a sweep, which lists the run of each point."""
+    """Folder of a sweep, whose file sweep.json lists the run of each point."""
 
     def __init__(self, path: Path, plan: SweepPlan) -> None:
         self.path = path
@@ -52,14 +52,14 @@ class SweepFolder:
         self.runs = path.parent.parent
         self.shown_notices: set[str] = set()
         self.cells: dict[str, dict[str, Any]] = {}
-        """For each point, by its key: its settings, run and state, as in sweep.json."""
+        """Settings, run, and state of each point as in sweep.json, by the key of the point."""
         content = selection.read_sweep(path / "sweep.json")
         check_same_sweep(content, plan)
         for cell in content.get("cells", []):
             self.cells[sweep_file.make_point_key(cell["values"], cell.get("repeat", 0))] = cell
 
     def find_run_folder(self, point: SweepPoint) -> RunFolder | None:
-        """Find the run folder of a point; None without a run, or if the run was never started."""
+        """Return the run folder of a point, or None if the point has no run or its run was never started."""
         run = self.cells.get(point.key, {}).get("run")
         if not run or not (self.runs / run / "config.yaml").is_file():
             return None
@@ -72,7 +72,7 @@ class SweepFolder:
         return "MISSING" if folder is None else status.read_state(folder)[0]
 
     def record_run(self, point: SweepPoint, folder: RunFolder, state: str) -> None:
-        """Record the run of a point; a run that it replaces is listed as an earlier one."""
+        """Record the run of a point. If it replaces another run, that run is listed as an earlier one."""
         old_cell = self.cells.get(point.key, {})
         earlier = old_cell.get("earlier", [])
         if old_cell.get("run") not in (None, folder.path.name):
@@ -83,7 +83,7 @@ class SweepFolder:
         self.cells[point.key] = cell
 
     def forget_run(self, point: SweepPoint) -> None:
-        """Remove a run that could not be submitted; the run that it replaced is restored."""
+        """Remove the entry of a run that could not be started, and restore the run that it replaced."""
         cell = self.cells.pop(point.key)
         if cell.get("earlier"):
             *earlier, run = cell["earlier"]
@@ -98,7 +98,7 @@ class SweepFolder:
         write_json(self.path / "sweep.json", content)
 
     def read_states(self) -> dict[str, str]:
-        """Read and record the state of every point, by its key."""
+        """Read and record the state of every point. Return the states by the key of the point."""
         states = {point.key: self.read_state(point) for point in self.plan.points}
         for key, state in states.items():
             if key in self.cells:
@@ -108,33 +108,35 @@ class SweepFolder:
 
 
 def check_same_sweep(content: dict[str, Any], plan: SweepPlan) -> None:
-    """Raise UserError if a sweep was started with another experiment or other settings than those of `plan`."""
-    new_name = "or give the file another name to start another sweep"
+    """Raise UserError if the sweep was started with a different experiment or different settings."""
+    new_name = "or rename the sweep file to start a new sweep"
     experiment = content.get("experiment", plan.experiment)
     if experiment != plan.experiment:
-        raise UserError(f"the sweep {plan.name} was started with experiment={experiment}; use that, {new_name}")
+        raise UserError(
+            f"the sweep {plan.name} was started with experiment={experiment}; use that experiment, {new_name}"
+        )
     settings = content.get("settings", plan.settings)
     changed = {key: value for key, value in settings.items() if plan.settings.get(key) != value}
     added = {key: value for key, value in plan.settings.items() if key not in settings}
     if changed:
         text = format_settings(changed)
-        remedy = f"write ARGS={shlex.quote(text)}"
+        remedy = f"use ARGS={shlex.quote(text)}"
         if added:
             remedy += f" without {format_settings(added)}"
         raise UserError(f"the sweep {plan.name} was started with {text}; {remedy}, {new_name}")
     if added:
         text = format_settings(added)
-        raise UserError(f"the sweep {plan.name} was started without {text}; leave that out, {new_name}")
+        raise UserError(f"the sweep {plan.name} was started without {text}; omit it, {new_name}")
 
 
 def format_settings(settings: Mapping[str, str]) -> str:
-    """Format settings as on the command line."""
+    """Format settings as command-line arguments, quoted for a shell."""
     return shlex.join(f"{key}={value}" for key, value in settings.items())
 
 
 @contextlib.contextmanager
 def lock_sweep(path: Path) -> Iterator[None]:
-    """Hold the lock of a sweep. Raises UserError if another command holds it."""
+    """Hold the lock of a sweep inside the block. Raises UserError if another command holds it."""
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -142,12 +144,12 @@ def lock_sweep(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"another make sweep is using {path}; wait for it or stop it") from None
+            raise UserError(f"another make sweep is using {path}; wait for it to end, or stop it") from None
         yield
 
 
 def choose_points(sweep: SweepFolder, states: dict[str, str], retry_failed: bool) -> list[PointRun]:
-    """Choose the points to start: the failed ones, or those that are missing or can be resumed."""
+    """Return the points to start: failed ones if `retry_failed`, else missing and resumable ones."""
     point_runs: list[PointRun] = []
     for point in sweep.plan.points:
         state = states[point.key]
@@ -159,7 +161,7 @@ def choose_points(sweep: SweepFolder, states: dict[str, str], retry_failed: bool
 
 
 def omit_running_points(point_runs: list[PointRun]) -> list[PointRun]:
-    """Wait for attempts that are stopping; omit the points whose attempt does not stop in time."""
+    """Wait for attempts that are stopping. Omit points whose attempts do not stop in time."""
     ready: list[PointRun] = []
     for point, folder in point_runs:
         try:
@@ -173,7 +175,7 @@ def omit_running_points(point_runs: list[PointRun]) -> list[PointRun]:
 
 
 def make_point_folder(sweep: SweepFolder, point: SweepPoint, scheduler: Scheduler | None) -> RunFolder:
-    """Create the run folder of a point; a notice that several points share is printed once."""
+    """Create the run folder of a point. A notice that applies to several points is printed only once."""
     return submit.prepare_run_folder(sweep.plan.experiment, point.settings, scheduler, sweep.shown_notices)
 
 
@@ -181,21 +183,21 @@ def make_point_folder(sweep: SweepFolder, point: SweepPoint, scheduler: Schedule
 
 
 def refuse_elastic_points(plan: SweepPlan) -> None:
-    """Raise UserError if a point of a sweep asks for an elastic job."""
+    """Raise UserError if a point of a sweep has elastic=true."""
     if any(find_elastic(point.settings) for point in plan.points):
         raise UserError(
-            "elastic=true is for single jobs, and a sweep is an array of jobs: use make exp, or LAUNCH=local"
+            "elastic=true is not supported in the job array of a sweep; use make exp for single jobs, or LAUNCH=local"
         )
 
 
 def get_job_shape(point_run: PointRun) -> tuple[int, int]:
-    """Return the number of hosts and of ranks per host, which an array has in common."""
+    """Return the number of hosts and the number of ranks per host, which all jobs of an array share."""
     settings = point_run[0].settings
     return settings.launch.nodes, settings.processes // settings.launch.nodes
 
 
 def submit_points(sweep: SweepFolder, point_runs: list[PointRun], profile: Profile, scheduler: Scheduler) -> None:
-    """Submit points as arrays of jobs, one for each number of hosts and ranks."""
+    """Submit points as job arrays, one array for each combination of hosts and ranks per host."""
     for point, _ in point_runs:
         submit.resolve_processes_per_node(point.settings, profile)
         submit.check_step_timeout(point.settings, profile)
@@ -214,7 +216,10 @@ def submit_as_array(
     profile: Profile,
     scheduler: Scheduler,
 ) -> None:
-    """Submit points with equal hosts and ranks as one array of jobs. Removes new folders if it is refused."""
+    """Submit points that need the same number of hosts and ranks as one job array.
+
+    If the submission fails, the new run folders are removed.
+    """
     folders: list[RunFolder] = []
     with contextlib.ExitStack() as submissions:
         try:
@@ -245,14 +250,14 @@ def submit_as_array(
     parallel = min(sweep.plan.parallel, len(folders))
     job = jobs[0].partition("_")[0]
     print(
-        f"  job {job} on {scheduler.name}: an array of {len(folders)}, at most {parallel} at once, "
+        f"  job {job} on {scheduler.name}: array of {len(folders)}, at most {parallel} at a time, "
         f"{format_count(nodes, 'node')} and {format_count(nodes * per_node, 'rank')} each",
         flush=True,
     )
 
 
 def follow_sweep(sweep: SweepFolder) -> int:
-    """Print each change of a point's state until all are over; returns the exit status."""
+    """Print every change of a point's state until all points have ended, and return the exit status."""
     printed: dict[str, str] = {}
     try:
         while True:
@@ -265,7 +270,7 @@ def follow_sweep(sweep: SweepFolder) -> int:
                 return 0 if all(state == "FINISHED" for state in states.values()) else 1
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
-        print(f"\nno longer following; the jobs continue, see make compare SWEEP={sweep.plan.name}")
+        print(f"\nstopped following; the jobs continue. To compare them, use make compare SWEEP={sweep.plan.name}")
         return 128 + signal.SIGINT
 
 
@@ -273,7 +278,7 @@ def follow_sweep(sweep: SweepFolder) -> int:
 
 
 def start_point(folder: RunFolder) -> subprocess.Popen[bytes]:
-    """Start the run of a point on this machine; its output goes to its folder."""
+    """Start the run of a point on this machine. The output is written to screen.log in the run folder."""
     command = submit.make_resume_command(folder)
     environ = submit.make_source_environment(folder)
     with disk_errors(folder.path), open(folder.path / "screen.log", "ab") as log:
@@ -287,10 +292,11 @@ def run_points(
     *,
     stops_with_run: bool = False,
 ) -> int:
-    """Run points on this machine, several in parallel; returns the exit status.
+    """Run points on this machine and return the exit status. The plan sets how many run in parallel.
 
-    `on_end` is called after each run, with its folder. After Ctrl-C, SIGTERM or SIGUSR2 the runs save and stop. With
-    `stops_with_run`, a run that was stopped, for example by `make cancel`, ends the sweep with the run's exit status.
+    `on_end` is called after each run, with the point and the run folder. After Ctrl-C, SIGTERM, or SIGUSR2, the runs
+    save a checkpoint and stop. If `stops_with_run` is true, a run that is stopped, for example by `make cancel`, also
+    stops the sweep. The exit status is then that of the stopped run.
     """
     waiting = list(point_runs)
     running: dict[subprocess.Popen[bytes], SweepPoint] = {}
@@ -301,7 +307,7 @@ def run_points(
     def stop(number: int, frame: Any) -> None:
         nonlocal stop_signal
         stop_signal = number
-        if number != signal.SIGINT:  # the runs receive Ctrl-C themselves
+        if number != signal.SIGINT:  # the runs receive Ctrl-C directly from the terminal
             for process in running:
                 process.send_signal(number)
 
@@ -340,14 +346,14 @@ def run_points(
 
 
 def print_points(sweep: SweepFolder) -> None:
-    """Print the state, settings and run of each point."""
+    """Print the state, settings, and run of each point."""
     for point in sweep.plan.points:
         run = sweep.cells.get(point.key, {}).get("run", "")
         print(f"  {sweep.read_state(point):<9}  {point.label}  {run}".rstrip())
 
 
 def print_plan(sweep: SweepFolder, states: dict[str, str], number_to_run: int) -> None:
-    """Print the number of points in each state, and the folder of the sweep."""
+    """Print the number of points in each state and the folder of the sweep."""
     plan = sweep.plan
     counts = [f"{count} {state.lower()}" for state, count in Counter(states.values()).items()]
     size = format_count(len(plan.points), "point")
@@ -356,7 +362,7 @@ def print_plan(sweep: SweepFolder, states: dict[str, str], number_to_run: int) -
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the points of a sweep that have no run yet; returns the exit status."""
+    """Start or resume the points of a sweep, and return the exit status."""
     retry_failed = parse_switch("FAILED", args.failed)
     follow = parse_switch("FOLLOW", args.follow)
     dry_run = parse_switch("DRY_RUN", args.dry_run)
@@ -377,7 +383,7 @@ def main(args: argparse.Namespace) -> int:
         point_runs = choose_points(sweep, states, retry_failed)
         print_plan(sweep, states, len(point_runs))
         if "FAILED" in states.values() and not retry_failed:
-            print("  FAILED=1 starts the failed points again", flush=True)
+            print("  to run the failed points again, set FAILED=1", flush=True)
         point_runs = omit_running_points(point_runs)
         if point_runs and scheduler is None:
             return run_points(sweep, point_runs)

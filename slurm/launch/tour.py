@@ -1,4 +1,4 @@
-"""The verb `tour`: run every experiment at its smallest, then compare the runs."""
+"""The verb `tour`: run every experiment with small settings, then compare the runs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SMALLEST_SETTINGS: dict[str, tuple[str, ...]] = {
     "sparse_prune": ("batch=16", "optim.warmup=0", "every=5", "export=false", "int8=false"),
     "collectives": ("sizes=[4,1K]", "rounds=10", "plot=false"),
 }
-"""The smallest settings of each experiment; others run with their defaults, for a few steps."""
+"""Small settings for each experiment. An experiment without an entry runs with its defaults for a few steps."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run every experiment at its smallest and compare the runs; returns the exit status."""
+    """Run every experiment with small settings, compare the runs, and return the exit status."""
     root = Path(config.parse_command_line(args.words).values.get("runs", "runs"))
     old_paths = {folder.path for folder in selection.list_runs(root)}
     start = time.monotonic()
@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
         if subprocess.run(command, check=False).returncode:
             failed.append(name)
 
-    print(f"\n---- comparison, after {time.monotonic() - start:.0f} s", flush=True)
+    print(f"\n---- comparison of all runs (after {time.monotonic() - start:.0f} s)", flush=True)
     new_paths = [str(folder.path) for folder in selection.list_runs(root) if folder.path not in old_paths]
     compare_status = 0
     if new_paths:

@@ -1,7 +1,7 @@
-"""Slow cables: the rate and the delay of both ends of each cable, set with tc(8).
+"""Simulation of slow cables: tc(8) sets the data rate and delay at both ends of each cable.
 
-A rate is a token bucket (tc-tbf(8)), a delay is set with netem (tc-netem(8)), which not every kernel has. Packets
-between two hosts pass two cables: that of the sender and that of the receiver.
+A rate is implemented by a token bucket (tc-tbf(8)). A delay is implemented by netem (tc-netem(8)), which is missing in
+some kernels. Packets between two hosts pass through two cables: that of the sender and that of the receiver.
 """
 
 from __future__ import annotations
@@ -21,34 +21,37 @@ MIN_RATE = 100e3  # bits per second
 MAX_RATE = 100e9
 MIN_DELAY = 1e-6  # seconds
 MAX_DELAY = 1.0
-BUCKET_SECONDS = 0.005  # seconds of the rate that may pass at once
+BUCKET_SECONDS = 0.005  # maximum size of a burst, expressed as seconds of traffic at the data rate
 MIN_BUCKET_BYTES = 4096
-QUEUE_TIME = "400ms"  # time of the rate that waits before packets are dropped
-QUEUE_PACKETS = "100000"  # number of packets that netem queues before it drops packets
+QUEUE_TIME = "400ms"  # maximum time that a packet waits in the token bucket's queue before it is dropped
+QUEUE_PACKETS = "100000"  # maximum number of packets in the netem queue; further packets are dropped
 
 
 class Shape(NamedTuple):
-    """Rate and delay of a cable, in each direction."""
+    """Data rate and delay of a cable in each direction."""
 
     rate: float = 0.0
-    """Bits per second; 0 is as fast as the machine."""
+    """Data rate in bits per second; 0 means unlimited."""
     delay: float = 0.0
     """Delay of each packet in seconds."""
 
     @property
     def bucket(self) -> int:
-        """Bytes that may pass at once after a pause."""
+        """Maximum size of a burst in bytes."""
         return max(MIN_BUCKET_BYTES, int(self.rate / 8 * BUCKET_SECONDS))
 
     def describe(self) -> str:
-        """Return the rate and the delay with units; `-` without either."""
+        """Return the rate and delay with their units, or `-` if neither is set."""
         rate = format_unit(self.rate, RATE_UNITS) if self.rate else ""
         delay = format_unit(self.delay, DELAY_UNITS) if self.delay else ""
         return f"{rate} {delay}".strip() or "-"
 
 
 def parse_shape(rate: str, delay: str) -> Shape:
-    """Parse texts such as `200mbit` and `5ms`; empty ones mean none. Raises UserError."""
+    """Parse a rate such as `200mbit` and a delay such as `5ms`. Raises UserError.
+
+    An empty text means an unlimited rate or no delay.
+    """
     return Shape(
         parse_unit("RATE", rate, RATE_UNITS, MIN_RATE, MAX_RATE, "from 100kbit to 100gbit, such as 200mbit"),
         parse_unit("DELAY", delay, DELAY_UNITS, MIN_DELAY, MAX_DELAY, "from 1us to 1s, such as 5ms"),
@@ -56,13 +59,16 @@ def parse_shape(rate: str, delay: str) -> Shape:
 
 
 def parse_unit(name: str, text: str, units: dict[str, float], low: float, high: float, expected: str) -> float:
-    """Parse a number with its unit; empty text is 0. Raises UserError if it is not from `low` to `high`."""
+    """Parse a number with a unit. An empty text means 0.
+
+    Raises UserError if the number is not between `low` and `high`.
+    """
     if not text:
         return 0.0
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([a-z]+)", text)
     number = float(match[1]) * units.get(match[2], 0) if match else 0.0
     if not low <= number <= high:
-        raise UserError(f"{name}={text!r}: write a number with its unit, {expected}")
+        raise UserError(f"{name} must be a number with a unit, {expected} (got {text!r})")
     return number
 
 
@@ -74,11 +80,11 @@ def format_unit(number: float, units: dict[str, float]) -> str:
 
 
 def check_shaping_support(shape: Shape) -> None:
-    """Raise UserError if this machine cannot shape a cable like this; changes nothing."""
+    """Raise UserError if this machine cannot simulate such a cable. The check does not change the machine."""
     if not (shape.rate or shape.delay):
         return
     if not find_program("tc"):
-        raise UserError("RATE and DELAY need tc; on Debian or Ubuntu: apt-get install iproute2")
+        raise UserError("RATE and DELAY require tc; on Debian or Ubuntu, run apt-get install iproute2")
     if shape.rate:
         check_kernel_module("RATE", "tbf", Shape(rate=1e6))
     if shape.delay:
@@ -86,19 +92,22 @@ def check_shaping_support(shape: Shape) -> None:
 
 
 def check_kernel_module(setting: str, module: str, probe: Shape) -> None:
-    """Raise UserError if the kernel lacks a module of tc: shape a device of a new network namespace."""
+    """Raise UserError if the kernel lacks a module that tc requires.
+
+    The check applies `probe` to a device in a new network namespace.
+    """
     user = ["--user", "--map-root-user"] if os.getuid() else []
     for command in list_tc_commands("lo", probe):
         process = run_program("unshare", *user, "--net", *command)
         if process.returncode:
             raise UserError(
-                f"{setting} needs the kernel module sch_{module}, which is not available ({process.stderr.strip()}); "
+                f"{setting} requires the kernel module sch_{module}, which is missing ({process.stderr.strip()}); "
                 f"load it as root: modprobe sch_{module}, or omit {setting}"
             )
 
 
 def list_tc_commands(device: str, shape: Shape) -> list[list[str]]:
-    """List the tc commands that shape what a network device sends."""
+    """Return the tc commands that set the rate and delay of packets that a network device sends."""
     replace = ["tc", "qdisc", "replace", "dev", device]
     commands = []
     parent = ["root", "handle", "1:"]
@@ -117,7 +126,7 @@ def run_program(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def shape_device(device: str, shape: Shape) -> None:
-    """Shape what a network device of this network namespace sends. Raises UserError."""
+    """Set the rate and delay of packets that a network device of this namespace sends. Raises UserError."""
     for command in list_tc_commands(device, shape):
         process = run_program(*command)
         if process.returncode:
@@ -125,7 +134,7 @@ def shape_device(device: str, shape: Shape) -> None:
 
 
 def read_shapes() -> dict[str, Shape]:
-    """Return the shapes of the devices of this network namespace, as the kernel reports them."""
+    """Return the rate and delay of each network device of this namespace, as reported by the kernel."""
     if not find_program("tc"):
         return {}
     process = subprocess.run(["tc", "-json", "qdisc", "show"], capture_output=True, text=True, check=True)

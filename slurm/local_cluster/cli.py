@@ -1,17 +1,18 @@
-"""A real SLURM cluster on one machine: real daemons, each host with its own name, address and processes.
+"""Real SLURM cluster on one machine: real daemons, and hosts with their own names, addresses, and processes.
 
     python -m slurm cluster up [--nodes 2] [--cpus N] [--rate 200mbit] [--delay 5ms] [--db] [--conf Key=Value ...]
     python -m slurm cluster status | shell | exec CMD... | node N CMD... | down
     python -m slurm cluster cut N | join N | power-off N | power-on N | preempt [JOB] | requeue JOB
 
-Needs Linux and the packages slurm-wlm and iproute2 of Debian or Ubuntu, but neither root nor any change of
-the machine. The hosts are `node1`, `node2`, ... and share the files of the machine; the controller is `ctl`.
-They reach only each other, not the internet. Jobs run as the caller. Partition `main` is the default and
-can be preempted by `high`. Every verb accepts --name NAME; clusters of different names are independent.
+The cluster requires Linux and the Debian or Ubuntu packages slurm-wlm and iproute2. It requires neither
+root nor changes to the machine. The controller is named `ctl`, and the hosts are named `node1`, `node2`,
+and so on. All of them share the files of the machine. They can reach each other, but not the internet. Jobs
+run as the calling user. The default partition is `main`, whose jobs can be preempted by partition `high`.
+Every verb accepts --name NAME. Clusters with different names are independent.
 
-`--conf` sets a line of slurm.conf, such as KillWait=30, SlurmdTimeout=10, GraceTime=5 (of partition main)
-or SlurmctldParameters=preempt_send_user_signal. All files are in one folder, under CLUSTER_DIR if it is
-set, else under XDG_RUNTIME_DIR or /tmp.
+`--conf` sets a line of slurm.conf, such as KillWait=30, SlurmdTimeout=10, GraceTime=5 (of partition main),
+or SlurmctldParameters=preempt_send_user_signal. All files of a cluster are in one folder. This folder is
+in CLUSTER_DIR if that variable is set, else in XDG_RUNTIME_DIR, else in /tmp.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ POLL_SECONDS = 0.02
 
 @contextlib.contextmanager
 def lock_folder(name: str) -> Iterator[Path]:
-    """Create the state folder if needed, check that it belongs to this user, and lock it. Raises UserError."""
+    """Create and lock the state folder of a cluster.
+
+    Raises UserError if the folder is not writable or belongs to another user.
+    """
     folder = slurm_conf.check_folder(find_cluster_folder(name))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -91,7 +95,7 @@ def start_cluster(args: argparse.Namespace) -> None:
         daemons.fork_cluster(plan)
         try:
             wait_until_idle(plan)
-        except BaseException:  # also Ctrl-C: an incomplete cluster is useless
+        except BaseException:  # including Ctrl-C, because an incomplete cluster is useless
             end_cluster(folder)
             raise
     hosts = f"{format_count(nodes, 'host')} with {format_count(cpus, 'CPU')} each"
@@ -101,7 +105,7 @@ def start_cluster(args: argparse.Namespace) -> None:
 
 
 def check_same_plan(plan: Plan, nodes: int, shape: Shape) -> None:
-    """Raise UserError if a running cluster has another number of hosts, or other cables than the requested ones."""
+    """Raise UserError if the hosts or cables of a running cluster differ from the requested ones."""
     running_shape = Shape(plan.rate, plan.delay)
     if nodes == plan.nodes and (not any(shape) or shape == running_shape):
         return
@@ -113,7 +117,10 @@ def check_same_plan(plan: Plan, nodes: int, shape: Shape) -> None:
 
 
 def wait_until_idle(plan: Plan) -> None:
-    """Wait until every host is idle. Raises UserError with the error of a daemon."""
+    """Wait until all hosts of a cluster are idle.
+
+    If the cluster does not start in time, raises UserError with the error message of a daemon.
+    """
     timeout = 30 + plan.nodes
     if plan.database:
         timeout += 30
@@ -124,7 +131,7 @@ def wait_until_idle(plan: Plan) -> None:
         cluster = find_running_cluster(plan.name)
         if not cluster:
             break
-        # Before the last host has started, sinfo would sleep for a second.
+        # If sinfo is called before the last host has started, sinfo sleeps for a second.
         if last_host.exists() and cluster.run(*sinfo, check=False) == str(plan.nodes):
             return
         time.sleep(POLL_SECONDS)
@@ -132,7 +139,7 @@ def wait_until_idle(plan: Plan) -> None:
 
 
 def find_error_line(logs: Path) -> str:
-    """Find the error that ended a daemon, else the one that kept the cluster from starting."""
+    """Return the logged error that ended a daemon, else the one that prevented the start of the cluster."""
     lines: list[str] = []
     for log in sorted(logs.glob("*.log")):
         lines += log.read_text(errors="replace").splitlines()
@@ -147,7 +154,7 @@ def find_error_line(logs: Path) -> str:
 
 
 def end_cluster(folder: Path) -> None:
-    """Stop the cluster of a folder, if it runs."""
+    """Stop the cluster whose state folder is `folder`, if it is running."""
     process = Process.load(folder / "holder")
     if process:
         process.kill()
@@ -171,7 +178,7 @@ def stop_cluster(args: argparse.Namespace) -> None:
 
 
 def print_status(args: argparse.Namespace) -> None:
-    """Print the process and folder of a cluster, and the state of every host."""
+    """Print the first process and folder of a cluster, and the state of every host."""
     cluster = require_running_cluster(args.name)
     plan = cluster.plan
     print(f"cluster {plan.name} is up: first process {cluster.process.pid}, files in {plan.folder}", flush=True)
@@ -181,7 +188,7 @@ def print_status(args: argparse.Namespace) -> None:
 
 
 def exec_in_cluster(args: argparse.Namespace) -> None:
-    """Run a command inside a cluster, in this folder and in place of this process."""
+    """Run a command inside a cluster, in the current folder. The command replaces this process."""
     cluster = require_running_cluster(args.name)
     number = parse_host(cluster, args.node) if args.verb == "node" else 0
     if number:
@@ -189,9 +196,10 @@ def exec_in_cluster(args: argparse.Namespace) -> None:
     argv = args.command[1:] if args.command[:1] == ["--"] else args.command
     if args.verb == "shell":
         argv = [os.environ.get("SHELL", "/bin/sh")]
-        print(f"controller of cluster {args.name}: sbatch, srun, squeue, sinfo; leave with exit", file=sys.stderr)
+        programs = "sbatch, srun, squeue, and sinfo"
+        print(f"shell on the controller of cluster {args.name} with {programs}; type exit to leave", file=sys.stderr)
     if not argv:
-        raise UserError(f"{args.verb}: a command is missing, such as: exec sinfo")
+        raise UserError(f"{args.verb}: the command is missing; write, for example, exec sinfo")
     command = cluster.build_command(argv, node=number)
     os.execvp(command[0], command)
 
@@ -202,7 +210,7 @@ def parse_host(cluster: Cluster, text: str) -> int:
 
 
 def cut_or_restore_host(args: argparse.Namespace) -> None:
-    """Cut a host's cable or power, or restore it."""
+    """Cut or restore the cable or power of a host."""
     cluster = require_running_cluster(args.name)
     number = parse_host(cluster, args.node)
     cluster.run_as_root(lambda: daemons.VERBS[args.verb](cluster.plan, number))
@@ -210,7 +218,7 @@ def cut_or_restore_host(args: argparse.Namespace) -> None:
 
 
 def preempt_job(args: argparse.Namespace) -> None:
-    """Submit a short high-priority job for the hosts of one job, or for all hosts."""
+    """Submit a short high-priority job to the hosts of one job, or to all hosts."""
     cluster = require_running_cluster(args.name)
     if args.job:
         nodes = cluster.run("squeue", "--noheader", "--states=running", f"--jobs={args.job}", "--format=%N")
@@ -218,13 +226,13 @@ def preempt_job(args: argparse.Namespace) -> None:
     else:
         ready = ("--states=idle,mixed,allocated", "--responding", "--format=%N")
         nodes = cluster.run("sinfo", "--noheader", "--partition=main", *ready).replace("\n", ",")
-        problem = "no host is ready for a job"
+        problem = "no host is ready to run a job"
     if not nodes:
         raise UserError(problem)
     options = ["--parsable", "--partition=high", "--exclusive", "--job-name=preempt", "--output=/dev/null", "--time=1"]
     count = len(cluster.run("scontrol", "show", "hostnames", nodes).splitlines())
     job = cluster.run("sbatch", *options, f"--nodes={count}", f"--nodelist={nodes}", "--wrap=sleep 2")
-    print(f"job {job} of partition high requests {nodes}")
+    print(f"job {job} in partition high requests {nodes}")
 
 
 def requeue_job(args: argparse.Namespace) -> None:
@@ -233,20 +241,20 @@ def requeue_job(args: argparse.Namespace) -> None:
 
 
 POSITIONALS = {
-    "node": "host, as 2 or node2",
+    "node": "number or name of the host, such as 2 or node2",
     "command": "command and its arguments",
-    "job": "id of a job",
+    "job": "id of the job",
 }
 
 
 def describe_verb(function: Callable[..., object]) -> str:
-    """Return the first line of a docstring for a user, without the errors that the function raises."""
+    """Return the first line of a function's docstring for help texts, without the errors that it raises."""
     first_line = (function.__doc__ or "").partition("\n")[0]
     return first_line.partition(" Raises ")[0]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all verbs."""
+    """Create the parser of all verbs for local clusters."""
     top = argparse.ArgumentParser(
         prog="python -m slurm cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -257,8 +265,8 @@ def make_parser() -> argparse.ArgumentParser:
     ) -> argparse.ArgumentParser:
         description = describe_verb(daemons.VERBS.get(verb, function))
         parser = verbs.add_parser(verb, help=description, description=description)
-        default_name = DEFAULT_NAME if verb == "up" else f"{DEFAULT_NAME}, else the only one that is up"
-        parser.add_argument("--name", default="", help=f"name of the cluster ({default_name})")
+        default_name = DEFAULT_NAME if verb == "up" else f"{DEFAULT_NAME}, else the only cluster that is up"
+        parser.add_argument("--name", default="", help=f"name of the cluster (default: {default_name})")
         parser.set_defaults(function=function)
         for name in positionals:
             nargs = argparse.REMAINDER if name == "command" else None
@@ -266,13 +274,16 @@ def make_parser() -> argparse.ArgumentParser:
         return parser
 
     up = add_verb("up", start_cluster)
-    up.add_argument("--nodes", default="", help=f"number of hosts, 1 to {slurm_conf.MAX_NODES} (2)")
-    up.add_argument("--cpus", default="", help="CPUs of each host as reported to SLURM (the machine's, at least 2)")
-    up.add_argument("--rate", default="", help="rate of each cable in each direction, such as 200mbit (unlimited)")
-    up.add_argument("--delay", default="", help="delay of each cable in each direction, such as 5ms (none)")
-    up.add_argument("--db", nargs="?", const="1", default="", help="accounting in a private MariaDB")
-    up.add_argument("--conf", action="append", default=[], metavar="Key=Value", help="a line of slurm.conf")
-    up.add_argument("--auth", choices=("none", "munge"), help="authentication (none if SLURM was built with it)")
+    up.add_argument("--nodes", default="", help=f"number of hosts, from 1 to {slurm_conf.MAX_NODES} (default: 2)")
+    cpus_help = "number of CPUs that each host reports to SLURM (default: CPUs of the machine, but at least 2)"
+    up.add_argument("--cpus", default="", help=cpus_help)
+    rate_help = "data rate of each cable in each direction, such as 200mbit (default: unlimited)"
+    up.add_argument("--rate", default="", help=rate_help)
+    up.add_argument("--delay", default="", help="delay of each cable in each direction, such as 5ms (default: none)")
+    up.add_argument("--db", nargs="?", const="1", default="", help="record jobs in a private MariaDB database")
+    up.add_argument("--conf", action="append", default=[], metavar="Key=Value", help="line to set in slurm.conf")
+    auth_help = "authentication method (default: none if SLURM was built with it, else munge)"
+    up.add_argument("--auth", choices=("none", "munge"), help=auth_help)
     add_verb("down", stop_cluster)
     add_verb("status", print_status)
     add_verb("shell", exec_in_cluster).set_defaults(command=[])
@@ -280,7 +291,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_verb("node", exec_in_cluster, "node", "command")
     for verb in daemons.VERBS:
         add_verb(verb, cut_or_restore_host, "node")
-    add_verb("preempt", preempt_job).add_argument("job", nargs="?", help="id of the job to preempt (all hosts)")
+    add_verb("preempt", preempt_job).add_argument("job", nargs="?", help="id of the job to preempt (default: all jobs)")
     add_verb("requeue", requeue_job, "job")
     return top
 
@@ -293,6 +304,6 @@ def main(arguments: list[str]) -> None:
         running = None if args.verb == "up" else choose_running_cluster()
         args.name = running.plan.name if running else DEFAULT_NAME
     if os.environ.get("SLURM_CONF") == str(find_cluster_folder(args.name) / "slurm.conf"):
-        raise UserError(f"this shell is inside cluster {args.name}, where its processes have other ids; leave it first")
-    os.environ["PATH"] = slurm_conf.make_search_path()  # finds ip, slurmctld and slurmd
+        raise UserError(f"this shell is inside cluster {args.name}, where process ids differ; leave the shell first")
+    os.environ["PATH"] = slurm_conf.make_search_path()  # includes the folders of ip, slurmctld, and slurmd
     args.function(args)

@@ -1,4 +1,4 @@
-"""A local cluster that is up: the folder of its state, and programs that run inside it."""
+"""Access to running local clusters: finding a cluster, and running programs inside it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ DEFAULT_NAME = "local"
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that is up."""
+    """A running local cluster."""
 
     plan: Plan
     process: Process
-    """Its first process; all others end with it."""
+    """First process of the cluster. All other processes of the cluster end with it."""
 
     def build_command(self, argv: Sequence[str], node: int = 0, cwd: str | Path = "") -> list[str]:
-        """Prefix `argv` so that it runs inside as the caller, on the controller or on a node, in `cwd`."""
+        """Return the command that executes `argv` inside the cluster as the calling user.
+
+        `node` is the number of a host, or 0 for the controller. The default of `cwd` is the current folder.
+        """
         namespaces = ["--net", "--uts", "--mount", "--pid", "--"]
         user = ["--user", "--preserve-credentials"] if self.plan.uid else []
         prefix = ["nsenter", f"--target={self.process.pid}", *user, *namespaces]
@@ -35,47 +38,50 @@ class Cluster:
             pid = daemons.locate_process_record(self.plan, node).read_text().split()[0]
             prefix += ["nsenter", f"--target={pid}", *namespaces]
         variables = [f"{key}={value}" for key, value in self.plan.environment.items()]
-        # env changes the folder last: nsenter starts at the root of the entered mounts
+        # env changes the folder last, because nsenter starts in the root folder of the entered mount namespace.
         env = ["env", f"--chdir={cwd or Path.cwd()}", *variables]
         return [*prefix, *daemons.make_caller_prefix(self.plan), *env, *argv]
 
     def run(self, *argv: str, check: bool = True) -> str:
-        """Run a program on the controller; returns its output. Raises UserError with its error message."""
+        """Run a program on the controller and return its output. Raises UserError with the program's error."""
         process = subprocess.run(self.build_command(argv), capture_output=True, text=True, check=False)
         if check and process.returncode:
             raise UserError(f"{argv[0]}: {process.stderr.strip().rpartition('error: ')[2] or process.returncode}")
         return process.stdout.strip()
 
     def run_as_root(self, function: Callable[[], object]) -> None:
-        """Run a function as root of the cluster's namespaces; exit with its status if it fails."""
+        """Run a function as root inside the cluster. If the function fails, exit with its status."""
         status = run_in_namespaces(self.process, function)
         if status:
-            sys.exit(status)  # it has printed the reason
+            sys.exit(status)  # the function has already printed the reason
 
 
 def find_cluster_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of a cluster's state. Raises UserError."""
+    """Return the state folder of a cluster. Raises UserError if the name is invalid."""
     base = environ.get("CLUSTER_DIR") or environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 (checked on use)
     return Path(base).absolute() / f"cluster-{os.getuid()}-{slurm_conf.check_cluster_name(name)}"
 
 
 def find_running_cluster(name: str = DEFAULT_NAME) -> Cluster | None:
-    """Find the cluster of that name, if it is up. Inside a cluster the result is None: sbatch works there directly."""
+    """Return the cluster with this name, or None if it is not up.
+
+    Inside a cluster, the result is also None, because sbatch can be used there directly.
+    """
     folder = find_cluster_folder(name)
     process = Process.load(folder / "holder")
     return Cluster(Plan.load(folder), process) if process else None
 
 
 def is_own_folder(path: Path) -> bool:
-    """Check whether a folder belongs to this user: anyone may create folders in /tmp."""
+    """Return whether a folder belongs to this user. In /tmp, other users can create folders too."""
     try:
         return path.lstat().st_uid == os.getuid()
-    except FileNotFoundError:  # a cluster that is ending
+    except FileNotFoundError:  # the cluster is being stopped
         return False
 
 
 def list_running_clusters() -> list[str]:
-    """List the names of the clusters of this user that are up."""
+    """Return the names of this user's running clusters."""
     default = find_cluster_folder(DEFAULT_NAME)
     prefix = default.name.removesuffix(DEFAULT_NAME)
     names = []
@@ -86,23 +92,23 @@ def list_running_clusters() -> list[str]:
 
 
 def choose_running_cluster() -> Cluster | None:
-    """Choose the cluster that programs use: that of the default name if it is up, else the only one that is.
+    """Return the cluster with the default name if it is up, else the only cluster that is up.
 
-    Raises UserError if several others are up.
+    Returns None if no cluster is up. Raises UserError if several clusters are up and none has the default name.
     """
     names = list_running_clusters()
     if DEFAULT_NAME in names:
         return find_running_cluster(DEFAULT_NAME)
     if len(names) > 1:
         raise UserError(
-            f"the local clusters {', '.join(names)} are up; name one: LAUNCH=slurm:{names[0]} (NAME={names[0]} with "
-            "make cluster-status and similar commands), or use LAUNCH=local"
+            f"several local clusters are up: {', '.join(names)}; choose one, such as LAUNCH=slurm:{names[0]} "
+            f"(NAME={names[0]} for make cluster-status and similar commands), or use LAUNCH=local"
         )
     return find_running_cluster(names[0]) if names else None
 
 
 def require_running_cluster(name: str) -> Cluster:
-    """Find the cluster of that name. Raises UserError if it is not up."""
+    """Return the cluster with this name. Raises UserError if it is not up."""
     cluster = find_running_cluster(name)
     if not cluster:
         setting = "" if name == DEFAULT_NAME else f" NAME={name}"

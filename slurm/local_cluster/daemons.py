@@ -1,6 +1,6 @@
-"""The daemons of a cluster: start of the controller and the hosts, and their loss of cable or power.
+"""Daemons of a local cluster: starting the controller and hosts, and cutting cables or power of hosts.
 
-Every function here runs as root of the cluster's namespaces, except `fork_cluster`, which creates them.
+Every function runs as root in the namespaces of the cluster, except `fork_cluster`, which creates the namespaces.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from slurm.local_cluster.slurm_conf import (
 )
 
 BRIDGE = "switch"
-PORT_TIMEOUT = 20.0  # seconds until a service listens
+PORT_TIMEOUT = 20.0  # maximum time in seconds until a service listens on its port
 
 
 def fork_cluster(plan: Plan) -> None:
-    """Start a cluster. On return its first process is recorded and runs independently of the caller."""
+    """Start the first process of a cluster, which runs independently of the caller, and record its pid."""
 
     def start_first_process() -> None:
         if plan.uid:
@@ -42,11 +42,11 @@ def fork_cluster(plan: Plan) -> None:
 
     status = namespaces.wait_for_child(namespaces.fork_child(start_first_process))
     if status:
-        raise SystemExit(status)  # it has printed the reason
+        raise SystemExit(status)  # the child has already printed the reason
 
 
 def run_first_process(plan: Plan) -> None:
-    """Start the switch, slurmctld and the hosts, as the first process of the cluster. Raises UserError."""
+    """Start the switch, slurmctld, and the hosts as the first process of the cluster. Raises UserError."""
     namespaces.detach_process(plan.folder / "log" / "ctl.log")
     namespaces.unshare_namespaces("net", "uts", "mnt")
     namespaces.make_mounts(plan.folder / "etc")
@@ -62,18 +62,18 @@ def run_first_process(plan: Plan) -> None:
     if plan.database:
         start_database(plan)
     start_daemon(plan, "slurmctld")
-    # Without the controller, a slurmd would retry only a second later.
+    # If slurmd is started before the controller, it waits a second before it tries to connect again.
     wait_for_port("slurmctld", CONTROLLER_ADDRESS, CONTROLLER_PORT)
     for number in range(1, plan.nodes + 1):
         child = namespaces.fork_child(lambda number=number: start_host(plan, number))  # type: ignore[misc]
         if namespaces.wait_for_child(child):
             raise UserError(f"{format_host_name(number)} did not start")
     record = plan.folder / "holder"
-    namespaces.serve_as_init(record.exists)  # a cluster whose folder was deleted could not be found any more
+    namespaces.serve_as_init(record.exists)  # the cluster ends if its folder is deleted
 
 
 def start_host(plan: Plan, number: int) -> None:
-    """Connect a host and start it. The calling process must exit afterwards."""
+    """Start a host and connect its cable. The calling process must exit afterward."""
     name = format_host_name(number)
     shape = Shape(plan.rate, plan.delay)
 
@@ -100,14 +100,17 @@ def start_host(plan: Plan, number: int) -> None:
 
 
 def locate_process_record(plan: Plan, number: int) -> Path:
-    """Return the file that records a host's first process, by its pid in the cluster's process table."""
+    """Return the file that records the first process of a host.
+
+    The file contains the pid in the process table of the cluster.
+    """
     return plan.folder / "hosts" / format_host_name(number)
 
 
 def make_caller_prefix(plan: Plan) -> list[str]:
-    """Return the command prefix that turns the root of an ordinary user's namespace back into that user.
+    """Return a command prefix that executes a program as the user who started the cluster.
 
-    As root, the daemons would request rights that the namespace cannot grant.
+    Inside the cluster, an ordinary user is root. As root, daemons would request rights that the namespace cannot grant.
     """
     if not plan.uid:
         return []
@@ -115,12 +118,12 @@ def make_caller_prefix(plan: Plan) -> list[str]:
 
 
 def make_daemon_environment(plan: Plan) -> dict[str, str]:
-    """Return a daemon's environment, without the caller's secrets."""
+    """Return the environment of a daemon, without secrets from the caller's environment."""
     return {"HOME": "/", "LC_ALL": "C.UTF-8"} | plan.environment
 
 
 def start_daemon(plan: Plan, *argv: str) -> None:
-    """Start a program that moves itself to the background. Raises UserError."""
+    """Start a program that moves itself to the background. Raises UserError if it fails."""
     command = [*make_caller_prefix(plan), *argv]
     environment = make_daemon_environment(plan)
     process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False)
@@ -129,7 +132,7 @@ def start_daemon(plan: Plan, *argv: str) -> None:
 
 
 def start_munge(plan: Plan) -> None:
-    """Start a private munged, with its socket in the folder that all hosts share."""
+    """Start a private munged, whose socket is in a folder that all hosts share."""
     run = plan.folder / "run"
     key = run / "munge.key"
     key.write_bytes(os.urandom(128))
@@ -140,7 +143,7 @@ def start_munge(plan: Plan) -> None:
 
 
 def start_database(plan: Plan) -> None:
-    """Start a private MariaDB in memory, without a password, and slurmdbd. Raises UserError."""
+    """Start slurmdbd and a private MariaDB server, which is in memory and has no password. Raises UserError."""
     folder = plan.folder
     namespaces.mount_path("none", str(folder / "db"), "tmpfs", namespaces.NOSUID | namespaces.NODEV)
     log = (folder / "log" / "db.log").open("a")
@@ -154,7 +157,7 @@ def start_database(plan: Plan) -> None:
         raise UserError(f"mariadb-install-db exited with status {process.returncode}")
 
     server = ["mariadbd", *common]
-    server += ["--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900"]  # speed
+    server += ["--innodb-flush-log-at-trx-commit=0", "--innodb-lock-wait-timeout=900"]  # for speed
     server += ["--bind-address=127.0.0.1", f"--port={DATABASE_PORT}", f"--socket={folder}/run/db.sock"]
     server += [f"--pid-file={folder}/run/db.pid", "--skip-grant-tables", "--skip-log-bin"]
     subprocess.Popen([*prefix, *server], env=environment, stdout=log, stderr=log)
@@ -165,7 +168,7 @@ def start_database(plan: Plan) -> None:
 
 
 def wait_for_port(name: str, address: str, port: int, seconds: float = PORT_TIMEOUT) -> None:
-    """Wait until a service listens. Raises UserError."""
+    """Wait until a service listens on a port. Raises UserError after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -174,44 +177,49 @@ def wait_for_port(name: str, address: str, port: int, seconds: float = PORT_TIME
             time.sleep(0.02)
         else:
             return
-    raise UserError(f"{name} does not listen after {seconds:.0f} s")
+    raise UserError(f"{name} is not listening on port {port} after {seconds:.0f} s")
 
 
 def require_host(plan: Plan, number: int) -> Process:
-    """Find the first process of a host. Raises UserError if the host is off."""
+    """Return the first process of a host. Raises UserError if the host is powered off."""
     process = Process.load(locate_process_record(plan, number))
     if not process:
-        raise UserError(f"{format_host_name(number)} is powered off; python -m slurm cluster power-on {number}")
+        name = format_host_name(number)
+        raise UserError(f"{name} is powered off; start it with python -m slurm cluster power-on {number}")
     return process
 
 
 def cut_cable(plan: Plan, number: int) -> None:
-    """Disconnect a host's cable. Its processes keep running."""
+    """Disconnect the cable of a host. The processes of the host keep running."""
     require_host(plan, number)
     namespaces.run_ip(f"link set {format_host_name(number)} down")
 
 
 def join_cable(plan: Plan, number: int) -> None:
-    """Reconnect a host's cable.
+    """Reconnect the cable of a host.
 
-    SLURM contacts a host that is down only in every 20th round, so it may take up to seven times SlurmdTimeout until
-    SLURM uses the host again; `exec scontrol update nodename=nodeN state=resume` makes SLURM contact it at once.
+    SLURM contacts a host that is down only in every 20th round. It may therefore take up to seven times SlurmdTimeout
+    until SLURM uses the host again. `exec scontrol update nodename=nodeN state=resume` makes SLURM contact the host
+    immediately.
     """
     require_host(plan, number)
     namespaces.run_ip(f"link set {format_host_name(number)} up")
 
 
 def power_off(plan: Plan, number: int) -> None:
-    """Stop a host at once. Its cable is cut first: terminating processes would still close their connections."""
+    """Stop a host immediately, without closing its network connections.
+
+    The cable is cut first, because terminating processes would otherwise close their connections.
+    """
     process = require_host(plan, number)
     name = format_host_name(number)
     namespaces.run_ip(f"link set {name} down")
-    namespaces.run_ip(f"link del {name}")  # before the kernel deletes both ends with the host's last process
+    namespaces.run_ip(f"link del {name}")  # otherwise the kernel deletes the cable later, when the last process ends
     process.kill()
 
 
 def power_on(plan: Plan, number: int) -> None:
-    """Start a host that is off. Raises UserError."""
+    """Start a host that is powered off. Raises UserError if it is already on."""
     if Process.load(locate_process_record(plan, number)):
         raise UserError(f"{format_host_name(number)} is already on")
     start_host(plan, number)
@@ -226,7 +234,10 @@ VERBS: dict[str, Callable[[Plan, int], None]] = {
 
 
 def print_hosts(plan: Plan, states: dict[str, str]) -> None:
-    """Print each host's address, its cable (in, cut, or off without power), rate and delay, and its SLURM state."""
+    """Print the address, cable, rate, delay, and SLURM state of each host.
+
+    The cable is `in`, `cut`, or `off` if the host has no power.
+    """
     is_connected = namespaces.list_cables()
     shapes = cables.read_shapes()
     print(f"{'HOST':10}{'ADDRESS':14}{'CABLE':8}{'RATE':14}SLURM")

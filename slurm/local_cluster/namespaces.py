@@ -1,7 +1,7 @@
-"""Processes, namespaces and cables: how one machine becomes several hosts. Independent of SLURM.
+"""Processes, namespaces, and cables that simulate several hosts on one machine. Independent of SLURM.
 
-A host is a process with its own network, mounts, host name and process table. All hosts are processes in the process
-table of the controller, so they all end with its first process.
+A host is a process with its own network, mounts, host name, and process table. All hosts are processes in the process
+table of the controller, so they all end with the first process of the controller.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from common.core.errors import UserError, exit_on_user_error
 from common.core.processes import Process
 
 NAMESPACE_FLAGS = {"user": 0x10000000, "pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
-"""CLONE_NEW* of linux/sched.h; the names are those of /proc/PID/ns."""
+"""Flags CLONE_NEW* of linux/sched.h, by the name of the namespace in /proc/PID/ns."""
 
-# MS_* of linux/mount.h
+# Flags MS_* of linux/mount.h
 NOSUID = 0x2
 NODEV = 0x4
 NOEXEC = 0x8
@@ -34,26 +34,26 @@ BIND = 0x1000
 RECURSIVE = 0x4000
 PRIVATE = 0x40000
 
-FIRST_FREE_FD = 3  # after stdin, stdout and stderr
+FIRST_FREE_FD = 3  # first file descriptor after stdin, stdout, and stderr
 MAX_FD = 1 << 16
 POLL_SECONDS = 2.0
 LIBC = ctypes.CDLL(None, use_errno=True)
 USER_REMEDY = (
-    "this system does not allow ordinary users to create namespaces; on Ubuntu 24.04:"
-    " sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or run this as root"
+    "this system does not allow ordinary users to create namespaces; on Ubuntu 24.04, run"
+    " sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or run this command as root"
 )
 ROOT_REMEDY = "root is not allowed to create namespaces here; if this is a container, start it with --privileged"
 
 
 def call_libc(name: str, *arguments: object) -> None:
-    """Call a function of libc. Raises OSError with its name."""
+    """Call a function of libc. Raises OSError, which names the function, if it fails."""
     if getattr(LIBC, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def unshare_namespaces(*kinds: str) -> None:
-    """Move to new namespaces of these kinds. Raises UserError if the system refuses."""
+    """Move this process to new namespaces of these kinds. Raises UserError if this is not permitted."""
     try:
         call_libc("unshare", sum(NAMESPACE_FLAGS[kind] for kind in kinds))
     except OSError as error:
@@ -62,24 +62,27 @@ def unshare_namespaces(*kinds: str) -> None:
 
 
 def is_single_user() -> bool:
-    """Check whether uid 0 here is one ordinary user outside."""
+    """Return whether root in this user namespace is a single ordinary user of the system."""
     return Path("/proc/self/uid_map").read_text().split()[2] == "1"
 
 
 def check_user(uid: int) -> str:
-    """Return the name of the user that all daemons and jobs run as. Raises UserError."""
+    """Return the name of the user with this id, under whom all daemons and jobs run. Raises UserError."""
     if uid == 0 and is_single_user():
         raise UserError(
-            "root of this user namespace is an ordinary user outside, which SLURM rejects; run this as that user"
+            "root in this user namespace is actually an ordinary user, which SLURM rejects; run this command as "
+            "that user"
         )
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
-        raise UserError(f"user {uid} has no name in /etc/passwd, which SLURM needs; run this as a named user") from None
+        raise UserError(
+            f"user {uid} has no name in /etc/passwd, which SLURM requires; run this command as a named user"
+        ) from None
 
 
 def become_root(uid: int, gid: int) -> None:
-    """Become root of a new user namespace with one user, the caller. Raises UserError."""
+    """Enter a new user namespace in which the caller is root and the only user. Raises UserError."""
     unshare_namespaces("user")
     try:
         Path("/proc/self/setgroups").write_text("deny")
@@ -90,7 +93,7 @@ def become_root(uid: int, gid: int) -> None:
 
 
 def enter_namespaces(pid: int) -> None:
-    """Join the namespaces of a process. The process table changes for children only."""
+    """Enter the namespaces of a process. The process table changes only for children of this process."""
     namespace_fds = []
     for kind in NAMESPACE_FLAGS:
         namespace = Path(f"/proc/{pid}/ns/{kind}")
@@ -102,7 +105,10 @@ def enter_namespaces(pid: int) -> None:
 
 
 def fork_child(function: Callable[[], object]) -> int:
-    """Fork a child that runs `function` and exits, with 0 if it returned. Returns the child's pid."""
+    """Fork a child that runs `function`, and return the pid of the child.
+
+    The child exits with status 0 if the function returns.
+    """
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -123,12 +129,12 @@ def fork_child(function: Callable[[], object]) -> int:
 
 
 def wait_for_child(pid: int) -> int:
-    """Wait for a child; returns its exit status."""
+    """Wait for a child process, and return its exit status."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def run_in_namespaces(holder: Process, function: Callable[[], object]) -> int:
-    """Run `function` as root of the cluster whose first process is `holder`; returns its exit status."""
+    """Run `function` as root inside the cluster whose first process is `holder`, and return the exit status."""
 
     def enter_and_run() -> None:
         enter_namespaces(holder.pid)
@@ -138,7 +144,10 @@ def run_in_namespaces(holder: Process, function: Callable[[], object]) -> int:
 
 
 def detach_process(log: Path, keep: socket.socket | None = None) -> None:
-    """Detach from the caller's terminal, folder and files except the socket `keep`; write to `log`."""
+    """Detach this process from the terminal, folder, and open files of the caller.
+
+    The output is appended to the file `log`. The socket `keep` remains open.
+    """
     os.setsid()
     os.chdir("/")
     os.umask(0o022)
@@ -154,10 +163,13 @@ def detach_process(log: Path, keep: socket.socket | None = None) -> None:
 
 
 def serve_as_init(is_needed: Callable[[], bool]) -> None:
-    """Run as the first process of a process table while `is_needed`, so that no child stays a zombie."""
+    """Run as the first process of a process table, so that no child remains a zombie.
+
+    Returns once `is_needed` returns False.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:  # children that ended earlier
+        while os.waitpid(-1, os.WNOHANG)[0]:  # reaps the children that have already ended
             pass
     while is_needed():
         time.sleep(POLL_SECONDS)
@@ -173,26 +185,27 @@ def mount_path(source: str, target: str, kind: str | None, flags: int) -> None:
 
 
 def make_mounts(etc: Path | None = None) -> None:
-    """Make mounts of this namespace only, with its own /proc, and with the files of `etc`, if any, in /etc.
+    """Make the mounts of this namespace private, and mount its own /proc.
 
-    Without `etc` the namespace is that of a host, which gets its own shared memory.
+    If `etc` is given, the files in this folder replace those of /etc. Otherwise, the namespace belongs to a host, which
+    gets its own shared memory.
     """
     mount_path("none", "/", None, RECURSIVE | PRIVATE)
     mount_path("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
     if not etc:
         if Path("/dev/shm").is_dir():  # noqa: S108
-            mount_path("none", "/dev/shm", "tmpfs", NOSUID | NODEV)  # noqa: S108 (hosts share no memory)
+            mount_path("none", "/dev/shm", "tmpfs", NOSUID | NODEV)  # noqa: S108 (hosts must not share memory)
         return
     for file in sorted(etc.iterdir()):
         target = Path("/etc", file.name).resolve()
         if target.exists():
             mount_path(str(file), str(target), None, BIND)
-    if Path("/run/nscd").is_dir():  # the machine's name cache would answer before these files
+    if Path("/run/nscd").is_dir():  # the name cache of the machine would answer before these files are read
         mount_path("none", "/run/nscd", "tmpfs", NOSUID | NODEV)
 
 
 def run_ip(*lines: str) -> None:
-    """Run commands of ip(8), in one process. Raises UserError."""
+    """Run ip(8) commands in one process. Raises UserError if a command fails."""
     batch = "\n".join(lines)
     process = subprocess.run(["ip", "-batch", "-"], input=batch, capture_output=True, text=True, check=False)
     if process.returncode:
@@ -200,17 +213,17 @@ def run_ip(*lines: str) -> None:
 
 
 def list_cables() -> dict[str, bool]:
-    """Return whether each cable at the switch is connected, by host."""
+    """Return whether each cable at the switch is connected, by the name of the host."""
     process = subprocess.run(["ip", "-json", "link"], capture_output=True, text=True, check=True)
     cables = [link for link in json.loads(process.stdout) if "link_netnsid" in link]
     return {cable["ifname"]: "UP" in cable["flags"] for cable in cables}
 
 
 def create_host(name: str, bridge: str, record: Path, run_host: Callable[[socket.socket], None]) -> None:
-    """Create a host: its first process, which calls `run_host`, its cable, and its record. Raises UserError.
+    """Create the first process, cable, and process record of a host. Raises UserError.
 
-    `run_host` gets a socket, on which it sends a byte once it has a network and receives one once the cable is
-    connected.
+    The first process calls `run_host` with a socket. On this socket, `run_host` must send a byte when the host has a
+    network. It receives a byte when the cable is connected.
     """
     socket_here, socket_of_host = socket.socketpair()
     unshare_namespaces("pid")
@@ -222,9 +235,9 @@ def create_host(name: str, bridge: str, record: Path, run_host: Callable[[socket
 
     pid = fork_child(start_first_process)
     socket_of_host.close()
-    if not socket_here.recv(1):  # it exited before it had a network
+    if not socket_here.recv(1):  # the first process exited before the host had a network
         raise UserError(f"{name} did not start")
-    # By path, as `ip` runs in the new process table, where the pid has no meaning.
+    # The namespace is given by its path, because `ip` runs in the new process table, where the pid is not valid.
     run_ip(f"link add {name} type veth peer name eth0 netns /proc/{pid}/ns/net", f"link set {name} master {bridge} up")
     Process.identify(pid).save(record)
     socket_here.send(b".")

@@ -1,4 +1,4 @@
-"""The configuration files of a cluster, such as slurm.conf, and the programs it needs."""
+"""Configuration files of a local cluster, such as slurm.conf, and the programs that the cluster needs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from common.core.errors import UserError
 
 MAX_NODES = 64
-MAX_FOLDER_LENGTH = 67  # characters of the path of a cluster's folder
-CONTROLLER_ADDRESS = "10.77.0.254"  # the controller's address, the same in the private network of every cluster
+MAX_FOLDER_LENGTH = 67  # maximum number of characters in the path of a cluster's folder
+CONTROLLER_ADDRESS = "10.77.0.254"  # address of the controller in the private network of every cluster
 CONTROLLER_PORT = 16817
 DATABASE_DAEMON_PORT = 16819
 DATABASE_PORT = 13306
 FOLDERS = ("bin", "db", "etc", "hosts", "log", "run", "spool", "state")
-ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin"  # of slurmctld, slurmd and ip; not on every user's PATH
+ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin"  # folders of slurmctld, slurmd, and ip, which may be missing in PATH
 PACKAGES = {
     "slurm-wlm": ("slurmctld", "slurmd", "scontrol", "sinfo", "sbatch", "srun"),
     "iproute2": ("ip",),
@@ -29,7 +29,8 @@ DATABASE_PACKAGES = {"mariadb-server": ("mariadbd", "mariadb-install-db"), "slur
 MUNGE_PACKAGES = {"munge": ("munged",)}
 
 SACCT_SCRIPT = r"""#!/bin/sh
-# sacct without accounting: the jobs that the controller remembers, as `sacct --parsable2 -o JobID,State,NodeList`.
+# Replacement for sacct without accounting. It prints the jobs that the controller remembers in the format of
+# `sacct --parsable2 -o JobID,State,NodeList`.
 jobs=
 while [ $# -gt 0 ]; do
   case $1 in
@@ -58,28 +59,28 @@ else scontrol -o show job; fi | awk '
 
 @dataclass(frozen=True)
 class Plan:
-    """The properties of a cluster, fixed when it starts."""
+    """Properties of a local cluster, which do not change after its start."""
 
     name: str
     folder: Path
-    """Contains everything that the cluster writes."""
+    """Folder that contains all files of the cluster."""
     nodes: int
     cpus: int
     memory: int
-    """MiB that each host reports to SLURM."""
+    """Memory in MiB that each host reports to SLURM."""
     user: str
     uid: int
     gid: int
     auth: str
-    """none or munge."""
+    """Authentication method: none or munge."""
     database: bool
     first_job: int
     settings: dict[str, str]
-    """Lines of slurm.conf that replace or extend the default ones."""
+    """Values of slurm.conf that replace or extend the default values, by key."""
     rate: float = 0.0
-    """Bits per second of each cable in each direction; 0 is as fast as the machine."""
+    """Data rate of each cable in each direction, in bits per second; 0 means unlimited."""
     delay: float = 0.0
-    """Seconds by which each cable delays a packet, in each direction."""
+    """Delay of each cable in each direction, in seconds."""
 
     def save(self) -> None:
         """Write plan.json into the cluster's folder."""
@@ -87,36 +88,39 @@ class Plan:
 
     @staticmethod
     def load(folder: Path) -> Plan:
-        """Read plan.json of a cluster's folder."""
+        """Read plan.json from the folder of a cluster."""
         return Plan(**json.loads((folder / "plan.json").read_text()) | {"folder": folder})
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables SLURM_CONF and PATH that a program needs to find this cluster and its tools."""
+        """Variables SLURM_CONF and PATH, which a program needs to find this cluster and its tools."""
         path = f"{self.folder / 'bin'}:{make_search_path()}"
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
 
 def make_search_path() -> str:
-    """Join PATH and the folders of administrators' programs, each folder once."""
+    """Return PATH with the folders of administration programs appended, without duplicates."""
     folders = f"{os.environ.get('PATH', '')}:{ADMIN_PATH}".strip(":").split(":")
     return ":".join(dict.fromkeys(folders))
 
 
 def format_host_name(number: int) -> str:
-    """Return the name of a host by its number."""
+    """Return the name of the host with this number."""
     return f"node{number}"
 
 
 def format_host_address(number: int) -> str:
-    """Return the address of a host by its number."""
+    """Return the address of the host with this number."""
     return f"10.77.0.{number}"
 
 
 def check_cluster_name(text: str) -> str:
-    """Return a name that is valid in folder names, slurm.conf and database tables. Raises UserError."""
+    """Return `text` if it is a valid name of a cluster. Raises UserError otherwise.
+
+    A valid name can be used in folder names, in slurm.conf, and as part of the names of database tables.
+    """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", text):
-        raise UserError(f"NAME={text}: write at most 31 characters of a-z, 0-9 and _, starting with a letter")
+        raise UserError(f"NAME={text} is invalid; use at most 31 characters (a-z, 0-9, _), starting with a letter")
     return text
 
 
@@ -126,27 +130,32 @@ def parse_settings(lines: list[str]) -> dict[str, str]:
     for line in lines:
         match = re.fullmatch(r"([A-Za-z][A-Za-z0-9]*)=([^\s#]+)", line)
         if not match:
-            raise UserError(f"--conf {line!r}: write one Key=Value of slurm.conf, such as KillWait=5")
+            raise UserError(f"--conf {line!r}: expected one Key=Value line of slurm.conf, such as KillWait=5")
         if match[1].lower() in ("nodename", "partitionname", "include"):
-            raise UserError(f"--conf {line!r}: the cluster defines hosts and partitions; set --nodes or --cpus")
+            raise UserError(f"--conf {line!r}: hosts and partitions cannot be changed here; set --nodes or --cpus")
         settings[match[1]] = match[2]
     return settings
 
 
 def check_folder(folder: Path) -> Path:
-    """Return a folder whose path is valid in slurm.conf. Raises UserError.
+    """Return `folder` if its path is valid in slurm.conf. Raises UserError otherwise.
 
-    The path of a socket may have 107 bytes. The longest is /spool/node64/node64_<job, 8 digits>.<step, 10 digits>.
+    The path of a socket has at most 107 bytes. The longest path of a socket in the folder is
+    /spool/node64/node64_<job, 8 digits>.<step, 10 digits>.
     """
     if not re.fullmatch(r"/[\w.+/-]+", str(folder), re.ASCII) or len(str(folder)) > MAX_FOLDER_LENGTH:
-        raise UserError(f"{folder}: slurm.conf needs a short path without blanks; set CLUSTER_DIR, such as /tmp/mine")
+        raise UserError(
+            f"{folder}: slurm.conf requires a short path without spaces; set CLUSTER_DIR to a path such as /tmp/mine"
+        )
     return folder
 
 
 def check_programs(auth: str, database: bool) -> None:
-    """Raise UserError with the packages to install if a program is missing."""
+    """Raise UserError, which names the packages to install, if a program is missing."""
     if sys.platform != "linux":
-        raise UserError("a cluster needs Linux (network namespaces); use a Linux machine, a container or a virtual one")
+        raise UserError(
+            "a local cluster requires Linux (network namespaces); use a Linux machine, container, or virtual machine"
+        )
     required = dict(PACKAGES)
     if auth == "munge":
         required |= MUNGE_PACKAGES
@@ -157,16 +166,19 @@ def check_programs(auth: str, database: bool) -> None:
         missing |= {program: package for program in programs if not find_program(program)}
     if missing:
         packages = " ".join(dict.fromkeys(missing.values()))
-        raise UserError(f"{', '.join(missing)} not found; on Debian or Ubuntu: apt-get install {packages}")
+        raise UserError(f"{', '.join(missing)} not found; on Debian or Ubuntu, run apt-get install {packages}")
 
 
 def find_program(name: str) -> str | None:
-    """Find a program on PATH or among those for administrators."""
+    """Return the path of a program in PATH or in the folders of administration programs, or None."""
     return shutil.which(name, path=make_search_path())
 
 
 def choose_auth() -> str:
-    """Return `none` if SLURM was built with it, which saves a daemon, else `munge`. The network is private anyway."""
+    """Return the authentication method: `none` if SLURM was built with it, else `munge`.
+
+    The method `none` saves a daemon. It is sufficient because the network is private.
+    """
     daemon = find_program("slurmctld")
     if not daemon:
         return "none"
@@ -178,16 +190,16 @@ def choose_auth() -> str:
 
 
 def choose_first_job_id(last: int, now: float) -> int:
-    """Choose a first job id above all earlier ones, even if the state folder was deleted in between.
+    """Return a first job id that exceeds all earlier job ids, even if the state folder was deleted.
 
-    Result files and logs are found by job id, so a repeated id would show old results.
+    Result files and logs are found by job id, so a job with a repeated id would show old results.
     """
     since_2025 = now - 1735689600
     return max(last + 1000, int(since_2025) // 10)
 
 
 def list_default_values(plan: Plan) -> dict[str, str]:
-    """Return the values of slurm.conf that the settings of the plan may replace."""
+    """Return the default values of slurm.conf, which the settings of the plan can replace."""
     folder = plan.folder
     values = {
         "ClusterName": plan.name,
@@ -199,7 +211,7 @@ def list_default_values(plan: Plan) -> dict[str, str]:
         "SlurmdUser": plan.user,
         "AuthType": f"auth/{plan.auth}",
         "CredType": f"cred/{plan.auth}",
-        "AuthInfo": "cred_expire=5",  # a requeued job waits for this time; the default is two minutes
+        "AuthInfo": "cred_expire=5",  # a requeued job waits for this time in seconds; SLURM's default is 120
         "StateSaveLocation": f"{folder}/state",
         "SlurmdSpoolDir": f"{folder}/spool/%n",
         "SlurmctldPidFile": f"{folder}/run/slurmctld.pid",
@@ -208,7 +220,7 @@ def list_default_values(plan: Plan) -> dict[str, str]:
         "SlurmdLogFile": f"{folder}/log/slurmd-%n.log",
         "SlurmctldDebug": "verbose",
         "SlurmdDebug": "verbose",
-        # Hosts share one kernel: no cgroups, no binding, and the number of CPUs set by the plan.
+        # All hosts share one kernel. Cgroups and CPU binding are disabled, and the plan sets the number of CPUs.
         "ProctrackType": "proctrack/linuxproc",
         "TaskPlugin": "task/none",
         "JobAcctGatherType": "jobacct_gather/none",
@@ -219,9 +231,9 @@ def list_default_values(plan: Plan) -> dict[str, str]:
         "SchedulerType": "sched/backfill",
         "SchedulerParameters": "batch_sched_delay=1,sched_interval=1,bf_interval=1",
         "FirstJobId": str(plan.first_job),
-        "MinJobAge": "86400",  # the replacement of sacct knows only jobs that the controller remembers
+        "MinJobAge": "86400",  # the replacement for sacct lists only jobs that the controller remembers
         "JobRequeue": "1",
-        "ReturnToService": "2",  # a host that returns is used again, without an administrator
+        "ReturnToService": "2",  # SLURM uses a returning host again without action by an administrator
         "SlurmdTimeout": "10",
         "KillWait": "5",
         "MailProg": "/bin/true",
@@ -231,7 +243,7 @@ def list_default_values(plan: Plan) -> dict[str, str]:
     }
     if plan.auth == "munge":
         values["AuthInfo"] += f",socket={folder}/run/munge.sock"
-        values["AccountingStoragePass"] = f"{folder}/run/munge.sock"  # the same socket
+        values["AccountingStoragePass"] = f"{folder}/run/munge.sock"  # same socket as in AuthInfo
     if plan.database:
         values["AccountingStorageType"] = "accounting_storage/slurmdbd"
         values["AccountingStorageHost"] = "ctl"
@@ -244,7 +256,7 @@ def make_slurm_conf(plan: Plan) -> str:
     grace = "0"
     lines = {key.lower(): f"{key}={value}" for key, value in list_default_values(plan).items()}
     for key, value in plan.settings.items():
-        if key.lower() == "gracetime":  # a setting of a partition
+        if key.lower() == "gracetime":  # GraceTime is a setting of a partition
             grace = value
         else:
             lines[key.lower()] = f"{key}={value}"
@@ -258,7 +270,7 @@ def make_slurm_conf(plan: Plan) -> str:
 
 
 def make_slurmdbd_conf(plan: Plan) -> str:
-    """Return the text of slurmdbd.conf. The database needs no password, as its network is private."""
+    """Return the text of slurmdbd.conf. The database needs no password because its network is private."""
     rows = [
         f"AuthType=auth/{plan.auth}",
         "DbdHost=ctl",
@@ -278,7 +290,10 @@ def make_slurmdbd_conf(plan: Plan) -> str:
 
 
 def make_hosts_file(plan: Plan) -> str:
-    """Return the text of /etc/hosts. No host has an address 127.x, as ranks send their addresses to each other."""
+    """Return the text of /etc/hosts.
+
+    Host names never resolve to loopback addresses (127.x), because ranks send their addresses to other hosts.
+    """
     rows = ["127.0.0.1 localhost", f"{CONTROLLER_ADDRESS} ctl"]
     for number in range(1, plan.nodes + 1):
         rows.append(f"{format_host_address(number)} {format_host_name(number)}")
@@ -286,7 +301,10 @@ def make_hosts_file(plan: Plan) -> str:
 
 
 def write_cluster_files(plan: Plan) -> None:
-    """Write all files of a cluster into its folder, which is emptied first: otherwise old jobs would continue."""
+    """Write all files of a cluster into its folder.
+
+    The folder is emptied first, because jobs of an earlier cluster would otherwise continue.
+    """
     for name in FOLDERS:
         shutil.rmtree(plan.folder / name, ignore_errors=True)
         (plan.folder / name).mkdir()
@@ -295,10 +313,10 @@ def write_cluster_files(plan: Plan) -> None:
     texts = {
         "slurm.conf": make_slurm_conf(plan),
         "slurmdbd.conf": make_slurmdbd_conf(plan),
-        "cgroup.conf": "CgroupPlugin=cgroup/v1\n",  # unused, but slurmd loads a plugin, and its detection can fail
+        "cgroup.conf": "CgroupPlugin=cgroup/v1\n",  # not used, but slurmd would try to detect a plugin, which can fail
         "etc/hosts": make_hosts_file(plan),
         "etc/nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files\n",
-        "etc/resolv.conf": "",  # no name server, so no delay
+        "etc/resolv.conf": "",  # without a name server, unknown names cause no delay
         "first_job": f"{plan.first_job}\n",
     }
     for name, text in texts.items():

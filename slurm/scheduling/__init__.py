@@ -1,1 +1,1 @@
-"""Jobs: submission through Submitit, the job script, requeueing, and calls of SLURM's commands."""
+"""Submission of jobs through Submitit, the job script, requeueing, and calls of SLURM commands."""

@@ -1,9 +1,10 @@
-"""Launcher of an elastic job: starts its ranks with srun, and continues without lost ranks. Imports no torch.
+"""Launcher of an elastic job, which starts the ranks with srun and continues without lost ranks.
 
     python -m slurm.scheduling.elastic_launcher RUN_FOLDER srun [OPTIONS] -- COMMAND
 
-The job's script executes it on the first host. It outlives the ranks because it hosts their coordinator. srun keeps the
-other ranks when one exits or a host is lost, so the launcher ends them when a rank fails by itself.
+The job script executes the launcher on the first host. The launcher outlives the ranks because it hosts their
+coordinator. When a rank exits or a host is lost, srun keeps the other ranks running. The launcher therefore terminates
+them when a rank fails on its own. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -39,35 +40,35 @@ from configs.shared import Experiment
 from slurm.scheduling.scheduler import Scheduler
 
 GRACE_SECONDS = 5.0
-"""Time for srun to end after its last rank, and after a signal."""
+"""Time in seconds that srun may take to exit after its last rank has ended or after a signal."""
 KILLED = 128 + signal.SIGKILL
 ALL_RANKS = ("--no-kill", "--wait=0")
-"""Options of srun to continue without a lost rank or host."""
+"""Options of srun for continuing without a lost rank or host."""
 ONE_RANK = ("--overlap", "--open-mode=append", "--nodes=1", "--ntasks=1")
 REPLACED = -1
-"""In the ranks of a step, a rank that was restarted in another step."""
+"""Entry in the ranks of a job step for a rank that was restarted in another step."""
 HOST_LOST = re.compile(r"error: Node failure on (\S+)")
 TASKS_ENDED = re.compile(r"error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|\w+)")
 
 
 @dataclass
 class JobStep:
-    """Ranks that one srun started."""
+    """A job step: the ranks that one srun process has started."""
 
     process: subprocess.Popen[bytes]
     ranks: list[int]
-    """Rank of each task."""
+    """Rank of each task of the step, in the order of the tasks."""
     start_time: float = field(default_factory=time.monotonic)
     unread: bytes = b""
-    """The beginning of a message of srun."""
+    """First part of a message from srun that has not arrived completely."""
     lost_hosts: set[str] = field(default_factory=set)
-    """Hosts of the ranks that SLURM has removed from the job."""
+    """Hosts that SLURM has removed from the job, according to the messages from srun."""
 
     def read_endings(self) -> Iterator[tuple[int, int]]:
-        """Yield each rank that has ended since the last call, and its exit status.
+        """Yield each rank that has ended since the last call, and the exit status of the rank.
 
-        KILLED stands for every signal. srun reports only ranks whose status is not 0. Its messages are copied to the
-        job's log.
+        The status is KILLED for every signal. srun reports only ranks with a nonzero status. The messages of srun are
+        copied to the job log.
         """
         assert self.process.stderr is not None
         with contextlib.suppress(BlockingIOError):
@@ -83,18 +84,18 @@ class JobStep:
                     yield self.ranks[task], int(match[2] or KILLED)
 
     def end(self) -> None:
-        """End srun, which ends its ranks."""
+        """Terminate srun, which terminates its ranks."""
         for send_signal in (self.process.terminate, self.process.kill):
             if self.process.poll() is None:
                 send_signal()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(GRACE_SECONDS)
         for _ in self.read_endings():
-            pass  # copies the last messages to the job's log
+            pass  # copies the last messages to the job log
 
 
 def expand_numbers(text: str) -> list[int]:
-    """Return the numbers of a list such as 0-2,5."""
+    """Return the numbers in a SLURM list such as 0-2,5."""
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -103,10 +104,13 @@ def expand_numbers(text: str) -> list[int]:
 
 
 class JobLauncher:
-    """The launcher of one attempt of a job."""
+    """Launcher of one attempt of an elastic job."""
 
     def __init__(self, folder: RunFolder, cfg: Experiment, command: list[str]) -> None:
-        """`command` is that of srun for all ranks: its options, `--`, the command of a rank."""
+        """Create the launcher of a run.
+
+        `command` consists of srun and its options for all ranks, `--`, and the command of a rank.
+        """
         settings = find_elastic(cfg)
         assert settings is not None
         self.folder = folder
@@ -141,25 +145,25 @@ class JobLauncher:
         self.coordinator = self.supervisor.coordinator
         self.steps: list[JobStep] = []
         self.killers: list[tuple[float, subprocess.Popen[bytes]]] = []
-        """Start times and processes of the commands that end silent ranks."""
+        """Start time and process of each command that kills an unresponsive rank."""
         self.host_of: dict[int, str] = {}
-        """Host of each rank; may be a spare."""
+        """Host of each rank, which may be a spare host."""
         self.silent: set[int] = set()
-        """Ranks that did not answer or could not be restarted; their hosts may be gone."""
+        """Ranks that did not answer or could not be restarted, and whose hosts may therefore be lost."""
         self.lost: set[int] = set()
-        """Ranks whose processes are lost, in contrast to failed."""
+        """Ranks whose processes are lost, in contrast to ranks that failed on their own."""
         self.tracker: Tracker | None = None
         self.tracker_was_started = False
-        """True also if the tracker could not be started."""
+        """True once the launcher has tried to start the tracker, even if the start failed."""
         self.failed_status = 0
-        """Exit status of the first rank that failed by itself, or whose loss the run cannot survive."""
+        """Exit status of the first rank that failed on its own or whose loss ends the run. 0 if there is none."""
         self.stopped = False
         """True once a rank has stopped on request."""
         self.leaving = False
         """True once SLURM has removed the first host from the job."""
 
     def run(self) -> int:
-        """Start the ranks and wait for them; returns the exit status of the job."""
+        """Start the ranks, wait until they have ended, and return the exit status of the job."""
         self.start_all_ranks()
         try:
             while not self.is_over:
@@ -178,7 +182,7 @@ class JobLauncher:
         return status
 
     def choose_exit_status(self) -> int:
-        """Return the exit status of the job, once its ranks have ended."""
+        """Return the exit status of the job after its ranks have ended."""
         if self.failed_status:
             return self.failed_status
         if self.stopped:
@@ -186,17 +190,17 @@ class JobLauncher:
         return 0 if self.folder.result else KILLED
 
     def start_tracker(self) -> None:
-        """Start the tracker, once, when the ranks have met."""
+        """Start the tracker if the ranks have formed a process group and no earlier call has started it."""
         if not self.tracker_was_started and self.coordinator.is_active:
             self.tracker_was_started = True
             self.tracker = Tracker.start(self.cfg, self.folder.list_attempts()[-1])
 
     def finish_tracker(self, status: int) -> None:
-        """Wait for the tracker to send the rest of the metrics."""
+        """Wait until the tracker has sent the remaining metrics."""
         if self.tracker is None:
             return
         if self.tracker.folder.is_superseded:
-            self.tracker.kill()  # the newer attempt sends the metrics that W&B is missing
+            self.tracker.kill()  # the newer attempt sends the missing metrics to W&B
             return
         timeout = self.cfg.wandb.finish_timeout
         if status == EXIT_RESUMABLE:
@@ -205,31 +209,32 @@ class JobLauncher:
 
     @property
     def is_over(self) -> bool:
-        """True once a rank has failed, or no process of a rank remains.
+        """True once a rank has failed or no process of a rank remains.
 
-        When the daemon of a host dies, SLURM considers the host lost and srun its ranks ended, but they may still run.
+        When the SLURM daemon of a host dies, SLURM considers the host lost and srun considers its ranks ended. Because
+        these ranks may still be running, the connections to the coordinator are checked first.
         """
         if self.failed_status:
             return True
         if self.coordinator.connected_ranks - self.coordinator.joining_ranks:
             return False
-        if self.coordinator.generation_number:  # the ranks had met; newcomers alone have no rank to join
+        if self.coordinator.generation_number:  # all members have ended; restarted ranks have no group left to join
             return True
         return all(step.process.poll() is not None for step in self.steps)
 
     def get_first_host(self, rank: int) -> str:
-        """Return the host on which a rank is started first."""
+        """Return the host on which a rank is started at the beginning of the job."""
         return self.hosts[rank * len(self.hosts) // self.cfg.processes]
 
     def start_all_ranks(self) -> None:
-        """Start all ranks in one step."""
+        """Start all ranks in one job step."""
         ranks = list(range(self.cfg.processes))
         hosts = [f"--nodes={len(self.hosts)}", f"--nodelist={','.join(self.hosts)}", f"--ntasks={len(ranks)}"]
         self.start(ranks, self.options, [*ALL_RANKS, *hosts], {})
         self.host_of = {rank: self.get_first_host(rank) for rank in ranks}
 
     def start(self, ranks: list[int], options: list[str], more_options: list[str], environ: dict[str, str]) -> None:
-        """Start ranks in a new step."""
+        """Start ranks in a new job step."""
         process = subprocess.Popen(
             options + more_options + self.task,
             env=self.environ | environ,
@@ -241,20 +246,24 @@ class JobLauncher:
         self.steps.append(JobStep(process, ranks))
 
     def restart_rank(self, rank: int) -> None:
-        """Start a lost rank again: on its host, or on a spare if its host may be gone."""
+        """Restart a lost rank on its last host, or on another host if the last one may be lost."""
         for step in self.steps:
             step.ranks = [REPLACED if other == rank else other for other in step.ranks]
         host = self.choose_host(rank)
         self.host_of[rank] = host
         self.lost.discard(rank)
         self.silent.discard(rank)
-        print(f"rank {rank} is started again on {host}", flush=True)
-        # With --unbuffered, srun gives a rank a terminal unless each task has its own file; python -u needs neither.
+        print(f"restarting rank {rank} on {host}", flush=True)
+        # With --unbuffered, srun gives a rank a terminal unless each task has its own output file. Python runs with -u,
+        # so the option is not needed.
         options = [option.replace("%t", str(rank)) for option in self.options if option != "--unbuffered"]
         self.start([rank], options, [*ONE_RANK, f"--nodelist={host}"], {REPLACED_RANK_VARIABLE: str(rank)})
 
     def cancel_restart(self, rank: int) -> None:
-        """End the step of a restarted rank that has not connected; `forget_failed_restarts` handles the rest."""
+        """Terminate the job step of a restarted rank that has not connected to the coordinator.
+
+        Later, `forget_failed_restarts` allows another restart of the rank.
+        """
         for step in self.steps:
             if rank in step.ranks:
                 step.process.terminate()
@@ -264,8 +273,8 @@ class JobLauncher:
     def choose_host(self, rank: int) -> str:
         """Return the host on which a lost rank is restarted.
 
-        It is the last host of the rank, or, if that may be gone, another one with the fewest ranks. The other hosts for
-        a rank are its first one and the spares.
+        This is the last host of the rank. If that host may be lost, it is the host with the fewest ranks among the
+        first host of the rank and the spare hosts.
         """
         last_host = self.host_of[rank]
         if rank not in self.silent:
@@ -275,7 +284,7 @@ class JobLauncher:
         return min(hosts or [last_host], key=lambda host: load[host])
 
     def end_silent_rank(self, rank: int) -> None:
-        """Kill a rank that does not answer, because it could wake up later and write."""
+        """Kill a rank that does not answer, because it could continue later and write files."""
         print(f"rank {rank} has not answered for {self.settings.timeout:g} s; killing it", flush=True)
         self.silent.add(rank)
         self.lost.add(rank)
@@ -285,7 +294,7 @@ class JobLauncher:
         self.killers.append((time.monotonic(), killer))
 
     def reap_killers(self, timeout: float) -> None:
-        """Forget the kill commands that have ended; end those that have waited `timeout` seconds for a host."""
+        """Remove kill commands that have ended, and kill those that have waited `timeout` seconds for a host."""
         for start_time, killer in list(self.killers):
             if killer.poll() is None and time.monotonic() - start_time > timeout:
                 killer.kill()
@@ -294,7 +303,7 @@ class JobLauncher:
                 self.killers.remove((start_time, killer))
 
     def note_endings(self) -> None:
-        """Handle the messages of srun about ended ranks and lost hosts."""
+        """Process the messages from srun about ended ranks and lost hosts."""
         for step in self.steps:
             for rank, status in step.read_endings():
                 if rank != REPLACED:
@@ -302,28 +311,28 @@ class JobLauncher:
             if self.hosts[0] in step.lost_hosts and not self.leaving:
                 self.leave_first_host()
         if self.coordinator.end_reason and not self.failed_status:
-            self.failed_status = KILLED  # SLURM may report a lost host much later
+            self.failed_status = KILLED  # do not wait for SLURM, which may report a lost host much later
 
     def leave_first_host(self) -> None:
-        """Request the ranks to save and stop after SLURM has removed this host from the job.
+        """Ask all ranks to save a checkpoint and stop, because SLURM has removed this host from the job.
 
-        If only its daemon has died, the daemon ends the job's script after its restart, but not the job.
+        If only the SLURM daemon of this host has died, the restarted daemon ends the job script, but not the job.
         """
-        print("SLURM has removed the first host from the job; the ranks save and stop", flush=True)
+        print("SLURM has removed the first host from the job; all ranks will save a checkpoint and stop", flush=True)
         self.leaving = True
         for step in self.steps:
-            step.process.send_signal(signal.SIGUSR2)  # srun passes it to the ranks
+            step.process.send_signal(signal.SIGUSR2)  # srun forwards the signal to the ranks
 
     def note_ending(self, rank: int, status: int) -> None:
-        """Note that a rank has ended with a status other than 0.
+        """Handle a rank that has ended with a nonzero exit status.
 
-        It has stopped on request, failed by itself, or is lost. A rank is lost if a signal ended it. A restarted one
-        that has not joined is lost whatever its status.
+        The rank has stopped on request, has failed on its own, or is lost. A rank is lost if a signal ended it. A
+        restarted rank that has not joined the others is lost regardless of its status.
         """
         if status == EXIT_RESUMABLE:
             self.stopped = True
             return
-        if rank in self.supervisor.start_times:  # it has not joined, and the others continue
+        if rank in self.supervisor.start_times:  # the rank has not connected yet, and the other ranks continue
             return
         is_lost = status == KILLED or rank in self.supervisor.joining_ranks
         if is_lost and self.coordinator.handle_ended_member(rank):
@@ -332,11 +341,14 @@ class JobLauncher:
             self.failed_status = self.failed_status or status
 
     def forget_failed_restarts(self) -> None:
-        """Allow the next restart of ranks whose restart ended before they joined, not before the heartbeat timeout."""
+        """Allow another restart of ranks whose last restart ended before they connected.
+
+        The next restart is allowed no earlier than one heartbeat timeout after the last one.
+        """
         for step in self.steps[1:]:
             if step.process.poll() is None or time.monotonic() - step.start_time < self.settings.timeout:
                 continue
-            self.note_endings()  # reads its last messages
+            self.note_endings()  # reads the last messages of the step
             self.steps.remove(step)
             failed = self.supervisor.start_times.keys() & set(step.ranks)
             for rank in failed:
@@ -345,7 +357,7 @@ class JobLauncher:
             self.silent |= failed
 
     def end_steps(self) -> None:
-        """Wait for the steps for a moment, then end them."""
+        """Wait up to GRACE_SECONDS for the job steps to end, then terminate them."""
         deadline = time.monotonic() + GRACE_SECONDS
         while not self.failed_status and time.monotonic() < deadline:
             if all(step.process.poll() is not None for step in self.steps):
@@ -353,17 +365,17 @@ class JobLauncher:
             self.note_endings()
             time.sleep(0.05)
         self.note_endings()
-        for step in self.steps:  # all at once: SLURM's KillWait may have begun
+        for step in self.steps:  # terminate all steps before waiting for any: SLURM's KillWait may have begun
             step.process.terminate()
-        for step in self.steps:  # ignore how their ranks end
+        for step in self.steps:  # the exit statuses of their ranks are ignored
             step.end()
         self.reap_killers(0)
         self.coordinator.close()
 
 
 def main(path: str, command: list[str]) -> int:
-    """Launch the ranks of a run; returns the exit status of its job."""
-    for number in (signal.SIGTERM, signal.SIGUSR2):  # srun passes them to the ranks
+    """Launch the ranks of a run, and return the exit status of the job."""
+    for number in (signal.SIGTERM, signal.SIGUSR2):  # srun forwards these signals to the ranks
         signal.signal(number, lambda *_: None)
     folder = RunFolder(Path(path))
     settings = config.read_config_file(folder.path / "submit" / "config.yaml")

@@ -1,7 +1,7 @@
-"""Names by which the commands call into the source of a run.
+"""Names of modules that commands and job scripts execute from the source of a run.
 
-A run executes the copy of the source in its folder, `code/`, which may differ from the source of the command that
-resumes or repeats the run. `slurm/entry_points.json` in the copy has the version of these names.
+A run executes the copy of the source in `code/` of the run folder. This copy may differ from the source of the command
+that resumes or repeats the run. The file `slurm/entry_points.json` in the copy contains the version of these names.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from common.runs.folder import RunFolder, read_json
 
 VERSION = 4
 JOB_MODULE = "slurm.scheduling.job"
-"""Has the class Job, which SLURM's tasks execute."""
+"""Module that defines the class Job, which each SLURM task of a job executes."""
 REQUEUE_MODULE = "slurm.scheduling.requeue"
-"""Executed by the job script after its tasks, with the run folder and their exit status."""
+"""Module that the job script executes after its tasks, with the run folder and the tasks' exit status."""
 ELASTIC_LAUNCHER_MODULE = "slurm.scheduling.elastic_launcher"
-"""Starts the ranks of an elastic run, with the run folder and the command of srun."""
+"""Module that starts the ranks of an elastic run. Its arguments are the run folder and the srun command."""
 CHECK_COMMAND = ("slurm", "exp")
-"""Words after `python -m` that check the settings of an experiment."""
+"""Arguments of `python -m` for checking the settings of an experiment."""
 
 
 def check_source_version(folder: RunFolder) -> None:
-    """Raise UserError unless the source of a run has the entry points of this version."""
+    """Raise UserError if the source of a run has a different version of the entry points."""
     if read_json(folder.path / "code" / "slurm" / "entry_points.json").get("version") != VERSION:
         raise UserError(
-            f"{folder.path} was made by another version of this project; use that version, or start a new run"
+            f"{folder.path} was created by another version of this project; use that version, or start a new run"
         )
 
 
 class ModuleReference:
-    """Unpickled as the module of that name."""
+    """Reference to a module by name, which is unpickled as the module itself."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -43,7 +43,10 @@ class ModuleReference:
 
 
 class JobReference:
-    """Unpickled as `Job(folder)` of the source on the path, which need not have this class."""
+    """Reference to a run folder, which is unpickled as `Job(folder)`.
+
+    `Job` is imported from the source that the unpickling process uses. That source does not need JobReference.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder

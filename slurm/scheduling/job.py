@@ -1,7 +1,7 @@
-"""The task of a job: a small picklable object with the path of the run folder.
+"""Task of a job, which is a small picklable object that contains the path of the run folder.
 
-Submitit pickles it by reference, so a job executes this file as it is when the job starts. The job's script puts the
-`code/` of the run folder first on the import path: all attempts of a job execute the source as submitted.
+Submitit pickles the task by reference, so a job imports this module when it starts. The job script puts `code/` of the
+run folder first on the import path. All attempts of a job therefore execute the source as it was submitted.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from common.training.entry_point import LaunchedRank
 
 CONNECTION_ATTEMPTS = 4
-"""Connections to a coordinator, of a second each, before it counts as lost: the network may drop packets."""
+"""Number of connection attempts before the coordinator is considered lost, because a network can drop packets."""
 
 
 class Job:
-    """One rank of a submitted run."""
+    """Task that trains as one rank of a submitted run."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -58,39 +58,43 @@ class Job:
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, exit_resumable)
         if REPLACED_RANK_VARIABLE not in os.environ:
-            JobEnvironment().paths.result_pickle.unlink(missing_ok=True)  # of an earlier attempt
+            JobEnvironment().paths.result_pickle.unlink(missing_ok=True)  # left by an earlier attempt
         if folder.result.get("state") == "cancelled":
             sys.exit(int(folder.result["exit_status"]))
         try:
             with exit_on_user_error():
                 sys.exit(train_as_rank(folder))
         except SystemExit as end:
-            if end.code or REPLACED_RANK_VARIABLE in os.environ:  # Submitit would write the result of another task
+            # A restarted rank exits here, because Submitit would save the result under the name of another task.
+            if end.code or REPLACED_RANK_VARIABLE in os.environ:
                 exit_at_once(end.code)
 
     def checkpoint(self) -> DelayedSubmission:
-        """Return the same task for Submitit's requeue; the progress is in the run folder."""
+        """Return the same task for Submitit to requeue. All progress is stored in the run folder."""
         return DelayedSubmission(self)
 
 
 def exit_resumable(number: int, frame: object) -> None:
-    """Exit as resumable; an exception, during the import of a library, could abort instead."""
+    """Exit with the status of a resumable run.
+
+    Raising an exception instead could abort the process while a library is being imported.
+    """
     os._exit(EXIT_RESUMABLE)
 
 
 def train_as_rank(folder: RunFolder) -> int:
-    """Train as the rank that srun started; returns the exit status. Raises UserError."""
+    """Train as the rank that srun started, and return the exit status. Raises UserError."""
     rank: LaunchedRank | None = None
     try:
         if os.environ.get("SLURM_PROCID") == "0" and REPLACED_RANK_VARIABLE not in os.environ:
             submission.check_run_is_own(folder)
         from common.core import config
-        from common.training import entry_point  # takes seconds
+        from common.training import entry_point  # deferred, because this import takes seconds
 
         schema = config.import_schema(folder.experiment)
         cfg = config.build_config(schema, [config.read_config_file(folder.path / "submit" / "config.yaml")])
         rank_info = read_rank_info(os.environ)
-        assert rank_info is not None, "srun starts this"
+        assert rank_info is not None, "a job task must be started by srun"
         rank = entry_point.LaunchedRank(rank_info, cfg)
         main = importlib.import_module(f"experiments.{folder.experiment}").main
         status = entry_point.run_experiment(main, cfg, rank, folder, submitted=True)[1]
@@ -98,7 +102,7 @@ def train_as_rank(folder: RunFolder) -> int:
             replace_orphaned_rank(rank, "stop request")
         return status
     except UserError as error:
-        if is_joining(rank):  # the others continue without it
+        if is_joining(rank):  # the other ranks continue without this rank
             raise
         replace_orphaned_rank(rank, str(error))
         if not isinstance(error, UnreachableError) or not may_reach_later(rank):
@@ -107,45 +111,47 @@ def train_as_rank(folder: RunFolder) -> int:
                 note_refusal(folder, number, str(error), is_taken=isinstance(error, RunTakenError))
             raise
         print(f"error: {error}", file=sys.stderr)
-    except Exception as error:  # noqa: BLE001 (it ends the rank, with its own status)
+    except Exception as error:  # noqa: BLE001 (any error ends the rank with a suitable exit status)
         cause = explain_error(error)
         if isinstance(cause, MachineError):
             print(f"error: {cause}", file=sys.stderr)
         else:
             traceback.print_exc()
         replace_orphaned_rank(rank, type(error).__name__)
-    # A stop request, or the failure of another rank, may have been the cause.
+    # A stop request or the failure of another rank may have caused the error.
     if not is_joining(rank) and (rank is None or not rank.stop.await_request()):
         note_failure(folder)
     return 1 if rank is not None and rank.stop.signal_number == signal.SIGUSR2 else EXIT_FAILED
 
 
 def replace_orphaned_rank(rank: LaunchedRank | None, reason: str) -> None:
-    """Execute `orphaned_rank` in this process if the launcher of an elastic job is gone.
+    """Replace this process with `orphaned_rank` if the launcher of an elastic job is lost.
 
-    If the first host is lost, so are the job's script and the coordinator, and only a rank can requeue the job.
+    The job script and the coordinator run on the first host. If that host is lost, only a rank can requeue the job.
     """
     command = json.loads(os.environ.get(ORPHAN_COMMAND_VARIABLE, "[]"))
     if not command or is_joining(rank):
         return
     if any(reaches_coordinator(os.environ[COORDINATOR_VARIABLE]) for _ in range(CONNECTION_ATTEMPTS)):
         return
-    print(f"this rank leaves the run: the coordinator cannot be reached ({reason})", file=sys.stderr, flush=True)
+    print(f"this rank is leaving the run: the coordinator is unreachable ({reason})", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # inherited: a preemption must not end the only requeuing process
+    # The new program inherits this: a preemption must not end the only process that can requeue the job.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     os.execvp(command[0], command)
 
 
 def may_reach_later(rank: LaunchedRank | None) -> bool:
     """Return whether another attempt may reach the rank or host that did not answer.
 
-    A restarted job may get other hosts, and ranks with a stop request leave before they have met the others. At the
-    first start of a job, a host name or the network is wrong.
+    A restarted job may get different hosts. Ranks that receive a stop request may exit before they have connected to
+    all others. At the first start of a job, the cause is a wrong host name or a network problem, which the user must
+    fix.
     """
     is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     return is_restart or (rank is not None and rank.stop.await_request())
 
 
 def is_joining(rank: LaunchedRank | None) -> bool:
-    """Return whether a restarted rank has not joined the others yet."""
+    """Return whether this is a restarted rank that has not yet joined the other ranks."""
     return REPLACED_RANK_VARIABLE in os.environ and (rank is None or rank.rank_info.is_joining)

@@ -1,10 +1,11 @@
-"""Program that replaces a rank of an elastic job whose coordinator cannot be reached. Imports no torch.
+"""Program that replaces a rank of an elastic job when the coordinator is unreachable.
 
     python -m slurm.scheduling.orphaned_rank RUN_FOLDER FIRST_HOST
 
-The process of the rank executes it. With --no-kill, SLURM removes a lost host from a job and continues the job, even
-if it was the first host, where the job's script and the launcher were. Then only a rank on another host can requeue
-the job. If only the host of this rank was cut off, the other ranks continue and this program ends.
+The process of the rank executes this program. With --no-kill, SLURM removes a lost host from a job and continues the
+job. This also applies to the first host, which runs the job script and the launcher. If it is lost, only a rank on
+another host can requeue the job. If only the host of this rank was disconnected, the other ranks continue and this
+program exits. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ KILLED = 128 + signal.SIGKILL
 
 
 def reaches_coordinator(address: str) -> bool:
-    """Check that the coordinator can be reached: then it has removed this rank, and the others continue."""
+    """Return whether the coordinator is reachable.
+
+    If it is, it has removed this rank, and the other ranks continue.
+    """
     host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT):
         return True
@@ -37,7 +41,10 @@ def reaches_coordinator(address: str) -> bool:
 
 
 def is_attempt_over(scheduler: Scheduler, job: str, host: str) -> bool:
-    """Check that SLURM ended or restarted the job, or removed a host; False without an answer."""
+    """Return whether SLURM has ended or restarted the job, or has removed `host` from the job.
+
+    Returns False if SLURM does not answer.
+    """
     try:
         fields = parse_job_fields(scheduler.call("scontrol", "-o", "show", "job", job, timeout=STATUS_TIMEOUT))
         hosts = scheduler.call("scontrol", "show", "hostnames", fields["NodeList"]).split()
@@ -47,8 +54,9 @@ def is_attempt_over(scheduler: Scheduler, job: str, host: str) -> bool:
 
 
 def main(path: str, first_host: str) -> int:
-    """Requeue the job if it loses its first host; end when the coordinator answers or the job ends."""
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a notice of preemption must not end the only requeuing process
+    """Requeue the job if it loses its first host. Return 0 when the coordinator answers or the job ends."""
+    # A preemption must not end the only process that can requeue the job.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     folder = RunFolder(Path(path))
     job = os.environ["SLURM_JOB_ID"]
     scheduler = Scheduler("SLURM")
@@ -56,10 +64,10 @@ def main(path: str, first_host: str) -> int:
         if not is_attempt_over(scheduler, job, first_host):
             time.sleep(POLL_SECONDS)
             continue
-        if is_latest_restart(scheduler, job):  # else another rank was faster
-            print(f"the first host is lost; job {job} is queued again", flush=True)
+        if is_latest_restart(scheduler, job):  # False if another rank has already requeued the job
+            print(f"the first host is lost; requeueing job {job}", flush=True)
             if requeue_or_fail(folder, scheduler, job, KILLED, "") != EXIT_RESUMABLE:
-                scheduler.call("scancel", job)  # the script that would end it is gone
+                scheduler.call("scancel", job)  # the job script, which would end the job, was lost with the host
         break
     return 0
 

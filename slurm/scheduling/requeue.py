@@ -1,10 +1,11 @@
-"""The requeue policy, executed by the job script after its tasks have ended. Imports no torch.
+"""Requeue policy, which the job script executes after its tasks have ended.
 
     python -m slurm.scheduling.requeue RUN_FOLDER EXIT_STATUS
 
-It runs outside the step, so it survives the death of any rank, including rank 0. A run that crashed or stopped on
-request is requeued and resumes. A run that needs a person is not: an invalid setting, a loss that is NaN or infinite,
-or several attempts in a row without a new checkpoint.
+The program runs outside the job step, so it survives the failure of any rank, including rank 0. A run that crashed or
+was stopped on request is requeued and resumes. A run is not requeued if the user must fix the problem. Examples are an
+invalid setting, a loss that is NaN or infinite, and several attempts in a row without a new checkpoint.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,38 +28,45 @@ from slurm.scheduling import submission
 from slurm.scheduling.scheduler import Scheduler, parse_job_fields
 
 EXIT_FAILED = EXIT_RESUMABLE + 1
-"""Exit status of a rank that failed by itself.
+"""Exit status of a rank that failed on its own.
 
-srun reports the highest status: it must exceed that of ranks that were stopped because of the failure (75).
+srun reports the highest exit status of all ranks. This status must therefore exceed 75, the exit status of ranks that
+were stopped because of the failure.
 """
 CONTROLLER_TIMEOUT = 600.0
-"""Seconds to wait for a controller that does not answer; it may be restarting."""
+"""Maximum time in seconds to wait for a SLURM controller that does not answer, because it may be restarting."""
 RETRY_SECONDS = 5.0
 
 
 def note_refusal(folder: RunFolder, rank: int, reason: str, *, is_taken: bool = False) -> None:
-    """Write down why a rank of this attempt refused to start, which only a person can fix.
+    """Record why a rank of this attempt could not start, if only the user can fix the problem.
 
-    With `is_taken`, another attempt has the run, and this job must not change its result.
+    If `is_taken` is true, the run belongs to another attempt, and this job must not change the result of the run.
     """
     file = folder.path / "submit" / f"refused-{make_attempt_name()}-{rank:05d}.json"
     write_json(file, {"reason": reason, "is_taken": is_taken})
 
 
 def read_refusals(folder: RunFolder) -> list[dict[str, object]]:
-    """Read the refusals of this attempt's ranks, ordered by rank."""
+    """Read the recorded start errors of this attempt's ranks, in the order of the ranks."""
     files = sorted((folder.path / "submit").glob(f"refused-{make_attempt_name()}-*.json"))
     return [read_json(file) for file in files]
 
 
 def read_refusal(folder: RunFolder) -> str:
-    """Read the reason of the lowest rank, or ""; other ranks may only know that a rank failed."""
+    """Read the start error of the lowest rank that recorded one, or return "" if there is none.
+
+    Higher ranks may have recorded only that another rank failed.
+    """
     refusals = read_refusals(folder)
     return str(refusals[0].get("reason", "")) if refusals else ""
 
 
 def find_taker(folder: RunFolder) -> str:
-    """Return why the run does not belong to this job, which then must not change its result, or ""."""
+    """Return why the run does not belong to this job, or "" if it does.
+
+    If it does not, this job must not change the result of the run.
+    """
     for refusal in read_refusals(folder):
         if refusal.get("is_taken"):
             return str(refusal["reason"])
@@ -67,23 +75,26 @@ def find_taker(folder: RunFolder) -> str:
 
 
 def make_attempt_name() -> str:
-    """Return the job id and its restart count, for names of files."""
+    """Return the job id and restart count of this attempt, for use in file names."""
     return f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
 def note_failure(folder: RunFolder) -> None:
-    """Write down that a rank failed: ranks that srun kills afterwards hide its exit status."""
-    with contextlib.suppress(UserError):  # the disk may be full; the status of srun remains
+    """Record that a rank has failed.
+
+    The exit status of srun may not show the failure, because srun kills the other ranks afterward.
+    """
+    with contextlib.suppress(UserError):  # the disk may be full; srun still reports an exit status
         write_json(locate_failure_note(folder), {"exit_status": 1})
 
 
 def locate_failure_note(folder: RunFolder) -> Path:
-    """Return the path of the note that a rank of this attempt failed first."""
+    """Return the path of the file that records that a rank of this attempt failed."""
     return folder.path / "submit" / f"failed-{make_attempt_name()}.json"
 
 
 def find_newest_checkpoint(folder: RunFolder) -> list[int] | None:
-    """Return attempt and step of the newest checkpoint of a run; None without one."""
+    """Return the attempt and step of the newest checkpoint of a run, or None if there is no checkpoint."""
     for attempt in reversed(folder.list_attempts()):
         steps = [checkpoint.step for checkpoint in storage.list_checkpoints(attempt)]
         if steps:
@@ -92,7 +103,7 @@ def find_newest_checkpoint(folder: RunFolder) -> list[int] | None:
 
 
 def record_failure(folder: RunFolder) -> int:
-    """Record a failure; returns how many in a row had no new checkpoint."""
+    """Record a failure, and return the number of failures in a row without a new checkpoint."""
     file = folder.path / "submit" / "failures.json"
     job = os.environ.get("SLURM_JOB_ID", "")
     newest = find_newest_checkpoint(folder)
@@ -107,15 +118,18 @@ def record_failure(folder: RunFolder) -> int:
 
 
 def find_reason_not_to_requeue(folder: RunFolder, status: int) -> str:
-    """Return the reason not to requeue the job, or ""; counts a failure."""
+    """Return the reason not to requeue the job, or "" if it should be requeued.
+
+    If the job was not stopped on request, its failure is recorded.
+    """
     refusal = read_refusal(folder)
     if refusal:
         return refusal
     if status == 2:
-        return "a rank refused to start; see the log"
+        return "a rank could not start; see the log"
     job = provenance.read_metadata(folder).get("job") or {}
     if not job.get("profile", {}).get("requeue", True):
-        return "the profile says cluster.requeue=false"
+        return "requeueing is disabled by cluster.requeue=false in the profile"
     settings = config.read_config_file(folder.path / "submit" / "config.yaml")
     cfg = config.build_config(config.import_schema(folder.experiment), [settings])
     max_restarts = cfg.checkpoint.max_restarts
@@ -126,10 +140,10 @@ def find_reason_not_to_requeue(folder: RunFolder, status: int) -> str:
 
 
 def is_latest_restart(scheduler: Scheduler, job: str) -> bool:
-    """Check that the job runs and was neither restarted nor requeued since this restart began.
+    """Return whether the job is running and this process belongs to its latest restart.
 
-    SLURM does that if it believes this host dead, for instance one that the network has cut off. Waits for a
-    controller that does not answer. Raises UserError after CONTROLLER_TIMEOUT seconds.
+    SLURM restarts or requeues a job if it considers this host lost, for example after a network failure. If the
+    controller does not answer, the query is repeated. Raises UserError after CONTROLLER_TIMEOUT seconds.
     """
     deadline = time.monotonic() + CONTROLLER_TIMEOUT
     while True:
@@ -143,48 +157,51 @@ def is_latest_restart(scheduler: Scheduler, job: str) -> bool:
 
 
 def is_restart_of_this_process(fields: Mapping[str, str]) -> bool:
-    """Check that a job, by its fields of scontrol, runs and was not restarted since this process began."""
+    """Return whether a job is running and has not been restarted since this process started.
+
+    `fields` are those that `scontrol show job` prints.
+    """
     return fields.get("JobState") == "RUNNING" and fields.get("Restarts") == os.environ.get("SLURM_RESTART_COUNT", "0")
 
 
 def requeue_or_fail(folder: RunFolder, scheduler: Scheduler, job: str, status: int, reason: str) -> int:
-    """Requeue a job, or record the reason not to; returns the exit status of this restart."""
+    """Requeue a job, or record the reason for not requeueing it. Return the exit status of this attempt."""
     if not reason:
         try:
-            scheduler.call("scontrol", "requeue", job)  # also ends this process
+            scheduler.call("scontrol", "requeue", job)  # also terminates this process
             return EXIT_RESUMABLE
         except UserError as error:
             if not is_latest_restart(scheduler, job):
                 return EXIT_RESUMABLE
-            reason = f"it cannot be queued again: {error}"
+            reason = f"the job cannot be requeued: {error}"
     Result("failed", status or 1, reason, folder.find_last_step()).write_once(folder)
     provenance.record_attempt_end(folder, "failed")
-    print(f"not started again: {reason}", file=sys.stderr)
+    print(f"not requeued: {reason}", file=sys.stderr)
     return status or 1
 
 
 def main(path: str, status: int) -> int:
-    """Requeue a job whose tasks have ended, or record why not; returns the exit status of the job."""
+    """Requeue a job whose tasks have ended, or record why it is not requeued. Return the exit status of the job."""
     folder = RunFolder(Path(path))
     job = os.environ["SLURM_JOB_ID"]
     scheduler = Scheduler("SLURM")
     if status == EXIT_FAILED or locate_failure_note(folder).exists():
         status = 1
     if taker := find_taker(folder):
-        print(f"not started again: {taker}", file=sys.stderr)
+        print(f"not requeued: {taker}", file=sys.stderr)
         return status or 1
-    if folder.result or status == 0:  # with 0 and no result, a newer attempt has the run
+    if folder.result or status == 0:  # status 0 without a result: the run belongs to a newer attempt
         recorded_status = folder.result.get("exit_status")
         return recorded_status if isinstance(recorded_status, int) else status
     if not is_latest_restart(scheduler, job):
-        print(f"job {job} is already queued again", flush=True)
+        print(f"job {job} has already been requeued", flush=True)
         return status
     if read_refusal(folder):
         status = 2  # srun may report the signal that ended the other ranks
     reason = find_reason_not_to_requeue(folder, status)
     if not reason:
         cause = "stopped on request" if status in REQUESTED_STOP_STATUSES else f"failed with exit status {status}"
-        print(f"the ranks {cause}; job {job} is queued again", flush=True)
+        print(f"the ranks {cause}; requeueing job {job}", flush=True)
     return requeue_or_fail(folder, scheduler, job, status, reason)
 
 

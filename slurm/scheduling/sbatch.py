@@ -1,4 +1,4 @@
-"""Job scripts: from a cluster profile to the text for sbatch, through Submitit."""
+"""Creation of job scripts from a cluster profile, and their submission through Submitit."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from slurm.scheduling.scheduler import Scheduler, clean_environment
 SAFE_VALUE = re.compile(r"[\w.,:=@/+\-\[\]%&|* ]*")
 SAFE_PATH = re.compile(r"[\w.,:=@/+\- ]+")
 SRUN_SEPARATOR = "--"
-"""In the command of an elastic launcher, between the options of srun and the command of a rank."""
+"""Separator between the srun command and the command of a rank in the arguments of the elastic launcher."""
 
 
 def load_profile(name: str, overrides: list[str]) -> Profile:
-    """Load the profile configs/cluster/NAME.yaml, overridden by `cluster.key=value` arguments. Raises UserError."""
+    """Load the profile configs/cluster/NAME.yaml and apply `cluster.key=value` arguments. Raises UserError."""
     folder = ROOT / "configs" / "cluster"
     names = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in names:
@@ -45,16 +45,16 @@ def load_profile(name: str, overrides: list[str]) -> Profile:
 
 
 def make_profile(values: Mapping[str, Any], overrides: list[str]) -> Profile:
-    """Make a profile from values as text, overridden by `cluster.key=value` arguments. Raises UserError."""
+    """Create a profile from text values and apply `cluster.key=value` arguments. Raises UserError."""
     pairs = dict(override.removeprefix("cluster.").split("=", 1) for override in overrides)
     profile = config.build_config(Profile, [values, pairs])
     for key, value in vars(profile).items():
         lines = value if isinstance(value, list) else [str(value)]
         for line in lines:
             if re.search(r"[\n\r\0]", line):
-                raise UserError(f"cluster.{key}: line breaks are not allowed; write one command or value per line")
+                raise UserError(f"cluster.{key} must not contain line breaks; write each command as a separate item")
             if key != "setup" and not SAFE_VALUE.fullmatch(line):
-                raise UserError(f"cluster.{key}={value}: only letters, digits and ._,:=@/+-[]%&|* are allowed")
+                raise UserError(f"cluster.{key}={value}: only letters, digits, spaces, and ._,:=@/+-[]%&|* are allowed")
     return profile
 
 
@@ -67,24 +67,25 @@ def make_submitit_parameters(
     tasks: Path | None = None,
     elastic: Elastic | None = None,
 ) -> dict[str, Any]:
-    """Return Submitit's parameters; empty values are omitted, so that the defaults of the cluster apply.
+    """Return Submitit's parameters for a job or job array.
 
-    `tasks` is a file with the run folders of an array's tasks, one per line. Without it, `folder` is the run folder.
+    Empty values are omitted, so that the defaults of the cluster apply. For an array, `tasks` is a file that lists the
+    run folder of each task, one per line. Otherwise, `folder` is the run folder.
     """
     run_folder = shlex.quote(str(folder))
     setup = []
     if tasks:
         run_folder = '"$RUN"'
         setup.append(f'RUN="$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(tasks))})"')
-    # The job executes the source as submitted, and `python -m` must not import from the current folder.
+    # The job executes the source as it was submitted. `python -m` must not import modules from the current folder.
     setup.append(f"export PYTHONPATH={run_folder}/code PYTHONSAFEPATH=1")
-    # The teardown runs outside the step, so it survives the death of any rank.
+    # The teardown command runs outside the job step, so it survives the failure of any rank.
     teardown = f"{shlex.quote(sys.executable)} -m {entry_points.REQUEUE_MODULE} {run_folder} $?"
     # srun does not inherit --cpus-per-task from sbatch.
     srun_args = [f"--kill-on-bad-exit={int(not elastic)}", f"--cpus-per-task={profile.cpus}", *profile.container]
     sbatch_options = {"requeue" if profile.requeue else "no-requeue": True}
     if elastic:
-        sbatch_options["no-kill"] = True  # SLURM continues the job when it loses a host
+        sbatch_options["no-kill"] = True  # SLURM continues the job when a host is lost
 
     parameters: dict[str, Any] = {
         "job_name": name,
@@ -108,7 +109,7 @@ def make_submitit_parameters(
 
 
 def choose_host_options(profile: Profile) -> dict[str, str]:
-    """Return the options of sbatch and srun that select hosts and GPUs, as far as the profile sets them."""
+    """Return the sbatch and srun options for those host and GPU settings that the profile specifies."""
     options = {key: getattr(profile, key) for key in ("partition", "account", "qos", "constraint", "exclude")}
     if profile.gpus:
         prefix = "gpu:" if profile.gpus_as == "gres" else ""
@@ -118,10 +119,13 @@ def choose_host_options(profile: Profile) -> dict[str, str]:
 
 
 class Executor(SlurmExecutor):
-    """Submitit's executor for a given SLURM; keeps the text of a job script before it is submitted."""
+    """Submitit executor for a given SLURM cluster, which also writes the job script into the run folder."""
 
     def __init__(self, folder: RunFolder, scheduler: Scheduler | None, launcher: str = "") -> None:
-        """`launcher` is a shell command that gets the command of srun as its arguments."""
+        """Create the executor of a run folder.
+
+        `launcher` is empty or a shell command that receives the srun command as its arguments.
+        """
         self.run_folder = folder
         self.scheduler = scheduler
         self.launcher = launcher
@@ -129,16 +133,16 @@ class Executor(SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        return 2  # srun may exist only inside the local cluster
+        return 2  # always available, because srun may be installed only inside the local cluster
 
     def make_job_script(self) -> str:
-        """Return the exact text for sbatch."""
+        """Return the job script exactly as it is passed to sbatch."""
         return str(self._make_submission_file_text(self._submitit_command_str, ""))
 
     def submit_tasks(self, jobs: list[Any]) -> list[str]:
-        """Submit all jobs as one array; returns the ids of its tasks.
+        """Submit all jobs as one array, and return the ids of its tasks.
 
-        Submitit's own method for arrays would replace this class, and thereby the chosen SLURM.
+        Submitit's own method for arrays would not use this class and would therefore ignore the chosen cluster.
         """
         paths = []
         for job in jobs:
@@ -174,10 +178,10 @@ class Executor(SlurmExecutor):
 def make_executor(
     folder: RunFolder, scheduler: Scheduler | None, parameters: dict[str, Any], elastic: Elastic | None = None
 ) -> Executor:
-    """Make the executor of a run folder. Raises UserError."""
+    """Create the executor of a run folder. Raises UserError."""
     path = str(folder.path)
     if not SAFE_PATH.fullmatch(path):
-        raise UserError(f"a job script cannot contain the path {path!r}; set runs=<path of letters and digits>")
+        raise UserError(f"the path {path!r} is not allowed in a job script; set runs to a path of letters and digits")
     launcher = ""
     if elastic:
         launcher = shlex.join([sys.executable, "-m", entry_points.ELASTIC_LAUNCHER_MODULE, path])
@@ -197,9 +201,9 @@ def prepare_runs_for_array(
     scheduler: Scheduler,
     parallel: int,
 ) -> Executor:
-    """Prepare run folders for an array with one job per run; returns its executor. Raises UserError.
+    """Prepare run folders for an array with one job per run, and return the executor. Raises UserError.
 
-    `sweep` is the folder of the sweep, `parallel` the maximum number of jobs at a time.
+    `sweep` is the folder of the sweep. `parallel` is the maximum number of jobs that run at the same time.
     """
     for folder in folders:
         check_source_version(folder)
@@ -214,9 +218,9 @@ def prepare_runs_for_array(
 
 
 def write_settings_and_retire_result(folder: RunFolder, text: str) -> Path | None:
-    """Write the settings that a job reads, as YAML, and retire the result of an earlier attempt.
+    """Write the settings of a job as YAML, and move the result of an earlier attempt away.
 
-    Returns the new path of that result. Raises UserError.
+    Returns the new path of that result, or None if nothing was moved. Raises UserError.
     """
     with disk_errors(folder.path):
         (folder.path / "submit").mkdir(exist_ok=True)
@@ -225,38 +229,41 @@ def write_settings_and_retire_result(folder: RunFolder, text: str) -> Path | Non
 
 
 def submit_array(executor: Executor, folders: list[RunFolder]) -> list[str]:
-    """Submit an array; returns the job ids of its tasks. Raises UserError with the message of sbatch."""
+    """Submit a job array, and return the job ids of its tasks. Raises UserError with the message of sbatch."""
     with convert_sbatch_errors(executor):
         return executor.submit_tasks([make_job_reference(folder) for folder in folders])
 
 
 def make_job_reference(folder: RunFolder) -> Any:
-    """Return the object that a task of the job unpickles and executes, from the source of the run."""
+    """Return an object that each task of a job unpickles and executes with the source of the run."""
     return JobReference(str(folder.path))
 
 
 def submit_job(executor: Executor) -> str:
-    """Submit a run; returns the job id. Raises UserError with the message of sbatch."""
+    """Submit a run, and return the job id. Raises UserError with the message of sbatch."""
     with convert_sbatch_errors(executor):
         return str(executor.submit(make_job_reference(executor.run_folder)).job_id)
 
 
 @contextlib.contextmanager
 def convert_sbatch_errors(executor: Executor) -> Iterator[None]:
-    """Convert errors of sbatch to UserErrors; hide the allocation around this process from sbatch."""
+    """Convert errors of sbatch to UserErrors inside the block.
+
+    Environment variables of an allocation that contains this process are hidden from sbatch.
+    """
     assert executor.scheduler is not None
     environ = dict(os.environ)
     os.environ.clear()
     os.environ.update(clean_environment(environ))
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # Submitit repeats the errors of sbatch
+        with contextlib.redirect_stderr(io.StringIO()):  # Submitit also prints the errors of sbatch
             yield
     except FileNotFoundError as error:
-        raise UserError(f"{error.filename} is not installed here; go to a login node, or use LAUNCH=local") from None
+        raise UserError(f"{error.filename} is not installed here; use a login node, or LAUNCH=local") from None
     except utils.FailedJobError as error:
         lines = str(error).splitlines()
         problem = " ".join(line for line in lines if line.startswith("sbatch:")) or lines[-1]
-        raise UserError(f"{executor.scheduler.name} refused the job: {problem}") from None
+        raise UserError(f"{executor.scheduler.name} rejected the job: {problem}") from None
     finally:
         os.environ.clear()
         os.environ.update(environ)

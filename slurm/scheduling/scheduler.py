@@ -1,4 +1,4 @@
-"""SLURM's commands, with time limits, and the choice of the SLURM to use. Imports no torch."""
+"""Calls of SLURM commands with timeouts, and the choice of a SLURM cluster. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from slurm.local_cluster import cluster
 
 LOCAL_CLUSTER_NAME = "the local cluster"
 COMMAND_TIMEOUT = 15.0
-"""Seconds for a command of SLURM."""
+"""Default timeout in seconds of a SLURM command."""
 STATUS_TIMEOUT = 4.0
-"""Seconds for a query, of which a report may make several."""
+"""Timeout in seconds of a query by a report, which may make several queries."""
 RETRY_SECONDS = 0.5
-"""Seconds for the next query after one without an answer, where the time limit is at most STATUS_TIMEOUT."""
+"""Timeout in seconds of queries that follow a failed query, if the requested timeout is at most STATUS_TIMEOUT."""
 PING_AFTER_SECONDS = 1.2
-"""Seconds without an answer after which `scontrol ping` checks the controller."""
+"""Time in seconds without an answer after which `scontrol ping` checks the controller."""
 CONTROLLER_COMMANDS = ("squeue", "scontrol")
-"""Commands that ask the controller: if one of them gets no answer, the others would not either."""
+"""Commands that query the controller. If one of them gets no answer, the other one would not get an answer either."""
 QUEUE_CACHE_SECONDS = 1.0
-"""Seconds for which a listing of the queue is reused."""
+"""Time in seconds for which a listing of the queue is reused."""
 SLOW_FAILURE_SECONDS = 1.0
-"""A command that fails after at least so many seconds is not repeated for COOLDOWN_SECONDS."""
+"""A failure that takes at least this many seconds is slow. The command is then not repeated for COOLDOWN_SECONDS."""
 COOLDOWN_SECONDS = 15.0
 CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
 ENDED_JOB_STATES = {"COMPLETED": "LOST", "CANCELLED": "CANCELLED"}
-"""States of runs whose jobs have ended without a result; all other jobs FAILED."""
+"""State of a run that has no result, by the state of its ended job. For all other job states, the run has FAILED."""
 PENDING_JOB_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING")
 RUNNING_JOB_STATES = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING")
 ALLOCATION_VARIABLE_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "TORCHELASTIC_", "SUBMITIT_")
-"""Prefixes of variables of an allocation or launcher, which would mislead a nested job."""
+"""Prefixes of variables that an allocation or launcher sets and that must not reach a nested job."""
 LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -48,15 +48,15 @@ LAUNCHER_VARIABLES = (
     "MASTER_PORT",
 )
 
-# Caches of commands that query many runs one by one; the key is the argv prefix of a SLURM command.
+# These caches serve commands that query many runs one by one. The key is the argv prefix of a SLURM command.
 QUEUE_CACHE: dict[tuple[str, ...], tuple[float, dict[str, str]]] = {}
-"""Time of a listing of the queue, and state and reason of each job."""
+"""Time at which the queue was listed, and the state and reason of each job in it."""
 FAILURE_CACHE: dict[tuple[str, ...], tuple[float, str]] = {}
-"""Time of a slow failure, and its message."""
+"""Time and error message of the latest slow failure."""
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a job: without variables of an allocation or launcher, but with SLURM_CONF."""
+    """Return an environment without the variables of an allocation or launcher. SLURM_CONF is kept."""
     cleaned = {
         k: v
         for k, v in environ.items()
@@ -69,7 +69,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Scheduler:
-    """A SLURM to which jobs can be submitted."""
+    """A SLURM cluster to which jobs can be submitted."""
 
     name: str
     local: cluster.Cluster | None = None
@@ -79,10 +79,10 @@ class Scheduler:
         return self.local.build_command(command) if self.local else list(command)
 
     def call(self, *command: str, timeout: float | None = None, doubt: float | None = None) -> str:
-        """Run a command; returns its output. Raises UserError with SLURM's message if it fails or times out.
+        """Run a SLURM command and return its output.
 
-        After `doubt` seconds without an answer the command is stopped if the controller is down, because SLURM's
-        commands keep retrying.
+        Raises UserError with SLURM's message if the command fails or times out. If there is no answer after `doubt`
+        seconds and the controller is down, the command is stopped, because SLURM commands retry for a long time.
         """
         timeout = timeout or COMMAND_TIMEOUT
         doubt = timeout if doubt is None else min(doubt, timeout)
@@ -101,16 +101,21 @@ class Scheduler:
                     process.kill()
                     raise
         except FileNotFoundError:
-            raise UserError(f"{command[0]} is not installed here; go to a login node, or use LAUNCH=local") from None
+            raise UserError(f"{command[0]} is not installed here; use a login node, or LAUNCH=local") from None
         except subprocess.TimeoutExpired:
-            raise UserError(f"{self.name}: {command[0]} gave no answer within {timeout:.0f} s; is it up?") from None
+            raise UserError(
+                f"{self.name}: {command[0]} did not answer within {timeout:.0f} s; check that the cluster is up"
+            ) from None
         if process.returncode:
             problem = " ".join((stderr or stdout).split()) or f"exit status {process.returncode}"
             raise UserError(f"{self.name}: {command[0]} failed: {problem}")
         return stdout
 
     def wait_for(self, process: subprocess.Popen[str], timeout: float, doubt: float) -> tuple[str, str]:
-        """Return the output and errors of a command. Raises TimeoutExpired, or UserError if the controller is down."""
+        """Wait for a command, and return its output and errors.
+
+        Raises TimeoutExpired after `timeout` seconds, or UserError if the controller is down.
+        """
         deadline = time.monotonic() + timeout
         try:
             return process.communicate(timeout=doubt)
@@ -122,14 +127,17 @@ class Scheduler:
         return process.communicate(timeout=max(0.0, deadline - time.monotonic()))
 
     def is_down(self) -> bool:
-        """Check whether the controller is down; false if `scontrol ping` takes more than a second."""
+        """Return whether the controller is down. Returns False if `scontrol ping` takes more than a second."""
         try:
             return "is DOWN" in self.call("scontrol", "ping", timeout=1.0)
         except UserError as error:
             return "is DOWN" in str(error)
 
     def call_unless_failing(self, *command: str, timeout: float = COMMAND_TIMEOUT) -> str:
-        """Run a query; returns its output. Raises UserError, without running it after a recent slow failure."""
+        """Run a query and return its output. Raises UserError if the query fails.
+
+        After a slow failure, queries are not run for COOLDOWN_SECONDS, and UserError is raised immediately.
+        """
         asks_controller = command[0] in CONTROLLER_COMMANDS
         start = time.monotonic()
         key = tuple(self.build_command(command[0]))
@@ -141,13 +149,16 @@ class Scheduler:
             return self.call(*command, timeout=min(timeout, COMMAND_TIMEOUT / 3), doubt=doubt)
         except UserError as error:
             is_slow = time.monotonic() - start > min(SLOW_FAILURE_SECONDS, 0.9 * timeout)
-            if is_slow and "Invalid job id" not in str(error):  # which concerns a single job
+            if is_slow and "Invalid job id" not in str(error):  # that error concerns only a single job
                 for name in CONTROLLER_COMMANDS if asks_controller else command[:1]:
                     FAILURE_CACHE[tuple(self.build_command(name))] = time.monotonic(), str(error)
             raise
 
     def read_queue(self, timeout: float = COMMAND_TIMEOUT) -> dict[str, str]:
-        """Read `STATE|REASON` of the user's queued jobs by id; a listing serves all runs for QUEUE_CACHE_SECONDS."""
+        """Return `STATE|REASON` of each queued job of the user, by job id.
+
+        A listing of the queue is reused for QUEUE_CACHE_SECONDS.
+        """
         key = tuple(self.build_command("squeue"))
         read_at, jobs = QUEUE_CACHE.get(key, (0.0, {}))
         if read_at and time.monotonic() - read_at <= QUEUE_CACHE_SECONDS:
@@ -161,7 +172,10 @@ class Scheduler:
         return jobs
 
     def read_job_state(self, job: str, timeout: float = COMMAND_TIMEOUT) -> tuple[str, str]:
-        """Return the state of a job and its reason, from squeue, scontrol or sacct; LOST if it is unknown."""
+        """Return the state of a run and a description of its job, as reported by squeue, scontrol, or sacct.
+
+        The state is LOST if SLURM does not know the job, and UNKNOWN if all queries fail.
+        """
         queries = (
             ("squeue",),
             ("scontrol", "-o", "show", "job", job),
@@ -185,9 +199,10 @@ class Scheduler:
                 fields = parse_job_fields(answer)
                 answer = fields.get("JobState", "")
                 if fields.get("Reason") == "JobLaunchFailure":
-                    note = f": {fields.get('BatchHost', 'its host')} could not start it; can it write the run folder?"
+                    host = fields.get("BatchHost", "the first host")
+                    note = f": {host} could not start the job; check that this host can write to the run folder"
             state_text, _, reason = answer.rpartition("\n")[2].partition("|")
-            state = state_text.strip().partition(" ")[0].rstrip("+")  # sacct: CANCELLED by 1000
+            state = state_text.strip().partition(" ")[0].rstrip("+")  # sacct prints, for example, CANCELLED by 1000
             if state in PENDING_JOB_STATES:
                 return "PENDING", f"job {job} {reason}".strip()
             if state in RUNNING_JOB_STATES:
@@ -200,26 +215,26 @@ class Scheduler:
         return "LOST", f"job {job} is no longer known to SLURM"
 
     def check_enough_hosts(self, nodes: int, partition: str, spares: int = 0) -> None:
-        """Raise UserError unless the controller answers and the cluster has `nodes` and `spares` hosts.
+        """Raise UserError if the controller does not answer or the cluster has fewer than `nodes + spares` hosts.
 
-        sbatch accepts a job for more hosts than there are, which then waits forever.
+        sbatch accepts a job that requests more hosts than the cluster has, but the job would wait forever.
         """
         self.check_controller()
         selection = [f"--partition={partition}"] if partition else []
         counts = self.call("sinfo", "-h", "-o", "%D", *selection).split()
         hosts = sum(map(int, counts))
         if partition and not hosts:
-            raise UserError(f"{self.name} has no partition {partition}; sinfo lists them")
+            raise UserError(f"{self.name} has no partition {partition}; sinfo lists the partitions")
         if nodes + spares <= hosts:
             return
         place = f" in partition {partition}" if partition else ""
         request = f"NODES={nodes} and elastic.spares={spares}" if spares else f"NODES={nodes}"
-        total = " in all" if spares else ""
+        total = " in total" if spares else ""
         size = format_count(hosts, "host")
-        raise UserError(f"{request}, but {self.name} has {size}{place}; ask for at most {hosts}{total}")
+        raise UserError(f"{request}, but {self.name} has {size}{place}; request at most {hosts}{total}")
 
     def check_controller(self) -> None:
-        """Raise UserError unless the controller answers."""
+        """Raise UserError if the controller does not answer."""
         try:
             answer = self.call("scontrol", "ping")
         except UserError as error:
@@ -230,16 +245,16 @@ class Scheduler:
             return
         problem = re.sub(r"\*\*.*", "", answer, flags=re.DOTALL).rpartition("failed: ")[2]
         problem = " ".join(problem.split())
-        raise UserError(f"{self.name}: the controller does not answer ({problem}); try later, or LAUNCH=local")
+        raise UserError(f"{self.name}: the controller does not answer ({problem}); try later, or use LAUNCH=local")
 
 
 def parse_job_fields(text: str) -> dict[str, str]:
-    """Parse the fields that `scontrol -o show job` prints."""
+    """Parse the fields that `scontrol -o show job` prints into a dict."""
     return dict(field.partition("=")[::2] for field in text.split())
 
 
 def is_configured() -> bool:
-    """Check whether sbatch is installed and has a configuration; Debian installs it without one."""
+    """Return whether sbatch is installed and SLURM is configured. Debian installs sbatch without a configuration."""
     if shutil.which("sbatch") is None:
         return False
     path = os.environ.get("SLURM_CONF")
@@ -248,10 +263,11 @@ def is_configured() -> bool:
 
 
 def choose_scheduler(launch: str) -> Scheduler | None:
-    """Choose the SLURM for LAUNCH=auto|local|slurm|slurm:NAME; None for processes of this machine. Raises UserError.
+    """Return the SLURM cluster for a value of LAUNCH, or None to start processes on this machine. Raises UserError.
 
-    slurm:NAME is the local cluster of that name; several can be up. auto chooses a local cluster if one is up, else
-    SLURM if it is configured. A chosen SLURM that does not answer is an error: runs never fall back to this machine.
+    The value is auto, local, slurm, or slurm:NAME. slurm:NAME is the local cluster with that name, because several
+    local clusters can be up. auto chooses a local cluster if one is up, else SLURM if it is configured. A chosen
+    cluster that does not answer is an error. Runs never fall back to this machine.
     """
     kind, _, name = launch.partition(":")
     has_name = ":" in launch
@@ -267,5 +283,5 @@ def choose_scheduler(launch: str) -> Scheduler | None:
         return Scheduler("SLURM")
     if launch == "auto":
         return None
-    problem = "sbatch is not installed" if shutil.which("sbatch") is None else "SLURM has no configuration"
-    raise UserError(f"LAUNCH=slurm, but {problem} here; go to a login node, or make cluster-up for a local cluster")
+    problem = "sbatch is not installed" if shutil.which("sbatch") is None else "SLURM is not configured"
+    raise UserError(f"LAUNCH=slurm, but {problem} here; use a login node, or start a local cluster: make cluster-up")

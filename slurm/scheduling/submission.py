@@ -1,8 +1,9 @@
-"""Exclusive submission of a run, and the job that the run belongs to. Imports no torch.
+"""Exclusive submission of a run, and the check that the run belongs to a job.
 
-A command that submits a run holds the lock of the run and a file in `submit/`, which only one process on any host can
-create. It holds them from reading the state of the run until the job id is in meta.json. A job that starts or is
-requeued then checks whether the run still belongs to it.
+A command that submits a run holds the lock of the run. It also creates a file in `submit/`, which can exist only once,
+even if several hosts submit the run. The command reads the state of the run after it has the lock and the file. It
+keeps them until the job id is in meta.json. A job that starts or is requeued checks whether the run still belongs to
+the job. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,21 +23,24 @@ from common.runs.folder import RunFolder, disk_errors, read_json
 from common.runs.run_lock import try_to_lock
 
 STALE_SECONDS = 120.0
-"""Age at which a submission counts as abandoned, if this machine cannot check its process."""
+"""Age in seconds at which a submission is considered abandoned if its process cannot be checked from this machine."""
 RECORDING_SECONDS = 60.0
-"""Time for which a started job waits until the command that submitted it has recorded its id."""
+"""Maximum time in seconds that a started job waits for the submitting command to record the job id."""
 UNANNOUNCED_SECONDS = 5.0
-"""The same without a submission file: a command of older source writes none."""
+"""Maximum time in seconds that a started job waits for its id if there is no submission file.
+
+Commands of older versions do not write such a file.
+"""
 POLL_SECONDS = 0.1
 
 
 def locate_submission(folder: RunFolder) -> Path:
-    """Return the path of the file that exists while a run is submitted."""
+    """Return the path of the file that exists while a run is being submitted."""
     return folder.path / "submit" / "submitting.json"
 
 
 def is_being_submitted(folder: RunFolder) -> bool:
-    """Check whether another process is submitting the run."""
+    """Return whether another process is submitting the run."""
     path = locate_submission(folder)
     submitter = read_json(path)
     if submitter == provenance.identify_process():
@@ -51,7 +55,7 @@ def is_being_submitted(folder: RunFolder) -> bool:
 
 
 def wait_for_submission(folder: RunFolder, seconds: float = RECORDING_SECONDS) -> None:
-    """Wait until no command is submitting the run, at most `seconds`."""
+    """Wait until no other process is submitting the run, but at most `seconds`."""
     deadline = time.monotonic() + seconds
     while is_being_submitted(folder) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
@@ -59,7 +63,10 @@ def wait_for_submission(folder: RunFolder, seconds: float = RECORDING_SECONDS) -
 
 @contextlib.contextmanager
 def hold_submission(folder: RunFolder) -> Iterator[None]:
-    """Prevent other commands from submitting or starting a run. Raises RunTakenError if one does already."""
+    """Prevent other commands from submitting or starting a run inside the block.
+
+    Raises RunTakenError if another command is already submitting or starting the run.
+    """
     with disk_errors(folder.path):
         locate_submission(folder).parent.mkdir(exist_ok=True)
     lock = try_to_lock(folder)
@@ -74,7 +81,10 @@ def hold_submission(folder: RunFolder) -> Iterator[None]:
 
 
 def create_submission(folder: RunFolder) -> None:
-    """Create the file of a submission; an abandoned one is replaced. Raises RunTakenError during another submission."""
+    """Create the submission file of a run, or replace an abandoned one.
+
+    Raises RunTakenError if another submission is in progress.
+    """
     path = locate_submission(folder)
     while True:
         try:
@@ -86,7 +96,7 @@ def create_submission(folder: RunFolder) -> None:
 
 
 def remove_stale_submission(folder: RunFolder) -> None:
-    """Remove the file of an abandoned submission. Raises RunTakenError if it is still running."""
+    """Remove the file of an abandoned submission. Raises RunTakenError if the submission is still in progress."""
     path = locate_submission(folder)
     submitter = read_json(path)
     if is_being_submitted(folder):
@@ -94,9 +104,9 @@ def remove_stale_submission(folder: RunFolder) -> None:
         host = submitter.get("host", "another host")
         raise RunTakenError(f"{folder.path.name} is being submitted by process {pid} on {host}; see make status")
     stale = path.with_name(f".stale-{secrets.token_hex(4)}")
-    with contextlib.suppress(FileNotFoundError):  # another command has removed it
+    with contextlib.suppress(FileNotFoundError):  # another command has already removed the file
         path.rename(stale)
-        if read_json(stale) != submitter:  # a new submission's file, created meanwhile: restore it
+        if read_json(stale) != submitter:  # this file belongs to a newer submission, so restore it
             with contextlib.suppress(FileExistsError):
                 os.link(stale, path)
         stale.unlink()
@@ -106,7 +116,7 @@ def remove_stale_submission(folder: RunFolder) -> None:
 
 
 def list_ids_of_this_job() -> list[str]:
-    """Return the ids by which meta.json may name the job of this process."""
+    """Return the ids under which meta.json may list the job of this process."""
     names = [os.environ.get("SLURM_JOB_ID", "")]
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
@@ -116,9 +126,9 @@ def list_ids_of_this_job() -> list[str]:
 
 
 def find_other_owner(folder: RunFolder) -> str:
-    """Return what the run belongs to instead of this job; "" if it belongs to this job.
+    """Describe the other job or attempt that the run belongs to. Return "" if the run belongs to this job.
 
-    A run without a recorded job belongs to this job: the command that submitted it was stopped before.
+    A run without a recorded job belongs to this job, because the submitting command was stopped too early.
     """
     meta = provenance.read_metadata(folder)
     if "job" not in meta:
@@ -130,7 +140,7 @@ def find_other_owner(folder: RunFolder) -> str:
 
 
 def check_run_is_own(folder: RunFolder) -> None:
-    """Raise RunTakenError if the run does not belong to this job; waits until its submission is recorded."""
+    """Wait until the submission is recorded. Raises RunTakenError if the run does not belong to this job."""
     start = time.monotonic()
     while owner := find_other_owner(folder):
         timeout = RECORDING_SECONDS if is_being_submitted(folder) else UNANNOUNCED_SECONDS
@@ -138,6 +148,6 @@ def check_run_is_own(folder: RunFolder) -> None:
             job = os.environ.get("SLURM_JOB_ID", "")
             run = shlex.quote(folder.reference)
             raise RunTakenError(
-                f"job {job} does not start {folder.path.name}: the run belongs to {owner}; see make status RUN={run}"
+                f"job {job} cannot start {folder.path.name}: the run belongs to {owner}; see make status RUN={run}"
             )
         time.sleep(POLL_SECONDS)

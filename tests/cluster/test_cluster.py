@@ -202,7 +202,7 @@ def test_cables_carry_the_rate_that_was_asked_for() -> None:
         done = tool("up", "--name", "far", "--delay", "5ms", status=None)
         try:
             if done.returncode:
-                assert "DELAY needs the kernel module sch_netem, which is not available" in done.stderr
+                assert "DELAY requires the kernel module sch_netem, which is missing" in done.stderr
             else:
                 assert "5ms" in tool.out("status", "--name", "far")
         finally:
@@ -274,7 +274,7 @@ def test_commands_run_as_the_caller_where_the_caller_is(tool: Tool) -> None:
         "ctl",
     ]
     assert "10.77.0.2" in tool.out("status")
-    assert tool("cut", "3", status=2).stderr == "error: N='3': write a number from 1 to 2\n"
+    assert tool("cut", "3", status=2).stderr == "error: N must be an integer from 1 to 2 (got '3')\n"
 
 
 def test_programs_find_the_cluster_that_is_up(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:

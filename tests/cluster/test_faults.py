@@ -184,5 +184,5 @@ def test_a_restart_is_shown_by_status_and_followed_by_logs_to_the_end(small: Lab
         said, _ = follower.communicate(timeout=60)
     assert seen[:3] == ["RUNNING", "PENDING", "RUNNING"]
     assert follower.returncode == 0
-    for words in ("checkpoint saved at step", "is queued again", "resumed from step", "test accuracy"):
+    for words in ("checkpoint saved at step", "; requeueing job ", "resumed from step", "test accuracy"):
         assert words in said

@@ -151,7 +151,7 @@ def test_srun_by_hand_without_data_is_refused_in_time(site: Site) -> None:
         ("cat /dev/zero > {disk}/zeros", ["the disk is full; free"], 2),
         (
             "mount -o remount,ro {disk}",
-            ["the disk is read-only; choose another folder", "could not start it; can it write the run folder?"],
+            ["the disk is read-only; choose another folder", "could not start the job; check that this host can write"],
             1,
         ),
     ],
@@ -212,7 +212,7 @@ def test_a_controller_that_is_silent_or_down_is_told_in_time(
 def test_a_path_that_a_job_script_cannot_hold_is_refused(site: Site, path: str) -> None:
     runs = site.runs / "hostile" / path
     done = site.submit("mnist_pipeline", "", shlex.quote(f"runs={runs}"), "steps=5")
-    check(done, "control characters" if "\n" in path else "a job script cannot contain the path")
+    check(done, "control characters" if "\n" in path else "is not allowed in a job script")
     assert done.returncode == 2 and not list((site.runs / "hostile").rglob("mnist_pipeline-*"))
     assert not list(site.folder.rglob("pwned"))
 
@@ -229,6 +229,6 @@ def test_a_run_in_a_folder_with_spaces_finishes(site: Site) -> None:
 @pytest.mark.parametrize("name", ["$(touch pwned)", "a\n#SBATCH --uid=0"], ids=["a command", "two lines"])
 def test_a_name_that_is_no_experiment_is_refused(site: Site, name: str) -> None:
     done = site.submit(name, "named")
-    check(done, f"no experiment {name!r}")
+    check(done, f"unknown experiment {name!r}")
     assert done.returncode == 2 and not (site.runs / "named").exists()
     assert not list(site.folder.rglob("pwned"))

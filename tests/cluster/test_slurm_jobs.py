@@ -183,7 +183,7 @@ def test_torchrun_goes_before_slurm_inside_an_allocation(site: Site) -> None:
         ((), ("--nodes=4",), "cannot be divided evenly"),
         (("stages=3",), ("--nodes=3",), "NODES=3, but the local cluster has 2 hosts"),
         (("cluster.partition=nowhere",), ("--nodes=2",), "has no partition nowhere"),
-        ((), ("--nodes=0",), "write a number from 1 to"),
+        ((), ("--nodes=0",), "must be an integer from 1 to"),
     ],
 )
 def test_what_the_cluster_cannot_do_is_refused(

@@ -27,7 +27,7 @@ def test_a_sweep_finishes_though_a_host_loses_its_power(site: Site) -> None:
     file.write_text(yaml.safe_dump(tree | {"settings": dict(word.split("=", 1) for word in words)}))
     done = site.call("slurm", "sweep", "--", str(file))
     assert "6 points of mnist_pipeline (6 missing); 6 to run now" in done.stdout
-    assert "an array of 6, at most 3 at once" in done.stdout
+    assert "array of 6, at most 3 at a time" in done.stdout
     assert "_[" in site.inside("squeue", "-h", "-o", "%i").stdout, "an array, as a person expects it"
     assert "0 to run now" in site.call("slurm", "sweep", "--", str(file)).stdout, "all are submitted"
     on_2 = until("a task on node2", lambda: [f for f in started(site) if hosts(f) == ["node2"] and f.read_metrics()])
@@ -50,7 +50,7 @@ def test_a_sweep_finishes_though_a_host_loses_its_power(site: Site) -> None:
     log = site.call("slurm", "logs", str(folders[0].path)).stdout
     assert "test accuracy" in log
     repeated = site.call("slurm", "rerun", "--", str(on_2[0].path))
-    assert f"equal to the bit in {STEPS} steps" in repeated.stdout
+    assert f"bitwise equal in {STEPS} steps" in repeated.stdout
     assert len(started(site)) == 7
     idle = ("sinfo", "-h", "-p", "main", "-n", "node2", "-o", "%T")
     until("node2 is of use again", lambda: site.inside(*idle).stdout.strip() == "idle", 90)

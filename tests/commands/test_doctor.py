@@ -366,11 +366,11 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
     [
         (["--run=nothing"], "'nothing': no such run folder"),
         (["--run="], "RUN is missing; write RUN=<id>"),
-        (["--nodes=x"], "NODES='x': write a number from 1 to"),
+        (["--nodes=x"], "NODES must be an integer from 1 to"),
         (["--args=--help"], "ARGS: --help is not a setting"),
         (["--args=runs=x optim.lr=3"], "ARGS: doctor does not use optim.lr, only runs, data.cache, launch.mixed and"),
         (["--args=rums=x"], "unknown key rums; did you mean runs?"),
-        (["--json=2"], "JSON must be 0 or 1, got '2'"),
+        (["--json=2"], "JSON must be 0 or 1 (got '2')"),
         (["--run=0000", "--nodes=2"], "RUN examines a run, but NODES is for checking hosts"),
     ],
 )

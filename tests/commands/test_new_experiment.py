@@ -81,13 +81,10 @@ def write_in(root: Path, name: str) -> tuple[subprocess.CompletedProcess[str], d
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("", "NAME is missing; write make new-experiment NAME="),
-        *(
-            (name, "write a name such as")
-            for name in ("../x", "x; id", "X", "9x", "exp-x", "x" * 65, "\udcff", "lambda")
-        ),
-        *((name, "a module of Python") for name in ("json", "winreg", "torch", "numpy", "wandb", "common", "tests")),
-        *((name, "exists already") for name in ("taken", "shared", "figures", "cluster", "tools")),
+        ("", "NAME is missing; write, for example, make new-experiment NAME="),
+        *((name, "use a name such as") for name in ("../x", "x; id", "X", "9x", "exp-x", "x" * 65, "\udcff", "lambda")),
+        *((name, "has the same name") for name in ("json", "winreg", "torch", "numpy", "wandb", "common", "tests")),
+        *((name, "already exists") for name in ("taken", "shared", "figures", "cluster", "tools")),
     ],
 )
 def test_a_name_that_cannot_be_is_refused(root: Path, name: str, told: str) -> None:
@@ -109,7 +106,7 @@ FILES = (("experiments", "py"), ("experiments", "md"), ("configs", "py"), ("conf
 def test_nothing_is_written_where_one_file_cannot_be(root: Path, folder: str, ending: str) -> None:
     (root / folder / f"my_mlp.{ending}").symlink_to(root / "nowhere")  # it is seen only when it is written
     done, changed = write_in(root, "my_mlp")
-    assert done.returncode == 2 and f"my_mlp.{ending} exists already" in done.stderr and not changed
+    assert done.returncode == 2 and f"my_mlp.{ending} already exists" in done.stderr and not changed
     (root / folder).rename(root / "moved")
     done, changed = write_in(root, "my_mlp")
     assert done.returncode == 2 and "the folder does not exist" in done.stderr and not changed

@@ -53,9 +53,9 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) ->
     write_json(old / "meta.json", meta | {"packages": meta["packages"] | {"numpy": "1.0"}})
     done = warm.execute([sys.executable, "-m", "slurm", "rerun", "--", str(old)], env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert differing(done.stdout) == [f"package numpy: then 1.0, now {np.__version__}"]
-    assert "losses      equal to the bit in 12 steps" in done.stdout
-    assert "result      equal to the bit: test_loss, test_accuracy" in done.stdout
+    assert differing(done.stdout) == [f"package numpy: was 1.0, now {np.__version__}"]
+    assert "losses      bitwise equal in 12 steps" in done.stdout
+    assert "result      bitwise equal: test_loss, test_accuracy" in done.stdout
     (path,) = (path for path in old.parent.iterdir() if path != old)
     new = RunFolder(path)
     assert (
@@ -145,7 +145,7 @@ def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pyte
         more = lines[-1].replace('"global_step": 20', '"global_step": 21')
         attempt.metrics_file.write_text("".join([*lines, more][:steps]))
         assert rerun.compare_runs(old, new) is equal
-        assert (f"20 steps then, {steps} now" in capsys.readouterr().out) is not equal
+        assert (f"20 steps in the old run, {steps} in the new run" in capsys.readouterr().out) is not equal
 
 
 def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: Path) -> None:
@@ -163,11 +163,11 @@ def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: P
     assert f"error: {file} is damaged" in done.stderr and done.stderr.count("\n") == 1
     assert list(old.parent.iterdir()) == [old] and "\nsame " not in done.stdout
     done = inside.run_verb("rerun", "--args=seed=1", "--", str(old))
-    assert differing(done.stdout) == ["seed: then 0, now 1", line]
+    assert differing(done.stdout) == ["seed: was 0, now 1", line]
     meta = json.loads((old / "meta.json").read_text())
     write_json(old / "meta.json", meta | {"data": {}})  # nothing tells what the data were
     done = inside.run_verb("rerun", "--", str(old))
-    assert not differing(done.stdout) and "\nsame        settings, source, versions and machine\n" in done.stdout
+    assert not differing(done.stdout) and "\nsame        settings, source, versions, and machine\n" in done.stdout
 
 
 def test_how_far_losses_lead_apart_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +175,7 @@ def test_how_far_losses_lead_apart_is_told(tmp_path: Path, capsys: pytest.Captur
     text = old.list_attempts()[0].metrics_file.read_text()
     new.list_attempts()[0].metrics_file.write_text(text)
     assert rerun.compare_runs(old, new)
-    assert "losses      equal to the bit in 10 steps\n" in capsys.readouterr().out
+    assert "losses      bitwise equal in 10 steps\n" in capsys.readouterr().out
     rows = [json.loads(line) for line in text.splitlines()]
     for row in rows:
         if "loss" in row and row["global_step"] in (4, 7, 9):
@@ -195,7 +195,7 @@ def test_how_far_losses_lead_apart_is_told(tmp_path: Path, capsys: pytest.Captur
         ([], "RUN is missing; write RUN=<id>"),
         (["--args=seed=x", "{old}"], "seed=x: expected an integer"),
         (["--args=sed=1", "{old}"], "unknown key sed; did you mean seed?"),
-        (["--args=--help", "{old}"], "ARGS: --help is not a setting; write key=value"),
+        (["--args=--help", "{old}"], "ARGS: --help is not a setting; expected key=value"),
         (["--args=seed=1 --print-config", "{old}"], "ARGS: --print-config is not a setting"),
         (["--launch=nowhere", "{old}"], "LAUNCH=nowhere is unknown"),
         (["{bare}"], "no longer has its source in code/"),
@@ -219,10 +219,10 @@ def test_what_cannot_be_repeated_is_refused(tmp_path: Path, words: list[str], me
 def test_a_run_that_goes_on_is_neither_repeated_nor_resumed(tmp_path: Path) -> None:
     run = Made("mnist_pipeline", state="running").write(tmp_path).path
     repeated = inside.run_verb("rerun", "--", str(run))
-    remedy = f"repeat it when it is over: make status RUN={run} WAIT=600"
+    remedy = f"wait for it to end first: make status RUN={run} WAIT=600"
     assert repeated.returncode == 2 and repeated.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
     resumed = inside.run_verb("exp", f"--resume={run}")
-    remedy = f"to resume it elsewhere, first make cancel RUN={run}"
+    remedy = f"to resume it elsewhere, first use make cancel RUN={run}"
     assert resumed.returncode == 2 and resumed.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
     assert list(tmp_path.iterdir()) == [run]
 
@@ -248,7 +248,7 @@ def test_all_that_depends_on_the_training_alone_is_compared(tmp_path: Path, caps
     other = ENDING | {group: dict.fromkeys(values, "another") for group, values in MEASURED.items()}
     write_json(new.path / "result.json", other | {"scores": SCORES, "outcome": OUTCOME})
     assert rerun.compare_runs(old, new)
-    assert f"result      equal to the bit: {', '.join(trained)}\n" in capsys.readouterr().out
+    assert f"result      bitwise equal: {', '.join(trained)}\n" in capsys.readouterr().out
     for key, value in trained.items():
         changed = value + 0.5 if isinstance(value, int | float) else "another"
         groups = {
@@ -260,7 +260,7 @@ def test_all_that_depends_on_the_training_alone_is_compared(tmp_path: Path, caps
         assert not rerun.compare_runs(old, new)
         apart = ", 0.5 apart" if isinstance(value, int | float) else ""
         said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("result")]
-        assert said == [f"result      {key}: then {value}, now {changed}{apart}"]
+        assert said == [f"result      {key}: was {value}, now {changed}{apart}"]
 
 
 def test_words_for_the_cluster_are_laid_over_the_runs_own_profile(tmp_path: Path) -> None:

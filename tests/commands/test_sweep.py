@@ -54,18 +54,18 @@ def test_a_failed_point_is_run_only_when_asked(tmp_path: Path, cache: Path) -> N
     ("tree", "message"),
     [
         ({"grdi": {}}, "unknown key grdi; did you mean grid?"),
-        ({"experiment": ""}, "experiment is missing; write a line such as experiment: amp_accum"),
-        ({"experiment": "mnist_pipelin"}, "no experiment 'mnist_pipelin'; did you mean mnist_pipeline?"),
-        ({}, "0 points; name some in grid or points"),
+        ({"experiment": ""}, "experiment is missing; add a line such as experiment: amp_accum"),
+        ({"experiment": "mnist_pipelin"}, "unknown experiment 'mnist_pipelin'; did you mean mnist_pipeline?"),
+        ({}, "the sweep has 0 points; list at least 1"),
         ({"grid": {"batch": "64"}}, "grid: batch: expected a list of values"),
-        ({"grid": {"bath": ["64"]}}, "at bath=64: unknown key bath; did you mean batch?"),
-        ({"grid": {"batch": ["64", "x"]}}, "at batch=x: batch=x: expected an integer"),
-        ({"points": [{"batch": "4"}, {"batch": "4"}]}, "the point batch=4 is there more than once"),
-        ({"points": [{"batch": "4"}], "repeats": "0"}, "repeats='0': write a number from 1"),
-        ({"points": [{"seed": "1"}], "repeats": "2"}, "repeats=2 chooses seeds, and so do the points"),
+        ({"grid": {"bath": ["64"]}}, "point bath=64: unknown key bath; did you mean batch?"),
+        ({"grid": {"batch": ["64", "x"]}}, "point batch=x: batch=x: expected an integer"),
+        ({"points": [{"batch": "4"}, {"batch": "4"}]}, "the point batch=4 occurs more than once"),
+        ({"points": [{"batch": "4"}], "repeats": "0"}, "repeats must be an integer from 1"),
+        ({"points": [{"seed": "1"}], "repeats": "2"}, "repeats=2 cannot be combined with points that set seed"),
         ({"points": ["batch"]}, "points: expected `key: value`"),
-        ({"points": [{"runs": "x"}], "settings": {"runs": "y"}}, "runs is the same for all points"),
-        ([], "expected `key: value` lines"),
+        ({"points": [{"runs": "x"}], "settings": {"runs": "y"}}, "runs must be the same for all points"),
+        ([], "expected `key: value` lines, including experiment"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_remedy(tmp_path: Path, tree: Any, message: str) -> None:
@@ -113,7 +113,7 @@ def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
     done = inside.run_verb("sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, **fake.environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "(2 missing); 2 to run now" in done.stdout
-    assert "job 4711 on SLURM: an array of 2, at most 2 at once, 1 node and 1 rank each" in done.stdout
+    assert "job 4711 on SLURM: array of 2, at most 2 at a time, 1 node and 1 rank each" in done.stdout
     told = [line.split()[0] for line in done.stdout.splitlines() if "  batch=" in line]
     assert told == ["RUNNING", "PENDING", "FINISHED", "FINISHED"], done.stdout
     for number, cell in enumerate(cells(file)):
@@ -131,7 +131,7 @@ def test_a_refused_sweep_leaves_the_points_as_they_were(tmp_path: Path, cache: P
         words = ("--launch=slurm", f"--failed={failed}", "--", str(file))
         done = inside.run_verb("sweep", *words, cwd=ROOT, **fake.environment())
         assert done.returncode == 2 and "; 1 to run now" in done.stdout
-        assert "SLURM refused the job: sbatch: error: invalid account" in done.stderr
+        assert "SLURM rejected the job: sbatch: error: invalid account" in done.stderr
         assert [cell["run"] for cell in cells(file)] == runs
         assert [path.name for path in (tmp_path / "runs").glob("mnist_pipeline-*")] == runs
 
@@ -152,14 +152,14 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
         (
             plan.settings | {"epochs": "3"},
             (),
-            "was started with epochs=3; write ARGS=epochs=3, or give the file another",
+            "was started with epochs=3; use ARGS=epochs=3, or rename the sweep file",
         ),
         (
             plan.settings | {"steps": "7", "clip": "2"},
             ("--args=epochs=2",),
-            "started with steps=7 clip=2; write ARGS='steps=7 clip=2' without epochs=2, or",
+            "started with steps=7 clip=2; use ARGS='steps=7 clip=2' without epochs=2, or",
         ),
-        (plan.settings, ("--args=epochs=2",), "was started without epochs=2; leave that out, or give the file another"),
+        (plan.settings, ("--args=epochs=2",), "was started without epochs=2; omit it, or rename the sweep file"),
     ):
         other = {"experiment": "mnist_pipeline", "settings": settings, "cells": []}
         (folder / "sweep.json").write_text(json.dumps(other))

@@ -34,14 +34,14 @@ def test_another_seed_is_named_and_how_far_it_leads(cache: Path, place: Path, tm
     handed_over = making.handed_over(place, "rerun", f"RUN={old.path}", "ARGS=seed=1")
     done = warm.execute([sys.executable, "-m", "slurm", *handed_over], env=environment())
     assert done.returncode == rerun.DIFFERENT, done.stdout + done.stderr
-    assert differing(done) == ["seed: then 0, now 1"]
+    assert differing(done) == ["seed: was 0, now 1"]
     found = re.search(r"differ in 12 of 12 steps, first in step 1, by at most (\S+) \(step (\d+)\)", done.stdout)
     assert found, done.stdout
     (path,) = (path for path in old.path.parent.iterdir() if path != old.path)
     then, now = ([row["loss"] for row in f.read_metrics() if "loss" in row] for f in (old, RunFolder(path)))
     gaps = [abs(a - b) for a, b in zip(then, now, strict=True)]
     assert float(found[1]) == pytest.approx(max(gaps), rel=1e-2) and gaps[int(found[2]) - 1] == max(gaps)
-    assert re.search(r"result      test_loss: then \S+, now \S+, \S+ apart", done.stdout)
+    assert re.search(r"result      test_loss: was \S+, now \S+, \S+ apart", done.stdout)
 
 
 def test_one_flipped_byte_of_the_source_of_the_data_is_named(place: Path, tmp_path: Path) -> None:
@@ -63,4 +63,4 @@ def test_one_flipped_byte_of_the_source_of_the_data_is_named(place: Path, tmp_pa
     assert f"Error {rerun.DIFFERENT}" in done.stderr, done.stdout + done.stderr
     (line,) = differing(done)
     assert line.startswith("data test_images of mnist")
-    assert "losses      equal to the bit in 12 steps" in done.stdout and "result      test_loss: then " in done.stdout
+    assert "losses      bitwise equal in 12 steps" in done.stdout and "result      test_loss: was " in done.stdout

@@ -51,7 +51,7 @@ def test_a_command_that_starts_others_says_the_same(tmp_path: Path, quick: tuple
     fork, real = execute_both(argv, tmp_path)
     assert fork.returncode == real.returncode == 0, fork.stderr + real.stderr
     assert fork.stdout.splitlines() == real.stdout.splitlines() and fork.stderr == real.stderr == ""
-    assert "\nthe source of then\n" in fork.stdout and "losses      equal to the bit in 6 steps" in fork.stdout
+    assert "\nthe source of then\n" in fork.stdout and "losses      bitwise equal in 6 steps" in fork.stdout
     made = [{path.name for path in runs.glob("mnist_pipeline-*")} for runs in (tmp_path / "fork", tmp_path / "real")]
     assert [len(names) for names in made] == [2, 2] and made[0] & made[1] == {old.path.name}
 

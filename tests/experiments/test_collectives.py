@@ -199,11 +199,11 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(
         assert told.returncode == 2 and "collectives does not train a model; use another run" in told.stderr
     again = RunFolder(shutil.copytree(done.folder.path, tmp_path / "again" / done.folder.path.name))
     assert rerun.compare_runs(done.folder, again)
-    assert capsys.readouterr().out == "result      equal to the bit: exact_results, data\n"
+    assert capsys.readouterr().out == "result      bitwise equal: exact_results, data\n"
     result = json.loads((again.path / "result.json").read_text())
     write_json(again.path / "result.json", result | {"outcome": {"exact_results": 19}})
     assert not rerun.compare_runs(done.folder, again)
-    assert capsys.readouterr().out == "result      exact_results: then 20, now 19, 1 apart\n"
+    assert capsys.readouterr().out == "result      exact_results: was 20, now 19, 1 apart\n"
 
 
 def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
     done = resume(REPLICATED, folder)  # with the length that it has now
     assert done.returncode == 0 and 'ARGS="steps=100"' in done.stdout
     told = inside.run_verb("rerun", "--", str(folder.path))
-    assert told.returncode == 2 and "was resumed with other settings (steps 40 -> 50)" in told.stderr
+    assert told.returncode == 2 and "was resumed with different settings (steps 40 -> 50)" in told.stderr
     again = run(REPLICATED.name, "--config", str(folder.path / "config.yaml"), runs=tmp_path / "again")
     assert again.status == 2 and "different settings (steps 40 -> 50), so a single run cannot repeat it" in again.err
     assert not (tmp_path / "again").exists()

@@ -50,7 +50,7 @@ PAIRS = [
 """When two commands come, and which: while the run trains, after it has stopped, as it begins."""
 REFUSAL = re.compile(
     r"is already running|is stopping|is still running|being started|being submitted|was superseded|is RUNNING"
-    r"|is PENDING|has just (?:started it|finished)|does not start"
+    r"|is PENDING|was just started|has just finished|cannot start"
 )
 Done = subprocess.CompletedProcess[str]
 

@@ -43,7 +43,7 @@ def test_nodes_that_are_only_numbers_are_one_host(digits: tuple[str, ...], tmp_p
     done = execute(
         "slurm", "exp", "--launch=local", "--nodes=2", f"--args={settings}", "--", "ddp_multinode", runs=tmp_path
     )
-    assert "no SLURM is used: 2 nodes are simulated as processes of this machine" in done.out
+    assert "not using SLURM: 2 nodes are simulated by processes on this machine" in done.out
     world = json.loads((done.folder.list_attempts()[0].attempt_folder / "world.json").read_text())
     assert world["nodes"] == 2 and world["hosts"] == [ranks[0]["host"]] * 2, "the names are the hosts' own"
 

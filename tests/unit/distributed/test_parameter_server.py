@@ -51,7 +51,7 @@ def test_more_servers_than_parameters_are_refused() -> None:
     [
         (["staleness=-1"], ["staleness=-1: out of range; allowed: int >= 0"]),
         (["staleness=3"], ["staleness=3 needs mode=bounded"]),
-        (["mode=async", "staleness=3"], ["staleness=3 needs mode=bounded; add that or use staleness=0"]),
+        (["mode=async", "staleness=3"], ["staleness=3 needs mode=bounded; set mode=bounded or use staleness=0"]),
         (["damp=true"], ["damp=true has no effect with mode=sync, because no push is stale", "mode=async"]),
         (["servers=3"], ["servers=3", "exceeds the 2 ranks", "at most servers=2"]),
         (["servers=4", "processes_per_node=3"], ["servers=4", "exceeds the 3 ranks", "at most servers=3"]),

@@ -80,5 +80,5 @@ def test_a_sweep_of_ranks_or_a_resumed_run_is_refused(
     if not words:
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
             monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="without srun, torchrun, RESUME and --resume"):
+    with pytest.raises(UserError, match="with srun, torchrun, RESUME, or --resume"):
         experiment_sweep.main("sparse_prune", [*WORDS, *words, f"runs={tmp_path}", "sweep=true"])

@@ -23,7 +23,7 @@ from slurm.local_cluster.cables import Shape
 )
 def test_rates_and_delays_have_units(rate: str, delay: str, shape: Shape | None, text: str) -> None:
     if shape is None:
-        with pytest.raises(UserError, match=r"DELAY='1500ms': write a number with its unit, from 1us to 1s"):
+        with pytest.raises(UserError, match=r"DELAY must be a number with a unit, from 1us to 1s, .*\(got '1500ms'\)"):
             cables.parse_shape(rate, delay)
         return
     found = cables.parse_shape(rate, delay)

@@ -82,7 +82,7 @@ def test_a_service_is_waited_for_until_it_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         daemons.wait_for_port("slurmctld", "127.0.0.1", port)
-    with pytest.raises(UserError, match=r"^slurmctld does not listen after 0 s$"):
+    with pytest.raises(UserError, match=rf"^slurmctld is not listening on port {port} after 0 s$"):
         daemons.wait_for_port("slurmctld", "127.0.0.1", port, seconds=0.1)
 
 

@@ -103,7 +103,7 @@ def test_job_ids_never_come_twice() -> None:
 
 @pytest.mark.parametrize("nodes", ["0", "-1", "abc", "65", "1.5", "٣", "1\n", "$(touch x)", "99999999999"])
 def test_bad_node_counts_are_refused(nodes: str) -> None:
-    refused_text = f"NODES={nodes!r}: write a number from 1 to 64"
+    refused_text = f"NODES must be an integer from 1 to 64 (got {nodes!r})"
     with pytest.raises(UserError) as caught:
         parse_count("NODES", nodes, 64)
     assert str(caught.value) == refused_text
@@ -184,7 +184,7 @@ def test_refused_namespaces_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(1, f"{name}: Operation not permitted")
 
     monkeypatch.setattr(namespaces, "call_libc", denied)
-    with pytest.raises(UserError, match=r"kernel.apparmor_restrict_unprivileged_userns=0, or run this as root"):
+    with pytest.raises(UserError, match=r"kernel.apparmor_restrict_unprivileged_userns=0, or run this command as root"):
         namespaces.unshare_namespaces("user")
     with pytest.raises(UserError, match=r"sysctl|--privileged"):
         namespaces.mount_path("none", "/", None, 0)
@@ -255,7 +255,7 @@ def test_programs_use_the_only_cluster_that_is_up_and_ask_where_there_are_severa
     assert find_scheduler({"job": {"scheduler": found.name}}) == found
     assert find_scheduler({"job": {"scheduler": "the local cluster"}}) is None, "one of another name"
     set_up("other", here)
-    with pytest.raises(UserError, match="clusters mine, other are up; name one: LAUNCH=slurm:mine "):
+    with pytest.raises(UserError, match="clusters are up: mine, other; choose one, such as LAUNCH=slurm:mine "):
         choose_scheduler("auto")
     found = choose_scheduler("slurm:other")
     assert found and found.local and (found.name, found.local.plan.name) == ("the local cluster other", "other")

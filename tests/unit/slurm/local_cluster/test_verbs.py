@@ -88,9 +88,10 @@ def test_cables_and_power_are_those_of_the_host_that_is_named(up: Up) -> None:
     changes = [line for line in up.fake.calls.read_text().splitlines() if line.startswith("link ")]
     assert changes == ["link set node2 down", "link set node2 up", "link set node1 down", "link del node1"]
     assert up.hosts[1].wait(timeout=5) == -9 and up.hosts[2].poll() is None
-    assert up.tool("cut", "3", status=2) == "error: node3 is powered off; python -m slurm cluster power-on 3"
+    remedy = "start it with python -m slurm cluster power-on 3"
+    assert up.tool("cut", "3", status=2) == f"error: node3 is powered off; {remedy}"
     assert up.tool("power-on", "2", status=2) == "error: node2 is already on"
-    assert "N='4': write a number from 1 to 3" in up.tool("cut", "4", status=2)
+    assert "N must be an integer from 1 to 3 (got '4')" in up.tool("cut", "4", status=2)
     up.fake.answer("ip", "echo 'Cannot find device \"node2\"' >&2; exit 1")
     assert 'ip: Cannot find device "node2" (link set node2 down)' in up.tool("cut", "2", status=2)
 
@@ -103,7 +104,7 @@ def test_commands_run_on_the_controller_or_on_a_host_that_is_on(up: Up) -> None:
     targets = [line.split()[1] for line in up.asked("nsenter")[1:]]
     assert targets == [f"--target={process.pid}" for process in (up.hosts[0], up.hosts[2])]
     assert "node3 is powered off" in up.tool("node", "3", "true", status=2)
-    assert up.tool("exec", status=2) == "error: exec: a command is missing, such as: exec sinfo"
+    assert up.tool("exec", status=2) == "error: exec: the command is missing; write, for example, exec sinfo"
 
 
 def test_a_preemption_asks_for_the_hosts_of_the_job_or_for_all(up: Up) -> None:
@@ -111,14 +112,14 @@ def test_a_preemption_asks_for_the_hosts_of_the_job_or_for_all(up: Up) -> None:
     up.fake.answer("squeue", "echo node2")
     up.fake.answer("scontrol", "echo $3 | tr , '\\n'")
     up.fake.answer("sbatch", "echo 4712")
-    assert up.tool("preempt", "4711") == "job 4712 of partition high requests node2"
-    assert up.tool("preempt") == "job 4712 of partition high requests node1,node2"
+    assert up.tool("preempt", "4711") == "job 4712 in partition high requests node2"
+    assert up.tool("preempt") == "job 4712 in partition high requests node1,node2"
     one, both = up.asked("sbatch")
     assert "--nodes=1 --nodelist=node2 " in one and "--nodes=2 --nodelist=node1,node2 " in both
     for name in ("squeue", "sinfo"):
         up.fake.answer(name, "true")
     assert up.tool("preempt", "4711", status=2) == "error: job 4711 is not running"
-    assert up.tool("preempt", status=2) == "error: no host is ready for a job"
+    assert up.tool("preempt", status=2) == "error: no host is ready to run a job"
 
 
 def test_a_requeue_passes_on_what_slurm_says(up: Up) -> None:

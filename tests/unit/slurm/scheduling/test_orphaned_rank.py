@@ -48,7 +48,7 @@ def count_calls(fake: Fake, words: str) -> int:
 def test_a_job_that_has_lost_its_first_host_is_queued_again(fake: Fake, folder: RunFolder) -> None:
     """Once SLURM has missed the host: until then it may only have been this one that was cut off."""
     done = orphan(fake, folder, f"{RUNNING}=node1", f"{RUNNING}=node2")
-    assert done.returncode == 0 and "the first host is lost; job 7 is queued again" in done.stdout, done.stderr
+    assert done.returncode == 0 and "the first host is lost; requeueing job 7" in done.stdout, done.stderr
     assert count_calls(fake, "scontrol requeue 7") == 1 and not count_calls(fake, "scancel 7")
     assert count_calls(fake, "scontrol -o show job 7") == 3 and not folder.result
 

@@ -87,7 +87,7 @@ def test_a_requeue_that_slurm_made_itself_is_no_failure(fake: Fake, folder: RunF
 def test_a_requeue_that_is_refused_is_told(fake: Fake, folder: RunFolder) -> None:
     done = end(fake, folder, EXIT_RESUMABLE, OURS, requeue="echo 'requeue is disabled' >&2; exit 1")
     assert done.returncode == EXIT_RESUMABLE and folder.result["state"] == "failed"
-    assert "cannot be queued again" in folder.result["reason"] and "requeue is disabled" in folder.result["reason"]
+    assert "the job cannot be requeued" in folder.result["reason"] and "requeue is disabled" in folder.result["reason"]
 
 
 def test_stop_requests_before_a_rank_could_answer_are_no_failures(fake: Fake, folder: RunFolder) -> None:
@@ -145,7 +145,7 @@ def test_a_rank_that_fails_without_its_launcher_becomes_what_queues_the_job_agai
         argv = [sys.executable, "-c", source, str(folder.path)]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout == "orphaned\n", done.stderr
-        assert "this rank leaves the run: the coordinator cannot be reached (" in done.stderr
+        assert "this rank is leaving the run: the coordinator is unreachable (" in done.stderr
         assert not requeue.locate_failure_note(folder).exists()
         coordinator.listen()
         assert train_as_rank(folder) == requeue.EXIT_FAILED, "the launcher is there, and ends the job"

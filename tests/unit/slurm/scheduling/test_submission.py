@@ -73,7 +73,7 @@ def test_a_run_that_another_command_has_started_is_refused_with_its_process(
     folder: RunFolder, other: subprocess.Popen[bytes]
 ) -> None:
     folder.claim_attempt({"process": identify(other)})
-    words = rf"another command has just started it \(attempt 1, process {other.pid} on this machine\); see make status"
+    words = rf"was just started by another command \(attempt 1, process {other.pid} on this machine\); see make status"
     with pytest.raises(RunTakenError, match=words):
         submit.check_is_over(folder, Config())
 
@@ -95,7 +95,7 @@ def test_of_two_commands_that_resume_a_run_on_a_cluster_one_is_accepted(fake: Fa
         thread.join()
     assert sorted(one.returncode for one in done) == [0, 2], [one.stderr for one in done]
     (refused,) = [one.stderr for one in done if one.returncode]
-    words = ("is being s", "PENDING", "RUNNING", "another command has just started it")
+    words = ("is being s", "PENDING", "RUNNING", "was just started by another command")
     assert any(word in refused for word in words), refused
     assert fake.calls.read_text().count("sbatch") == 1
 
@@ -116,7 +116,7 @@ def test_a_run_that_was_taken_while_a_command_waited_is_not_started_here(
     monkeypatch.setattr(submit, "exec_script", lambda *arguments: started.append(arguments))
     done = inside.run_verb("exp", f"--resume={run.path}", "--launch=local")
     assert done.returncode == 2 and not started
-    assert "another command has just started it" in done.stderr
+    assert "was just started by another command" in done.stderr
 
 
 def test_a_refused_submission_leaves_the_result(fake: Fake, tmp_path: Path) -> None:
@@ -146,12 +146,10 @@ def test_a_job_leaves_a_run_alone_that_is_not_its_own(
         requeue.note_refusal(folder, 0, "because", is_taken=True)
     else:
         write_json(folder.path / "meta.json", {"job": job | {"id": "24"} if taken == "job" else None})
-        with pytest.raises(
-            RunTakenError, match=f"job 23 does not start {folder.path.name}: the run belongs to {words}"
-        ):
+        with pytest.raises(RunTakenError, match=f"job 23 cannot start {folder.path.name}: the run belongs to {words}"):
             submission.check_run_is_own(folder)
     assert requeue.main(str(folder.path), 0) == 1 and not folder.result
-    assert f"not started again: {'the run belongs to ' if taken != 'note' else ''}{words}" in capfd.readouterr().err
+    assert f"not requeued: {'the run belongs to ' if taken != 'note' else ''}{words}" in capfd.readouterr().err
 
 
 def test_a_run_that_finishes_while_it_is_cancelled_is_finished(
