@@ -148,7 +148,7 @@ def test_srun_by_hand_without_data_is_refused_in_time(site: Site) -> None:
 @pytest.mark.parametrize(
     ("change", "messages", "status"),
     [
-        ("cat /dev/zero > {disk}/zeros", ["the disk is full; free space"], 2),
+        ("cat /dev/zero > {disk}/zeros", ["the disk is full; free some space"], 2),
         (
             "mount -o remount,ro {disk}",
             ["the disk is read-only; choose another folder", "could not start it; can it write the run folder?"],
