@@ -73,7 +73,7 @@ cluster-shell:  ## open a shell on the controller of a local cluster, for sbatch
 .settings: $(READY)  # rejects variables that none of the targets accepts
 	@$(PY) -m slurm --make --check
 
-# Tests start thousands of processes. Bytecode files must be written, so that only the first process compiles each module.
+# Tests start thousands of processes. They write bytecode files, so that only the first process compiles a module.
 test test-all test-slurm: export PYTHONDONTWRITEBYTECODE =
 
 test: .settings  ## run the fast tests, which need no network, SLURM or W&B account [TESTS="tests/unit/core -k 'a or b'"]
