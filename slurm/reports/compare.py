@@ -336,7 +336,7 @@ def write_page(page: Path, text: str) -> None:
 def is_compare_page(path: Path) -> bool:
     """Return whether this command wrote a file.
 
-    Pages without a mark, from older versions, are recognized by their title.
+    Pages from older versions lack the mark and are recognized by their title.
     """
     with open(path, "rb") as file:
         beginning = file.read(1000).decode(errors="replace")

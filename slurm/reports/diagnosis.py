@@ -70,7 +70,7 @@ class RankFacts:
     last_sign: float
     """Time of the rank's newest sign of life, in seconds since 1970."""
     error_time: str
-    """Time of the rank's first error as logged; empty if unknown."""
+    """Time of the rank's first error, as text from the log; empty if unknown."""
     error: str
     stack: str
     """Innermost code lines of the rank when a step took too long; empty if no step did."""

@@ -41,7 +41,7 @@ USED_SETTINGS = ("runs", "data.cache", "launch.mixed")
 HOST_MARK = "doctor-here "  # prefix of the line in which a rank reports its host
 FACTS_MARK = "doctor-found "  # prefix of the line in which rank 0 reports all facts
 SETUP_TIMEOUT = 120.0  # seconds for all ranks to connect; importing torch can take a minute on a busy host
-QUEUE_CHECK_SECONDS = 5.0  # delay before SLURM is asked for the hosts of the job
+QUEUE_CHECK_SECONDS = 5.0  # delay before reading the hosts of the job from SLURM
 REPORT_TIMEOUT = 240.0  # seconds for the ranks to report
 HOST_FAILURE = re.compile(
     r"(?:on node |node failure on )(\S+?)(?: failed)?: (.+)|nodes? (\S+) (?:not responding|is down)", re.I

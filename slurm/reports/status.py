@@ -252,7 +252,7 @@ def find_disk_fault(folder: RunFolder) -> str:
 
 
 def wait_for_run_end(folder: RunFolder, seconds: float) -> Status:
-    """Wait until the run is over, but at most `seconds`, and return its status."""
+    """Wait up to `seconds` for the run to end, and return its status."""
     deadline = time.monotonic() + seconds
     status = read_status(folder)
     while status.state not in FINAL_STATES and time.monotonic() < deadline:
