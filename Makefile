@@ -1,7 +1,7 @@
-# All commands of users and CI. Targets with settings are verbs of one command line, which explains each setting:
+# Commands for users and CI. Targets with settings are verbs of one command line, whose help explains each setting:
 # .venv/bin/python -m slurm exp --help
-# Variables of make's command line are passed unchanged and checked there. GIVEN contains their names;
-# `override X := $(value X)` prevents make from expanding their values.
+# That command line receives the variables from make's command line unchanged, and checks them. GIVEN contains the names
+# of these variables. `override X := $(value X)` prevents make from expanding their values.
 SHELL := /bin/sh
 PYTHON ?= python3
 override GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
@@ -13,7 +13,7 @@ override READY := .venv/.ready
 override FAST := tests/unit tests/experiments tests/pitfalls tests/commands
 override VERBS := exp rerun evaluate export sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
   new-experiment check-optimizer cluster-up cluster-down cluster-status cluster-shell
-# Verbs that report on runs or cancel them also run in an environment that is older than requirements.txt.
+# Verbs that report on runs or cancel them also work if .venv is older than requirements.txt.
 override REPORTS := status logs cancel compare sync dashboard leet prune-runs cluster-down cluster-status \
   cluster-shell $(if $(filter RUN,$(GIVEN)),doctor)
 override ONLY_REPORTS := $(if $(filter-out $(REPORTS),$(or $(MAKECMDGOALS),help)),no,yes)
@@ -27,7 +27,7 @@ help:  ## list the targets
 $(READY): requirements.txt
 	@if cmp -s requirements.txt $(READY); then touch $(READY); exit 0; fi; \
 	if [ $(ONLY_REPORTS) = yes ] && [ -e $(READY) ] && $(PY) -c 'import slurm.reports.compare, slurm.reports.doctor, slurm.reports.wandb_sync' 2>/dev/null; then \
-	  echo "note: requirements.txt has changed; the next command that is not a report will update .venv" >&2; exit 0; \
+	  echo "note: requirements.txt has changed; the next command other than a report will update .venv" >&2; exit 0; \
 	fi; \
 	"$$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "error: $$PYTHON is missing or older than Python 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }; \
 	"$$PYTHON" -m slurm --make --check || exit; \
@@ -38,9 +38,9 @@ $(READY): requirements.txt
 
 .PHONY: .environment
 .environment:
-	@"$$PYTHON" -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $$PYTHON has no venv; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	@echo "setting up .venv (once; downloads about 3 GB)"
-	@rm -rf .venv  # not `venv --clear`: where .venv is a link, that would empty the folder behind it
+	@"$$PYTHON" -c 'import venv, ensurepip' 2>/dev/null || { echo "error: $$PYTHON has no venv module; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@echo "setting up .venv (needed only once; downloads about 3 GB)"
+	@rm -rf .venv  # not `venv --clear`, which would empty the linked folder if .venv is a link
 	@"$$PYTHON" -m venv .venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@cp requirements.txt $(READY)
@@ -48,61 +48,61 @@ $(READY): requirements.txt
 $(VERBS): $(READY)
 	@$(PY) -m slurm --make $@
 
-exp:  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ..."] [LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1 STRICT=1] or RESUME=<id>
-rerun:  ## repeat a run from its own settings and source, and compare to the bit: RUN=<id> [ARGS="key=value ..."] [LAUNCH= CLUSTER=]
+exp:  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ..."] [LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1 STRICT=1], or resume a run: RESUME=<id>
+rerun:  ## repeat a run with its own settings and source, and compare the results bit for bit: RUN=<id> [ARGS="key=value ..."] [LAUNCH= CLUSTER=]
 evaluate:  ## evaluate the trained model of a finished run in one process: RUN=<id> [ARGS="data.root=..."]
-export:  ## write the trained model for other programs: RUN=<id> [FORMAT=safetensors|torch.export|onnx]
-sweep:  ## run every point of a grid; when repeated, only what is missing: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
+export:  ## export the trained model for other programs: RUN=<id> [FORMAT=safetensors|torch.export|onnx]
+sweep:  ## run the points of a grid that are missing or can be resumed: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
 doctor:  ## check every host before a long job [NODES=2 ARGS="runs=... data.cache=..." LAUNCH= CLUSTER=], or find out why a run failed or hangs: RUN=<id> [JSON=1]
-status:  ## show the state of the newest 20 runs, or ALL=1, or RUN=<id> [WAIT=seconds] [JSON=1]
+status:  ## show the state of the newest 20 runs, of all runs (ALL=1), or of one run: RUN=<id> [WAIT=seconds] [JSON=1]
 logs:  ## show the output of rank 0 of a run: RUN=<id> [FOLLOW=1]
 cancel:  ## stop a run: RUN=<id>
-compare:  ## compare runs in a table and in a browser: the newest ten, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]
-sync:  ## send what W&B misses of ended runs, once and in order: all, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
+compare:  ## compare runs in a table and on an HTML page: the newest ten runs, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]
+sync:  ## send data of ended runs that W&B does not have yet: all runs, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
 dashboard:  ## save a W&B workspace for comparing runs [PROJECT=entity/project] [DRY_RUN=1]
 leet:  ## open W&B's terminal viewer on all runs, or [RUNS= NAME= LAST= WHERE= SWEEP=]
-prune-runs:  ## show what ended runs do not need; DELETE=1 deletes it [RUNS= NAME= LAST= WHERE= DRY_RUN=1]
+prune-runs:  ## list files that ended runs no longer need, or delete them with DELETE=1 [RUNS= NAME= LAST= WHERE= DRY_RUN=1]
 tour:  ## run every experiment at its smallest size and compare the runs
-new-experiment:  ## create the files of a new experiment that trains as it is: NAME=my_mlp
+new-experiment:  ## create the files of a new experiment that is ready to train: NAME=my_mlp
 check-optimizer:  ## test a custom optimizer with schedules, checkpoints, skipped steps and shards: FILE=lion.py:Lion
-cluster-up:  ## start a real SLURM cluster on this machine [NODES=2] [NAME=local] [RATE=200mbit] [DELAY=5ms] [DB=1, with accounting]
+cluster-up:  ## start a real SLURM cluster on this machine [NODES=2] [NAME=local] [RATE=200mbit] [DELAY=5ms] [DB=1 for accounting]
 cluster-down:  ## stop a local cluster [NAME=local]
 cluster-status:  ## show the hosts of a local cluster and their states [NAME=local]
-cluster-shell:  ## open a shell on its controller: sbatch, srun, squeue, sinfo [NAME=local]
+cluster-shell:  ## open a shell on the controller of a local cluster, for sbatch, srun, squeue and sinfo [NAME=local]
 
-.settings: $(READY)  # refuses variables that none of the targets has
+.settings: $(READY)  # rejects variables that none of the targets accepts
 	@$(PY) -m slurm --make --check
 
-# tests start thousands of processes, and pytest rewrites what it imports: only the first of them shall compile it
+# Tests start thousands of processes. They write bytecode files, so that only the first process compiles a module.
 test test-all test-slurm: export PYTHONDONTWRITEBYTECODE =
 
-test: .settings  ## the fast tests: no network, no SLURM, no account [TESTS="tests/unit/core -k 'a or b'"]
+test: .settings  ## run the fast tests, which need no network, SLURM or W&B account [TESTS="tests/unit/core -k 'a or b'"]
 	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS "$(call given,TESTS) $(PY) -m pytest -o testpaths="$(FAST)" --numprocesses 3 --dist worksteal
 
-test-all: .settings  ## these, and every combination: parity, recovery, compiler, export, browser, W&B host
+test-all: .settings  ## run the fast tests and all combinations: parity, recovery, compiler, export, browser, W&B host
 	@$(PY) -m pytest $(FAST) tests/parity tests/recovery tests/complete --numprocesses 3 --dist worksteal
 
-test-slurm: .settings  ## the tests that need a real SLURM cluster
+test-slurm: .settings  ## run the tests that need a real SLURM cluster
 	@$(PY) -m pytest tests/cluster --numprocesses 4 --dist worksteal
 
-lint: .settings  ## check code: ruff (lint and format), mypy, readability, and the order of imports
+lint: .settings  ## check the code with ruff (lint and format), mypy, readability rules and import-linter
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(PY) -m tests.readability
 	@$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-cache --no-logo
 
-bench: .settings  ## measure side by side, within a budget, and show goals met or missed [NAME=ddp_multinode] [MINUTES=5]
+bench: .settings  ## run comparison benchmarks within a time budget, and show which goals are met [NAME=ddp_multinode] [MINUTES=5]
 	@$(PY) -m tests.benchmarks --minutes=$(call given,MINUTES) -- ""$(call given,NAME)
 
-tables: .settings  ## write the measured tables and figures of the pages from tests/benchmarks/recorded/
+tables: .settings  ## update the measured tables and figures of the pages from tests/benchmarks/recorded/
 	@$(PY) -m tests.benchmarks.tables
 
-requirements: .settings  ## pin all dependencies of pyproject.toml anew into requirements.txt
+requirements: .settings  ## update the pinned dependencies in requirements.txt from pyproject.toml
 	@$(PY) -m uv pip compile --universal --python-version 3.11 --extra dev --extra bench --extra dashboard --extra quantise --upgrade --quiet \
 	  --annotation-style line --custom-compile-command "make requirements" pyproject.toml > .requirements.new
 	@echo "-e .  # the project itself, so that scripts find its packages" >> .requirements.new
 	@mv .requirements.new requirements.txt
 
-clean:  ## delete .venv and caches (runs and data stay)
+clean:  ## delete .venv and caches, but keep runs and data
 	$(if $(filter-out PYTHON,$(GIVEN)),$(error make clean has no settings))rm -rf .venv .pytest_cache .ruff_cache .mypy_cache *.egg-info

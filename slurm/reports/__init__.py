@@ -1,1 +1,1 @@
-"""Commands that report on runs: status, logs, compare, doctor, evaluate, export, sync and prune-runs."""
+"""Commands that inspect or manage existing runs, such as status, logs, cancel, compare, doctor and sync."""

@@ -1,4 +1,4 @@
-"""The verb `cancel`: stop a run on any host. Imports no torch."""
+"""The `cancel` command: stop a run, on this machine or through SLURM. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from slurm.reports.selection import find_run
 from slurm.reports.status import FINAL_STATES, find_scheduler, read_state
 from slurm.scheduling import submission
 
-METADATA_SECONDS = 5.0  # maximum time from an attempt's first rows to its entry in meta.json
+METADATA_SECONDS = 5.0  # maximum delay from the start of an attempt to its entry in meta.json
 
 
 def cancel_run(folder: RunFolder) -> str:
-    """Stop a run; returns a message for the user. Raises UserError."""
+    """Stop a run and return a message for the user. Raises UserError."""
     submission.wait_for_submission(folder)
     state, _ = read_state(folder)
     if state in FINAL_STATES:
@@ -33,14 +33,14 @@ def cancel_run(folder: RunFolder) -> str:
     job = meta.get("job")
     if not job and not processes:
         raise UserError(explain_missing_process(folder, meta))
-    # First, so that the job is not requeued and the process knows why it must stop.
+    # The result is written first: it prevents a requeue and gives the process the reason for stopping.
     if not Result("cancelled", 130).write_once(folder):
         return describe_finished_run(folder, read_state(folder)[0])
     lines = []
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process["pid"], signal.SIGTERM)
-        lines.append(f"cancelled process {process['pid']}; it saves a checkpoint and stops")
+        lines.append(f"canceled process {process['pid']}; the process will save a checkpoint and stop")
     if job:
         lines += cancel_jobs(folder, meta)
         if folder.result.get("state") == "cancelled":
@@ -49,26 +49,29 @@ def cancel_run(folder: RunFolder) -> str:
 
 
 def cancel_jobs(folder: RunFolder, meta: dict[str, Any]) -> list[str]:
-    """Cancel the recorded job of a run, and others that may train it; returns a line on each. Raises UserError."""
+    """Cancel all jobs that may train a run; return a message about each job. Raises UserError."""
     scheduler = find_scheduler(meta)
-    if scheduler is None:  # the local cluster is down, and so are its jobs
+    if scheduler is None:  # the local cluster is down, so its jobs have ended
         return []
     lines = []
     for job in list_jobs(folder, meta["job"]["id"]):
         scheduler.call("scancel", job)
-        lines.append(f"cancelled job {job}")
+        lines.append(f"canceled job {job}")
     return lines
 
 
 def describe_finished_run(folder: RunFolder, state: str) -> str:
-    """Describe a run that is over, with its processes on this machine that are still stopping."""
+    """Describe a run that is over, and its processes on this machine that are still stopping."""
     message = f"{folder.path.name} is already {state}"
     stopping = [claim.describe() for claim in claims.find_live_claims(folder)]
     return f"{message}; still stopping: {'; '.join(stopping)}" if stopping else message
 
 
 def find_local_processes(folder: RunFolder) -> list[Mapping[str, Any]]:
-    """Find the processes of this machine that train the run without SLURM: by claims, else by meta.json."""
+    """Find the processes on this machine that train the run without SLURM.
+
+    Processes are found in claims or, if no claim is alive, in meta.json.
+    """
     processes = [claim.process for claim in claims.find_live_claims(folder) if not claim.job]
     meta = provenance.read_metadata(folder)
     newest = (meta.get("history") or [{}])[-1]
@@ -78,9 +81,9 @@ def find_local_processes(folder: RunFolder) -> list[Mapping[str, Any]]:
 
 
 def list_jobs(folder: RunFolder, recorded_job: str) -> list[str]:
-    """List the jobs that may train the run: the recorded one, and those of attempts that may not have ended."""
+    """List the jobs that may train the run: the recorded job, and jobs of attempts that may still be running."""
     jobs = [recorded_job]
-    if "_" in recorded_job:  # a task of an array; its claim names the same job by another id
+    if "_" in recorded_job:  # a task of a job array; claims contain a different id for the same job
         return jobs
     for attempt in folder.list_attempts():
         claim = claims.Claim.read(attempt)
@@ -94,15 +97,18 @@ def explain_missing_process(folder: RunFolder, meta: Mapping[str, Any]) -> str:
     claim = claims.find_newest_claim(folder)
     process = claim.process if claim is not None else (meta.get("history") or [{}])[-1]
     if process:
-        return f"{folder.path.name} runs on {process.get('host', 'another host')}; cancel it there"
+        return f"{folder.path.name} is running on {process.get('host', 'another host')}; run make cancel there"
     if folder.list_attempts():
         problem = f"{folder.path / 'meta.json'} is missing or damaged, so the host of the run is unknown"
-        return f"{problem}; stop its processes on the host where it was started, or its job with scancel"
-    return f"{folder.path.name} is still being prepared; stop the command that prepares it, or try again"
+        return f"{problem}; stop its processes on the host where it was started, or cancel its job with scancel"
+    return f"{folder.path.name} is still being prepared; stop the command that prepares it, or try again later"
 
 
 def wait_for_metadata(folder: RunFolder) -> dict[str, Any]:
-    """Wait for meta.json of an attempt whose ranks train while it is being written; returns its content."""
+    """Wait until meta.json has been written, and return its content.
+
+    Ranks start training while meta.json is being written.
+    """
     file = folder.path / "meta.json"
     deadline = time.monotonic() + METADATA_SECONDS
     while folder.list_attempts() and time.monotonic() < deadline:
@@ -113,6 +119,6 @@ def wait_for_metadata(folder: RunFolder) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Stop a run; returns the exit status."""
+    """Stop a run and return the exit status."""
     print(cancel_run(find_run(args.run, Path(args.runs_folder or "runs"))))
     return 0

@@ -1,6 +1,6 @@
-"""The verb `compare`: runs side by side, as a table on the terminal and as one page for a browser. Imports no torch.
+"""The `compare` command: compare runs in a terminal table and on an HTML page. Does not import torch.
 
-The page is self-contained: it opens from disk, without a network.
+The page is self-contained: it opens from disk without a network connection.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from slurm.reports.logs import find_rank_0_log
 from slurm.reports.selection import RunFilter
 from slurm.reports.status import Status
 
-MAX_LOG_LINKS = 4  # ranks whose logs are linked one by one
+MAX_LOG_LINKS = 4  # number of rank logs that are linked individually
 MAX_LABEL_SETTINGS = 3
 
 
 @dataclasses.dataclass
 class RunFacts:
-    """Everything that the table and the page show of one run."""
+    """The data of one run that the table and the page show."""
 
     folder: RunFolder
     status: Status
@@ -45,12 +45,12 @@ class RunFacts:
     world: dict[str, Any]
     curves: metric_curves.RunCurves
     label_settings: list[str] = dataclasses.field(default_factory=list)
-    """Settings that distinguish it from the other runs of its experiment, at most MAX_LABEL_SETTINGS."""
+    """Keys of up to MAX_LABEL_SETTINGS settings that distinguish the run from others of the same experiment."""
     label: str = ""
 
     @classmethod
     def from_folder(cls, folder: RunFolder) -> RunFacts:
-        """Read a run folder."""
+        """Read the data of a run from its folder."""
         attempts = folder.trace_attempts()
         world = read_json(attempts[0][0].attempt_folder / "world.json") if attempts else {}
         bounds = {bound for _, bound in attempts if bound is not None}
@@ -65,23 +65,23 @@ class RunFacts:
 
     @property
     def short_id(self) -> str:
-        """The last characters of the id, which commands also accept."""
+        """The last part of the run id, which commands accept in place of the full id."""
         return self.folder.path.name.rpartition("-")[2]
 
     @property
     def is_incomplete(self) -> bool:
-        """True if the run is not finished or its result cannot be read."""
+        """True if the run has not finished or its result cannot be read."""
         return self.status.state != "FINISHED" or bool(self.result.reason)
 
     def find_value(self, name: str) -> float | None:
-        """Return a number of the result, or of the newest evaluation if there is no result yet."""
+        """Return a number from the result or, if the result lacks it, from the newest evaluation."""
         number = self.result.find_number(name)
         if number is None and name in self.curves.tests:
             return results.to_number(self.curves.tests[name].value[-1])
         return number
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the columns of the table; None if the run has no such number."""
+        """Return the run's value for each table column, or None for a missing value."""
         columns = {
             "run": self.status.run,
             "label": self.label,
@@ -107,12 +107,12 @@ class RunFacts:
 
 
 def find_last_number(curve: metric_curves.Curve) -> float | None:
-    """Return the last value of a curve if it is finite."""
+    """Return the last value of a curve, or None if the curve is empty or the value is not finite."""
     return float(curve.value[-1]) if len(curve) and math.isfinite(curve.value[-1]) else None
 
 
 def group_by_experiment(runs: list[RunFacts]) -> dict[str, list[RunFacts]]:
-    """Return the runs of each experiment."""
+    """Group runs by the name of their experiment."""
     groups: dict[str, list[RunFacts]] = {}
     for run in runs:
         groups.setdefault(run.folder.experiment, []).append(run)
@@ -125,7 +125,10 @@ def format_setting(run: RunFacts, key: str) -> str:
 
 
 def label_runs(runs: list[RunFacts]) -> None:
-    """Set each run's label: the end of its id, and settings that distinguish it from others of its experiment."""
+    """Set the label of each run.
+
+    A label consists of the short id and the settings that distinguish the run from others of the same experiment.
+    """
     for group in group_by_experiment(runs).values():
         settings = [run.settings for run in group]
         keys = setting_labels.choose_distinctive_settings(settings, MAX_LABEL_SETTINGS)
@@ -138,7 +141,10 @@ def label_runs(runs: list[RunFacts]) -> None:
 
 
 def list_differences_within_experiments(runs: list[RunFacts]) -> list[str]:
-    """List the settings that differ between runs of the same experiment: those in labels, then the others."""
+    """List the settings that differ between runs of the same experiment.
+
+    Settings that appear in labels come first.
+    """
     groups = list(group_by_experiment(runs).values())
 
     in_labels: list[str] = []
@@ -151,11 +157,11 @@ def list_differences_within_experiments(runs: list[RunFacts]) -> list[str]:
         differing += setting_labels.list_differing_settings([run.settings for run in group])
     differing.sort(key=setting_labels.compute_label_priority)
 
-    return list(dict.fromkeys(in_labels + differing))  # keeps the order, drops duplicates
+    return list(dict.fromkeys(in_labels + differing))  # removes duplicates and keeps the order
 
 
 def load_runs(folders: list[RunFolder]) -> tuple[list[RunFacts], list[str]]:
-    """Load labelled runs, and list the settings in which they differ."""
+    """Load and label the runs, and list the settings in which they differ."""
     runs = [RunFacts.from_folder(folder) for folder in folders]
     label_runs(runs)
     return runs, setting_labels.list_differing_settings([run.settings for run in runs])
@@ -177,27 +183,30 @@ COLUMN_FORMATS = {
     "seconds_lost": "{:.2f}",
     "steps_redone": "{:.0f}",
 }
-"""Columns of the table, the most informative first, and the formats of their values."""
+"""Table columns, most informative first, and the format string for the values of each column."""
 COLUMN_HEADS = {
     "samples_per_second": "samples/s",
     "test_accuracy": "accuracy",
     "processes": "ranks",
-    "memory_mb": "peak MB",  # of a rank's memory
+    "memory_mb": "peak MB",  # highest peak memory of any rank
 }
 
 
 def format_column_head(name: str) -> str:
-    """Return the head of a column."""
+    """Return the heading of a column."""
     return COLUMN_HEADS.get(name, name.replace("_", " "))
 
 
 def format_value(row: dict[str, Any], name: str) -> str:
-    """Return the text of one column of a run."""
+    """Return a run's value for one column as text."""
     return setting_labels.MISSING if row[name] is None else COLUMN_FORMATS[name].format(row[name])
 
 
 def list_columns(runs: list[RunFacts]) -> list[str]:
-    """List the columns in which any of the runs has a value; `restarts` only if a run was restarted."""
+    """List the columns in which at least one run has a value.
+
+    `restarts` is listed only if a run was restarted.
+    """
     rows = [run.to_dict() for run in runs]
     names = []
     for name in COLUMN_FORMATS:
@@ -208,9 +217,10 @@ def list_columns(runs: list[RunFacts]) -> list[str]:
 
 
 def format_table(runs: list[RunFacts], width: int) -> str:
-    """Return the table as text, experiment by experiment, then a line for each incomplete run.
+    """Return the table as text, grouped by experiment.
 
-    If not all columns fit, ids are shortened to their ends, and the omitted columns are listed.
+    A line about each incomplete run follows the table. If the columns do not fit into `width` characters, run ids are
+    shortened. Columns that still do not fit are listed below the table.
     """
     groups = group_by_experiment(runs)
     runs = list(chain(*groups.values()))
@@ -239,7 +249,7 @@ def format_table(runs: list[RunFacts], width: int) -> str:
 
     hidden = [column.title for column in columns if column not in visible]
     if hidden:
-        lines.append(f"not shown, the terminal is too narrow: {', '.join(hidden)}")
+        lines.append(f"columns not shown because the terminal is too narrow: {', '.join(hidden)}")
     for run in runs:
         if run.is_incomplete:
             lines.append(f"{run.status.run} {run.status.state}: {run.status.detail}".removesuffix(": "))
@@ -247,9 +257,10 @@ def format_table(runs: list[RunFacts], width: int) -> str:
 
 
 def hide_measurements_beside_training(runs: list[RunFacts]) -> list[str]:
-    """Remove the curves of runs that only measure if other runs train; return the experiments of these runs.
+    """Remove the curves of measurement-only runs if other runs train a model.
 
-    A measurement has a chart and a column for each of its many points, which a training run does not have.
+    A measurement-only run has a chart and a column for each of its many points, which training runs lack. Returns the
+    experiments whose curves were removed.
     """
     measuring = [run for run in runs if not selection.trains_model(run.settings)]
     if len(measuring) == len(runs):
@@ -260,7 +271,10 @@ def hide_measurements_beside_training(runs: list[RunFacts]) -> list[str]:
 
 
 def make_compared_run(run: RunFacts, names: list[str], page_folder: Path) -> ComparedRun:
-    """Return the data of a run for the page, with these columns and links relative to the page's folder."""
+    """Build the data of a run for the page.
+
+    The data contains the columns in `names` and links relative to `page_folder`.
+    """
     row = run.to_dict()
     cells = {}
     for name in names:
@@ -284,7 +298,10 @@ def make_compared_run(run: RunFacts, names: list[str], page_folder: Path) -> Com
 
 
 def list_links(folder: RunFolder, page_folder: Path) -> dict[str, str]:
-    """Return titles and relative addresses of the files in a run folder, and the address of its W&B run."""
+    """Return the titles and addresses of links to the files of a run and to its W&B run.
+
+    Addresses of files are relative to `page_folder`.
+    """
     files = {"folder": folder.path, "settings": folder.path / "config.yaml", "result": folder.path / "result.json"}
     for attempt in folder.list_attempts()[-1:]:
         logs = sorted(attempt.attempt_folder.glob("logs/rank-*.log"), key=lambda path: int(path.stem.split("-")[1]))
@@ -303,37 +320,40 @@ def list_links(folder: RunFolder, page_folder: Path) -> dict[str, str]:
 
 
 def write_page(page: Path, text: str) -> None:
-    """Write a page, or replace one that this command wrote earlier. Raises UserError."""
+    """Write the page. Raises UserError if this would overwrite a file that this command did not write."""
     try:
         if not page.parent.exists():
             raise UserError(f"PAGE={page}: the folder {page.parent} does not exist; create it or choose another file")
         if page.exists() and not is_compare_page(page):
-            raise UserError(f"PAGE={page} was not written by make compare; choose another file or delete this one")
+            raise UserError(f"{page} exists but was not written by make compare; delete it or choose another PAGE")
         with disk_errors(page):
             write_atomic(page, text)
     except OSError as error:
         reason = "part of the path is a file" if isinstance(error, FileExistsError) else error.strerror
-        raise UserError(f"PAGE={page}: cannot write ({reason}); name a file, such as runs/compare.html") from None
+        raise UserError(f"cannot write PAGE={page} ({reason}); use another file, such as runs/compare.html") from None
 
 
 def is_compare_page(path: Path) -> bool:
-    """Check whether this command wrote a file, in this version or before pages were marked."""
+    """Return whether this command wrote a file.
+
+    Pages from older versions lack the mark and are recognized by their title.
+    """
     with open(path, "rb") as file:
         beginning = file.read(1000).decode(errors="replace")
     return pages.MARK in beginning or bool(re.search(r"<title>\d+ runs compared</title>", beginning))
 
 
 def format_link(path: Path) -> str:
-    """Return the address of a file, clickable in a terminal."""
+    """Return the URL of a file, as a clickable link if stdout is a terminal."""
     address = path.absolute().as_uri()
     return f"\033]8;;{address}\033\\{address}\033]8;;\033\\" if sys.stdout.isatty() else address
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table of runs and write their page, or print only JSON; returns the exit status."""
+    """Print the table of runs and write the page, or print only JSON; return the exit status."""
     as_json = parse_switch("JSON", args.json)
     if as_json and args.page:
-        raise UserError("JSON=1 writes no page; omit PAGE or JSON=1")
+        raise UserError("PAGE cannot be combined with JSON=1, which writes no page; omit one of them")
     root = Path(args.runs_folder or "runs")
     criteria = RunFilter(args.runs, args.name, args.last, args.where, args.sweep)
     runs, differing = load_runs(selection.select_runs(criteria, root))
@@ -348,7 +368,8 @@ def main(args: argparse.Namespace) -> int:
 
     page = Path(args.page or root / "compare.html")
     for name in hide_measurements_beside_training(runs):
-        print(f"the page omits the measurements of {name} beside training runs; show them: make compare NAME={name}")
+        reason = "because other runs train a model"
+        print(f"the page omits the measurements of {name} {reason}; to show them: make compare NAME={name}")
     in_experiments = list_differences_within_experiments(runs)
     in_experiments = list_differences_within_experiments(runs)
     between_experiments = [key for key in differing if key not in in_experiments]

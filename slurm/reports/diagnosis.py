@@ -1,7 +1,7 @@
-"""Diagnosis of a run that failed or hangs, from its folder. Imports no torch.
+"""Diagnose a run that failed or hangs from the files in its folder. Does not import torch.
 
-It reports the first error of all ranks, the last step of each rank, where a rank was stuck, which rank is slow, and the
-likely cause in one line.
+The diagnosis contains the first error of any rank, the last step of each rank, where a rank was stuck, which rank is
+slow, and the likely cause in one line.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from slurm.reports.selection import parse_float, read_settings, read_step_timeou
 from slurm.reports.status import FINAL_STATES
 
 LOGGED_ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?:ERROR|CRITICAL) (.*)", re.MULTILINE)
-RAISED_ERROR = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)  # ends a traceback
+# The last line of a traceback.
+RAISED_ERROR = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)
 PRINTED_ERROR = re.compile(r"^error: (.*)", re.MULTILINE)
 STACK_DUMP = re.compile(r"^Timeout \(.*\)!\n((?:.+\n|\n(?=Thread|Current))*)", re.MULTILINE)
 THREAD = re.compile(r"^(?:Current thread|Thread) .*\n", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)', re.MULTILINE)
 PROJECT_FILE = re.compile(r"^(?!.*/(site|dist)-packages/).*/(common|slurm|experiments)/([\w/]+/)?\w+\.py$")
 TASK_ENDING = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)", re.MULTILINE)
-SILENCE_SECONDS = 60.0  # minimum time without a sign of life before a run counts as hanging
-JOB_START = "Starting with JobEnvironment"  # from Submitit, which appends the output of each attempt of a job
+SILENCE_SECONDS = 60.0  # minimum time without a sign of life after which a run counts as hanging
+JOB_START = "Starting with JobEnvironment"  # from Submitit, which appends all attempts of a job to one log
 NO_PROBLEM = "no problem detected; running"
-PEER_ERROR = re.compile(  # errors of one rank that another rank caused, in the words of gloo, NCCL and builtin
+PEER_ERROR = re.compile(  # errors caused by another rank, as worded by gloo, NCCL and the built-in backend
     r"(closed|reset) by peer|Connection refused|Broken pipe|timed out|pair closure|(did|does) not answer"
     r"|closed its connection|connection with rank|neither sent nor took|no progress for",
     re.I,
@@ -46,35 +47,35 @@ OUT_OF_MEMORY = "out of memory"
 DIVERGED = "training diverged"
 CAUSES = (
     (r"out of memory|MemoryError|oom.kill|Cannot allocate memory",
-     f"{OUT_OF_MEMORY}; lower batch, raise the number of microbatches, or request more with cluster.memory_gb"),
+     f"{OUT_OF_MEMORY}; lower batch, use more microbatches, or request more memory with cluster.memory_gb"),
     (NO_PROCESSES,
-     f"{NO_PROCESSES}; raise ulimit -u or pids.max of a control group, or lower launch.threads or data.workers"),
-    (r"No space left|disk is full|quota", "the disk is full; free space, or set runs=<another folder>"),
+     f"{NO_PROCESSES}; raise ulimit -u or the control group's pids.max, or lower launch.threads or data.workers"),
+    (r"No space left|disk is full|quota", "the disk is full; free some space, or set runs=<another folder>"),
     (r"read-only|Read-only", "the disk is read-only; set runs=<another folder>"),
-    (DIVERGENCE_PATTERN, f"{DIVERGED}; lower optim.lr, or set clip if the experiment has it"),
-    (r"is damaged|other data than", "the data are damaged or have changed"),
-    (r"TIMEOUT|time limit", "the job reached its time limit; raise cluster.time, or make exp RESUME=<id>"),
-    (r"NODE_FAIL", "a host failed; make exp RESUME=<id>"),
-    (r"OUT_OF_ME", f"{OUT_OF_MEMORY}; request more with cluster.memory_gb"),
-    (r"ModuleNotFoundError|ImportError", "a package is missing on that host; make doctor NODES=2"),
+    (DIVERGENCE_PATTERN, f"{DIVERGED}; lower optim.lr, or set clip if the experiment has this setting"),
+    (r"is damaged|other data than", "the data is damaged or has changed"),
+    (r"TIMEOUT|time limit", "the job reached its time limit; raise cluster.time, or run make exp RESUME=<id>"),
+    (r"NODE_FAIL", "a host failed; to resume the run: make exp RESUME=<id>"),
+    (r"OUT_OF_ME", f"{OUT_OF_MEMORY}; request more memory with cluster.memory_gb"),
+    (r"ModuleNotFoundError|ImportError", "a package is missing on that host; to check hosts: make doctor NODES=2"),
 )  # fmt: skip
-"""Patterns in the errors of ranks and in SLURM's states, with the cause and its remedy."""
+"""Patterns in the errors of ranks and in SLURM's job states, each with the cause and its remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RankFacts:
-    """What the run folder contains about one rank."""
+    """The facts about one rank that the run folder contains."""
 
     heartbeat: Heartbeat
     last_sign: float
-    """Its newest sign of life, in seconds since 1970."""
+    """Time of the rank's newest sign of life, in seconds since 1970."""
     error_time: str
-    """Time of its first error; empty if unknown."""
+    """Time of the rank's first error, as text from the log; empty if unknown."""
     error: str
     stack: str
-    """Its innermost lines of code when a step took too long."""
+    """Innermost code lines of the rank when a step took too long; empty if no step did."""
     exit_reason: str = ""
-    """How it ended according to srun, such as Killed."""
+    """How the rank ended according to srun, such as `Killed`; empty if unknown."""
 
     @property
     def name(self) -> str:
@@ -82,11 +83,11 @@ class RankFacts:
 
     @property
     def age(self) -> float:
-        """Seconds since its last sign of life."""
+        """Seconds since the rank's newest sign of life."""
         return max(0.0, time.time() - self.last_sign)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the facts for JSON."""
+        """Return the facts as a dict for JSON."""
         return dataclasses.asdict(self.heartbeat) | {
             "when": self.error_time,
             "error": self.error,
@@ -97,7 +98,7 @@ class RankFacts:
 
 
 def read_job_log(folder: RunFolder, rank: int) -> str:
-    """Read a rank's output since the newest start of its job; empty without a job."""
+    """Read a rank's output since the latest start of its job; empty if the run has no job."""
     job = provenance.read_metadata(folder).get("job")
     if not job:
         return ""
@@ -106,7 +107,7 @@ def read_job_log(folder: RunFolder, rank: int) -> str:
 
 
 def parse_task_endings(text: str) -> dict[int, str]:
-    """Return how tasks ended according to srun, by rank."""
+    """Return how each rank ended according to srun's messages in `text`."""
     exit_reasons: dict[int, str] = {}
     for numbers, exit_reason in TASK_ENDING.findall(text):
         for part in numbers.split(","):
@@ -117,14 +118,20 @@ def parse_task_endings(text: str) -> dict[int, str]:
 
 
 def find_last_sign_of_life(attempt: RunFolder) -> float:
-    """Find the newest sign of life of an attempt except heartbeats, in seconds since 1970."""
+    """Return the newest modification time of an attempt's files other than heartbeats.
+
+    The time is in seconds since 1970, or 0 if there are no files.
+    """
     paths = [attempt.attempt_folder / name for name in ("attempt.json", "world.json", "logs")]
     paths += attempt.attempt_folder.glob("logs/rank-*.log")
     return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
 def find_first_error(log: str) -> tuple[str, str]:
-    """Find the time and text of the first error in a log; messages of W&B and warnings are not errors."""
+    """Find the time and text of the first error in a log.
+
+    Warnings and messages from W&B do not count as errors. A text that is not found is empty.
+    """
     match = LOGGED_ERROR.search(log)
     if match:
         time_of_error, text = match.groups()
@@ -140,7 +147,10 @@ def find_first_error(log: str) -> tuple[str, str]:
 
 
 def find_stack_position(log: str) -> str:
-    """Find the innermost lines of the project in the newest stack dump, and the function that they called."""
+    """Find where the main thread was in the newest stack dump; empty without a dump.
+
+    Contains the innermost stack frame and the two innermost frames of this project.
+    """
     dumps = STACK_DUMP.findall(log)
     if not dumps:
         return ""
@@ -152,7 +162,7 @@ def find_stack_position(log: str) -> str:
 
 
 def read_ranks(folder: RunFolder) -> list[RankFacts]:
-    """Read the facts of all ranks of the newest attempt."""
+    """Read the facts about all ranks of the newest attempt."""
     ranks = []
     exit_reasons = parse_task_endings(read_job_log(folder, 0))  # srun writes to the log of rank 0
     for attempt in folder.list_attempts()[-1:]:
@@ -168,13 +178,13 @@ def read_ranks(folder: RunFolder) -> list[RankFacts]:
 
 
 def list_failed_ranks(ranks: list[RankFacts]) -> list[RankFacts]:
-    """Return the ranks with an error, the earliest first."""
+    """Return the ranks that have an error, sorted by the time of the error."""
     failed = [rank for rank in ranks if rank.error]
     return sorted(failed, key=lambda rank: (not rank.error_time, rank.error_time))
 
 
 def find_known_cause(detail: str, failed: list[RankFacts]) -> str:
-    """Find a known cause with its remedy; empty if there is none."""
+    """Return the first known cause that matches, with its remedy; empty if none matches."""
     for pattern, cause in CAUSES:
         for rank in failed:
             if re.search(pattern, rank.error):
@@ -185,17 +195,17 @@ def find_known_cause(detail: str, failed: list[RankFacts]) -> str:
 
 
 def describe_lost_ranks(ranks: list[RankFacts]) -> str:
-    """Describe the ranks that ended without an error while others failed because they lost the connection."""
+    """Describe the ranks that ended without an error message, if other ranks have errors."""
     silent = [rank for rank in ranks if not rank.error]
     if not silent or len(silent) == len(ranks):
         return ""
     unknown = "killed, out of memory, or its host failed"
     exit_reasons = [f"{rank.name} ended without an error message ({rank.exit_reason or unknown})" for rank in silent]
-    return f"{', '.join(exit_reasons)}; the others lost the connection"
+    return f"{', '.join(exit_reasons)}; the other ranks then lost their connections"
 
 
 def describe_exit(folder: RunFolder) -> str:
-    """Describe how all ranks ended if none of them left an error."""
+    """Describe how the run ended if no rank has an error."""
     code = folder.result.get("exit_status")
     if not isinstance(code, int):
         exit_reason = "killed, or the machine failed"
@@ -207,7 +217,10 @@ def describe_exit(folder: RunFolder) -> str:
 
 
 def judge_running(ranks: list[RankFacts], last_step: int, max_silence: float) -> str:
-    """Judge a running run by its ranks' signs of life; without any rank, it has just started."""
+    """Describe the problem of a running run: it hangs, or a rank is slow.
+
+    A run hangs if no rank has shown a sign of life for `max_silence` seconds. A run without ranks has just started.
+    """
     if not ranks or min(rank.age for rank in ranks) < max_silence:
         return describe_slow_rank([rank.heartbeat for rank in ranks]) or NO_PROBLEM
     behind = min(ranks, key=lambda rank: (rank.heartbeat.step, rank.last_sign))
@@ -215,7 +228,7 @@ def judge_running(ranks: list[RankFacts], last_step: int, max_silence: float) ->
 
 
 def find_cause(folder: RunFolder, state: str, detail: str, ranks: list[RankFacts]) -> str:
-    """Find the likely cause in one line; empty if there is no problem or the state explains itself."""
+    """Return the likely cause of a problem in one line; empty if there is nothing to explain."""
     if state == "FINISHED":
         return describe_slow_rank([rank.heartbeat for rank in ranks])
     if state == "CANCELLED":
@@ -228,7 +241,10 @@ def find_cause(folder: RunFolder, state: str, detail: str, ranks: list[RankFacts
 
 
 def explain_failure(folder: RunFolder, detail: str, ranks: list[RankFacts]) -> str:
-    """Find the likely cause of a failure: a rank whose error no other rank caused, else what is known of the others."""
+    """Return the likely cause of a failure.
+
+    Errors that another rank caused, such as lost connections, are used only if no rank has an error of another kind.
+    """
     failed = list_failed_ranks(ranks)
     culprits = [rank for rank in failed if not PEER_ERROR.search(rank.error)]
     known_cause = find_known_cause(detail, culprits)
@@ -246,7 +262,7 @@ def explain_failure(folder: RunFolder, detail: str, ranks: list[RankFacts]) -> s
 
 
 def examine_run(folder: RunFolder) -> dict[str, Any]:
-    """Collect all facts about a run, for people and programs."""
+    """Collect all facts about a run, in the form that JSON=1 prints."""
     state, detail = status.read_state(folder)
     ranks = read_ranks(folder)
     failed = list_failed_ranks(ranks)
@@ -267,25 +283,25 @@ def examine_run(folder: RunFolder) -> dict[str, Any]:
 
 
 def find_next_command(folder: RunFolder, cause: str) -> str:
-    """Return the command that continues the run, or a new run if its source or settings failed."""
+    """Return the command that resumes the run, or a command for a new run if its source code has an error."""
     resume = f"make exp RESUME={folder.reference}"
     if re.search(SOURCE_ERROR_PATTERN, cause):
         return provenance.format_new_run_command(folder)
     if NO_VALID_CHECKPOINT_TEXT in cause:
-        return f"{resume} after removing {folder.path}/attempts/*/checkpoints: it then restarts from step 0"
+        return f"{resume} after removing {folder.path}/attempts/*/checkpoints; the run then restarts from step 0"
     if DIVERGED in cause:
         rate = parse_float(read_settings(folder).get("optim.lr", "")) or 0
-        return f'{resume} ARGS="optim.lr={rate / 2:g}", with a lower rate than {rate:g}'
+        return f'{resume} ARGS="optim.lr={rate / 2:g}" (lower than the current learning rate, {rate:g})'
     if OUT_OF_MEMORY in cause:
         job = provenance.read_metadata(folder).get("job")
         command = f'{resume} ARGS="cluster.memory_gb=..."' if job else f"{resume} on a machine with more memory"
-        return f"{command}, or a new run with a smaller batch or model; resuming unchanged would fail again"
+        return f"{command}, or start a new run with a smaller batch or model; an unchanged run would fail again"
     has_checkpoint = storage.list_resumable_checkpoints(folder) or storage.list_lost_checkpoints(folder)
-    return resume if has_checkpoint else f"{resume}; no checkpoint found, it restarts from step 0"
+    return resume if has_checkpoint else f"{resume} (no checkpoint found; the run restarts from step 0)"
 
 
 def print_rank(facts: dict[str, Any]) -> None:
-    """Print the last heartbeat of a rank, and where it was stuck."""
+    """Print the newest heartbeat of a rank and, if known, where the rank was stuck."""
     age = f"{format_duration(facts['age'])} ago"
     line = f"  rank {facts['rank']:<3}  {facts['host']:<12}  heartbeat at step {facts['step']:>7}  {age:>10}"
     if facts["before_backward"]:
@@ -296,7 +312,10 @@ def print_rank(facts: dict[str, Any]) -> None:
 
 
 def print_diagnosis(folder: RunFolder, as_json: bool) -> int:
-    """Print the diagnosis; returns the exit status: 1 for a run with a problem, but only with JSON, for scripts."""
+    """Print the diagnosis as text or JSON; return the exit status.
+
+    The exit status is 1 if the run has a problem and the output is JSON, which is for scripts. Otherwise it is 0.
+    """
     facts = examine_run(folder)
     state = facts["state"]
     cause = facts["cause"]

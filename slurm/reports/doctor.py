@@ -1,6 +1,8 @@
-"""The verb `doctor`: check every host before a long job, or a run that failed or hangs. Imports no torch itself.
+"""The `doctor` command: check all hosts before a long job, or diagnose a run that failed or hangs.
 
-python -m slurm.reports.doctor NODES RUNS CACHE [mixed]      one of its ranks on the hosts
+The command itself does not import torch. To check hosts, it starts ranks that execute this module:
+
+    python -m slurm.reports.doctor NODES RUNS CACHE [mixed]
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ COLUMNS = (
     "all_reduce_gb_per_s",
 )  # fmt: skip
 USED_SETTINGS = ("runs", "data.cache", "launch.mixed")
-HOST_MARK = "doctor-here "  # starts the line in which a rank reports its host
-FACTS_MARK = "doctor-found "  # starts the line with all facts
-SETUP_TIMEOUT = 120.0  # seconds until all ranks have met: importing torch takes a minute on a busy host
-QUEUE_CHECK_SECONDS = 5.0  # time after which the hosts of the job are known
-REPORT_TIMEOUT = 240.0  # seconds until the ranks have reported
+HOST_MARK = "doctor-here "  # prefix of the line in which a rank reports its host
+FACTS_MARK = "doctor-found "  # prefix of the line in which rank 0 reports all facts
+SETUP_TIMEOUT = 120.0  # seconds for all ranks to connect; importing torch can take a minute on a busy host
+QUEUE_CHECK_SECONDS = 5.0  # delay before reading the hosts of the job from SLURM
+REPORT_TIMEOUT = 240.0  # seconds for the ranks to report
 HOST_FAILURE = re.compile(
     r"(?:on node |node failure on )(\S+?)(?: failed)?: (.+)|nodes? (\S+) (?:not responding|is down)", re.I
 )
@@ -55,13 +57,13 @@ def format_table(facts: Sequence[dict[str, Any]]) -> str:
     return "\n".join(join_columns(columns))
 
 
-# ---- on the hosts
+# ---- functions that run on the hosts
 
 
 def examine_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> int:
-    """Examine the host of this rank together with the other ranks; returns the exit status.
+    """Check the host of this rank together with the other ranks; return the exit status.
 
-    With `mixed` the ranks may have different devices.
+    If `mixed` is true, the ranks may have different devices.
     """
     print(f"{HOST_MARK}{socket.gethostname()}", flush=True)
     from common.distributed import local_launcher, rendezvous
@@ -90,7 +92,7 @@ def examine_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> in
     return 0
 
 
-# ---- on the machine of the caller
+# ---- functions that run on the user's machine
 
 
 def make_srun_command(profile: Profile, nodes: int, job_name: str) -> list[str]:
@@ -108,7 +110,10 @@ def make_srun_command(profile: Profile, nodes: int, job_name: str) -> list[str]:
 
 
 def list_down_hosts(scheduler: Scheduler, nodes: int, partition: str) -> list[str]:
-    """Describe the hosts that SLURM reports as down if too few others are left."""
+    """Describe the hosts that SLURM reports as down.
+
+    Returns an empty list if at least `nodes` other hosts are available.
+    """
     options = [f"--partition={partition}"] if partition else []
     lines = set(scheduler.call("sinfo", "-N", "-h", "-o", "%N|%T|%E", *options).split("\n")) - {""}
     down = [line for line in sorted(lines) if re.match(r"[^|]*\|(down|drain|fail|unknown|\w+\*)", line)]
@@ -118,12 +123,12 @@ def list_down_hosts(scheduler: Scheduler, nodes: int, partition: str) -> list[st
     problems = []
     for line in down:
         host, state, reason = line.split("|", 2)
-        problems.append(f"{host} is {state}: {reason.strip()}; SLURM starts no jobs on it")
+        problems.append(f"{host} is {state}: {reason.strip()}; SLURM does not start jobs on this host")
     return problems
 
 
 def list_job_hosts(scheduler: Scheduler, job_name: str) -> list[str]:
-    """List the hosts that SLURM allocated to a job."""
+    """List the hosts that SLURM has allocated to a job; empty if they are unknown."""
     with contextlib.suppress(UserError):
         names = scheduler.call("squeue", "-h", f"--name={job_name}", "-o", "%N").split()
         return scheduler.call("scontrol", "show", "hostnames", names[0]).split() if names else []
@@ -131,7 +136,10 @@ def list_job_hosts(scheduler: Scheduler, job_name: str) -> list[str]:
 
 
 def run_examination(command: list[str], scheduler: Scheduler | None, job_name: str) -> dict[str, Any]:
-    """Run the ranks on the hosts; returns their facts, or in `problems` why there are none."""
+    """Run the ranks on the hosts and return their report.
+
+    If the ranks report no facts, `problems` in the returned dict explains why.
+    """
     environment = clean_environment(os.environ) | {"PYTHONPATH": str(ROOT)}
     lines: list[str] = []
     hosts: list[str] = []
@@ -161,25 +169,28 @@ def run_examination(command: list[str], scheduler: Scheduler | None, job_name: s
 
 
 def explain_missing_facts(lines: list[str], hosts: list[str], has_timed_out: bool) -> list[str]:
-    """Explain missing facts: hosts without a rank, and the errors of the others."""
+    """Explain why the ranks reported no facts.
+
+    Lists hosts that failed or do not respond. If there are none, returns the error messages of the ranks.
+    """
     reporting = [line.removeprefix(HOST_MARK).strip() for line in lines if line.startswith(HOST_MARK)]
     problems = {}
     for match in filter(None, map(HOST_FAILURE.search, lines)):
         problems[match[1] or match[3]] = (match[2] or "does not respond").strip()
     for host in hosts:
         if host not in reporting:
-            problems.setdefault(host, "does not respond; check its cable and its slurmd")
+            problems.setdefault(host, "does not respond; check its network cable and its slurmd")
     if problems:
         return [f"{host}: {problem}" for host, problem in problems.items()]
     if has_timed_out and not reporting:
-        return [f"no host was free within {REPORT_TIMEOUT:g} s; try again later"]
+        return [f"no host became available within {REPORT_TIMEOUT:g} s; try again later"]
     errors = [line.strip().removeprefix("error: ") for line in lines if "error: " in line]
     last_lines = [line.strip() for line in lines[-3:]]
-    return errors[:3] or last_lines or ["the ranks ended without an error message"]
+    return errors[:3] or last_lines or ["the ranks exited without an error message"]
 
 
 def examine_hosts(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment) -> dict[str, Any]:
-    """Examine `nodes` hosts of a cluster, or as many ranks on this machine. Raises UserError."""
+    """Check `nodes` hosts of a cluster or, without SLURM, this machine with `nodes` ranks. Raises UserError."""
     command = [sys.executable, "-m", "slurm.reports.doctor", str(nodes)]
     command += [str(Path(folder).absolute()) for folder in (settings.runs, settings.data.cache)]
     if settings.launch.mixed:
@@ -196,12 +207,12 @@ def examine_hosts(scheduler: Scheduler | None, nodes: int, profile: Profile, set
 
 
 def print_facts(report: dict[str, Any]) -> None:
-    """Print the table of hosts, the W&B mode of runs, and the problems."""
+    """Print the table of hosts, the W&B mode that runs would use, and the problems."""
     if report["hosts"]:
         print(format_table(report["hosts"]))
     wandb = report["wandb"]
     if wandb:
-        print(f"W&B: runs would be {wandb['mode']} ({wandb['reason']})".removesuffix(" ()"))
+        print(f"W&B mode of new runs: {wandb['mode']} ({wandb['reason']})".removesuffix(" ()"))
     problems = report["problems"]
     for problem in problems:
         print(f"problem: {problem}")
@@ -209,12 +220,12 @@ def print_facts(report: dict[str, Any]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Check hosts, or examine a run; returns the exit status. Raises UserError."""
+    """Check hosts or diagnose a run; return the exit status. Raises UserError."""
     as_json = parse_switch("JSON", args.json)
     if args.run is not None:
         for name in ("nodes", "args", "launch", "cluster"):
             if getattr(args, name):
-                raise UserError(f"RUN examines a run, but {name.upper()} is for checking hosts; omit one of them")
+                raise UserError(f"RUN diagnoses a run, but {name.upper()} applies to checks of hosts; omit one of them")
         return diagnosis.print_diagnosis(selection.find_run(args.run, Path("runs")), as_json)
 
     nodes = parse_count("NODES", args.nodes or "1")
@@ -224,7 +235,7 @@ def main(args: argparse.Namespace) -> int:
     ignored = [name for name in values if name not in USED_SETTINGS]
     if ignored:
         raise UserError(
-            f"ARGS: doctor does not use {', '.join(ignored)}, only {', '.join(USED_SETTINGS)} and cluster.key=value"
+            f"ARGS: doctor does not use {', '.join(ignored)}; use only {', '.join(USED_SETTINGS)} and cluster.key=value"
         )
     profile = sbatch.load_profile(args.cluster or "default", profile_arguments)
     scheduler = choose_scheduler(args.launch or "auto")
@@ -239,7 +250,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 class FolderSettings(Experiment):
-    """The settings that every experiment has: folders of runs and data, and whether devices are mixed."""
+    """The settings of the doctor: folders for runs and data, and whether ranks may have different devices."""
 
     can_mix_devices: ClassVar[bool] = True
 
@@ -248,7 +259,7 @@ class FolderSettings(Experiment):
         return 1
 
 
-if __name__ == "__main__":  # a rank on a host, started by srun or by the doctor itself
+if __name__ == "__main__":  # executed by each rank, which srun or the doctor command has started
     with exit_on_user_error():
         node_count, runs_folder, cache_folder, *flags = sys.argv[1:]
         sys.exit(examine_this_host(int(node_count), Path(runs_folder), Path(cache_folder), mixed=flags == ["mixed"]))

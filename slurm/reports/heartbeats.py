@@ -1,4 +1,4 @@
-"""Heartbeats of the ranks of an attempt: progress, and the straggler. Imports no torch."""
+"""Read the heartbeats of an attempt's ranks and find a straggler. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Heartbeat:
     host: str
     step: int
     time: float
-    """Seconds since 1970; 0 without a heartbeat."""
+    """Time of the heartbeat in seconds since 1970; 0 if the rank has written none."""
     before_backward: float | None
-    """Seconds of its newest steps until backward begins, if measured."""
+    """Median seconds from the start of a step until backward begins; None if not measured."""
     samples: int | None = None
-    """Its samples of a batch, if the shards of the ranks are unequal."""
+    """Number of samples per batch in the rank's shard; None if all shards are equal."""
 
 
 def read_heartbeats(attempt: RunFolder) -> list[Heartbeat]:
-    """Read the heartbeats of all known ranks of an attempt, in the order of the ranks."""
+    """Read the heartbeats of all known ranks of an attempt, in rank order."""
     hosts = read_json(attempt.attempt_folder / "world.json").get("hosts")
     if not isinstance(hosts, list):
         hosts = []
@@ -47,22 +47,22 @@ def read_heartbeats(attempt: RunFolder) -> list[Heartbeat]:
 
 
 def describe_shards(ranks: Sequence[Heartbeat]) -> str:
-    """Describe unequal shards of the ranks; empty if they are equal."""
+    """Describe the sizes of the ranks' shards; empty if all shards are equal."""
     samples = [str(rank.samples) for rank in ranks if rank.samples]
     return f"shards {'+'.join(samples)}" if samples else ""
 
 
 def find_slow_rank(ranks: Sequence[Heartbeat]) -> Heartbeat | None:
-    """Find the rank that takes clearly longer than the others until backward begins."""
+    """Find the rank that takes much longer than the others to reach backward, if there is one."""
     index = find_straggler([rank.before_backward for rank in ranks], [rank.samples for rank in ranks])
     return None if index is None else ranks[index]
 
 
 def describe_slow_rank(ranks: Sequence[Heartbeat]) -> str:
-    """Describe the straggler in a sentence; empty if there is none."""
+    """Describe the straggler in one sentence; empty if there is none."""
     slow = find_slow_rank(ranks)
     if slow is None or slow.before_backward is None:
         return ""
     other_times = [rank.before_backward for rank in ranks if rank is not slow and rank.before_backward]
-    times = f"{slow.before_backward * 1e3:.1f} ms until backward, the others {median(other_times) * 1e3:.1f} ms"
+    times = f"{slow.before_backward * 1e3:.1f} ms until backward, {median(other_times) * 1e3:.1f} ms on the other ranks"
     return f"rank {slow.rank} on {slow.host} is slow: {times}"

@@ -1,4 +1,4 @@
-"""Whether an attempt of a run is alive, according to its claim, /proc and SLURM. Imports no torch."""
+"""Determine whether an attempt of a run is alive, from its claim, /proc and SLURM. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ POLL_SECONDS = 0.5
 
 
 def judge_claim(claim: Claim) -> ProcessState:
-    """Judge an attempt of the recorded job by SLURM, any other by its process on this host."""
+    """Return whether the attempt of a claim is alive.
+
+    The state of an attempt in a SLURM job is read from SLURM, that of other attempts from the processes of this host.
+    """
     meta = provenance.read_metadata(claim.attempt)
     job = meta.get("job")
     if claim.is_ended or not claim.job or not job:
         return claim.check_process()
     scheduler = find_scheduler(meta)
     if scheduler is None:
-        return ProcessState.ENDED  # with the local cluster
+        return ProcessState.ENDED  # the local cluster is down, so its jobs have ended
     state, _ = scheduler.read_job_state(claim.job, STATUS_TIMEOUT)
     if state == "UNKNOWN":
         return claim.check_process()
@@ -30,16 +33,16 @@ def judge_claim(claim: Claim) -> ProcessState:
 
 
 def wait_for_earlier_attempt(folder: RunFolder) -> None:
-    """Wait until an attempt that is stopping has ended, and record its end.
+    """Wait until an earlier attempt that is stopping has ended, and record its end.
 
-    Raises RunTakenError if an attempt keeps running.
+    Raises RunTakenError if the attempt is not stopping or does not end in time.
     """
     claim = claims.find_newest_claim(folder)
     deadline = time.monotonic() + claims.STOPPING_SECONDS
     is_announced = False
     while claim is not None and (life := judge_claim(claim)) is not ProcessState.UNKNOWN:
         if life is ProcessState.ENDED:
-            if not claim.is_ended:  # the host of the next attempt may not see the process
+            if not claim.is_ended:  # the next attempt may run on a host that cannot see this process
                 claims.mark_ended(claim.attempt)
             return
         if not folder.result or time.monotonic() > deadline:

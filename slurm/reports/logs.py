@@ -1,4 +1,4 @@
-"""The verb `logs`: the output of rank 0 of a run, once or as it grows. Imports no torch."""
+"""The `logs` command: print or follow the output of rank 0 of a run. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ from slurm.reports.selection import find_run, parse_float, read_settings
 from slurm.reports.status import FINAL_STATES, find_scheduler, read_status
 from slurm.scheduling.scheduler import STATUS_TIMEOUT
 
-EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # status:signal, of scontrol or sacct
+EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # status:signal from scontrol or sacct
 POLL_SECONDS = 0.2
-STATUS_SECONDS = 2.0  # between two reads of the run's status
-MARGIN_SECONDS = 10.0  # a run that is over is followed for wandb.finish_timeout and this time
+STATUS_SECONDS = 2.0  # interval between two reads of the run's status
+MARGIN_SECONDS = 10.0  # the log of an ended run is followed for at most wandb.finish_timeout plus this time
 
 
 def follow_log(folder: RunFolder, log: Path) -> int:
-    """Print a log as it grows until the run is over; returns the run's exit status."""
+    """Print a log as it grows until the run is over or the user presses Ctrl-C.
+
+    Returns the exit status of the run, or 130 after Ctrl-C.
+    """
     try:
         return print_growing_log(folder, log)
     except KeyboardInterrupt:
         run = shlex.quote(str(folder.path))
-        print(f"\nno longer following; the run continues. To stop it: make cancel RUN={run}")
+        print(f"\nno longer following the log; the run continues. To stop the run: make cancel RUN={run}")
         return 128 + signal.SIGINT
 
 
 def print_growing_log(folder: RunFolder, log: Path) -> int:
-    """Print a log as it grows, and at the end the status; returns the run's exit status.
+    """Print a log as it grows, then the status of the run; return the run's exit status.
 
-    A run writes its result before its last lines. The log is therefore followed until the job or process has ended, but
-    no longer than W&B may take to finish.
+    A run writes its result before its last log lines. The log is therefore followed until the job or process has ended,
+    but no longer than W&B may take to finish.
     """
     finish_timeout = parse_float(read_settings(folder).get("wandb.finish_timeout", "")) or 0.0
     max_result_age = MARGIN_SECONDS + finish_timeout
@@ -66,7 +69,7 @@ def print_growing_log(folder: RunFolder, log: Path) -> int:
 
 
 def measure_result_age(folder: RunFolder) -> float:
-    """Return the seconds since a run wrote its result; infinity without a result."""
+    """Return the seconds since a run wrote its result; infinity if there is no result."""
     try:
         return time.time() - (folder.path / "result.json").stat().st_mtime
     except OSError:
@@ -74,7 +77,7 @@ def measure_result_age(folder: RunFolder) -> float:
 
 
 def is_still_writing(folder: RunFolder) -> bool:
-    """Check whether the job or process of a run that is over can still write."""
+    """Return whether the job or process of a run with a result is still running and may write."""
     meta = provenance.read_metadata(folder)
     if meta.get("job"):
         scheduler = find_scheduler(meta)
@@ -83,7 +86,7 @@ def is_still_writing(folder: RunFolder) -> bool:
 
 
 def find_exit_status(folder: RunFolder) -> int:
-    """Find the exit status of a run that is over: from its result, else from SLURM, else 1."""
+    """Return the exit status of an ended run: from its result, otherwise from SLURM, otherwise 1."""
     exit_status = folder.result.get("exit_status")
     if isinstance(exit_status, int):
         return exit_status
@@ -102,7 +105,7 @@ def find_exit_status(folder: RunFolder) -> int:
 
 
 def find_rank_0_log(folder: RunFolder) -> Path:
-    """Find the file with the output of rank 0: of its job, or of its newest attempt. Raises UserError."""
+    """Return the log file of rank 0 of the run's job or, without a job, its newest attempt. Raises UserError."""
     job = provenance.read_metadata(folder).get("job")
     if job:
         return Path(job.get("logs") or folder.path / "submit") / f"{job['id']}_0_log.out"
@@ -113,18 +116,18 @@ def find_rank_0_log(folder: RunFolder) -> Path:
 
 
 def read_rank_0_log(folder: RunFolder) -> str:
-    """Read the output of rank 0 in the newest attempt that has any. Raises UserError."""
+    """Read the output of rank 0 from the newest attempt that has output. Raises UserError."""
     logs = [find_rank_0_log(folder)]
     logs += [attempt.log_file(0) for attempt in reversed(folder.list_attempts())]
     for log in logs:
         text = log.read_text(errors="replace") if log.exists() else ""
         if text:
             return text
-    raise UserError(f"{folder.path.name} has no output yet; try again, or wait for it with FOLLOW=1")
+    raise UserError(f"{folder.path.name} has no output yet; try again later, or wait for output with FOLLOW=1")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print or follow the log of rank 0; returns the exit status."""
+    """Print or follow the log of rank 0; return the exit status."""
     folder = find_run(args.run, Path(args.runs_folder or "runs"))
     if parse_switch("FOLLOW", args.follow):
         return follow_log(folder, find_rank_0_log(folder))

@@ -1,9 +1,9 @@
-"""The verb `prune-runs`: list or delete files that finished runs no longer need. Imports no torch.
+"""The `prune-runs` command: list or delete files that finished runs no longer need. Does not import torch.
 
-Files are deleted only with DELETE=1: checkpoints, traces, and W&B folders that were sent. Settings, results, metrics,
-logs and source are kept. A run that did not finish can be resumed from its checkpoints, so they are deleted only if the
-run is named with RUNS. The same holds for the best model of a finished run (checkpoint.best), and for the newest
-checkpoint of a run without a model.
+With DELETE=1, the command deletes checkpoints, traces, and W&B folders that have been sent. It keeps settings, results,
+metrics, logs and source code. The following are deleted only if RUNS names the run: the checkpoints of an unfinished
+run, from which it can be resumed; the best model of a finished run (checkpoint.best); and the newest checkpoint of a
+run without a model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from slurm.reports.selection import RunFilter
 def list_superfluous_files(folder: RunFolder, is_named: bool) -> list[Path]:
     """List the files of a run that can be deleted once the run is over.
 
-    Unless the run is named with RUNS, its best model is kept (checkpoint.best), and its newest checkpoint if it has no
-    other model.
+    If RUNS does not name the run, the list excludes the best model (checkpoint.best) and, for a run without a model,
+    the newest checkpoint.
     """
     paths = sorted(folder.path.glob("attempts/*/trace-*.json"))
     for attempt in folder.list_attempts():
@@ -39,7 +39,7 @@ def list_superfluous_files(folder: RunFolder, is_named: bool) -> list[Path]:
 
 
 def list_protected_checkpoints(folder: RunFolder, attempt: RunFolder) -> list[Path]:
-    """List the paths of an attempt's checkpoints that hold the only or the best model of the run."""
+    """List the checkpoints of an attempt that contain the only model or the best model of the run."""
     checkpoints = storage.get_checkpoints_dir(attempt)
     protected = []
     if not (folder.path / MODEL_FILE).is_file():
@@ -52,7 +52,7 @@ def list_protected_checkpoints(folder: RunFolder, attempt: RunFolder) -> list[Pa
 
 
 def measure_size(path: Path) -> int:
-    """Return the bytes on disk of a file or folder, without following links."""
+    """Return the size on disk of a file or folder in bytes, without following links."""
     paths = [path]
     if path.is_dir() and not path.is_symlink():
         paths += path.rglob("*")
@@ -69,7 +69,7 @@ def remove_path(path: Path) -> None:
 
 
 def remove_superfluous_files(folders: list[RunFolder], are_named: bool, delete: bool) -> int:
-    """List the superfluous files of runs, and delete them with `delete`; returns their bytes."""
+    """Print the superfluous files of runs, and delete them if `delete` is true; return their size in bytes."""
     total = 0
     for folder in folders:
         state, _ = status.read_state(folder)
@@ -89,23 +89,24 @@ def remove_superfluous_files(folders: list[RunFolder], are_named: bool, delete: 
 
 
 def parse_delete(delete: str, dry_run: str) -> bool:
-    """Return whether to delete. DRY_RUN=0, the switch of older versions, is accepted. Raises UserError."""
+    """Return whether to delete the files. DRY_RUN=0 is accepted as an old form of DELETE=1. Raises UserError."""
     is_dry = parse_switch("DRY_RUN", dry_run)
     if parse_switch("DELETE", delete):
         if is_dry:
             raise UserError("DELETE=1 and DRY_RUN=1 contradict each other; omit one of them")
         return True
     if dry_run == "0" and not delete:
-        print("note: DRY_RUN=0 is now DELETE=1", file=sys.stderr)
+        print("note: DRY_RUN=0 is deprecated; use DELETE=1", file=sys.stderr)
         return True
     return False
 
 
 def main(args: argparse.Namespace) -> int:
-    """List or delete what runs no longer need; returns the exit status."""
+    """List or delete the files that runs no longer need; return the exit status."""
     delete = parse_delete(args.delete, args.dry_run)
     criteria = RunFilter(args.runs, args.name, args.last, args.where)
     folders = selection.select_runs(criteria, Path(args.runs_folder or "runs"), newest=0)
     total = remove_superfluous_files(folders, bool(args.runs), delete)
-    print(f"{total / 1e6:.1f} MB " + ("freed" if delete else "would be freed; make prune-runs DELETE=1 deletes it"))
+    preview = "would be freed; to delete the files: make prune-runs DELETE=1"
+    print(f"{total / 1e6:.1f} MB {'freed' if delete else preview}")
     return 0

@@ -1,4 +1,4 @@
-"""Selection of runs for a command: by id, experiment, settings or sweep, or the newest ones."""
+"""Select the runs on which a command acts: by id, experiment, settings or sweep, or the newest runs."""
 
 from __future__ import annotations
 
@@ -24,51 +24,52 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-DEFAULT_RUN_COUNT = 10  # the newest runs, selected if nothing limits the selection
+DEFAULT_RUN_COUNT = 10  # number of newest runs that are selected if no criterion limits the selection
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFilter:
-    """The criteria of a selection, as typed on the command line."""
+    """The criteria for selecting runs, as given on the command line."""
 
     runs: str = ""
     name: str = ""
     last: str = ""
     conditions: str = ""
-    """Such as `strategy=ddp lr>0.1`."""
+    """Conditions on settings, such as `strategy=ddp lr>0.1`."""
     sweep: str = ""
 
 
 def find_run(name: str, runs: Path) -> RunFolder:
-    """Find the run folder of an id, its last four characters, or a path. Raises UserError."""
+    """Find a run folder by run id, by the last four characters of the id, or by path. Raises UserError."""
     if not name:
         files = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
         newest = ", ".join(file.parent.name for file in files[:3]) or "none"
-        raise UserError(f"RUN is missing; write RUN=<id> (newest in {runs}: {newest})")
+        raise UserError(f"RUN is missing; write RUN=<id> (newest runs in {runs}: {newest})")
     paths = [Path(name), runs / name]
     if re.fullmatch("[0-9a-f]{4}", name):
         matches = [file.parent for file in runs.glob(f"*-{name}/config.yaml")]
         if len(matches) > 1:
             names = " and ".join(sorted(path.name for path in matches))
-            raise UserError(f"{name} is ambiguous: {names}; write the full id")
+            raise UserError(f"run {name} is ambiguous: the id could be {names}; write the full id")
         paths += matches
     for path in paths:
-        if os.path.isfile(path / "config.yaml"):  # noqa: PTH113 (is_file raises where a name is too long)
+        if os.path.isfile(path / "config.yaml"):  # noqa: PTH113 (is_file raises an error if a name is too long)
             return RunFolder(path.absolute())
-    raise UserError(f"{name!r}: no such run folder in {runs}; make status lists the runs")
+    raise UserError(f"{name!r}: no such run folder in {runs}; to list the runs: make status")
 
 
 def list_runs(root: Path) -> list[RunFolder]:
-    """List all run folders, the oldest first."""
+    """List all run folders, oldest first."""
     paths = [file.parent for file in root.glob("*/config.yaml")]
-    paths.sort(key=lambda path: path.name.rsplit("-", 3)[1:])  # a name contains the time of creation
+    paths.sort(key=lambda path: path.name.rsplit("-", 3)[1:])  # folder names contain the creation time
     return [RunFolder(path.absolute()) for path in paths]
 
 
 def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT) -> list[RunFolder]:
-    """Select the runs that meet all criteria, oldest first or in the order of their names. Raises UserError.
+    """Select the runs that meet all criteria. Raises UserError.
 
-    If neither RUNS, SWEEP, WHERE nor LAST limits the selection, only the `newest` runs are returned; 0 means all.
+    The order is that of RUNS and SWEEP if one of them is set, otherwise oldest first. If RUNS, SWEEP, WHERE and LAST
+    are all empty, only the `newest` runs are returned; 0 means all runs.
     """
     folders = list_named_runs(criteria, root) if criteria.runs or criteria.sweep else list_runs(root)
     if not folders:
@@ -76,7 +77,7 @@ def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT
     if criteria.name:
         experiments = sorted({folder.experiment for folder in folders})
         if criteria.name not in experiments:
-            raise UserError(f"NAME={criteria.name!r}: no such runs; there are runs of {', '.join(experiments)}")
+            raise UserError(f"NAME={criteria.name!r}: no matching run; found runs of {', '.join(experiments)}")
         folders = [folder for folder in folders if folder.experiment == criteria.name]
     folders = filter_by_settings(folders, criteria.conditions)
     if criteria.last:
@@ -86,7 +87,7 @@ def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT
 
 
 def list_named_runs(criteria: RunFilter, root: Path) -> list[RunFolder]:
-    """List the runs of RUNS and SWEEP, each once. Raises UserError."""
+    """List the runs given by RUNS and SWEEP, without duplicates. Raises UserError."""
     folders = [find_run(name, root) for name in split_words("RUNS", criteria.runs)]
     if criteria.sweep:
         folders += list_sweep_runs(criteria.sweep, root)
@@ -94,9 +95,9 @@ def list_named_runs(criteria: RunFilter, root: Path) -> list[RunFolder]:
 
 
 def read_sweep(file: Path) -> dict[str, Any]:
-    """Read a sweep.json; return an empty dict if there is none.
+    """Read a sweep.json file; return an empty dict if it does not exist.
 
-    Raises UserError if it is damaged: no other file records which run belongs to which point.
+    Raises UserError if the file is damaged, because no other file records which run belongs to which point.
     """
     try:
         sweep = parse_json(file.read_text(errors="replace"))
@@ -105,13 +106,13 @@ def read_sweep(file: Path) -> dict[str, Any]:
     points = sweep.get("cells") if isinstance(sweep, dict) else None
     if not isinstance(points, list) or not all(map(is_sweep_point, points)):
         raise UserError(
-            f"{file} is damaged; restore it, or delete it: the sweep then starts over, and its old runs are kept"
+            f"{file} is damaged; restore it, or delete it to start the sweep from scratch (existing runs are kept)"
         )
     return sweep
 
 
 def is_sweep_point(point: Any) -> bool:
-    """Check for a valid sweep point: settings, index of the repeat, name of its run."""
+    """Return whether `point` is a valid sweep point: a dict of settings, repeat index and run names."""
     if not isinstance(point, dict) or not isinstance(point.get("values"), dict):
         return False
     earlier_runs = point.get("earlier", [])
@@ -122,22 +123,25 @@ def is_sweep_point(point: Any) -> bool:
 
 
 def list_sweep_runs(sweep: str, root: Path) -> list[RunFolder]:
-    """List the started runs of a sweep, in the order of its points. Raises UserError."""
+    """List the runs of a sweep that have started, in the order of the sweep's points. Raises UserError."""
     for path in (Path(sweep), root / "sweeps" / sweep):
         file = path / "sweep.json"
-        if not os.path.isfile(file):  # noqa: PTH113 (is_file raises where a name is too long)
+        if not os.path.isfile(file):  # noqa: PTH113 (is_file raises an error if a name is too long)
             continue
         ids = dict.fromkeys(point.get("run") for point in read_sweep(file).get("cells", []))
         run_paths = [path.absolute().parent.parent / name for name in ids if name]
         folders = [RunFolder(run_path) for run_path in run_paths if (run_path / "config.yaml").is_file()]
         if not folders:
-            raise UserError(f"SWEEP={sweep!r}: no run has started, or the run folders were deleted")
+            raise UserError(f"SWEEP={sweep!r}: no run of this sweep has started, or the run folders were deleted")
         return folders
     raise UserError(f"SWEEP={sweep!r}: no such sweep in {root / 'sweeps'}")
 
 
 def read_settings(folder: RunFolder) -> dict[str, str]:
-    """Read the settings of a run's newest attempt as text, by dotted name; empty if they cannot be read."""
+    """Return the settings of a run's newest attempt as text, by dotted name.
+
+    Returns an empty dict if config.yaml cannot be read.
+    """
     try:
         config_values = config.read_config_file(folder.path / "config.yaml")
     except UserError:
@@ -151,7 +155,7 @@ def read_settings(folder: RunFolder) -> dict[str, str]:
 
 
 def parse_conditions(text: str) -> list[tuple[str, ...]]:
-    """Parse WHERE into conditions: key, comparison and value. Raises UserError."""
+    """Parse WHERE into conditions (key, comparison, value). Raises UserError."""
     conditions = []
     for word in split_words("WHERE", text):
         match = CONDITION.fullmatch(word)
@@ -171,24 +175,27 @@ def filter_by_settings(folders: list[RunFolder], text: str) -> list[RunFolder]:
     for short_key, _, _ in conditions:
         if not any(matches_short_name(short_key, key) for key in keys):
             hint = suggest_nearest(short_key, sorted(keys | {key.split(".")[-1] for key in keys}))
-            raise UserError(f"WHERE: no run has a setting {short_key}{hint}")
+            raise UserError(f"WHERE: no run has a setting named {short_key}{hint}")
 
     matches = []
     for folder, run_settings in zip(folders, settings, strict=True):
         if all(meets_condition(run_settings, *condition) for condition in conditions):
             matches.append(folder)
     if not matches:
-        raise UserError(f"WHERE={text!r}: none of {format_count(len(folders), 'run')} has these settings")
+        raise UserError(f"WHERE={text!r}: no matching run ({format_count(len(folders), 'run')} checked)")
     return matches
 
 
 def matches_short_name(short: str, full: str) -> bool:
-    """Check a short name of a setting, such as `lr`, against a full one."""
+    """Return whether `short`, such as `lr`, matches the setting `full`, such as `optim.lr`."""
     return full == short or full.endswith(f".{short}")
 
 
 def meets_condition(settings: Mapping[str, str], key: str, comparison: str, expected: str) -> bool:
-    """Check one condition on a run's settings; numbers are compared as numbers. Raises UserError."""
+    """Return whether a run's settings meet one condition. Raises UserError.
+
+    Values are compared as numbers if both are numbers. The condition is not met if the run lacks the setting.
+    """
     first_match = next((text for name, text in settings.items() if matches_short_name(key, name)), None)
     actual = settings.get(key, first_match)
     if actual is None:
@@ -206,15 +213,15 @@ def meets_condition(settings: Mapping[str, str], key: str, comparison: str, expe
 
 
 def trains_model(settings: Mapping[str, str]) -> bool:
-    """Return whether a run with these settings trains; a run that only measures has no data."""
+    """Return whether a run with these settings trains a model; a measurement-only run has no data set."""
     return settings.get("data.name") != "none"
 
 
 def read_step_timeout(folder: RunFolder) -> float:
-    """Read a run's launch.step_timeout in seconds; 0 if it is unknown."""
+    """Return a run's launch.step_timeout in seconds, or 0 if it is unknown."""
     return parse_float(read_settings(folder).get("launch.step_timeout", "")) or 0.0
 
 
 def parse_float(text: str) -> float | None:
-    """Parse a number; return None if the text is not one."""
+    """Parse `text` as a number; return None if it is not a number."""
     return config_keys.parse_number(float, text)

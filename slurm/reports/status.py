@@ -1,7 +1,7 @@
-"""The verb `status`: the state, progress and speed of runs. Imports no torch.
+"""The `status` command: print the state, progress and speed of runs. Does not import torch.
 
-The state is read from the result file and the heartbeats, then from squeue and scontrol, then from sacct. A site
-without accounting loses nothing; a run that none of them knows is LOST.
+The state is read from the result file and the heartbeats, then from squeue and scontrol, then from sacct. SLURM
+accounting is optional. A run whose state none of these sources knows is LOST.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from slurm.scheduling import submission
 from slurm.scheduling.scheduler import COMMAND_TIMEOUT, LOCAL_CLUSTER_NAME, STATUS_TIMEOUT, Scheduler
 
 FINAL_STATES = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
-SPEED_BYTES = 1 << 16  # bytes at the end of the metrics that suffice to measure the speed
-LAST_ROW_BYTES = 1 << 11  # bytes that suffice for the last step
-MIN_FREE_BYTES = 1 << 16  # a disk with less is full
-SILENCE_SECONDS = 300.0  # minimum time without a sign of life before a run on another host is LOST
-PREPARATION_SECONDS = 600.0  # time for which a process that is not visible here may prepare a folder
-MAX_LISTED_RUNS = 20  # without ALL=1
-RUN_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{8}-\d{6}-[0-9a-f]{4}")  # as written by RunFolder.create
+SPEED_BYTES = 1 << 16  # number of bytes read from the end of the metrics to measure the speed
+LAST_ROW_BYTES = 1 << 11  # number of bytes read from the end of the metrics to find the last step
+MIN_FREE_BYTES = 1 << 16  # a disk with less free space counts as full
+SILENCE_SECONDS = 300.0  # half the minimum time without a sign of life after which a run on another host is LOST
+PREPARATION_SECONDS = 600.0  # maximum time that a process on another host may take to prepare a run folder
+MAX_LISTED_RUNS = 20  # maximum number of runs listed without ALL=1
+RUN_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{8}-\d{6}-[0-9a-f]{4}")  # format of the names from RunFolder.create
 LINE = "{:<44}  {:<9}  {:>8}  {:>7}  {:>9}  {:>11}  {}"
 
 
@@ -51,7 +51,7 @@ class Status:
     step: int
     samples_per_second: float
     heartbeat: float | None
-    """Seconds since the newest heartbeat of any rank."""
+    """Seconds since the newest heartbeat of any rank; None if there is no heartbeat."""
     detail: str = ""
 
     @property
@@ -59,23 +59,23 @@ class Status:
         return max(0, self.attempts - 1)
 
     def format_line(self) -> str:
-        """Format the run's line of the table."""
+        """Format the status as a line of the table."""
         age = "-" if self.heartbeat is None else f"{format_duration(self.heartbeat)} ago"
         speed = f"{self.samples_per_second:.0f}" if self.samples_per_second else "-"
         return LINE.format(self.run, self.state, self.restarts, self.step, speed, age, self.detail).rstrip()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields for JSON."""
+        """Return the status as a dict for JSON."""
         return dataclasses.asdict(self) | {"state": self.state.lower(), "restarts": self.restarts}
 
 
 def list_trained_attempts(folder: RunFolder) -> list[RunFolder]:
-    """List the attempts that trained, the newest first."""
+    """List the attempts whose training steps count, newest first."""
     return [attempt for attempt, _ in folder.trace_attempts()]
 
 
 def read_last_rows(attempts: list[RunFolder], size: int) -> list[dict[str, Any]]:
-    """Read the rows in the last `size` bytes of the first attempt's metrics; none without attempts."""
+    """Read the metrics rows in the last `size` bytes of the first attempt; empty without attempts."""
     rows = []
     for attempt in attempts[:1]:
         for line in read_tail(attempt.metrics_file, size).splitlines():
@@ -85,7 +85,7 @@ def read_last_rows(attempts: list[RunFolder], size: int) -> list[dict[str, Any]]
 
 
 def measure_speed(rows: list[dict[str, Any]]) -> float:
-    """Return samples per second over the last training rows."""
+    """Return the samples per second over the last 50 training rows; 0 if there are too few rows."""
     steps = [row for row in rows if "loss" in row][-50:]
     if len(steps) < 2 or steps[-1]["time"] <= steps[0]["time"]:
         return 0.0
@@ -94,24 +94,30 @@ def measure_speed(rows: list[dict[str, Any]]) -> float:
 
 
 def find_last_step(attempts: list[RunFolder], rows: list[dict[str, Any]]) -> int:
-    """Return the last step in `rows`, or the step from which the newest attempt resumed; 0 before the first step."""
+    """Return the last step of a run; 0 before the first step.
+
+    This is the last step in `rows` or, if later, the step from which the newest attempt resumed.
+    """
     steps = [row["global_step"] for row in rows]
     steps += [attempt.parent_record[1] for attempt in attempts[:1] if attempt.parent_record]
     return max(steps, default=0)
 
 
 def read_last_step(folder: RunFolder) -> int:
-    """Read the last step of a run from its metrics, which contain every step, unlike the heartbeats."""
+    """Read the last step of a run from its metrics. Unlike heartbeats, metrics contain every step."""
     attempts = list_trained_attempts(folder)
     return find_last_step(attempts, read_last_rows(attempts, LAST_ROW_BYTES))
 
 
 def read_final_speed(folder: RunFolder) -> float | None:
-    """Read the samples/s of a finished run; None without a result, and for a run that only measures."""
+    """Return the samples per second of a finished run.
+
+    Returns None if there is no result or the run only measures.
+    """
     result = results.parse_result(folder.result)
     speed = result.find_number("samples_per_second")
     if speed and not result.scores and not selection.trains_model(selection.read_settings(folder)):
-        return None  # older versions counted the points of a measurement as samples
+        return None  # results of older versions count the points of a measurement as samples
     return speed
 
 
@@ -140,7 +146,7 @@ def read_status(folder: RunFolder) -> Status:
 
 
 def read_state(folder: RunFolder, timeout: float = COMMAND_TIMEOUT) -> tuple[str, str]:
-    """Read the state of a run and a detail about it; each command of SLURM may take `timeout` seconds."""
+    """Return the state of a run and a detail about it. Each SLURM command may take up to `timeout` seconds."""
     result = folder.result
     if result:
         return read_final_state(result)
@@ -151,7 +157,7 @@ def read_state(folder: RunFolder, timeout: float = COMMAND_TIMEOUT) -> tuple[str
 
 
 def find_state_without_result(folder: RunFolder, timeout: float) -> tuple[str, str]:
-    """Find the state of a run without a result, and a detail about it."""
+    """Return the state of a run that has no result, and a detail about it."""
     if submission.is_being_submitted(folder):
         return "PENDING", "being submitted"
     meta = provenance.read_metadata(folder)
@@ -170,10 +176,10 @@ def find_state_without_result(folder: RunFolder, timeout: float) -> tuple[str, s
 
 
 def find_state_of_job(folder: RunFolder, meta: dict[str, Any], timeout: float) -> tuple[str, str]:
-    """Find the state of a run by its job, and a detail about it."""
+    """Return the state of a run according to its SLURM job, and a detail about it."""
     scheduler = find_scheduler(meta)
     if scheduler is None:
-        return "LOST", "its local cluster is down"
+        return "LOST", "the local cluster of the run is down"
     state, detail = scheduler.read_job_state(meta["job"]["id"], timeout)
     if state == "FAILED":
         detail += find_disk_fault(folder)
@@ -181,29 +187,38 @@ def find_state_of_job(folder: RunFolder, meta: dict[str, Any], timeout: float) -
 
 
 def read_final_state(content: dict[str, Any]) -> tuple[str, str]:
-    """Read the state of a run from its result; a result without a known state counts as failed."""
+    """Return the state of a run and a detail from its result.
+
+    A run whose result does not contain a known state counts as failed.
+    """
     state = str(content.get("state")).upper()
     format_problem = results.describe_unknown_format(content)
     if state not in FINAL_STATES:
-        return "FAILED", format_problem or "result.json has no known state"
+        return "FAILED", format_problem or "result.json does not contain a known state"
     accuracy = results.parse_result(content).find_number("test_accuracy")
     detail = str(content.get("reason") or "") if accuracy is None else f"accuracy {accuracy:.2%}"
     return state, format_problem or detail
 
 
 def judge_by_signs_of_life(folder: RunFolder, process: Mapping[str, Any]) -> tuple[str, str]:
-    """Judge a run without a result by its newest sign of life, as its process is not visible on this host."""
+    """Return the state of a run whose process this host cannot see.
+
+    The run is LOST if its newest sign of life is too old.
+    """
     limit = 2 * max(SILENCE_SECONDS, selection.read_step_timeout(folder))
     last_write = max((attempt.find_last_write() for attempt in folder.list_attempts()[-1:]), default=0.0)
     age = time.time() - last_write
     if age < limit:
         return "RUNNING", ""
     problem = f"no sign of life for {format_duration(age)}"
-    return "LOST", f"{problem}, and its process on {process.get('host')} is not visible on this host"
+    return "LOST", f"{problem}, and its process on {process.get('host')} is not visible from this host"
 
 
 def judge_unstarted(folder: RunFolder, preparer: dict[str, Any]) -> tuple[str, str]:
-    """Judge a folder without attempt and job, which the process `preparer` may still be preparing."""
+    """Return the state of a run folder without an attempt or a job.
+
+    The process described by `preparer` may still be preparing the folder.
+    """
     is_preparing = claims.is_process_alive(preparer)
     if is_preparing is None:
         with contextlib.suppress(OSError):
@@ -215,7 +230,7 @@ def judge_unstarted(folder: RunFolder, preparer: dict[str, Any]) -> tuple[str, s
 
 
 def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
-    """Return the SLURM that runs a job; None for a local cluster that is down."""
+    """Return the SLURM scheduler of a run's job; None if the job's local cluster is down."""
     name = str(meta["job"]["scheduler"])
     if not name.startswith(LOCAL_CLUSTER_NAME):
         return Scheduler(name)
@@ -224,7 +239,7 @@ def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
 
 
 def find_disk_fault(folder: RunFolder) -> str:
-    """Explain why the run folder's disk may have kept a job from writing its log; empty if the disk is fine."""
+    """Explain why a job may have been unable to write its log; empty if the disk has space and is writable."""
     try:
         disk = os.statvfs(folder.path)
     except OSError:
@@ -232,12 +247,12 @@ def find_disk_fault(folder: RunFolder) -> str:
     if disk.f_flag & os.ST_RDONLY:
         return f"; cannot write {folder.path}: the disk is read-only; choose another folder"
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < MIN_FREE_BYTES:
-        return f"; cannot write {folder.path}: the disk is full; free space"
+        return f"; cannot write {folder.path}: the disk is full; free some space"
     return ""
 
 
 def wait_for_run_end(folder: RunFolder, seconds: float) -> Status:
-    """Return the status once the run is over, or after `seconds`."""
+    """Wait up to `seconds` for the run to end, and return its status."""
     deadline = time.monotonic() + seconds
     status = read_status(folder)
     while status.state not in FINAL_STATES and time.monotonic() < deadline:
@@ -247,7 +262,7 @@ def wait_for_run_end(folder: RunFolder, seconds: float) -> Status:
 
 
 def print_statuses(statuses: Iterable[Status], as_json: bool) -> None:
-    """Print runs as a table, or as JSON."""
+    """Print the status of runs as a table or as JSON."""
     if as_json:
         print(json.dumps([status.to_dict() for status in statuses], indent=2))
         return
@@ -257,7 +272,7 @@ def print_statuses(statuses: Iterable[Status], as_json: bool) -> None:
 
 
 def print_newest_runs(runs: Path, lists_all: bool, as_json: bool) -> None:
-    """Print the newest runs, or all, and how many are not listed."""
+    """Print the status of the newest runs, or of all runs, and the number of runs not listed."""
     folders = selection.list_runs(runs)[::-1]
     selected = folders if lists_all else folders[:MAX_LISTED_RUNS]
     print_statuses(map(read_status, selected), as_json)
@@ -268,7 +283,7 @@ def print_newest_runs(runs: Path, lists_all: bool, as_json: bool) -> None:
 
 
 def report_unlisted_folders(runs: Path) -> None:
-    """Print, on stderr, the folders that are named like runs but have no config.yaml."""
+    """Print to stderr the folders that are named like runs but contain no config.yaml."""
     folders = [path for path in sorted(runs.glob("*")) if RUN_NAME.fullmatch(path.name) and path.is_dir()]
     names = [path.name for path in folders if not (path / "config.yaml").exists()]
     if names:
@@ -276,12 +291,12 @@ def report_unlisted_folders(runs: Path) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the status of the newest runs, or of one; returns the exit status. Raises UserError."""
+    """Print the status of the newest runs or of one run; return the exit status. Raises UserError."""
     runs = Path(args.runs_folder or "runs")
     as_json = parse_switch("JSON", args.json)
     lists_all = parse_switch("ALL", args.all) or as_json
     if args.wait and not args.run:
-        raise UserError("WAIT needs RUN=<id>, the run to wait for")
+        raise UserError("WAIT requires RUN=<id>, the run to wait for")
     if args.all and args.run:
         raise UserError("ALL cannot be combined with RUN; omit one of them")
     if not args.run:
@@ -290,8 +305,8 @@ def main(args: argparse.Namespace) -> int:
     folder = selection.find_run(args.run, runs)
     seconds = args.wait or "0"
     if not seconds.isdigit():
-        raise UserError(f"WAIT={args.wait!r} is not a number of seconds")
+        raise UserError(f"WAIT must be a whole number of seconds (got {args.wait!r})")
     status = wait_for_run_end(folder, float(seconds))
     print_statuses([status], as_json)
-    is_script = bool(args.wait) or as_json  # people see the state; make would print an additional `Error 1`
+    is_script = bool(args.wait) or as_json  # for other users, make would print a useless `Error 1`
     return 1 if is_script and status.state in ("FAILED", "LOST") else 0

@@ -1,7 +1,7 @@
-"""The verbs `evaluate` and `export`: evaluate a finished run's model again, or write it for other programs.
+"""The `evaluate` and `export` commands: evaluate the trained model of a run, or export it for other programs.
 
-`evaluate` builds the model in one process and prints its test scores beside those of the run. Exit status: 0 if they
-are equal or if the test samples are not those of the run, 3 if they differ.
+`evaluate` builds the model in one process and prints its test scores and those of the run. The exit status is 3 if the
+scores differ, and 0 if they are equal or the test samples are not those of the run.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ DATA_KEYS = (
     "download_timeout",
 )
 EFFECTIVE_KEYS = ("eval_batch", *(f"data.{name}" for name in DATA_KEYS))
-LOSS_TOLERANCE = {"float32": 1e-6, "float64": 1e-12}  # relative, for the same model
-OUTPUT_TOLERANCE = {"torch.export": 1e-6, "onnx": 1e-4}  # of an exported model, relative to the largest output
+LOSS_TOLERANCE = {"float32": 1e-6, "float64": 1e-12}  # maximum relative difference between two evaluations
+OUTPUT_TOLERANCE = {"torch.export": 1e-6, "onnx": 1e-4}  # maximum difference, relative to the largest output
 FILE_SUFFIX = {"torch.export": "pt2", "onnx": "onnx"}
-EXPORT_SAMPLES = 7  # random inputs with which an exported model is checked
+EXPORT_SAMPLES = 7  # number of random inputs used to check an exported model
 
 
 def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
-    """Evaluate the model of a run on its test samples, or on those set by `arguments`; returns the exit status.
+    """Evaluate the model of a run and return the exit status.
 
-    Raises UserError if the samples do not fit the model, and for settings without effect.
+    The test samples are those of the run, unless the settings in `arguments` select others. Raises UserError if the
+    samples do not fit the model or a setting has no effect.
     """
     run_settings = config.read_config_file(folder.path / "config.yaml")
     for key, (_, new_value) in config.read_last_changes(folder.path).items():
@@ -62,7 +63,7 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     cfg = config.build_config(config.import_schema(folder.experiment), [run_settings, changes])
     for key in changes:
         if key not in EFFECTIVE_KEYS and not key.startswith("log."):
-            raise UserError(f"ARGS: {key} has no effect on a measurement; use {', '.join(EFFECTIVE_KEYS)} or log.*")
+            raise UserError(f"ARGS: {key} has no effect on an evaluation; use {', '.join(EFFECTIVE_KEYS)} or log.*")
     source = None if "data.name" in changes else folder.path / "code"
     data = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=source)
     import torch
@@ -74,8 +75,8 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     test_set = loader.Images(data, "test", cfg.data.test_limit)
     if list(test_set.shape) != facts["shape"]:
         raise UserError(
-            f"the model takes images of shape {facts['shape']}, {data.name} has {list(test_set.shape)}; use the data "
-            "it was trained on, or data of that shape"
+            f"the model takes images of shape {facts['shape']}, but {data.name} has shape {list(test_set.shape)}; "
+            "use the data that the model was trained on, or other data of the model's shape"
         )
     run_device = facts.get("device") or find_device(folder)
     device = torch.device(run_device if torch.cuda.is_available() else "cpu")
@@ -88,7 +89,7 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     print(f"data        {data.name}, {scores['test_samples']} test samples from {data.path}")
     tolerance = LOSS_TOLERANCE[facts["dtype"]]
     if device.type != run_device:
-        print(f"device      {device}; the run was measured on {run_device}, which rounds differently")
+        print(f"device      {device}; the run was evaluated on {run_device}, which rounds differently")
         tolerance = math.inf
     expected: dict[str, float] = {}
     if has_same_samples(folder, run_settings.get("data.test_limit"), cfg, data):
@@ -101,7 +102,7 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
 def measure_scores(
     predict: Predict, test_set: Images, device: Any, dtype: Any, shards: int, cfg: Any
 ) -> dict[str, float]:
-    """Measure the scores shard by shard, as `shards` ranks do, and show the progress."""
+    """Compute the test scores shard by shard, as `shards` ranks would, and show the progress."""
     import torch
 
     from common.training.evaluate import compute_scores, sum_scores
@@ -121,7 +122,10 @@ def measure_scores(
 
 
 def make_predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Callable[[Tensor | None, int], Tensor]:
-    """Return the function from a batch to its logits, in the precision and memory format of the training."""
+    """Return a function that computes the logits of a batch.
+
+    The function uses the precision and memory format of the training run.
+    """
     import torch
 
     autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(facts["precision"])
@@ -141,13 +145,13 @@ def make_predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Call
 
 
 def find_device(folder: RunFolder) -> str:
-    """Return the device type of a run whose model.json does not name it."""
+    """Return the device type of a run whose model.json does not contain it."""
     names = [read_json(attempt.attempt_folder / "world.json").get("device") for attempt in folder.list_attempts()[-1:]]
     return "cpu" if names == ["cpu"] else "cuda"
 
 
 def has_same_samples(folder: RunFolder, test_limit: str | None, cfg: Any, data: prepare.PreparedDataset) -> bool:
-    """Check that the test samples are those with which the run was measured."""
+    """Return whether the test samples are those on which the run was evaluated."""
     checksums = (provenance.read_metadata(folder).get("data") or {}).get("sha256") or {}
     if str(cfg.data.test_limit) != test_limit:
         return False
@@ -155,7 +159,10 @@ def has_same_samples(folder: RunFolder, test_limit: str | None, cfg: Any, data: 
 
 
 def print_score_comparison(scores: dict[str, float], expected: dict[str, float], tolerance: float) -> int:
-    """Print the scores beside those of the run, if the samples are the same; returns the exit status."""
+    """Print the scores and compare them with those of the run; return the exit status.
+
+    `expected` contains the run's scores, or is empty if its samples were different.
+    """
     count = int(scores["test_samples"])
     correct = round(scores["test_accuracy"] * count)
     loss = scores["test_loss"]
@@ -163,26 +170,27 @@ def print_score_comparison(scores: dict[str, float], expected: dict[str, float],
     if not expected:
         print(accuracy)
         print(f"test loss   {loss:.10g}")
-        print("            not compared: the run was measured with other samples, or did not record which")
+        print("            not compared: the run was evaluated on other samples, or did not record its samples")
         return 0
     expected_correct = round(expected["test_accuracy"] * count)
     expected_loss = expected["test_loss"]
     difference = math.inf
     if math.isfinite(expected_loss):
         difference = abs(loss - expected_loss) / max(abs(expected_loss), 1e-300)
-    print(f"{accuracy}; the run's own number: {expected_correct}")
-    print(f"test loss   {loss:.10g}; the run's own: {expected_loss:.10g}; relative difference {difference:.2g}")
+    print(f"{accuracy}; recorded by the run: {expected_correct}")
+    print(f"test loss   {loss:.10g}; recorded by the run: {expected_loss:.10g}; relative difference: {difference:.2g}")
     if math.isinf(tolerance) or (correct == expected_correct and difference <= tolerance):
         return 0
-    print(f"DIFFERENT: expected the same number of correct samples, and a loss within {tolerance:g}", flush=True)
+    allowed = f"a relative loss difference of at most {tolerance:g}"
+    print(f"DIFFERENT: expected the same number of correct samples and {allowed}", flush=True)
     return EXIT_DIFFERENT
 
 
 def export_model(folder: RunFolder, form: str) -> int:
-    """Write the model of a run for other programs; returns the exit status. Raises UserError."""
+    """Export the model of a run for other programs; return the exit status. Raises UserError."""
     from common.models import model_file
 
-    if form == "safetensors":  # needs no class
+    if form == "safetensors":  # the file exists already, and reading it does not require the model class
         model_file.read_model(folder)
         print(f"{folder.path / MODEL_FILE}\n{folder.path / MODEL_FACTS_FILE}")
         return 0
@@ -195,17 +203,16 @@ def export_model(folder: RunFolder, form: str) -> int:
     finally:
         for leftover in folder.path.glob(f"{draft.name}*"):
             leftover.unlink()
-    print(
-        f"{path}\nrun in a process without this project, its outputs differ by {difference:.2g} of the largest output"
-    )
+    check = "checked in a process without this project"
+    print(f"{path}\n{check}: its outputs differ by at most {difference:.2g} of the largest output")
     return 0
 
 
 def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, draft: Path, path: Path) -> float:
-    """Write an exported model to `draft`, and compare its outputs on random inputs.
+    """Write an exported model to `draft`, and check its outputs on random inputs.
 
-    Returns the largest difference, relative to the largest output. Raises UserError, with the final `path`, if this
-    model cannot be exported or the difference is too large.
+    Returns the largest difference between outputs, relative to the largest output. Raises UserError if the model cannot
+    be exported or the difference is too large. Error messages contain the final `path`.
     """
     import torch
 
@@ -225,18 +232,18 @@ def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, dra
     difference = float((outputs - expected).abs().max() / expected.abs().max())
     if not difference <= OUTPUT_TOLERANCE[form]:
         raise UserError(
-            f"{path.name} was not written: its outputs would differ by {difference:.2g} of the largest output"
+            f"{path.name} was not written: outputs of the exported model differ by {difference:.2g} of the largest one"
         )
     return difference
 
 
 def main(args: argparse.Namespace) -> int:
-    """Evaluate or export the model of a run; returns the exit status. Raises UserError."""
+    """Evaluate or export the model of a run; return the exit status. Raises UserError."""
     folder = selection.find_run(args.run, Path("runs"))
     if args.verb == "evaluate":
         arguments, profile_arguments = split_settings(args.args)
         if profile_arguments:
-            raise UserError(f"ARGS: {profile_arguments[0]} has no effect; the model is evaluated on this machine")
+            raise UserError(f"ARGS: {profile_arguments[0]} has no effect: the model is evaluated on this machine")
         return evaluate_model(folder, arguments)
     form = args.format or "safetensors"
     if form not in ("safetensors", *FILE_SUFFIX):

@@ -1,6 +1,6 @@
-"""The verb `dashboard`: the saved W&B workspace for comparing runs. Imports no torch.
+"""The `dashboard` command: save a W&B workspace for comparing runs. Does not import torch.
 
-It shows the metrics and the summary that every run of this repository sends.
+The workspace shows the metrics and summary values that every run of this repository sends to W&B.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ TITLE = "Runs compared"
 
 
 def parse_project(text: str) -> tuple[str, str]:
-    """Parse entity and project of PROJECT; the entity is empty if it is not named. Raises UserError."""
+    """Split PROJECT into an entity, which may be empty, and a project. Raises UserError."""
     entity, _, project = text.rpartition("/")
     wandb = Wandb(project=project or Wandb.project, entity=entity)
     try:
         wandb.check()
         if "/" in entity or not f"{entity}{project}".isprintable():
-            raise ValueError(f"{text!r} is not of the form PROJECT or ENTITY/PROJECT")
+            raise ValueError("the value must have the form PROJECT or ENTITY/PROJECT")
     except ValueError as error:
         raise UserError(f"PROJECT={text!r}: {error}") from None
     return wandb.entity, wandb.project
 
 
 def make_workspace(entity: str, project: str) -> Any:
-    """Make the workspace, validated by W&B's library. Raises UserError."""
+    """Create the workspace with W&B's library, which validates it. Raises UserError."""
     try:
         from wandb_workspaces import workspaces as ws
         from wandb_workspaces.reports import v2 as wr
     except ImportError as error:
-        raise UserError(f"{error}; pip install -r requirements.txt") from None
+        raise UserError(f"{error}; run: pip install -r requirements.txt") from None
     by_samples: list[Any] = [
         wr.LinePlot(title="training loss by samples", x="samples", y=["loss"], log_y=True),
         wr.LinePlot(title="test accuracy by samples", x="samples", y=["test_accuracy"]),
@@ -66,10 +66,10 @@ def make_workspace(entity: str, project: str) -> Any:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Save the workspace, or print it; returns the exit status. Raises UserError."""
+    """Save the workspace, or print it with DRY_RUN=1; return the exit status. Raises UserError."""
     entity, project = parse_project(args.project)
     if parse_switch("DRY_RUN", args.dry_run):
-        view = make_workspace(entity or "your-entity", project)._to_model()  # as sent by save()
+        view = make_workspace(entity or "your-entity", project)._to_model()  # the content that save() sends
         print(json.dumps(json.loads(view.model_dump_json(by_alias=True, exclude_none=True)), indent=2))
         return 0
     wandb_account.require_account()
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
         workspace = make_workspace(entity or str(wandb.Api().default_entity), project).save()
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001 (the W&B server may answer anything)
-        raise UserError(f"W&B refused the workspace: {summarize_error(error)}") from None
+    except Exception as error:  # noqa: BLE001 (the W&B server may cause any error)
+        raise UserError(f"W&B rejected the workspace: {summarize_error(error)}") from None
     print(f"workspace: {workspace.url}")
     return 0

@@ -1,8 +1,8 @@
-"""The verbs `sync` and `leet`: send runs that were tracked offline to W&B, or open its viewer. Imports no torch.
+"""The `sync` and `leet` commands: send offline runs to W&B, or open W&B's terminal viewer. Does not import torch.
 
-Rows that W&B misses because a process was killed are passed on first. A run with several offline attempts may have
-several folders, all with the same W&B id. W&B's client sends them in order, asks the server how much of the run it has
-already, and notes beside each folder what was sent.
+Rows that W&B lacks because a process was killed are added first. A run with several offline attempts may have several
+folders, all with the same W&B id. W&B's client sends these folders in order. It asks the server how much of the run has
+already arrived, and marks each folder that was sent completely.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from slurm.arguments import parse_switch
 from slurm.reports import selection, status
 from slurm.reports.selection import RunFilter
 
-START_TIME = re.compile(r"\d{8}_\d{6}")  # in the name of an attempt's W&B folder
+START_TIME = re.compile(r"\d{8}_\d{6}")  # part of the name of an attempt's W&B folder
 UNKNOWN_TIME = "00000000_000000"
 WANDB = Path(sys.executable).with_name("wandb")
 
 
 def list_offline_folders(folder: RunFolder) -> list[Path]:
-    """List the W&B folders of a run's offline attempts, in order."""
+    """List the W&B folders of a run's offline attempts, oldest first."""
     return sorted(path.parent for path in folder.path.glob("wandb/offline-run-*/*.wandb"))
 
 
 def is_sent(path: Path) -> bool:
-    """Check for the note of W&B's client that the whole folder was sent."""
+    """Return whether W&B's client has marked a folder as sent completely."""
     return any(path.glob("*.wandb.synced"))
 
 
 def list_unsent_folders(folders: list[RunFolder]) -> list[Path]:
-    """List the W&B folders of offline attempts that were not sent yet."""
+    """List the W&B folders of offline attempts that have not been sent yet."""
     paths = []
     for folder in folders:
         paths += [path for path in list_offline_folders(folder) if not is_sent(path)]
@@ -45,7 +45,7 @@ def list_unsent_folders(folders: list[RunFolder]) -> list[Path]:
 
 
 def describe_activity(folder: RunFolder) -> str:
-    """Describe why a run may still write to its W&B folder; empty if it does not."""
+    """Explain why a run may still write to its W&B folder; empty if it has stopped writing."""
     state = status.read_state(folder)[0]
     if state not in status.FINAL_STATES:
         return state
@@ -53,8 +53,11 @@ def describe_activity(folder: RunFolder) -> str:
 
 
 def send_runs(folders: list[RunFolder], dry: bool) -> int:
-    """Send what was not sent yet, or list it with `dry`; returns the exit status. Raises UserError."""
-    incomplete: list[RunFolder] = []  # W&B misses rows of these
+    """Send unsent data of runs to W&B, or only list it if `dry` is true.
+
+    Returns the exit status. Raises UserError.
+    """
+    incomplete: list[RunFolder] = []  # runs with rows that W&B lacks
     selected: list[RunFolder] = []
     for folder in folders:
         is_incomplete = bool(wandb_rows.list_incomplete_notes(folder))
@@ -62,15 +65,15 @@ def send_runs(folders: list[RunFolder], dry: bool) -> int:
             continue
         activity = describe_activity(folder)
         if activity:
-            print(f"{folder.path.name} is not over yet ({activity}): skipped")
+            print(f"skipped {folder.path.name}: the run is not over yet ({activity})")
             continue
         selected.append(folder)
         if is_incomplete:
             incomplete.append(folder)
     if dry or not selected:
-        lines = [f"{folder.path}/wandb: created from metrics.jsonl first" for folder in incomplete]
+        lines = [f"{folder.path}/wandb: missing rows will be read from metrics.jsonl first" for folder in incomplete]
         lines += map(str, list_unsent_folders(selected))
-        print("\n".join(lines) or "nothing to send: no run was tracked offline, or all were sent")
+        print("\n".join(lines) or "nothing to send: no run was tracked offline, or all runs have been sent")
         return 0
     wandb_account.require_account()
     for folder in incomplete:
@@ -81,17 +84,17 @@ def send_runs(folders: list[RunFolder], dry: bool) -> int:
         return 0
     process = subprocess.run([WANDB, "sync", "--yes", "-n", "1", *unsent], check=False)
     refused = [path for path in unsent if not is_sent(path)]
-    print(f"sent {len(unsent) - len(refused)} of {len(unsent)}")
+    print(f"sent {len(unsent) - len(refused)} of {len(unsent)} W&B folders")
     if refused:
-        raise UserError(f"W&B did not accept {refused[0]}; run make sync again: it sends only what is missing")
+        raise UserError(f"W&B did not accept {refused[0]}; to send only the missing data, run make sync again")
     return process.returncode
 
 
 def link_tracked_attempts(folders: list[RunFolder], merged: Path) -> int:
-    """Link the attempts that W&B tracked into one folder, as its viewer requires; returns their number.
+    """Create links to the W&B logs of all attempts in the folder `merged`; return the number of links.
 
-    The viewer lists folder names of the form run-<time>-<W&B id>, and reads run-<W&B id>.wandb in each. The links
-    replace the W&B id by the end of the run's id, its experiment, and the number of the log.
+    The viewer requires one folder. It lists subfolders named run-<time>-<W&B id> and reads run-<W&B id>.wandb in each.
+    In the names of the links, the short run id, the experiment and the number of the log replace the W&B id.
     """
     count = 0
     for folder in folders:
@@ -108,7 +111,7 @@ def link_tracked_attempts(folders: list[RunFolder], merged: Path) -> int:
 
 
 def open_viewer(folders: list[RunFolder]) -> int:
-    """Open W&B's terminal viewer on the runs; returns its exit status. Raises UserError."""
+    """Open W&B's terminal viewer for the runs; return the viewer's exit status. Raises UserError."""
     for folder in folders:
         needs_server = wandb_tracker.misses_online_rows(folder)
         if wandb_rows.list_incomplete_notes(folder) and not needs_server and not describe_activity(folder):
@@ -116,14 +119,14 @@ def open_viewer(folders: list[RunFolder]) -> int:
     with tempfile.TemporaryDirectory() as merged:
         if not link_tracked_attempts(folders, Path(merged)):
             raise UserError(
-                "W&B has no record of these runs: they ran with WANDB_MODE=disabled, or are not over yet; "
-                "make compare shows them"
+                "W&B has no record of these runs because they ran with WANDB_MODE=disabled or are not over yet; "
+                "to compare them without W&B: make compare"
             )
         return subprocess.run([WANDB, "leet", merged], check=False).returncode
 
 
 def main(args: argparse.Namespace) -> int:
-    """Send runs to W&B, or open its viewer on them; returns the exit status."""
+    """Send runs to W&B, or open W&B's viewer for them; return the exit status."""
     dry = args.verb == "sync" and parse_switch("DRY_RUN", args.dry_run)
     criteria = RunFilter(args.runs, args.name, args.last, args.where, args.sweep)
     folders = selection.select_runs(criteria, Path(args.runs_folder or "runs"), newest=0)

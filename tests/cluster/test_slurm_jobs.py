@@ -95,7 +95,7 @@ def test_two_jobs_run_at_once_and_can_be_cancelled(site: Site) -> None:
     ).stdout
     assert shown.count("  running  ") == 2 and shown.count(" RUNNING: job ") == 2
     for folder in folders:
-        assert "cancelled job" in site.call("slurm", "cancel", str(folder.path)).stdout
+        assert "canceled job" in site.call("slurm", "cancel", str(folder.path)).stdout
         site.wait(folder, "CANCELLED")
         site.gone(folder)
 

@@ -62,7 +62,7 @@ def test_an_ordinary_user_trains_on_two_hosts(cache: Path) -> None:
                 assert "FINISHED" in site.call("slurm", "status", str(found.path)).stdout
                 assert site.submit("ddp_multinode", "long", "epochs=500").returncode == 0
                 site.wait(site.run_of("long"), "RUNNING")
-                assert "cancelled job" in site.call("slurm", "cancel", str(site.run_of("long").path)).stdout
+                assert "canceled job" in site.call("slurm", "cancel", str(site.run_of("long").path)).stdout
                 site.gone(site.run_of("long"))
 
 

@@ -207,7 +207,7 @@ def test_what_names_no_run_is_refused(command: str, text: str, tmp_path: Path) -
         (("evaluate", "--args='x", "--", "{}"), "ARGS"),
         (("evaluate", "--args=cluster.time=5", "--", "{}"), "cluster.time"),
         (("evaluate", "--args=data.name=nothing", "--", "{}"), "data.name=nothing"),
-        (("evaluate", "--args=data.test_limit=9 optim.lr=5", "--", "{}"), "optim.lr has no effect on a measurement"),
+        (("evaluate", "--args=data.test_limit=9 optim.lr=5", "--", "{}"), "optim.lr has no effect on an evaluation"),
         (("evaluate", "--args=log.level=debug", "--", "{}"), "has no model.safetensors"),
     ],
 )

@@ -76,7 +76,7 @@ def test_json_writes_no_page(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made, tmp_path / "runs", ignore=shutil.ignore_patterns("compare.html"))
     assert set(as_json(tmp_path / "runs")) == {"differing", "runs"}
     done = compare(tmp_path / "runs", "--json=1", f"--page={tmp_path / 'page.html'}")
-    assert done.returncode == 2 and "JSON=1 writes no page" in done.stderr
+    assert done.returncode == 2 and "JSON=1, which writes no page" in done.stderr
     assert not list(tmp_path.rglob("*.html"))
 
 
@@ -138,7 +138,7 @@ def test_a_measurement_has_no_samples_and_its_points_are_shown_beside_measuremen
     beside = compare(runs)
     page = (runs / "compare.html").read_text()
     assert "all reduce float32 gloo" not in page and "test loss" in page
-    assert "the page omits the measurements of collectives beside training runs" in beside.stdout
+    assert "the page omits the measurements of collectives because other runs train" in beside.stdout
 
 
 def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
@@ -214,13 +214,13 @@ def test_runs_are_chosen(made: Path, words: tuple[str, ...], found: list[str]) -
     [
         (("--runs=nosuch",), "no such run folder"),
         (("--runs='",), "RUNS="),
-        (("--name=nosuch",), "there are runs of ddp_multinode, mnist_pipeline"),
+        (("--name=nosuch",), "no matching run; found runs of ddp_multinode, mnist_pipeline"),
         (("--last=0",), "LAST="),
         (("--last=-3",), "LAST="),
         (("--where=strategy",), "is not a condition"),
         (("--where=strateg=ddp",), "did you mean strategy?"),
         (("--where=lr>high",), "is not a number"),
-        (("--where=strategy=ddp batch=3",), "none of 6 runs"),
+        (("--where=strategy=ddp batch=3",), "no matching run (6 runs checked)"),
         (("--sweep=nosuch",), "no such sweep"),
         (("--json=yes",), "JSON must be 0 or 1"),
     ],

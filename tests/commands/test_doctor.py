@@ -126,7 +126,7 @@ def test_a_run_that_diverged_is_explained(digits: tuple[str, ...], tmp_path: Pat
     assert run.status == 2
     found = doctor(f"--run={run.folder.path}")
     assert "training diverged; lower optim.lr" in found and "the loss of step" in found, found
-    assert 'ARGS="optim.lr=50", with a lower rate than 100' in found, "the same rate would diverge again"
+    assert 'ARGS="optim.lr=50" (lower than the current learning rate, 100)' in found, "it would diverge again"
     facts = json.loads(doctor(f"--run={run.folder.path}", "--json=1", status=1))
     assert facts["state"] == "failed" and facts["first_error"]["rank"] in (0, 1) and len(facts["ranks"]) == 2
     known = json.loads(inside.run_verb("status", "--json=1", "--", str(run.folder.path)).stdout)[0]
@@ -224,7 +224,7 @@ def test_a_run_that_was_cancelled_needs_no_cause(tmp_path: Path) -> None:
     folder = Made(state="failed", result={"state": "cancelled", "reason": "stopped by Ctrl-C"}).write(tmp_path)
     found = doctor(f"--run={folder.path}")
     assert "is CANCELLED: stopped by Ctrl-C\n" in found and "likely cause" not in found
-    assert f"continue with  make exp RESUME={folder.path}; no checkpoint found, it restarts" in found
+    assert f"continue with  make exp RESUME={folder.path} (no checkpoint found; the run restarts" in found
 
 
 LOST = "RuntimeError: Connection closed by peer"
@@ -247,11 +247,11 @@ OWN = "torch.distributed.DistNetworkError: all_reduce: "
             0,
             "rank 0 on vm failed first: after step 3: V",
         ),
-        (("09:00:01,000 UserError: the disk is full", LOST), 0, "rank 0 on vm: the disk is full; free space"),
+        (("09:00:01,000 UserError: the disk is full", LOST), 0, "rank 0 on vm: the disk is full; free some space"),
         (
             ("09:00:01,000 ModuleNotFoundError: x", ""),
             0,
-            "rank 0 on vm: a package is missing on that host; make doctor",
+            "rank 0 on vm: a package is missing on that host; to check hosts: make doctor",
         ),
         (
             (
@@ -356,7 +356,7 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     slurm = Scheduler("SLURM")
     assert checks.list_down_hosts(slurm, 2, "") == [
-        "node2 is drained: disk | see ticket | 7; SLURM starts no jobs on it"
+        "node2 is drained: disk | see ticket | 7; SLURM does not start jobs on this host"
     ]
     assert checks.list_down_hosts(slurm, 1, "") == []
 
@@ -368,10 +368,10 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
         (["--run="], "RUN is missing; write RUN=<id>"),
         (["--nodes=x"], "NODES must be an integer from 1 to"),
         (["--args=--help"], "ARGS: --help is not a setting"),
-        (["--args=runs=x optim.lr=3"], "ARGS: doctor does not use optim.lr, only runs, data.cache, launch.mixed and"),
+        (["--args=runs=x optim.lr=3"], "doctor does not use optim.lr; use only runs, data.cache, launch.mixed and"),
         (["--args=rums=x"], "unknown key rums; did you mean runs?"),
         (["--json=2"], "JSON must be 0 or 1 (got '2')"),
-        (["--run=0000", "--nodes=2"], "RUN examines a run, but NODES is for checking hosts"),
+        (["--run=0000", "--nodes=2"], "RUN diagnoses a run, but NODES applies to checks of hosts"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused(words: list[str], message: str) -> None:
@@ -388,9 +388,8 @@ def test_how_a_rank_ended_is_taken_from_srun(tmp_path: Path) -> None:
     srun = "srun: error: node2: task 1: Exited with exit code 3\nsrun: error: node1: tasks 0-1: Killed\n"
     kept.write_text(f"{diagnosis.JOB_START}\n{error}{srun}")
     found = diagnosis.examine_run(folder)["cause"]
-    assert (
-        found == "rank 1 on vm ended without an error message (Exited with exit code 3); the others lost the connection"
-    )
+    ended = "rank 1 on vm ended without an error message (Exited with exit code 3)"
+    assert found == f"{ended}; the other ranks then lost their connections"
     kept.unlink()
     write_json(folder.path / "result.json", {"state": "failed", "exit_status": 137})
     assert diagnosis.examine_run(folder)["cause"] == "all ranks ended without an error message: signal Killed"

@@ -51,7 +51,7 @@ def test_it_first_only_shows(runs: Path) -> None:
     before = files(runs)
     done = warm.execute([sys.executable, "-m", "slurm", "prune-runs", f"--runs-folder={runs}"], env=environment())
     assert done.returncode == 0, done.stderr
-    assert "3.0 MB would be freed; make prune-runs DELETE=1 deletes it" in done.stdout
+    assert "3.0 MB would be freed; to delete the files: make prune-runs DELETE=1" in done.stdout
     assert files(runs) == before
 
 
@@ -99,7 +99,7 @@ def test_a_strange_switch_removes_nothing(runs: Path) -> None:
 def test_the_switch_of_older_versions_deletes_with_a_notice(runs: Path) -> None:
     done = prune(runs, "--dry-run=0")
     assert done.returncode == 0 and "3.0 MB freed" in done.stdout
-    assert done.stderr == "note: DRY_RUN=0 is now DELETE=1\n"
+    assert done.stderr == "note: DRY_RUN=0 is deprecated; use DELETE=1\n"
 
 
 def test_the_best_model_goes_only_if_its_run_is_named(runs: Path) -> None:

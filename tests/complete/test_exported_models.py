@@ -98,7 +98,7 @@ def test_models_of_every_kind_of_training_are_measured_alike(
     done = run(name, *digits, "optim.warmup=0", "steps=8", *words, runs=tmp_path)
     assert done.status == 0, done.err
     told = inside.run_verb("evaluate", "--", str(done.folder.path))
-    assert told.returncode == 0 and "the run's own number" in told.stdout, told.stdout + told.stderr
+    assert told.returncode == 0 and "recorded by the run: " in told.stdout, told.stdout + told.stderr
 
 
 def test_a_new_run_begins_with_the_weights_of_another(digits: tuple[str, ...], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_a_run_learns_and_keeps_the_set_of_the_contributing_page(tmp_path: Path)
     assert (facts["classes"], facts["shape"], done.result["test_samples"]) == (3, [12, 12], 500)
     assert (folder.path / "code" / "own" / "data.py").read_text() == file.read_text()
     told = inside.run_verb("evaluate", "--", str(folder.path))
-    assert told.returncode == 0 and "the run's own number" in told.stdout, told.stdout + told.stderr
+    assert told.returncode == 0 and "recorded by the run: " in told.stdout, told.stdout + told.stderr
     file.write_text("another file by now")
     shutil.rmtree(tmp_path / "sets")
     resumed = resume(REPLICATED, folder, "steps=70")

@@ -57,7 +57,7 @@ def test_a_finished_model_gives_the_numbers_of_its_run(entry: Entry, finished: M
     done = evaluate(folder)
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
     right = round(folder.result["scores"]["test_accuracy"] * 333)
-    assert f"correct     {right} of 333" in done.stdout and f"own number: {right}\n" in done.stdout
+    assert f"correct     {right} of 333" in done.stdout and f"recorded by the run: {right}\n" in done.stdout
 
 
 @every
@@ -181,7 +181,7 @@ def test_a_model_of_another_device_is_measured_and_not_judged(finished: Make, tm
     assert evaluate(folder).returncode == trained_model.EXIT_DIFFERENT
     write_json(folder.path / "model.json", facts | {"device": "cuda"})
     done = evaluate(folder)
-    assert done.returncode == 0 and "the run was measured on cuda, which rounds differently" in done.stdout
+    assert done.returncode == 0 and "the run was evaluated on cuda, which rounds differently" in done.stdout
 
 
 def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Lint step of the project: measures how readable the product code and its messages are, and names what to improve."""
+"""Lint step that measures the readability of product code and its messages, and suggests improvements."""

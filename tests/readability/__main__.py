@@ -1,7 +1,7 @@
-"""Print the findings of each rule that product code exceeds: `python -m tests.readability [--all] [PATH ...]`.
+"""Check the readability of product code: `python -m tests.readability [--all] [PATH ...]`.
 
-Without PATH it checks common, slurm, experiments, configs and README.md. With `--all` it prints all findings.
-Exit status 1: a ceiling is exceeded.
+Prints the findings of each rule whose limit is exceeded. With `--all`, prints the findings of all rules. Without PATH,
+checks common, slurm, experiments, configs and README.md. The exit status is 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tests.readability import rules
 from tests.readability.inspection import ROOT, Finding, inspect_file
 
 PRODUCT = ("common", "slurm", "experiments", "configs", "README.md")
-NO_PHRASE = Path("README.md")  # most users read nothing else
+NO_PHRASE = Path("README.md")  # must not contain any finding, because many users read only this page
 
 
 def list_files(paths: list[str]) -> list[Path]:
-    """Return the Python files and pages below the paths that git tracks."""
+    """Return the Python and Markdown files below `paths` that git tracks."""
     command = ["git", "ls-files", "--", *paths]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     files = [Path(name) for name in names if name.endswith((".py", ".md"))]
@@ -28,14 +28,14 @@ def list_files(paths: list[str]) -> list[Path]:
 
 
 def measure(rule: rules.Rule, sizes: Counter[str], findings: list[Finding]) -> float:
-    """Return the measure that a rule limits."""
+    """Return the measured value that a rule limits."""
     count = sizes["tokens"] if rule.count == "tokens" else len(findings)
     size = max(1, sizes[rule.size]) if rule.size else 1
     return rule.scale * count / size
 
 
 def check(paths: list[Path], *, is_verbose: bool) -> bool:
-    """Print each rule that is exceeded with its findings; return whether all hold."""
+    """Print the findings of each rule whose limit is exceeded; return whether no limit is exceeded."""
     sizes: Counter[str] = Counter()
     findings: list[Finding] = []
     for path in paths:
@@ -56,19 +56,20 @@ def check(paths: list[Path], *, is_verbose: bool) -> bool:
                 remedy = rule.remedy.format(finding.replacement)
                 print(f"{finding.path}:{finding.line}: {finding.text}; {remedy}")
         if is_exceeded:
-            print(f"error: {rule.name}: {measured:.2f}, at most {rule.ceiling:g}; see the lines above")
+            limits = f"the limit is {rule.ceiling:g} (0 findings in README.md)"
+            print(f"error: {rule.name}: measured {measured:.2f}, but {limits}; fix the findings above")
     return passed
 
 
 def main() -> int:
     """Check the files and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", help="folders or files, relative to the root of the repository")
-    parser.add_argument("--all", action="store_true", help="print all findings, also of rules that hold")
+    parser.add_argument("paths", nargs="*", help="folders or files to check, relative to the repository root")
+    parser.add_argument("--all", action="store_true", help="print all findings, including those within the limits")
     arguments = parser.parse_args()
     files = list_files(arguments.paths or list(PRODUCT))
     if not files:
-        print("error: git tracks no Python file and no page below these paths", file=sys.stderr)
+        print("error: these paths contain no Python or Markdown file that git tracks", file=sys.stderr)
         return 2
     return 0 if check(files, is_verbose=arguments.all) else 1
 

@@ -1,4 +1,4 @@
-"""Count what rules.py limits in one Python file or page."""
+"""Measure the quantities that rules.py limits in one Python or Markdown file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_CODE = frozenset((tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DE
 
 @dataclass(frozen=True)
 class Finding:
-    """One place where a rule's count increases."""
+    """A place in a file that counts toward the limit of a rule."""
 
     path: Path
     line: int
@@ -30,7 +30,7 @@ class Finding:
 
 @dataclass
 class Inspection:
-    """Sizes and findings of a file."""
+    """The sizes and findings of one file."""
 
     path: Path
     sizes: Counter[str] = field(default_factory=Counter)
@@ -42,7 +42,7 @@ class Inspection:
 
 
 def list_docstrings(tree: ast.AST) -> list[ast.Constant]:
-    """Return docstrings, and the strings below fields that document them."""
+    """Return the docstrings of modules, classes and functions, and the strings that document fields."""
     docstrings = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -51,7 +51,7 @@ def list_docstrings(tree: ast.AST) -> list[ast.Constant]:
 
 
 def inspect_statements(inspection: Inspection, source: str, docstring_lines: set[int]) -> None:
-    """Count the tokens of each statement. Docstrings, comments and blank lines do not count."""
+    """Count the tokens of each statement, ignoring docstrings, comments and blank lines."""
     code_lines: set[int] = set()
     first_line = 0
     length = 0
@@ -73,11 +73,11 @@ def inspect_statements(inspection: Inspection, source: str, docstring_lines: set
 
 
 def list_bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and name of variables, attributes, parameters, functions and classes where they are bound."""
+    """Yield the line and name of each definition of a variable, attribute, parameter, function or class."""
     idiomatic = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Starred) and isinstance(node.value, ast.Name):
-            idiomatic.add((node.lineno, node.value.id))  # such as `first, *rest`
+            idiomatic.add((node.lineno, node.value.id))  # a starred name, such as `first, *rest`
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             if (node.lineno, node.id) not in idiomatic:
@@ -91,25 +91,25 @@ def list_bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def inspect_names(inspection: Inspection, tree: ast.AST) -> None:
-    """Count names that do not say what they hold."""
+    """Count names, and record those that do not describe their values."""
     for line, name in list_bound_names(tree):
         inspection.sizes["names"] += 1
         word = name.strip("_").lower()
         if word in rules.VAGUE_NAMES:
-            inspection.add(line, "vague name", f"`{name}`")
+            inspection.add(line, "vague name", f"vague name `{name}`")
         elif word in rules.GENERIC_NAMES:
-            inspection.add(line, "generic name", f"`{name}`")
+            inspection.add(line, "generic name", f"generic name `{name}`")
 
 
 def is_several(target: ast.expr, assigned: ast.expr) -> bool:
-    """Return whether an assignment is `a, b = x, y`; an exchange such as `a, b = b, a` is one idea."""
+    """Return whether an assignment has the form `a, b = x, y`. A swap such as `a, b = b, a` does not count."""
     if not isinstance(target, ast.Tuple) or not isinstance(assigned, ast.Tuple):
         return False
     return sorted(map(ast.unparse, target.elts)) != sorted(map(ast.unparse, assigned.elts))
 
 
 def inspect_assignment(inspection: Inspection, node: ast.Assign) -> None:
-    """Count an assignment, and whether it assigns several values."""
+    """Count an assignment, and record it if it assigns several values."""
     inspection.sizes["assignments"] += 1
     target = node.targets[0]
     if len(node.targets) > 1:
@@ -119,16 +119,16 @@ def inspect_assignment(inspection: Inspection, node: ast.Assign) -> None:
 
 
 def inspect_comprehension(inspection: Inspection, node: Comprehension) -> None:
-    """Count a comprehension, and whether it has two `for`, two `if` or another comprehension inside."""
+    """Count a comprehension, and record it if it has two `for`, two `if` or an inner comprehension."""
     inspection.add(node.lineno, "comprehension", "a comprehension")
     conditions = sum(len(generator.ifs) for generator in node.generators)
     inner = [child for child in ast.walk(node) if isinstance(child, Comprehension)]
     if len(node.generators) > 1 or conditions > 1 or len(inner) > 1:
-        inspection.add(node.lineno, "nested comprehension", "two loops in one expression")
+        inspection.add(node.lineno, "nested comprehension", "several loops or conditions in one comprehension")
 
 
 def inspect_tree(inspection: Inspection, tree: ast.AST) -> None:
-    """Count assignments, comprehensions, and calls that unpack a dict of type Any."""
+    """Count assignments, comprehensions, and calls that unpack a value of type Any."""
     typed_any = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "Any":
@@ -141,11 +141,11 @@ def inspect_tree(inspection: Inspection, tree: ast.AST) -> None:
         elif isinstance(node, ast.Call):
             for keyword in node.keywords:
                 if keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id in typed_any:
-                    inspection.add(node.lineno, "unpacked Any", f"`**{keyword.value.id}`")
+                    inspection.add(node.lineno, "unpacked Any", f"unpacked value of type Any: `**{keyword.value.id}`")
 
 
 def inspect_messages(inspection: Inspection, tree: ast.AST, docstrings: list[ast.Constant]) -> None:
-    """Count odd phrases in strings other than docstrings. The parts of an f-string count as one text."""
+    """Record odd phrases in strings other than docstrings, joining the parts of an f-string to one text."""
     skipped = set(map(id, docstrings))
     texts: list[tuple[int, str]] = []
     for node in ast.walk(tree):
@@ -157,17 +157,20 @@ def inspect_messages(inspection: Inspection, tree: ast.AST, docstrings: list[ast
             texts.append((node.lineno, node.value))
     for line, text in texts:
         for _, phrase, replacement in rules.find_phrases(text, rules.PHRASES | rules.MESSAGE_PHRASES):
-            inspection.add(line, "odd message", f"`{phrase}`", replacement)
+            inspection.add(line, "odd message", f"odd phrase `{phrase}` in a message", replacement)
 
 
 def inspect_file(path: Path) -> Inspection:
-    """Return sizes and findings of a Python file, or the phrases of a page. A relative path starts at ROOT."""
+    """Return the sizes and findings of a Python file, or the odd phrases of a Markdown file.
+
+    A relative path is resolved from ROOT.
+    """
     source = (ROOT / path).read_text(encoding="utf-8")
     inspection = Inspection(path)
     inspection.sizes["lines"] = source.count("\n")
     for position, phrase, replacement in rules.find_phrases(source, rules.PHRASES):
         line = source.count("\n", 0, position) + 1
-        inspection.add(line, "odd phrase", f"`{phrase}`", replacement)
+        inspection.add(line, "odd phrase", f"odd phrase `{phrase}`", replacement)
     if path.suffix != ".py":
         return inspection
 

@@ -1,4 +1,4 @@
-"""What makes code and text hard to read, and what to write instead."""
+"""Rules that limit code and text that is hard to read, and the recommended replacements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GENERIC_NAMES = frozenset(GENERIC_WORDS.split())
 PHRASES = {
     r"of one's own|of your own": "`custom` or `your`",
     r"\btold\b": "`given`, `set` or `reported`",
-    r"\b(?:somebody|whoever|everybody)\b": "the user, the rank or the process that is meant",
+    r"\b(?:somebody|whoever|everybody)\b": "`the user`, `the rank` or `the process`",
     r"\banew\b": "`again` or `from step 0`",
     r"\b(?:go|goes|went|gone) on\b": "`resume`, `continue` or `happen`",
     r"\bwhat one sees\b": "`Output:`",
@@ -31,9 +31,9 @@ PHRASES = {
     r"\bin vain\b": "`without effect`",
     r"\bmore seldom\b": "`less often`",
     r"\bnone the less\b": "`anyway`",
-    r"\bas told above\b": "the reason itself",
+    r"\bas told above\b": "the reason",
 }
-"""Phrases that no text of the project contains, and what to write instead."""
+"""Phrases to avoid in all text of the project, and what to write instead."""
 
 MESSAGE_PHRASES = {
     r"(?<!there )\bis no (?:\w+ ){0,2}(?:file|folder|number|name|run|key|setting|rank|process)\b": "`is not a ...`",
@@ -44,12 +44,12 @@ MESSAGE_PHRASES = {
     r"\bwhat became of\b": "`the state of`",
     r"\bto be continued\b": "`can be resumed`",
 }
-"""Phrases that messages do not contain either."""
+"""Phrases to avoid in messages only, and what to write instead."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A measure of product code: `count` over `size`, times `scale`, is at most `ceiling`."""
+    """A limit on product code: `scale * count / size` must be at most `ceiling`."""
 
     name: str
     count: str
@@ -59,11 +59,12 @@ class Rule:
     remedy: str
 
 
+NAME_REMEDY = "use a name that describes the value, such as settings, matches or run_folder"
 RULES = (
-    Rule("tokens per statement", "tokens", "statements", 1, 10.3, "split statements that hold more than one idea"),
-    Rule("long statements, %", "long statement", "statements", 100, 9.0, "give an intermediate value a name"),
-    Rule("vague names, %", "vague name", "names", 100, 1.0, "say what the value is: settings, matches, run_folder"),
-    Rule("generic names, %", "generic name", "names", 100, 5.0, "say what the value is: settings, matches, run_folder"),
+    Rule("tokens per statement", "tokens", "statements", 1, 10.3, "split statements that contain several ideas"),
+    Rule("long statements, %", "long statement", "statements", 100, 9.0, "give intermediate values a name"),
+    Rule("vague names, %", "vague name", "names", 100, 1.0, NAME_REMEDY),
+    Rule("generic names, %", "generic name", "names", 100, 5.0, NAME_REMEDY),
     Rule("tuple assignments, %", "tuple assignment", "assignments", 100, 3.0, "write one assignment per line"),
     Rule("comprehensions per 100 code lines", "comprehension", "code_lines", 100, 4.5, "write a loop"),
     Rule("nested comprehensions", "nested comprehension", "", 1, 10, "write a loop"),
@@ -74,7 +75,7 @@ RULES = (
 
 
 def find_phrases(text: str, phrases: dict[str, str]) -> list[tuple[int, str, str]]:
-    """Return position, phrase and replacement of each phrase in a text; a line break counts as a space."""
+    """Return the position, phrase and replacement of each match in a text. A line break counts as a space."""
     joined = re.sub(r"\s", " ", text)
     matches = []
     for pattern, replacement in phrases.items():

@@ -47,7 +47,7 @@ def test_a_notice_in_an_evaluation_saves_the_state_before_it(
 def test_a_run_that_is_cancelled_saves_and_says_so(tmp_path: Path, quick: tuple[str, ...]) -> None:
     with train_long(STAGED.name, *quick, *ENDLESS, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
-        assert cancel.cancel_run(folder).startswith("cancelled process ")
+        assert cancel.cancel_run(folder).startswith("canceled process ")
         process.communicate(PATIENCE)
     assert process.returncode == EXIT_RESUMABLE and storage.list_resumable_checkpoints(folder)
     assert status.read_state(folder)[0] == "CANCELLED" and folder.result["exit_status"] == 130

@@ -39,7 +39,7 @@ def test_old_runs_are_listed_compared_and_evaluated(version: str, tmp_path: Path
     assert f"{score:.2%}" in line and "fc2" in line, compared.stdout + compared.stderr
     evaluated = inside.run_verb("evaluate", "--", finished.path.name, cwd=tmp_path)
     right = round(score * values_of(finished)["test_samples"])
-    assert f"the run's own number: {right}" in evaluated.stdout, evaluated.stderr
+    assert f"recorded by the run: {right}" in evaluated.stdout, evaluated.stderr
 
 
 @pytest.mark.parametrize("version", VERSIONS)

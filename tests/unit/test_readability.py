@@ -55,7 +55,7 @@ def test_a_phrase_is_found_across_a_line_break(tmp_path: Path, capsys: pytest.Ca
     path = tmp_path / "page.md"
     path.write_text("The run goes\non.\n")
     assert not readability.check([path], is_verbose=False)
-    assert f"{path}:1: `goes on`; write `resume`, `continue` or `happen`" in capsys.readouterr().out
+    assert f"{path}:1: odd phrase `goes on`; write `resume`, `continue` or `happen`" in capsys.readouterr().out
 
 
 def test_an_exchange_is_one_idea(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_plain_profile_asks_for_nothing_special(tmp_path: Path) -> None:
     [
         (["cluster.partion=x"], "unknown key partion; did you mean partition?"),
         (["cluster.time=0"], "time=0: out of range"),
-        (["cluster.time=1"], "would receive a stop request at its start"),
+        (["cluster.time=1"], "receives a stop request when it starts"),
         (["cluster.partition=a\n#SBATCH --uid=0"], "cluster.partition must not contain line breaks"),
         (["cluster.partition=a;b"], "only letters, digits"),
         (["cluster.qos=$(id)"], "only letters, digits"),
@@ -421,7 +421,7 @@ def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
     for name in ("squeue", "scontrol", "sacct"):
         fake.answer(name, "exit 1")
     sync = ("sync", f"--runs-folder={folder.path.parent}", "--dry-run=1")
-    assert "is not over yet (UNKNOWN): skipped\nnothing to send" in call(fake, "slurm", *sync).stdout
+    assert "the run is not over yet (UNKNOWN)\nnothing to send" in call(fake, "slurm", *sync).stdout
     for words in (["rerun", "--", str(folder.path)], ["exp", f"--resume={folder.path}"]):
         done = call(fake, "slurm", *words)
         assert done.returncode == 2 and f"{folder.path.name} is UNKNOWN; " in done.stderr, done.stderr
@@ -432,7 +432,7 @@ def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
 def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake) -> None:
     folder = str(waiting(fake.bin.parent / "runs", 0, "4711").path)
     done = call(fake, "slurm", "cancel", folder)
-    assert done.stdout == "cancelled job 4711\n"
+    assert done.stdout == "canceled job 4711\n"
     assert "scancel 4711" in fake.calls.read_text()
     assert "CANCELLED" in call(fake, "slurm", "status", folder).stdout
     assert "is already CANCELLED" in call(fake, "slurm", "cancel", folder).stdout
@@ -495,7 +495,7 @@ def test_a_run_whose_host_was_renamed_is_not_running_for_ever(tmp_path: Path) ->
     folder.list_attempts()[0].write_heartbeat(0, 10, time.time())
     assert status.read_state(folder)[0] == "RUNNING", "it may run on another host"
     write_json(folder.path / "meta.json", {"history": [known | {"boot": "another", "pid": os.getpid()}]})
-    with pytest.raises(UserError, match="runs on before; cancel it there"):
+    with pytest.raises(UserError, match="is running on before; run make cancel there"):
         cancel.cancel_run(folder)
 
 
@@ -522,8 +522,8 @@ def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: P
 @pytest.mark.parametrize(
     ("result", "state", "detail"),
     [
-        ({"scores": {"test_accuracy": 0.5}}, "FAILED", "result.json has no known state"),
-        ({"state": None, "exit_status": None}, "FAILED", "result.json has no known state"),
+        ({"scores": {"test_accuracy": 0.5}}, "FAILED", "result.json does not contain a known state"),
+        ({"state": None, "exit_status": None}, "FAILED", "result.json does not contain a known state"),
         ({"state": "finished", "scores": {"test_accuracy": None}, "timings": None}, "FINISHED", ""),
         ({"state": "failed", "scores": {"test_accuracy": "x"}, "reason": None, "timings": "x"}, "FAILED", ""),
         ({"state": "finished", "scores": {"test_accuracy": 0.5}}, "FINISHED", "accuracy 50.00%"),

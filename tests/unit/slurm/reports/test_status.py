@@ -35,7 +35,7 @@ def test_the_shards_of_a_run_are_shown(tmp_path: Path) -> None:
 
 def test_waiting_needs_a_run(tmp_path: Path) -> None:
     done = inside.run_verb("status", f"--runs-folder={tmp_path}", "--wait=abc")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "error: WAIT needs RUN=<id>" in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "error: WAIT requires RUN=<id>" in done.stderr
 
 
 @pytest.mark.parametrize(("state", "failed"), [("failed", 1), ("lost", 1), ("finished", 0)])

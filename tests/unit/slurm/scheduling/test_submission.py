@@ -175,5 +175,6 @@ def test_cancel_ends_what_only_a_claim_names(folder: RunFolder, other: subproces
     write_json(folder.path / "meta.json", {"history": [{"pid": 1, "host": "elsewhere"}], "job": job})
     folder.claim_attempt({"process": identify(other)})
     assert status.read_state(folder)[0] == "RUNNING" and len(claims.find_live_claims(folder)) == 1
-    assert cancel.cancel_run(folder) == f"cancelled process {other.pid}; it saves a checkpoint and stops"
+    message = f"canceled process {other.pid}; the process will save a checkpoint and stop"
+    assert cancel.cancel_run(folder) == message
     assert other.wait(timeout=5) == -signal.SIGTERM and folder.result["state"] == "cancelled"
