@@ -271,8 +271,7 @@ MISTAKES = [
     Mistake(
         "mask-forgotten",  # gradients and momentum bring pruned weights back
         "experiments/sparse_prune.py",
-        "            if masks.sparsity:\n"
-        "                masks.apply()  # the optimizer also changed pruned weights\n",
+        "            if masks.sparsity:\n                masks.apply()  # the optimizer also changed pruned weights\n",
         "",
     ),
     Mistake(

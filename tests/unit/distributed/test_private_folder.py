@@ -34,7 +34,5 @@ def test_a_certificate_is_valid_until_the_end_of_the_job(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("runs", ["", "new"])
 def test_a_host_without_the_run_folder_is_told(runs: str, tmp_path: Path) -> None:
     folder = private_folder.get_private_folder(tmp_path / runs, RankInfo(1, 2, attempt_id="7.0.0"))
-    with pytest.raises(
-        UnreachableError, match=r"rank 1 cannot find .*private-7.0.0, .* a folder that all hosts share"
-    ):
+    with pytest.raises(UnreachableError, match=r"rank 1 cannot find .*private-7.0.0, .* a folder that all hosts share"):
         private_folder.open_identity(folder, RankInfo(1, 2), 0.1)
