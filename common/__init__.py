@@ -16,9 +16,9 @@ def exit_on_interrupt(number: int, frame: object) -> None:
     try:
         _thread.start_new_thread(int, ())
     except RuntimeError:  # OpenBLAS sends SIGINT to its own process if it cannot start threads
-        from common.core.process_limits import describe_shortage
+        from common.core.process_limits import describe_thread_shortage
 
-        os.write(2, f"error: {describe_shortage()}\n".encode())
+        os.write(2, f"error: {describe_thread_shortage()}\n".encode())
         os._exit(1)
     os.write(2, b"\nstopped by Ctrl-C\n")
     os._exit(128 + number)

@@ -52,7 +52,7 @@ class Config(RanksPerNode):
         total = self.rounds * epoch_steps
         return min(self.steps or total, total)
 
-    def list_bytes(self) -> list[int]:
+    def parse_sizes(self) -> list[int]:
         """Return the vector sizes in bytes in ascending order. Raises ValueError for an invalid size."""
         sizes = set()
         for text in self.sizes or [""]:
@@ -65,11 +65,11 @@ class Config(RanksPerNode):
 
     def check(self) -> None:
         super().check()
-        check_names("ops", self.ops, OPS)
-        check_names("dtypes", self.dtypes, list(DTYPES))
-        check_names("algorithms", self.algorithms or ["ring"], ALGORITHMS)
-        check_names("transports", self.transports, list(TRANSPORTS))
-        for size in self.list_bytes():
+        check_list_setting("ops", self.ops, OPS)
+        check_list_setting("dtypes", self.dtypes, list(DTYPES))
+        check_list_setting("algorithms", self.algorithms or ["ring"], ALGORITHMS)
+        check_list_setting("transports", self.transports, list(TRANSPORTS))
+        for size in self.parse_sizes():
             for name in self.dtypes:
                 width = DTYPES[name]
                 if size % width:
@@ -84,7 +84,7 @@ class Config(RanksPerNode):
             raise ValueError("collectives require at least two ranks; use processes_per_node=2")
 
 
-def check_names(setting: str, names: Sequence[str], allowed: Sequence[str]) -> None:
+def check_list_setting(setting: str, names: Sequence[str], allowed: Sequence[str]) -> None:
     """Raise ValueError if a list setting is empty or contains an unknown or duplicate name."""
     invalid = [name for name in names if name not in allowed or names.count(name) > 1]
     if invalid or not names:

@@ -61,7 +61,7 @@ class ElasticRanks(RanksPerNode):
             raise ValueError("elastic=true requires the gloo backend; omit launch.backend=builtin")
 
 
-def find_elastic(cfg: object) -> Elastic | None:
+def get_enabled_elastic_settings(cfg: object) -> Elastic | None:
     """Return the elastic settings of a config, or None if they are missing or turned off."""
     settings = getattr(cfg, "elastic", None)
     return settings if isinstance(settings, Elastic) and settings.on else None

@@ -49,7 +49,7 @@ class Launch:
     time to prepare a block of batches."""
 
     @property
-    def on_cpu(self) -> bool:
+    def excludes_gpus(self) -> bool:
         """Whether these settings exclude the use of GPUs."""
         return self.device == "cpu" or self.backend == "builtin"
 

@@ -96,7 +96,7 @@ class Config(Sweep, Stages, InitialWeights):
         return RESNETS.get(self.model, 0) * (self.width / 64) ** 2
 
     def fit_devices(self, gpus: int) -> None:
-        if self.devices != ["auto"] or not gpus or self.launch.on_cpu or self.mode == "single":
+        if self.devices != ["auto"] or not gpus or self.launch.excludes_gpus or self.mode == "single":
             return
         is_one_pipeline = self.launch.nodes == self.stages_per_process == self.replicas == 1
         if is_one_pipeline and self.supports_one_process():

@@ -32,9 +32,9 @@ doubled after `growth_interval` steps without overflow (Micikevicius et al. 2017
 from __future__ import annotations
 
 from common.api import Run, TrainState, UserError, build_optimizer, ddp, networks, score_test_set, start, sync_batchnorm
-from common.measure.memory import Footprint
+from common.measure.memory import MemoryMeter
 from common.measure.precision_report import PrecisionReport
-from common.models.sample_dropout import add_dropout, exclude_from_compiling
+from common.models.sample_dropout import add_dropout, exclude_dropout_from_compiling
 from common.training.loop import Step
 from common.training.single_process_baseline import report_ranks, set_up_shards
 from configs.amp_accum import Config
@@ -69,7 +69,7 @@ def build_model(cfg: Config, run: Run) -> nn.Module:
 def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     """Wrap the model in DDP, which averages gradients over all ranks; a single rank needs no wrapper."""
     if cfg.compile:
-        exclude_from_compiling(model)  # dropout layers cannot be compiled
+        exclude_dropout_from_compiling(model)  # dropout layers cannot be compiled
         model.compile()  # compiles in place, so parameters keep their names
     if run.world.size == 1 and not cfg.elastic.on:
         return model
@@ -97,7 +97,7 @@ def apply_channels_last(cfg: Config, images: Tensor) -> Tensor:
     return images
 
 
-def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step: Step, footprint: Footprint) -> int:
+def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step: Step, footprint: MemoryMeter) -> int:
     """Accumulate the gradient of the mean loss over a step's microbatches, and log the loss.
 
     Returns the number of all-reduces.
@@ -169,8 +169,8 @@ def main(cfg: Config, run: Run) -> None:
         set_up_shards(cfg, run, batches, inner_model)  # with shards=auto, this measures the speed of each rank
         ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_example(batches.local_samples)))
     state = TrainState([inner_model], optimizer, batches, run.world, replicated=True, scaler=scaler, replica=model)
-    footprint = Footprint(run.device)
-    all_reduce_bytes = ddp.compute_ring_bytes(model)
+    footprint = MemoryMeter(run.device)
+    all_reduce_bytes = ddp.compute_ring_all_reduce_bytes(model)
 
     def predict(x: Tensor | None, _: int) -> Tensor:
         assert x is not None
@@ -180,7 +180,7 @@ def main(cfg: Config, run: Run) -> None:
 
     def evaluate() -> dict[str, float]:
         # BatchNorm buffers differ between ranks, because each rank saw different samples
-        sync_batchnorm.average_buffers(inner_model, weight=batches.weight)
+        sync_batchnorm.average_buffers(inner_model, weight=batches.shard_weight)
         return score_test_set(predict, run, shard=run.shard)
 
     run.resume(state)

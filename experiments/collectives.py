@@ -29,7 +29,7 @@ from common.distributed import collectives
 from common.distributed.collective_report import CollectiveReport
 from common.distributed.collectives import CollectiveOperation, CollectivePoint, CollectiveVariant, TestVectors
 from common.distributed.rendezvous import World
-from common.distributed.transport.algorithms import build_by_size
+from common.distributed.transport.algorithms import build_algorithms_by_size
 from common.measure import plots
 from common.measure.foreign_load import ForeignLoadMeter
 from common.measure.timing import time_calls
@@ -115,20 +115,20 @@ def make_library_operations(world: World, group: dist.ProcessGroup | None = None
     }
 
 
-def open_sides(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
+def create_variants(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
     """Create all variants: the library, the ring, and the built-in backend for each transport and algorithm."""
     world = run.world
     count_interface = partial(collectives.count_interface_bytes, world)
     library = CollectiveVariant(make_library_operations(world), count_interface_bytes=count_interface)
     if world.backend == "builtin":
         builtin = collectives.add_builtin_counters(library, None)._replace(link_variant="builtin")
-        gloo_group = collectives.open_group(world, "gloo")
+        gloo_group = collectives.create_group_of_all_ranks(world, "gloo")
         gloo = CollectiveVariant(make_library_operations(world, gloo_group), count_interface_bytes=count_interface)
         sides = {"builtin": builtin, "gloo": gloo}
     else:
         sides = {world.backend: library}
 
-    ring = build_by_size("ring", world.size)
+    ring = build_algorithms_by_size("ring", world.size)
     count_sent = sides[world.backend].count_sent_bytes
     sides["isend ring"] = CollectiveVariant(
         make_ring_operations(world), count_sent, count_interface, ring, world.backend
@@ -143,7 +143,7 @@ def open_sides(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
     return sides
 
 
-def measure_sides(
+def measure_variants(
     sides: Mapping[str, CollectiveVariant], first: int, point: CollectivePoint, vectors: TestVectors, world: World
 ) -> dict[str, list[list[float]]]:
     """Measure every variant that has the operation, starting with variant `first`, and check all results.
@@ -180,15 +180,15 @@ def measure_sides(
 
 def main(cfg: Config, run: Run) -> None:
     world = run.world
-    sides = open_sides(cfg, run)
-    points = collectives.list_points(cfg.ops, cfg.dtypes, cfg.list_bytes(), world.size)
+    sides = create_variants(cfg, run)
+    points = collectives.list_benchmark_points(cfg.ops, cfg.dtypes, cfg.parse_sizes(), world.size)
     vectors = TestVectors(cfg.seed, world, run.device)
     table = torch.zeros(cfg.rounds, len(points), len(sides), world.size, 3, dtype=torch.float64)
     state = TrainState([], None, Rounds(points), world, tensors={"measured": table})
 
     # Run every operation once, because the first message opens a connection.
-    for point in collectives.list_points(cfg.ops, cfg.dtypes[:1], [64], world.size):
-        measure_sides(sides, 0, point, vectors, world)
+    for point in collectives.list_benchmark_points(cfg.ops, cfg.dtypes[:1], [64], world.size):
+        measure_variants(sides, 0, point, vectors, world)
     links = collectives.fit_link_lines(world)
     load_meter = ForeignLoadMeter(world)
 
@@ -196,7 +196,7 @@ def main(cfg: Config, run: Run) -> None:
         point = step.batch
         point_index = (step.number - 1) % len(points)
         with step:
-            measurements = measure_sides(sides, step.epoch % len(sides), point, vectors, world)
+            measurements = measure_variants(sides, step.epoch % len(sides), point, vectors, world)
             for side_index, name in enumerate(sides):
                 if world.is_main and name in measurements:
                     by_rank = measurements[name]

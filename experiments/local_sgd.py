@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def choose_exchange(cfg: Config, network: nn.Module, workers: int) -> Exchange:
+def create_exchange(cfg: Config, network: nn.Module, workers: int) -> Exchange:
     """Create the exchange that cfg.communication selects, for vectors that contain all parameters of a network."""
     parameters = list(network.parameters())
     vector = torch.cat([p.detach().flatten() for p in parameters])
@@ -111,7 +111,7 @@ def main(cfg: Config, run: Run) -> None:
     network = init_network(cfg, run.sample_shape, run.classes)  # the weights are the same on every rank
     network.to(run.device, run.dtype)
     optimizer = build_optimizer(network.parameters(), cfg.optim)
-    exchange = choose_exchange(cfg, network, run.world.size)
+    exchange = create_exchange(cfg, network, run.world.size)
     worker = LocalWorker(network, optimizer, run.world, exchange, cfg.momentum_of)
     state = LocalState(worker, optimizer, run.batches(shard=run.shard))
     run.resume(state)

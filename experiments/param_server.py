@@ -36,10 +36,10 @@ stopping. At these points, all pushes have been applied, and the resulting state
 from __future__ import annotations
 
 from common.api import ReportData, Run, build_optimizer, ddp, networks, score_replicated, start
-from common.checkpoint.served_state import ServedState
-from common.distributed.parameter_server.report import ServerReport, gather_served
+from common.checkpoint.served_state import ServerWorkerState
+from common.distributed.parameter_server.report import ServerReport, gather_server_counts
 from common.distributed.parameter_server.server import StalenessPolicy
-from common.distributed.parameter_server.worker import ServerWorker
+from common.distributed.parameter_server.worker import ParameterServerRank
 from common.measure import plots
 from common.runs.folder import write_json
 from common.training.single_process_baseline import make_step_function, time_steps
@@ -52,7 +52,7 @@ from torch import nn
 DDP_STEPS = 20
 
 
-def report_servers(cfg: Config, run: Run, worker: ServerWorker) -> ServerReport:
+def report_servers(cfg: Config, run: Run, worker: ParameterServerRank) -> ServerReport:
     """Report the work of the servers in this attempt.
 
     The records and the plot are written if they are configured.
@@ -61,10 +61,10 @@ def report_servers(cfg: Config, run: Run, worker: ServerWorker) -> ServerReport:
     if server is not None and cfg.record:
         record = {"workers": run.world.size, "after_step": run.resumed_after, "events": server.events}
         write_json(run.folder.attempt_folder / f"served-{run.world.rank}.json", record)
-    report = ServerReport(worker.policy, gather_served(run.world, server))
+    report = ServerReport(worker.policy, gather_server_counts(run.world, server))
     if cfg.plot and report.staleness:  # only rank 0 has staleness values
-        heights = {str(staleness): (100 * share, 0.0) for staleness, share in report.compute_shares().items()}
-        plots.draw_bars(run.folder.path / "staleness.png", heights, "% of pushes, by staleness", title=cfg.mode)
+        heights = {str(staleness): (100 * share, 0.0) for staleness, share in report.compute_staleness_shares().items()}
+        plots.draw_bar_chart(run.folder.path / "staleness.png", heights, "% of pushes, by staleness", title=cfg.mode)
     return report
 
 
@@ -83,7 +83,7 @@ def build_network(cfg: Config, run: Run) -> nn.Sequential:
 
 def main(cfg: Config, run: Run) -> None:
     network = build_network(cfg, run)
-    worker = ServerWorker(
+    worker = ParameterServerRank(
         network,
         run.world,
         lambda shard: build_optimizer(shard, cfg.optim),
@@ -95,7 +95,7 @@ def main(cfg: Config, run: Run) -> None:
     optimizer = build_optimizer(network.parameters(), cfg.optim)  # holds the learning rate; the servers take the steps
     # Outside of sync mode, each worker loads whole batches, because it may claim any share.
     loaded_shard = run.shard if cfg.mode == "sync" else (0, 1)
-    state = ServedState(worker, optimizer, run.batches(shard=loaded_shard))
+    state = ServerWorkerState(worker, optimizer, run.batches(shard=loaded_shard))
 
     def evaluate() -> dict[str, float]:
         worker.fetch_parameters()  # until now, this rank holds the parameters of its last pull
@@ -106,7 +106,9 @@ def main(cfg: Config, run: Run) -> None:
         with step:
             losses = []
             staleness = []
-            for x, y in worker.take_shares(step.number, step.x, step.y):  # in sync mode, only this worker's share
+            for x, y in worker.iterate_batch_shares(
+                step.number, step.x, step.y
+            ):  # in sync mode, only this worker's share
                 worker.pull(step.rate)
                 network.zero_grad()
                 loss = F.cross_entropy(network(x), y, reduction="sum") / (cfg.batch / run.world.size)
@@ -116,7 +118,7 @@ def main(cfg: Config, run: Run) -> None:
             if losses:  # no losses if other workers have already processed the whole batch
                 step.log(loss=torch.stack(losses).mean(), staleness=sum(staleness) / len(staleness))
             step.commit()  # with elastic=true, ranks agree that all servers have received all pushes
-            worker.take_prepared_step()
+            worker.apply_prepared_step()
     worker.stop_serving()
     ddp_facts = [time_ddp(cfg, run)] if cfg.compare else []
     run.report(report_servers(cfg, run, worker), *ddp_facts)

@@ -58,7 +58,7 @@ def wrap_model(cfg: Config, model: nn.Module, world: World) -> nn.Module:
     if cfg.strategy == "ddp":
         if cfg.sync_batchnorm:
             model = sync_batchnorm.convert_sync_batchnorm(model, world.device)
-        model = sync_batchnorm.skip_empty_batches(model)  # a rank may get no samples from a partial batch
+        model = sync_batchnorm.accept_empty_batches(model)  # a rank may get no samples from a partial batch
         return ddp.wrap_ddp(model, world.device, gradient_as_bucket_view=True)
     gpus = list_gpus(world)
     if cfg.strategy == "data_parallel" and gpus:  # DataParallel(model, []) fails on a machine with GPUs
@@ -137,7 +137,7 @@ def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:
     if world.size > 1:
         plan.append(["ddp", "ddp", world.threads])
 
-    def make_side(name: str, strategy: Any, threads: int) -> StepVariant:
+    def make_variant(name: str, strategy: Any, threads: int) -> StepVariant:
         """Create a variant with a new model, so that the trained model is not changed."""
         side_cfg = replace(cfg, strategy=strategy)
 
@@ -147,7 +147,7 @@ def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:
 
         return StepVariant(name, threads, make_model, run.shard if strategy == "ddp" else None)
 
-    return compare_variants(run, [make_side(*arguments) for arguments in world.broadcast(plan)])
+    return compare_variants(run, [make_variant(*arguments) for arguments in world.broadcast(plan)])
 
 
 if __name__ == "__main__":

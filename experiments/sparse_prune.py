@@ -74,7 +74,7 @@ def score_weights(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: i
                     score.add_(change.abs())
     if cfg.normalize == "layer":
         scores = [score / score.square().mean().sqrt().clamp(min=1e-30) for score in scores]
-    return masks.mark_pruned(scores)
+    return masks.mark_pruned_scores(scores)
 
 
 def draw_scores(cfg: Config, weights: Sequence[Tensor], step: int) -> list[Tensor]:
@@ -112,12 +112,12 @@ def choose_masks(cfg: Config, scores: list[Tensor], sparsity: float) -> list[Ten
             return pruning_masks.make_group_masks(scores, sparsity, cfg.parse_pattern()[1])
 
 
-def draw_masks(cfg: Config, masks: Masks) -> list[Tensor]:
+def draw_initial_masks(cfg: Config, masks: Masks) -> list[Tensor]:
     """Draw the first masks of RigL. The layers' sparsities follow ERK, or they are equal with scope=layer."""
     shapes = [weight.shape for weight in masks.weights]
     sparsities = [cfg.sparsity] * len(shapes)
     if cfg.scope == "global":
-        sparsities = pruning_masks.allocate_erdos_renyi(shapes, cfg.sparsity)
+        sparsities = pruning_masks.allocate_erdos_renyi_sparsities(shapes, cfg.sparsity)
     return pruning_masks.make_layer_masks(draw_scores(cfg, masks.weights, 0), sparsities)
 
 
@@ -132,13 +132,15 @@ def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimize
     if cfg.schedule != "rigl":
         scores = score_weights(cfg, run, model, masks, step)
         new_masks = choose_masks(cfg, scores, sparsity)
-        masks.assign([old & new for old, new in zip(masks.masks, new_masks, strict=True)])  # pruned weights stay pruned
+        masks.replace_masks(
+            [old & new for old, new in zip(masks.masks, new_masks, strict=True)]
+        )  # pruned weights stay pruned
     elif step:
         progress = step / (cfg.end * run.total)
         share = cfg.drop / 2 * (1 + math.cos(math.pi * progress))
         pruning_masks.drop_and_grow(masks, optimizer, share)
     else:
-        masks.assign(draw_masks(cfg, masks))
+        masks.replace_masks(draw_initial_masks(cfg, masks))
     masks.assert_equal_on_ranks()
 
 
@@ -159,7 +161,7 @@ def main(cfg: Config, run: Run) -> None:
     masks.assert_equal_on_ranks()
     if steps_done == 0:
         update_masks(cfg, run, model, masks, optimizer, 0)
-        masks.apply()
+        masks.apply_to_weights()
     for step in run.steps(state, lambda: score_replicated(inner_model, run)):
         with step:
             optimizer.zero_grad()
@@ -171,7 +173,7 @@ def main(cfg: Config, run: Run) -> None:
                 pruning_masks.soft_threshold(masks.weights, step.rate * cfg.l1)
             update_masks(cfg, run, model, masks, optimizer, step.number)
             if masks.sparsity:
-                masks.apply()  # the optimizer also changed pruned weights
+                masks.apply_to_weights()  # the optimizer also changed pruned weights
             step.log(loss=loss.detach(), sparsity=masks.sparsity)
     run.report(*report_pruning(cfg, run, inner_model, masks))
 

@@ -52,26 +52,26 @@ def split_words(name: str, text: str) -> list[str]:
         raise UserError(f"{name}={text!r} cannot be split into words: {error}") from None
 
 
-def parse_switch(name: str, text: str) -> bool:
+def parse_zero_or_one(name: str, text: str) -> bool:
     """Return True for `1`, and False for `0` or an empty string. Raises UserError for other values."""
     if text not in ("", "0", "1"):
         raise UserError(f"{name} must be 0 or 1 (got {text!r})")
     return text == "1"
 
 
-def split_arguments(text: str) -> tuple[list[str], list[str]]:
+def split_experiment_and_cluster_arguments(text: str) -> tuple[list[str], list[str]]:
     """Split ARGS into arguments of the experiment and `cluster.key=value` arguments of the cluster profile."""
     arguments = split_words("ARGS", text)
     for_profile = [argument for argument in arguments if re.match(r"cluster\.\w+=", argument)]
     return [argument for argument in arguments if argument not in for_profile], for_profile
 
 
-def split_settings(text: str) -> tuple[list[str], list[str]]:
+def split_experiment_and_cluster_settings(text: str) -> tuple[list[str], list[str]]:
     """Split ARGS into the settings of a run and the settings of a cluster profile.
 
     Raises UserError if ARGS contains a command-line option.
     """
-    arguments, for_profile = split_arguments(text)
+    arguments, for_profile = split_experiment_and_cluster_arguments(text)
     for argument in arguments:
         if argument.startswith("-"):
             raise UserError(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.checkpoint import storage
 from common.checkpoint.rank_file import read_rank_file, write_rank_file
-from common.checkpoint.state_dicts import to_plain
+from common.checkpoint.state_dicts import convert_to_plain_values
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry, StagingDir
 from common.core.errors import NO_VALID_CHECKPOINT_TEXT, RunTakenError, UserError, summarize_error
 from common.core.text import format_count
@@ -114,7 +114,7 @@ class Checkpointer:
         content = self._collect_rank_content(step, state)
         problem: str | None = None
         for retries_left in range(self.settings.retries, -1, -1):
-            problem = None if step == self.saved_step else self._try_write(step, state, content)
+            problem = None if step == self.saved_step else self._try_write_checkpoint(step, state, content)
             if problem is None:
                 break
             if retries_left:
@@ -128,7 +128,7 @@ class Checkpointer:
         self.saved_step = step
         if best:
             self.best_step = step
-        problem = self._run_on_main(self._remove_old)
+        problem = self._run_on_main(self._remove_old_checkpoints)
         if problem is not None:
             self.log_message(f"WARNING: cannot delete old checkpoints: {problem}")
         return True
@@ -160,10 +160,10 @@ class Checkpointer:
         }
         for name, part in vars(state).items():
             is_saved = name != "common" or self.world.is_main
-            content[name] = to_plain(part, name) if is_saved else {}
+            content[name] = convert_to_plain_values(part, name) if is_saved else {}
         return content
 
-    def _try_write(self, step: int, state: CheckpointState, content: dict[str, Any]) -> str | None:
+    def _try_write_checkpoint(self, step: int, state: CheckpointState, content: dict[str, Any]) -> str | None:
         """Try once to write and publish the files of all ranks; return None on success.
 
         On failure, return a description of the problem, which is the same on all ranks.
@@ -221,7 +221,7 @@ class Checkpointer:
             staging.discard()
             raise
 
-    def _remove_old(self) -> None:
+    def _remove_old_checkpoints(self) -> None:
         """Update the files `latest` and `best`, and delete old checkpoints. Only rank 0 calls this method."""
         assert self.saved_step is not None
         try:
@@ -278,7 +278,7 @@ class Checkpointer:
         positions = self.world.broadcast([[checkpoint.attempt.number, checkpoint.step] for checkpoint in resumable])
         candidates = [CheckpointPath(RunFolder(self.folder.path, attempt), step) for attempt, step in positions]
         for checkpoint in candidates:
-            loaded, problem = self._try_read(checkpoint)
+            loaded, problem = self._try_read_checkpoint(checkpoint)
             if problem is None:
                 break
             self.log_message(f"ignoring {checkpoint}: {problem}")
@@ -294,7 +294,7 @@ class Checkpointer:
             )
         return loaded
 
-    def _try_read(self, checkpoint: CheckpointPath) -> tuple[LoadedCheckpoint | None, str | None]:
+    def _try_read_checkpoint(self, checkpoint: CheckpointPath) -> tuple[LoadedCheckpoint | None, str | None]:
         """Read a checkpoint; return what this rank has loaded and an error message.
 
         The error message is the same on all ranks, and None if the checkpoint is valid.

@@ -22,7 +22,7 @@ def read_step_counts(folder: RunFolder) -> tuple[int, int]:
     return 0, 0
 
 
-def has_more_steps(folder: RunFolder, cfg: Experiment) -> bool:
+def config_adds_steps(folder: RunFolder, cfg: Experiment) -> bool:
     """Return True if a config has more steps than the finished run.
 
     Raises UserError if the run cannot be extended because its last checkpoint is missing.
@@ -30,7 +30,7 @@ def has_more_steps(folder: RunFolder, cfg: Experiment) -> bool:
     steps, epoch_steps = read_step_counts(folder)
     if not epoch_steps or cfg.total_steps(epoch_steps) <= steps:
         return False
-    if not has_checkpoint(folder, steps):
+    if not has_checkpoint_of_step(folder, steps):
         raise UserError(
             f"{folder.path.name} cannot be extended: the checkpoint of its last step ({steps}) is missing; "
             "start a new run"
@@ -38,14 +38,14 @@ def has_more_steps(folder: RunFolder, cfg: Experiment) -> bool:
     return True
 
 
-def has_checkpoint(folder: RunFolder, step: int) -> bool:
+def has_checkpoint_of_step(folder: RunFolder, step: int) -> bool:
     """Return True if a run has a checkpoint that was saved after a given step."""
     return any(checkpoint.step == step for checkpoint in storage.list_resumable_checkpoints(folder))
 
 
-def check_settings_of_finished(folder: RunFolder, cfg: Experiment) -> None:
+def check_settings_of_finished_run(folder: RunFolder, cfg: Experiment) -> None:
     """Raise UserError if the run is finished and the config changes settings without adding steps."""
-    if folder.result.get("state") != "finished" or has_more_steps(folder, cfg):
+    if folder.result.get("state") != "finished" or config_adds_steps(folder, cfg):
         return
     # Compare the config with the settings of the newest attempt: those in config.yaml, updated by later changes.
     changes = config.find_changes(folder.path / "config.yaml", cfg)
@@ -61,11 +61,11 @@ def check_settings_of_finished(folder: RunFolder, cfg: Experiment) -> None:
         )
 
 
-def describe_finished(folder: RunFolder, cfg: Experiment) -> str:
+def explain_finished_run(folder: RunFolder, cfg: Experiment) -> str:
     """Return a message that says that a run is finished and explains how to extend it."""
     message = f"{folder.path} is finished; see {folder.path / 'result.json'}"
     steps, epoch_steps = read_step_counts(folder)
-    if not steps or not has_checkpoint(folder, steps):
+    if not steps or not has_checkpoint_of_step(folder, steps):
         return message
     settings = [f"steps={2 * steps}"] if cfg.steps else []
     if not cfg.steps or cfg.epochs * epoch_steps < 2 * steps:

@@ -45,7 +45,7 @@ class HashingWriter:
         self.hasher = ThreadPoolExecutor(1)
 
     def __enter__(self) -> HashingWriter:
-        self._set_direct(O_DIRECT)
+        self._set_direct_writes(O_DIRECT)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -85,7 +85,7 @@ class HashingWriter:
         """Submit the current chunk for writing and hashing, and wait until the next chunk is free."""
         padded = -(-self.filled // mmap.PAGESIZE) * mmap.PAGESIZE
         view = memoryview(self.chunks[self.index])
-        writing = self.writer.submit(self._write, view[:padded])
+        writing = self.writer.submit(self._write_chunk, view[:padded])
         hashing = self.hasher.submit(self.digest.update, view[: self.filled])
         self.pending[self.index] = [writing, hashing]
         self.index = (self.index + 1) % CHUNKS
@@ -100,16 +100,16 @@ class HashingWriter:
                 self.error = self.error or error
         self.pending[index] = []
 
-    def _write(self, remaining: memoryview) -> None:
+    def _write_chunk(self, remaining: memoryview) -> None:
         while remaining:
             try:
                 remaining = remaining[os.write(self.file.fileno(), remaining) :]
             except OSError as error:
                 # EINVAL: the disk does not support direct writes. Try again with an ordinary write.
-                if error.errno != errno.EINVAL or not self._set_direct(0):
+                if error.errno != errno.EINVAL or not self._set_direct_writes(0):
                     raise
 
-    def _set_direct(self, direct: int) -> bool:
+    def _set_direct_writes(self, direct: int) -> bool:
         """Enable direct writes if `direct` is O_DIRECT, or disable them if it is 0.
 
         Returns True if the flags of the file have changed.

@@ -7,13 +7,13 @@ import io
 import torch
 
 from common.checkpoint.checkpointer import LoadedCheckpoint
-from common.checkpoint.state_dicts import to_plain
+from common.checkpoint.state_dicts import convert_to_plain_values
 from common.checkpoint.train_state import TrainState
 from common.distributed import objects
 from common.distributed.rendezvous import World
 
 
-def copy_state(state: TrainState, source: int, world: World, step: int, *, loads: bool) -> None:
+def broadcast_state(state: TrainState, source: int, world: World, step: int, *, loads: bool) -> None:
     """Send the state of rank `source` after step `step` to all ranks. All ranks must call this function.
 
     A rank that passes `loads=True` loads the state, after it has been received completely. The state contains only
@@ -22,7 +22,7 @@ def copy_state(state: TrainState, source: int, world: World, step: int, *, loads
     buffer = io.BytesIO()
     if world.rank == source:
         parts = vars(state.collect_local_state()).items()
-        torch.save({name: to_plain(part, name) for name, part in parts}, buffer)
+        torch.save({name: convert_to_plain_values(part, name) for name, part in parts}, buffer)
     received = objects.broadcast_bytes(buffer.getvalue(), source, world.device)
     if not loads:
         return

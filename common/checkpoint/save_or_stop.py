@@ -80,7 +80,7 @@ class SaveOrStopVote:
         self.local_wait = 0.0  # seconds that this rank waited at the previous vote
         self.max_wait = 0.0  # longest wait of any rank in seconds, at the vote before the previous one
 
-    def is_due(self, step: int) -> bool:
+    def is_vote_due(self, step: int) -> bool:
         """Return True if the ranks must vote after this step. The result is the same on all ranks."""
         return step >= self.next_step or self._is_save_step(step)
 
@@ -115,7 +115,7 @@ class SaveOrStopVote:
         self.voted_at = now
         return min(max(1, interval), 4 * count)
 
-    def decide(self, step: int, diverged: bool, wait_start: float, *, run_taken: bool = False) -> Decision:
+    def vote_after_step(self, step: int, diverged: bool, wait_start: float, *, run_taken: bool = False) -> Decision:
         """Vote after a step on saving and stopping; return the decision. All ranks must call this method.
 
         `diverged` and `run_taken` are used on rank 0 only, and rank 0's clock determines when to save. `wait_start` is

@@ -15,7 +15,7 @@ from common.checkpoint.stop_request import StopRequest, StopRequested
 from common.checkpoint.train_state import TrainState
 from common.core.errors import RunTakenError, UserError
 from common.distributed.rendezvous import World
-from common.distributed.silent_ranks import SilenceWatch
+from common.distributed.silent_ranks import SilentRankWatchdog
 from common.measure.metrics_log import MetricsLog
 from common.runs.claims import AttemptWatch
 from common.runs.folder import RunFolder, read_json
@@ -49,7 +49,7 @@ class Saver:
         """On rank 0, the reason why this attempt must stop without saving, or an empty string. An attempt must stop if
         another attempt has taken over the run or if its folder was deleted."""
         self.checkpointer = Checkpointer(folder, world, cfg.checkpoint, log_message, self._find_stop_reason)
-        self.silence_watch: SilenceWatch | None = None
+        self.silence_watch: SilentRankWatchdog | None = None
         self.state: TrainState | None = None
         self.metrics: MetricsLog | None = None
         self.start_time = time.perf_counter()
@@ -62,7 +62,7 @@ class Saver:
     def load(self, state: TrainState) -> LoadedCheckpoint | None:
         """Load the newest valid checkpoint of the run into `state`; return None if the run has no checkpoint."""
         self.state = state
-        loaded = None if self.world.is_joining else self.checkpointer.load(state.check_ranks)
+        loaded = None if self.world.is_joining else self.checkpointer.load(state.check_number_of_ranks)
         if loaded is not None:
             state.load(loaded)
             self.start_time -= loaded.common["seconds"]
@@ -75,7 +75,7 @@ class Saver:
     def start_silence_watch(self, log_failure: Callable[[str], None]) -> None:
         """Start watching for ranks that do not respond, and report them before NCCL's timeout kills this process."""
         timeout = self.cfg.launch.step_timeout
-        self.silence_watch = SilenceWatch(self.world, 0.7 * timeout, 0.1 * timeout, log_failure)
+        self.silence_watch = SilentRankWatchdog(self.world, 0.7 * timeout, 0.1 * timeout, log_failure)
 
     def restart_watchdogs(self) -> None:
         """Restart the timers that detect a step that hangs.
@@ -85,7 +85,7 @@ class Saver:
         """
         self.stop_request.dump_stacks_after(0.9 * self.cfg.launch.step_timeout)
         if self.silence_watch is not None:
-            self.silence_watch.restart()
+            self.silence_watch.restart_time_limit()
 
     def checkpoint_or_stop(self, step: int, *, now: bool = False) -> bool:
         """Save a checkpoint if one is due; if any rank has received a stop request, save and stop.
@@ -94,14 +94,14 @@ class Saver:
         StopRequested once the checkpoint of a stop request has been saved. Raises UserError if that checkpoint cannot
         be written, or if the loss is NaN or infinite.
         """
-        if not now and not self.vote.is_due(step):
+        if not now and not self.vote.is_vote_due(step):
             return False
         assert self.metrics is not None
         wait_start = time.perf_counter()
         self.metrics.flush()  # measured as waiting time, because flushing may wait for other ranks
         self.step = step
         run_taken = self.world.is_main and bool(self._find_stop_reason())
-        decision = self.vote.decide(step, bool(self.metrics.divergence), wait_start, run_taken=run_taken)
+        decision = self.vote.vote_after_step(step, bool(self.metrics.divergence), wait_start, run_taken=run_taken)
         self.metrics.drop_unwritten_rows()
         self.restart_watchdogs()
         if decision.run_taken:
@@ -110,10 +110,10 @@ class Saver:
             self.raise_if_diverged()
         saved = decision.save and self.save(step)
         if decision.stop:
-            self._stop(step, saved)
+            self._raise_stop_requested(step, saved)
         return decision.save
 
-    def stop_in_evaluation(self, step: int) -> None:
+    def stop_evaluation_if_requested(self, step: int) -> None:
         """Save and stop during an evaluation if any rank has received a stop request.
 
         Call this method between two batches of an evaluation. The checkpoint contains the state before the evaluation.
@@ -125,7 +125,7 @@ class Saver:
         if decision.run_taken:
             self._raise_run_taken()
         if decision.stop:
-            self._stop(step, self.save(step))
+            self._raise_stop_requested(step, self.save(step))
 
     def raise_if_diverged(self) -> None:
         """Raise UserError on all ranks, with the same message, if the loss is NaN or infinite."""
@@ -139,14 +139,14 @@ class Saver:
 
         Call this method on rank 0 only.
         """
-        self.stop_reason = self.attempt_watch.find_problem(self.step)
+        self.stop_reason = self.attempt_watch.find_stop_reason(self.step)
         return self.stop_reason
 
     def _raise_run_taken(self) -> NoReturn:
         """Raise RunTakenError on all ranks, with the same message."""
         raise RunTakenError(self.world.broadcast(self.stop_reason))
 
-    def _stop(self, step: int, saved: bool) -> NoReturn:
+    def _raise_stop_requested(self, step: int, saved: bool) -> NoReturn:
         if not saved:
             raise UserError(
                 f"stopped on request, but the checkpoint of step {step} could not be saved: "
@@ -186,7 +186,7 @@ class Saver:
         state.common["unevaluated"] = self.unevaluated
         return self.checkpointer.save(step, state, best=best)
 
-    def save_best(self, step: int, scores: dict[str, float]) -> None:
+    def save_if_best(self, step: int, scores: dict[str, float]) -> None:
         """Save the state after an evaluation if its score is the best so far (see `checkpoint.best`)."""
         name = self.cfg.checkpoint.best
         score = self.world.broadcast(scores.get(name)) if name != "none" else None
@@ -204,7 +204,7 @@ class Saver:
             self.best_score = previous
             raise
 
-    def save_last(self, step: int) -> None:
+    def save_final_model(self, step: int) -> None:
         """Save the trained model after the last step.
 
         If the checkpoint cannot be written, raise UserError on all ranks, with the same message.
@@ -215,7 +215,7 @@ class Saver:
         if self.world.is_main:
             assert self.metrics is not None
             try:
-                self.metrics.writer.flush()
+                self.metrics.writer.write_buffered_rows()
             except UserError as error:
                 problem = str(error)
         raise UserError(self.world.broadcast(problem))

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
 from common.checkpoint.train_state import TrainState
 from common.data.loader import Loader
-from common.distributed.parameter_server.worker import ServerWorker
+from common.distributed.parameter_server.worker import ParameterServerRank
 
 
-class ServedState(TrainState):
+class ServerWorkerState(TrainState):
     """Training state of a parameter-server worker.
 
     Between steps, when all pushes have been applied, the state is equal on all workers. This worker's `optimizer` takes
@@ -25,7 +25,7 @@ class ServedState(TrainState):
 
     optimizer: Optimizer
 
-    def __init__(self, worker: ServerWorker, optimizer: Optimizer, loader: Loader, **options: Any) -> None:
+    def __init__(self, worker: ParameterServerRank, optimizer: Optimizer, loader: Loader, **options: Any) -> None:
         super().__init__([worker.network], optimizer, loader, worker.world, replicated=True, **options)
         self.worker = worker
 
@@ -49,7 +49,7 @@ class ServedState(TrainState):
         Raises UserError if the checkpoint belongs to a different model.
         """
         super().load(loaded)
-        self.worker.load_server_from(self.optimizer)
+        self.worker.load_server_shard(self.optimizer)
         self.optimizer.state.clear()
 
     def load_peer_state(self, loaded: LoadedCheckpoint) -> None:
@@ -59,7 +59,7 @@ class ServedState(TrainState):
         already received all pushes of that step, and applies them now.
         """
         super().load(loaded)
-        self.worker.take_prepared_step()
+        self.worker.apply_prepared_step()
 
     def leave_group(self, *, together: bool) -> None:
         """Stop the exchange of messages between workers and servers."""

@@ -25,7 +25,7 @@ WRAPPER_PREFIX = "module."  # prefix that DistributedDataParallel and DataParall
 PRIMITIVES = (str, int, float, bool, bytes, type(None))
 
 
-def to_plain(value: Any, name: str) -> Any:
+def convert_to_plain_values(value: Any, name: str) -> Any:
     """Convert a value to detached tensors, dicts, lists, tuples and primitives.
 
     `name` is the name of the value in error messages. Raises TypeError if the value contains any other type, because
@@ -39,9 +39,12 @@ def to_plain(value: Any, name: str) -> Any:
         is_view = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
         return tensor.clone() if is_view else tensor  # torch.save of a view would save its entire storage
     if isinstance(value, Mapping):
-        return {to_plain(key, name): to_plain(item, f"{name}[{key!r}]") for key, item in value.items()}
+        return {
+            convert_to_plain_values(key, name): convert_to_plain_values(item, f"{name}[{key!r}]")
+            for key, item in value.items()
+        }
     if type(value) in (list, tuple):
-        return type(value)(to_plain(item, f"{name}[{i}]") for i, item in enumerate(value))
+        return type(value)(convert_to_plain_values(item, f"{name}[{i}]") for i, item in enumerate(value))
     if type(value) not in PRIMITIVES:
         raise TypeError(f"{name} has type {kind}; a checkpoint can contain only tensors and primitives")
     return value
@@ -138,12 +141,12 @@ def load_optimizer_state(
         for parameter in group["params"]:
             state = saved.get(names[parameter])
             if state is not None:
-                content["state"][index] = {key: clone_sharded(value, parameter) for key, value in state.items()}
+                content["state"][index] = {key: clone_optimizer_value(value, parameter) for key, value in state.items()}
             index += 1
     optimizer.load_state_dict(content)
 
 
-def clone_sharded(value: Any, parameter: Tensor) -> Any:
+def clone_optimizer_value(value: Any, parameter: Tensor) -> Any:
     """Copy a value of the optimizer state; shard the copy like the parameter if both have the same shape."""
     if not isinstance(value, Tensor):
         return value

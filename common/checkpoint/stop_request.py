@@ -64,19 +64,19 @@ class StopRequest:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        threading.Thread(target=self._listen, args=(reader,), daemon=True, name="stop-request").start()
+        threading.Thread(target=self._read_signals, args=(reader,), daemon=True, name="stop-request").start()
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self.can_stop_immediately:
             self.can_stop_immediately = False  # the same request may be received twice
             raise StopRequested(together=False)
 
-    def _listen(self, reader: int) -> None:
+    def _read_signals(self, reader: int) -> None:
         while byte := os.read(reader, 1):
             if byte[0] in STOP_SIGNALS:
-                self._receive(byte[0])
+                self._record_signal(byte[0])
 
-    def _receive(self, number: int) -> None:
+    def _record_signal(self, number: int) -> None:
         now = time.monotonic()
         if not self.signal_number:
             self.signal_number = number
@@ -85,7 +85,7 @@ class StopRequest:
         elif number == signal.SIGINT or now - self.received > REPEATED_SIGNAL_SECONDS:
             os._exit(128 + number)
 
-    def await_request(self) -> bool:
+    def wait_for_request(self) -> bool:
         """Wait up to one second for a stop request; return True if one has been received.
 
         The ranks of a run may receive the same request at slightly different times.
@@ -116,7 +116,7 @@ class StopRequest:
         faulthandler.cancel_dump_traceback_later()
 
 
-def synchronize_exit() -> None:
+def wait_for_all_ranks_to_exit() -> None:
     """Wait until all ranks are ready to exit, so that each rank reports its own exit status.
 
     All ranks must call this function. Otherwise, srun and torchrun terminate the remaining ranks as soon as one rank

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.runs.claims import check_still_current
+from common.runs.claims import raise_if_superseded
 from common.runs.folder import RunFolder, fsync_path
 
 FORMAT = 1
@@ -147,7 +147,7 @@ def list_lost_checkpoints(folder: RunFolder) -> list[CheckpointPath]:
     Older checkpoints are not considered, because newer ones may have replaced them (`checkpoint.keep`).
     """
     for attempt, _ in folder.trace_attempts():
-        name = read_pointer(attempt, "latest") or ""
+        name = read_pointer_file(attempt, "latest") or ""
         if STEP_NAME.fullmatch(name):
             newest = CheckpointPath(attempt, int(name[5:]))
             return [] if newest.path.exists() else [newest]
@@ -166,7 +166,7 @@ def list_staging_dirs(folder: RunFolder) -> list[Path]:
 
 
 @contextlib.contextmanager
-def open_owned(path: str | Path, flags: int, label: str, parent_fd: int | None = None) -> Iterator[int]:
+def open_owned_path(path: str | Path, flags: int, label: str, parent_fd: int | None = None) -> Iterator[int]:
     """Open a file or folder and yield its file descriptor.
 
     Raises InvalidCheckpoint if the path is a symbolic link, or if its owner is neither this user nor root.
@@ -195,8 +195,8 @@ def read_owned_file(checkpoint: CheckpointPath, name: str, size: int | None = No
     contain exactly `size` bytes, or at most MAX_MANIFEST_BYTES if `size` is None.
     """
     with (
-        open_owned(checkpoint.path, os.O_DIRECTORY, "the folder") as folder_fd,
-        open_owned(name, 0, name, folder_fd) as fd,
+        open_owned_path(checkpoint.path, os.O_DIRECTORY, "the folder") as folder_fd,
+        open_owned_path(name, 0, name, folder_fd) as fd,
     ):
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -279,7 +279,7 @@ class StagingDir:
             file.flush()
             os.fsync(file.fileno())
         fsync_path(self.path)
-        check_still_current(self.target.attempt)
+        raise_if_superseded(self.target.attempt)
         if self.target.path.exists():  # an earlier call failed after the rename
             shutil.rmtree(rename_to_tombstone(self.target))
         self.path.rename(self.target.path)
@@ -315,7 +315,7 @@ def retire_old_checkpoints(attempt: RunFolder, keep: int, best: int | None) -> l
 
     candidates = list_resumable_checkpoints(attempt)
     best_checkpoints = [
-        checkpoint for checkpoint in candidates if read_pointer(checkpoint.attempt, "best") == checkpoint.name
+        checkpoint for checkpoint in candidates if read_pointer_file(checkpoint.attempt, "best") == checkpoint.name
     ]
     kept_paths = {checkpoint.path for checkpoint in best_checkpoints[:1]}
     if best is not None:
@@ -324,7 +324,7 @@ def retire_old_checkpoints(attempt: RunFolder, keep: int, best: int | None) -> l
     for candidate in candidates:
         if complete < max(2, keep):
             kept_paths.add(candidate.path)
-            complete += is_complete(candidate)
+            complete += is_complete_checkpoint(candidate)
     if complete < max(2, keep):
         return folders
 
@@ -335,7 +335,7 @@ def retire_old_checkpoints(attempt: RunFolder, keep: int, best: int | None) -> l
     return folders
 
 
-def is_complete(checkpoint: CheckpointPath) -> bool:
+def is_complete_checkpoint(checkpoint: CheckpointPath) -> bool:
     """Return True if all files exist and have the sizes listed in the manifest.
 
     Their contents are not read.
@@ -349,7 +349,7 @@ def is_complete(checkpoint: CheckpointPath) -> bool:
     return True
 
 
-def read_pointer(attempt: RunFolder, pointer: str) -> str | None:
+def read_pointer_file(attempt: RunFolder, pointer: str) -> str | None:
     """Return the checkpoint name stored in the file `latest` or `best`; None if the file cannot be read."""
     try:
         return (get_checkpoints_dir(attempt) / pointer).read_text().strip()

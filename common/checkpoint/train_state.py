@@ -18,7 +18,7 @@ from common.distributed import ddp, sync_batchnorm
 from common.distributed.rendezvous import World
 
 
-def get_recipe(model: nn.Module) -> dict[str, Any]:
+def get_model_recipe(model: nn.Module) -> dict[str, Any]:
     """Return the class name and the constructor arguments with which a model can be rebuilt.
 
     The arguments are None if they are unknown. A recipe that the model's class has inherited is ignored, because such a
@@ -78,12 +78,12 @@ class TrainState:
         self.gpus = {parameter.device for _, parameter in self.parameters if parameter.is_cuda}
         self.buffer_copies: list[Tensor] | None = None
         """Copies of the buffers made before an evaluation; None outside of an evaluation."""
-        self.recipe = get_recipe(parts[0]) if parts else {}
+        self.recipe = get_model_recipe(parts[0]) if parts else {}
 
     @property
-    def weight(self) -> float:
+    def shard_weight(self) -> float:
         """Number of samples of this rank in a step, divided by the number in an equal shard."""
-        return 1.0 if isinstance(self.loader, Rounds) else self.loader.weight
+        return 1.0 if isinstance(self.loader, Rounds) else self.loader.shard_weight
 
     @property
     def irreplaceable(self) -> bool:
@@ -107,13 +107,13 @@ class TrainState:
 
     def collect_state(self) -> CheckpointState:
         """Return the state to save. All ranks must call this method."""
-        return self._collect_among(self.peers)
+        return self._collect_state_among(self.peers)
 
     def collect_local_state(self) -> CheckpointState:
         """Return the state of this rank, without communication. This rank must hold the full model."""
-        return self._collect_among(None)
+        return self._collect_state_among(None)
 
-    def _collect_among(self, peers: World | None) -> CheckpointState:
+    def _collect_state_among(self, peers: World | None) -> CheckpointState:
         """Return the state to save.
 
         Only the first of the `peers` saves the model. The saved buffers are the means over all peers.
@@ -126,7 +126,7 @@ class TrainState:
         means = {name: buffer.clone() for name, buffer in buffers.items()}
         if peers is not None and peers.size > 1:
             floating = [mean for mean in means.values() if mean.is_floating_point()]
-            sync_batchnorm.average_tensors(floating, peers.group, self.weight)
+            sync_batchnorm.average_tensors(floating, peers.group, self.shard_weight)
         optimizer: dict[str, dict[str, Any]] = {}
         if self.optimizer is not None:
             optimizer = state_dicts.collect_optimizer_state(self.optimizer, self.parameters, is_first)
@@ -152,7 +152,7 @@ class TrainState:
         saved: dict[str, Tensor] = loaded.local["buffers"]
         return saved if saved.keys() == dict(self.buffers).keys() else {}
 
-    def check_ranks(self, loaded: LoadedCheckpoint) -> None:
+    def check_number_of_ranks(self, loaded: LoadedCheckpoint) -> None:
         """Raise UserError if the checkpoint cannot be loaded with the current number of ranks.
 
         This base class accepts any number of ranks. A subclass may require the number that saved the checkpoint.

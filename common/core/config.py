@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 import yaml
 from omegaconf import OmegaConf
 
-from common.core.config_keys import list_keys, parse_value, refuse_unused_keys, suggest_key
+from common.core.config_keys import list_keys, parse_value, reject_unused_keys, suggest_key
 from common.core.errors import UserError
 from configs.shared import TRAINING_KEYS, Experiment
 
@@ -123,7 +123,7 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
         settings.check()
     except ValueError as error:
         raise UserError(str(error)) from None
-    refuse_unused_keys(keys.values(), settings)
+    reject_unused_keys(keys.values(), settings)
     return settings
 
 
@@ -135,7 +135,7 @@ class StartedRanks:
     nodes: int
 
 
-def build_config_of_started(
+def build_config_for_started_ranks(
     schema: type[T], layers: list[Mapping[str, Any]], user_values: Mapping[str, Any], started: StartedRanks | None
 ) -> T:
     """Build a config for the number of started ranks if `user_values` does not set the number.
@@ -243,14 +243,14 @@ def load_config(
         resumed = {name: new for name, (_, new) in read_last_changes(command_line.resume).items()}
         user_values |= from_file | resumed
     elif command_line.file:
-        check_unchanged(command_line.file)
+        check_settings_unchanged(command_line.file)
         from_file = read_config_file(command_line.file)
         user_values |= from_file
     else:
         from_file = read_config_file(ROOT / "configs" / f"{get_experiment_name(schema)}.yaml")
     user_values |= command_line.values
     layers: list[Mapping[str, Any]] = [environment, from_file, resumed, command_line.values]
-    settings = build_config_of_started(schema, layers, user_values, started)
+    settings = build_config_for_started_ranks(schema, layers, user_values, started)
     if command_line.print_config:
         print_text(format_yaml(settings).rstrip("\n"))
         sys.exit(0)
@@ -276,7 +276,7 @@ def read_resumed_config(schema: type[Experiment], run: Path, new_values: Mapping
     return stored
 
 
-def check_unchanged(file: Path) -> None:
+def check_settings_unchanged(file: Path) -> None:
     """Raise UserError if `file` is the config.yaml of a run that was resumed with other settings."""
     changes = read_changes_of_attempts(file.parent)
     if changes:
@@ -290,7 +290,7 @@ def format_yaml(settings: Experiment) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(settings))
 
 
-def format_known_yaml(settings: Experiment, file: Path) -> str:
+def format_yaml_with_keys_of_file(settings: Experiment, file: Path) -> str:
     """Return the config as YAML, limited to the keys of `file`, which an older version has written."""
     values: Any = OmegaConf.to_container(OmegaConf.structured(settings))
     tree = OmegaConf.create()

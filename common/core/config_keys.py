@@ -144,7 +144,7 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
     return text
 
 
-def refuse_unused_keys(keys: Iterable[ConfigKey], settings: object) -> None:
+def reject_unused_keys(keys: Iterable[ConfigKey], settings: object) -> None:
     """Raise UserError if a key differs from its default but has no effect with the other settings."""
     for key in keys:
         value = operator.attrgetter(key.name)(settings)

@@ -36,11 +36,11 @@ class MachineError(RuntimeError):
     """A machine failure that another attempt may avoid, shown as one message without a traceback."""
 
 
-def explain_error(error: BaseException) -> BaseException:
+def convert_shortage_error(error: BaseException) -> BaseException:
     """Convert an error caused by a limit of the machine to a MachineError. Return other errors unchanged."""
-    if isinstance(error, MachineError) or not process_limits.is_shortage(error):
+    if isinstance(error, MachineError) or not process_limits.is_thread_shortage(error):
         return error
-    return MachineError(process_limits.describe_shortage())
+    return MachineError(process_limits.describe_thread_shortage())
 
 
 class RunTakenError(UserError):
@@ -87,7 +87,7 @@ def exit_on_user_error() -> Iterator[None]:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
     except (RuntimeError, OSError) as error:
-        explained = explain_error(error)
+        explained = convert_shortage_error(error)
         if not isinstance(explained, MachineError):
             raise
         with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.core.errors import UserError
 from common.core.process_limits import list_control_groups
-from common.core.text import format_count, read_or_empty
+from common.core.text import format_count, read_text_or_empty
 from configs.shared import Experiment
 
 UNLIMITED_BYTES = 1 << 60  # cgroups report a number near 2**63 if there is no limit
@@ -70,10 +70,10 @@ def read_cgroup_limits() -> list[tuple[int, str]]:
     """
     limits = []
     for name, folder in list_control_groups("memory"):
-        limit = read_or_empty(f"{folder}/memory.max") or read_or_empty(f"{folder}/memory.limit_in_bytes")
-        usage = read_or_empty(f"{folder}/memory.current") or read_or_empty(f"{folder}/memory.usage_in_bytes")
+        limit = read_text_or_empty(f"{folder}/memory.max") or read_text_or_empty(f"{folder}/memory.limit_in_bytes")
+        usage = read_text_or_empty(f"{folder}/memory.current") or read_text_or_empty(f"{folder}/memory.usage_in_bytes")
         if limit.strip().isdecimal() and usage.strip().isdecimal() and int(limit) < UNLIMITED_BYTES:
-            cached = map(int, FILE_CACHE.findall(read_or_empty(f"{folder}/memory.stat")))
+            cached = map(int, FILE_CACHE.findall(read_text_or_empty(f"{folder}/memory.stat")))
             needed = int(usage) - max(cached, default=0)
             limits.append((max(0, int(limit) - needed), f"limit of control group {name}"))
     return limits
@@ -81,5 +81,5 @@ def read_cgroup_limits() -> list[tuple[int, str]]:
 
 def count_oom_kills() -> int:
     """Return the number of processes that the kernel has killed since boot because memory ran out."""
-    match = OOM_KILLS.search(read_or_empty("/proc/vmstat"))
+    match = OOM_KILLS.search(read_text_or_empty("/proc/vmstat"))
     return int(match[1]) if match else 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.core.errors import UnreachableError, UserError
-from common.core.text import read_or_empty
+from common.core.text import read_text_or_empty
 
 T = TypeVar("T")
 UNREACHABLE_SECONDS = 10.0  # limit for reaching the host of rank 0, so that a job fails within 15 s
@@ -110,7 +110,7 @@ def identify_host() -> str:
     Returns an empty string if the id is unknown. A host name is not sufficient: containers on different machines may
     have the same name, and containers on the same machine may have separate networks.
     """
-    boot_id = read_or_empty("/proc/sys/kernel/random/boot_id").strip()
+    boot_id = read_text_or_empty("/proc/sys/kernel/random/boot_id").strip()
     try:
         return f"{boot_id}-{Path('/proc/self/ns/net').stat().st_ino}"
     except OSError:
@@ -139,7 +139,9 @@ def read_sent_bytes(name: str) -> int:
 
     /sys/class/net is not used, because it does not show the counters of a separate network namespace.
     """
-    counters = re.search(rf"^\s*{re.escape(name)}:((?:\s+\d+)+)", read_or_empty("/proc/self/net/dev"), re.MULTILINE)
+    counters = re.search(
+        rf"^\s*{re.escape(name)}:((?:\s+\d+)+)", read_text_or_empty("/proc/self/net/dev"), re.MULTILINE
+    )
     return int(counters[1].split()[8]) if counters else 0
 
 

@@ -44,7 +44,7 @@ def locate_file_copy(kind: str, value: str, code: Path) -> Path:
     return code / "own" / f"{kind}-{digest}.py"
 
 
-def prefer_file_copy(value: str, copy: Path | None) -> str:
+def replace_file_with_run_copy(value: str, copy: Path | None) -> str:
     """Replace the file in `FILE.py:function` with the run's copy if the copy exists.
 
     A resumed run therefore uses the file as it was when the run started.
@@ -61,7 +61,7 @@ def load_function(setting: str, value: str, alternatives: str, kind: str = "func
     """
     file = locate_function_file(setting, value, alternatives, kind)
     name = value.rpartition(":")[2]
-    with locate_errors(setting, value):
+    with convert_errors_of_user_file(setting, value):
         namespace = runpy.run_path(file, run_name=MODULE)  # an import would leave a __pycache__ next to the file
     function: Callable[..., Any] | None = namespace.get(name)
     if callable(function) and (kind != "Class" or inspect.isclass(function)):
@@ -74,7 +74,7 @@ def load_function(setting: str, value: str, alternatives: str, kind: str = "func
 
 
 @contextlib.contextmanager
-def locate_errors(
+def convert_errors_of_user_file(
     setting: str, value: str, function: Callable[..., Any] | None = None, usage: str = ""
 ) -> Iterator[None]:
     """Convert any error to a one-line UserError that names the user's file and line.

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.core.text import read_or_empty
+from common.core.text import read_text_or_empty
 
 # matches messages of Python, the operating system, libgomp and OpenBLAS
 SHORTAGE_PATTERN = re.compile(
@@ -26,15 +26,15 @@ ABORT_MESSAGES = re.compile(
 FORK_FUNCTIONS = {"fork", "fork_exec", "_fork_exec"}  # functions of os and subprocess that fork
 
 
-def describe_shortage() -> str:
+def describe_thread_shortage() -> str:
     """Describe a shortage of threads or processes, with the limit and a remedy."""
     return (
-        f"no more threads or processes can be started: {describe_limit()}; raise that limit, or lower "
+        f"no more threads or processes can be started: {describe_tightest_limit()}; raise that limit, or lower "
         "launch.threads, data.workers or the number of ranks"
     )
 
 
-def is_shortage(error: BaseException) -> bool:
+def is_thread_shortage(error: BaseException) -> bool:
     """Return whether an error occurred because a thread or process could not be started."""
     if isinstance(error, BlockingIOError) and is_failed_fork(error):
         return True
@@ -51,7 +51,7 @@ def is_failed_fork(error: BlockingIOError) -> bool:
     return not FORK_FUNCTIONS.isdisjoint(trace.tb_frame.f_code.co_names)
 
 
-def explain_exit_by_shortage(log: str, exit_code: int) -> str:
+def explain_exit_from_log(log: str, exit_code: int) -> str:
     """Describe the shortage of threads or processes that ended a process, according to its log.
 
     Returns an empty string if the log reports no shortage. `exit_code` is negative if a signal ended the process.
@@ -59,34 +59,34 @@ def explain_exit_by_shortage(log: str, exit_code: int) -> str:
     contain the cause.
     """
     if exit_code == -signal.SIGABRT:
-        return describe_shortage() if ABORT_MESSAGES.search(log) else ""
-    return describe_shortage() if exit_code > 0 and SHORTAGE_PATTERN.search(log) else ""
+        return describe_thread_shortage() if ABORT_MESSAGES.search(log) else ""
+    return describe_thread_shortage() if exit_code > 0 and SHORTAGE_PATTERN.search(log) else ""
 
 
-def describe_limit() -> str:
+def describe_tightest_limit() -> str:
     """Describe the limit on threads and processes that is closest to being reached."""
-    limits = list(list_group_limits())
+    limits = list(list_process_limits_of_control_groups())
     user_limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if os.getuid() and user_limit != resource.RLIM_INFINITY:  # this limit does not apply to root
         limits.append((user_limit - count_threads_of_user(), f"ulimit -u is {user_limit}"))
     if limits:
         return min(limits)[1]
-    kernel_limit = read_or_empty("/proc/sys/kernel/threads-max").strip()
+    kernel_limit = read_text_or_empty("/proc/sys/kernel/threads-max").strip()
     return f"kernel.threads-max is {kernel_limit}"
 
 
-def list_group_limits() -> Iterator[tuple[int, str]]:
+def list_process_limits_of_control_groups() -> Iterator[tuple[int, str]]:
     """Yield the number of processes that each control group can still start, with a description of the limit."""
     for name, folder in list_control_groups("pids"):
-        limit = read_or_empty(f"{folder}/pids.max").strip()
-        current = read_or_empty(f"{folder}/pids.current").strip()
+        limit = read_text_or_empty(f"{folder}/pids.max").strip()
+        current = read_text_or_empty(f"{folder}/pids.current").strip()
         if limit.isdecimal() and current.isdecimal():
             yield int(limit) - int(current), f"pids.max of control group {name} is {limit}"
 
 
 def list_control_groups(controller: str) -> Iterator[tuple[str, Path]]:
     """Yield the names and folders of the control groups (versions 1 and 2) of this process and their parents."""
-    for line in read_or_empty("/proc/self/cgroup").splitlines():
+    for line in read_text_or_empty("/proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue

@@ -51,7 +51,7 @@ def kill_children() -> None:
                 os.waitpid(pid, 0)
 
 
-def exit_at_once(status: str | int | None) -> NoReturn:
+def exit_without_cleanup(status: str | int | None) -> NoReturn:
     """Exit immediately without cleanup. Library threads that are still running could abort a normal exit."""
     with contextlib.suppress(Exception):  # the disk may be full or the pipe closed
         sys.stdout.flush()

@@ -20,7 +20,7 @@ def create_rendezvous_dir() -> tuple[Path, int]:
     """
     for path in Path(tempfile.gettempdir()).glob("rendezvous-*-*"):
         with contextlib.suppress(OSError):  # the folder is locked, owned by another user, or already deleted
-            delete_abandoned(path)
+            delete_abandoned_folder(path)
     folder = Path(tempfile.mkdtemp(prefix=f"rendezvous-{os.getpid()}-"))
     lock = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # without lock support, as on some network disks, abandoned folders remain
@@ -28,7 +28,7 @@ def create_rendezvous_dir() -> tuple[Path, int]:
     return folder, lock
 
 
-def delete_abandoned(folder: Path) -> None:
+def delete_abandoned_folder(folder: Path) -> None:
     """Delete an old folder of this user that no process has locked. Raises OSError if the folder is locked."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

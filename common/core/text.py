@@ -21,7 +21,7 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def read_tail(path: Path, size: int = 1 << 18) -> str:
+def read_end_of_file(path: Path, size: int = 1 << 18) -> str:
     """Return the last `size` bytes of a log as text, or an empty string if the log cannot be read."""
     try:
         with open(path, "rb") as file:
@@ -31,7 +31,7 @@ def read_tail(path: Path, size: int = 1 << 18) -> str:
         return ""
 
 
-def read_or_empty(path: str) -> str:
+def read_text_or_empty(path: str) -> str:
     """Return the text of a file, or an empty string if the file cannot be read."""
     try:
         return Path(path).read_text()

@@ -21,7 +21,7 @@ from common.core import seeds
 from common.core.errors import UserError
 from common.core.text import format_count
 from common.data.sources import list_files, make_printable
-from common.runs.folder import disk_errors
+from common.runs.folder import convert_disk_errors
 
 CLASSES_FILE = "classes.json"  # contains the names of the classes, in the order of their labels
 SKIPPED_FILE = "left_out.txt"
@@ -55,7 +55,7 @@ def write_folder_as_arrays(
         raise UserError(make_printable(problem))
     total = len(train_samples) + len(val_samples)
     check_disk_space(root, folder.parent, total, side)
-    with disk_errors(folder.parent):
+    with convert_disk_errors(folder.parent):
         (folder / CLASSES_FILE).write_text(json.dumps(classes) + "\n")
 
     counter = itertools.count(1)
@@ -63,7 +63,7 @@ def write_folder_as_arrays(
     for part, array_part, samples in (("train", "train", train_samples), ("val", "test", val_samples)):
         order = seeds.make_generator(seed, "imagefolder", part).permutation(len(samples))
         shuffled = [samples[index] for index in order]
-        labels, problems = write_part(
+        labels, problems = write_dataset_part(
             root / part, shuffled, folder, array_part, side, lambda: report(next(counter), total)
         )
         broken += [f"{part}/{problem}" for problem in problems]
@@ -78,7 +78,7 @@ def write_folder_as_arrays(
     return record_skipped_files(folder, {"cannot be read": broken, "no image extension": non_images})
 
 
-def write_part(
+def write_dataset_part(
     source: Path, samples: list[LabelledFile], folder: Path, array_part: str, side: int, report: Callable[[], None]
 ) -> tuple[list[int], list[str]]:
     """Write the images and labels of one part into `folder`, and call `report` after each file.
@@ -88,7 +88,7 @@ def write_part(
     """
     labels: list[int] = []
     problems: list[str] = []
-    with disk_errors(folder.parent), open(folder / f"{array_part}_images.npy", "wb") as file:
+    with convert_disk_errors(folder.parent), open(folder / f"{array_part}_images.npy", "wb") as file:
         write_npy_header(file, (len(samples), 3, side, side))
         for (name, label), (pixels, problem) in zip(samples, decode_images(source, samples, side), strict=True):
             report()
@@ -115,7 +115,7 @@ def record_skipped_files(folder: Path, reasons: dict[str, list[str]]) -> str:
         if files:
             notes.append(f"skipped ({reason}): {summarize_files(files)}")
     if any(len(files) > MAX_FILES_IN_MESSAGE for files in reasons.values()):
-        with disk_errors(folder.parent):
+        with convert_disk_errors(folder.parent):
             (folder / SKIPPED_FILE).write_bytes(os.fsencode("".join(lines)))
     return "; ".join(notes)
 
@@ -189,7 +189,7 @@ def decode_images(folder: Path, samples: list[LabelledFile], side: int) -> Itera
         except MemoryError:
             raise
         except Exception as error:  # noqa: BLE001 (Pillow raises many types of exceptions for unreadable files)
-            return None, describe_error(error, path)
+            return None, describe_decoding_error(error, path)
 
     cores = len(os.sched_getaffinity(0))
     pending: collections.deque[Future[DecodedImage]] = collections.deque()
@@ -210,7 +210,7 @@ def summarize_files(files: list[str]) -> str:
     return make_printable(f"{format_count(len(files), 'file')}: {names}{suffix}")
 
 
-def describe_error(error: Exception, path: Path) -> str:
+def describe_decoding_error(error: Exception, path: Path) -> str:
     """Return the first line of an error message, without the path, which the caller adds."""
     from PIL import UnidentifiedImageError
 

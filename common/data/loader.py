@@ -35,7 +35,7 @@ STATISTICS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def get_statistics(prepared: PreparedDataset) -> tuple[Any, Any]:
+def get_pixel_statistics(prepared: PreparedDataset) -> tuple[Any, Any]:
     """Return the mean and the standard deviation of the training pixels.
 
     Each is a single number, or a list with one number per color channel. Raises UserError if the file that contains
@@ -65,7 +65,7 @@ class Images:
         self.class_count = int(labels.max()) + 1
         self.images = images[: limit or None]
         self.labels = labels[: limit or None]
-        mean, std = get_statistics(prepared)
+        mean, std = get_pixel_statistics(prepared)
         self.mean = to_channel_tensor(mean)
         self.std = to_channel_tensor(std)
 
@@ -110,7 +110,7 @@ def to_channel_tensor(statistic: Any) -> Any:
     return torch.tensor(statistic, dtype=torch.float64).view(-1, 1, 1)
 
 
-def draw_order(count: int, seed: int, epoch: int) -> np.ndarray:
+def draw_sample_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """Draw the order of the samples in an epoch, as a permutation int64 [count].
 
     The order does not depend on the number of ranks.
@@ -234,7 +234,7 @@ class Loader:
         return self.size / len(self.counts)
 
     @property
-    def weight(self) -> float:
+    def shard_weight(self) -> float:
         """Number of samples of this rank in a full batch, divided by the number in an equal shard."""
         return self.local_samples * len(self.counts) / self.batch
 
@@ -255,7 +255,7 @@ class Loader:
         epochs, last_steps = divmod(steps, self.steps)
         return epochs * self.epoch_samples + min(last_steps * self.step_samples, self.epoch_samples)
 
-    def list_positions(self, step: int) -> list[range]:
+    def list_sample_positions(self, step: int) -> list[range]:
         """Return the positions in the epoch of this rank's samples in a step, as one range per microbatch.
 
         `step` is the number of the step in the epoch, counted from 0.
@@ -321,14 +321,14 @@ class Loader:
         blocks = list(self._iterate_block_indices())
         finished = 0
         if self.workers:
-            pool = WorkerPool(self._load_on_cpu, blocks, self.workers, self._make_example(), self.worker_timeout)
+            pool = WorkerPool(self._load_on_cpu, blocks, self.workers, self._make_empty_samples(), self.worker_timeout)
             for x, y in pool.iterate_blocks(self.device, self.stop_requested):
                 yield x, y, blocks[finished].shape[1:]
                 finished += 1
         for indices in blocks[finished:]:
             yield *self._load_samples(indices, self.device), indices.shape[1:]
 
-    def _make_example(self) -> Samples:
+    def _make_empty_samples(self) -> Samples:
         """Return empty inputs and targets that have the same data types as a block on the CPU."""
         inputs = torch.empty(0, *self.data.shape, dtype=self.dtype) if self.inputs else None
         targets = torch.empty(0, dtype=torch.int64) if self.targets else None
@@ -339,18 +339,18 @@ class Loader:
 
         Each block is an int64 array [2, batches, samples of this rank in a batch].
         """
-        order = draw_order(len(self.data), self.seed, self.epoch)
+        order = draw_sample_order(len(self.data), self.seed, self.epoch)
         table = np.stack([order, np.arange(len(order))])
         full_end = len(order) // self.batch * self.batch
         block_samples = self.block * self.batch
         for start in range(self.position, full_end, block_samples):
             block = table[:, start : min(start + block_samples, full_end)]
-            yield take_shard(block.reshape(2, -1, self.batch), self.rank, self.counts)
+            yield slice_rank_shard(block.reshape(2, -1, self.batch), self.rank, self.counts)
 
         # Yield the last batch of the epoch if it is partial.
         if not self.drop_last and max(self.position, full_end) < len(order):
             counts = divide_batch(len(order) - full_end, self.counts)
-            yield take_shard(table[:, None, full_end:], self.rank, counts)
+            yield slice_rank_shard(table[:, None, full_end:], self.rank, counts)
 
     def _load_samples(self, indices: np.ndarray, device: torch.device) -> Samples:
         """Gather, augment and normalize the samples of one block on a device.
@@ -371,7 +371,7 @@ class Loader:
         return self._load_samples(indices, torch.device("cpu"))
 
 
-def take_shard(batches: np.ndarray, rank: int, counts: Sequence[int]) -> np.ndarray:
+def slice_rank_shard(batches: np.ndarray, rank: int, counts: Sequence[int]) -> np.ndarray:
     """Return one rank's slice of batches [..., sum(counts)].
 
     `counts` contains the number of samples in each slice; the slices are in the order of the ranks.

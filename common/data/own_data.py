@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from common.core.own_function import load_function, locate_errors
-from common.runs.folder import disk_errors
+from common.core.own_function import convert_errors_of_user_file, load_function
+from common.runs.folder import convert_disk_errors
 from configs.shared import DATA_SETS
 
 SET_NAMES = ", ".join(DATA_SETS)
@@ -24,7 +24,7 @@ STATISTICS_FILE = "statistics.json"  # mean and standard deviation of the traini
 RUN_SOURCE_FILE = Path("own", "data.py")  # copy of the user's file in the source folder of a run
 
 
-def write_arrays(function_name: str, root: Path, files: Sequence[Path]) -> str:
+def write_custom_arrays(function_name: str, root: Path, files: Sequence[Path]) -> str:
     """Call the user's function and write the four arrays that it returns to `files`.
 
     `function_name` is `FILE.py:function`. The function is called with `root` (data.root). The arrays are written in the
@@ -34,10 +34,10 @@ def write_arrays(function_name: str, root: Path, files: Sequence[Path]) -> str:
     """
     folder = files[0].parent
     function = load_function("data.name", function_name, SET_NAMES)
-    with locate_errors("data.name", function_name, function, USAGE):
+    with convert_errors_of_user_file("data.name", function_name, function, USAGE):
         arrays = check_arrays(function(root))
     mean, std = compute_statistics(arrays[0])
-    with disk_errors(folder.parent):
+    with convert_disk_errors(folder.parent):
         for file, array in zip(files, arrays, strict=True):
             np.save(file, np.ascontiguousarray(array))
         shutil.copyfile(function_name.rpartition(":")[0], folder / SOURCE_FILE)
@@ -59,8 +59,8 @@ def check_arrays(arrays: Any) -> list[np.ndarray]:
         if 0 in array.shape:
             raise ValueError(f"the {name} are empty: their shape is {list(array.shape)}")
     train, train_labels, test, test_labels = arrays
-    check_part("train", train, train_labels)
-    check_part("test", test, test_labels)
+    check_images_and_labels("train", train, train_labels)
+    check_images_and_labels("test", test, test_labels)
     if train.shape[1:] != test.shape[1:]:
         shapes = f"{list(train.shape[1:])}, but each test image has shape {list(test.shape[1:])}"
         raise ValueError(f"each train image has shape {shapes}; the shapes must be equal")
@@ -70,7 +70,7 @@ def check_arrays(arrays: Any) -> list[np.ndarray]:
     return [train, train_labels.astype(np.int32), test, test_labels.astype(np.int32)]
 
 
-def check_part(part: str, images: np.ndarray, labels: np.ndarray) -> None:
+def check_images_and_labels(part: str, images: np.ndarray, labels: np.ndarray) -> None:
     """Raise ValueError if the images or labels have an invalid type, shape or value."""
     if images.dtype != np.uint8:
         raise ValueError(f"the {part} images have dtype {images.dtype}; return uint8 values from 0 to 255")

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from common.core.errors import UserError
-from common.core.own_function import locate_errors, locate_function_file, prefer_file_copy
+from common.core.own_function import convert_errors_of_user_file, locate_function_file, replace_file_with_run_copy
 from common.data import image_folder, own_data, sources, synthetic_digits
 from common.data.sources import Arrays
-from common.runs.folder import disk_errors, read_json
+from common.runs.folder import convert_disk_errors, read_json
 from common.runs.progress import ProgressDisplay
 from configs.shared import Data, Experiment, Log
 
@@ -89,7 +89,7 @@ class PreparedDataset:
         source = self.path / own_data.SOURCE_FILE
         if source.is_file():
             target = code / own_data.RUN_SOURCE_FILE
-            with disk_errors(code):
+            with convert_disk_errors(code):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
 
@@ -127,12 +127,12 @@ def prepare_dataset(
         case "digits":
             return prepare_digits(Path(data.cache))
         case "generated" | "vectors":
-            return prepare_generated(data)
+            return prepare_generated_dataset(data)
         case "cifar10":
             return prepare_cifar10(data)
         case "imagefolder":
             return prepare_image_folder(data, log or Log(progress="none"))
-    return prepare_custom_set(data, code) if ":" in data.name else prepare_mnist(data, fallback)
+    return prepare_custom_dataset(data, code) if ":" in data.name else prepare_mnist(data, fallback)
 
 
 def check_model_fits_data(cfg: Experiment, prepared: PreparedDataset) -> None:
@@ -182,7 +182,7 @@ def prepare_digits(cache: Path) -> PreparedDataset:
     return find_or_store_arrays(cache, "digits", f"seed {DATA_SEED} version {DIGITS_VERSION}", draw)
 
 
-def prepare_generated(data: Data) -> PreparedDataset:
+def prepare_generated_dataset(data: Data) -> PreparedDataset:
     """Find or generate `data.samples` images with random pixels, or the same number of random vectors."""
     cache = Path(data.cache)
     if data.name == "vectors":
@@ -237,7 +237,7 @@ def prepare_image_folder(data: Data, log: Log) -> PreparedDataset:
             settings = (root, folder, data.image_size, data.unreadable, DATA_SEED)
             return str(sources.call_in_subprocess(function, *settings, limit=READ_TIMEOUT, show=show))
 
-    prepared = find_or_make_set(Path(data.cache), "imagefolder", state, write)
+    prepared = find_or_prepare_dataset(Path(data.cache), "imagefolder", state, write)
     skipped = prepared.path / image_folder.SKIPPED_FILE
     if not skipped.exists():
         return prepared
@@ -245,22 +245,22 @@ def prepare_image_folder(data: Data, log: Log) -> PreparedDataset:
     return dataclasses.replace(prepared, notice=notice)
 
 
-def prepare_custom_set(data: Data, code: Path | None) -> PreparedDataset:
+def prepare_custom_dataset(data: Data, code: Path | None) -> PreparedDataset:
     """Find or prepare the custom data set that `FILE.py:function` returns (see own_data.py).
 
     Raises UserError if the function cannot be loaded, fails, or returns unsuitable arrays.
     """
-    function = prefer_file_copy(data.name, code and code / own_data.RUN_SOURCE_FILE)
+    function = replace_file_with_run_copy(data.name, code and code / own_data.RUN_SOURCE_FILE)
     file = Path(locate_function_file("data.name", function, own_data.SET_NAMES))
     root = Path(data.root)
-    with locate_errors("data.name", function):
+    with convert_errors_of_user_file("data.name", function):
         state = f"{hash_file(file)} {function.rpartition(':')[2]} {root.resolve()}"
 
     def write(folder: Path) -> str:
         files = [folder / f"{part}.npy" for part in PARTS]
-        return str(sources.call_in_subprocess(own_data.write_arrays, function, root, files, limit=READ_TIMEOUT))
+        return str(sources.call_in_subprocess(own_data.write_custom_arrays, function, root, files, limit=READ_TIMEOUT))
 
-    prepared = find_or_make_set(Path(data.cache), "own", state, write)
+    prepared = find_or_prepare_dataset(Path(data.cache), "own", state, write)
     return dataclasses.replace(prepared, name=data.name)
 
 
@@ -272,30 +272,30 @@ def find_or_store_arrays(cache: Path, name: str, state: str, make_arrays: Callab
 
     def write(folder: Path) -> str:
         for part, array in zip(PARTS, make_arrays(), strict=True):
-            with disk_errors(folder.parent):
+            with convert_disk_errors(folder.parent):
                 np.save(folder / f"{part}.npy", array)
         return ""
 
-    return find_or_make_set(cache, name, state, write)
+    return find_or_prepare_dataset(cache, name, state, write)
 
 
-def find_or_make_set(cache: Path, name: str, state: str, write: Callable[[Path], str]) -> PreparedDataset:
+def find_or_prepare_dataset(cache: Path, name: str, state: str, write: Callable[[Path], str]) -> PreparedDataset:
     """Find a prepared data set, or prepare it while holding a lock.
 
     `state` is a string that identifies the content of the source. `write` saves an array for each of PARTS in a folder,
     and returns a notice that every run with this data set displays.
     """
     path = cache / f"{name}-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"
-    if read_prepared(name, path) is None:
+    if read_prepared_dataset(name, path) is None:
         with sources.hold_folder_lock(cache):
-            if read_prepared(name, path) is None:  # another run may have prepared it while this run was waiting
-                write_prepared(path, write)
-    prepared = read_prepared(name, path)
+            if read_prepared_dataset(name, path) is None:  # another run may have prepared it while this run was waiting
+                write_prepared_dataset(path, write)
+    prepared = read_prepared_dataset(name, path)
     assert prepared is not None
     return prepared
 
 
-def read_prepared(name: str, path: Path) -> PreparedDataset | None:
+def read_prepared_dataset(name: str, path: Path) -> PreparedDataset | None:
     """Return the prepared data set in a folder, or None if it is missing or incomplete."""
     manifest = read_json(path / "manifest.json")
     sizes = manifest.get("bytes")
@@ -311,7 +311,7 @@ def read_prepared(name: str, path: Path) -> PreparedDataset | None:
     return PreparedDataset(name, path.resolve(), hashes, str(manifest.get("notice", "")))
 
 
-def write_prepared(path: Path, write: Callable[[Path], str]) -> None:
+def write_prepared_dataset(path: Path, write: Callable[[Path], str]) -> None:
     """Write all arrays to a temporary folder, then rename it to `path` atomically.
 
     The caller must hold the lock of the cache folder.
@@ -320,12 +320,12 @@ def write_prepared(path: Path, write: Callable[[Path], str]) -> None:
     name = path.name
     for leftover in path.parent.glob(f".{name.rpartition('-')[0]}-*-{host}-*"):  # left behind by killed runs
         shutil.rmtree(leftover, ignore_errors=True)
-    with disk_errors(path):
+    with convert_disk_errors(path):
         temporary = Path(tempfile.mkdtemp(prefix=f".{name}-{host}-", dir=path.parent))
     folder = path.parent / temporary.name  # stays relative if `path` is; since Python 3.12, mkdtemp's path is absolute
     try:
         notice = write(folder)
-        with disk_errors(path):
+        with convert_disk_errors(path):
             files = {part: folder / f"{part}.npy" for part in PARTS}
             manifest = {
                 "bytes": {part: file.stat().st_size for part, file in files.items()},

@@ -14,7 +14,7 @@ GAIN = 0.05  # minimum fraction of the step time that new shards must save; smal
 
 
 @dataclass(frozen=True)
-class Speed:
+class StepTimeModel:
     """Linear model of a rank's step time, excluding the time in which the rank waits for other ranks.
 
     A step with n samples takes base + per_sample * n seconds.
@@ -24,7 +24,7 @@ class Speed:
     per_sample: float
 
     @classmethod
-    def fit(cls, small: int, large: int, seconds: Sequence[float]) -> Speed:
+    def fit(cls, small: int, large: int, seconds: Sequence[float]) -> StepTimeModel:
         """Fit the line to the step times in seconds for `small` and `large` samples.
 
         If the slope or the base would be negative, return the line through the origin and the time for `large` samples.
@@ -35,37 +35,37 @@ class Speed:
             return cls(base, slope)
         return cls(0.0, seconds[1] / large)
 
-    def predict(self, samples: int) -> float:
+    def predict_step_seconds(self, samples: int) -> float:
         """Return the predicted duration of a step with `samples` samples, in seconds."""
         return self.base + self.per_sample * samples
 
-    def correct(self, samples: int, seconds: float) -> Speed:
+    def rescale_line(self, samples: int, seconds: float) -> StepTimeModel:
         """Return the line scaled so that a step with `samples` samples takes `seconds` seconds."""
-        factor = seconds / self.predict(samples)
-        return Speed(self.base * factor, self.per_sample * factor)
+        factor = seconds / self.predict_step_seconds(samples)
+        return StepTimeModel(self.base * factor, self.per_sample * factor)
 
     def __str__(self) -> str:
         return f"{self.base * 1e3:.3g} + {self.per_sample * 1e3:.3g} n ms"
 
 
-def predict_slowest(speeds: Sequence[Speed], counts: Sequence[int]) -> float:
+def predict_slowest_rank_seconds(speeds: Sequence[StepTimeModel], counts: Sequence[int]) -> float:
     """Return the predicted duration of a step on the slowest rank, in seconds."""
-    return max(speed.predict(count) for speed, count in zip(speeds, counts, strict=True))
+    return max(speed.predict_step_seconds(count) for speed, count in zip(speeds, counts, strict=True))
 
 
-def choose_counts(speeds: Sequence[Speed], batch: int) -> tuple[int, ...]:
+def choose_shard_sizes(speeds: Sequence[StepTimeModel], batch: int) -> tuple[int, ...]:
     """Return the number of samples for each rank that minimizes the step time of the slowest rank.
 
     Each rank gets at least one sample, because the speed of a rank without samples cannot be measured. Each further
     sample is given to the rank that would finish first with this additional sample.
     """
     counts = [1] * len(speeds)
-    heap = [(speed.predict(2), rank) for rank, speed in enumerate(speeds)]
+    heap = [(speed.predict_step_seconds(2), rank) for rank, speed in enumerate(speeds)]
     heapq.heapify(heap)
     for _ in range(batch - len(speeds)):
         rank = heap[0][1]
         counts[rank] += 1
-        heapq.heapreplace(heap, (speeds[rank].predict(counts[rank] + 1), rank))
+        heapq.heapreplace(heap, (speeds[rank].predict_step_seconds(counts[rank] + 1), rank))
     return tuple(counts)
 
 
@@ -75,7 +75,7 @@ class AutoShards:
     All ranks use the same measurements and therefore choose the same shards.
     """
 
-    def __init__(self, loader: Loader, world: World, speed: Speed, log_message: Callable[[str], None]) -> None:
+    def __init__(self, loader: Loader, world: World, speed: StepTimeModel, log_message: Callable[[str], None]) -> None:
         """Choose the first shards. All ranks must create this object at the same step.
 
         `speed` is the speed of this rank, measured while all ranks were computing.
@@ -84,11 +84,11 @@ class AutoShards:
         self.world = world
         self.log_message = log_message
         lines = world.all_gather([speed.base, speed.per_sample])
-        self.speeds = [Speed(*line) for line in lines]
+        self.speeds = [StepTimeModel(*line) for line in lines]
         self.history = [(1, loader.counts)]
         """Pairs (first step, samples of each rank), one for each division of the batch in this attempt."""
         measured = ", ".join(f"{speed} on rank {rank}" for rank, speed in enumerate(self.speeds))
-        if not self._improve(1, f"n samples take {measured}"):
+        if not self._change_shards_if_faster(1, f"n samples take {measured}"):
             self.log_message(f"shards=auto: using equal shards, because n samples take {measured}")
 
     @property
@@ -115,7 +115,7 @@ class AutoShards:
         """Number of samples of each rank in a full batch, as values for metrics.jsonl."""
         return {f"shard_{rank}": float(count) for rank, count in enumerate(self.loader.counts)}
 
-    def update(self, step: int, seconds: float) -> bool:
+    def update_shards(self, step: int, seconds: float) -> bool:
         """Choose the shards for the steps after `step`; return True if they have changed.
 
         `seconds` is the typical duration of this rank's latest steps, without the time spent waiting for other ranks.
@@ -124,18 +124,18 @@ class AutoShards:
         durations = self.world.all_gather(seconds)
         counts = self.loader.counts
         for rank, duration in enumerate(durations):
-            self.speeds[rank] = self.speeds[rank].correct(counts[rank], duration)
+            self.speeds[rank] = self.speeds[rank].rescale_line(counts[rank], duration)
         measured = ", ".join(f"{duration * 1e3:.3g} ms on rank {rank}" for rank, duration in enumerate(durations))
-        return self._improve(step + 1, f"a step without waiting takes {measured}")
+        return self._change_shards_if_faster(step + 1, f"a step without waiting takes {measured}")
 
-    def _improve(self, step: int, reason: str) -> bool:
+    def _change_shards_if_faster(self, step: int, reason: str) -> bool:
         """Change the shards and report the change, if this makes the slowest rank clearly faster.
 
         `step` is the first step with the new shards. Returns True if the shards have changed.
         """
-        counts = choose_counts(self.speeds, sum(self.loader.counts))
-        current_seconds = predict_slowest(self.speeds, self.loader.counts)
-        seconds = predict_slowest(self.speeds, counts)
+        counts = choose_shard_sizes(self.speeds, sum(self.loader.counts))
+        current_seconds = predict_slowest_rank_seconds(self.speeds, self.loader.counts)
+        seconds = predict_slowest_rank_seconds(self.speeds, counts)
         if seconds > (1 - GAIN) * current_seconds:
             return False
         self.loader.set_shards(self.world.rank, counts)

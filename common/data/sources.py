@@ -25,7 +25,7 @@ import numpy as np
 from common.core import network, seeds
 from common.core.errors import UserError
 from common.core.processes import kill_with_parent
-from common.runs.folder import disk_errors
+from common.runs.folder import convert_disk_errors
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 MNIST_FILES = {  # uncompressed size of each file in bytes
@@ -83,7 +83,7 @@ def download_dataset(name: str, root: Path, timeout: float) -> None:
 @contextlib.contextmanager
 def hold_folder_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, so that concurrent runs download or prepare a data set only once."""
-    with disk_errors(folder):
+    with convert_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
     with os.fdopen(handle):
@@ -104,7 +104,7 @@ def try_download(name: str, root: Path, folder: str, mirror: str, timeout: float
         return f"no connection: {problem}"
     print(f"downloading {folder} into {root}", flush=True)
     try:
-        with disk_errors(root):
+        with convert_disk_errors(root):
             root.mkdir(parents=True, exist_ok=True)
         with hold_folder_lock(root):
             target = root / folder

@@ -58,7 +58,7 @@ class DataWorker:
         self.connection, worker_connection = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
         arguments = (load, indices[number::stride], slots, worker_connection)
-        self.process = context.Process(target=make_blocks, args=arguments)
+        self.process = context.Process(target=prepare_blocks, args=arguments)
         # Block stop signals until the worker ignores them; otherwise the worker could run the rank's signal handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -80,10 +80,10 @@ class DataWorker:
         if self.connection in ready or self.connection.poll():
             return True
         if ready:
-            raise DataWorkerError(f"{self.name} {self._describe_end()}")
+            raise DataWorkerError(f"{self.name} {self._describe_exit()}")
         return False
 
-    def take_block(self, samples: int, device: torch.device) -> Samples:
+    def receive_block(self, samples: int, device: torch.device) -> Samples:
         """Return a copy of the next block, which contains `samples` samples, on a device.
 
         Raises RuntimeError if the worker could not prepare the block.
@@ -91,7 +91,7 @@ class DataWorker:
         try:
             failure = self.connection.recv_bytes()
         except (OSError, EOFError):
-            raise DataWorkerError(f"{self.name} {self._describe_end()}") from None
+            raise DataWorkerError(f"{self.name} {self._describe_exit()}") from None
         if failure:
             raise RuntimeError(f"{self.name} failed:\n{failure.decode(errors='replace')}")
         inputs, targets = self.slots[self.received % SLOTS]
@@ -109,7 +109,7 @@ class DataWorker:
             return "has exited"
         return PROCESS_STATES.get(letter, "has exited")
 
-    def _describe_end(self) -> str:
+    def _describe_exit(self) -> str:
         self.process.join(JOIN_TIMEOUT)
         code = self.process.exitcode
         if code == -signal.SIGKILL:
@@ -118,7 +118,7 @@ class DataWorker:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with status {code}; its last output is in the log of this rank"
 
-    def end(self) -> None:
+    def kill_process(self) -> None:
         """Kill the worker process."""
         self.process.kill()
         self.process.join(JOIN_TIMEOUT)
@@ -147,7 +147,7 @@ class WorkerPool:
                 slots = [allocate_samples(example, largest) for _ in range(SLOTS)]
                 self.workers.append(DataWorker(number, stride, load, indices, slots))
         except BaseException:
-            self.end()
+            self.kill_workers()
             raise
 
     def iterate_blocks(self, device: torch.device, stop_requested: Callable[[], bool]) -> Iterator[Samples]:
@@ -161,9 +161,9 @@ class WorkerPool:
                 worker = self.workers[number % len(self.workers)]
                 if not self._wait_for_block(worker, stop_requested):
                     return
-                yield worker.take_block(block[0].size, device)
+                yield worker.receive_block(block[0].size, device)
         finally:
-            self.end()
+            self.kill_workers()
 
     def _wait_for_block(self, worker: DataWorker, stop_requested: Callable[[], bool]) -> bool:
         """Wait for the worker's next block; return False if a stop is requested before the block is ready."""
@@ -181,13 +181,13 @@ class WorkerPool:
                 )
         return True
 
-    def end(self) -> None:
+    def kill_workers(self) -> None:
         """Kill all workers."""
         for worker in self.workers:
-            worker.end()
+            worker.kill_process()
 
 
-def make_blocks(
+def prepare_blocks(
     load: LoadSamples, indices: Sequence[np.ndarray], slots: Sequence[Samples], connection: Connection
 ) -> None:
     """Run in the worker process: prepare each block of the worker as soon as a slot is free."""
@@ -209,10 +209,10 @@ def make_blocks(
 def allocate_samples(example: Samples, count: int) -> Samples:
     """Allocate shared memory for `count` samples with the types and shapes of `example`."""
     inputs, targets = example
-    return allocate_shared(inputs, count), allocate_shared(targets, count)
+    return allocate_shared_tensor(inputs, count), allocate_shared_tensor(targets, count)
 
 
-def allocate_shared(example: Tensor | None, count: int) -> Tensor | None:
+def allocate_shared_tensor(example: Tensor | None, count: int) -> Tensor | None:
     """Allocate a tensor [count, ...] in memory that is shared with forked processes.
 
     The tensor has the type and sample shape of `example`. Returns None if `example` is None.

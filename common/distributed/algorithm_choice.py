@@ -16,10 +16,15 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from common.core.config import read_config_file
-from common.distributed.builtin.registration import replace_algorithm
+from common.distributed.builtin.registration import replace_all_reduce_algorithm
 from common.distributed.rendezvous import World
 from common.distributed.transport import algorithms
-from common.distributed.transport.cost import MessageTimeLine, MessageTimeLines, choose_by_size, fit_line
+from common.distributed.transport.cost import (
+    MessageTimeLine,
+    MessageTimeLines,
+    choose_algorithms_by_size,
+    fit_message_time_line,
+)
 from common.runs.folder import write_atomic
 from configs.launch import Launch
 
@@ -41,7 +46,7 @@ def set_all_reduce_algorithm(launch: Launch, run: Path, world: World) -> None:
         return
     if launch.algorithm == "auto":
         launch.algorithm = load_or_choose_algorithm(run / "config.yaml", world)
-    replace_algorithm(world.transport, algorithms.use_stored_algorithm_file(launch, run / "code").algorithm)
+    replace_all_reduce_algorithm(world.transport, algorithms.use_stored_algorithm_file(launch, run / "code").algorithm)
 
 
 def load_or_choose_algorithm(config_file: Path, world: World) -> str:
@@ -53,15 +58,15 @@ def load_or_choose_algorithm(config_file: Path, world: World) -> str:
     stored = world.broadcast(stored)
     if stored not in (None, "auto"):
         return str(stored)
-    choice = world.broadcast(choose_by_link_speeds(world))
+    choice = world.broadcast(choose_algorithm_by_link_speeds(world))
     if world.is_main:
-        print(f"{CONFIG_KEY}=auto: using {describe_choice(choice)}", flush=True)
+        print(f"{CONFIG_KEY}=auto: using {describe_algorithm_choice(choice)}", flush=True)
         if stored:
-            store_choice(config_file, choice)
+            store_algorithm_choice(config_file, choice)
     return str(choice)
 
 
-def choose_by_link_speeds(world: World) -> str:
+def choose_algorithm_by_link_speeds(world: World) -> str:
     """Return, on rank 0, the all-reduce algorithms with the shortest predicted times.
 
     The result is an empty string on all other ranks. All ranks must call this function.
@@ -81,12 +86,14 @@ def choose_by_link_speeds(world: World) -> str:
             continue
         is_within_host = hosts[rank] == hosts[(rank + 1) % world.size]
         lines = lines_within_hosts if is_within_host else lines_between_hosts
-        lines.append(fit_line([(nbytes, seconds) for nbytes, seconds in times]))
+        lines.append(fit_message_time_line([(nbytes, seconds) for nbytes, seconds in times]))
 
     within_hosts = find_slowest_line(lines_within_hosts)
     slowest = find_slowest_line(lines_between_hosts) or within_hosts
     assert slowest is not None
-    return choose_by_size(MessageTimeLines(slowest, within_hosts), algorithms.ALGORITHM_NAMES, world.size, hosts)
+    return choose_algorithms_by_size(
+        MessageTimeLines(slowest, within_hosts), algorithms.ALGORITHM_NAMES, world.size, hosts
+    )
 
 
 def find_slowest_line(lines: list[MessageTimeLine]) -> MessageTimeLine | None:
@@ -108,15 +115,15 @@ def measure_links(world: World) -> LinkTimes:
     for rank in range(links):
         next_rank = (rank + 1) % world.size
         if world.rank == rank:
-            times = [[nbytes, measure_message(nbytes, next_rank, sends_first=True)] for nbytes in MESSAGE_BYTES]
+            times = [[nbytes, measure_message_seconds(nbytes, next_rank, sends_first=True)] for nbytes in MESSAGE_BYTES]
         elif world.rank == next_rank:
             for nbytes in MESSAGE_BYTES:
-                measure_message(nbytes, rank, sends_first=False)
+                measure_message_seconds(nbytes, rank, sends_first=False)
         dist.barrier()
     return times
 
 
-def measure_message(nbytes: int, peer: int, *, sends_first: bool) -> float:
+def measure_message_seconds(nbytes: int, peer: int, *, sends_first: bool) -> float:
     """Return the transfer time of a message in seconds: half of the median round-trip time."""
     message = torch.zeros(nbytes, dtype=torch.uint8)
     times: list[float] = []
@@ -131,7 +138,7 @@ def measure_message(nbytes: int, peer: int, *, sends_first: bool) -> float:
     return median(times[1:])  # the first round trip also starts threads, so it is excluded
 
 
-def describe_choice(choice: str) -> str:
+def describe_algorithm_choice(choice: str) -> str:
     """Describe the algorithm for each vector size, such as `tree, ring for 65,536 bytes or more`."""
     parts = choice.split("<")
     description = parts[0]
@@ -140,7 +147,7 @@ def describe_choice(choice: str) -> str:
     return description
 
 
-def store_choice(config_file: Path, choice: str) -> None:
+def store_algorithm_choice(config_file: Path, choice: str) -> None:
     """Store the chosen algorithm in the config.yaml file of a run.
 
     Raises UserError if the file cannot be written.

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from common.distributed.collectives import CollectivePoint, CollectiveVariant, compute_bus_factor, compute_sent_bytes
-from common.distributed.transport.cost import MessageTimeLine, MessageTimeLines, fit_line, predict_seconds
+from common.distributed.transport.cost import MessageTimeLine, MessageTimeLines, fit_message_time_line, predict_seconds
 from common.runs.result import ReportData
 
 HEAD = f"{'us':>10}  {'[lowest..highest]':<21}{'GB/s':>7}{'bus GB/s':>10}{'line, us':>11}"
@@ -113,7 +113,7 @@ class CollectiveReport:
         times: dict[tuple[str, str], dict[int, float]] = {}
         for cell in self.cells:
             times.setdefault((cell.point.name, cell.side), {})[cell.point.nbytes] = cell.time
-        return {key: fit_line(list(by_size.items())) for key, by_size in times.items() if len(by_size) > 1}
+        return {key: fit_message_time_line(list(by_size.items())) for key, by_size in times.items() if len(by_size) > 1}
 
     def predict_seconds(self, cell: CollectiveCell, lines: Mapping[tuple[str, str], MessageTimeLine]) -> float | None:
         """Predict the time of an all-reduce in seconds from its algorithm and its links.
@@ -141,7 +141,7 @@ class CollectiveReport:
             fitted: dict[str, Curve] = {}
             for side, curve in measured.items():
                 if line := lines.get((name, side)):
-                    fitted[f"{side}: {format_line(line)}"] = sample_line(line, curve[0][0], curve[-1][0])
+                    fitted[f"{side}: {format_fitted_line(line)}"] = sample_fitted_line(line, curve[0][0], curve[-1][0])
             curves[name] = (measured, fitted)
         return curves
 
@@ -156,14 +156,14 @@ class CollectiveReport:
             for cell in select_largest_sizes(cells):
                 notes = []
                 if line := lines.get((name, cell.side)):
-                    notes.append(format_line(line))
+                    notes.append(format_fitted_line(line))
                 if predicted := self.predict_seconds(cell, lines):
                     notes.append(f"{predicted * 1e6:,.1f} us predicted from link speeds for the largest size")
                 if notes:
                     row.append(f"{cell.side}: {'; '.join(notes)}")
             rows[name] = "\n".join(row)
         if self.links:
-            links = [f"ranks {link}: {format_line(line)}" for link, line in self.links.items()]
+            links = [f"ranks {link}: {format_fitted_line(line)}" for link, line in self.links.items()]
             rows["links"] = "\n".join(links)
         rows["bytes sent"] = self._format_bytes()
         return rows
@@ -208,7 +208,7 @@ def select_largest_sizes(cells: Sequence[CollectiveCell]) -> list[CollectiveCell
     return list({cell.side: cell for cell in cells}.values())
 
 
-def sample_line(line: MessageTimeLine, smallest: float, largest: float) -> Curve:
+def sample_fitted_line(line: MessageTimeLine, smallest: float, largest: float) -> Curve:
     """Return logarithmically spaced points (bytes, microseconds, 0) of a fitted line."""
     curve = []
     for i in range(CURVE_SEGMENTS + 1):
@@ -233,7 +233,7 @@ def format_cell(cell: CollectiveCell, width: int, ranks: int, line: MessageTimeL
     )
 
 
-def format_line(line: MessageTimeLine) -> str:
+def format_fitted_line(line: MessageTimeLine) -> str:
     """Format a fitted line, such as `100.0 us + bytes / 1 GB/s`."""
     latency = f"{line.alpha * 1e6:.1f} us"
     return f"{latency} + bytes / {1e-9 / line.beta:.3g} GB/s" if line.beta else f"{latency} for any size"

@@ -30,9 +30,9 @@ from common.distributed.builtin.backend import BuiltinBackend
 from common.distributed.builtin.communicator import Communicator
 from common.distributed.builtin.registration import register_backend
 from common.distributed.rank_info import RankInfo
-from common.distributed.rendezvous import World, describe_transport
-from common.distributed.transport.algorithms import Algorithm, build_by_size, count_bytes
-from common.distributed.transport.cost import MessageTimeLine, fit_line
+from common.distributed.rendezvous import World, make_transport_settings
+from common.distributed.transport.algorithms import Algorithm, build_algorithms_by_size, count_bytes_per_rank
+from common.distributed.transport.cost import MessageTimeLine, fit_message_time_line
 from common.distributed.transport.memory_links import MemoryStream
 from configs.collectives import TRANSPORTS
 from configs.launch import Launch
@@ -59,7 +59,9 @@ class CollectivePoint(NamedTuple):
         return f"{self.op} {self.dtype}"
 
 
-def list_points(ops: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int], ranks: int) -> list[CollectivePoint]:
+def list_benchmark_points(
+    ops: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int], ranks: int
+) -> list[CollectivePoint]:
     """Return all combinations of operation, data type, and size.
 
     `sizes` are in bytes. For sharded operations, they are rounded up so that all ranks have equal shards.
@@ -159,7 +161,7 @@ def describe_links(world: World, group: dist.ProcessGroup | None) -> str:
     return "memory and network" if True in kinds else "network"
 
 
-def open_group(world: World, backend: str) -> dist.ProcessGroup:
+def create_group_of_all_ranks(world: World, backend: str) -> dist.ProcessGroup:
     """Create another process group of all ranks. All ranks must call this function."""
     group = dist.new_group(backend=backend, timeout=world.timeout)
     assert isinstance(group, dist.ProcessGroup)
@@ -190,9 +192,9 @@ def open_builtin_variants(
     group_settings = replace(settings, algorithm="ring", transport=TRANSPORTS[transport])
     identity = world.transport.identity if world.transport and transport == "tls" else None
     interface = os.environ["GLOO_SOCKET_IFNAME"]
-    group_transport = describe_transport(world, group_settings, world.hosts, interface, identity)
+    group_transport = make_transport_settings(world, group_settings, world.hosts, interface, identity)
     register_backend(group_transport)
-    group = open_group(world, "builtin")
+    group = create_group_of_all_ranks(world, "builtin")
     if world.transport:  # later groups must use the transport of the run again
         register_backend(world.transport)
 
@@ -202,8 +204,8 @@ def open_builtin_variants(
     sides: dict[str, CollectiveVariant] = {}
     calls = make(group)
     for name in names:
-        algorithms = build_by_size(name, world.size, group_transport.hosts)
-        calls["all_reduce"] = partial(all_reduce_by, algorithms, group)
+        algorithms = build_algorithms_by_size(name, world.size, group_transport.hosts)
+        calls["all_reduce"] = partial(all_reduce_with_algorithms, algorithms, group)
         side = add_builtin_counters(
             CollectiveVariant(calls, count_interface_bytes=count_interface, link_variant=link), group
         )
@@ -224,7 +226,7 @@ def list_variant_notes(sides: Mapping[str, CollectiveVariant], transports: Seque
     return sorted(notes)
 
 
-def all_reduce_by(
+def all_reduce_with_algorithms(
     algorithms: Sequence[tuple[int, Algorithm]], group: dist.ProcessGroup, vector: Tensor, output: Tensor
 ) -> None:
     """All-reduce a vector in a `builtin` group with the given algorithms. `output` is not used."""
@@ -243,7 +245,9 @@ def fit_link_lines(world: World) -> dict[str, MessageTimeLine]:
     lines = {}
     for rank, times in enumerate(world.gather(measure_links(world))):
         if times:
-            lines[f"{rank} - {(rank + 1) % world.size}"] = fit_line([(nbytes, seconds) for nbytes, seconds in times])
+            lines[f"{rank} - {(rank + 1) % world.size}"] = fit_message_time_line(
+                [(nbytes, seconds) for nbytes, seconds in times]
+            )
     return lines
 
 
@@ -255,7 +259,7 @@ def compute_sent_bytes(point: CollectivePoint, side: CollectiveVariant, ranks: i
     """
     if algorithm := side.choose_algorithm(point):
         element_bytes = side.compute_vector_bytes(point) // point.length
-        return [float(element_bytes * count) for count in count_bytes(algorithm, point.length)]
+        return [float(element_bytes * count) for count in count_bytes_per_rank(algorithm, point.length)]
     factor = (ranks - 1) / ranks if point.op == "broadcast" else compute_bus_factor(point.op, ranks)
     return [factor * point.nbytes] * ranks
 
@@ -274,7 +278,7 @@ class TestVectors:
         generator = torch.Generator().manual_seed(seed)
         self.periods = torch.randint(largest + 1, (self.ranks, PERIOD), generator=generator).to(device)
 
-    def tile_period(self, period: Tensor, point: CollectivePoint, length: int) -> Tensor:
+    def repeat_period_to_length(self, period: Tensor, point: CollectivePoint, length: int) -> Tensor:
         """Return a vector of `length` elements that repeats the numbers in `period`."""
         return period.to(getattr(torch, point.dtype)).repeat(-(-length // PERIOD))[:length]
 
@@ -282,7 +286,7 @@ class TestVectors:
         """Return the input tensor of this rank, and an output tensor that is filled with a wrong value."""
         shard = point.length // self.ranks
         input_length = shard if point.op == "all_gather" else point.length
-        vector = self.tile_period(self.periods[self.rank], point, input_length)
+        vector = self.repeat_period_to_length(self.periods[self.rank], point, input_length)
         output_length = {"reduce_scatter": shard, "broadcast": 0, "all_reduce": 0}.get(point.op, point.length)
         return vector, torch.full((output_length,), -1, dtype=vector.dtype, device=self.device)
 
@@ -291,14 +295,14 @@ class TestVectors:
         shard = point.length // self.ranks
         match point.op:
             case "all_gather":
-                return torch.cat([self.tile_period(period, point, shard) for period in self.periods])
+                return torch.cat([self.repeat_period_to_length(period, point, shard) for period in self.periods])
             case "sendrecv":
                 period = self.periods[self.rank - 1]
             case "broadcast":
                 period = self.periods[0]
             case _:
                 period = self.periods.sum(0)
-        expected = self.tile_period(period, point, point.length)
+        expected = self.repeat_period_to_length(period, point, point.length)
         if point.op == "reduce_scatter":
             return expected[shard * self.rank : shard * (self.rank + 1)]
         return expected

@@ -50,7 +50,7 @@ class UncompiledDDP(DistributedDataParallel):
 
 
 @contextlib.contextmanager
-def hide_compiler() -> Iterator[None]:
+def avoid_compiler_import() -> Iterator[None]:
     """Avoid importing torch's compiler while DDP is constructed in the `with` block.
 
     The DDP constructor queries the mode of the compiler and thereby imports the compiler, which takes almost as long as
@@ -75,7 +75,7 @@ def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> Distribu
     device_ids = [device.index] if device.type == "cuda" else None
     options = make_unsynchronized_buffer_options() | options
     wrapper_class = DistributedDataParallel if "torch._dynamo" in sys.modules else UncompiledDDP
-    with hide_compiler():
+    with avoid_compiler_import():
         replica = wrapper_class(model, device_ids=device_ids, **options)
     setattr(replica, OPTIONS_ATTRIBUTE, options)
     return replica
@@ -93,7 +93,7 @@ def rewrap_ddp(replica: nn.Module | None) -> None:
     communication = getattr(replica, COMMUNICATION_ATTRIBUTE, "none")
     for parameter in replica.parameters():
         parameter.grad = None  # the gradient may be a view of a bucket of the old wrapper
-    with hide_compiler():
+    with avoid_compiler_import():
         DistributedDataParallel.__init__(replica, replica.module, **(options | {"init_sync": False}))
     setattr(replica, OPTIONS_ATTRIBUTE, options)
     register_comm_hook(replica, communication, 0)
@@ -151,7 +151,7 @@ def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, 
     state.rng.set_state(unpack_rng_state(saved["rng"]))
 
 
-def compute_ring_bytes(model: nn.Module) -> int:
+def compute_ring_all_reduce_bytes(model: nn.Module) -> int:
     """Return the number of bytes per step that each rank sends in a ring all-reduce of gradients.
 
     This is the algorithm that gloo uses. Each of p ranks sends 2 (p - 1) / p times the size of its gradients. The

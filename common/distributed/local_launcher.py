@@ -19,15 +19,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.core import host_memory
-from common.core.errors import EXIT_REFUSED, EXIT_RESUMABLE, MachineError, UserError, explain_error
-from common.core.process_limits import explain_exit_by_shortage
-from common.core.processes import exit_at_once, kill_with_parent
+from common.core.errors import EXIT_REFUSED, EXIT_RESUMABLE, MachineError, UserError, convert_shortage_error
+from common.core.process_limits import explain_exit_from_log
+from common.core.processes import exit_without_cleanup, kill_with_parent
 from common.core.rendezvous_dir import create_rendezvous_dir
 from common.core.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
 from common.distributed.elastic.coordinator import EndReason
 from common.distributed.elastic.supervisor import Supervisor, open_listener
 from common.distributed.rank_info import RankInfo
-from common.runs.folder import disk_errors
+from common.runs.folder import convert_disk_errors
 from configs.elastic import Elastic
 
 POLL_SECONDS = 0.01
@@ -72,7 +72,7 @@ def run_ranks(
     """
     private, lock = create_rendezvous_dir()
     children: list[ChildRank] = []
-    stop = StopForwarder(children)
+    stop = StopSignalForwarder(children)
     oom_kills = host_memory.count_oom_kills()
     coordinator = str(private / "coordinator") if elastic else ""
     forker = RankForker(body, size, nodes, private, coordinator, children)
@@ -81,15 +81,15 @@ def run_ranks(
         if elastic:
             listener = open_listener(coordinator, size)
             supervisor = Supervisor(
-                listener, size, elastic, forker.kill, forker.fork_again, start_timeout=setup_timeout
+                listener, size, elastic, forker.kill_rank, forker.fork_replacement, start_timeout=setup_timeout
             )
         for rank in range(size):
             forker.fork(rank)
         if stop.number:
             stop.signal_ranks()  # the signal arrived before all ranks were forked
         during_start()
-        return RankMonitor(children, stop, report_reason, read_log, oom_kills, supervisor).wait()
-    except StoppedAtOnce as stopped:
+        return RankMonitor(children, stop, report_reason, read_log, oom_kills, supervisor).wait_for_ranks()
+    except ImmediateStop as stopped:
         print(f"\nstopped by {stopped}", file=sys.stderr)
         return 128 + stopped.number
     finally:
@@ -130,7 +130,7 @@ class RankForker:
         """Fork the first process of a rank."""
         self.children.append(self._fork(self.make_rank_info(rank)))
 
-    def fork_again(self, rank: int) -> None:
+    def fork_replacement(self, rank: int) -> None:
         """Fork a new process for a lost rank, with a world of size 1 until it joins the other ranks."""
         info = self.make_rank_info(rank)
         self.children[rank] = self._fork(
@@ -141,12 +141,12 @@ class RankForker:
         error_file = self.private / f"error-{info.original_rank}.json"
         return ChildRank(info.original_rank, fork_rank(self.body, info, error_file), error_file)
 
-    def kill(self, rank: int) -> None:
+    def kill_rank(self, rank: int) -> None:
         """Kill an unresponsive rank, because a frozen process could resume later and write to the run folder."""
         os.kill(self.children[rank].pid, signal.SIGKILL)
 
 
-class StoppedAtOnce(Exception):
+class ImmediateStop(Exception):
     """Stop signal that ends the run immediately.
 
     This is either a repeated signal, or a signal that arrived before a rank was able to handle it.
@@ -158,7 +158,7 @@ class StoppedAtOnce(Exception):
         super().__init__("Ctrl-C" if name == "SIGINT" else name)
 
 
-class StopForwarder:
+class StopSignalForwarder:
     """Handler of stop signals.
 
     The first signal is forwarded to all ranks, which save a checkpoint and exit. A second signal ends the run
@@ -172,13 +172,13 @@ class StopForwarder:
         self.received_at = 0.0
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self.handle)
+                signal.signal(number, self.handle_stop_signal)
 
-    def handle(self, number: int, frame: object) -> None:
+    def handle_stop_signal(self, number: int, frame: object) -> None:
         """Forward the first signal to all ranks, and raise StoppedAtOnce for the second one."""
         if self.number:
             if number == signal.SIGINT or time.monotonic() - self.received_at > REPEATED_SIGNAL_SECONDS:
-                raise StoppedAtOnce(number)
+                raise ImmediateStop(number)
             return
         self.number = number
         self.received_at = time.monotonic()
@@ -210,12 +210,12 @@ def fork_rank(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     pid = os.fork()
     if pid == 0:
-        run_child(body, info, error_file, parent)
+        run_rank_in_child_process(body, info, error_file, parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     return pid
 
 
-def run_child(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path, parent: int) -> None:
+def run_rank_in_child_process(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path, parent: int) -> None:
     """Run `body` in a forked rank and then exit the process; this function never returns.
 
     If `body` raises an error, the error is written to `error_file` for the parent process.
@@ -232,7 +232,7 @@ def run_child(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path
         body(info)
         status = 0
     except BaseException as raised:  # noqa: BLE001 (the parent reports all exceptions)
-        error = explain_error(raised)
+        error = convert_shortage_error(raised)
         kind = "other"
         if isinstance(error, UserError):
             status = EXIT_REFUSED
@@ -246,7 +246,7 @@ def run_child(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path
         with contextlib.suppress(OSError):
             error_file.write_text(note)
     finally:
-        exit_at_once(status)
+        exit_without_cleanup(status)
 
 
 def redirect_output(log: Path, *, keep_stdout: bool) -> None:
@@ -254,7 +254,7 @@ def redirect_output(log: Path, *, keep_stdout: bool) -> None:
 
     The output of C++ libraries is redirected as well.
     """
-    with disk_errors(log):
+    with convert_disk_errors(log):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         handle = os.open(log, flags, 0o644)
     os.dup2(handle, 2)
@@ -271,7 +271,7 @@ class RankMonitor:
     """Monitor that waits for forked ranks and reports the first failure."""
 
     children: list[ChildRank]
-    stop: StopForwarder
+    stop: StopSignalForwarder
     report_reason: Callable[[str], None]
     read_log: Callable[[int], str]
     oom_kills: int
@@ -279,19 +279,21 @@ class RankMonitor:
     supervisor: Supervisor | None
     """Supervisor of an elastic run, in which ranks may be lost; None for other runs."""
 
-    def wait(self) -> int:
+    def wait_for_ranks(self) -> int:
         """Wait until all ranks have succeeded or one rank has failed, and return the exit status of the run."""
         supervisor = self.supervisor
         while any(child.is_running for child in self.children):
             reaped = [child for child in self.children if child.is_running and reap_child(child)]
             failed = [child for child in reaped if child.exit_code not in (0, EXIT_RESUMABLE)]
             if supervisor is not None:
-                failed = [child for child in failed if not supervisor.accept_loss(child.rank, child.exit_code or 0)]
+                failed = [
+                    child for child in failed if not supervisor.handle_ended_rank(child.rank, child.exit_code or 0)
+                ]
                 supervisor.poll_and_restart_ranks([child.rank for child in self.children if not child.is_running])
 
             # A rank that the stop request killed had not set its handler yet. The other ranks fail without this rank.
             if self.stop.number and any(child.exit_code == -signal.SIGUSR2 for child in failed):
-                raise StoppedAtOnce(self.stop.number)
+                raise ImmediateStop(self.stop.number)
             if failed:
                 return self._report_failure(self._find_first_failure(failed))
 
@@ -325,7 +327,7 @@ class RankMonitor:
     def _report_failure(self, child: ChildRank) -> int:
         """Print the reason why a run failed, and return the exit status of the run."""
         assert child.exit_code is not None
-        cause = explain_exit_by_shortage(self.read_log(child.rank), child.exit_code)
+        cause = explain_exit_from_log(self.read_log(child.rank), child.exit_code)
         if child.exit_code < 0:
             self._report_killed(child, -child.exit_code, cause)
             return 128 - child.exit_code

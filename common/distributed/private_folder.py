@@ -37,7 +37,7 @@ def check_tls(settings: Launch, rank_info: RankInfo | None) -> None:
             "start the run with make exp or srun, or omit launch.tls"
         )
     if rank_info is None or rank_info.rank == 0:
-        certificates.check_openssl()
+        certificates.check_openssl_is_installed()
 
 
 def get_private_folder(base: Path, rank_info: RankInfo) -> Path:
@@ -48,7 +48,7 @@ def get_private_folder(base: Path, rank_info: RankInfo) -> Path:
     return base / f".private-{rank_info.attempt_id}"
 
 
-def open_identity(folder: Path, rank_info: RankInfo, timeout_seconds: float) -> Identity:
+def create_or_load_identity(folder: Path, rank_info: RankInfo, timeout_seconds: float) -> Identity:
     """Load the TLS identity of this attempt, which rank 0 creates in a new private folder.
 
     The other ranks wait for this folder. Raises UserError if the identity cannot be created or loaded, and
@@ -56,9 +56,9 @@ def open_identity(folder: Path, rank_info: RankInfo, timeout_seconds: float) -> 
     """
     if rank_info.rank == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        certificates.make_identity(folder, compute_certificate_seconds(folder.parent))
+        certificates.create_identity_files(folder, compute_certificate_seconds(folder.parent))
     deadline = time.monotonic() + timeout_seconds
-    while not is_visible(folder):
+    while not is_folder_visible(folder):
         if time.monotonic() > deadline:
             raise UnreachableError(
                 f"rank {rank_info.rank} cannot find {folder}, which rank 0 creates for launch.tls=true; check the log "
@@ -68,7 +68,7 @@ def open_identity(folder: Path, rank_info: RankInfo, timeout_seconds: float) -> 
     return certificates.load_identity(folder)
 
 
-def is_visible(folder: Path) -> bool:
+def is_folder_visible(folder: Path) -> bool:
     """Return whether a folder exists.
 
     This function lists the parent folder, because network file systems cache the lookup of a single name.
@@ -97,7 +97,7 @@ def compute_certificate_seconds(run_folder: Path) -> float:
     return DEFAULT_CERTIFICATE_SECONDS
 
 
-def delete_key(folder: Path) -> None:
+def delete_key_and_certificate(folder: Path) -> None:
     """Delete the key and the certificate after all ranks have read them."""
     for name in (certificates.KEY_FILE, certificates.CERTIFICATE_FILE):
         (folder / name).unlink(missing_ok=True)

@@ -143,19 +143,19 @@ def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = 
     identity = None
     if settings.tls:
         assert key_folder is not None
-        identity = private_folder.open_identity(key_folder, rank_info, settings.setup_timeout)
+        identity = private_folder.create_or_load_identity(key_folder, rank_info, settings.setup_timeout)
     else:
         key_folder = None
 
     store, interface = set_up_rendezvous(rank_info, settings, setup_timeout, key_folder)
-    hosts = gather_hosts(store, rank_info, setup_timeout)
+    hosts = exchange_host_names(store, rank_info, setup_timeout)
     transport = None
     if backend == "builtin":
-        transport = describe_transport(rank_info, settings, hosts, interface, identity)
+        transport = make_transport_settings(rank_info, settings, hosts, interface, identity)
         register_backend(transport)
     dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=step_timeout)
     if key_folder and rank_info.rank == 0:
-        private_folder.delete_key(key_folder)
+        private_folder.delete_key_and_certificate(key_folder)
     yield World(
         **vars(rank_info),
         hosts=hosts,
@@ -285,7 +285,7 @@ def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[to
     """
     if settings.backend == "builtin":
         return torch.device("cpu"), "builtin"
-    gpus = 0 if settings.on_cpu else torch.cuda.device_count()
+    gpus = 0 if settings.excludes_gpus else torch.cuda.device_count()
     if settings.device == "cuda":
         check_gpus(rank_info.local_size, gpus)
     if gpus >= rank_info.local_size or (settings.mixed and gpus > rank_info.local_rank):
@@ -305,7 +305,7 @@ def check_gpus(ranks: int, gpus: int) -> None:
         )
 
 
-def describe_transport(
+def make_transport_settings(
     rank_info: RankInfo, settings: Launch, hosts: Sequence[str], interface: str, identity: Identity | None = None
 ) -> TransportSettings:
     """Return the settings with which process groups of the backend `builtin` connect in this run."""
@@ -324,7 +324,7 @@ def describe_transport(
     )
 
 
-def gather_hosts(store: dist.Store, rank_info: RankInfo, timeout: datetime.timedelta) -> tuple[str, ...]:
+def exchange_host_names(store: dist.Store, rank_info: RankInfo, timeout: datetime.timedelta) -> tuple[str, ...]:
     """Exchange the host names of all ranks through the store.
 
     Raises UnreachableError, which names the missing ranks, if some ranks do not join within the timeout.

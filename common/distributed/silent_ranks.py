@@ -18,7 +18,7 @@ from common.distributed.rendezvous import World
 ANSWER_SECONDS = 5.0  # time limit for an answer from the rendezvous store
 
 
-class SilenceWatch:
+class SilentRankWatchdog:
     """Watchdog that reports which ranks a blocked collective is waiting for.
 
     The watchdog is for collectives that do not raise a timeout. With NCCL, the calling thread is blocked in the GPU
@@ -39,10 +39,10 @@ class SilenceWatch:
         self.report = report
         self.closed = threading.Event()
         self.round = 0
-        self.restart()
+        self.restart_time_limit()
         threading.Thread(target=self._watch, daemon=True, name="silence").start()
 
-    def restart(self) -> None:
+    def restart_time_limit(self) -> None:
         """Restart the time limit after a step. All ranks must call this method equally often."""
         self.round += 1
         self.deadline = time.monotonic() + self.timeout_seconds
@@ -55,7 +55,7 @@ class SilenceWatch:
         while not self.closed.wait(max(0.0, self.deadline - time.monotonic())):
             if time.monotonic() < self.deadline:
                 continue
-            message = name_silent_ranks(self.world, self.step_seconds, f"{self.round}/")
+            message = describe_silent_ranks(self.world, self.step_seconds, f"{self.round}/")
             if message:
                 if not self.closed.is_set():
                     self.report(message)
@@ -63,7 +63,7 @@ class SilenceWatch:
             self.deadline = time.monotonic() + self.timeout_seconds  # all ranks are waiting for a slow operation
 
 
-def name_silent_ranks(world: World, step_seconds: float, part: str = "") -> str:
+def describe_silent_ranks(world: World, step_seconds: float, part: str = "") -> str:
     """Return a message that names the ranks that have not reached the collective that timed out.
 
     The message is empty if all ranks are waiting. A rank counts as waiting if it calls this function within

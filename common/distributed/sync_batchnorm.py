@@ -81,15 +81,15 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     if device.type == "cuda" and dist.get_backend() == "nccl":
         return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
     if type(model) is nn.BatchNorm2d:
-        return convert_layer(model)
+        return convert_batchnorm_layer(model)
     for parent in list(model.modules()):
         for name, layer in parent.named_children():
             if type(layer) is nn.BatchNorm2d:
-                parent.add_module(name, convert_layer(layer))
+                parent.add_module(name, convert_batchnorm_layer(layer))
     return model
 
 
-def convert_layer(layer: nn.BatchNorm2d) -> SyncBatchNorm2d:
+def convert_batchnorm_layer(layer: nn.BatchNorm2d) -> SyncBatchNorm2d:
     """Return a synchronized layer that shares the parameters and buffers of a BatchNorm2d."""
     synced = SyncBatchNorm2d(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
     synced.weight = layer.weight
@@ -119,7 +119,7 @@ def list_unsynchronized_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
     return norms
 
 
-def skip_empty_batches(model: nn.Module) -> nn.Module:
+def accept_empty_batches(model: nn.Module) -> nn.Module:
     """Make unsynchronized BatchNorm layers accept empty batches, and return the model.
 
     An empty batch has no mean, so the layers use their running statistics.

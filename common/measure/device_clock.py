@@ -41,21 +41,21 @@ class DeviceClock:
         """The time.perf_counter() value that `to_seconds` converts to 0 seconds."""
         self.stamp: Callable[[], Stamp] = self.record_stamp if self.is_cuda else time.perf_counter
         if self.is_cuda:
-            self.reset_zero()
+            self.reset_reference_event()
 
-    def reset_zero(self) -> None:
+    def reset_reference_event(self) -> None:
         """Wait for the GPU, and record a new reference event together with the current time of the host."""
         torch.cuda.synchronize(self.device)
         self.zero = self.record_event()
         self.origin = time.perf_counter()
 
-    def begin_step(self) -> None:
+    def refresh_reference_event(self) -> None:
         """Start a step. On a GPU, a new reference event is recorded every MAX_ZERO_AGE_SECONDS.
 
         This waits for the GPU, and keeps the timestamps precise.
         """
         if self.is_cuda and time.perf_counter() - self.origin > MAX_ZERO_AGE_SECONDS:
-            self.reset_zero()
+            self.reset_reference_event()
 
     def record_event(self) -> torch.cuda.Event:
         """Record an event on the current CUDA stream."""
@@ -67,11 +67,11 @@ class DeviceClock:
         """Record a timestamp on the current CUDA stream."""
         return TimedEvent(self.record_event(), self.zero, self.origin)
 
-    def has_reached(self, stamp: Stamp) -> bool:
+    def has_reached_stamp(self, stamp: Stamp) -> bool:
         """Return whether the device has reached a timestamp, without waiting for the device."""
         return not isinstance(stamp, TimedEvent) or stamp.event.query()
 
-    def set_zero_now(self) -> None:
+    def set_origin_now(self) -> None:
         """Set the origin of `to_seconds` to the current time.
 
         Ranks on different hosts must call this method at the same time.

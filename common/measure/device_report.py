@@ -13,7 +13,7 @@ import torch
 from common.distributed.rendezvous import World
 from common.measure import plots
 from common.measure.memory import read_peak_memory
-from common.measure.step_timing import ScalingReport, StepTimes, compute_imbalance, gather_step_times
+from common.measure.step_timing import ScalingReport, StepTimer, compute_imbalance, gather_step_times
 from common.runs.result import Report, ReportData
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 
@@ -29,7 +29,7 @@ BATCHNORM_STATISTICS = {
 def report_devices(
     cfg: Config,
     world: World,
-    times: StepTimes | None,
+    times: StepTimer | None,
     compare: Callable[[], Mapping[str, list[float]]],
     folder: Path,
     gpus: int,
@@ -79,7 +79,7 @@ def report_devices(
     unit = ("GPU" if in_one_process else "rank") + ("s" if devices > 1 else "")
     title = f"{cfg.model}, batch {cfg.batch}, {devices} {unit}"
     facts = ReportData(rows, outcome, {"imbalance": imbalance}, memory)
-    return [facts, Comparison(rates, folder, gpus, title), scaling]
+    return [facts, StrategyComparison(rates, folder, gpus, title), scaling]
 
 
 def count_samples_per_device(cfg: Config, count: int, devices: int) -> list[int]:
@@ -107,13 +107,13 @@ def describe_devices(
     sizes = count_samples_per_device(cfg, cfg.batch, devices)
     megabytes = ", ".join(f"{peak / 1e6:,.0f}" for peak in peaks)
     rows = {
-        "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {format_sum(sizes)}",
+        "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {format_sizes_as_sum(sizes)}",
         "memory": f"peak of each device: {megabytes} MB",
         "BatchNorm": BATCHNORM_STATISTICS[statistics].format(sizes[0]),
         "checkpoints": "parameter names have no prefix module., regardless of the strategy",
     }
     if last_batch:
-        rows["last batch"] = f"{sum(last_batch)} = {format_sum(last_batch)}"
+        rows["last batch"] = f"{sum(last_batch)} = {format_sizes_as_sum(last_batch)}"
     shares = [f"{name.replace('_', ' ')} {value:.0%}" for name, value in imbalance.items() if value is not None]
     if shares:
         rows["imbalance"] = f"{', '.join(shares)} (excess of the maximum over the mean)"
@@ -121,7 +121,7 @@ def describe_devices(
 
 
 @dataclass(frozen=True)
-class Comparison:
+class StrategyComparison:
     """Report of a comparison of strategies by their throughput."""
 
     rates: Mapping[str, list[float]]
@@ -144,7 +144,7 @@ class Comparison:
         if "data_parallel" not in self.rates:
             rows["data_parallel"] = ONE_DEVICE_MESSAGE.format(self.gpus)
         path = self.folder / "compare.png"
-        plots.draw_bars(path, heights, "training samples per second", title=self.title)
+        plots.draw_bar_chart(path, heights, "training samples per second", title=self.title)
         rows["plot"] = path.absolute().as_uri()
         return rows
 
@@ -153,6 +153,6 @@ class Comparison:
         return ReportData(measured={"compare": dict(self.rates)})
 
 
-def format_sum(sizes: list[int]) -> str:
+def format_sizes_as_sum(sizes: list[int]) -> str:
     """Format sizes as a sum, such as "8 + 8". Of more than eight sizes, only the first and the last are shown."""
     return " + ".join(map(str, sizes)) if len(sizes) <= 8 else f"{sizes[0]} + ... + {sizes[-1]}"

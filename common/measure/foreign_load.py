@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.core.text import read_or_empty
+from common.core.text import read_text_or_empty
 from common.distributed.rendezvous import World
 from common.runs.provenance import read_boot_id
 from common.runs.result import ReportData
@@ -48,7 +48,7 @@ class ForeignLoadMeter:
         self.rank_start = time.process_time()
         self.busy_start = read_busy_seconds()
 
-    def measure(self) -> CpuUse:
+    def measure_cpu_use(self) -> CpuUse:
         """Return the CPU time used since this meter was created, as measured by this rank."""
         now = read_busy_seconds()
         cpus = self.busy_start.keys() & now.keys()
@@ -62,8 +62,8 @@ class ForeignLoadMeter:
 
         All ranks must call this method.
         """
-        gathered = self.world.gather(vars(self.measure()))
-        return report_shares(compute_foreign_shares([CpuUse(**use) for use in gathered]))
+        gathered = self.world.gather(vars(self.measure_cpu_use()))
+        return report_foreign_shares(compute_foreign_shares([CpuUse(**use) for use in gathered]))
 
 
 def read_busy_seconds() -> dict[str, float]:
@@ -74,7 +74,7 @@ def read_busy_seconds() -> dict[str, float]:
     allowed = os.sched_getaffinity(0)
     ticks_per_second = os.sysconf("SC_CLK_TCK")
     seconds: dict[str, float] = {}
-    for cpu, *ticks in CPU_LINE.findall(read_or_empty("/proc/stat")):
+    for cpu, *ticks in CPU_LINE.findall(read_text_or_empty("/proc/stat")):
         if int(cpu) in allowed:
             seconds[cpu] = sum(map(int, ticks)) / ticks_per_second
     return seconds
@@ -102,7 +102,7 @@ def compute_foreign_shares(uses: Sequence[CpuUse]) -> dict[str, float]:
     return shares
 
 
-def report_shares(shares: Mapping[str, float]) -> ReportData:
+def report_foreign_shares(shares: Mapping[str, float]) -> ReportData:
     """Create a report with the largest share for result.json, and notes on large shares for the final table."""
     notes = [
         f"other processes used {share:.0%} of the CPU time on {hosts}; measured times are longer than on an idle host"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.runs.folder import RunFolder, disk_errors, write_atomic
+from common.runs.folder import RunFolder, convert_disk_errors, write_atomic
 
 LIST = "media.jsonl"
 FOLDER = "media"
@@ -37,7 +37,7 @@ def make_media_path(folder: RunFolder, step: int, name: str, kind: str) -> Path:
             "letter or digit"
         )
     media = folder.attempt_folder / FOLDER
-    with disk_errors(media):
+    with convert_disk_errors(media):
         media.mkdir(exist_ok=True)
     return media / f"{name}-{step:08d}.{kind}"
 
@@ -59,7 +59,7 @@ def write_image(folder: RunFolder, step: int, name: str, pixels: Tensor) -> None
     if values.dim() == 3:
         values = values.permute(1, 2, 0).contiguous()
     file = make_media_path(folder, step, name, "png")
-    with disk_errors(file):
+    with convert_disk_errors(file):
         Image.fromarray(values.numpy()).save(file)
     append_media_entry(folder, step, name, "image", file)
 
@@ -80,5 +80,5 @@ def append_media_entry(folder: RunFolder, step: int, name: str, kind: str, file:
     """Append a line that describes a file to media.jsonl."""
     entry: dict[str, Any] = {"global_step": step, "name": name, "kind": kind, "file": f"{FOLDER}/{file.name}"}
     path = folder.attempt_folder / LIST
-    with disk_errors(path), open(path, "a") as stream:
+    with convert_disk_errors(path), open(path, "a") as stream:
         stream.write(json.dumps(entry) + "\n")

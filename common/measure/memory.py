@@ -29,7 +29,7 @@ OUT_OF_MEMORY_MESSAGES = (
 )
 
 
-class Footprint:
+class MemoryMeter:
     """Meter of the additional memory in bytes that this process uses since the meter was created.
 
     The maximum over all calls of `record_peak` is stored. On a CPU, the private memory pages of this process are
@@ -160,16 +160,16 @@ def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[di
         is_full = isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_MESSAGES)
         if not megabytes or not is_full:
             raise
-        restore_limit(devices, old_limits)
+        restore_memory_limits(devices, old_limits)
         raise UserError(
             f"memory_cap={megabytes}: the model with its gradients, optimizer state and activations does not fit into "
             f"{megabytes} MB; split it into more stages (stages=, mode=pipelined), lower batch, or raise memory_cap"
         ) from None
     finally:
-        restore_limit(devices, old_limits)
+        restore_memory_limits(devices, old_limits)
 
 
-def restore_limit(devices: Sequence[torch.device], old_limits: tuple[int, int]) -> None:
+def restore_memory_limits(devices: Sequence[torch.device], old_limits: tuple[int, int]) -> None:
     """Restore the previous memory limits of this process, and remove the limits on GPUs."""
     resource.setrlimit(resource.RLIMIT_DATA, old_limits)
     for device in devices:

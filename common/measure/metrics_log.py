@@ -26,7 +26,7 @@ Values = dict[str, Tensor | float | None]
 POSITION_FIELDS = ("global_step", "samples", "time")
 
 
-class Batches(Protocol):
+class SampleCounter(Protocol):
     """The part of the interface of a loader that the log uses."""
 
     @property
@@ -35,7 +35,7 @@ class Batches(Protocol):
     def count_samples(self, steps: int) -> int: ...
 
 
-def list_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def list_value_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of all values in the rows, in the order in which the names first occur."""
     names: dict[str, None] = {}
     for row in rows:
@@ -49,7 +49,7 @@ def fetch_values(rows: Sequence[Values]) -> list[dict[str, float]]:
     All values with the same name are transferred from a GPU together, so that the CPU waits only once for each name.
     """
     fetched: list[dict[str, float]] = [{} for _ in rows]
-    for name in list_names(rows):
+    for name in list_value_names(rows):
         numbers: list[Any] = []
         targets: list[dict[str, float]] = []
         for row, target in zip(rows, fetched, strict=True):
@@ -69,7 +69,7 @@ def average_over_ranks(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     `rows[r]` contains the values of rank r.
     """
     means: dict[str, float] = {}
-    for name in list_names(rows):
+    for name in list_value_names(rows):
         values = [row[name] for row in rows if name in row]
         parts = [value / len(values) for value in values]
         means[name] = functools.reduce(operator.add, parts)  # not sum(), which rounds differently since Python 3.12
@@ -81,7 +81,7 @@ def is_evaluation(row: dict[str, Any]) -> bool:
     return "test_loss" in row
 
 
-def locate_row(row: dict[str, Any]) -> tuple[int, bool]:
+def get_row_position(row: dict[str, Any]) -> tuple[int, bool]:
     """Return a key by which the rows of metrics.jsonl are ordered.
 
     The row of a step comes before the row of the evaluation after this step.
@@ -101,7 +101,7 @@ class MetricsLog:
         self,
         world: World,
         writer: MetricsWriter,
-        batches: Batches,
+        batches: SampleCounter,
         *,
         source: int = MEAN,
         seconds: float = 0.5,
@@ -128,12 +128,12 @@ class MetricsLog:
         self.divergence = ""
         """On rank 0, a message that training has diverged, or an empty string."""
 
-    def add(self, step: int, now: float, values: Values) -> None:
+    def add_step(self, step: int, now: float, values: Values) -> None:
         """Store the values of a step until the next flush. The names of the values may differ between steps."""
         self.rows.append((step, now, values))
 
     @property
-    def is_due(self) -> bool:
+    def is_flush_due(self) -> bool:
         """True if a flush is due. The value is the same on all ranks."""
         return bool(self.rows) and self.rows[-1][0] >= self.next_flush
 
@@ -154,8 +154,8 @@ class MetricsLog:
         if self.is_averaged:
             by_rank = [rank_values for rank_values, _ in gathered]
             step_values = [average_over_ranks(values) for values in zip(*by_rank, strict=True)]
-        self._note_divergence([row[0] for row in rows], step_values)
-        self.writer.add(self._make_rows(rows, step_values))
+        self._record_divergence([row[0] for row in rows], step_values)
+        self.writer.add_rows(self._make_rows(rows, step_values))
         self.show(step, step_values[-1])
 
     def _choose_interval(self, count: int, now: float) -> int:
@@ -170,14 +170,14 @@ class MetricsLog:
     def drop_unwritten_rows(self) -> None:
         """Do nothing. The subclass `SharedMetricsLog` discards the rows that rank 0 has written."""
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write_values(self, step: int, values: dict[str, float]) -> None:
         """Write the collected rows, and then a row with `values`, such as the scores of an evaluation.
 
         All ranks must call this method. The values of rank 0 are written.
         """
         self.flush()
         if self.world.is_main:
-            self.writer.add([self._make_row(step, time.perf_counter()) | values])
+            self.writer.add_rows([self._make_row(step, time.perf_counter()) | values])
 
     def _make_row(self, step: int, now: float) -> dict[str, Any]:
         return {
@@ -192,7 +192,7 @@ class MetricsLog:
         """Return the rows of metrics.jsonl for the collected steps, which have the values `step_values`."""
         return [self._make_row(step, now) | values for (step, now, _), values in zip(rows, step_values, strict=True)]
 
-    def _note_divergence(self, steps: Sequence[int], rows: Sequence[dict[str, float]]) -> None:
+    def _record_divergence(self, steps: Sequence[int], rows: Sequence[dict[str, float]]) -> None:
         """Store a message about the first step whose loss is NaN or infinite, and about its samples.
 
         A step that was skipped because its gradients are too large for fp16 does not count as divergence.
@@ -226,7 +226,7 @@ class SharedMetricsLog(MetricsLog):
         super().__init__(*arguments, **options)
         self.unwritten_rows = []
 
-    def collect(self) -> list[dict[str, Any]]:
+    def collect_unwritten_rows(self) -> list[dict[str, Any]]:
         """Return the rows that rank 0 may not have written yet, including the rows of the newest steps."""
         rows = self.rows
         self.rows = []
@@ -239,7 +239,7 @@ class SharedMetricsLog(MetricsLog):
         if self.rows:
             step, now, _ = self.rows[-1]
             self.next_flush = step + self._choose_interval(len(self.rows), now)
-        self.write_rows(self.collect())
+        self.write_rows(self.collect_unwritten_rows())
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write the rows that are not in the file yet. Only rank 0 writes.
@@ -250,14 +250,14 @@ class SharedMetricsLog(MetricsLog):
             return
         new_rows = []
         for row in rows:
-            position = locate_row(row)
+            position = get_row_position(row)
             if position > self.last_written:
                 new_rows.append(row)
                 self.last_written = position
         step_rows = [row for row in new_rows if not is_evaluation(row)]
-        self._note_divergence([row["global_step"] for row in step_rows], step_rows)
+        self._record_divergence([row["global_step"] for row in step_rows], step_rows)
         if new_rows:
-            self.writer.add(new_rows)
+            self.writer.add_rows(new_rows)
         if step_rows:
             last_row = step_rows[-1]
             logged = {name: value for name, value in last_row.items() if name not in POSITION_FIELDS}
@@ -267,7 +267,7 @@ class SharedMetricsLog(MetricsLog):
         """Discard the stored rows. Call this method only after a vote, because rank 0 has then written all rows."""
         self.unwritten_rows = []
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write_values(self, step: int, values: dict[str, float]) -> None:
         """Write the values of an evaluation, which are equal on all ranks.
 
         If the evaluation is repeated, the values are written only once.
@@ -289,4 +289,4 @@ class SharedMetricsLog(MetricsLog):
             os.truncate(path, len(complete))
         rows = [json.loads(line) for line in complete.splitlines()]
         self.writer.written = len(rows)
-        self.last_written = max(map(locate_row, rows), default=(0, True))
+        self.last_written = max(map(get_row_position, rows), default=(0, True))

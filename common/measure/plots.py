@@ -81,7 +81,7 @@ def draw_curves(
     save_with_legend(axes, path)
 
 
-def draw_bars(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, title: str = "") -> None:
+def draw_bar_chart(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, title: str = "") -> None:
     """Draw a bar chart with error bars, and write it to `path`.
 
     `heights` contains mean and standard deviation for each label. Each mean is also written above its bar.

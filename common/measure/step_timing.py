@@ -64,17 +64,17 @@ class StepDurations:
         self.durations: list[float] = []  # in seconds
         self.mark: float | None = None
 
-    def note_step_end(self, now: float) -> None:
+    def record_step_end(self, now: float) -> None:
         """Record the end of a step. `now` is the current value of time.perf_counter()."""
         if self.mark is not None:
             self.durations.append(now - self.mark)
         self.mark = now
 
-    def interrupt(self) -> None:
+    def exclude_pause(self) -> None:
         """Exclude the time since the end of the last step, which was not spent on training."""
         self.mark = time.perf_counter()
 
-    def is_steady_next(self, left: int) -> bool:
+    def is_next_step_steady(self, left: int) -> bool:
         """Return whether the next step is the first step that counts toward the mean duration.
 
         `left` is the number of steps that remain in the run.
@@ -82,19 +82,19 @@ class StepDurations:
         done = len(self.durations) + (self.mark is not None)
         return done == min(WARM_UP, (done + left) // 3)
 
-    def list_steady(self) -> list[float]:
+    def list_steady_durations(self) -> list[float]:
         """Return the durations in seconds of all steps except the first WARM_UP steps.
 
         In a short run, only the first third of the steps is excluded.
         """
         return self.durations[min(WARM_UP, len(self.durations) // 3) :]
 
-    def compute_mean(self) -> float:
+    def compute_mean_duration(self) -> float:
         """Return the mean duration in seconds of the steps that `list_steady` returns; 0 if there are none."""
-        return fmean(self.list_steady() or [0.0])
+        return fmean(self.list_steady_durations() or [0.0])
 
 
-class MarkedStep(NamedTuple):
+class StepTimestamps(NamedTuple):
     """Timestamps of one step."""
 
     marks: dict[str, Stamp]
@@ -105,7 +105,7 @@ class MarkedStep(NamedTuple):
     """Seconds that synchronized BatchNorm waited for other ranks during the forward pass."""
 
 
-class StepTimes:
+class StepTimer:
     """Recorder of the timestamps of one rank's steps."""
 
     def __init__(self, model: nn.Module, device: torch.device, sharded: Iterable[nn.Module] = ()) -> None:
@@ -121,39 +121,39 @@ class StepTimes:
         for layer in sharded:  # fully_shard has already installed its own hooks
             layer.register_forward_pre_hook(lambda *_: self.layer_starts.append(self.clock.stamp()))
             layer.register_forward_hook(self._record_forward, prepend=True)
-        self.history: deque[MarkedStep] = deque(maxlen=HISTORY)
+        self.history: deque[StepTimestamps] = deque(maxlen=HISTORY)
         self.marks: dict[str, Stamp] = {}
         self.steps_to_skip = WARM_UP
         # Backward computes the gradient of the first parameter last.
-        next(model.parameters()).register_hook(lambda _: self.mark("last gradient"))
+        next(model.parameters()).register_hook(lambda _: self.record_mark("last gradient"))
 
     def _record_forward(self, *_: object) -> None:
         self.layer_spans.append((self.layer_starts.pop(), self.clock.stamp()))
 
-    def mark(self, name: str) -> None:
+    def record_mark(self, name: str) -> None:
         """Record the current time under a name.
 
         Call this method with "backward" before backward starts, and with "end of backward" after it has finished.
         """
         self.marks[name] = self.clock.stamp()
 
-    def iterate(self, loader: Iterable[T]) -> Iterator[T]:
+    def iterate_batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of a loader, and record the timestamps of each step.
 
         A step lasts from the request for a batch until the request for the next batch.
         """
         source = iter(loader)
         while True:
-            self.clock.begin_step()
+            self.clock.refresh_reference_event()
             self.marks = {"start": self.clock.stamp()}
             self.layer_starts = []
             self.layer_spans = []
             batch = next(source, None)
             if batch is None:
                 return
-            self.mark("data")
+            self.record_mark("data")
             yield batch
-            self.mark("end")
+            self.record_mark("end")
             self._store_step()
 
     def _store_step(self) -> None:
@@ -163,9 +163,9 @@ class StepTimes:
         if self.steps_to_skip:
             self.steps_to_skip -= 1
         else:
-            self.history.append(MarkedStep(self.marks, self.layer_spans, waited))
+            self.history.append(StepTimestamps(self.marks, self.layer_spans, waited))
 
-    def _measure_step(self, step: MarkedStep) -> dict[str, float]:
+    def _measure_step(self, step: StepTimestamps) -> dict[str, float]:
         """Return the durations of the parts of a step in seconds, by name.
 
         The duration of the forward pass does not include waiting for other ranks.
@@ -203,13 +203,13 @@ class StepTimes:
         Returns None if fewer than MIN_STEPS steps have been measured. On a GPU, only finished steps are used, so that
         this method never waits for the GPU.
         """
-        finished = [step for step in self.history if self.clock.has_reached(step.marks["end"])]
+        finished = [step for step in self.history if self.clock.has_reached_stamp(step.marks["end"])]
         if len(finished) < MIN_STEPS:
             return None
         newest = [self._measure_step(step) for step in finished[-NEWEST_STEPS:]]
         return median(step["data"] + step["forward"] for step in newest)
 
-    def summarize(self) -> RankTimes | None:
+    def summarize_steps(self) -> RankTimes | None:
         """Return the typical times over all stored steps; None if no steps are stored."""
         if not self.history:
             return None
@@ -221,13 +221,13 @@ class StepTimes:
         return RankTimes(data, data + forward, duration, len(steps), exposed=exposed)
 
 
-def gather_step_times(world: World, times: StepTimes | None, samples: float | None = None) -> list[RankTimes]:
+def gather_step_times(world: World, times: StepTimer | None, samples: float | None = None) -> list[RankTimes]:
     """Return the step times of all ranks on rank 0, and an empty list on all other ranks.
 
     All ranks must call this function. Ranks that have recorded no step times are omitted. `samples` is the mean number
     of this rank's samples per batch if the shards are unequal, otherwise None.
     """
-    summary = times.summarize() if times else None
+    summary = times.summarize_steps() if times else None
     gathered = world.gather(asdict(summary) | {"samples": samples} if summary else None)
     return [RankTimes(**fields | {"rank": rank}) for rank, fields in enumerate(gathered) if fields]
 

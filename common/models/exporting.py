@@ -37,12 +37,12 @@ def write_and_run_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tenso
     The exported model accepts inputs [N, ...] with any number of samples N. A new process computes the outputs from the
     file alone. Raises RuntimeError if the new process fails.
     """
-    program = torch.export.export(model.cpu(), **make_export_inputs(x))
+    program = torch.export.export(model.cpu(), **make_export_arguments(x))
     torch.export.save(program, path)
-    return run_in_new_process(path, x)
+    return run_exported_program_in_new_process(path, x)
 
 
-def make_export_inputs(x: Tensor) -> dict[str, Any]:
+def make_export_arguments(x: Tensor) -> dict[str, Any]:
     """Return the arguments for exporting a model that accepts inputs [N, ...] with any number of samples N.
 
     The other dimensions and the dtype are those of x [n, ...]. The example input has two samples, because an export
@@ -53,7 +53,7 @@ def make_export_inputs(x: Tensor) -> dict[str, Any]:
     return {"args": (zeros,), "dynamic_shapes": ({0: samples},)}
 
 
-def run_in_new_process(path: Path, x: Tensor) -> Tensor:
+def run_exported_program_in_new_process(path: Path, x: Tensor) -> Tensor:
     """Return an exported program's outputs for x [n, ...], computed in a new process.
 
     The new process imports nothing from this project. Raises RuntimeError if the process fails, and
@@ -91,7 +91,7 @@ def write_and_run_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warnings concern the exporter itself
         program = torch.onnx.export(
-            model.cpu(), **make_export_inputs(x), dynamo=True, input_names=["images"], verbose=False
+            model.cpu(), **make_export_arguments(x), dynamo=True, input_names=["images"], verbose=False
         )
     assert program is not None
     program.save(path)

@@ -12,7 +12,7 @@ from configs.optional import InitialWeights
 SHORT_ID_LENGTH = 4  # number of characters at the end of a run id
 
 
-def find_weights(text: str, runs: Path) -> Path:
+def find_initial_weights(text: str, runs: Path) -> Path:
     """Return the file or folder that the setting `weights` refers to.
 
     `text` is a path, the id of a run, or the last four characters of a run's id. Raises UserError if there is no match.
@@ -31,7 +31,7 @@ def find_weights(text: str, runs: Path) -> Path:
 def check_weights_of_config(settings: object) -> None:
     """Raise UserError if a config refers to initial weights that do not exist."""
     if isinstance(settings, InitialWeights) and settings.weights != "none":
-        find_weights(settings.weights, Path(settings.runs))
+        find_initial_weights(settings.weights, Path(settings.runs))
 
 
 def clear_replaced_weights(settings: object, run: RunFolder) -> None:

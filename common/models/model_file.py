@@ -20,7 +20,7 @@ from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
 from common.core.errors import UserError
 from common.data.prepare import hash_file
 from common.models import networks, pruning_masks
-from common.models.initial_weights import find_weights
+from common.models.initial_weights import find_initial_weights
 from common.models.networks import Recipe
 from common.models.sample_dropout import add_dropout
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
@@ -44,7 +44,7 @@ def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, 
             tensors[name] = tensor.detach().cpu().contiguous()
     if recipe["arguments"] is not None and recipe["class"] in networks.KINDS:
         rebuilt = build_model(recipe, torch.device("meta")).state_dict()
-        if list_shapes(rebuilt) != list_shapes(tensors):
+        if list_tensor_shapes(rebuilt) != list_tensor_shapes(tensors):
             recipe = {"class": None, "arguments": None}
     draft = folder.path / f".{MODEL_FILE}.new"
     try:
@@ -62,7 +62,7 @@ def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, 
         draft.unlink(missing_ok=True)
 
 
-def list_shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+def list_tensor_shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     """Return the shape of each tensor in a state dict, by name."""
     return {name: tensor.shape for name, tensor in state.items()}
 
@@ -194,7 +194,7 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
     `text` is a run, a checkpoint folder, a safetensors file, or a file written by torch.save. Raises UserError if the
     state dict does not exist or cannot be read.
     """
-    path = find_weights(text, runs)
+    path = find_initial_weights(text, runs)
     if (path / "config.yaml").is_file():
         _, tensors = read_model(RunFolder(path.absolute()))
         return tensors

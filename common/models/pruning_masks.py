@@ -73,7 +73,7 @@ def find_kth_smallest(parts: Sequence[Tensor], k: int) -> Tensor:
     return torch.cat(flat_parts).kthvalue(k).values
 
 
-def select_lowest(parts: Sequence[Tensor], number: int) -> list[Tensor]:
+def select_lowest_scores(parts: Sequence[Tensor], number: int) -> list[Tensor]:
     """Return bool tensors that are true for exactly the `number` lowest scores of all parts.
 
     Among equal scores, the first ones are selected.
@@ -94,7 +94,7 @@ def select_lowest(parts: Sequence[Tensor], number: int) -> list[Tensor]:
 
 def make_global_masks(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     """Return masks that prune the fraction `sparsity` of all weights, those with the lowest scores in all layers."""
-    dropped = select_lowest(scores, round(sparsity * count_elements(scores)))
+    dropped = select_lowest_scores(scores, round(sparsity * count_elements(scores)))
     return [mask.logical_not_() for mask in dropped]
 
 
@@ -109,7 +109,7 @@ def make_layer_masks(scores: Sequence[Tensor], sparsity: Sequence[float]) -> lis
     by_remainder = sorted(range(len(counts)), key=lambda layer: counts[layer] - exact_counts[layer])
     for layer in by_remainder[: round(sum(exact_counts)) - sum(counts)]:
         counts[layer] += 1
-    return [~select_lowest([score], count)[0] for score, count in zip(scores, counts, strict=True)]
+    return [~select_lowest_scores([score], count)[0] for score, count in zip(scores, counts, strict=True)]
 
 
 def make_channel_masks(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
@@ -123,7 +123,7 @@ def make_channel_masks(scores: Sequence[Tensor], sparsity: float) -> list[Tensor
         is_pruned = (rows < 0).all(1)
         norms = rows.clamp(min=0).norm(dim=1).masked_fill(is_pruned, PRUNED_SCORE)
         count = min(round(sparsity * len(norms)), len(norms) - 1)
-        (dropped,) = select_lowest([norms], count)
+        (dropped,) = select_lowest_scores([norms], count)
         channel_shape = (-1, *[1] * (score.dim() - 1))
         masks.append((~dropped).view(channel_shape).expand_as(score))
     return [*masks, torch.ones_like(scores[-1], dtype=torch.bool)]
@@ -151,7 +151,7 @@ def make_group_masks(scores: Sequence[Tensor], sparsity: float, size: int) -> li
     return masks
 
 
-def allocate_erdos_renyi(shapes: Sequence[torch.Size], sparsity: float) -> list[float]:
+def allocate_erdos_renyi_sparsities(shapes: Sequence[torch.Size], sparsity: float) -> list[float]:
     """Return the sparsity of each layer under the Erdos-Renyi-Kernel distribution (Evci et al. 2019, arXiv 1911.11134).
 
     The density of a layer is proportional to the sum of its dimensions divided by their product, so small layers stay
@@ -202,7 +202,7 @@ class Masks:
         return [layer.get_buffer(MASK) for layer in self.layers.values()]
 
     @torch.no_grad()
-    def assign(self, masks: Sequence[Tensor]) -> None:
+    def replace_masks(self, masks: Sequence[Tensor]) -> None:
         """Replace all masks. The weights change when `apply` is called next."""
         for buffer, mask in zip(self.masks, masks, strict=True):
             buffer.copy_(mask)
@@ -215,19 +215,19 @@ class Masks:
         self.sparsity = 1 - sum(map(count_nonzero, self.masks)) / self.weight_count
 
     @torch.no_grad()
-    def apply(self) -> None:
+    def apply_to_weights(self) -> None:
         """Set pruned weights to exactly zero."""
         torch._foreach_mul_(self.weights, self.factors)
 
     @torch.no_grad()
-    def apply_to_state(self, optimizer: Optimizer) -> None:
+    def apply_to_optimizer_state(self, optimizer: Optimizer) -> None:
         """Set the optimizer state of pruned weights to zero, so that regrown weights start without momentum."""
         for weight, factor in zip(self.weights, self.factors, strict=True):
             for state in optimizer.state[weight].values():
                 if isinstance(state, Tensor) and state.shape == weight.shape:
                     state.mul_(factor)
 
-    def mark_pruned(self, scores: Sequence[Tensor]) -> list[Tensor]:
+    def mark_pruned_scores(self, scores: Sequence[Tensor]) -> list[Tensor]:
         """Return the scores with PRUNED_SCORE for weights that are already pruned."""
         return [score.masked_fill(~mask, PRUNED_SCORE) for score, mask in zip(scores, self.masks, strict=True)]
 
@@ -267,17 +267,17 @@ def drop_and_grow(masks: Masks, optimizer: Optimizer, share: float) -> None:
         assert weight.grad is not None
         count = min(int(share * count_nonzero(mask)), count_nonzero(~mask))
         magnitudes = weight.abs().masked_fill(~mask, math.inf)
-        (dropped,) = select_lowest([magnitudes], count)
+        (dropped,) = select_lowest_scores([magnitudes], count)
         remaining = mask & ~dropped
         # The lowest -|gradient| belongs to the largest gradient. Remaining weights get +1, so they are not selected.
         growth_scores = -weight.grad.abs().masked_fill(remaining, -1)
-        (grown,) = select_lowest([growth_scores], count)
+        (grown,) = select_lowest_scores([growth_scores], count)
         remaining_masks.append(remaining)
         grown_masks.append(remaining | grown)
-    masks.assign(remaining_masks)
-    masks.apply()  # sets dropped and grown weights to zero
-    masks.apply_to_state(optimizer)
-    masks.assign(grown_masks)
+    masks.replace_masks(remaining_masks)
+    masks.apply_to_weights()  # sets dropped and grown weights to zero
+    masks.apply_to_optimizer_state(optimizer)
+    masks.replace_masks(grown_masks)
 
 
 @torch.no_grad()

@@ -98,7 +98,7 @@ def convert_to_csr(model: nn.Module) -> nn.Module:
     return converted
 
 
-def is_two_of_four(weight: Tensor) -> bool:
+def has_two_of_four_sparsity(weight: Tensor) -> bool:
     """Return whether a weight [out, in] has the sparsity pattern 2:4.
 
     In this pattern, at most two of every four consecutive weights in a row are nonzero.
@@ -119,7 +119,7 @@ def convert_to_two_of_four(model: nn.Module) -> nn.Module:
 
     converted = copy.deepcopy(model).half()
     for layer in converted.modules():
-        if isinstance(layer, nn.Linear) and is_two_of_four(layer.weight):
+        if isinstance(layer, nn.Linear) and has_two_of_four_sparsity(layer.weight):
             with contextlib.suppress(RuntimeError, ValueError):
                 layer.weight = nn.Parameter(to_sparse_semi_structured(layer.weight), requires_grad=False)
     return converted
@@ -128,7 +128,7 @@ def convert_to_two_of_four(model: nn.Module) -> nn.Module:
 # ---- time of a forward pass
 
 
-def time_in_turns(variants: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
+def time_variants_in_turns(variants: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
     """Return the median seconds of one call of each variant.
 
     Each round measures every variant in turn. If the variants are slow, there are fewer rounds.
@@ -170,7 +170,7 @@ def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
     if x.is_cuda and torch.cuda.get_device_capability(x.device) >= SPARSE_TENSOR_CORES:
         variants["fp16"] = partial(copy.deepcopy(model).half(), x.half())
         variants["two_of_four"] = partial(convert_to_two_of_four(model), x.half())
-    return time_in_turns(variants, x.device)
+    return time_variants_in_turns(variants, x.device)
 
 
 # ---- all savings, as numbers and as text

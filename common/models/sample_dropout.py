@@ -86,7 +86,7 @@ def add_dropout(network: nn.Sequential, rate: float, seed: int) -> nn.Sequential
     return network
 
 
-def exclude_from_compiling(network: nn.Module) -> None:
+def exclude_dropout_from_compiling(network: nn.Module) -> None:
     """Exclude dropout layers from torch.compile, because NumPy draws their masks."""
     for layer in list_dropout_layers([network]):
         layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]

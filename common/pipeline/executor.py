@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from common.distributed.rendezvous import World
 from common.measure.device_clock import MAX_STAMPED_STEPS, DeviceClock, Stamp
 from common.pipeline import schedules
-from common.pipeline.p2p import Messages, list_routes
+from common.pipeline.p2p import StageMessages, list_routes
 from common.pipeline.schedules import Action, Span, list_local_stages
 from configs.pipeline import PipelineConfig
 
@@ -73,10 +73,10 @@ class PipelineEngine:
         self.clock = DeviceClock(world.device)
         if len(set(world.hosts)) > 1:
             dist.barrier(world.group)  # of this group only, because other replicas may be on a single host
-            self.clock.set_zero_now()  # clocks of different hosts are unrelated, so time starts after the barrier
+            self.clock.set_origin_now()  # clocks of different hosts are unrelated, so time starts after the barrier
         self.history: deque[Marks] = deque(maxlen=MAX_STAMPED_STEPS)
         routes = list_routes(self.plan, self.shapes, self.microbatch_size)
-        self.messages = Messages(world, routes, dtype, self.microbatches, settings.transport)
+        self.messages = StageMessages(world, routes, dtype, self.microbatches, settings.transport)
         self.saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -93,7 +93,7 @@ class PipelineEngine:
         the targets y [batch]. The rank with the last stage returns the mean loss, a 0-d tensor that the device may
         still be computing; all other ranks return None. Raises TimeoutError if a message does not arrive in time.
         """
-        self.clock.begin_step()
+        self.clock.refresh_reference_event()
         self.inputs = self._split_batch(x) if x is not None and self.has_first_stage else ()
         self.targets = self._split_batch(y) if y is not None and self.has_last_stage else ()
         self.total_loss: Tensor | None = None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.distributed.rendezvous import World
 from common.pipeline.schedules import Action, Schedule
-from common.pipeline.shared_memory import MessageRoute, SharedMemory, open_shared_memory
+from common.pipeline.shared_memory import MessageRoute, SharedMemoryMessages, open_shared_memory
 
 
 def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list[MessageRoute]:
@@ -36,7 +36,7 @@ def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list
     return routes
 
 
-class Messages:
+class StageMessages:
     """Messages that one rank sends and receives in a step.
 
     In each step, call `post_receives` first, then `receive` and `send`, and finally `wait_until_sent`. All receives
@@ -48,8 +48,8 @@ class Messages:
         self, world: World, routes: Sequence[MessageRoute], dtype: torch.dtype, microbatches: int, transport: str
     ) -> None:
         self.world = world
-        self.network = Network(world, microbatches)
-        self.memory: SharedMemory | None = None
+        self.network = NetworkMessages(world, microbatches)
+        self.memory: SharedMemoryMessages | None = None
         local_routes = [route for route in routes if world.hosts[route.source] == world.hosts[route.target]]
         if transport == "auto" and world.device.type == "cpu":
             self.memory = open_shared_memory(world, local_routes, dtype)
@@ -90,7 +90,7 @@ class Messages:
         self.network.wait_for_sends()
 
 
-class Network:
+class NetworkMessages:
     """Point-to-point messages through torch.distributed.
 
     gloo matches sends with receives by tag, whereas nccl matches them only by order.
@@ -100,8 +100,8 @@ class Network:
         self.world = world
         self.microbatches = microbatches
         self.sends: list[tuple[dist.Work, Tensor]] = []
-        self.groups = self._make_groups()
-        self._connect_pairs()
+        self.groups = self._create_process_groups()
+        self._connect_rank_pairs()
 
     def send(self, consumer: Action, tensor: Tensor) -> None:
         """Start sending a tensor to the action that consumes it."""
@@ -142,7 +142,7 @@ class Network:
         later_stage = consumer.stage if consumer.kind == "F" else consumer.stage + 1
         return consumer.kind, later_stage % self.world.size == 0
 
-    def _make_groups(self) -> dict[tuple[str, bool], dist.ProcessGroup]:
+    def _create_process_groups(self) -> dict[tuple[str, bool], dist.ProcessGroup]:
         """Create one process group per channel for nccl. Return an empty dict for gloo, which needs none."""
         if self.world.backend != "nccl" or self.world.size == 1:
             return {}
@@ -155,7 +155,7 @@ class Network:
                 groups[kind, wraps] = cast(dist.ProcessGroup, group)
         return groups
 
-    def _connect_pairs(self) -> None:
+    def _connect_rank_pairs(self) -> None:
         """Send a first message in each direction with nccl, in the same order on all ranks.
 
         nccl connects two ranks when they exchange their first message, and both ranks must call nccl at the same time.

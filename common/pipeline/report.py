@@ -36,7 +36,7 @@ def draw_timeline(path: Path, lanes: Mapping[str, Sequence[Span]], title: str = 
     """
     axes = plots.make_axes(9.0, 1.4 + 0.55 * len(lanes))
     timeline = list(lanes.values())
-    step_start = schedules.find_first_start(timeline)
+    step_start = schedules.find_first_start_time(timeline)
     length = schedules.compute_makespan(timeline)
     in_legend: set[str] = set()
     for row, spans in enumerate(timeline):
@@ -72,7 +72,7 @@ def compute_idle_shares(steps: Sequence[Timeline]) -> list[float]:
     shares_of_steps = []
     for step in steps:
         makespan = schedules.compute_makespan(step)
-        shares_of_steps.append([1 - schedules.sum_durations(spans) / makespan for spans in step])
+        shares_of_steps.append([1 - schedules.sum_span_durations(spans) / makespan for spans in step])
     return [median(shares) for shares in zip(*shares_of_steps, strict=True)]
 
 
@@ -143,14 +143,14 @@ class PipelineReport:
         return cls.from_spans(gathered, pipe.plan, cfg.stages, layers=pipe.layers, schedule=schedule, picture=picture)
 
     @property
-    def by_stage(self) -> dict[int, list[Span]]:
+    def spans_by_stage(self) -> dict[int, list[Span]]:
         """Spans of each stage in the step with the median duration."""
         spans_by_stage: dict[int, list[Span]] = {}
         for span in chain.from_iterable(self.step):
             spans_by_stage.setdefault(span.action.stage, []).append(span)
         return dict(sorted(spans_by_stage.items()))
 
-    def draw(self) -> dict[str, str]:
+    def draw_median_step(self) -> dict[str, str]:
         """Draw the step with the median duration and return the drawing's row of the final table.
 
         Return an empty dict if there is no step or no drawing is requested.
@@ -158,7 +158,7 @@ class PipelineReport:
         if self.drawing is None or not self.step:
             return {}
         path, title = self.drawing
-        lanes = {f"stage {stage}": spans for stage, spans in self.by_stage.items()}
+        lanes = {f"stage {stage}": spans for stage, spans in self.spans_by_stage.items()}
         draw_timeline(path, lanes, title)
         return {"timeline": path.absolute().as_uri()}
 
@@ -175,14 +175,14 @@ class PipelineReport:
         rows["idle share"] = "  ".join(
             f"{self.lane} {number}: {share:.1%}" for number, share in enumerate(self.idle_shares)
         )
-        rows["pipeline"] = self.format_step()
-        return rows | self.draw()
+        rows["pipeline"] = self.format_median_step()
+        return rows | self.draw_median_step()
 
-    def format_step(self) -> str:
+    def format_median_step(self) -> str:
         """Return a text diagram of the step with the median duration, with one line per stage."""
         milliseconds = schedules.compute_makespan(self.step) * 1e3
         lines = [f"{milliseconds:.2f} ms from the first forward to the last backward of a step"]
-        by_stage = self.by_stage
+        by_stage = self.spans_by_stage
         for stage, line in zip(by_stage, schedules.format_timeline(list(by_stage.values())), strict=True):
             lines.append(f"stage {stage} |{line}|")
         is_split = any(span.action.kind == "W" for span in chain.from_iterable(self.step))
@@ -192,7 +192,7 @@ class PipelineReport:
 
     def result(self) -> ReportData:
         """Return the values for result.json. Times are in seconds since the start of the step."""
-        step_start = schedules.find_first_start(self.step) if self.step else 0.0
+        step_start = schedules.find_first_start_time(self.step) if self.step else 0.0
         timeline = []
         for rank, spans in enumerate(self.step):
             for span in spans:

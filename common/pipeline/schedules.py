@@ -21,7 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.core.errors import exit_on_user_error
-from common.core.own_function import load_function, locate_errors, locate_file_copy, prefer_file_copy
+from common.core.own_function import (
+    convert_errors_of_user_file,
+    load_function,
+    locate_file_copy,
+    replace_file_with_run_copy,
+)
 from common.core.text import format_count
 from common.runs.provenance import copy_function_file
 from configs.pipeline import PipelineConfig, Stages
@@ -56,13 +61,13 @@ def list_local_stages(rank: int, ranks: int, stages: int) -> list[int]:
     return list(range(rank, stages, ranks))
 
 
-def make_naive(ranks: int, stages: int, microbatches: int) -> Schedule:
+def make_naive_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
     """Return the naive schedule, in which stages do not overlap.
 
     Each microbatch passes through all stages, forward and backward, before the next microbatch starts.
     """
     plan: Schedule = []
-    for single_actions in make_gpipe(ranks, stages, 1):
+    for single_actions in make_gpipe_schedule(ranks, stages, 1):
         actions = []
         for microbatch in range(microbatches):
             actions += [action._replace(microbatch=microbatch) for action in single_actions]
@@ -70,7 +75,7 @@ def make_naive(ranks: int, stages: int, microbatches: int) -> Schedule:
     return plan
 
 
-def make_gpipe(ranks: int, stages: int, microbatches: int) -> Schedule:
+def make_gpipe_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
     """Return the schedule of GPipe: all forwards, then all backwards.
 
     The activations of all microbatches must be stored at the same time.
@@ -87,7 +92,7 @@ def make_gpipe(ranks: int, stages: int, microbatches: int) -> Schedule:
     return plan
 
 
-def make_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
+def make_1f1b_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
     """Return the 1F1B schedule, in which each backward starts as soon as it is ready.
 
     At most `stages - s` microbatches are in flight at stage s. The schedule takes as long as GPipe but needs less
@@ -119,7 +124,7 @@ def make_1f1b(ranks: int, stages: int, microbatches: int) -> Schedule:
 
 
 USAGE = "function(ranks, stages, microbatches) must return a list of ('F' or 'B', stage, microbatch) for each rank"
-SCHEDULES: dict[str, Maker] = {"naive": make_naive, "gpipe": make_gpipe, "1f1b": make_1f1b}
+SCHEDULES: dict[str, Maker] = {"naive": make_naive_schedule, "gpipe": make_gpipe_schedule, "1f1b": make_1f1b_schedule}
 
 
 def find_dependencies(action: Action, stages: int) -> list[Action]:
@@ -199,7 +204,7 @@ def check_schedule(plan: Schedule, ranks: int, stages: int, microbatches: int) -
         count = format_count(len(plan), "list")
         expected_count = format_count(ranks, "rank")
         raise ValueError(f"a schedule must have one list of actions per rank (got {count} for {expected_count})")
-    expected_plan = make_gpipe(ranks, stages, microbatches)
+    expected_plan = make_gpipe_schedule(ranks, stages, microbatches)
     for rank, actions in enumerate(plan):
         expected = set(expected_plan[rank])
         done: set[Action] = set()
@@ -218,24 +223,24 @@ def check_schedule(plan: Schedule, ranks: int, stages: int, microbatches: int) -
     simulate_schedule(plan, stages)
 
 
-def find_first_start(spans: Timeline) -> float:
+def find_first_start_time(spans: Timeline) -> float:
     """Return the earliest start time over all ranks."""
     return min(span.start for span in chain.from_iterable(spans))
 
 
 def compute_makespan(spans: Timeline) -> float:
     """Return the time from the first start to the last end over all ranks."""
-    return max(span.end for span in chain.from_iterable(spans)) - find_first_start(spans)
+    return max(span.end for span in chain.from_iterable(spans)) - find_first_start_time(spans)
 
 
-def sum_durations(spans: Iterable[Span]) -> float:
+def sum_span_durations(spans: Iterable[Span]) -> float:
     """Return the total duration of all spans."""
     return sum(span.end - span.start for span in spans)
 
 
 def compute_bubble(spans: Timeline) -> float:
     """Return the bubble, which is the fraction of time that ranks are idle, averaged over all ranks."""
-    return 1 - sum_durations(chain.from_iterable(spans)) / (compute_makespan(spans) * len(spans))
+    return 1 - sum_span_durations(chain.from_iterable(spans)) / (compute_makespan(spans) * len(spans))
 
 
 def make_schedule(settings: PipelineConfig) -> Schedule:
@@ -255,7 +260,7 @@ def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
     `sizes` contains the number of ranks, of stages and of microbatches. Raises UserError if the schedule is invalid.
     """
     maker = load_function("schedule", name, ", ".join(SCHEDULES))
-    with locate_errors("schedule", name, maker, USAGE):
+    with convert_errors_of_user_file("schedule", name, maker, USAGE):
         plan = []
         for actions in maker(*sizes):
             plan.append([Action(*action) for action in actions])
@@ -271,7 +276,7 @@ def format_timeline(spans: Timeline, width: int = 72) -> list[str]:
     the gradient of the input, and an uppercase letter is the gradient of the weights.
     """
     symbols = {"F": "0123456789", "W": "ABCDEFGHIJ"}
-    step_start = find_first_start(spans)
+    step_start = find_first_start_time(spans)
     scale = width / compute_makespan(spans)
     lines = []
     for local_spans in spans:
@@ -307,7 +312,7 @@ def use_stored_schedule_file(settings: PipelineConfig, code: Path) -> PipelineCo
     The settings are unchanged if there is no copy in `code`.
     """
     name = settings.schedule
-    return replace(settings, schedule=prefer_file_copy(name, locate_file_copy("schedule", name, code)))
+    return replace(settings, schedule=replace_file_with_run_copy(name, locate_file_copy("schedule", name, code)))
 
 
 def copy_schedule_file(settings: object, code: Path, *, overwrite: bool = False) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common.core.errors import UnreachableError
 from common.distributed.rendezvous import World
-from common.distributed.transport.connecting import Links, connect_ranks
+from common.distributed.transport.connecting import RankLinks, connect_ranks
 from common.distributed.transport.memory_links import MemoryStream, choose_polling_seconds
 from common.pipeline.schedules import Action
 
@@ -41,7 +41,7 @@ class MessageRoute(NamedTuple):
     shape: torch.Size
 
 
-def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torch.dtype) -> SharedMemory | None:
+def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torch.dtype) -> SharedMemoryMessages | None:
     """Open the shared memory for messages within hosts. All ranks must call this function.
 
     Return None on all ranks if any rank cannot open the memory.
@@ -49,9 +49,9 @@ def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torc
     if world.size == 1:
         return None
     name = world.broadcast(secrets.token_hex(8))
-    memory: SharedMemory | None = None
+    memory: SharedMemoryMessages | None = None
     with contextlib.suppress(OSError, UnreachableError):
-        memory = SharedMemory(world, routes, dtype, connect_ranks_of_host(world, name))
+        memory = SharedMemoryMessages(world, routes, dtype, connect_ranks_of_host(world, name))
     if world.broadcast(all(world.gather(memory is not None))):
         return memory
     if memory:
@@ -59,7 +59,7 @@ def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torc
     return None
 
 
-def connect_ranks_of_host(world: World, name: str) -> Links:
+def connect_ranks_of_host(world: World, name: str) -> RankLinks:
     """Connect all ranks on this host with each other.
 
     The keys of the returned links are ranks in `world`. Raises OSError or UnreachableError.
@@ -79,7 +79,7 @@ def connect_ranks_of_host(world: World, name: str) -> Links:
     for link in (*links.outgoing.values(), *links.incoming.values()):
         link.peer = members[link.peer]
     outgoing = {link.peer: link for link in links.outgoing.values()}
-    return Links(outgoing, {link.peer: link for link in links.incoming.values()})
+    return RankLinks(outgoing, {link.peer: link for link in links.incoming.values()})
 
 
 def count_slot_bytes(route: MessageRoute, dtype: torch.dtype) -> int:
@@ -88,13 +88,13 @@ def count_slot_bytes(route: MessageRoute, dtype: torch.dtype) -> int:
     return -(-nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
-class SharedMemory:
+class SharedMemoryMessages:
     """Slots for the messages of this rank, and links that notify the readers of the messages.
 
     The constructor raises OSError or LinkError.
     """
 
-    def __init__(self, world: World, routes: Sequence[MessageRoute], dtype: torch.dtype, links: Links) -> None:
+    def __init__(self, world: World, routes: Sequence[MessageRoute], dtype: torch.dtype, links: RankLinks) -> None:
         self.world = world
         self.links = links
         self.dtype = dtype

@@ -31,7 +31,7 @@ class StageTracer:
     def begin_step(self) -> None:
         """Start recording a new step."""
         for clock in self.clocks:
-            clock.begin_step()
+            clock.refresh_reference_event()
         self.history.append({})
 
     def forward(self, stage: int, microbatch: int, x: Tensor) -> Tensor:

@@ -50,16 +50,16 @@ class TimedStage(pipelining.PipelineStage):
     owner: TorchPipelineEngine
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.owner.record_time("F", self, fwd_chunk_id):
+        with self.owner.record_action_time("F", self, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         is_full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
-        with self.owner.record_time("B" if is_full else "I", self, bwd_chunk_id):
+        with self.owner.record_action_time("B" if is_full else "I", self, bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.owner.record_time("W", self, bwd_chunk_id):
+        with self.owner.record_action_time("W", self, bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
@@ -91,9 +91,9 @@ class TorchPipelineEngine(PipelineEngine):
 
     def _make_stage(self, index: int, module: nn.Module, sample: Sequence[int]) -> TimedStage:
         shapes = [torch.Size(sample), *self.shapes]
-        example_input = self._make_example(shapes[index])
+        example_input = self._make_example_tensor(shapes[index])
         example_input.requires_grad_(index > 0)
-        example_output = self._make_example(shapes[index + 1])
+        example_output = self._make_example_tensor(shapes[index + 1])
         example_output.requires_grad_()  # the library sends gradients only to inputs that require gradients
         stage = TimedStage(
             ContiguousStage(module), index, self.stage_count, self.world.device,
@@ -102,7 +102,7 @@ class TorchPipelineEngine(PipelineEngine):
         stage.owner = self
         return stage
 
-    def _make_example(self, shape: torch.Size) -> Tensor:
+    def _make_example_tensor(self, shape: torch.Size) -> Tensor:
         """Return a tensor with the shape of one microbatch."""
         return torch.empty(self.microbatch_size, *shape, dtype=self.dtype, device=self.world.device)
 
@@ -122,7 +122,7 @@ class TorchPipelineEngine(PipelineEngine):
         return plan
 
     @contextlib.contextmanager
-    def record_time(self, kind: str, stage: TimedStage, chunk: int) -> Iterator[None]:
+    def record_action_time(self, kind: str, stage: TimedStage, chunk: int) -> Iterator[None]:
         """Record the start and end of the `with` block, which processes one microbatch in a stage."""
         start = self.clock.stamp()
         yield
@@ -131,7 +131,7 @@ class TorchPipelineEngine(PipelineEngine):
 
     def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
         """Run forward and backward for one batch; see `PipelineEngine.step`."""
-        self.clock.begin_step()
+        self.clock.refresh_reference_event()
         self.marks: Marks = []
         losses: list[Tensor] = []
         call_losses: list[Tensor] = []  # the library clears this list at every call

@@ -162,7 +162,7 @@ def claim_next_attempt(folder: RunFolder) -> RunFolder:
     attempt = folder.claim_attempt(content)
     try:
         # A process on another host may have claimed the previous attempt in the meantime.
-        refuse_live_attempt(attempt)
+        raise_if_attempt_is_alive(attempt)
     except RunTakenError:
         attempt.withdraw_attempt()
         raise
@@ -178,29 +178,29 @@ def wait_for_earlier_attempt(folder: RunFolder) -> None:
     is_announced = False
     while True:
         try:
-            refuse_live_attempt(folder)
+            raise_if_attempt_is_alive(folder)
             return
         except RunTakenError:
             if not folder.result or time.monotonic() > deadline:
                 raise
         claim = find_earlier_claim(folder)
         if claim is not None and not is_announced:
-            announce_wait(claim)
+            print_waiting_message(claim)
             is_announced = True
         time.sleep(POLL_SECONDS)
 
 
-def announce_wait(claim: Claim) -> None:
+def print_waiting_message(claim: Claim) -> None:
     """Print that this command is waiting for an attempt that is stopping."""
     print(f"waiting for the previous attempt to stop ({claim.describe()})", flush=True)
 
 
-def format_remedy(folder: RunFolder) -> str:
+def format_live_attempt_remedy(folder: RunFolder) -> str:
     """Return the remedy for a command that failed because an attempt is alive."""
     return f"wait for it or stop it: make cancel RUN={shlex.quote(folder.reference)}"
 
 
-def refuse_live_attempt(folder: RunFolder) -> None:
+def raise_if_attempt_is_alive(folder: RunFolder) -> None:
     """Raise RunTakenError if the newest attempt before `folder.number` is alive.
 
     If `folder.number` is 0, the newest attempt of the run is checked.
@@ -214,10 +214,10 @@ def refuse_live_attempt(folder: RunFolder) -> None:
     state = "is stopping" if folder.result else "is already running"
     problem = f"{folder.path.name} {state} ({claim.describe()})"
     if life is ProcessState.ALIVE:
-        raise RunTakenError(f"{problem}; {format_remedy(folder)}")
+        raise RunTakenError(f"{problem}; {format_live_attempt_remedy(folder)}")
     if is_known_to_have_ended(folder):
         return
-    silent_seconds = measure_silence(claim.attempt)
+    silent_seconds = compute_seconds_since_last_write(claim.attempt)
     limit = SILENT_STOPPING_SECONDS if folder.result else max(SILENT_SECONDS, read_step_timeout(folder))
     if silent_seconds < limit:
         age = format_duration(silent_seconds)
@@ -293,15 +293,15 @@ def is_known_to_have_ended(folder: RunFolder) -> bool:
     return result.get("state") != "cancelled" or bool(result.get("reason"))
 
 
-def measure_silence(attempt: RunFolder) -> float:
+def compute_seconds_since_last_write(attempt: RunFolder) -> float:
     """Return the seconds since any rank of an attempt last wrote a file."""
-    return max(0.0, time.time() - attempt.find_last_write())
+    return max(0.0, time.time() - attempt.find_last_write_time())
 
 
 # ---- an attempt that trains
 
 
-def check_still_current(attempt: RunFolder) -> None:
+def raise_if_superseded(attempt: RunFolder) -> None:
     """Raise RunTakenError if a newer attempt has replaced this one."""
     if not attempt.is_superseded:
         return
@@ -337,20 +337,20 @@ class AttemptWatch:
             return False
         return os.path.samestat(current, os.fstat(self.handle))
 
-    def find_problem(self, step: int) -> str:
+    def find_stop_reason(self, step: int) -> str:
         """Return why this attempt must stop after a step, or an empty string if it can continue."""
         deadline = time.monotonic() + self.RETURN_SECONDS
         while not self.has_folder():
             if time.monotonic() > deadline:
-                return self.describe_loss(step)
+                return self.describe_missing_folder(step)
             time.sleep(POLL_SECONDS)
         try:
-            check_still_current(self.attempt)
+            raise_if_superseded(self.attempt)
         except RunTakenError as taken:
             return str(taken)
         return ""
 
-    def describe_loss(self, step: int) -> str:
+    def describe_missing_folder(self, step: int) -> str:
         """Return a message that names the missing folder and a remedy."""
         has_run = (self.attempt.path / "config.yaml").exists()
         path = self.attempt.attempt_folder if has_run else self.attempt.path

@@ -94,7 +94,7 @@ BAR_MAXIMA = {"accuracy": 1.0, "efficiency": 1.0, "waiting": 1.0, "test loss": N
 """Value of a full bar for each column with bars. None means the largest value in the column."""
 
 
-def choose_colours(count: int) -> list[str]:
+def choose_curve_colors(count: int) -> list[str]:
     """Return `count` distinct colors.
 
     If there are more than ten colors, their hues are spaced by the golden angle to keep adjacent colors distinct.
@@ -206,7 +206,7 @@ def render_page(runs: Sequence[ComparedRun], settings: Sequence[str], experiment
     `experiment_settings` differ only between experiments.
     """
     runs = sort_by_experiment(runs)
-    colours = choose_colours(len(runs))
+    colours = choose_curve_colors(len(runs))
     drawn_runs = [DrawnRun(number, run, colours[number]) for number, run in enumerate(runs)]
     groups: dict[str, list[DrawnRun]] = {}
     for drawn_run in drawn_runs:

@@ -72,7 +72,7 @@ DISK_REMEDIES = {
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def convert_disk_errors(path: Path) -> Iterator[None]:
     """Convert an error of a full, read-only or protected disk to a UserError with a remedy."""
     try:
         yield
@@ -92,7 +92,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with disk_errors(path):
+        with convert_disk_errors(path):
             draft.write_text(text)
             if durable:
                 fsync_path(draft)
@@ -128,14 +128,14 @@ def write_json_once(path: Path, value: Any) -> bool:
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     write_json(draft, value)
     try:
-        with disk_errors(path):
+        with convert_disk_errors(path):
             os.link(draft, path)
     except FileExistsError:
         return False
     except UserError:  # the disk may not support hard links
         if path.exists():
             return False
-        with disk_errors(path):
+        with convert_disk_errors(path):
             draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
@@ -159,7 +159,7 @@ def remove_stale_drafts(attempts: Path) -> None:
 
 
 @dataclass(frozen=True)
-class CountedPart:
+class AttemptPart:
     """The part of an attempt whose steps belong to the run."""
 
     attempt: RunFolder
@@ -187,7 +187,7 @@ class RunFolder:
         path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
         while path.exists():
             path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
-        with disk_errors(path):
+        with convert_disk_errors(path):
             path.mkdir(parents=True)
         try:
             write_atomic(path / "config.yaml", config)
@@ -210,7 +210,7 @@ class RunFolder:
         attempts = self.path / "attempts"
         remove_stale_drafts(attempts)
         draft = attempts / f".new-{secrets.token_hex(4)}"
-        with disk_errors(self.path):
+        with convert_disk_errors(self.path):
             attempts.mkdir(exist_ok=True)
             try:
                 (draft / "logs").mkdir(parents=True)
@@ -251,7 +251,7 @@ class RunFolder:
         """Whether a newer attempt exists and therefore replaces this attempt."""
         return any(attempt.number > self.number for attempt in self.list_attempts())
 
-    def write_parent(self, parent: int | None, step: int, rows: int | None = None) -> None:
+    def record_parent_attempt(self, parent: int | None, step: int, rows: int | None = None) -> None:
         """Record the attempt and step from which this attempt resumes. Raises UserError if writing fails.
 
         For a new run, `parent` is None and `step` is 0. `rows` is the number of metric rows that the parent had written
@@ -259,7 +259,7 @@ class RunFolder:
         """
         text = json.dumps({"parent": parent, "step": step, "rows": rows}) + "\n"
         write_atomic(self.attempt_folder / "attempt.json", text, durable=True)
-        with disk_errors(self.attempt_folder):
+        with convert_disk_errors(self.attempt_folder):
             fsync_path(self.attempt_folder.parent)
 
     def trace_attempts(self) -> list[tuple[RunFolder, int | None]]:
@@ -316,7 +316,7 @@ class RunFolder:
         beat |= {name: number for name, number in measured.items() if number}
         write_json(self.attempt_folder / f"heartbeat-{rank}.json", beat)
 
-    def find_last_write(self) -> float:
+    def find_last_write_time(self) -> float:
         """Return when a rank last wrote a file of this attempt, in seconds since 1970, or 0 if there is none."""
         newest = 0.0
         for pattern in FILES_OF_RANKS:
@@ -338,13 +338,13 @@ class RunFolder:
 
     def read_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of `read_metrics` one by one, without loading a long run into memory."""
-        for part in self.list_counted_parts():
+        for part in self.list_attempt_parts():
             rows = itertools.islice(part.attempt.parse_attempt_rows(), part.rows)
             yield from (row for row in rows if row and part.includes_step(row["global_step"]))
 
-    def list_counted_parts(self) -> list[CountedPart]:
+    def list_attempt_parts(self) -> list[AttemptPart]:
         """Return the parts of the attempts that belong to the run, oldest first."""
-        parts: list[CountedPart] = []
+        parts: list[AttemptPart] = []
         for attempt, last_step in self.trace_attempts():
             # The next attempt repeats an evaluation that followed the last step that counts. The number of rows
             # excludes the first copy of this evaluation.
@@ -352,7 +352,7 @@ class RunFolder:
             rows = successor.get("rows")
             if not isinstance(rows, int) or rows < 0:
                 rows = None
-            parts.append(CountedPart(attempt, last_step, rows))
+            parts.append(AttemptPart(attempt, last_step, rows))
         return parts[::-1]
 
     def read_attempt_rows(self) -> Iterator[dict[str, Any]]:
@@ -380,14 +380,14 @@ class RunFolder:
     def result(self) -> dict[str, Any]:
         return read_json(self.path / "result.json")
 
-    def retire_result(self) -> Path | None:
+    def move_result_of_previous_attempt(self) -> Path | None:
         """Move the result of the previous attempt into that attempt's folder when this attempt starts.
 
         Returns the new path, or None if no result was moved. Raises UserError if writing fails.
         """
         file = self.path / "result.json"
         earlier = [attempt for attempt in self.list_attempts() if not self.number or attempt.number < self.number]
-        with disk_errors(file), contextlib.suppress(FileNotFoundError):
+        with convert_disk_errors(file), contextlib.suppress(FileNotFoundError):
             new_path = earlier[-1].attempt_folder / file.name if earlier else None
             if new_path is not None and not new_path.exists():
                 return file.replace(new_path)

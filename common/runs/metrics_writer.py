@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core.errors import UserError
-from common.runs.folder import disk_errors
+from common.runs.folder import convert_disk_errors
 
 ENCODER = json.JSONEncoder(allow_nan=False)  # json.dumps would create an encoder for each row
 
@@ -35,21 +35,21 @@ class MetricsWriter:
         self.buffered_lines: list[str] = []
         self.has_warned = False
 
-    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+    def add_rows(self, rows: Iterable[dict[str, Any]]) -> None:
         """Write rows. If writing fails, warn once and keep the rows for the next call."""
         self.buffered_lines += [ENCODER.encode(replace_nonfinite(row)) + "\n" for row in rows]
         try:
-            self.flush()
+            self.write_buffered_rows()
         except UserError as error:
             if not self.has_warned:
                 self.warn(f"WARNING: {error}; training continues, and metrics are buffered in memory")
             self.has_warned = True
 
-    def flush(self) -> None:
+    def write_buffered_rows(self) -> None:
         """Write the buffered rows. Raises UserError if writing fails, and leaves no partial line in this case."""
         if not self.buffered_lines:
             return
-        with disk_errors(self.file):
+        with convert_disk_errors(self.file):
             size = self.file.stat().st_size if self.file.exists() else 0
             try:
                 with open(self.file, "a") as file:

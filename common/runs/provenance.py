@@ -19,8 +19,8 @@ from common.core.config import ROOT
 from common.core.errors import UserError
 from common.core.own_function import locate_file_copy
 from common.core.processes import Process
-from common.core.text import read_or_empty
-from common.runs.folder import RunFolder, disk_errors, read_json, write_atomic, write_json
+from common.core.text import read_text_or_empty
+from common.runs.folder import RunFolder, convert_disk_errors, read_json, write_atomic, write_json
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
 SOURCE_FOLDERS = ("experiments", "common", "slurm", "configs")  # the source also includes files in the repository root
@@ -79,7 +79,7 @@ def read_package_version(package: str) -> str | None:
 
 def read_cpu_model() -> str | None:
     """Return the processor name that Linux reports, or None if Linux reports no name."""
-    for line in read_or_empty("/proc/cpuinfo").splitlines():
+    for line in read_text_or_empty("/proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return None
@@ -129,7 +129,7 @@ def copy_function_file(kind: str, value: str, code: Path, *, overwrite: bool = F
     """
     copy = locate_file_copy(kind, value, code)
     if ":" in value and (overwrite or not copy.is_file()):
-        with disk_errors(copy):
+        with convert_disk_errors(copy):
             copy.parent.mkdir(parents=True, exist_ok=True)
             draft = copy.with_suffix(".new")
             shutil.copyfile(value.rpartition(":")[0], draft)
@@ -140,7 +140,7 @@ def copy_source(folder: RunFolder) -> None:
     """Copy the source files into `code/` and store their checksums there."""
     code = folder.path / "code"
     checksums = []
-    with disk_errors(code):
+    with convert_disk_errors(code):
         for name in list_source_files():
             content = (ROOT / name).read_bytes()
             (code / name).parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def check_source(folder: RunFolder) -> None:
     """
     code = folder.path / "code"
     damaged = []
-    lines = read_or_empty(str(code / CHECKSUMS)).splitlines()
+    lines = read_text_or_empty(str(code / CHECKSUMS)).splitlines()
     for line in lines:
         digest, _, name = line.partition("  ")
         path = code / name
@@ -258,7 +258,7 @@ def read_boot_id() -> str:
 
     Returns an empty string if the boot id is unknown.
     """
-    return read_or_empty("/proc/sys/kernel/random/boot_id").strip()
+    return read_text_or_empty("/proc/sys/kernel/random/boot_id").strip()
 
 
 def read_pid_namespace() -> str:

@@ -104,7 +104,7 @@ class Result:
 
     def find_number(self, name: str) -> float | None:
         """Return the value with this name if it is a finite number, or None otherwise."""
-        return to_number(self.flatten_values().get(name))
+        return to_finite_number(self.flatten_values().get(name))
 
     def compute_waiting_share(self) -> float | None:
         """Return the share of time (0 to 1) that ranks spend waiting.
@@ -113,7 +113,7 @@ class Result:
         Returns None if the run has not measured either of these.
         """
         idle_shares = self.measured.get("idle_share")
-        if isinstance(idle_shares, list) and idle_shares and None not in map(to_number, idle_shares):
+        if isinstance(idle_shares, list) and idle_shares and None not in map(to_finite_number, idle_shares):
             return float(sum(idle_shares) / len(idle_shares))
 
         communication = self.find_number("communication_seconds")
@@ -146,7 +146,7 @@ class Result:
 
     def find_peak_mb(self) -> float | None:
         """Return the highest peak memory of any rank or device, in MB (1e6 bytes)."""
-        peaks = map(to_number, self.memory.values())
+        peaks = map(to_finite_number, self.memory.values())
         return max((peak / 1e6 for peak in peaks if peak is not None), default=None)
 
     def list_columns(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class Result:
         return content
 
 
-def to_number(value: Any) -> float | None:
+def to_finite_number(value: Any) -> float | None:
     """Return a finite number as a float, or None for any other value."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 

@@ -32,7 +32,7 @@ def lock_run(folder: RunFolder) -> IO[str]:
             return file
         if time.monotonic() > deadline:
             problem = f"{folder.path.name} is already running or being started on this machine"
-            raise RunTakenError(f"{problem}; {claims.format_remedy(folder)}")
+            raise RunTakenError(f"{problem}; {claims.format_live_attempt_remedy(folder)}")
         time.sleep(POLL_SECONDS)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.core import network
 from common.core.errors import UserError, summarize_error
-from common.core.text import read_or_empty
+from common.core.text import read_text_or_empty
 from configs.shared import Experiment
 
 MODES = ("auto", "online", "offline", "disabled")
@@ -41,7 +41,7 @@ def find_missing_account() -> str:
     config_folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
     local_folder = Path(os.environ.get("WANDB_DIR") or ".") / "wandb"
     folders = (Path(config_folder), local_folder)
-    settings = [read_or_empty(str(folder.expanduser() / "settings")) for folder in folders]
+    settings = [read_text_or_empty(str(folder.expanduser() / "settings")) for folder in folders]
     if any("api_key" in text for text in settings):
         return ""
 
@@ -49,7 +49,7 @@ def find_missing_account() -> str:
     hosts = [*DEFAULT_HOSTS, *re.findall(r"https?://([^/\s]+)", texts_with_hosts)]
     netrc = os.environ.get("NETRC")
     for name in [netrc] if netrc else ["~/.netrc", "~/_netrc"]:
-        text = read_or_empty(str(Path(name).expanduser()))
+        text = read_text_or_empty(str(Path(name).expanduser()))
         if any(host in text for host in hosts) or "default" in text.split():
             return ""
     return NO_ACCOUNT

@@ -26,23 +26,23 @@ from typing import Any, NoReturn
 from common.core.errors import summarize_error
 from common.core.processes import adopt_orphans, kill_children
 from common.runs import wandb_scratch
-from common.runs.folder import CountedPart, RunFolder, read_json, write_json
+from common.runs.folder import AttemptPart, RunFolder, read_json, write_json
 from common.runs.metrics_rows import is_row, parse_json
 from common.runs.result import parse_result
 from common.runs.wandb_account import choose_mode
 from common.runs.wandb_rows import (
     NOTE_FILE,
     Journal,
-    Mark,
-    Thinning,
+    JournalMark,
+    RowSelection,
     TrackingNote,
-    adopt_offline_folders,
     choose_rows,
     list_incomplete_notes,
     list_known_rows,
     make_row_key,
     read_note,
     read_notes,
+    restore_notes_of_offline_folders,
     write_note,
 )
 from common.runs.wandb_run import MediaReader, init_wandb_run, log_model_artifact
@@ -57,7 +57,7 @@ LOST_CLIENT_ERRORS = ("CommError", "HandleAbandonedError", "MailboxClosedError",
 """Names of the exceptions that wandb raises after its client was killed, in addition to ConnectionError."""
 
 
-class Forwarder:
+class RowForwarder:
     """Sender of the rows of a run that W&B has not received, from the oldest attempt to the newest."""
 
     def __init__(self, folder: RunFolder, run: Any, journal: Journal | None) -> None:
@@ -74,13 +74,13 @@ class Forwarder:
             self.step = run.starting_step
             journal.correct_notes(self.notes, self.step)
             self.write_notes()
-            journal.begin()
+            journal.clear()
         self.sent_keys = list_known_rows(folder, self.notes)
         self.media: dict[int, MediaReader] = {}
 
     def forward_ended_attempts(self) -> None:
         """Send the rows that belong to the run from all attempts that have ended."""
-        for part in self.folder.list_counted_parts():
+        for part in self.folder.list_attempt_parts():
             attempt = part.attempt
             note = self.notes.get(attempt.number)
             if note is None:
@@ -103,8 +103,8 @@ class Forwarder:
             note = self.notes[attempt.number]
             note.online = True
             write_note(attempt, note)
-            mark = Mark(self.step, attempt.number, note.rows, note.media)
-            self.journal.add(mark)
+            mark = JournalMark(self.step, attempt.number, note.rows, note.media)
+            self.journal.append_mark(mark)
 
     def forward_row(self, attempt: RunFolder, number: int, row: dict[str, Any], start_time: float | None) -> None:
         """Send a row if W&B has not received it.
@@ -124,15 +124,15 @@ class Forwarder:
                 self.sent_keys.add(key)
         note.rows = number
 
-    def forward_media(self, part: CountedPart) -> None:
+    def forward_media(self, part: AttemptPart) -> None:
         """Send the new images and histograms of an attempt."""
         number = part.attempt.number
         note = self.notes[number]
         reader = self.media.setdefault(number, MediaReader(part.attempt, note.media))
         rows = [row for row in reader.read() if part.includes_step(row["global_step"])]
         if rows and self.journal is not None:
-            mark = Mark(self.step, number, note.rows, note.media, len(rows))
-            self.journal.add(mark)
+            mark = JournalMark(self.step, number, note.rows, note.media, len(rows))
+            self.journal.append_mark(mark)
         for row in rows:
             self.run.log(row)
         self.step += len(rows)
@@ -144,19 +144,19 @@ class Forwarder:
         self.begin_attempt(attempt)
         note = self.notes[attempt.number]
         start_time = find_start_time(attempt)
-        thinning = Thinning()
+        thinning = RowSelection()
         number = 0
         for line in lines:
             if line is None:
-                self.forward_media(CountedPart(attempt, None, None))
+                self.forward_media(AttemptPart(attempt, None, None))
                 write_note(attempt, note)
                 continue
             number += 1
             row = parse_row(line)
-            if row and thinning.choose(row):
+            if row and thinning.select_row(row):
                 self.forward_row(attempt, number, row, start_time)
         note.rows = max(note.rows, number)
-        self.forward_media(CountedPart(attempt, None, None))
+        self.forward_media(AttemptPart(attempt, None, None))
 
     def finish(self) -> None:
         """Send the model and the result, and finish the W&B run."""
@@ -230,7 +230,7 @@ def track_online(folder: RunFolder, closed: threading.Event) -> int:
     if mode == "offline":
         if was_online:
             raise ConnectionError(reason)
-        note_offline(folder, reason)
+        record_offline_reason(folder, reason)
         return NO_HOST
     if not folder.attempt_folder.exists():  # the folder was moved or deleted, and W&B would recreate it
         return 1
@@ -239,12 +239,12 @@ def track_online(folder: RunFolder, closed: threading.Event) -> int:
     except Exception as error:
         if was_online:
             raise
-        note_offline(folder, f"W&B could not start the run: {summarize_error(error)}")
+        record_offline_reason(folder, f"W&B could not start the run: {summarize_error(error)}")
         return NO_HOST
-    wandb_scratch.note_client_processes(folder)
+    wandb_scratch.record_client_processes(folder)
     status = {"id": run.id, "mode": "online", "reason": "", "url": run.url, "dir": str(Path(run.dir).parent)}
     write_json(folder.path / "wandb" / "status.json", status)
-    forwarder = Forwarder(folder, run, Journal(folder))
+    forwarder = RowForwarder(folder, run, Journal(folder))
     forwarder.forward_ended_attempts()
     forwarder.forward_growing_attempt(follow_lines(folder.metrics_file, closed))
     forwarder.finish()
@@ -252,22 +252,22 @@ def track_online(folder: RunFolder, closed: threading.Event) -> int:
     return 0
 
 
-def note_offline(folder: RunFolder, reason: str) -> None:
+def record_offline_reason(folder: RunFolder, reason: str) -> None:
     """Record the reason why a run is offline. Raises UserError if writing fails."""
     status = read_json(folder.path / "wandb" / "status.json")
     write_json(folder.path / "wandb" / "status.json", status | {"mode": "offline", "reason": reason})
 
 
-def convert(folder: RunFolder) -> int:
+def convert_to_offline_run(folder: RunFolder) -> int:
     """Create an offline W&B run from the missing rows of a run that has ended.
 
     Returns the exit status of this process.
     """
-    staging = wandb_scratch.name_staging_folder(folder)
+    staging = wandb_scratch.get_staging_folder(folder)
     staging.mkdir()
     run = init_wandb_run(folder, "offline", staging)
-    wandb_scratch.note_client_processes(folder)
-    forwarder = Forwarder(folder, run, None)
+    wandb_scratch.record_client_processes(folder)
+    forwarder = RowForwarder(folder, run, None)
     forwarder.forward_ended_attempts()
     forwarder.finish()
     offline_folder = Path(run.dir).parent
@@ -292,7 +292,7 @@ class Deadline:
         self.has_lock = False
         self.closed = threading.Event()
 
-    def watch(self, seconds: float, *, follow: bool) -> None:
+    def exit_after_owner(self, seconds: float, *, follow: bool) -> None:
         """Set `closed` when stdin closes, and exit this process `seconds` later."""
         if follow:
             sys.stdin.read()
@@ -301,13 +301,13 @@ class Deadline:
         self.end_time = self.end_time or time.monotonic() + seconds
         self.closed.set()
         time.sleep(max(0.0, self.end_time - time.monotonic()))
-        self.leave(TIMED_OUT)
+        self.clean_up_and_exit(TIMED_OUT)
 
-    def leave(self, status: int) -> NoReturn:
+    def clean_up_and_exit(self, status: int) -> NoReturn:
         """Kill the W&B client, remove its temporary folders and exit this process."""
         kill_children()
         if self.has_lock:
-            wandb_scratch.remove_scratch(self.folder)
+            wandb_scratch.remove_temporary_state(self.folder)
         sys.stderr.flush()
         os._exit(status)
 
@@ -325,14 +325,14 @@ def main(path: str, number: str, mode: str, seconds: str, restarts: str = "0", e
     (folder.path / "wandb").mkdir(exist_ok=True)
     deadline = Deadline(folder, float(end_time))
     follow = {"follow": mode == "online"}
-    watch = threading.Thread(target=deadline.watch, args=(float(seconds),), kwargs=follow, daemon=True)
+    watch = threading.Thread(target=deadline.exit_after_owner, args=(float(seconds),), kwargs=follow, daemon=True)
     watch.start()
-    with wandb_scratch.locked_tracking(folder):
+    with wandb_scratch.hold_tracking_lock(folder):
         deadline.has_lock = True
-        wandb_scratch.remove_scratch(folder)
+        wandb_scratch.remove_temporary_state(folder)
         temporary = wandb_scratch.open_temporary_folder(folder)
         try:
-            status = forward_missing(folder, mode, deadline)
+            status = forward_missing_rows(folder, mode, deadline)
         except Exception as error:  # noqa: BLE001 (W&B may raise anything; the traceback goes to the log)
             if int(restarts) < MAX_RESTARTS and is_connection_lost(error):
                 print(f"restarting the W&B client because it has exited: {summarize_error(error)}", file=sys.stderr)
@@ -340,18 +340,18 @@ def main(path: str, number: str, mode: str, seconds: str, restarts: str = "0", e
                 restart_process(arguments, folder, temporary)
             traceback.print_exc()
             status = 1
-        deadline.leave(status)
+        deadline.clean_up_and_exit(status)
 
 
-def forward_missing(folder: RunFolder, mode: str, deadline: Deadline) -> int:
+def forward_missing_rows(folder: RunFolder, mode: str, deadline: Deadline) -> int:
     """Send the missing rows to W&B and shut down the W&B client. Return the exit status of this process."""
-    adopt_offline_folders(folder)
+    restore_notes_of_offline_folders(folder)
     if read_note(folder) is None:
         write_note(folder, TrackingNote())
     if mode == "online":
         status = track_online(folder, deadline.closed)
     elif list_incomplete_notes(folder):
-        status = convert(folder)
+        status = convert_to_offline_run(folder)
     else:  # another process has already sent everything
         return 0
     shut_down_wandb()
@@ -362,7 +362,7 @@ def restart_process(arguments: list[str], folder: RunFolder, temporary: Path) ->
     """Replace this process with a new one after a delay that doubles with each restart."""
     sys.stderr.flush()
     kill_children()
-    wandb_scratch.remove_scratch(folder)
+    wandb_scratch.remove_temporary_state(folder)
     time.sleep(POLL_SECONDS * 2 ** int(arguments[4]))
     os.environ.pop(SERVICE, None)
     os.environ["TMPDIR"] = str(temporary.parent)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core.errors import UserError
-from common.core.text import read_or_empty
+from common.core.text import read_text_or_empty
 from common.runs.folder import RunFolder, read_json, write_atomic, write_json
 
 NOTE_FILE = "passed_on.json"  # one file in each attempt folder, and one in each offline folder of W&B
@@ -31,7 +31,7 @@ RowKey = tuple[tuple[str, Any], ...]
 # ---- rows that are sent to W&B
 
 
-class Thinning:
+class RowSelection:
     """Selection of the rows of an attempt that are sent to W&B.
 
     At most ten rows per second are selected for the same metric names, and fewer in long runs. A row is selected if,
@@ -42,7 +42,7 @@ class Thinning:
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
 
-    def choose(self, row: dict[str, Any]) -> bool:
+    def select_row(self, row: dict[str, Any]) -> bool:
         """Return whether to send the next row of the attempt."""
         names = [name for name in row if name not in AXES]
         now = row.get("time")
@@ -58,9 +58,9 @@ class Thinning:
 
 def choose_rows(attempt: RunFolder) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the line number, counted from 1, and the content of each row that is sent to W&B."""
-    thinning = Thinning()
+    thinning = RowSelection()
     for number, row in enumerate(attempt.parse_attempt_rows(), 1):
-        if row and thinning.choose(row):
+        if row and thinning.select_row(row):
             yield number, row
 
 
@@ -132,7 +132,7 @@ def read_notes(folder: RunFolder) -> dict[int, TrackingNote]:
 
 def count_lines(path: Path) -> int:
     """Return the number of complete lines in a file, or 0 if the file is missing."""
-    return read_or_empty(str(path)).count("\n")
+    return read_text_or_empty(str(path)).count("\n")
 
 
 def list_incomplete_notes(folder: RunFolder) -> list[TrackingNote]:
@@ -140,7 +140,7 @@ def list_incomplete_notes(folder: RunFolder) -> list[TrackingNote]:
     return [note for note in read_notes(folder).values() if not note.complete]
 
 
-def adopt_offline_folders(folder: RunFolder) -> None:
+def restore_notes_of_offline_folders(folder: RunFolder) -> None:
     """Write missing notes for finished offline folders whose tracking process was killed before writing them."""
     for path in folder.path.glob(f"wandb/offline-run-*/{NOTE_FILE}"):
         for number, content in read_json(path).items():
@@ -168,7 +168,7 @@ def list_known_rows(folder: RunFolder, notes: dict[int, TrackingNote]) -> set[Ro
 
 
 @dataclass(frozen=True)
-class Mark:
+class JournalMark:
     """Line of the journal that describes the content of the W&B history, starting at a step."""
 
     step: int
@@ -189,19 +189,19 @@ class Journal:
         self.folder = folder
         self.path = folder.path / "wandb" / "journal.jsonl"
 
-    def read(self) -> list[Mark]:
+    def read_marks(self) -> list[JournalMark]:
         """Return the marks up to the first damaged line."""
         marks = []
         with contextlib.suppress(ValueError, TypeError):
-            for line in read_or_empty(str(self.path)).splitlines():
-                marks.append(Mark(**json.loads(line)))
+            for line in read_text_or_empty(str(self.path)).splitlines():
+                marks.append(JournalMark(**json.loads(line)))
         return marks
 
-    def begin(self) -> None:
+    def clear(self) -> None:
         """Delete the earlier marks, which are no longer needed. Raises UserError if writing fails."""
         write_atomic(self.path, "")
 
-    def add(self, mark: Mark) -> None:
+    def append_mark(self, mark: JournalMark) -> None:
         """Append a mark to the journal. Call this before sending the content that the mark describes."""
         with contextlib.suppress(OSError), open(self.path, "a") as file:
             file.write(json.dumps(asdict(mark)) + "\n")
@@ -211,7 +211,7 @@ class Journal:
 
         `steps` is the number of steps that W&B has received.
         """
-        marks = [mark for mark in self.read() if mark.attempt in notes]
+        marks = [mark for mark in self.read_marks() if mark.attempt in notes]
         received = [mark for mark in marks if mark.step <= steps]
         marked_notes = [notes[mark.attempt] for mark in marks]
         has_incomplete = any(note.online and not note.complete for note in marked_notes)
@@ -225,9 +225,9 @@ class Journal:
         media_count = min(steps - last.step, last.items)
         row_count = steps - last.step - media_count
         notes[last.attempt].media = last.media + media_count
-        notes[last.attempt].rows = self.find_row(notes, last, row_count)
+        notes[last.attempt].rows = self.find_line_of_row(notes, last, row_count)
 
-    def find_row(self, notes: dict[int, TrackingNote], mark: Mark, count: int) -> int:
+    def find_line_of_row(self, notes: dict[int, TrackingNote], mark: JournalMark, count: int) -> int:
         """Return the number of the line of metrics.jsonl that was sent as the `count`-th row after a mark."""
         attempt = RunFolder(self.folder.path, mark.attempt)
         sent_keys = list_known_rows(attempt, notes)

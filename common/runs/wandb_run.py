@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.core import config
-from common.core.text import read_or_empty
+from common.core.text import read_text_or_empty
 from common.runs import provenance
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
 from configs.shared import Experiment
@@ -106,7 +106,7 @@ class MediaReader:
 
         A truncated last line is left for a later call. A damaged line is skipped.
         """
-        text = read_or_empty(str(self.attempt.attempt_folder / "media.jsonl"))
+        text = read_text_or_empty(str(self.attempt.attempt_folder / "media.jsonl"))
         complete_lines = text[: text.rfind("\n") + 1].splitlines()
         rows = []
         for line in complete_lines[self.lines :]:

@@ -23,7 +23,7 @@ from common.runs.folder import RunFolder, read_json, write_json
 PREFIX = "wandb-run-"  # prefix of folder names; it is short because a socket path is limited to 107 characters
 
 
-def name_staging_folder(folder: RunFolder) -> Path:
+def get_staging_folder(folder: RunFolder) -> Path:
     """Return the folder in which an offline W&B run is created.
 
     The content of this folder is incomplete until it is moved to its final path.
@@ -36,7 +36,7 @@ def _record_file(folder: RunFolder) -> Path:
 
 
 @contextlib.contextmanager
-def locked_tracking(folder: RunFolder, *, wait: bool = True) -> Iterator[bool]:
+def hold_tracking_lock(folder: RunFolder, *, wait: bool = True) -> Iterator[bool]:
     """Hold a lock so that only one process at a time sends the rows of a run to W&B.
 
     Yields True once the lock is held. If `wait` is false, yields False if another process holds the lock.
@@ -66,7 +66,7 @@ def open_temporary_folder(folder: RunFolder) -> Path:
     return path
 
 
-def note_client_processes(folder: RunFolder) -> None:
+def record_client_processes(folder: RunFolder) -> None:
     """Record the processes of the W&B client.
 
     If the tracking process is killed, these processes continue to send data for several seconds.
@@ -78,7 +78,7 @@ def note_client_processes(folder: RunFolder) -> None:
     write_json(_record_file(folder), read_json(_record_file(folder)) | {"processes": processes})
 
 
-def remove_scratch(folder: RunFolder) -> None:
+def remove_temporary_state(folder: RunFolder) -> None:
     """Remove the processes, temporary folder and unfinished offline run left by an ended tracking process."""
     record = read_json(_record_file(folder))
     # This host cannot access the processes and temporary folders of other hosts.
@@ -86,7 +86,7 @@ def remove_scratch(folder: RunFolder) -> None:
     if is_this_host:
         for pid, start in record.get("processes", []):
             Process(pid, start).kill()
-    shutil.rmtree(name_staging_folder(folder), ignore_errors=True)
+    shutil.rmtree(get_staging_folder(folder), ignore_errors=True)
     if not is_this_host:
         return
     path = Path(str(record.get("path")))

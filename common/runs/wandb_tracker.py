@@ -18,9 +18,9 @@ import time
 
 from common.core.errors import UserError
 from common.runs import wandb_scratch
-from common.runs.folder import RunFolder, disk_errors, read_json
+from common.runs.folder import RunFolder, convert_disk_errors, read_json
 from common.runs.wandb_account import find_missing_account, read_requested_mode
-from common.runs.wandb_process import NO_HOST, SERVICE, TIMED_OUT, note_offline
+from common.runs.wandb_process import NO_HOST, SERVICE, TIMED_OUT, record_offline_reason
 from common.runs.wandb_rows import TrackingNote, list_incomplete_notes, read_note, read_notes, write_note
 from configs.shared import Experiment
 
@@ -45,14 +45,14 @@ class Tracker:
             return None
         reason = "" if mode == "offline" else find_missing_account()
         try:
-            with disk_errors(folder.path / "wandb"):
+            with convert_disk_errors(folder.path / "wandb"):
                 (folder.path / "wandb").mkdir(exist_ok=True)
             if read_note(folder) is None:
                 write_note(folder, TrackingNote())
             if mode != "offline" and not reason:
-                process = start_process(folder, "online", subprocess.PIPE, cfg.wandb.finish_timeout)
+                process = start_tracking_process(folder, "online", subprocess.PIPE, cfg.wandb.finish_timeout)
                 return cls(folder, process)
-            note_offline(folder, reason)
+            record_offline_reason(folder, reason)
         except (OSError, UserError) as error:
             print(f"W&B: tracking could not be started: {error}", flush=True)
             return None
@@ -70,12 +70,12 @@ class Tracker:
             if self.process is not None:
                 assert self.process.stdin is not None
                 self.process.stdin.close()
-                status = wait_for_process(self.process, deadline)
+                status = wait_for_tracking_process(self.process, deadline)
             if status == NO_HOST:
                 seconds = deadline - time.monotonic()
-                self.process = start_process(self.folder, "offline", subprocess.DEVNULL, seconds)
-                status = wait_for_process(self.process, deadline)
-            problem = describe_process_end(status, timeout)
+                self.process = start_tracking_process(self.folder, "offline", subprocess.DEVNULL, seconds)
+                status = wait_for_tracking_process(self.process, deadline)
+            problem = describe_incomplete_tracking(status, timeout)
         except KeyboardInterrupt:
             problem = "tracking is incomplete: stopped by Ctrl-C"
         except OSError as error:
@@ -86,8 +86,8 @@ class Tracker:
     def kill(self) -> None:
         """Kill the tracking process, if there is one, and remove its temporary files."""
         if self.process is not None:
-            end_process(self.process)
-        remove_leftovers(self.folder)
+            kill_tracking_process(self.process)
+        remove_tracking_leftovers(self.folder)
 
     def describe(self, problem: str) -> str:
         """Return a one-line message that names the W&B run and, if rows are missing, the problem."""
@@ -107,7 +107,7 @@ class Tracker:
         return f"W&B: offline{reason}; upload the run with: {sync}{missing}"
 
 
-def start_process(folder: RunFolder, mode: str, stdin: int, seconds: float) -> subprocess.Popen[bytes]:
+def start_tracking_process(folder: RunFolder, mode: str, stdin: int, seconds: float) -> subprocess.Popen[bytes]:
     """Start the tracking process of an attempt. Raises OSError if the process cannot be started.
 
     The process exits at most `seconds` after `stdin` closes. In offline mode, the time starts immediately.
@@ -129,7 +129,7 @@ def start_process(folder: RunFolder, mode: str, stdin: int, seconds: float) -> s
         )
 
 
-def wait_for_process(process: subprocess.Popen[bytes], deadline: float) -> int:
+def wait_for_tracking_process(process: subprocess.Popen[bytes], deadline: float) -> int:
     """Return the exit status of a tracking process, or TIMED_OUT one second after the deadline."""
     try:
         return process.wait(max(0.0, deadline - time.monotonic()) + 1)
@@ -137,21 +137,21 @@ def wait_for_process(process: subprocess.Popen[bytes], deadline: float) -> int:
         return TIMED_OUT
 
 
-def end_process(process: subprocess.Popen[bytes]) -> None:
+def kill_tracking_process(process: subprocess.Popen[bytes]) -> None:
     """Kill a tracking process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def remove_leftovers(folder: RunFolder) -> None:
+def remove_tracking_leftovers(folder: RunFolder) -> None:
     """Remove the temporary files of a killed tracking process if no other process tracks the run."""
-    with contextlib.suppress(OSError), wandb_scratch.locked_tracking(folder, wait=False) as is_free:
+    with contextlib.suppress(OSError), wandb_scratch.hold_tracking_lock(folder, wait=False) as is_free:
         if is_free:
-            wandb_scratch.remove_scratch(folder)
+            wandb_scratch.remove_temporary_state(folder)
 
 
-def describe_process_end(status: int, timeout: float) -> str:
+def describe_incomplete_tracking(status: int, timeout: float) -> str:
     """Return why a tracking process with this exit status has not sent all rows.
 
     Returns an empty string if all rows were sent.
@@ -169,12 +169,12 @@ def is_tracked_now(folder: RunFolder) -> bool:
     """Return whether a tracking process on this machine is currently tracking a run."""
     if not (folder.path / "wandb" / "lock").exists():
         return False
-    with contextlib.suppress(OSError), wandb_scratch.locked_tracking(folder, wait=False) as is_free:
+    with contextlib.suppress(OSError), wandb_scratch.hold_tracking_lock(folder, wait=False) as is_free:
         return not is_free
     return False  # the run belongs to another user
 
 
-def misses_online_rows(folder: RunFolder) -> bool:
+def has_missing_online_rows(folder: RunFolder) -> bool:
     """Return whether rows of an online run are missing on the W&B host."""
     return any(note.online for note in list_incomplete_notes(folder))
 
@@ -185,16 +185,16 @@ def send_missing_rows(folder: RunFolder) -> None:
     If the run was online, the rows are sent to the W&B host. Otherwise, the rows are written to an offline folder.
     Raises UserError if rows are still missing or the run folder cannot be written.
     """
-    mode = "online" if misses_online_rows(folder) else "offline"
+    mode = "online" if has_missing_online_rows(folder) else "offline"
     newest = RunFolder(folder.path, max(read_notes(folder)))
-    with disk_errors(newest.attempt_folder):
-        process = start_process(newest, mode, subprocess.DEVNULL, SYNC_SECONDS)
+    with convert_disk_errors(newest.attempt_folder):
+        process = start_tracking_process(newest, mode, subprocess.DEVNULL, SYNC_SECONDS)
     try:
         status = process.wait()
     finally:
-        end_process(process)
-        remove_leftovers(folder)
-    problem = describe_process_end(status, SYNC_SECONDS)
+        kill_tracking_process(process)
+        remove_tracking_leftovers(folder)
+    problem = describe_incomplete_tracking(status, SYNC_SECONDS)
     if problem:
         log = newest.attempt_folder / "logs" / "tracker.log"
         raise UserError(f"rows of {folder.path.name} are missing in W&B; {problem}; see {log}")

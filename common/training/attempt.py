@@ -158,7 +158,7 @@ class Attempt:
 
     def _is_current(self) -> bool:
         try:
-            claims.check_still_current(self.folder)
+            claims.raise_if_superseded(self.folder)
         except RunTakenError:
             return False
         return True
@@ -178,10 +178,10 @@ def is_finished(folder: RunFolder | None, cfg: Experiment, *, report: bool) -> b
 
     Raises UserError if the config asks for more steps but the last checkpoint is missing.
     """
-    if folder is None or folder.result.get("state") != "finished" or extension.has_more_steps(folder, cfg):
+    if folder is None or folder.result.get("state") != "finished" or extension.config_adds_steps(folder, cfg):
         return False
     if report:
-        print(extension.describe_finished(folder, cfg), flush=True)
+        print(extension.explain_finished_run(folder, cfg), flush=True)
     return True
 
 
@@ -223,7 +223,7 @@ def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, Pr
         print(
             f"extending the run after step {done}; learning rates are now those of a run of {total} steps", flush=True
         )
-    folder.retire_result()
+    folder.move_result_of_previous_attempt()
     return folder, prepared
 
 

@@ -16,24 +16,24 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from common.checkpoint import extension, state_dicts, storage
-from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_exit
+from common.checkpoint.stop_request import StopRequest, StopRequested, wait_for_all_ranks_to_exit
 from common.core import config, host_memory, seeds
 from common.core.errors import (
     EXIT_REFUSED,
     EXIT_RESUMABLE,
     MachineError,
     UserError,
+    convert_shortage_error,
     exit_on_user_error,
-    explain_error,
     is_timeout,
 )
-from common.core.processes import count_host_cores, exit_at_once
-from common.core.text import format_count, read_tail
+from common.core.processes import count_host_cores, exit_without_cleanup
+from common.core.text import format_count, read_end_of_file
 from common.data.loader import DataWorkerError
 from common.distributed import algorithm_choice, local_launcher, private_folder, rendezvous
 from common.distributed.rank_info import RankInfo, read_rank_info, report_common_error_once
 from common.distributed.rendezvous import World
-from common.distributed.silent_ranks import name_silent_ranks
+from common.distributed.silent_ranks import describe_silent_ranks
 from common.distributed.transport import algorithms
 from common.models import initial_weights
 from common.pipeline import schedules
@@ -45,7 +45,7 @@ from common.training.attempt import Attempt, is_finished
 from common.training.contract import optimizer
 from common.training.optimization import own_files
 from common.training.run import Run
-from configs.elastic import find_elastic
+from configs.elastic import get_enabled_elastic_settings
 from configs.shared import Experiment
 
 T = TypeVar("T", bound=Experiment)
@@ -61,7 +61,7 @@ def start(main: Main[T], schema: type[T]) -> None:
             sys.exit(run_command_line(main, schema, rank_info))
     except SystemExit as end:
         if rank_info is not None:
-            exit_at_once(end.code)
+            exit_without_cleanup(end.code)
         raise
 
 
@@ -80,7 +80,7 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
         private_folder.check_tls(cfg.launch, rank_info)
         wandb_account.read_requested_mode(cfg)
         if run_to_resume is not None:
-            extension.check_settings_of_finished(run_to_resume, cfg)
+            extension.check_settings_of_finished_run(run_to_resume, cfg)
         elif rank_info is None or not rank_info.is_restart:  # a restart resumes the earlier attempt's run
             initial_weights.check_weights_of_config(cfg)
         if getattr(cfg, "sweep", False) and (run_to_resume is not None or rank_info is not None):
@@ -130,7 +130,7 @@ def run_experiment(
             outcome = Outcome(EXIT_REFUSED, str(error))
             raise
         except (RuntimeError, OSError) as error:
-            cause = explain_error(error)
+            cause = convert_shortage_error(error)
             outcome = Outcome(1, str(cause) if isinstance(cause, MachineError) else "")
             raise
         finally:
@@ -141,7 +141,7 @@ def run_experiment(
                 attempt.conclude(outcome.status, cfg, submitted=submitted, reason=outcome.reason)
 
         if outcome.is_agreed:
-            synchronize_exit()
+            wait_for_all_ranks_to_exit()
         elif has_finished_run(attempt.folder):  # a stop request after the last step has no effect
             return attempt.folder, 0
         return attempt.folder, outcome.status
@@ -205,7 +205,7 @@ class ForkedRanks:
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> Outcome:
         """Fork the ranks, document the attempt while they start, and wait for them. Raises UserError."""
         folder = attempt.folder
-        elastic = find_elastic(cfg)
+        elastic = get_enabled_elastic_settings(cfg)
 
         def train_forked(rank_info: RankInfo) -> None:
             log_file = folder.log_file(rank_info.original_rank)
@@ -231,7 +231,7 @@ class ForkedRanks:
                 document,
                 reasons.append,
                 elastic,
-                lambda rank: read_tail(folder.log_file(rank)),
+                lambda rank: read_end_of_file(folder.log_file(rank)),
                 cfg.launch.setup_timeout,
             )
         return Outcome(status, "".join(reasons))
@@ -301,7 +301,7 @@ class LaunchedRank:
             raise
         self.stop.can_stop_immediately = False
         if content is None:
-            synchronize_exit()
+            wait_for_all_ranks_to_exit()
             if isinstance(opened, UserError):
                 raise opened
             return EXIT_REFUSED
@@ -348,15 +348,15 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         if world.is_main and not run.finished:
             raise RuntimeError("main() returned without calling run.report(...); call it on all ranks after training")
     except (RuntimeError, TimeoutError, BlockingIOError) as raised:  # BlockingIOError: a fork failed
-        error = explain_error(raised)
+        error = convert_shortage_error(raised)
         # A rank with nothing to save stops at once, and another one may have completed its first step by then. SIGTERM
         # does not count: srun sends it if another rank has failed.
         was_notified = stop.signal_number == signal.SIGUSR2 and not is_timeout(error)
-        if was_notified or (stop.can_stop_immediately and stop.await_request()):
+        if was_notified or (stop.can_stop_immediately and stop.wait_for_request()):
             raise StopRequested(together=False) from error
         silent = ""
         if is_timeout(error):
-            silent = name_silent_ranks(world, max(2.0, 2 * run.step_seconds()))
+            silent = describe_silent_ranks(world, max(2.0, 2 * run.step_seconds()))
         run.log_failure(silent or error)
         if isinstance(error, DataWorkerError):
             run.exit_if_others_can_continue(str(error))
@@ -380,13 +380,13 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
 def print_notice_of_shared_cores(cfg: Experiment, ranks: int) -> None:
     """Print a notice if more ranks compute on this host's cores than it has."""
     cores = count_host_cores()
-    if ranks > cores and (cfg.launch.on_cpu or not provenance.count_visible_gpus()):
+    if ranks > cores and (cfg.launch.excludes_gpus or not provenance.count_visible_gpus()):
         print(f"{ranks} ranks share {format_count(cores, 'core')} of this host; steps will be slow", flush=True)
 
 
 def check_memory(cfg: Experiment) -> None:
     """Raise UserError if the model cannot fit into this host's memory. GPUs report their own shortage."""
-    if cfg.launch.on_cpu or not provenance.count_visible_gpus():
+    if cfg.launch.excludes_gpus or not provenance.count_visible_gpus():
         host_memory.check_host_memory(cfg)
 
 

@@ -67,7 +67,7 @@ def score_replicated(model: nn.Module, run: RunContext) -> dict[str, float]:
     BatchNorm's running statistics are averaged first, weighted by the size of each rank's shard: every rank has seen
     other samples.
     """
-    sync_batchnorm.average_buffers(model, weight=run.state.weight if run.state else 1.0)
+    sync_batchnorm.average_buffers(model, weight=run.state.shard_weight if run.state else 1.0)
     return score_test_set(lambda x, _: model(x), run, shard=run.shard)
 
 

@@ -12,7 +12,7 @@ from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
 from common.core import config
 from common.core.errors import UserError, summarize_error
 from common.core.text import format_count
-from common.data.loader import get_statistics
+from common.data.loader import get_pixel_statistics
 from common.distributed.elastic.generations import describe_rank_change, read_earlier_rank_changes
 from common.measure import tables
 from common.models import model_file
@@ -29,7 +29,7 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
     reports = [*reports, *report_generations(changes)]
     run.saver.raise_if_run_taken(run.step)
     assert run.metrics is not None
-    run.metrics.writer.flush()
+    run.metrics.writer.write_buffered_rows()
     result = Result(
         state="finished",
         exit_status=0,
@@ -132,7 +132,7 @@ def save_trained_model(run: RunContext) -> None:
     if state is None or run.saver.checkpointer.saved_step != run.step:
         run.log_message("WARNING: no model written: the last step was not saved", logging.WARNING)
         return
-    mean, std = get_statistics(run.prepared)
+    mean, std = get_pixel_statistics(run.prepared)
     facts: dict[str, Any] = {
         "run": run.folder.path.name,
         "experiment": run.folder.experiment,

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.checkpoint.stop_request import synchronize_exit
+from common.checkpoint.stop_request import wait_for_all_ranks_to_exit
 from common.core import host_memory, network
 from common.core.errors import UserError
 from common.data import prepare
 from common.distributed.rendezvous import World
 from common.measure.timing import time_calls
 from common.runs import provenance
-from common.runs.folder import disk_errors, read_json
+from common.runs.folder import convert_disk_errors, read_json
 
 HostFacts = dict[str, Any]  # facts that one rank collected about its host
 
@@ -75,7 +75,7 @@ def check_hosts(world: World, folder: Path, *, mixed: bool) -> None:
     if world.is_main:
         problems = find_problems(facts, len(set(world.hosts)), mixed=mixed)
     if world.broadcast(bool(problems)):
-        synchronize_exit()
+        wait_for_all_ranks_to_exit()
         raise UserError("; ".join(problems) or "another host has a problem; see the error of rank 0")
 
 
@@ -162,7 +162,7 @@ def measure_disk_writing(folder: Path) -> HostFacts:
     file = folder / f".doctor-{secrets.token_hex(4)}"
     block = os.urandom(1 << 20)
     try:
-        with disk_errors(folder):
+        with convert_disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             start = time.perf_counter()
             with open(file, "wb") as handle:

@@ -15,12 +15,12 @@ from common.data.rounds import Rounds
 from common.data.shards import WINDOW
 from common.measure.memory import read_peak_memory
 from common.measure.metrics_log import MEAN
-from common.measure.step_timing import StepTimes
+from common.measure.step_timing import StepTimer
 from common.models.sample_dropout import list_dropout_layers
 from common.training import optimizers
 from common.training.elastic.recovery import Recovery
 from common.training.run_context import RunContext
-from configs.elastic import find_elastic
+from configs.elastic import get_enabled_elastic_settings
 
 Evaluate = Callable[[], dict[str, float]]
 
@@ -72,7 +72,7 @@ class Step:
     def mark(self, name: str) -> None:
         """Record the time of "backward" (its start) or "end of backward"."""
         if self.run.times is not None:
-            self.run.times.mark(name)
+            self.run.times.record_mark(name)
 
     def log(self, **values: Tensor | float | None) -> None:
         """Add values to metrics.jsonl; tensors stay on their device.
@@ -122,8 +122,8 @@ def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source
     if source == MEAN and state.parts:
         model = state.parts[0]
         sharded_layers = (layer for layer in model.children() if hasattr(layer, "unshard"))  # by fully_shard
-        run.times = StepTimes(model, run.device, sharded_layers)
-    elastic = find_elastic(run.cfg)
+        run.times = StepTimer(model, run.device, sharded_layers)
+    elastic = get_enabled_elastic_settings(run.cfg)
     recovery = Recovery(run, state, elastic) if elastic else None
     try:
         while not run.complete:
@@ -166,7 +166,7 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None)
     for part in state.parts:
         part.train()
     dropout = list_dropout_layers(state.parts)
-    for batch in run.times.iterate(state.loader) if run.times else state.loader:
+    for batch in run.times.iterate_batches(state.loader) if run.times else state.loader:
         rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
         if state.optimizer is not None:
             optimizers.set_learning_rate(state.optimizer, rate)
@@ -174,7 +174,7 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None)
         for layer in dropout:
             if isinstance(state.loader, Rounds):
                 raise TypeError("dropout by position requires run.batches or run.microbatches")
-            layer.begin_step(step.epoch, state.loader.list_positions(run.step % epoch_steps))
+            layer.begin_step(step.epoch, state.loader.list_sample_positions(run.step % epoch_steps))
 
         yield step
         if step.failure is not None:
@@ -183,7 +183,7 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None)
             raise RuntimeError(f"step {step.number} was never entered; put the body of the loop into `with step:`")
 
         if run.saver.checkpoint_or_stop(step.number):  # a vote alone counts: ranks wait there for the slowest
-            run.pace.interrupt()
+            run.pace.exclude_pause()
         adapt_shards(run, step.number)
         ends_epoch = step.number % epoch_steps == 0
         if step.number == run.total and not ends_epoch:  # at the end of an epoch the loader advances to the next one
@@ -197,14 +197,14 @@ def adapt_shards(run: RunContext, number: int) -> None:
     if run.shards is None or run.times is None or number % WINDOW or number == run.total:
         return
     seconds = run.times.measure_seconds_to_last_gradient(WINDOW)
-    if seconds is not None and run.shards.update(number, seconds):
+    if seconds is not None and run.shards.update_shards(number, seconds):
         record_shards(run)
 
 
 def record_shards(run: RunContext) -> None:
     """Write the shards that run.shards chose to metrics.jsonl. All ranks call it after the same step."""
     if run.shards is not None and run.metrics is not None:
-        run.metrics.write(run.step, run.shards.metric_values)
+        run.metrics.write_values(run.step, run.shards.metric_values)
 
 
 def record_step(run: RunContext, step: Step) -> None:
@@ -212,11 +212,11 @@ def record_step(run: RunContext, step: Step) -> None:
     assert run.state is not None and run.metrics is not None
     synchronize_gpus_if_due(run, run.state, step.number)
     now = time.perf_counter()
-    run.pace.note_step_end(now)
+    run.pace.record_step_end(now)
     run.step = step.number
     run.saver.stop_request.can_stop_immediately = False
-    run.metrics.add(step.number, now, step.values)
-    if run.metrics.is_due:
+    run.metrics.add_step(step.number, now, step.values)
+    if run.metrics.is_flush_due:
         run.metrics.flush()
     run.write_heartbeat(now)
     if run.profiler is not None:
@@ -231,9 +231,9 @@ def synchronize_gpus_if_due(run: RunContext, state: TrainState, number: int) -> 
     """
     if not state.gpus:
         return
-    begins_steady = run.pace.is_steady_next(run.total - number)
+    begins_steady = run.pace.is_next_step_steady(run.total - number)
     ends_epoch = number == run.total or number % state.loader.steps == 0
-    if begins_steady or ends_epoch or run.saver.vote.is_due(number):
+    if begins_steady or ends_epoch or run.saver.vote.is_vote_due(number):
         for gpu in state.gpus:
             torch.cuda.synchronize(gpu)
 
@@ -256,14 +256,14 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
         part.eval()
     scores = evaluate()
     if is_last:
-        saver.save_last(run.step)
+        saver.save_final_model(run.step)
     state.drop_buffer_snapshot()
     saver.unevaluated = False
     if scores:
-        metrics.write(run.step, scores)
-    saver.save_best(run.step, scores)
+        metrics.write_values(run.step, scores)
+    saver.save_if_best(run.step, scores)
     saver.checkpoint_or_stop(run.step, now=True)
-    run.pace.interrupt()
+    run.pace.exclude_pause()
     saver.stop_request.can_stop_immediately = is_last
     if is_last:  # reports and the model file may take longer than a step
         saver.stop_request.dump_stacks_after(None)

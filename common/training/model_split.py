@@ -14,7 +14,7 @@ from typing import IO
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint.train_state import get_recipe
+from common.checkpoint.train_state import get_model_recipe
 from common.core import config
 from common.core.errors import UserError
 from common.distributed.rendezvous import World
@@ -44,7 +44,7 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
             raise UserError(
                 f"split: the stage from {layer} on has no parameters to train; set split, or use fewer stages"
             )
-    setattr(stages[0], "recipe", get_recipe(model))  # noqa: B010 (rebuilds the whole model)
+    setattr(stages[0], "recipe", get_model_recipe(model))  # noqa: B010 (rebuilds the whole model)
     return stages
 
 

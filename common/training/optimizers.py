@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from common.core.own_function import load_function, locate_errors
+from common.core.own_function import convert_errors_of_user_file, load_function
 from common.training.optimization import layerwise, own_files
 from configs.shared import Optim
 
@@ -81,7 +81,7 @@ def build_custom_optimizer(groups: Any, cfg: Optim) -> Optimizer:
     """
     value = own_files.FILES_OF_RUN.get(cfg.name, cfg.name)
     kind = load_function("optim.name", value, own_files.BUILTIN_NAMES["name"], "Class")
-    with locate_errors("optim.name", value, vars(kind).get("__init__"), CLASS_USAGE):
+    with convert_errors_of_user_file("optim.name", value, vars(kind).get("__init__"), CLASS_USAGE):
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
             raise TypeError("it is not a subclass of torch.optim.Optimizer")
         accepted = inspect.signature(kind).parameters

@@ -17,18 +17,18 @@ from common.checkpoint.saver import Saver
 from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
 from common.core.errors import MachineError, UserError
-from common.data.loader import Images, Loader, draw_order
+from common.data.loader import Images, Loader, draw_sample_order
 from common.data.prepare import PreparedDataset
 from common.data.rounds import Rounds
 from common.data.shards import AutoShards
 from common.distributed.rendezvous import World
 from common.measure import media, profiler
 from common.measure.metrics_log import MetricsLog, SharedMetricsLog
-from common.measure.step_timing import StepDurations, StepTimes
+from common.measure.step_timing import StepDurations, StepTimer
 from common.runs.folder import RunFolder, write_json
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.progress import ProgressDisplay
-from configs.elastic import find_elastic
+from configs.elastic import get_enabled_elastic_settings
 from configs.shared import Experiment
 
 HEARTBEAT_SECONDS = 5.0
@@ -57,7 +57,7 @@ class RunContext:
         if world.backend == "nccl" and world.size > 1:
             self.saver.start_silence_watch(self.log_failure)
         self.pace = StepDurations()
-        self.times: StepTimes | None = None
+        self.times: StepTimer | None = None
         """Time stamps of this rank's steps, if every rank trains the same model."""
         self.shards: AutoShards | None = None
         """With shards=auto, chooses the shards."""
@@ -165,7 +165,7 @@ class RunContext:
         """
         size = self.cfg.batch
         rank, ranks = self.shard
-        order = torch.from_numpy(draw_order(len(self.train_set), seed, 0))
+        order = torch.from_numpy(draw_sample_order(len(self.train_set), seed, 0))
         batches = order[: len(order) // size * size].view(-1, size)
         for batch in batches[:count]:
             samples = batch.view(ranks, -1)[rank]
@@ -188,12 +188,12 @@ class RunContext:
             rows = int(loaded.common["rows"])
             self.log_message(f"resumed from step {self.step} (attempt {parent})")
         if self.world.is_main:
-            self.folder.write_parent(parent, self.step, rows)
+            self.folder.record_parent_attempt(parent, self.step, rows)
         return self.step
 
     def open_metrics(self, state: TrainState, source: int) -> None:
         """Start to log the steps of `state`; `source` is the rank that knows their values, or MEAN."""
-        log_class = SharedMetricsLog if find_elastic(self.cfg) else MetricsLog
+        log_class = SharedMetricsLog if get_enabled_elastic_settings(self.cfg) else MetricsLog
         self.metrics = log_class(
             self.world,
             MetricsWriter(self.folder.metrics_file, self._warn_of_disk),
@@ -218,7 +218,7 @@ class RunContext:
     def stop_if_requested(self) -> None:
         """Write the heartbeat, and stop if any rank has a stop request. Called between batches of an evaluation."""
         self.write_heartbeat(time.perf_counter())
-        self.saver.stop_in_evaluation(self.step)
+        self.saver.stop_evaluation_if_requested(self.step)
 
     # ---- log, progress and measurements
 
@@ -289,11 +289,11 @@ class RunContext:
 
     def step_seconds(self) -> float:
         """Return the mean seconds of a step without evaluations and the first steps; 0 if none was measured."""
-        return self.pace.compute_mean()
+        return self.pace.compute_mean_duration()
 
     def samples_per_second(self) -> float:
         """Return the samples per second over the steps of `step_seconds`."""
-        steady = self.pace.list_steady()
+        steady = self.pace.list_steady_durations()
         if not steady or self.state is None:
             return 0.0
         count_samples = self.state.loader.count_samples

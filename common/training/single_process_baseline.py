@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from common.data.loader import Loader
 from common.data.rounds import Rounds
-from common.data.shards import AutoShards, Speed
+from common.data.shards import AutoShards, StepTimeModel
 from common.distributed import ddp, sync_batchnorm
 from common.measure.memory import describe_peak_memory, report_state_bytes
 from common.measure.step_timing import ScalingReport, gather_step_times, time_communication
@@ -113,13 +113,13 @@ def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader, model: nn.Modu
         remedy = "; sync_batchnorm=true avoids this" if hasattr(cfg, "sync_batchnorm") else ""
         run.log_message(f"BatchNorm normalises over each rank's shard: unequal shards change the result{remedy}")
     if not batches.local_samples:
-        sync_batchnorm.skip_empty_batches(model)
+        sync_batchnorm.accept_empty_batches(model)
     if cfg.shards == ["auto"] and run.world.size > 1:
         speed = measure_rank_speed(run, model, sum(batches.counts))
         run.shards = AutoShards(batches, run.world, speed, run.log_message)
 
 
-def measure_rank_speed(run: RunContext, model: nn.Module, batch: int) -> Speed:
+def measure_rank_speed(run: RunContext, model: nn.Module, batch: int) -> StepTimeModel:
     """Measure forward and backward on this rank with two shard sizes. All ranks call it at the same time.
 
     The shortest of several timings counts, because other programs disturbed it least. Each timing is long enough to
@@ -147,7 +147,7 @@ def measure_rank_speed(run: RunContext, model: nn.Module, batch: int) -> Speed:
 
     x = run.load_example(large)
     with ddp.restore_buffers_and_rng(model, run.device):
-        return Speed.fit(small, large, [time_shortest(x[:small]), time_shortest(x)])
+        return StepTimeModel.fit(small, large, [time_shortest(x[:small]), time_shortest(x)])
 
 
 def report_ranks(cfg: Sharded, run: RunContext) -> list[ReportData]:

@@ -22,7 +22,7 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
     if not cfg.steps:
         warmup = min(cfg.optim.warmup, DEFAULT_STEPS // 8)
         limits = {"steps": DEFAULT_STEPS, "optim.warmup": warmup, "data.test_limit": cfg.data.test_limit or 1000}
-    on_gpus = not cfg.launch.on_cpu and gpus >= cfg.processes  # with fewer GPUs than ranks, runs use the CPU
+    on_gpus = not cfg.launch.excludes_gpus and gpus >= cfg.processes  # with fewer GPUs than ranks, runs use the CPU
     precisions = ("fp32", "tf32", "bf16", "fp16") if on_gpus else ("fp32", "bf16", "fp16")
     no_sync_choices = (True, False) if cfg.processes > 1 else (True,)
 

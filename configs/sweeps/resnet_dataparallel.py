@@ -13,7 +13,7 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
 
     All strategies run on the CPU if ddp has more ranks than the machine has GPUs.
     """
-    if cfg.launch.on_cpu:
+    if cfg.launch.excludes_gpus:
         gpus = 0
     has_enough_gpus = gpus >= replace(cfg, strategy="ddp").processes
     strategies = ["single", "ddp"]

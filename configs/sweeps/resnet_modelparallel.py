@@ -31,7 +31,7 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
 
 def has_enough_gpus(cfg: Config, gpus: int) -> bool:
     """Return whether there are enough GPUs for the ranks of every mode."""
-    if cfg.launch.on_cpu or "cpu" in cfg.devices:
+    if cfg.launch.excludes_gpus or "cpu" in cfg.devices:
         gpus = 0
     for mode in MODES:
         mode_cfg = replace(cfg, mode=mode)

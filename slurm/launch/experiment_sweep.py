@@ -26,7 +26,7 @@ from typing import Any
 from common.core import config
 from common.core.errors import UserError, exit_on_user_error
 from common.core.signals import STOPPED_STATUSES
-from common.core.text import read_tail
+from common.core.text import read_end_of_file
 from common.distributed.rank_info import read_rank_info
 from common.measure import plots
 from common.runs import provenance, result
@@ -82,7 +82,7 @@ class ResultTable:
         If the run failed with an error before its first attempt, its folder is removed and UserError is raised with
         that error.
         """
-        log = read_tail(folder.path / "screen.log")
+        log = read_end_of_file(folder.path / "screen.log")
         if not folder.result and not folder.list_attempts() and "error: " in log:
             shutil.rmtree(folder.path)
             self.sweep.forget_run(point)
@@ -92,12 +92,12 @@ class ResultTable:
         row: RunRow = {"cell": point.values, "repeat": point.repeat, "run": folder.path.name}
         row["exit_status"] = folder.result.get("exit_status")
         self.rows.append(row | parsed.flatten_values() | parsed.list_columns())
-        self.write()
+        self.write_csv()
         for other in self.points:
             if self.grid.measured and other.values == point.values and other.repeat > point.repeat:
                 copy_measured_settings(self.grid.measured, folder, other.settings)
 
-    def write(self) -> None:
+    def write_csv(self) -> None:
         lines: list[dict[str, Any]] = []
         for row in self.rows:
             values = row["cell"] | row
@@ -116,7 +116,7 @@ def report_summary(summary: Summary, folder: Path) -> None:
         path = folder / plot.file
         links.append(path.absolute().as_uri())
         if isinstance(plot, Bars):
-            plots.draw_bars(path, plot.heights, plot.y, title=plot.title)
+            plots.draw_bar_chart(path, plot.heights, plot.y, title=plot.title)
         else:
             plots.draw_curves(
                 path, plot.series, plot.x, plot.y, plot.levels, computed=plot.computed, log=True, title=plot.title
@@ -146,7 +146,9 @@ def main(name: str, arguments: Sequence[str]) -> int:
     sweep_folder = sweep.SweepFolder(folder, plan)
     table = ResultTable(sweep_folder, grid)
     try:
-        status = sweep.run_points(sweep_folder, [(point, None) for point in points], table.add_run, stops_with_run=True)
+        status = sweep.run_points_locally(
+            sweep_folder, [(point, None) for point in points], table.add_run, stops_with_run=True
+        )
     except UserError:
         if not table.rows:
             shutil.rmtree(folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.core.config import ROOT
 from common.core.errors import UserError
-from common.runs.folder import disk_errors, write_atomic
+from common.runs.folder import convert_disk_errors, write_atomic
 from slurm.arguments import EXPERIMENT_NAME
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -88,7 +88,7 @@ def write_all_or_none(new_texts: Mapping[Path, str], changed_texts: Mapping[Path
     created: list[Path] = []
     try:
         for path, text in new_texts.items():
-            with disk_errors(path), open(path, "x") as file:
+            with convert_disk_errors(path), open(path, "x") as file:
                 created.append(path)
                 file.write(text)
         for path, text in changed_texts.items():

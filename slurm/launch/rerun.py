@@ -32,11 +32,11 @@ from common.data.prepare import PreparedDataset
 from common.distributed.transport import algorithms
 from common.pipeline import schedules
 from common.runs import provenance, result
-from common.runs.folder import RunFolder, disk_errors
+from common.runs.folder import RunFolder, convert_disk_errors
 from common.training.optimization import own_files
 from configs.profile import Profile
 from configs.shared import Experiment
-from slurm.arguments import split_settings
+from slurm.arguments import split_experiment_and_cluster_settings
 from slurm.launch import submit
 from slurm.reports import logs, selection, status
 from slurm.scheduling import sbatch
@@ -94,7 +94,7 @@ def parse_settings_text(text: str) -> dict[str, Any]:
     return config.flatten_mapping(yaml.load(text, Loader=config.YAML_LOADER) or {})  # noqa: S506 (builds only str, list, dict)
 
 
-def build_known_settings(name: str, text: str) -> Experiment:
+def build_config_from_known_keys(name: str, text: str) -> Experiment:
     """Build a config from the YAML settings `text`, without settings that the current source does not know."""
     schema = config.import_schema(name)
     keys = config_keys.list_keys(schema)
@@ -102,7 +102,7 @@ def build_known_settings(name: str, text: str) -> Experiment:
     return config.build_config(schema, [settings])
 
 
-def create_folder(
+def create_rerun_folder(
     old: RunFolder, text: str, settings: Experiment, dataset: PreparedDataset, *, overridden: Container[str] = ()
 ) -> RunFolder:
     """Create a new run folder with the source of the old run.
@@ -112,7 +112,7 @@ def create_folder(
     new = RunFolder.create(Path(settings.runs), old.experiment, text)
     code = new.path / "code"
     with submit.remove_folder_on_error(new):
-        with disk_errors(new.path):
+        with convert_disk_errors(new.path):
             shutil.copytree(old.path / "code", code, ignore=shutil.ignore_patterns("__pycache__"))
         dataset.copy_user_data_file(code)
         schedules.copy_schedule_file(settings, code, overwrite="schedule" in overridden)
@@ -149,7 +149,7 @@ def list_differences(
         yield "cpu", machine.get("cpu"), provenance.read_cpu_model()
         if settings.launch.threads == 0:
             yield "cores", machine.get("cores"), len(os.sched_getaffinity(0))
-        uses_gpu = provenance.count_visible_gpus() > 0 and not settings.launch.on_cpu
+        uses_gpu = provenance.count_visible_gpus() > 0 and not settings.launch.excludes_gpus
         yield "device", "cpu" if world.get("device") == "cpu" else "gpu", "gpu" if uses_gpu else "cpu"
 
     checksums = (meta.get("data") or {}).get("sha256") or {}
@@ -183,7 +183,7 @@ def run_locally(new: RunFolder, settings: Experiment) -> int:
 def run_on_cluster(new: RunFolder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> int:
     """Submit a run to a cluster, follow its log until it ends, and return its exit status."""
     with submit.remove_folder_on_error(new):
-        job = submit.submit_folder(new, settings, text, profile, scheduler)
+        job = submit.submit_prepared_run(new, settings, text, profile, scheduler)
     submit.print_job(new, settings, job, scheduler)
     return logs.follow_log(new, logs.find_rank_0_log(new))
 
@@ -257,7 +257,7 @@ def compare_runs(old: RunFolder, new: RunFolder) -> bool:
     return compare_results(old, new) and losses_are_equal
 
 
-def list_world_differences(old: RunFolder, new: RunFolder) -> Comparisons:
+def compare_worlds(old: RunFolder, new: RunFolder) -> Comparisons:
     """Yield the items that are known only after the ranks have formed a process group."""
     old_world = provenance.read_metadata(old).get("world") or {}
     new_world = provenance.read_metadata(new).get("world") or {}
@@ -265,7 +265,7 @@ def list_world_differences(old: RunFolder, new: RunFolder) -> Comparisons:
         yield key, old_world.get(key), new_world.get(key)
 
 
-def find_profile(old: RunFolder, cluster: str, overrides: list[str]) -> Profile:
+def choose_cluster_profile(old: RunFolder, cluster: str, overrides: list[str]) -> Profile:
     """Return the cluster profile named `cluster`, else the profile of the old run, else the default profile."""
     job: Mapping[str, Any] = provenance.read_metadata(old).get("job") or {}
     fields = vars(Profile())
@@ -279,15 +279,15 @@ def find_profile(old: RunFolder, cluster: str, overrides: list[str]) -> Profile:
 def main(args: argparse.Namespace) -> int:
     """Repeat a run, compare the old and the new run, and return the exit status."""
     old = find_repeatable_run(args.run)
-    arguments, profile_arguments = split_settings(args.args)
-    profile = find_profile(old, args.cluster, profile_arguments)
+    arguments, profile_arguments = split_experiment_and_cluster_settings(args.args)
+    profile = choose_cluster_profile(old, args.cluster, profile_arguments)
     scheduler = choose_scheduler(args.launch or "auto")
     text = resolve_settings(old, [f"runs={old.path.parent}", *arguments])
-    settings = build_known_settings(old.experiment, text)
+    settings = build_config_from_known_keys(old.experiment, text)
     if scheduler is not None:  # the job starts in another folder, so relative paths would be wrong
         absolute_paths = [f"{key}={Path(path).absolute()}" for key, path in settings.list_paths().items()]
         text = resolve_settings(old, arguments + absolute_paths)
-        settings = build_known_settings(old.experiment, text)
+        settings = build_config_from_known_keys(old.experiment, text)
         submit.check_step_timeout(settings, profile)
         scheduler.check_enough_hosts(settings.launch.nodes, profile.partition)
 
@@ -305,10 +305,10 @@ def main(args: argparse.Namespace) -> int:
         machine = "source and versions" if scheduler else "source, versions, and machine"
         print(f"same        settings, {machine}", flush=True)
     dataset.verify_checksums()
-    new = create_folder(old, text, settings, dataset, overridden=overridden)
+    new = create_rerun_folder(old, text, settings, dataset, overridden=overridden)
     exit_status = run_on_cluster(new, settings, text, profile, scheduler) if scheduler else run_locally(new, settings)
     if new.result.get("state") != "finished":
         print(f"the new run did not finish; see {new.path}", file=sys.stderr)
         return exit_status or 1
-    print_differences(list_world_differences(old, new))
+    print_differences(compare_worlds(old, new))
     return 0 if compare_runs(old, new) else DIFFERENT

@@ -20,7 +20,7 @@ from common.checkpoint import extension
 from common.core import config
 from common.core.config import ROOT
 from common.core.errors import RunTakenError, UserError
-from common.core.text import format_count, read_or_empty
+from common.core.text import format_count, read_text_or_empty
 from common.data import prepare
 from common.distributed.transport import algorithms
 from common.models import initial_weights
@@ -28,10 +28,15 @@ from common.pipeline import schedules
 from common.runs import claims, provenance, wandb_account
 from common.runs.folder import RunFolder, write_atomic
 from common.training.optimization import own_files
-from configs.elastic import find_elastic
+from configs.elastic import get_enabled_elastic_settings
 from configs.profile import Profile
 from configs.shared import Experiment
-from slurm.arguments import check_experiment_name, parse_count, parse_switch, split_arguments
+from slurm.arguments import (
+    check_experiment_name,
+    parse_count,
+    parse_zero_or_one,
+    split_experiment_and_cluster_arguments,
+)
 from slurm.reports import liveness, logs, selection, status
 from slurm.scheduling import sbatch, submission
 from slurm.scheduling.entry_points import check_source_version
@@ -62,7 +67,7 @@ def remove_folder_on_error(folder: RunFolder) -> Iterator[None]:
 @contextlib.contextmanager
 def restore_result_on_error(folder: RunFolder) -> Iterator[None]:
     """Restore result.json if the block moves it away and then fails."""
-    result = read_or_empty(str(folder.path / "result.json"))
+    result = read_text_or_empty(str(folder.path / "result.json"))
     retired_paths = [attempt.attempt_folder / "result.json" for attempt in folder.list_attempts()]
     new_paths = [path for path in retired_paths if not path.exists()]
     try:
@@ -159,25 +164,25 @@ def submit_run(
     If the submission of a new run fails, its folder is removed.
     """
     if resumed:
-        with submission.hold_submission(resumed):
-            check_is_over(resumed, settings)
+        with submission.lock_run_for_submission(resumed):
+            check_run_has_ended(resumed, settings)
             return resumed, resubmit_run(resumed, settings, profile, scheduler)
     folder = prepare_run_folder(name, settings, scheduler, set())
     with remove_folder_on_error(folder):
-        return folder, submit_folder(folder, settings, config.format_yaml(settings), profile, scheduler)
+        return folder, submit_prepared_run(folder, settings, config.format_yaml(settings), profile, scheduler)
 
 
-def check_is_over(folder: RunFolder, settings: Experiment) -> None:
+def check_run_has_ended(folder: RunFolder, settings: Experiment) -> None:
     """Raise RunTakenError if another command has started, submitted, or finished a run since it was selected."""
     state, detail = status.read_state(folder)
-    if state == "FINISHED" and not extension.has_more_steps(folder, settings):
+    if state == "FINISHED" and not extension.config_adds_steps(folder, settings):
         raise RunTakenError(f"{folder.path.name} has just finished; see make status")
     if state not in status.FINAL_STATES:
-        taker = describe_taker(folder, detail or state.lower())
+        taker = describe_owner_of_run(folder, detail or state.lower())
         raise RunTakenError(f"{folder.path.name} was just started by another command ({taker}); see make status")
 
 
-def describe_taker(folder: RunFolder, fallback: str) -> str:
+def describe_owner_of_run(folder: RunFolder, fallback: str) -> str:
     """Describe the process or job that is executing a run. Return `fallback` if neither is known."""
     claim = claims.find_newest_claim(folder)
     if claim is not None and not claim.job and claim.check_process() is claims.ProcessState.ALIVE:
@@ -189,17 +194,19 @@ def describe_taker(folder: RunFolder, fallback: str) -> str:
 def resubmit_run(resumed: RunFolder, settings: Experiment, profile: Profile, scheduler: Scheduler) -> str:
     """Submit an ended run as a new job and return the job id. Raises UserError."""
     copy_user_files(settings, resumed)
-    text = config.format_known_yaml(settings, resumed.path / "config.yaml")
-    return submit_folder(resumed, settings, text, profile, scheduler)
+    text = config.format_yaml_with_keys_of_file(settings, resumed.path / "config.yaml")
+    return submit_prepared_run(resumed, settings, text, profile, scheduler)
 
 
-def submit_folder(folder: RunFolder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> str:
+def submit_prepared_run(
+    folder: RunFolder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler
+) -> str:
     """Submit a fully prepared run folder and return the job id. Raises UserError.
 
     `text` contains the settings as YAML.
     """
     check_source_version(folder)
-    executor = make_executor(folder, folder.experiment, settings, profile, scheduler)
+    executor = make_run_executor(folder, folder.experiment, settings, profile, scheduler)
     with restore_result_on_error(folder):
         sbatch.write_settings_and_retire_result(folder, text)
         job = sbatch.submit_job(executor)
@@ -207,12 +214,12 @@ def submit_folder(folder: RunFolder, settings: Experiment, text: str, profile: P
     return job
 
 
-def make_executor(
+def make_run_executor(
     folder: RunFolder, name: str, settings: Experiment, profile: Profile, scheduler: Scheduler | None
 ) -> sbatch.Executor:
     """Create the executor that submits a run of the experiment `name`."""
     nodes = settings.launch.nodes
-    elastic = find_elastic(settings)
+    elastic = get_enabled_elastic_settings(settings)
     per_node = settings.processes // nodes
     parameters = sbatch.make_submitit_parameters(profile, name, nodes, per_node, folder.path, elastic=elastic)
     return sbatch.make_executor(folder, scheduler, parameters, elastic)
@@ -265,7 +272,7 @@ def check_source_knows_settings(folder: RunFolder, arguments: list[str]) -> None
 def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
     """Print the job script and settings of a submission without creating a run folder."""
     with tempfile.TemporaryDirectory() as scratch:
-        text = make_executor(RunFolder(Path(scratch)), name, settings, profile, None).make_job_script()
+        text = make_run_executor(RunFolder(Path(scratch)), name, settings, profile, None).make_job_script()
     print(text.replace(scratch, f"{settings.runs}/{name}-<time>-<id>"))
     print(f"# {name}: settings\n{config.format_yaml(settings)}", end="")
 
@@ -280,7 +287,7 @@ def load_checked_settings(name: str, arguments: list[str], resumed: RunFolder | 
     if resumed is None:
         initial_weights.check_weights_of_config(settings)
     else:
-        extension.check_settings_of_finished(resumed, settings)
+        extension.check_settings_of_finished_run(resumed, settings)
     wandb_account.read_requested_mode(settings)
     return settings
 
@@ -297,14 +304,14 @@ def main(args: argparse.Namespace) -> int:
     """Run an experiment or resume a run, and return the exit status. Raises UserError."""
     resumed = None if args.resume is None else find_resumable_run(args.resume, args.name)
     name = check_experiment_name(resumed.experiment if resumed else args.name)
-    arguments, profile_arguments = split_arguments(args.args)
+    arguments, profile_arguments = split_experiment_and_cluster_arguments(args.args)
     if args.nodes:
         arguments.append(f"launch.nodes={parse_count('NODES', args.nodes)}")
     if resumed:
         arguments = ["--resume", str(resumed.path), *arguments]
-    follow = parse_switch("FOLLOW", args.follow)
-    dry_run = parse_switch("DRY_RUN", args.dry_run)
-    strict = parse_switch("STRICT", args.strict)
+    follow = parse_zero_or_one("FOLLOW", args.follow)
+    dry_run = parse_zero_or_one("DRY_RUN", args.dry_run)
+    strict = parse_zero_or_one("STRICT", args.strict)
 
     settings = load_checked_settings(name, arguments, resumed)
     profile = sbatch.load_profile(args.cluster or "default", profile_arguments)
@@ -315,8 +322,8 @@ def main(args: argparse.Namespace) -> int:
         resolve_processes_per_node(settings, profile)
         print_dry_run(name, settings, profile)
         return 0
-    if resumed and resumed.result.get("state") == "finished" and not extension.has_more_steps(resumed, settings):
-        print(extension.describe_finished(resumed, settings))
+    if resumed and resumed.result.get("state") == "finished" and not extension.config_adds_steps(resumed, settings):
+        print(extension.explain_finished_run(resumed, settings))
         return 0
     if resumed:
         liveness.wait_for_earlier_attempt(resumed)
@@ -325,12 +332,12 @@ def main(args: argparse.Namespace) -> int:
     scheduler = choose_scheduler(args.launch or "auto")
     if scheduler is None:
         if resumed:
-            check_is_over(resumed, settings)  # while this command waited, another one may have started the run
+            check_run_has_ended(resumed, settings)  # while this command waited, another one may have started the run
         exec_script(name, settings, arguments, resumed)
         return 0
     if resumed:
         check_source_knows_settings(resumed, arguments)
-    elastic = find_elastic(settings)
+    elastic = get_enabled_elastic_settings(settings)
     scheduler.check_enough_hosts(settings.launch.nodes, profile.partition, elastic.spares if elastic else 0)
     resolve_processes_per_node(settings, profile)
     folder, job = submit_run(name, settings, profile, scheduler, resumed)

@@ -26,10 +26,10 @@ from common.core.errors import RunTakenError, UserError
 from common.core.signals import STOP_SIGNALS, STOPPED_STATUSES
 from common.core.text import format_count
 from common.runs import provenance
-from common.runs.folder import RunFolder, disk_errors, write_json
-from configs.elastic import find_elastic
+from common.runs.folder import RunFolder, convert_disk_errors, write_json
+from configs.elastic import get_enabled_elastic_settings
 from configs.profile import Profile
-from slurm.arguments import parse_switch, split_settings
+from slurm.arguments import parse_zero_or_one, split_experiment_and_cluster_settings
 from slurm.launch import submit, sweep_file
 from slurm.launch.sweep_file import SweepPlan, SweepPoint
 from slurm.reports import liveness, selection, status
@@ -137,7 +137,7 @@ def format_settings(settings: Mapping[str, str]) -> str:
 @contextlib.contextmanager
 def lock_sweep(path: Path) -> Iterator[None]:
     """Hold the lock of a sweep inside the block. Raises UserError if another command holds it."""
-    with disk_errors(path):
+    with convert_disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     with os.fdopen(handle):
@@ -160,7 +160,7 @@ def choose_points(sweep: SweepFolder, states: dict[str, str], retry_failed: bool
     return point_runs
 
 
-def omit_running_points(point_runs: list[PointRun]) -> list[PointRun]:
+def omit_points_with_running_attempts(point_runs: list[PointRun]) -> list[PointRun]:
     """Wait for attempts that are stopping. Omit points whose attempts do not stop in time."""
     ready: list[PointRun] = []
     for point, folder in point_runs:
@@ -182,15 +182,15 @@ def make_point_folder(sweep: SweepFolder, point: SweepPoint, scheduler: Schedule
 # ---- on a cluster
 
 
-def refuse_elastic_points(plan: SweepPlan) -> None:
+def reject_elastic_points(plan: SweepPlan) -> None:
     """Raise UserError if a point of a sweep has elastic=true."""
-    if any(find_elastic(point.settings) for point in plan.points):
+    if any(get_enabled_elastic_settings(point.settings) for point in plan.points):
         raise UserError(
             "elastic=true is not supported in the job array of a sweep; use make exp for single jobs, or LAUNCH=local"
         )
 
 
-def get_job_shape(point_run: PointRun) -> tuple[int, int]:
+def count_hosts_and_ranks_per_host(point_run: PointRun) -> tuple[int, int]:
     """Return the number of hosts and the number of ranks per host, which all jobs of an array share."""
     settings = point_run[0].settings
     return settings.launch.nodes, settings.processes // settings.launch.nodes
@@ -201,14 +201,14 @@ def submit_points(sweep: SweepFolder, point_runs: list[PointRun], profile: Profi
     for point, _ in point_runs:
         submit.resolve_processes_per_node(point.settings, profile)
         submit.check_step_timeout(point.settings, profile)
-    point_runs = sorted(point_runs, key=get_job_shape)
+    point_runs = sorted(point_runs, key=count_hosts_and_ranks_per_host)
     for nodes in {point.settings.launch.nodes for point, _ in point_runs}:
         scheduler.check_enough_hosts(nodes, profile.partition)
-    for shape, group in itertools.groupby(point_runs, get_job_shape):
-        submit_as_array(sweep, list(group), *shape, profile, scheduler)
+    for shape, group in itertools.groupby(point_runs, count_hosts_and_ranks_per_host):
+        submit_points_as_array(sweep, list(group), *shape, profile, scheduler)
 
 
-def submit_as_array(
+def submit_points_as_array(
     sweep: SweepFolder,
     point_runs: list[PointRun],
     nodes: int,
@@ -226,8 +226,8 @@ def submit_as_array(
             with contextlib.ExitStack() as results:
                 for point, resumed in point_runs:
                     if resumed is not None:
-                        submissions.enter_context(submission.hold_submission(resumed))
-                        submit.check_is_over(resumed, point.settings)
+                        submissions.enter_context(submission.lock_run_for_submission(resumed))
+                        submit.check_run_has_ended(resumed, point.settings)
                         results.enter_context(submit.restore_result_on_error(resumed))
                     folder = resumed or make_point_folder(sweep, point, scheduler)
                     folders.append(folder)
@@ -277,15 +277,15 @@ def follow_sweep(sweep: SweepFolder) -> int:
 # ---- on this machine
 
 
-def start_point(folder: RunFolder) -> subprocess.Popen[bytes]:
+def start_local_run_of_point(folder: RunFolder) -> subprocess.Popen[bytes]:
     """Start the run of a point on this machine. The output is written to screen.log in the run folder."""
     command = submit.make_resume_command(folder)
     environ = submit.make_source_environment(folder)
-    with disk_errors(folder.path), open(folder.path / "screen.log", "ab") as log:
+    with convert_disk_errors(folder.path), open(folder.path / "screen.log", "ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
 
 
-def run_points(
+def run_points_locally(
     sweep: SweepFolder,
     point_runs: list[PointRun],
     on_end: Callable[[SweepPoint, RunFolder], None] | None = None,
@@ -318,7 +318,7 @@ def run_points(
             while waiting and len(running) < sweep.plan.parallel and not stop_signal and not stopped_status:
                 point, resumed = waiting.pop(0)
                 folder = resumed or make_point_folder(sweep, point, None)
-                running[start_point(folder)] = point
+                running[start_local_run_of_point(folder)] = point
                 sweep.record_run(point, folder, "running")
                 sweep.save()
             for process in [process for process in running if process.poll() is not None]:
@@ -352,7 +352,7 @@ def print_points(sweep: SweepFolder) -> None:
         print(f"  {sweep.read_state(point):<9}  {point.label}  {run}".rstrip())
 
 
-def print_plan(sweep: SweepFolder, states: dict[str, str], number_to_run: int) -> None:
+def print_sweep_summary(sweep: SweepFolder, states: dict[str, str], number_to_run: int) -> None:
     """Print the number of points in each state and the folder of the sweep."""
     plan = sweep.plan
     counts = [f"{count} {state.lower()}" for state, count in Counter(states.values()).items()]
@@ -363,15 +363,15 @@ def print_plan(sweep: SweepFolder, states: dict[str, str], number_to_run: int) -
 
 def main(args: argparse.Namespace) -> int:
     """Start or resume the points of a sweep, and return the exit status."""
-    retry_failed = parse_switch("FAILED", args.failed)
-    follow = parse_switch("FOLLOW", args.follow)
-    dry_run = parse_switch("DRY_RUN", args.dry_run)
-    arguments, profile_arguments = split_settings(args.args)
+    retry_failed = parse_zero_or_one("FAILED", args.failed)
+    follow = parse_zero_or_one("FOLLOW", args.follow)
+    dry_run = parse_zero_or_one("DRY_RUN", args.dry_run)
+    arguments, profile_arguments = split_experiment_and_cluster_settings(args.args)
     plan = sweep_file.read_sweep_file(args.grid, arguments)
     profile = sbatch.load_profile(args.cluster or "default", profile_arguments)
     scheduler = choose_scheduler(args.launch or "auto")
     if scheduler is not None:
-        refuse_elastic_points(plan)
+        reject_elastic_points(plan)
     path = (Path(plan.points[0].settings.runs) / "sweeps" / plan.name).absolute()
     if dry_run:
         print_points(SweepFolder(path, plan))
@@ -381,12 +381,12 @@ def main(args: argparse.Namespace) -> int:
         sweep = SweepFolder(path, plan)
         states = sweep.read_states()
         point_runs = choose_points(sweep, states, retry_failed)
-        print_plan(sweep, states, len(point_runs))
+        print_sweep_summary(sweep, states, len(point_runs))
         if "FAILED" in states.values() and not retry_failed:
             print("  to run the failed points again, set FAILED=1", flush=True)
-        point_runs = omit_running_points(point_runs)
+        point_runs = omit_points_with_running_attempts(point_runs)
         if point_runs and scheduler is None:
-            return run_points(sweep, point_runs)
+            return run_points_locally(sweep, point_runs)
         if point_runs and scheduler is not None:
             submit_points(sweep, point_runs, profile, scheduler)
         return follow_sweep(sweep) if follow else 0

@@ -109,15 +109,15 @@ def build_plan(name: str, tree: Mapping[str, Any], overrides: Mapping[str, str])
     """Build the plan of a sweep from its parsed file, and check all points. Raises UserError."""
     if not tree.get("experiment"):
         raise UserError(f"experiment is missing; add a line such as experiment: {config.list_experiments()[0]}")
-    experiment = check_experiment_name(require_one_value(tree["experiment"], "experiment"))
+    experiment = check_experiment_name(require_single_string(tree["experiment"], "experiment"))
     counts: dict[str, int] = {}
     for key in ("repeats", "parallel", "nodes"):
-        counts[key] = parse_count(key, require_one_value(tree.get(key, "1"), key), MAX_POINTS)
+        counts[key] = parse_count(key, require_single_string(tree.get(key, "1"), key), MAX_POINTS)
     settings = flatten_settings(tree.get("settings") or {}, "settings") | dict(overrides)
     if counts["nodes"] > 1:
         settings["launch.nodes"] = str(counts["nodes"])
 
-    cells = list_cells(tree)
+    cells = expand_grid_and_points(tree)
     repeats = counts["repeats"]
     if repeats > 1 and any("seed" in cell for cell in cells):
         raise UserError(f"repeats={repeats} cannot be combined with points that set seed; omit repeats or seed")
@@ -169,7 +169,7 @@ def read_yaml_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def require_one_value(value: Any, key: str) -> str:
+def require_single_string(value: Any, key: str) -> str:
     """Return `value` if it is a single string. Raises UserError for any other value."""
     if not isinstance(value, str):
         raise UserError(f"{key}: expected a single value")
@@ -186,7 +186,7 @@ def flatten_settings(tree: Any, key: str) -> dict[str, str]:
     return format_settings(config.flatten_mapping(tree))
 
 
-def list_cells(tree: Mapping[str, Any]) -> list[dict[str, str]]:
+def expand_grid_and_points(tree: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return every combination of the grid, followed by the single points. Raises UserError."""
     grid = tree.get("grid") or {}
     single_points = tree.get("points") or []

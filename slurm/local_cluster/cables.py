@@ -42,23 +42,27 @@ class Shape(NamedTuple):
 
     def describe(self) -> str:
         """Return the rate and delay with their units, or `-` if neither is set."""
-        rate = format_unit(self.rate, RATE_UNITS) if self.rate else ""
-        delay = format_unit(self.delay, DELAY_UNITS) if self.delay else ""
+        rate = format_number_with_unit(self.rate, RATE_UNITS) if self.rate else ""
+        delay = format_number_with_unit(self.delay, DELAY_UNITS) if self.delay else ""
         return f"{rate} {delay}".strip() or "-"
 
 
-def parse_shape(rate: str, delay: str) -> Shape:
+def parse_rate_and_delay(rate: str, delay: str) -> Shape:
     """Parse a rate such as `200mbit` and a delay such as `5ms`. Raises UserError.
 
     An empty text means an unlimited rate or no delay.
     """
     return Shape(
-        parse_unit("RATE", rate, RATE_UNITS, MIN_RATE, MAX_RATE, "from 100kbit to 100gbit, such as 200mbit"),
-        parse_unit("DELAY", delay, DELAY_UNITS, MIN_DELAY, MAX_DELAY, "from 1us to 1s, such as 5ms"),
+        parse_number_with_unit(
+            "RATE", rate, RATE_UNITS, MIN_RATE, MAX_RATE, "from 100kbit to 100gbit, such as 200mbit"
+        ),
+        parse_number_with_unit("DELAY", delay, DELAY_UNITS, MIN_DELAY, MAX_DELAY, "from 1us to 1s, such as 5ms"),
     )
 
 
-def parse_unit(name: str, text: str, units: dict[str, float], low: float, high: float, expected: str) -> float:
+def parse_number_with_unit(
+    name: str, text: str, units: dict[str, float], low: float, high: float, expected: str
+) -> float:
     """Parse a number with a unit. An empty text means 0.
 
     Raises UserError if the number is not between `low` and `high`.
@@ -72,7 +76,7 @@ def parse_unit(name: str, text: str, units: dict[str, float], low: float, high: 
     return number
 
 
-def format_unit(number: float, units: dict[str, float]) -> str:
+def format_number_with_unit(number: float, units: dict[str, float]) -> str:
     """Format a number with the largest unit in which it is at least 1."""
     fitting = [unit for unit in units if number >= units[unit] * (1 - 1e-9)]
     unit = max(fitting, key=units.__getitem__)

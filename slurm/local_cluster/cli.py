@@ -30,7 +30,7 @@ from pathlib import Path
 from common.core.errors import UserError
 from common.core.processes import Process
 from common.core.text import format_count
-from slurm.arguments import parse_count, parse_switch
+from slurm.arguments import parse_count, parse_zero_or_one
 from slurm.local_cluster import cables, daemons, slurm_conf
 from slurm.local_cluster.cables import Shape
 from slurm.local_cluster.cluster import (
@@ -42,7 +42,7 @@ from slurm.local_cluster.cluster import (
     list_running_clusters,
     require_running_cluster,
 )
-from slurm.local_cluster.namespaces import check_user
+from slurm.local_cluster.namespaces import look_up_daemon_user_name
 from slurm.local_cluster.slurm_conf import Plan
 
 MAX_CPUS = 1024
@@ -50,12 +50,12 @@ POLL_SECONDS = 0.02
 
 
 @contextlib.contextmanager
-def lock_folder(name: str) -> Iterator[Path]:
+def lock_cluster_folder(name: str) -> Iterator[Path]:
     """Create and lock the state folder of a cluster.
 
     Raises UserError if the folder is not writable or belongs to another user.
     """
-    folder = slurm_conf.check_folder(find_cluster_folder(name))
+    folder = slurm_conf.check_cluster_folder(find_cluster_folder(name))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -71,17 +71,17 @@ def start_cluster(args: argparse.Namespace) -> None:
     """Start a cluster and wait until its hosts are idle."""
     nodes = parse_count("NODES", args.nodes or "2", slurm_conf.MAX_NODES)
     cpus = parse_count("--cpus", args.cpus or str(max(2, os.cpu_count() or 1)), MAX_CPUS)
-    settings = slurm_conf.parse_settings(args.conf)
-    database = parse_switch("DB", args.db)
-    shape = cables.parse_shape(args.rate, args.delay)
+    settings = slurm_conf.parse_slurm_conf_settings(args.conf)
+    database = parse_zero_or_one("DB", args.db)
+    shape = cables.parse_rate_and_delay(args.rate, args.delay)
     auth = args.auth or slurm_conf.choose_auth()
     slurm_conf.check_programs(auth, database)
     cables.check_shaping_support(shape)
-    user = check_user(os.getuid())
-    with lock_folder(args.name) as folder:
+    user = look_up_daemon_user_name(os.getuid())
+    with lock_cluster_folder(args.name) as folder:
         running = find_running_cluster(args.name)
         if running:
-            check_same_plan(running.plan, nodes if args.nodes else running.plan.nodes, shape)
+            check_running_cluster_matches(running.plan, nodes if args.nodes else running.plan.nodes, shape)
             print(f"cluster {args.name} is already up")
             return
         start = time.monotonic()
@@ -94,9 +94,9 @@ def start_cluster(args: argparse.Namespace) -> None:
         slurm_conf.write_cluster_files(plan)
         daemons.fork_cluster(plan)
         try:
-            wait_until_idle(plan)
+            wait_until_hosts_are_idle(plan)
         except BaseException:  # including Ctrl-C, because an incomplete cluster is useless
-            end_cluster(folder)
+            kill_cluster_processes(folder)
             raise
     hosts = f"{format_count(nodes, 'host')} with {format_count(cpus, 'CPU')} each"
     if any(shape):
@@ -104,7 +104,7 @@ def start_cluster(args: argparse.Namespace) -> None:
     print(f"cluster {args.name} is up: {hosts}, idle after {time.monotonic() - start:.1f} s")
 
 
-def check_same_plan(plan: Plan, nodes: int, shape: Shape) -> None:
+def check_running_cluster_matches(plan: Plan, nodes: int, shape: Shape) -> None:
     """Raise UserError if the hosts or cables of a running cluster differ from the requested ones."""
     running_shape = Shape(plan.rate, plan.delay)
     if nodes == plan.nodes and (not any(shape) or shape == running_shape):
@@ -116,7 +116,7 @@ def check_same_plan(plan: Plan, nodes: int, shape: Shape) -> None:
     raise UserError(f"cluster {plan.name} is already up with {properties}; stop it first: make cluster-down{setting}")
 
 
-def wait_until_idle(plan: Plan) -> None:
+def wait_until_hosts_are_idle(plan: Plan) -> None:
     """Wait until all hosts of a cluster are idle.
 
     If the cluster does not start in time, raises UserError with the error message of a daemon.
@@ -125,7 +125,7 @@ def wait_until_idle(plan: Plan) -> None:
     if plan.database:
         timeout += 30
     deadline = time.monotonic() + timeout
-    last_host = daemons.locate_process_record(plan, plan.nodes)
+    last_host = daemons.locate_host_process_record(plan, plan.nodes)
     sinfo = ("sinfo", "--noheader", "--partition=main", "--states=idle", "--responding", "--format=%D")
     while time.monotonic() < deadline:
         cluster = find_running_cluster(plan.name)
@@ -135,10 +135,12 @@ def wait_until_idle(plan: Plan) -> None:
         if last_host.exists() and cluster.run(*sinfo, check=False) == str(plan.nodes):
             return
         time.sleep(POLL_SECONDS)
-    raise UserError(f"cluster {plan.name} did not start: {find_error_line(plan.folder / 'log')}; see {plan.folder}/log")
+    raise UserError(
+        f"cluster {plan.name} did not start: {find_startup_error(plan.folder / 'log')}; see {plan.folder}/log"
+    )
 
 
-def find_error_line(logs: Path) -> str:
+def find_startup_error(logs: Path) -> str:
     """Return the logged error that ended a daemon, else the one that prevented the start of the cluster."""
     lines: list[str] = []
     for log in sorted(logs.glob("*.log")):
@@ -153,7 +155,7 @@ def find_error_line(logs: Path) -> str:
     return "its hosts did not become idle in time"
 
 
-def end_cluster(folder: Path) -> None:
+def kill_cluster_processes(folder: Path) -> None:
     """Stop the cluster whose state folder is `folder`, if it is running."""
     process = Process.load(folder / "holder")
     if process:
@@ -170,8 +172,8 @@ def stop_cluster(args: argparse.Namespace) -> None:
         names = list_running_clusters()
         running = f"running clusters: {', '.join(names)}" if names else "no cluster is up"
         raise UserError(f"cluster {args.name} is not up; {running}")
-    with lock_folder(args.name) as folder:
-        end_cluster(folder)
+    with lock_cluster_folder(args.name) as folder:
+        kill_cluster_processes(folder)
         for name in set(slurm_conf.FOLDERS) - {"log"}:
             shutil.rmtree(folder / name, ignore_errors=True)
     print(f"cluster {args.name} is down; its logs are in {folder}/log")
@@ -192,7 +194,7 @@ def exec_in_cluster(args: argparse.Namespace) -> None:
     cluster = require_running_cluster(args.name)
     number = parse_host(cluster, args.node) if args.verb == "node" else 0
     if number:
-        cluster.run_as_root(lambda: daemons.require_host(cluster.plan, number))
+        cluster.run_as_root(lambda: daemons.find_running_host_process(cluster.plan, number))
     argv = args.command[1:] if args.command[:1] == ["--"] else args.command
     if args.verb == "shell":
         argv = [os.environ.get("SHELL", "/bin/sh")]

@@ -35,7 +35,7 @@ class Cluster:
         user = ["--user", "--preserve-credentials"] if self.plan.uid else []
         prefix = ["nsenter", f"--target={self.process.pid}", *user, *namespaces]
         if node:
-            pid = daemons.locate_process_record(self.plan, node).read_text().split()[0]
+            pid = daemons.locate_host_process_record(self.plan, node).read_text().split()[0]
             prefix += ["nsenter", f"--target={pid}", *namespaces]
         variables = [f"{key}={value}" for key, value in self.plan.environment.items()]
         # env changes the folder last, because nsenter starts in the root folder of the entered mount namespace.
@@ -72,7 +72,7 @@ def find_running_cluster(name: str = DEFAULT_NAME) -> Cluster | None:
     return Cluster(Plan.load(folder), process) if process else None
 
 
-def is_own_folder(path: Path) -> bool:
+def is_owned_by_this_user(path: Path) -> bool:
     """Return whether a folder belongs to this user. In /tmp, other users can create folders too."""
     try:
         return path.lstat().st_uid == os.getuid()
@@ -86,7 +86,7 @@ def list_running_clusters() -> list[str]:
     prefix = default.name.removesuffix(DEFAULT_NAME)
     names = []
     for folder in sorted(default.parent.glob(f"{prefix}*")):
-        if is_own_folder(folder) and Process.load(folder / "holder"):
+        if is_owned_by_this_user(folder) and Process.load(folder / "holder"):
             names.append(folder.name.removeprefix(prefix))
     return names
 

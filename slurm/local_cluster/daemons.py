@@ -35,7 +35,7 @@ def fork_cluster(plan: Plan) -> None:
 
     def start_first_process() -> None:
         if plan.uid:
-            namespaces.become_root(plan.uid, plan.gid)
+            namespaces.become_root_in_new_namespace(plan.uid, plan.gid)
         namespaces.unshare_namespaces("pid")
         pid = namespaces.fork_child(lambda: run_first_process(plan))
         Process.identify(pid).save(plan.folder / "holder")
@@ -49,7 +49,7 @@ def run_first_process(plan: Plan) -> None:
     """Start the switch, slurmctld, and the hosts as the first process of the cluster. Raises UserError."""
     namespaces.detach_process(plan.folder / "log" / "ctl.log")
     namespaces.unshare_namespaces("net", "uts", "mnt")
-    namespaces.make_mounts(plan.folder / "etc")
+    namespaces.create_private_mounts(plan.folder / "etc")
     socket.sethostname("ctl")
     namespaces.run_ip(
         "link set lo up",
@@ -79,7 +79,7 @@ def start_host(plan: Plan, number: int) -> None:
 
     def run_host(other_end: socket.socket) -> None:
         namespaces.detach_process(plan.folder / "log" / f"{name}.log", keep=other_end)
-        namespaces.make_mounts()
+        namespaces.create_private_mounts()
         other_end.send(b".")
         if not other_end.recv(1):  # the cable was not connected
             return
@@ -95,11 +95,11 @@ def start_host(plan: Plan, number: int) -> None:
         start_daemon(plan, "slurmd", "-N", name)
         namespaces.serve_as_init(lambda: True)
 
-    namespaces.create_host(name, BRIDGE, locate_process_record(plan, number), run_host)
+    namespaces.create_host(name, BRIDGE, locate_host_process_record(plan, number), run_host)
     cables.shape_device(name, shape)
 
 
-def locate_process_record(plan: Plan, number: int) -> Path:
+def locate_host_process_record(plan: Plan, number: int) -> Path:
     """Return the file that records the first process of a host.
 
     The file contains the pid in the process table of the cluster.
@@ -180,9 +180,9 @@ def wait_for_port(name: str, address: str, port: int, seconds: float = PORT_TIME
     raise UserError(f"{name} is not listening on port {port} after {seconds:.0f} s")
 
 
-def require_host(plan: Plan, number: int) -> Process:
+def find_running_host_process(plan: Plan, number: int) -> Process:
     """Return the first process of a host. Raises UserError if the host is powered off."""
-    process = Process.load(locate_process_record(plan, number))
+    process = Process.load(locate_host_process_record(plan, number))
     if not process:
         name = format_host_name(number)
         raise UserError(f"{name} is powered off; start it with python -m slurm cluster power-on {number}")
@@ -191,7 +191,7 @@ def require_host(plan: Plan, number: int) -> Process:
 
 def cut_cable(plan: Plan, number: int) -> None:
     """Disconnect the cable of a host. The processes of the host keep running."""
-    require_host(plan, number)
+    find_running_host_process(plan, number)
     namespaces.run_ip(f"link set {format_host_name(number)} down")
 
 
@@ -202,7 +202,7 @@ def join_cable(plan: Plan, number: int) -> None:
     until SLURM uses the host again. `exec scontrol update nodename=nodeN state=resume` makes SLURM contact the host
     immediately.
     """
-    require_host(plan, number)
+    find_running_host_process(plan, number)
     namespaces.run_ip(f"link set {format_host_name(number)} up")
 
 
@@ -211,7 +211,7 @@ def power_off(plan: Plan, number: int) -> None:
 
     The cable is cut first, because terminating processes would otherwise close their connections.
     """
-    process = require_host(plan, number)
+    process = find_running_host_process(plan, number)
     name = format_host_name(number)
     namespaces.run_ip(f"link set {name} down")
     namespaces.run_ip(f"link del {name}")  # otherwise the kernel deletes the cable later, when the last process ends
@@ -220,7 +220,7 @@ def power_off(plan: Plan, number: int) -> None:
 
 def power_on(plan: Plan, number: int) -> None:
     """Start a host that is powered off. Raises UserError if it is already on."""
-    if Process.load(locate_process_record(plan, number)):
+    if Process.load(locate_host_process_record(plan, number)):
         raise UserError(f"{format_host_name(number)} is already on")
     start_host(plan, number)
 
@@ -238,13 +238,13 @@ def print_hosts(plan: Plan, states: dict[str, str]) -> None:
 
     The cable is `in`, `cut`, or `off` if the host has no power.
     """
-    is_connected = namespaces.list_cables()
+    is_connected = namespaces.read_cable_states()
     shapes = cables.read_shapes()
     print(f"{'HOST':10}{'ADDRESS':14}{'CABLE':8}{'RATE':14}SLURM")
     for number in range(1, plan.nodes + 1):
         name = format_host_name(number)
         cable = "in" if is_connected.get(name) else "cut"
-        if not Process.load(locate_process_record(plan, number)):
+        if not Process.load(locate_host_process_record(plan, number)):
             cable = "off"
         shape = shapes.get(name, Shape()).describe()
         print(f"{name:10}{format_host_address(number):14}{cable:8}{shape:14}{states.get(name, 'unknown')}")

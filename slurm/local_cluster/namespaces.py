@@ -57,18 +57,18 @@ def unshare_namespaces(*kinds: str) -> None:
     try:
         call_libc("unshare", sum(NAMESPACE_FLAGS[kind] for kind in kinds))
     except OSError as error:
-        remedy = USER_REMEDY if os.getuid() or "user" in kinds or is_single_user() else ROOT_REMEDY
+        remedy = USER_REMEDY if os.getuid() or "user" in kinds or is_single_user_namespace() else ROOT_REMEDY
         raise UserError(f"{remedy} ({error.strerror})") from None
 
 
-def is_single_user() -> bool:
+def is_single_user_namespace() -> bool:
     """Return whether root in this user namespace is a single ordinary user of the system."""
     return Path("/proc/self/uid_map").read_text().split()[2] == "1"
 
 
-def check_user(uid: int) -> str:
+def look_up_daemon_user_name(uid: int) -> str:
     """Return the name of the user with this id, under whom all daemons and jobs run. Raises UserError."""
-    if uid == 0 and is_single_user():
+    if uid == 0 and is_single_user_namespace():
         raise UserError(
             "root in this user namespace is actually an ordinary user, which SLURM rejects; run this command as "
             "that user"
@@ -81,7 +81,7 @@ def check_user(uid: int) -> str:
         ) from None
 
 
-def become_root(uid: int, gid: int) -> None:
+def become_root_in_new_namespace(uid: int, gid: int) -> None:
     """Enter a new user namespace in which the caller is root and the only user. Raises UserError."""
     unshare_namespaces("user")
     try:
@@ -180,11 +180,11 @@ def mount_path(source: str, target: str, kind: str | None, flags: int) -> None:
     try:
         call_libc("mount", source.encode(), target.encode(), kind.encode() if kind else None, flags, None)
     except OSError as error:
-        remedy = USER_REMEDY if is_single_user() else ROOT_REMEDY
+        remedy = USER_REMEDY if is_single_user_namespace() else ROOT_REMEDY
         raise UserError(f"{remedy} (mount {target}: {error.strerror})") from None
 
 
-def make_mounts(etc: Path | None = None) -> None:
+def create_private_mounts(etc: Path | None = None) -> None:
     """Make the mounts of this namespace private, and mount its own /proc.
 
     If `etc` is given, the files in this folder replace those of /etc. Otherwise, the namespace belongs to a host, which
@@ -212,7 +212,7 @@ def run_ip(*lines: str) -> None:
         raise UserError(f"ip: {process.stderr.splitlines()[0]} ({'; '.join(lines)})")
 
 
-def list_cables() -> dict[str, bool]:
+def read_cable_states() -> dict[str, bool]:
     """Return whether each cable at the switch is connected, by the name of the host."""
     process = subprocess.run(["ip", "-json", "link"], capture_output=True, text=True, check=True)
     cables = [link for link in json.loads(process.stdout) if "link_netnsid" in link]

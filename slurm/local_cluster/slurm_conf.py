@@ -124,7 +124,7 @@ def check_cluster_name(text: str) -> str:
     return text
 
 
-def parse_settings(lines: list[str]) -> dict[str, str]:
+def parse_slurm_conf_settings(lines: list[str]) -> dict[str, str]:
     """Parse `Key=Value` pairs for slurm.conf. Raises UserError."""
     settings = {}
     for line in lines:
@@ -137,7 +137,7 @@ def parse_settings(lines: list[str]) -> dict[str, str]:
     return settings
 
 
-def check_folder(folder: Path) -> Path:
+def check_cluster_folder(folder: Path) -> Path:
     """Return `folder` if its path is valid in slurm.conf. Raises UserError otherwise.
 
     The path of a socket has at most 107 bytes. The longest path of a socket in the folder is
@@ -198,7 +198,7 @@ def choose_first_job_id(last: int, now: float) -> int:
     return max(last + 1000, int(since_2025) // 10)
 
 
-def list_default_values(plan: Plan) -> dict[str, str]:
+def make_default_slurm_conf_values(plan: Plan) -> dict[str, str]:
     """Return the default values of slurm.conf, which the settings of the plan can replace."""
     folder = plan.folder
     values = {
@@ -254,7 +254,7 @@ def list_default_values(plan: Plan) -> dict[str, str]:
 def make_slurm_conf(plan: Plan) -> str:
     """Return the text of slurm.conf."""
     grace = "0"
-    lines = {key.lower(): f"{key}={value}" for key, value in list_default_values(plan).items()}
+    lines = {key.lower(): f"{key}={value}" for key, value in make_default_slurm_conf_values(plan).items()}
     for key, value in plan.settings.items():
         if key.lower() == "gracetime":  # GraceTime is a setting of a partition
             grace = value

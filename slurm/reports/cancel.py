@@ -54,8 +54,8 @@ def cancel_jobs(folder: RunFolder, meta: dict[str, Any]) -> list[str]:
     if scheduler is None:  # the local cluster is down, so its jobs have ended
         return []
     lines = []
-    for job in list_jobs(folder, meta["job"]["id"]):
-        scheduler.call("scancel", job)
+    for job in list_jobs_of_run(folder, meta["job"]["id"]):
+        scheduler.run_command("scancel", job)
         lines.append(f"canceled job {job}")
     return lines
 
@@ -80,7 +80,7 @@ def find_local_processes(folder: RunFolder) -> list[Mapping[str, Any]]:
     return processes
 
 
-def list_jobs(folder: RunFolder, recorded_job: str) -> list[str]:
+def list_jobs_of_run(folder: RunFolder, recorded_job: str) -> list[str]:
     """List the jobs that may train the run: the recorded job, and jobs of attempts that may still be running."""
     jobs = [recorded_job]
     if "_" in recorded_job:  # a task of a job array; claims contain a different id for the same job

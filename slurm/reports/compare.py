@@ -23,8 +23,8 @@ from common.runs import metric_curves, setting_labels
 from common.runs import result as results
 from common.runs.compare_page import ComparedRun, TableCell
 from common.runs.compare_table import Column, choose_columns, get_terminal_width, join_columns, shorten_text
-from common.runs.folder import RunFolder, disk_errors, read_json, write_atomic
-from slurm.arguments import parse_switch
+from common.runs.folder import RunFolder, convert_disk_errors, read_json, write_atomic
+from slurm.arguments import parse_zero_or_one
 from slurm.reports import selection, status
 from slurm.reports.logs import find_rank_0_log
 from slurm.reports.selection import RunFilter
@@ -77,7 +77,7 @@ class RunFacts:
         """Return a number from the result or, if the result lacks it, from the newest evaluation."""
         number = self.result.find_number(name)
         if number is None and name in self.curves.tests:
-            return results.to_number(self.curves.tests[name].value[-1])
+            return results.to_finite_number(self.curves.tests[name].value[-1])
         return number
 
     def to_dict(self) -> dict[str, Any]:
@@ -197,12 +197,12 @@ def format_column_head(name: str) -> str:
     return COLUMN_HEADS.get(name, name.replace("_", " "))
 
 
-def format_value(row: dict[str, Any], name: str) -> str:
+def format_column_value(row: dict[str, Any], name: str) -> str:
     """Return a run's value for one column as text."""
     return setting_labels.MISSING if row[name] is None else COLUMN_FORMATS[name].format(row[name])
 
 
-def list_columns(runs: list[RunFacts]) -> list[str]:
+def list_nonempty_columns(runs: list[RunFacts]) -> list[str]:
     """List the columns in which at least one run has a value.
 
     `restarts` is listed only if a run was restarted.
@@ -216,7 +216,7 @@ def list_columns(runs: list[RunFacts]) -> list[str]:
     return names
 
 
-def format_table(runs: list[RunFacts], width: int) -> str:
+def format_run_table(runs: list[RunFacts], width: int) -> str:
     """Return the table as text, grouped by experiment.
 
     A line about each incomplete run follows the table. If the columns do not fit into `width` characters, run ids are
@@ -233,8 +233,8 @@ def format_table(runs: list[RunFacts], width: int) -> str:
 
     columns = [Column("state", [row["state"] for row in rows], is_left_aligned=True)]
     columns += settings[:label_count]
-    for name in list_columns(runs):
-        columns.append(Column(format_column_head(name), [format_value(row, name) for row in rows]))
+    for name in list_nonempty_columns(runs):
+        columns.append(Column(format_column_head(name), [format_column_value(row, name) for row in rows]))
     columns += settings[label_count:]
 
     for ids in ([run.status.run for run in runs], [run.short_id for run in runs]):
@@ -256,7 +256,7 @@ def format_table(runs: list[RunFacts], width: int) -> str:
     return "\n".join(lines)
 
 
-def hide_measurements_beside_training(runs: list[RunFacts]) -> list[str]:
+def hide_measurement_curves(runs: list[RunFacts]) -> list[str]:
     """Remove the curves of measurement-only runs if other runs train a model.
 
     A measurement-only run has a chart and a column for each of its many points, which training runs lack. Returns the
@@ -278,12 +278,12 @@ def make_compared_run(run: RunFacts, names: list[str], page_folder: Path) -> Com
     row = run.to_dict()
     cells = {}
     for name in names:
-        number = None if isinstance(row[name], str) else results.to_number(row[name])
-        cells[format_column_head(name)] = TableCell(format_value(row, name), number)
+        number = None if isinstance(row[name], str) else results.to_finite_number(row[name])
+        cells[format_column_head(name)] = TableCell(format_column_value(row, name), number)
     for name, curve in run.curves.tests.items():
         if name not in COLUMN_FORMATS and len(curve):
             newest = float(curve.value[-1])
-            cells[format_column_head(name)] = TableCell(f"{newest:.4g}", results.to_number(newest))
+            cells[format_column_head(name)] = TableCell(f"{newest:.4g}", results.to_finite_number(newest))
     return ComparedRun(
         run.status.run,
         run.folder.experiment,
@@ -293,11 +293,11 @@ def make_compared_run(run: RunFacts, names: list[str], page_folder: Path) -> Com
         cells,
         run.settings,
         run.status.detail if run.is_incomplete else "",
-        list_links(run.folder, page_folder),
+        collect_run_links(run.folder, page_folder),
     )
 
 
-def list_links(folder: RunFolder, page_folder: Path) -> dict[str, str]:
+def collect_run_links(folder: RunFolder, page_folder: Path) -> dict[str, str]:
     """Return the titles and addresses of links to the files of a run and to its W&B run.
 
     Addresses of files are relative to `page_folder`.
@@ -326,7 +326,7 @@ def write_page(page: Path, text: str) -> None:
             raise UserError(f"PAGE={page}: the folder {page.parent} does not exist; create it or choose another file")
         if page.exists() and not is_compare_page(page):
             raise UserError(f"{page} exists but was not written by make compare; delete it or choose another PAGE")
-        with disk_errors(page):
+        with convert_disk_errors(page):
             write_atomic(page, text)
     except OSError as error:
         reason = "part of the path is a file" if isinstance(error, FileExistsError) else error.strerror
@@ -351,7 +351,7 @@ def format_link(path: Path) -> str:
 
 def main(args: argparse.Namespace) -> int:
     """Print the table of runs and write the page, or print only JSON; return the exit status."""
-    as_json = parse_switch("JSON", args.json)
+    as_json = parse_zero_or_one("JSON", args.json)
     if as_json and args.page:
         raise UserError("PAGE cannot be combined with JSON=1, which writes no page; omit one of them")
     root = Path(args.runs_folder or "runs")
@@ -364,16 +364,16 @@ def main(args: argparse.Namespace) -> int:
             rows.append(run.to_dict() | {"settings": settings})
         print(json.dumps({"differing": differing, "runs": rows}, indent=2))
         return 0
-    print(format_table(runs, get_terminal_width()), flush=True)
+    print(format_run_table(runs, get_terminal_width()), flush=True)
 
     page = Path(args.page or root / "compare.html")
-    for name in hide_measurements_beside_training(runs):
+    for name in hide_measurement_curves(runs):
         reason = "because other runs train a model"
         print(f"the page omits the measurements of {name} {reason}; to show them: make compare NAME={name}")
     in_experiments = list_differences_within_experiments(runs)
     in_experiments = list_differences_within_experiments(runs)
     between_experiments = [key for key in differing if key not in in_experiments]
-    columns = list_columns(runs)
+    columns = list_nonempty_columns(runs)
     compared_runs = [make_compared_run(run, columns, page.parent) for run in runs]
     write_page(page, pages.render_page(compared_runs, in_experiments, between_experiments))
     print(f"page: {format_link(page)}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from common.checkpoint import storage
 from common.core.errors import DIVERGENCE_PATTERN, NO_VALID_CHECKPOINT_TEXT, SOURCE_ERROR_PATTERN
-from common.core.text import format_duration, read_tail
+from common.core.text import format_duration, read_end_of_file
 from common.distributed.elastic.generations import describe_rank_changes
 from common.runs import provenance
 from common.runs.folder import RunFolder
@@ -103,10 +103,10 @@ def read_job_log(folder: RunFolder, rank: int) -> str:
     if not job:
         return ""
     logs = Path(job.get("logs") or folder.path / "submit")
-    return read_tail(logs / f"{job['id']}_{rank}_log.out").rpartition(JOB_START)[2]
+    return read_end_of_file(logs / f"{job['id']}_{rank}_log.out").rpartition(JOB_START)[2]
 
 
-def parse_task_endings(text: str) -> dict[int, str]:
+def parse_task_exit_reasons(text: str) -> dict[int, str]:
     """Return how each rank ended according to srun's messages in `text`."""
     exit_reasons: dict[int, str] = {}
     for numbers, exit_reason in TASK_ENDING.findall(text):
@@ -161,15 +161,15 @@ def find_stack_position(log: str) -> str:
     return " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in selected)
 
 
-def read_ranks(folder: RunFolder) -> list[RankFacts]:
+def read_rank_facts(folder: RunFolder) -> list[RankFacts]:
     """Read the facts about all ranks of the newest attempt."""
     ranks = []
-    exit_reasons = parse_task_endings(read_job_log(folder, 0))  # srun writes to the log of rank 0
+    exit_reasons = parse_task_exit_reasons(read_job_log(folder, 0))  # srun writes to the log of rank 0
     for attempt in folder.list_attempts()[-1:]:
         start = find_last_sign_of_life(attempt)
         for heartbeat in read_heartbeats(attempt):
             rank = heartbeat.rank
-            log = f"{read_tail(attempt.log_file(rank))}\n{read_job_log(folder, rank)}"
+            log = f"{read_end_of_file(attempt.log_file(rank))}\n{read_job_log(folder, rank)}"
             error_time, error = find_first_error(log)
             last_sign = heartbeat.time or start
             stack = find_stack_position(log)
@@ -204,7 +204,7 @@ def describe_lost_ranks(ranks: list[RankFacts]) -> str:
     return f"{', '.join(exit_reasons)}; the other ranks then lost their connections"
 
 
-def describe_exit(folder: RunFolder) -> str:
+def describe_run_exit(folder: RunFolder) -> str:
     """Describe how the run ended if no rank has an error."""
     code = folder.result.get("exit_status")
     if not isinstance(code, int):
@@ -216,7 +216,7 @@ def describe_exit(folder: RunFolder) -> str:
     return f"all ranks ended without an error message: {exit_reason}"
 
 
-def judge_running(ranks: list[RankFacts], last_step: int, max_silence: float) -> str:
+def diagnose_running_run(ranks: list[RankFacts], last_step: int, max_silence: float) -> str:
     """Describe the problem of a running run: it hangs, or a rank is slow.
 
     A run hangs if no rank has shown a sign of life for `max_silence` seconds. A run without ranks has just started.
@@ -235,7 +235,7 @@ def find_cause(folder: RunFolder, state: str, detail: str, ranks: list[RankFacts
         return ""
     if state == "RUNNING":
         max_silence = max(SILENCE_SECONDS, read_step_timeout(folder))
-        return judge_running(ranks, status.read_last_step(folder), max_silence)
+        return diagnose_running_run(ranks, status.read_last_step(folder), max_silence)
 
     return explain_failure(folder, detail, ranks)
 
@@ -257,14 +257,14 @@ def explain_failure(folder: RunFolder, detail: str, ranks: list[RankFacts]) -> s
             return rank.error
     if "was killed by" in detail:
         return detail
-    last_resort = failed[0].error if failed else describe_exit(folder)
+    last_resort = failed[0].error if failed else describe_run_exit(folder)
     return describe_lost_ranks(ranks) or detail or last_resort
 
 
-def examine_run(folder: RunFolder) -> dict[str, Any]:
+def collect_diagnosis(folder: RunFolder) -> dict[str, Any]:
     """Collect all facts about a run, in the form that JSON=1 prints."""
     state, detail = status.read_state(folder)
-    ranks = read_ranks(folder)
+    ranks = read_rank_facts(folder)
     failed = list_failed_ranks(ranks)
     slow = find_slow_rank([rank.heartbeat for rank in ranks])
     attempts = folder.list_attempts()
@@ -282,7 +282,7 @@ def examine_run(folder: RunFolder) -> dict[str, Any]:
     }
 
 
-def find_next_command(folder: RunFolder, cause: str) -> str:
+def choose_resume_command(folder: RunFolder, cause: str) -> str:
     """Return the command that resumes the run, or a command for a new run if its source code has an error."""
     resume = f"make exp RESUME={folder.reference}"
     if re.search(SOURCE_ERROR_PATTERN, cause):
@@ -300,7 +300,7 @@ def find_next_command(folder: RunFolder, cause: str) -> str:
     return resume if has_checkpoint else f"{resume} (no checkpoint found; the run restarts from step 0)"
 
 
-def print_rank(facts: dict[str, Any]) -> None:
+def print_rank_facts(facts: dict[str, Any]) -> None:
     """Print the newest heartbeat of a rank and, if known, where the rank was stuck."""
     age = f"{format_duration(facts['age'])} ago"
     line = f"  rank {facts['rank']:<3}  {facts['host']:<12}  heartbeat at step {facts['step']:>7}  {age:>10}"
@@ -316,7 +316,7 @@ def print_diagnosis(folder: RunFolder, as_json: bool) -> int:
 
     The exit status is 1 if the run has a problem and the output is JSON, which is for scripts. Otherwise it is 0.
     """
-    facts = examine_run(folder)
+    facts = collect_diagnosis(folder)
     state = facts["state"]
     cause = facts["cause"]
     if as_json:
@@ -325,7 +325,7 @@ def print_diagnosis(folder: RunFolder, as_json: bool) -> int:
     print(f"{facts['run']} is {state.upper()}: {facts['detail']}".removesuffix(": "))
     print(f"  last step  {facts['step']}")
     for rank in facts["ranks"]:
-        print_rank(rank)
+        print_rank_facts(rank)
     for change in facts["ranks_changed"]:
         print(f"  ranks changed: {change}")
     if facts["first_error"]:
@@ -334,5 +334,5 @@ def print_diagnosis(folder: RunFolder, as_json: bool) -> int:
     if cause:
         print(f"  likely cause  {cause}")
     if state.upper() in FINAL_STATES and state != "finished":
-        print(f"  continue with  {find_next_command(folder, cause)}")
+        print(f"  continue with  {choose_resume_command(folder, cause)}")
     return 0

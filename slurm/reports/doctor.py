@@ -28,10 +28,10 @@ from common.core.text import format_count
 from common.runs.compare_table import Column, join_columns
 from configs.profile import Profile
 from configs.shared import Experiment
-from slurm.arguments import parse_count, parse_switch, split_settings
+from slurm.arguments import parse_count, parse_zero_or_one, split_experiment_and_cluster_settings
 from slurm.reports import diagnosis, selection
 from slurm.scheduling import sbatch
-from slurm.scheduling.scheduler import Scheduler, choose_scheduler, clean_environment
+from slurm.scheduling.scheduler import Scheduler, choose_scheduler, remove_launcher_variables
 
 COLUMNS = (
     "rank", "host", "address", "device", "cores", "memory_free_gb", "disk_free_gb", "disk_mb_per_s", "gflop_per_s",
@@ -48,7 +48,7 @@ HOST_FAILURE = re.compile(
 )
 
 
-def format_table(facts: Sequence[dict[str, Any]]) -> str:
+def format_host_table(facts: Sequence[dict[str, Any]]) -> str:
     """Format the table of hosts as text, with one line per rank."""
     columns = []
     for name in COLUMNS:
@@ -60,7 +60,7 @@ def format_table(facts: Sequence[dict[str, Any]]) -> str:
 # ---- functions that run on the hosts
 
 
-def examine_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> int:
+def check_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> int:
     """Check the host of this rank together with the other ranks; return the exit status.
 
     If `mixed` is true, the ranks may have different devices.
@@ -105,7 +105,7 @@ def make_srun_command(profile: Profile, nodes: int, job_name: str) -> list[str]:
         "time": 10,
         "job-name": job_name,
     }
-    options |= sbatch.choose_host_options(profile)
+    options |= sbatch.make_host_and_gpu_options(profile)
     return ["srun", *(f"--{option}={value}" for option, value in options.items())]
 
 
@@ -115,7 +115,7 @@ def list_down_hosts(scheduler: Scheduler, nodes: int, partition: str) -> list[st
     Returns an empty list if at least `nodes` other hosts are available.
     """
     options = [f"--partition={partition}"] if partition else []
-    lines = set(scheduler.call("sinfo", "-N", "-h", "-o", "%N|%T|%E", *options).split("\n")) - {""}
+    lines = set(scheduler.run_command("sinfo", "-N", "-h", "-o", "%N|%T|%E", *options).split("\n")) - {""}
     down = [line for line in sorted(lines) if re.match(r"[^|]*\|(down|drain|fail|unknown|\w+\*)", line)]
     hosts = {line.partition("|")[0] for line in lines}
     if len(hosts) - len(down) >= nodes:
@@ -130,17 +130,17 @@ def list_down_hosts(scheduler: Scheduler, nodes: int, partition: str) -> list[st
 def list_job_hosts(scheduler: Scheduler, job_name: str) -> list[str]:
     """List the hosts that SLURM has allocated to a job; empty if they are unknown."""
     with contextlib.suppress(UserError):
-        names = scheduler.call("squeue", "-h", f"--name={job_name}", "-o", "%N").split()
-        return scheduler.call("scontrol", "show", "hostnames", names[0]).split() if names else []
+        names = scheduler.run_command("squeue", "-h", f"--name={job_name}", "-o", "%N").split()
+        return scheduler.run_command("scontrol", "show", "hostnames", names[0]).split() if names else []
     return []
 
 
-def run_examination(command: list[str], scheduler: Scheduler | None, job_name: str) -> dict[str, Any]:
+def run_host_checks(command: list[str], scheduler: Scheduler | None, job_name: str) -> dict[str, Any]:
     """Run the ranks on the hosts and return their report.
 
     If the ranks report no facts, `problems` in the returned dict explains why.
     """
-    environment = clean_environment(os.environ) | {"PYTHONPATH": str(ROOT)}
+    environment = remove_launcher_variables(os.environ) | {"PYTHONPATH": str(ROOT)}
     lines: list[str] = []
     hosts: list[str] = []
     with subprocess.Popen(
@@ -158,7 +158,7 @@ def run_examination(command: list[str], scheduler: Scheduler | None, job_name: s
             if scheduler is not None:
                 hosts = hosts or list_job_hosts(scheduler, job_name)
                 with contextlib.suppress(UserError):
-                    scheduler.call("scancel", f"--name={job_name}")
+                    scheduler.run_command("scancel", f"--name={job_name}")
             process.terminate()
             reader.join(5)
             process.kill()
@@ -189,27 +189,29 @@ def explain_missing_facts(lines: list[str], hosts: list[str], has_timed_out: boo
     return errors[:3] or last_lines or ["the ranks exited without an error message"]
 
 
-def examine_hosts(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment) -> dict[str, Any]:
+def run_checks_on_nodes(
+    scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment
+) -> dict[str, Any]:
     """Check `nodes` hosts of a cluster or, without SLURM, this machine with `nodes` ranks. Raises UserError."""
     command = [sys.executable, "-m", "slurm.reports.doctor", str(nodes)]
     command += [str(Path(folder).absolute()) for folder in (settings.runs, settings.data.cache)]
     if settings.launch.mixed:
         command.append("mixed")
     if scheduler is None:
-        return run_examination(command, None, "")
+        return run_host_checks(command, None, "")
     scheduler.check_enough_hosts(nodes, profile.partition)
     problems = list_down_hosts(scheduler, nodes, profile.partition)
     if problems:
         return {"hosts": [], "wandb": {}, "problems": problems}
     job_name = f"doctor-{secrets.token_hex(3)}"
     srun = make_srun_command(profile, nodes, job_name)
-    return run_examination(scheduler.build_command(*srun, *command), scheduler, job_name)
+    return run_host_checks(scheduler.build_command(*srun, *command), scheduler, job_name)
 
 
-def print_facts(report: dict[str, Any]) -> None:
+def print_host_report(report: dict[str, Any]) -> None:
     """Print the table of hosts, the W&B mode that runs would use, and the problems."""
     if report["hosts"]:
-        print(format_table(report["hosts"]))
+        print(format_host_table(report["hosts"]))
     wandb = report["wandb"]
     if wandb:
         print(f"W&B mode of new runs: {wandb['mode']} ({wandb['reason']})".removesuffix(" ()"))
@@ -221,7 +223,7 @@ def print_facts(report: dict[str, Any]) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Check hosts or diagnose a run; return the exit status. Raises UserError."""
-    as_json = parse_switch("JSON", args.json)
+    as_json = parse_zero_or_one("JSON", args.json)
     if args.run is not None:
         for name in ("nodes", "args", "launch", "cluster"):
             if getattr(args, name):
@@ -229,9 +231,9 @@ def main(args: argparse.Namespace) -> int:
         return diagnosis.print_diagnosis(selection.find_run(args.run, Path("runs")), as_json)
 
     nodes = parse_count("NODES", args.nodes or "1")
-    settings_arguments, profile_arguments = split_settings(args.args)
+    settings_arguments, profile_arguments = split_experiment_and_cluster_settings(args.args)
     values = config.parse_command_line(settings_arguments).values
-    settings = config.build_config(FolderSettings, [values])
+    settings = config.build_config(DoctorSettings, [values])
     ignored = [name for name in values if name not in USED_SETTINGS]
     if ignored:
         raise UserError(
@@ -241,15 +243,15 @@ def main(args: argparse.Namespace) -> int:
     scheduler = choose_scheduler(args.launch or "auto")
     if scheduler is None and not as_json:
         print(f"SLURM is not used; checking {format_count(nodes, 'rank')} on this machine", flush=True)
-    report = examine_hosts(scheduler, nodes, profile, settings)
+    report = run_checks_on_nodes(scheduler, nodes, profile, settings)
     if as_json:
         print(json.dumps({"sound": not report["problems"]} | report, indent=2))
     else:
-        print_facts(report)
+        print_host_report(report)
     return 1 if report["problems"] else 0
 
 
-class FolderSettings(Experiment):
+class DoctorSettings(Experiment):
     """The settings of the doctor: folders for runs and data, and whether ranks may have different devices."""
 
     can_mix_devices: ClassVar[bool] = True
@@ -262,4 +264,4 @@ class FolderSettings(Experiment):
 if __name__ == "__main__":  # executed by each rank, which srun or the doctor command has started
     with exit_on_user_error():
         node_count, runs_folder, cache_folder, *flags = sys.argv[1:]
-        sys.exit(examine_this_host(int(node_count), Path(runs_folder), Path(cache_folder), mixed=flags == ["mixed"]))
+        sys.exit(check_this_host(int(node_count), Path(runs_folder), Path(cache_folder), mixed=flags == ["mixed"]))

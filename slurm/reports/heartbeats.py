@@ -8,7 +8,7 @@ from statistics import median
 
 from common.measure.straggler import find_straggler
 from common.runs.folder import RunFolder, read_json
-from common.runs.result import to_number
+from common.runs.result import to_finite_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +38,10 @@ def read_heartbeats(attempt: RunFolder) -> list[Heartbeat]:
     for rank in sorted(ranks):
         content = read_json(attempt.attempt_folder / f"heartbeat-{rank}.json")
         host = hosts[rank] if rank < len(hosts) else "?"
-        step = int(to_number(content.get("step")) or 0)
-        time = to_number(content.get("time")) or 0.0
-        before_backward = to_number(content.get("before_backward"))
-        samples = int(to_number(content.get("samples")) or 0) or None
+        step = int(to_finite_number(content.get("step")) or 0)
+        time = to_finite_number(content.get("time")) or 0.0
+        before_backward = to_finite_number(content.get("before_backward"))
+        samples = int(to_finite_number(content.get("samples")) or 0) or None
         heartbeats.append(Heartbeat(rank, host, step, time, before_backward, samples))
     return heartbeats
 

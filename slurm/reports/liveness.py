@@ -14,7 +14,7 @@ from slurm.scheduling.scheduler import STATUS_TIMEOUT
 POLL_SECONDS = 0.5
 
 
-def judge_claim(claim: Claim) -> ProcessState:
+def check_claim_liveness(claim: Claim) -> ProcessState:
     """Return whether the attempt of a claim is alive.
 
     The state of an attempt in a SLURM job is read from SLURM, that of other attempts from the processes of this host.
@@ -40,16 +40,16 @@ def wait_for_earlier_attempt(folder: RunFolder) -> None:
     claim = claims.find_newest_claim(folder)
     deadline = time.monotonic() + claims.STOPPING_SECONDS
     is_announced = False
-    while claim is not None and (life := judge_claim(claim)) is not ProcessState.UNKNOWN:
+    while claim is not None and (life := check_claim_liveness(claim)) is not ProcessState.UNKNOWN:
         if life is ProcessState.ENDED:
             if not claim.is_ended:  # the next attempt may run on a host that cannot see this process
                 claims.mark_ended(claim.attempt)
             return
         if not folder.result or time.monotonic() > deadline:
             problem = f"{folder.path.name} is still running ({claim.describe()})"
-            raise RunTakenError(f"{problem}; {claims.format_remedy(folder)}")
+            raise RunTakenError(f"{problem}; {claims.format_live_attempt_remedy(folder)}")
         if not is_announced:
-            claims.announce_wait(claim)
+            claims.print_waiting_message(claim)
             is_announced = True
         time.sleep(POLL_SECONDS)
     claims.wait_for_earlier_attempt(folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 from common.core.errors import UserError
 from common.runs import claims, provenance
 from common.runs.folder import RunFolder
-from slurm.arguments import parse_switch
+from slurm.arguments import parse_zero_or_one
 from slurm.reports.selection import find_run, parse_float, read_settings
 from slurm.reports.status import FINAL_STATES, find_scheduler, read_status
 from slurm.scheduling.scheduler import STATUS_TIMEOUT
@@ -97,7 +97,7 @@ def find_exit_status(folder: RunFolder) -> int:
     job = meta["job"]["id"]
     for command in (("scontrol", "-o", "show", "job", job), ("sacct", "-n", "-X", "-P", "-j", job, "-o", "ExitCode")):
         with contextlib.suppress(UserError):
-            match = EXIT_CODE.search(scheduler.call(*command))
+            match = EXIT_CODE.search(scheduler.run_command(*command))
             if match:
                 code, signal_number = map(int, match.groups())
                 return code or (128 + signal_number if 0 < signal_number < 32 else 1)
@@ -129,7 +129,7 @@ def read_rank_0_log(folder: RunFolder) -> str:
 def main(args: argparse.Namespace) -> int:
     """Print or follow the log of rank 0; return the exit status."""
     folder = find_run(args.run, Path(args.runs_folder or "runs"))
-    if parse_switch("FOLLOW", args.follow):
+    if parse_zero_or_one("FOLLOW", args.follow):
         return follow_log(folder, find_rank_0_log(folder))
     print(read_rank_0_log(folder), end="")
     return 0

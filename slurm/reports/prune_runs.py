@@ -15,8 +15,8 @@ from pathlib import Path
 
 from common.checkpoint import storage
 from common.core.errors import UserError
-from common.runs.folder import MODEL_FILE, RunFolder, disk_errors
-from slurm.arguments import parse_switch
+from common.runs.folder import MODEL_FILE, RunFolder, convert_disk_errors
+from slurm.arguments import parse_zero_or_one
 from slurm.reports import selection, status, wandb_sync
 from slurm.reports.selection import RunFilter
 
@@ -35,7 +35,7 @@ def list_superfluous_files(folder: RunFolder, is_named: bool) -> list[Path]:
             paths += [path for path in sorted(checkpoints.iterdir()) if path not in protected]
         elif checkpoints.exists():
             paths.append(checkpoints)
-    return paths + [path for path in wandb_sync.list_offline_folders(folder) if wandb_sync.is_sent(path)]
+    return paths + [path for path in wandb_sync.list_offline_folders(folder) if wandb_sync.is_folder_sent(path)]
 
 
 def list_protected_checkpoints(folder: RunFolder, attempt: RunFolder) -> list[Path]:
@@ -45,7 +45,7 @@ def list_protected_checkpoints(folder: RunFolder, attempt: RunFolder) -> list[Pa
     if not (folder.path / MODEL_FILE).is_file():
         newest = storage.list_resumable_checkpoints(folder)[:1]
         protected += [checkpoint.path for checkpoint in newest if checkpoint.path.parent == checkpoints]
-    best = storage.read_pointer(attempt, "best")
+    best = storage.read_pointer_file(attempt, "best")
     if best is not None and (checkpoints / best).is_dir():
         protected += [checkpoints / best, checkpoints / "best"]
     return protected
@@ -61,7 +61,7 @@ def measure_size(path: Path) -> int:
 
 def remove_path(path: Path) -> None:
     """Delete a file or a folder. Raises UserError."""
-    with disk_errors(path):
+    with convert_disk_errors(path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -88,10 +88,10 @@ def remove_superfluous_files(folders: list[RunFolder], are_named: bool, delete: 
     return total
 
 
-def parse_delete(delete: str, dry_run: str) -> bool:
+def parse_delete_switch(delete: str, dry_run: str) -> bool:
     """Return whether to delete the files. DRY_RUN=0 is accepted as an old form of DELETE=1. Raises UserError."""
-    is_dry = parse_switch("DRY_RUN", dry_run)
-    if parse_switch("DELETE", delete):
+    is_dry = parse_zero_or_one("DRY_RUN", dry_run)
+    if parse_zero_or_one("DELETE", delete):
         if is_dry:
             raise UserError("DELETE=1 and DRY_RUN=1 contradict each other; omit one of them")
         return True
@@ -103,7 +103,7 @@ def parse_delete(delete: str, dry_run: str) -> bool:
 
 def main(args: argparse.Namespace) -> int:
     """List or delete the files that runs no longer need; return the exit status."""
-    delete = parse_delete(args.delete, args.dry_run)
+    delete = parse_delete_switch(args.delete, args.dry_run)
     criteria = RunFilter(args.runs, args.name, args.last, args.where)
     folders = selection.select_runs(criteria, Path(args.runs_folder or "runs"), newest=0)
     total = remove_superfluous_files(folders, bool(args.runs), delete)

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from common.core.errors import UserError
-from common.core.text import format_count, format_duration, read_tail
+from common.core.text import format_count, format_duration, read_end_of_file
 from common.distributed.elastic.generations import describe_rank_changes
 from common.runs import claims, provenance
 from common.runs import result as results
 from common.runs.folder import RunFolder
-from slurm.arguments import parse_switch
+from slurm.arguments import parse_zero_or_one
 from slurm.local_cluster import cluster
 from slurm.reports import heartbeats, selection
 from slurm.scheduling import submission
@@ -74,11 +74,11 @@ def list_trained_attempts(folder: RunFolder) -> list[RunFolder]:
     return [attempt for attempt, _ in folder.trace_attempts()]
 
 
-def read_last_rows(attempts: list[RunFolder], size: int) -> list[dict[str, Any]]:
+def read_last_metrics_rows(attempts: list[RunFolder], size: int) -> list[dict[str, Any]]:
     """Read the metrics rows in the last `size` bytes of the first attempt; empty without attempts."""
     rows = []
     for attempt in attempts[:1]:
-        for line in read_tail(attempt.metrics_file, size).splitlines():
+        for line in read_end_of_file(attempt.metrics_file, size).splitlines():
             with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict) and isinstance(row.get("global_step"), int)]
@@ -106,7 +106,7 @@ def find_last_step(attempts: list[RunFolder], rows: list[dict[str, Any]]) -> int
 def read_last_step(folder: RunFolder) -> int:
     """Read the last step of a run from its metrics. Unlike heartbeats, metrics contain every step."""
     attempts = list_trained_attempts(folder)
-    return find_last_step(attempts, read_last_rows(attempts, LAST_ROW_BYTES))
+    return find_last_step(attempts, read_last_metrics_rows(attempts, LAST_ROW_BYTES))
 
 
 def read_final_speed(folder: RunFolder) -> float | None:
@@ -138,10 +138,10 @@ def read_status(folder: RunFolder) -> Status:
 
     trained = list_trained_attempts(folder)
     speed = read_final_speed(folder)
-    rows = read_last_rows(trained, LAST_ROW_BYTES if speed else SPEED_BYTES)
+    rows = read_last_metrics_rows(trained, LAST_ROW_BYTES if speed else SPEED_BYTES)
     speed = speed or measure_speed(rows)
     if not speed and state == "FINISHED":  # the newest attempt had too few steps
-        speed = measure_speed(read_last_rows(trained[1:], SPEED_BYTES))
+        speed = measure_speed(read_last_metrics_rows(trained[1:], SPEED_BYTES))
     return Status(folder.path.name, state, len(attempts), find_last_step(trained, rows), speed, age, detail)
 
 
@@ -168,10 +168,10 @@ def find_state_without_result(folder: RunFolder, timeout: float) -> tuple[str, s
         return find_state_of_job(folder, meta, timeout)
     process = claim.process if claim is not None else (meta.get("history") or [{}])[-1]
     if not process:
-        return judge_unstarted(folder, meta.get("prepared_by") or {})
+        return infer_state_of_unstarted_run(folder, meta.get("prepared_by") or {})
     is_alive = claims.is_process_alive(process)
     if is_alive is None:
-        return judge_by_signs_of_life(folder, process)
+        return infer_state_from_last_write(folder, process)
     return ("RUNNING", "") if is_alive else ("LOST", "process exited without writing result.json")
 
 
@@ -200,13 +200,13 @@ def read_final_state(content: dict[str, Any]) -> tuple[str, str]:
     return state, format_problem or detail
 
 
-def judge_by_signs_of_life(folder: RunFolder, process: Mapping[str, Any]) -> tuple[str, str]:
+def infer_state_from_last_write(folder: RunFolder, process: Mapping[str, Any]) -> tuple[str, str]:
     """Return the state of a run whose process this host cannot see.
 
     The run is LOST if its newest sign of life is too old.
     """
     limit = 2 * max(SILENCE_SECONDS, selection.read_step_timeout(folder))
-    last_write = max((attempt.find_last_write() for attempt in folder.list_attempts()[-1:]), default=0.0)
+    last_write = max((attempt.find_last_write_time() for attempt in folder.list_attempts()[-1:]), default=0.0)
     age = time.time() - last_write
     if age < limit:
         return "RUNNING", ""
@@ -214,7 +214,7 @@ def judge_by_signs_of_life(folder: RunFolder, process: Mapping[str, Any]) -> tup
     return "LOST", f"{problem}, and its process on {process.get('host')} is not visible from this host"
 
 
-def judge_unstarted(folder: RunFolder, preparer: dict[str, Any]) -> tuple[str, str]:
+def infer_state_of_unstarted_run(folder: RunFolder, preparer: dict[str, Any]) -> tuple[str, str]:
     """Return the state of a run folder without an attempt or a job.
 
     The process described by `preparer` may still be preparing the folder.
@@ -293,8 +293,8 @@ def report_unlisted_folders(runs: Path) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the status of the newest runs or of one run; return the exit status. Raises UserError."""
     runs = Path(args.runs_folder or "runs")
-    as_json = parse_switch("JSON", args.json)
-    lists_all = parse_switch("ALL", args.all) or as_json
+    as_json = parse_zero_or_one("JSON", args.json)
+    lists_all = parse_zero_or_one("ALL", args.all) or as_json
     if args.wait and not args.run:
         raise UserError("WAIT requires RUN=<id>, the run to wait for")
     if args.all and args.run:

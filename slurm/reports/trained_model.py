@@ -20,9 +20,9 @@ from common.core import config
 from common.core.errors import UserError, summarize_error
 from common.data import prepare
 from common.runs import provenance
-from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, disk_errors, read_json
+from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, convert_disk_errors, read_json
 from common.runs.progress import ProgressDisplay
-from slurm.arguments import split_settings
+from slurm.arguments import split_experiment_and_cluster_settings
 from slurm.reports import selection
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
             f"the model takes images of shape {facts['shape']}, but {data.name} has shape {list(test_set.shape)}; "
             "use the data that the model was trained on, or other data of the model's shape"
         )
-    run_device = facts.get("device") or find_device(folder)
+    run_device = facts.get("device") or find_run_device(folder)
     device = torch.device(run_device if torch.cuda.is_available() else "cpu")
     predict = make_predictor(model.to(device), facts, device)
-    scores = measure_scores(predict, test_set, device, getattr(torch, facts["dtype"]), int(facts["shares"]), cfg)
+    scores = compute_test_scores(predict, test_set, device, getattr(torch, facts["dtype"]), int(facts["shares"]), cfg)
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"model       {folder.path / MODEL_FILE}")
@@ -99,7 +99,7 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     return print_score_comparison(scores, expected, tolerance)
 
 
-def measure_scores(
+def compute_test_scores(
     predict: Predict, test_set: Images, device: Any, dtype: Any, shards: int, cfg: Any
 ) -> dict[str, float]:
     """Compute the test scores shard by shard, as `shards` ranks would, and show the progress."""
@@ -144,7 +144,7 @@ def make_predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Call
     return predict
 
 
-def find_device(folder: RunFolder) -> str:
+def find_run_device(folder: RunFolder) -> str:
     """Return the device type of a run whose model.json does not contain it."""
     names = [read_json(attempt.attempt_folder / "world.json").get("device") for attempt in folder.list_attempts()[-1:]]
     return "cpu" if names == ["cpu"] else "cuda"
@@ -223,7 +223,7 @@ def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, dra
     with torch.no_grad():
         expected = model(x)
     try:
-        with disk_errors(path):
+        with convert_disk_errors(path):
             outputs = exporting.WRITERS[form](model, x, draft)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         raise UserError(
@@ -241,7 +241,7 @@ def main(args: argparse.Namespace) -> int:
     """Evaluate or export the model of a run; return the exit status. Raises UserError."""
     folder = selection.find_run(args.run, Path("runs"))
     if args.verb == "evaluate":
-        arguments, profile_arguments = split_settings(args.args)
+        arguments, profile_arguments = split_experiment_and_cluster_settings(args.args)
         if profile_arguments:
             raise UserError(f"ARGS: {profile_arguments[0]} has no effect: the model is evaluated on this machine")
         return evaluate_model(folder, arguments)

@@ -12,7 +12,7 @@ from typing import Any
 from common.core.errors import UserError, summarize_error
 from common.runs import wandb_account
 from configs.shared import Wandb
-from slurm.arguments import parse_switch
+from slurm.arguments import parse_zero_or_one
 
 TITLE = "Runs compared"
 
@@ -68,7 +68,7 @@ def make_workspace(entity: str, project: str) -> Any:
 def main(args: argparse.Namespace) -> int:
     """Save the workspace, or print it with DRY_RUN=1; return the exit status. Raises UserError."""
     entity, project = parse_project(args.project)
-    if parse_switch("DRY_RUN", args.dry_run):
+    if parse_zero_or_one("DRY_RUN", args.dry_run):
         view = make_workspace(entity or "your-entity", project)._to_model()  # the content that save() sends
         print(json.dumps(json.loads(view.model_dump_json(by_alias=True, exclude_none=True)), indent=2))
         return 0

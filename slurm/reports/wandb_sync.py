@@ -17,7 +17,7 @@ from pathlib import Path
 from common.core.errors import UserError
 from common.runs import wandb_account, wandb_rows, wandb_tracker
 from common.runs.folder import RunFolder
-from slurm.arguments import parse_switch
+from slurm.arguments import parse_zero_or_one
 from slurm.reports import selection, status
 from slurm.reports.selection import RunFilter
 
@@ -31,7 +31,7 @@ def list_offline_folders(folder: RunFolder) -> list[Path]:
     return sorted(path.parent for path in folder.path.glob("wandb/offline-run-*/*.wandb"))
 
 
-def is_sent(path: Path) -> bool:
+def is_folder_sent(path: Path) -> bool:
     """Return whether W&B's client has marked a folder as sent completely."""
     return any(path.glob("*.wandb.synced"))
 
@@ -40,11 +40,11 @@ def list_unsent_folders(folders: list[RunFolder]) -> list[Path]:
     """List the W&B folders of offline attempts that have not been sent yet."""
     paths = []
     for folder in folders:
-        paths += [path for path in list_offline_folders(folder) if not is_sent(path)]
+        paths += [path for path in list_offline_folders(folder) if not is_folder_sent(path)]
     return paths
 
 
-def describe_activity(folder: RunFolder) -> str:
+def describe_pending_writes(folder: RunFolder) -> str:
     """Explain why a run may still write to its W&B folder; empty if it has stopped writing."""
     state = status.read_state(folder)[0]
     if state not in status.FINAL_STATES:
@@ -52,7 +52,7 @@ def describe_activity(folder: RunFolder) -> str:
     return "its W&B process is still running" if wandb_tracker.is_tracked_now(folder) else ""
 
 
-def send_runs(folders: list[RunFolder], dry: bool) -> int:
+def send_runs_to_wandb(folders: list[RunFolder], dry: bool) -> int:
     """Send unsent data of runs to W&B, or only list it if `dry` is true.
 
     Returns the exit status. Raises UserError.
@@ -63,7 +63,7 @@ def send_runs(folders: list[RunFolder], dry: bool) -> int:
         is_incomplete = bool(wandb_rows.list_incomplete_notes(folder))
         if not is_incomplete and not list_unsent_folders([folder]):
             continue
-        activity = describe_activity(folder)
+        activity = describe_pending_writes(folder)
         if activity:
             print(f"skipped {folder.path.name}: the run is not over yet ({activity})")
             continue
@@ -83,7 +83,7 @@ def send_runs(folders: list[RunFolder], dry: bool) -> int:
         print("sent the missing rows of online runs")
         return 0
     process = subprocess.run([WANDB, "sync", "--yes", "-n", "1", *unsent], check=False)
-    refused = [path for path in unsent if not is_sent(path)]
+    refused = [path for path in unsent if not is_folder_sent(path)]
     print(f"sent {len(unsent) - len(refused)} of {len(unsent)} W&B folders")
     if refused:
         raise UserError(f"W&B did not accept {refused[0]}; to send only the missing data, run make sync again")
@@ -110,11 +110,11 @@ def link_tracked_attempts(folders: list[RunFolder], merged: Path) -> int:
     return count
 
 
-def open_viewer(folders: list[RunFolder]) -> int:
+def open_wandb_viewer(folders: list[RunFolder]) -> int:
     """Open W&B's terminal viewer for the runs; return the viewer's exit status. Raises UserError."""
     for folder in folders:
-        needs_server = wandb_tracker.misses_online_rows(folder)
-        if wandb_rows.list_incomplete_notes(folder) and not needs_server and not describe_activity(folder):
+        needs_server = wandb_tracker.has_missing_online_rows(folder)
+        if wandb_rows.list_incomplete_notes(folder) and not needs_server and not describe_pending_writes(folder):
             wandb_tracker.send_missing_rows(folder)
     with tempfile.TemporaryDirectory() as merged:
         if not link_tracked_attempts(folders, Path(merged)):
@@ -127,7 +127,7 @@ def open_viewer(folders: list[RunFolder]) -> int:
 
 def main(args: argparse.Namespace) -> int:
     """Send runs to W&B, or open W&B's viewer for them; return the exit status."""
-    dry = args.verb == "sync" and parse_switch("DRY_RUN", args.dry_run)
+    dry = args.verb == "sync" and parse_zero_or_one("DRY_RUN", args.dry_run)
     criteria = RunFilter(args.runs, args.name, args.last, args.where, args.sweep)
     folders = selection.select_runs(criteria, Path(args.runs_folder or "runs"), newest=0)
-    return open_viewer(folders) if args.verb == "leet" else send_runs(folders, dry)
+    return open_wandb_viewer(folders) if args.verb == "leet" else send_runs_to_wandb(folders, dry)

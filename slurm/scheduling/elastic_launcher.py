@@ -35,7 +35,7 @@ from common.distributed.rank_info import (
 )
 from common.runs.folder import RunFolder
 from common.runs.wandb_tracker import Tracker
-from configs.elastic import find_elastic
+from configs.elastic import get_enabled_elastic_settings
 from configs.shared import Experiment
 from slurm.scheduling.scheduler import Scheduler
 
@@ -64,7 +64,7 @@ class JobStep:
     lost_hosts: set[str] = field(default_factory=set)
     """Hosts that SLURM has removed from the job, according to the messages from srun."""
 
-    def read_endings(self) -> Iterator[tuple[int, int]]:
+    def read_ended_ranks(self) -> Iterator[tuple[int, int]]:
         """Yield each rank that has ended since the last call, and the exit status of the rank.
 
         The status is KILLED for every signal. srun reports only ranks with a nonzero status. The messages of srun are
@@ -83,14 +83,14 @@ class JobStep:
                 for task in expand_numbers(match[1]):
                     yield self.ranks[task], int(match[2] or KILLED)
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """Terminate srun, which terminates its ranks."""
         for send_signal in (self.process.terminate, self.process.kill):
             if self.process.poll() is None:
                 send_signal()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(GRACE_SECONDS)
-        for _ in self.read_endings():
+        for _ in self.read_ended_ranks():
             pass  # copies the last messages to the job log
 
 
@@ -111,7 +111,7 @@ class JobLauncher:
 
         `command` consists of srun and its options for all ranks, `--`, and the command of a rank.
         """
-        settings = find_elastic(cfg)
+        settings = get_enabled_elastic_settings(cfg)
         assert settings is not None
         self.folder = folder
         self.cfg = cfg
@@ -120,7 +120,9 @@ class JobLauncher:
         self.options = command[:separator]
         self.task = command[separator + 1 :]
 
-        nodes = Scheduler("SLURM").call("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+        nodes = (
+            Scheduler("SLURM").run_command("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+        )
         self.hosts = nodes[: cfg.launch.nodes]
         self.spares = nodes[cfg.launch.nodes :]
         address = network.resolve_for_other_hosts(socket.gethostname(), "the first host of the job", len(nodes))
@@ -136,7 +138,7 @@ class JobLauncher:
             listener,
             cfg.processes,
             settings,
-            self.end_silent_rank,
+            self.kill_unresponsive_rank,
             self.restart_rank,
             key,
             start_timeout=cfg.launch.setup_timeout,
@@ -168,12 +170,12 @@ class JobLauncher:
         try:
             while not self.is_over:
                 self.supervisor.poll_and_restart_ranks(self.lost)
-                self.note_endings()
-                self.forget_failed_restarts()
-                self.reap_killers(GRACE_SECONDS)
+                self.handle_srun_messages()
+                self.allow_retry_of_failed_restarts()
+                self.reap_kill_commands(GRACE_SECONDS)
                 self.start_tracker()
         finally:
-            self.end_steps()
+            self.terminate_job_steps()
         status = self.choose_exit_status()
         end = self.coordinator.find_end_reason()
         if status == KILLED and end is not None:
@@ -230,10 +232,12 @@ class JobLauncher:
         """Start all ranks in one job step."""
         ranks = list(range(self.cfg.processes))
         hosts = [f"--nodes={len(self.hosts)}", f"--nodelist={','.join(self.hosts)}", f"--ntasks={len(ranks)}"]
-        self.start(ranks, self.options, [*ALL_RANKS, *hosts], {})
+        self.start_job_step(ranks, self.options, [*ALL_RANKS, *hosts], {})
         self.host_of = {rank: self.get_first_host(rank) for rank in ranks}
 
-    def start(self, ranks: list[int], options: list[str], more_options: list[str], environ: dict[str, str]) -> None:
+    def start_job_step(
+        self, ranks: list[int], options: list[str], more_options: list[str], environ: dict[str, str]
+    ) -> None:
         """Start ranks in a new job step."""
         process = subprocess.Popen(
             options + more_options + self.task,
@@ -249,7 +253,7 @@ class JobLauncher:
         """Restart a lost rank on its last host, or on another host if the last one may be lost."""
         for step in self.steps:
             step.ranks = [REPLACED if other == rank else other for other in step.ranks]
-        host = self.choose_host(rank)
+        host = self.choose_restart_host(rank)
         self.host_of[rank] = host
         self.lost.discard(rank)
         self.silent.discard(rank)
@@ -257,7 +261,7 @@ class JobLauncher:
         # With --unbuffered, srun gives a rank a terminal unless each task has its own output file. Python runs with -u,
         # so the option is not needed.
         options = [option.replace("%t", str(rank)) for option in self.options if option != "--unbuffered"]
-        self.start([rank], options, [*ONE_RANK, f"--nodelist={host}"], {REPLACED_RANK_VARIABLE: str(rank)})
+        self.start_job_step([rank], options, [*ONE_RANK, f"--nodelist={host}"], {REPLACED_RANK_VARIABLE: str(rank)})
 
     def cancel_restart(self, rank: int) -> None:
         """Terminate the job step of a restarted rank that has not connected to the coordinator.
@@ -270,7 +274,7 @@ class JobLauncher:
                 self.lost.add(rank)
                 self.silent.add(rank)
 
-    def choose_host(self, rank: int) -> str:
+    def choose_restart_host(self, rank: int) -> str:
         """Return the host on which a lost rank is restarted.
 
         This is the last host of the rank. If that host may be lost, it is the host with the fewest ranks among the
@@ -283,17 +287,17 @@ class JobLauncher:
         load = collections.Counter(host for other, host in self.host_of.items() if other != rank)
         return min(hosts or [last_host], key=lambda host: load[host])
 
-    def end_silent_rank(self, rank: int) -> None:
+    def kill_unresponsive_rank(self, rank: int) -> None:
         """Kill a rank that does not answer, because it could continue later and write files."""
         print(f"rank {rank} has not answered for {self.settings.timeout:g} s; killing it", flush=True)
         self.silent.add(rank)
         self.lost.add(rank)
         step = ["srun", "--quiet", *ONE_RANK, f"--nodelist={self.host_of[rank]}"]
-        command = [*step, "kill", "-9", str(self.coordinator.find_pid(rank))]
+        command = [*step, "kill", "-9", str(self.coordinator.find_process_id(rank))]
         killer = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.killers.append((time.monotonic(), killer))
 
-    def reap_killers(self, timeout: float) -> None:
+    def reap_kill_commands(self, timeout: float) -> None:
         """Remove kill commands that have ended, and kill those that have waited `timeout` seconds for a host."""
         for start_time, killer in list(self.killers):
             if killer.poll() is None and time.monotonic() - start_time > timeout:
@@ -302,18 +306,18 @@ class JobLauncher:
             if killer.returncode is not None:
                 self.killers.remove((start_time, killer))
 
-    def note_endings(self) -> None:
+    def handle_srun_messages(self) -> None:
         """Process the messages from srun about ended ranks and lost hosts."""
         for step in self.steps:
-            for rank, status in step.read_endings():
+            for rank, status in step.read_ended_ranks():
                 if rank != REPLACED:
-                    self.note_ending(rank, status)
+                    self.handle_ended_rank(rank, status)
             if self.hosts[0] in step.lost_hosts and not self.leaving:
-                self.leave_first_host()
+                self.request_stop_after_loss_of_first_host()
         if self.coordinator.end_reason and not self.failed_status:
             self.failed_status = KILLED  # do not wait for SLURM, which may report a lost host much later
 
-    def leave_first_host(self) -> None:
+    def request_stop_after_loss_of_first_host(self) -> None:
         """Ask all ranks to save a checkpoint and stop, because SLURM has removed this host from the job.
 
         If only the SLURM daemon of this host has died, the restarted daemon ends the job script, but not the job.
@@ -323,7 +327,7 @@ class JobLauncher:
         for step in self.steps:
             step.process.send_signal(signal.SIGUSR2)  # srun forwards the signal to the ranks
 
-    def note_ending(self, rank: int, status: int) -> None:
+    def handle_ended_rank(self, rank: int, status: int) -> None:
         """Handle a rank that has ended with a nonzero exit status.
 
         The rank has stopped on request, has failed on its own, or is lost. A rank is lost if a signal ended it. A
@@ -340,7 +344,7 @@ class JobLauncher:
         else:
             self.failed_status = self.failed_status or status
 
-    def forget_failed_restarts(self) -> None:
+    def allow_retry_of_failed_restarts(self) -> None:
         """Allow another restart of ranks whose last restart ended before they connected.
 
         The next restart is allowed no earlier than one heartbeat timeout after the last one.
@@ -348,7 +352,7 @@ class JobLauncher:
         for step in self.steps[1:]:
             if step.process.poll() is None or time.monotonic() - step.start_time < self.settings.timeout:
                 continue
-            self.note_endings()  # reads the last messages of the step
+            self.handle_srun_messages()  # reads the last messages of the step
             self.steps.remove(step)
             failed = self.supervisor.start_times.keys() & set(step.ranks)
             for rank in failed:
@@ -356,20 +360,20 @@ class JobLauncher:
             self.lost |= failed
             self.silent |= failed
 
-    def end_steps(self) -> None:
+    def terminate_job_steps(self) -> None:
         """Wait up to GRACE_SECONDS for the job steps to end, then terminate them."""
         deadline = time.monotonic() + GRACE_SECONDS
         while not self.failed_status and time.monotonic() < deadline:
             if all(step.process.poll() is not None for step in self.steps):
                 break
-            self.note_endings()
+            self.handle_srun_messages()
             time.sleep(0.05)
-        self.note_endings()
+        self.handle_srun_messages()
         for step in self.steps:  # terminate all steps before waiting for any: SLURM's KillWait may have begun
             step.process.terminate()
         for step in self.steps:  # the exit statuses of their ranks are ignored
-            step.end()
-        self.reap_killers(0)
+            step.terminate()
+        self.reap_kill_commands(0)
         self.coordinator.close()
 
 

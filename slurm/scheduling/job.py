@@ -25,10 +25,10 @@ from common.core.errors import (
     RunTakenError,
     UnreachableError,
     UserError,
+    convert_shortage_error,
     exit_on_user_error,
-    explain_error,
 )
-from common.core.processes import exit_at_once
+from common.core.processes import exit_without_cleanup
 from common.distributed.rank_info import (
     COORDINATOR_VARIABLE,
     ORPHAN_COMMAND_VARIABLE,
@@ -38,7 +38,7 @@ from common.distributed.rank_info import (
 from common.runs.folder import RunFolder
 from slurm.scheduling import submission
 from slurm.scheduling.orphaned_rank import reaches_coordinator
-from slurm.scheduling.requeue import EXIT_FAILED, note_failure, note_refusal
+from slurm.scheduling.requeue import EXIT_FAILED, record_rank_failure, record_start_error
 
 if TYPE_CHECKING:
     from common.training.entry_point import LaunchedRank
@@ -67,7 +67,7 @@ class Job:
         except SystemExit as end:
             # A restarted rank exits here, because Submitit would save the result under the name of another task.
             if end.code or REPLACED_RANK_VARIABLE in os.environ:
-                exit_at_once(end.code)
+                exit_without_cleanup(end.code)
 
     def checkpoint(self) -> DelayedSubmission:
         """Return the same task for Submitit to requeue. All progress is stored in the run folder."""
@@ -87,7 +87,7 @@ def train_as_rank(folder: RunFolder) -> int:
     rank: LaunchedRank | None = None
     try:
         if os.environ.get("SLURM_PROCID") == "0" and REPLACED_RANK_VARIABLE not in os.environ:
-            submission.check_run_is_own(folder)
+            submission.check_run_belongs_to_this_job(folder)
         from common.core import config
         from common.training import entry_point  # deferred, because this import takes seconds
 
@@ -99,32 +99,32 @@ def train_as_rank(folder: RunFolder) -> int:
         main = importlib.import_module(f"experiments.{folder.experiment}").main
         status = entry_point.run_experiment(main, cfg, rank, folder, submitted=True)[1]
         if status == EXIT_RESUMABLE:
-            replace_orphaned_rank(rank, "stop request")
+            replace_rank_if_coordinator_is_lost(rank, "stop request")
         return status
     except UserError as error:
         if is_joining(rank):  # the other ranks continue without this rank
             raise
-        replace_orphaned_rank(rank, str(error))
-        if not isinstance(error, UnreachableError) or not may_reach_later(rank):
+        replace_rank_if_coordinator_is_lost(rank, str(error))
+        if not isinstance(error, UnreachableError) or not may_be_reachable_in_next_attempt(rank):
             number = int(os.environ.get("SLURM_PROCID", "0"))
             with contextlib.suppress(UserError):  # the run folder may have been deleted
-                note_refusal(folder, number, str(error), is_taken=isinstance(error, RunTakenError))
+                record_start_error(folder, number, str(error), is_taken=isinstance(error, RunTakenError))
             raise
         print(f"error: {error}", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 (any error ends the rank with a suitable exit status)
-        cause = explain_error(error)
+        cause = convert_shortage_error(error)
         if isinstance(cause, MachineError):
             print(f"error: {cause}", file=sys.stderr)
         else:
             traceback.print_exc()
-        replace_orphaned_rank(rank, type(error).__name__)
+        replace_rank_if_coordinator_is_lost(rank, type(error).__name__)
     # A stop request or the failure of another rank may have caused the error.
-    if not is_joining(rank) and (rank is None or not rank.stop.await_request()):
-        note_failure(folder)
+    if not is_joining(rank) and (rank is None or not rank.stop.wait_for_request()):
+        record_rank_failure(folder)
     return 1 if rank is not None and rank.stop.signal_number == signal.SIGUSR2 else EXIT_FAILED
 
 
-def replace_orphaned_rank(rank: LaunchedRank | None, reason: str) -> None:
+def replace_rank_if_coordinator_is_lost(rank: LaunchedRank | None, reason: str) -> None:
     """Replace this process with `orphaned_rank` if the launcher of an elastic job is lost.
 
     The job script and the coordinator run on the first host. If that host is lost, only a rank can requeue the job.
@@ -141,7 +141,7 @@ def replace_orphaned_rank(rank: LaunchedRank | None, reason: str) -> None:
     os.execvp(command[0], command)
 
 
-def may_reach_later(rank: LaunchedRank | None) -> bool:
+def may_be_reachable_in_next_attempt(rank: LaunchedRank | None) -> bool:
     """Return whether another attempt may reach the rank or host that did not answer.
 
     A restarted job may get different hosts. Ranks that receive a stop request may exit before they have connected to
@@ -149,7 +149,7 @@ def may_reach_later(rank: LaunchedRank | None) -> bool:
     fix.
     """
     is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    return is_restart or (rank is not None and rank.stop.await_request())
+    return is_restart or (rank is not None and rank.stop.wait_for_request())
 
 
 def is_joining(rank: LaunchedRank | None) -> bool:

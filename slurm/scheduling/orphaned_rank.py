@@ -21,7 +21,7 @@ from pathlib import Path
 from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
 from common.distributed.rank_info import COORDINATOR_VARIABLE
 from common.runs.folder import RunFolder
-from slurm.scheduling.requeue import is_latest_restart, is_restart_of_this_process, requeue_or_fail
+from slurm.scheduling.requeue import is_latest_restart, is_restart_of_this_process, requeue_job_or_record_failure
 from slurm.scheduling.scheduler import STATUS_TIMEOUT, Scheduler, parse_job_fields
 
 POLL_SECONDS = 1.0
@@ -46,8 +46,8 @@ def is_attempt_over(scheduler: Scheduler, job: str, host: str) -> bool:
     Returns False if SLURM does not answer.
     """
     try:
-        fields = parse_job_fields(scheduler.call("scontrol", "-o", "show", "job", job, timeout=STATUS_TIMEOUT))
-        hosts = scheduler.call("scontrol", "show", "hostnames", fields["NodeList"]).split()
+        fields = parse_job_fields(scheduler.run_command("scontrol", "-o", "show", "job", job, timeout=STATUS_TIMEOUT))
+        hosts = scheduler.run_command("scontrol", "show", "hostnames", fields["NodeList"]).split()
     except (UserError, KeyError):
         return False
     return host not in hosts or not is_restart_of_this_process(fields)
@@ -66,8 +66,8 @@ def main(path: str, first_host: str) -> int:
             continue
         if is_latest_restart(scheduler, job):  # False if another rank has already requeued the job
             print(f"the first host is lost; requeueing job {job}", flush=True)
-            if requeue_or_fail(folder, scheduler, job, KILLED, "") != EXIT_RESUMABLE:
-                scheduler.call("scancel", job)  # the job script, which would end the job, was lost with the host
+            if requeue_job_or_record_failure(folder, scheduler, job, KILLED, "") != EXIT_RESUMABLE:
+                scheduler.run_command("scancel", job)  # the job script, which would end the job, was lost with the host
         break
     return 0
 

@@ -38,7 +38,7 @@ CONTROLLER_TIMEOUT = 600.0
 RETRY_SECONDS = 5.0
 
 
-def note_refusal(folder: RunFolder, rank: int, reason: str, *, is_taken: bool = False) -> None:
+def record_start_error(folder: RunFolder, rank: int, reason: str, *, is_taken: bool = False) -> None:
     """Record why a rank of this attempt could not start, if only the user can fix the problem.
 
     If `is_taken` is true, the run belongs to another attempt, and this job must not change the result of the run.
@@ -47,30 +47,30 @@ def note_refusal(folder: RunFolder, rank: int, reason: str, *, is_taken: bool = 
     write_json(file, {"reason": reason, "is_taken": is_taken})
 
 
-def read_refusals(folder: RunFolder) -> list[dict[str, object]]:
+def read_start_errors(folder: RunFolder) -> list[dict[str, object]]:
     """Read the recorded start errors of this attempt's ranks, in the order of the ranks."""
     files = sorted((folder.path / "submit").glob(f"refused-{make_attempt_name()}-*.json"))
     return [read_json(file) for file in files]
 
 
-def read_refusal(folder: RunFolder) -> str:
+def read_first_start_error(folder: RunFolder) -> str:
     """Read the start error of the lowest rank that recorded one, or return "" if there is none.
 
     Higher ranks may have recorded only that another rank failed.
     """
-    refusals = read_refusals(folder)
+    refusals = read_start_errors(folder)
     return str(refusals[0].get("reason", "")) if refusals else ""
 
 
-def find_taker(folder: RunFolder) -> str:
+def describe_other_owner_of_run(folder: RunFolder) -> str:
     """Return why the run does not belong to this job, or "" if it does.
 
     If it does not, this job must not change the result of the run.
     """
-    for refusal in read_refusals(folder):
+    for refusal in read_start_errors(folder):
         if refusal.get("is_taken"):
             return str(refusal["reason"])
-    owner = submission.find_other_owner(folder)
+    owner = submission.describe_other_owner(folder)
     return f"the run belongs to {owner}" if owner else ""
 
 
@@ -79,16 +79,16 @@ def make_attempt_name() -> str:
     return f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
-def note_failure(folder: RunFolder) -> None:
+def record_rank_failure(folder: RunFolder) -> None:
     """Record that a rank has failed.
 
     The exit status of srun may not show the failure, because srun kills the other ranks afterward.
     """
     with contextlib.suppress(UserError):  # the disk may be full; srun still reports an exit status
-        write_json(locate_failure_note(folder), {"exit_status": 1})
+        write_json(locate_rank_failure_file(folder), {"exit_status": 1})
 
 
-def locate_failure_note(folder: RunFolder) -> Path:
+def locate_rank_failure_file(folder: RunFolder) -> Path:
     """Return the path of the file that records that a rank of this attempt failed."""
     return folder.path / "submit" / f"failed-{make_attempt_name()}.json"
 
@@ -102,7 +102,7 @@ def find_newest_checkpoint(folder: RunFolder) -> list[int] | None:
     return None
 
 
-def record_failure(folder: RunFolder) -> int:
+def count_failures_without_checkpoint(folder: RunFolder) -> int:
     """Record a failure, and return the number of failures in a row without a new checkpoint."""
     file = folder.path / "submit" / "failures.json"
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -122,7 +122,7 @@ def find_reason_not_to_requeue(folder: RunFolder, status: int) -> str:
 
     If the job was not stopped on request, its failure is recorded.
     """
-    refusal = read_refusal(folder)
+    refusal = read_first_start_error(folder)
     if refusal:
         return refusal
     if status == 2:
@@ -133,7 +133,7 @@ def find_reason_not_to_requeue(folder: RunFolder, status: int) -> str:
     settings = config.read_config_file(folder.path / "submit" / "config.yaml")
     cfg = config.build_config(config.import_schema(folder.experiment), [settings])
     max_restarts = cfg.checkpoint.max_restarts
-    failures = 0 if status in REQUESTED_STOP_STATUSES else record_failure(folder)
+    failures = 0 if status in REQUESTED_STOP_STATUSES else count_failures_without_checkpoint(folder)
     if failures > max_restarts:
         return f"{failures} attempts in a row ended without a new checkpoint (checkpoint.max_restarts={max_restarts})"
     return ""
@@ -148,7 +148,7 @@ def is_latest_restart(scheduler: Scheduler, job: str) -> bool:
     deadline = time.monotonic() + CONTROLLER_TIMEOUT
     while True:
         try:
-            fields = parse_job_fields(scheduler.call("scontrol", "-o", "show", "job", job))
+            fields = parse_job_fields(scheduler.run_command("scontrol", "-o", "show", "job", job))
             return is_restart_of_this_process(fields)
         except UserError:
             if time.monotonic() > deadline:
@@ -164,11 +164,11 @@ def is_restart_of_this_process(fields: Mapping[str, str]) -> bool:
     return fields.get("JobState") == "RUNNING" and fields.get("Restarts") == os.environ.get("SLURM_RESTART_COUNT", "0")
 
 
-def requeue_or_fail(folder: RunFolder, scheduler: Scheduler, job: str, status: int, reason: str) -> int:
+def requeue_job_or_record_failure(folder: RunFolder, scheduler: Scheduler, job: str, status: int, reason: str) -> int:
     """Requeue a job, or record the reason for not requeueing it. Return the exit status of this attempt."""
     if not reason:
         try:
-            scheduler.call("scontrol", "requeue", job)  # also terminates this process
+            scheduler.run_command("scontrol", "requeue", job)  # also terminates this process
             return EXIT_RESUMABLE
         except UserError as error:
             if not is_latest_restart(scheduler, job):
@@ -185,9 +185,9 @@ def main(path: str, status: int) -> int:
     folder = RunFolder(Path(path))
     job = os.environ["SLURM_JOB_ID"]
     scheduler = Scheduler("SLURM")
-    if status == EXIT_FAILED or locate_failure_note(folder).exists():
+    if status == EXIT_FAILED or locate_rank_failure_file(folder).exists():
         status = 1
-    if taker := find_taker(folder):
+    if taker := describe_other_owner_of_run(folder):
         print(f"not requeued: {taker}", file=sys.stderr)
         return status or 1
     if folder.result or status == 0:  # status 0 without a result: the run belongs to a newer attempt
@@ -196,13 +196,13 @@ def main(path: str, status: int) -> int:
     if not is_latest_restart(scheduler, job):
         print(f"job {job} has already been requeued", flush=True)
         return status
-    if read_refusal(folder):
+    if read_first_start_error(folder):
         status = 2  # srun may report the signal that ended the other ranks
     reason = find_reason_not_to_requeue(folder, status)
     if not reason:
         cause = "stopped on request" if status in REQUESTED_STOP_STATUSES else f"failed with exit status {status}"
         print(f"the ranks {cause}; requeueing job {job}", flush=True)
-    return requeue_or_fail(folder, scheduler, job, status, reason)
+    return requeue_job_or_record_failure(folder, scheduler, job, status, reason)
 
 
 if __name__ == "__main__":

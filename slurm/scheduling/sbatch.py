@@ -19,12 +19,12 @@ from submitit.slurm.slurm import SlurmExecutor
 from common.core import config
 from common.core.config import ROOT
 from common.core.errors import UserError
-from common.runs.folder import RunFolder, disk_errors, write_atomic
+from common.runs.folder import RunFolder, convert_disk_errors, write_atomic
 from configs.elastic import Elastic
 from configs.profile import Profile
 from slurm.scheduling import entry_points
 from slurm.scheduling.entry_points import JobReference, check_source_version
-from slurm.scheduling.scheduler import Scheduler, clean_environment
+from slurm.scheduling.scheduler import Scheduler, remove_launcher_variables
 
 SAFE_VALUE = re.compile(r"[\w.,:=@/+\-\[\]%&|* ]*")
 SAFE_PATH = re.compile(r"[\w.,:=@/+\- ]+")
@@ -103,12 +103,12 @@ def make_submitit_parameters(
     }
     if profile.memory_gb:
         parameters["mem"] = f"{round(profile.memory_gb * 1024)}M"
-    for key, value in choose_host_options(profile).items():
+    for key, value in make_host_and_gpu_options(profile).items():
         parameters[key.replace("-", "_")] = value
     return parameters
 
 
-def choose_host_options(profile: Profile) -> dict[str, str]:
+def make_host_and_gpu_options(profile: Profile) -> dict[str, str]:
     """Return the sbatch and srun options for those host and GPU settings that the profile specifies."""
     options = {key: getattr(profile, key) for key in ("partition", "account", "qos", "constraint", "exclude")}
     if profile.gpus:
@@ -186,7 +186,7 @@ def make_executor(
     if elastic:
         launcher = shlex.join([sys.executable, "-m", entry_points.ELASTIC_LAUNCHER_MODULE, path])
     executor = Executor(folder, scheduler, launcher)
-    with disk_errors(executor.folder):
+    with convert_disk_errors(executor.folder):
         executor.folder.mkdir(parents=True, exist_ok=True)
     executor.update_parameters(**parameters)
     return executor
@@ -222,10 +222,10 @@ def write_settings_and_retire_result(folder: RunFolder, text: str) -> Path | Non
 
     Returns the new path of that result, or None if nothing was moved. Raises UserError.
     """
-    with disk_errors(folder.path):
+    with convert_disk_errors(folder.path):
         (folder.path / "submit").mkdir(exist_ok=True)
     write_atomic(folder.path / "submit" / "config.yaml", text)
-    return folder.retire_result()
+    return folder.move_result_of_previous_attempt()
 
 
 def submit_array(executor: Executor, folders: list[RunFolder]) -> list[str]:
@@ -254,7 +254,7 @@ def convert_sbatch_errors(executor: Executor) -> Iterator[None]:
     assert executor.scheduler is not None
     environ = dict(os.environ)
     os.environ.clear()
-    os.environ.update(clean_environment(environ))
+    os.environ.update(remove_launcher_variables(environ))
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # Submitit also prints the errors of sbatch
             yield

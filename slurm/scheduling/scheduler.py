@@ -55,7 +55,7 @@ FAILURE_CACHE: dict[tuple[str, ...], tuple[float, str]] = {}
 """Time and error message of the latest slow failure."""
 
 
-def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def remove_launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without the variables of an allocation or launcher. SLURM_CONF is kept."""
     cleaned = {
         k: v
@@ -78,7 +78,7 @@ class Scheduler:
         """Return the argv that runs a SLURM command from this process."""
         return self.local.build_command(command) if self.local else list(command)
 
-    def call(self, *command: str, timeout: float | None = None, doubt: float | None = None) -> str:
+    def run_command(self, *command: str, timeout: float | None = None, doubt: float | None = None) -> str:
         """Run a SLURM command and return its output.
 
         Raises UserError with SLURM's message if the command fails or times out. If there is no answer after `doubt`
@@ -89,14 +89,14 @@ class Scheduler:
         try:
             with subprocess.Popen(
                 self.build_command(*command),
-                env=clean_environment(os.environ),
+                env=remove_launcher_variables(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             ) as process:
                 try:
-                    stdout, stderr = self.wait_for(process, timeout, doubt)
+                    stdout, stderr = self.wait_for_output(process, timeout, doubt)
                 except BaseException:
                     process.kill()
                     raise
@@ -111,7 +111,7 @@ class Scheduler:
             raise UserError(f"{self.name}: {command[0]} failed: {problem}")
         return stdout
 
-    def wait_for(self, process: subprocess.Popen[str], timeout: float, doubt: float) -> tuple[str, str]:
+    def wait_for_output(self, process: subprocess.Popen[str], timeout: float, doubt: float) -> tuple[str, str]:
         """Wait for a command, and return its output and errors.
 
         Raises TimeoutExpired after `timeout` seconds, or UserError if the controller is down.
@@ -122,18 +122,18 @@ class Scheduler:
         except subprocess.TimeoutExpired:
             if doubt >= timeout:
                 raise
-            if self.is_down():
+            if self.is_controller_down():
                 raise UserError(f"{self.name}: the controller is down") from None
         return process.communicate(timeout=max(0.0, deadline - time.monotonic()))
 
-    def is_down(self) -> bool:
+    def is_controller_down(self) -> bool:
         """Return whether the controller is down. Returns False if `scontrol ping` takes more than a second."""
         try:
-            return "is DOWN" in self.call("scontrol", "ping", timeout=1.0)
+            return "is DOWN" in self.run_command("scontrol", "ping", timeout=1.0)
         except UserError as error:
             return "is DOWN" in str(error)
 
-    def call_unless_failing(self, *command: str, timeout: float = COMMAND_TIMEOUT) -> str:
+    def run_query(self, *command: str, timeout: float = COMMAND_TIMEOUT) -> str:
         """Run a query and return its output. Raises UserError if the query fails.
 
         After a slow failure, queries are not run for COOLDOWN_SECONDS, and UserError is raised immediately.
@@ -146,7 +146,7 @@ class Scheduler:
             raise UserError(problem)
         try:
             doubt = PING_AFTER_SECONDS if asks_controller else None
-            return self.call(*command, timeout=min(timeout, COMMAND_TIMEOUT / 3), doubt=doubt)
+            return self.run_command(*command, timeout=min(timeout, COMMAND_TIMEOUT / 3), doubt=doubt)
         except UserError as error:
             is_slow = time.monotonic() - start > min(SLOW_FAILURE_SECONDS, 0.9 * timeout)
             if is_slow and "Invalid job id" not in str(error):  # that error concerns only a single job
@@ -164,7 +164,7 @@ class Scheduler:
         if read_at and time.monotonic() - read_at <= QUEUE_CACHE_SECONDS:
             return jobs
         jobs = {}
-        listing = self.call_unless_failing("squeue", "-h", "-r", "--me", "-o", "%i|%T|%r", timeout=timeout)
+        listing = self.run_query("squeue", "-h", "-r", "--me", "-o", "%i|%T|%r", timeout=timeout)
         for line in listing.splitlines():
             job, _, description = line.strip().partition("|")
             jobs[job] = description
@@ -190,7 +190,7 @@ class Scheduler:
                 if query == ("squeue",):
                     answer = self.read_queue(query_timeout).get(job, "")
                 else:
-                    answer = self.call_unless_failing(*query, timeout=query_timeout).strip()
+                    answer = self.run_query(*query, timeout=query_timeout).strip()
             except UserError as error:
                 problems.append(str(error))
                 continue
@@ -219,9 +219,9 @@ class Scheduler:
 
         sbatch accepts a job that requests more hosts than the cluster has, but the job would wait forever.
         """
-        self.check_controller()
+        self.check_controller_answers()
         selection = [f"--partition={partition}"] if partition else []
-        counts = self.call("sinfo", "-h", "-o", "%D", *selection).split()
+        counts = self.run_command("sinfo", "-h", "-o", "%D", *selection).split()
         hosts = sum(map(int, counts))
         if partition and not hosts:
             raise UserError(f"{self.name} has no partition {partition}; sinfo lists the partitions")
@@ -233,10 +233,10 @@ class Scheduler:
         size = format_count(hosts, "host")
         raise UserError(f"{request}, but {self.name} has {size}{place}; request at most {hosts}{total}")
 
-    def check_controller(self) -> None:
+    def check_controller_answers(self) -> None:
         """Raise UserError if the controller does not answer."""
         try:
-            answer = self.call("scontrol", "ping")
+            answer = self.run_command("scontrol", "ping")
         except UserError as error:
             answer = str(error)
             if "is DOWN" not in answer:
@@ -253,7 +253,7 @@ def parse_job_fields(text: str) -> dict[str, str]:
     return dict(field.partition("=")[::2] for field in text.split())
 
 
-def is_configured() -> bool:
+def is_slurm_configured() -> bool:
     """Return whether sbatch is installed and SLURM is configured. Debian installs sbatch without a configuration."""
     if shutil.which("sbatch") is None:
         return False
@@ -279,7 +279,7 @@ def choose_scheduler(launch: str) -> Scheduler | None:
     if local is not None:
         is_default = local.plan.name == cluster.DEFAULT_NAME
         return Scheduler(LOCAL_CLUSTER_NAME if is_default else f"{LOCAL_CLUSTER_NAME} {local.plan.name}", local)
-    if is_configured():
+    if is_slurm_configured():
         return Scheduler("SLURM")
     if launch == "auto":
         return None

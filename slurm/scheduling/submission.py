@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common.core.errors import RunTakenError
 from common.runs import claims, provenance
-from common.runs.folder import RunFolder, disk_errors, read_json
+from common.runs.folder import RunFolder, convert_disk_errors, read_json
 from common.runs.run_lock import try_to_lock
 
 STALE_SECONDS = 120.0
@@ -34,14 +34,14 @@ Commands of older versions do not write such a file.
 POLL_SECONDS = 0.1
 
 
-def locate_submission(folder: RunFolder) -> Path:
+def locate_submission_file(folder: RunFolder) -> Path:
     """Return the path of the file that exists while a run is being submitted."""
     return folder.path / "submit" / "submitting.json"
 
 
 def is_being_submitted(folder: RunFolder) -> bool:
     """Return whether another process is submitting the run."""
-    path = locate_submission(folder)
+    path = locate_submission_file(folder)
     submitter = read_json(path)
     if submitter == provenance.identify_process():
         return False
@@ -62,42 +62,42 @@ def wait_for_submission(folder: RunFolder, seconds: float = RECORDING_SECONDS) -
 
 
 @contextlib.contextmanager
-def hold_submission(folder: RunFolder) -> Iterator[None]:
+def lock_run_for_submission(folder: RunFolder) -> Iterator[None]:
     """Prevent other commands from submitting or starting a run inside the block.
 
     Raises RunTakenError if another command is already submitting or starting the run.
     """
-    with disk_errors(folder.path):
-        locate_submission(folder).parent.mkdir(exist_ok=True)
+    with convert_disk_errors(folder.path):
+        locate_submission_file(folder).parent.mkdir(exist_ok=True)
     lock = try_to_lock(folder)
     if lock is None:
         raise RunTakenError(f"{folder.path.name} is being started or submitted by another command on this machine")
     with lock:
-        create_submission(folder)
+        create_submission_file(folder)
         try:
             yield
         finally:
-            locate_submission(folder).unlink(missing_ok=True)
+            locate_submission_file(folder).unlink(missing_ok=True)
 
 
-def create_submission(folder: RunFolder) -> None:
+def create_submission_file(folder: RunFolder) -> None:
     """Create the submission file of a run, or replace an abandoned one.
 
     Raises RunTakenError if another submission is in progress.
     """
-    path = locate_submission(folder)
+    path = locate_submission_file(folder)
     while True:
         try:
-            with disk_errors(path), open(path, "x") as file:
+            with convert_disk_errors(path), open(path, "x") as file:
                 file.write(json.dumps(provenance.identify_process()))
             return
         except FileExistsError:
-            remove_stale_submission(folder)
+            remove_stale_submission_file(folder)
 
 
-def remove_stale_submission(folder: RunFolder) -> None:
+def remove_stale_submission_file(folder: RunFolder) -> None:
     """Remove the file of an abandoned submission. Raises RunTakenError if the submission is still in progress."""
-    path = locate_submission(folder)
+    path = locate_submission_file(folder)
     submitter = read_json(path)
     if is_being_submitted(folder):
         pid = submitter.get("pid", "?")
@@ -125,7 +125,7 @@ def list_ids_of_this_job() -> list[str]:
     return names
 
 
-def find_other_owner(folder: RunFolder) -> str:
+def describe_other_owner(folder: RunFolder) -> str:
     """Describe the other job or attempt that the run belongs to. Return "" if the run belongs to this job.
 
     A run without a recorded job belongs to this job, because the submitting command was stopped too early.
@@ -139,10 +139,10 @@ def find_other_owner(folder: RunFolder) -> str:
     return "" if job["id"] in list_ids_of_this_job() else f"job {job['id']}"
 
 
-def check_run_is_own(folder: RunFolder) -> None:
+def check_run_belongs_to_this_job(folder: RunFolder) -> None:
     """Wait until the submission is recorded. Raises RunTakenError if the run does not belong to this job."""
     start = time.monotonic()
-    while owner := find_other_owner(folder):
+    while owner := describe_other_owner(folder):
         timeout = RECORDING_SECONDS if is_being_submitted(folder) else UNANNOUNCED_SECONDS
         if time.monotonic() - start > timeout:
             job = os.environ.get("SLURM_JOB_ID", "")

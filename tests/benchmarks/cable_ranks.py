@@ -32,7 +32,7 @@ from common.training.optimizers import build_optimizer
 from configs.launch import Launch
 from configs.local_sgd import Config
 from configs.shared import Optim
-from experiments.local_sgd import choose_exchange, exchange_differences
+from experiments.local_sgd import create_exchange, exchange_differences
 from tests.harness.local_sgd import wrap_with_torch
 
 BATCH, EVERY, DELAY, CHUNKS, WARM_UP, RANK = 16, 8, 4, 4, 2, 2
@@ -66,7 +66,7 @@ def make_local(world: World, kind: str) -> Step:
     convnet = make_network()
     optimizer = build_optimizer(convnet.parameters(), OPTIM)
     cfg = Config(every=EVERY, delay=DELAY if kind == LATER else 0, communication="int8" if kind == INT8 else "none")
-    worker = LocalWorker(convnet, optimizer, world, choose_exchange(cfg, convnet, world.size), cfg.momentum_of)
+    worker = LocalWorker(convnet, optimizer, world, create_exchange(cfg, convnet, world.size), cfg.momentum_of)
     done = cfg.delay  # so that an exchange begins and ends within the same chunk
 
     def step(x: Tensor, y: Tensor) -> None:

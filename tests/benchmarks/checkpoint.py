@@ -134,7 +134,7 @@ def training(world: World) -> dict[str, Side]:
 
     works = {
         "step": (step, 2),
-        "look": (lambda: vote.decide(1, False, time.perf_counter()), 50),
+        "look": (lambda: vote.vote_after_step(1, False, time.perf_counter()), 50),
         "warm up": (lambda: ddp.warm_up_buckets(model, x), 1),
     }
     return {name: timed(work, times) for name, (work, times) in works.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.runs.folder import RunFolder
 from common.runs.result import parse_result
-from slurm.local_cluster.cables import parse_shape
+from slurm.local_cluster.cables import parse_rate_and_delay
 from tests.benchmarks import hosts
 from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.parts import Part, finish
@@ -162,7 +162,7 @@ PARTS = [
         ],
         cable_table,
         facts={"threads": "1 in each of 4 processes", "cable": SLOW, "other programs": "not known"},
-        missing=lambda: hosts.find_obstacle(parse_shape(SLOW, "")),
+        missing=lambda: hosts.find_obstacle(parse_rate_and_delay(SLOW, "")),
     ),
     Part(
         f"{NAME}/tls_cable",
@@ -170,6 +170,6 @@ PARTS = [
         lambda scratch: [measure_sizes(scratch, *ENCRYPTING, "sizes=[4M]", ROUNDS, count=2, rate=FAST)],
         tls_cable_table,
         facts={"threads": "1 in each of 2 processes", "cable": FAST, "other programs": "not known"},
-        missing=lambda: hosts.find_obstacle(parse_shape(FAST, "")),
+        missing=lambda: hosts.find_obstacle(parse_rate_and_delay(FAST, "")),
     ),
 ]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from common.models.networks import build_network
 from common.runs.result import parse_result
-from slurm.local_cluster.cables import parse_shape
+from slurm.local_cluster.cables import parse_rate_and_delay
 from tests.benchmarks import hosts
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist
@@ -97,7 +97,7 @@ def measure_rate(scratch: Path, rate: str) -> Task:
 
 def predict_seconds(free: float, strategy: str, rate: str) -> float:
     """Return alpha + beta n in seconds: a step on a cable of that rate, `free` being what it takes without a limit."""
-    return free + 8 * count_bytes(strategy) / parse_shape(rate, "").rate
+    return free + 8 * count_bytes(strategy) / parse_rate_and_delay(rate, "").rate
 
 
 def table(taken: Samples) -> Table:
@@ -121,7 +121,7 @@ def trace_lines(part: Mapping[str, Any]) -> dict[str, tuple[list[tuple[float, ..
     for strategy in STRATEGIES:
         found = {rate: [1e3 * value for value in part["samples"][rate][strategy]] for rate in (FREE, *RATES)}
         points: list[tuple[float, ...]] = [
-            (parse_shape(rate, "").rate / 1e6, median(found[rate]), (max(found[rate]) - min(found[rate])) / 2)
+            (parse_rate_and_delay(rate, "").rate / 1e6, median(found[rate]), (max(found[rate]) - min(found[rate])) / 2)
             for rate in RATES
         ]
         across = [30 * 50 ** (k / 40) for k in range(41)]  # Mbit/s
@@ -172,7 +172,7 @@ PARTS = [
         table,
         rounds=3,
         facts={"threads": "1 in each of 2 processes", "batch": ON_A_CABLE, "other programs": "not known"},
-        missing=lambda: hosts.find_obstacle(parse_shape(RATES[0], "")),
+        missing=lambda: hosts.find_obstacle(parse_rate_and_delay(RATES[0], "")),
     ),
     Part(
         f"{NAME}/accuracy",

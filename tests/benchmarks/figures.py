@@ -159,15 +159,15 @@ FIGURES: dict[str, tuple[str, Callable[[Path, Any], None]]] = {
     "resnet_modelparallel_sizes": ("resnet_modelparallel/modes", draw_sizes),
     "resnet_dataparallel": (
         "resnet_dataparallel/strategies",
-        lambda path, part: plots.draw_bars(path, heights(part, list(part["samples"]), 1e3), "ms a step"),
+        lambda path, part: plots.draw_bar_chart(path, heights(part, list(part["samples"]), 1e3), "ms a step"),
     ),
     "ddp_multinode": (
         "ddp_multinode/step",
-        lambda path, part: plots.draw_bars(path, heights(part, list(part["samples"]), 1e3), "ms a step"),
+        lambda path, part: plots.draw_bar_chart(path, heights(part, list(part["samples"]), 1e3), "ms a step"),
     ),
     "amp_accum": (
         "amp_accum/bits_64",
-        lambda path, part: plots.draw_bars(
+        lambda path, part: plots.draw_bar_chart(
             path, heights(part, [side for side in part["samples"] if "product" not in side], 1e3), "ms a step"
         ),
     ),

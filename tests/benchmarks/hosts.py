@@ -73,7 +73,7 @@ def shape_cable(cluster: Cluster, number: int, shape: Shape) -> None:
     def shape_ends() -> None:
         os.environ["PATH"] = slurm_conf.make_search_path()
         cables.shape_device(slurm_conf.format_host_name(number), shape)
-        host = daemons.require_host(cluster.plan, number)
+        host = daemons.find_running_host_process(cluster.plan, number)
         status = namespaces.run_in_namespaces(host, lambda: cables.shape_device("eth0", shape))
         if status:
             sys.exit(status)  # it has said why

@@ -12,7 +12,7 @@ from statistics import NormalDist, mean, stdev
 
 from common.core.config import ROOT
 from common.runs.result import parse_result
-from slurm.local_cluster.cables import parse_shape
+from slurm.local_cluster.cables import parse_rate_and_delay
 from tests.benchmarks import hosts
 from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist
@@ -137,6 +137,6 @@ PARTS = [
         cable_table,
         rounds=5,
         facts={"threads": "1 in each of 2 processes", "batch": 16, "cable": RATE, "other programs": "not known"},
-        missing=lambda: hosts.find_obstacle(parse_shape(RATE, "")),
+        missing=lambda: hosts.find_obstacle(parse_rate_and_delay(RATE, "")),
     ),
 ]

@@ -262,7 +262,7 @@ def loader_sides(scratch: Path) -> list[Team]:
 
     def sides(world: World) -> dict[str, Side]:
         cfg, images = settings(), data.Images(prepared, "train")
-        order = data.draw_order(len(images), cfg.seed, 0)[: FEW * cfg.batch].tolist()
+        order = data.draw_sample_order(len(images), cfg.seed, 0)[: FEW * cfg.batch].tolist()
 
         def pil(workers: int) -> Any:
             options = {"batch_size": cfg.batch, "sampler": order, "num_workers": workers}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.distributed.parameter_server.server import StalenessPolicy
-from slurm.local_cluster.cables import Shape, parse_shape
+from slurm.local_cluster.cables import Shape, parse_rate_and_delay
 from tests.benchmarks import hosts
 from tests.benchmarks.measure import Samples, Task, summarize_values
 from tests.benchmarks.parts import Part, run_of
@@ -57,7 +57,7 @@ def table(taken: Samples) -> Table:
 
 
 def sides_on_hosts(scratch: Path) -> list[Task]:
-    slow, shard = parse_shape(RATE, ""), BATCH // hosts.HOSTS
+    slow, shard = parse_rate_and_delay(RATE, ""), BATCH // hosts.HOSTS
     keep = (*KEEP, "pushes", "bytes_received")
 
     def serve(side: str, mode: str, staleness: int, cable: Shape, count: int = hosts.HOSTS) -> Task:
@@ -76,7 +76,7 @@ def compute_bounds(taken: Samples, side: str) -> list[float]:
     mode, staleness = POLICIES[side]
     policy, shard = StalenessPolicy(mode, staleness, hosts.HOSTS), BATCH / hosts.HOSTS
     size = taken.kept(side, "bytes_received_0")[0] / taken.kept(side, "pushes_0")[0]
-    cable = parse_shape(RATE, "")
+    cable = parse_rate_and_delay(RATE, "")
     carrying = 2 * 8 * max(0, size - cable.bucket) / cable.rate  # there and back
     processors = len(os.sched_getaffinity(0))
     free, others = ([each / shard for each in taken.kept(side, "samples_per_second")] for side in (FREE, OTHERS))
@@ -112,6 +112,6 @@ PARTS = [
         sides_on_hosts,
         table_on_hosts,
         facts={"threads": "1 in each of 4 processes", "batch": BATCH, "cable": RATE, "other programs": "not known"},
-        missing=lambda: hosts.find_obstacle(parse_shape(RATE, "")),
+        missing=lambda: hosts.find_obstacle(parse_rate_and_delay(RATE, "")),
     ),
 ]

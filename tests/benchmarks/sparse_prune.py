@@ -101,7 +101,7 @@ def mask_sides(world: World) -> dict[str, Side]:
     def ours() -> float:
         def work() -> None:
             with torch.no_grad():
-                masks.assign(pruning_masks.make_global_masks([weight.abs() for weight in masks.weights], SHARE))
+                masks.replace_masks(pruning_masks.make_global_masks([weight.abs() for weight in masks.weights], SHARE))
 
         return timed(work)
 

@@ -104,7 +104,7 @@ class Lab:
         """Let every cable at the switch carry so many bits a second to its host."""
 
         def limit() -> None:
-            for name in namespaces.list_cables():
+            for name in namespaces.read_cable_states():
                 words = ["tc", "qdisc", "replace", "dev", name, "root", "tbf", "rate", rate]
                 subprocess.run([*words, "burst", "16kb", "latency", "300ms"], check=True)
 

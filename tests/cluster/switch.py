@@ -14,7 +14,7 @@ from common.distributed.transport.connecting import RankAddress
 from common.distributed.transport.welcome import ConnectionId, make_hello
 from slurm.local_cluster import daemons
 from slurm.local_cluster.cluster import Cluster
-from slurm.local_cluster.namespaces import list_cables, run_in_namespaces, run_ip
+from slurm.local_cluster.namespaces import read_cable_states, run_in_namespaces, run_ip
 from slurm.local_cluster.slurm_conf import Plan, format_host_address, format_host_name, make_search_path
 from tests.harness.processes import PATIENCE, wait_until
 from tests.harness.strangers import attack
@@ -90,12 +90,12 @@ def intrude(cluster: Cluster, foreign: Identity, seed: str) -> int:
 
 def separate_hosts(switch: str) -> None:
     """Let the switch carry packets between each host and the controller only, or again between all."""
-    run_ip(*(f"link set {name} type bridge_slave isolated {switch}" for name in list_cables()))
+    run_ip(*(f"link set {name} type bridge_slave isolated {switch}" for name in read_cable_states()))
 
 
 def find_port(plan: Plan, host: int) -> int:
     """The port at which a rank listens on a host's address, which a scan would find; 0 if there is none."""
-    pid = daemons.require_host(plan, host).pid
+    pid = daemons.find_running_host_process(plan, host).pid
     own = socket.inet_aton(format_host_address(host))[::-1].hex().upper()
     with open(f"/proc/{pid}/net/tcp") as table:
         rows = [line.split() for line in table]

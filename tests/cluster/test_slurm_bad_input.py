@@ -70,7 +70,7 @@ def host_knows(site: Site, number: int, names: str) -> Iterator[None]:
 
     def on_host(*argv: str) -> None:
         def body() -> None:
-            namespaces.enter_namespaces(int(daemons.locate_process_record(plan, number).read_text().split()[0]))
+            namespaces.enter_namespaces(int(daemons.locate_host_process_record(plan, number).read_text().split()[0]))
             subprocess.run(argv, check=True)
 
         assert namespaces.run_in_namespaces(process, body) == 0

@@ -188,7 +188,7 @@ def test_who_did_not_answer_counts_more_than_who_was_killed_then(tmp_path: Path)
     folder = Made(state="failed", result={"reason": "rank 0 was killed by SIGABRT"}).write(tmp_path)
     words = "after step 9: rank 1 on vm did not answer within 9 s"
     folder.list_attempts()[-1].log_file(0).write_text(f"2026-01-01 09:00:02,500 ERROR {words}\n")
-    assert diagnosis.examine_run(folder)["cause"] == words
+    assert diagnosis.collect_diagnosis(folder)["cause"] == words
 
 
 @pytest.mark.parametrize(
@@ -273,19 +273,19 @@ def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, 
         stack = "Traceback (most recent call last):\n" if words else ""
         line = f"2026-01-01 {time_of} ERROR after step 3: {words}\n{stack}" if words else "it began\n"
         folder.list_attempts()[-1].log_file(rank).write_text(line)
-    found = diagnosis.examine_run(folder)
+    found = diagnosis.collect_diagnosis(folder)
     assert found["cause"].startswith(cause), found
     assert found["first_error"]["error"].startswith("after step 3: ") and found["first_error"]["rank"] == first
 
 
 def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
     folder = Made(state="running", steps=200).write(tmp_path)
-    assert diagnosis.examine_run(folder)["cause"] == diagnosis.NO_PROBLEM
+    assert diagnosis.collect_diagnosis(folder)["cause"] == diagnosis.NO_PROBLEM
     hangs = "hangs after step 100: no sign of life from rank 1 on vm for 2 min"
     for seconds, cause in ((100, diagnosis.NO_PROBLEM), (130, hangs)):
         for rank, step in ((0, 2), (1, 1)):  # a message may take launch.step_timeout=120 seconds
             folder.list_attempts()[-1].write_heartbeat(rank, step, time.time() - seconds - rank)
-        assert diagnosis.examine_run(folder)["cause"].startswith(cause)
+        assert diagnosis.collect_diagnosis(folder)["cause"].startswith(cause)
     assert "\n  last step  100\n" in doctor(f"--run={folder.path}"), "make status has 100, the heartbeats are older"
 
 
@@ -302,9 +302,11 @@ def test_a_run_that_hangs_before_its_first_heartbeat_is_told(
     for path in [place / "attempt.json", place / "world.json", place / "logs", *place.glob("logs/*")]:
         os.utime(path, (time.time() - seconds - 5,) * 2)
     hangs = "hangs after step 100: no sign of life from rank 1 on vm for "
-    assert diagnosis.examine_run(folder)["cause"].startswith(diagnosis.NO_PROBLEM if well else hangs)
+    assert diagnosis.collect_diagnosis(folder)["cause"].startswith(diagnosis.NO_PROBLEM if well else hangs)
     (place / "heartbeat-0.json").unlink()  # nobody has made a step
-    assert diagnosis.examine_run(folder)["cause"].startswith(diagnosis.NO_PROBLEM if well else "hangs after step ")
+    assert diagnosis.collect_diagnosis(folder)["cause"].startswith(
+        diagnosis.NO_PROBLEM if well else "hangs after step "
+    )
     assert diagnosis.print_diagnosis(folder, as_json=True) == (0 if well else 1)
 
 
@@ -317,9 +319,9 @@ def test_an_earlier_start_of_the_same_job_is_no_error_of_this_one(tmp_path: Path
     start = "submitit INFO (2026-01-01 00:00:00,000) - Starting with JobEnvironment(job_id=7, hostname=vm)\n"
     error = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer\n"
     kept.write_text(start + error + start)
-    assert diagnosis.examine_run(folder)["first_error"] is None
+    assert diagnosis.collect_diagnosis(folder)["first_error"] is None
     kept.write_text(start + start + error)  # its log may know nothing of it
-    assert diagnosis.examine_run(folder)["first_error"]["error"] == "RuntimeError: Connection closed by peer"
+    assert diagnosis.collect_diagnosis(folder)["first_error"]["error"] == "RuntimeError: Connection closed by peer"
 
 
 @pytest.mark.parametrize(
@@ -387,12 +389,12 @@ def test_how_a_rank_ended_is_taken_from_srun(tmp_path: Path) -> None:
     error = "2026-01-01 09:00:02,500 ERROR RuntimeError: Connection closed by peer\n"
     srun = "srun: error: node2: task 1: Exited with exit code 3\nsrun: error: node1: tasks 0-1: Killed\n"
     kept.write_text(f"{diagnosis.JOB_START}\n{error}{srun}")
-    found = diagnosis.examine_run(folder)["cause"]
+    found = diagnosis.collect_diagnosis(folder)["cause"]
     ended = "rank 1 on vm ended without an error message (Exited with exit code 3)"
     assert found == f"{ended}; the other ranks then lost their connections"
     kept.unlink()
     write_json(folder.path / "result.json", {"state": "failed", "exit_status": 137})
-    assert diagnosis.examine_run(folder)["cause"] == "all ranks ended without an error message: signal Killed"
+    assert diagnosis.collect_diagnosis(folder)["cause"] == "all ranks ended without an error message: signal Killed"
 
 
 def test_a_stack_in_an_installed_package_is_not_taken_for_ours() -> None:

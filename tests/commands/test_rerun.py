@@ -75,7 +75,7 @@ def test_a_repetition_on_another_data_set_of_ones_own_keeps_that_file(tmp_path: 
     words = [f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", f"runs={tmp_path / 'new'}"]
     settings = config.load_config(ddp_multinode.Config, words, {})
     found = prepare.prepare_dataset(settings.data)
-    new = rerun.create_folder(old, config.format_yaml(settings), settings, found)
+    new = rerun.create_rerun_folder(old, config.format_yaml(settings), settings, found)
     assert (new.path / "code" / "own" / "data.py").read_text() == file.read_text()
 
 
@@ -88,7 +88,7 @@ def test_a_repetition_with_a_schedule_that_is_named_keeps_that_file(tmp_path: Pa
     order = write_schedule(tmp_path, "FBW")
     found = PreparedDataset("digits", tmp_path, {})
     for named in ([], ["schedule"]):
-        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, overridden=named)
+        new = rerun.create_rerun_folder(old, config.format_yaml(settings), settings, found, overridden=named)
         (kept,) = (new.path / "code" / "own").iterdir()
         assert (kept.read_text() == order.read_text()) is bool(named)
     with pytest.raises(UserError, match=f"schedule={order}:own: {order}:1: invalid action .'W', 0, 0. on rank 0"):
@@ -107,7 +107,7 @@ def test_a_repetition_keeps_the_file_of_an_algorithm_of_ones_own(tmp_path: Path)
     own.write_text("def star(ranks):\n    return [[], []]\n")
     found = PreparedDataset("digits", tmp_path, {})
     for named in ([], ["launch.algorithm"]):
-        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, overridden=named)
+        new = rerun.create_rerun_folder(old, config.format_yaml(settings), settings, found, overridden=named)
         (kept,) = (new.path / "code" / "own").iterdir()
         assert (kept.read_text() == own.read_text()) is bool(named)
     with pytest.raises(UserError, match=f"launch.algorithm={own}:star: .* rank 0 ends without the values of rank 1"):
@@ -125,7 +125,7 @@ def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tm
         file.write_text("def halve(step, total):\n    return -1\n")
     found = PreparedDataset("digits", tmp_path, {})
     for named in ([], ["optim.name"], ["optim.decay"]):
-        new = rerun.create_folder(old, config.format_yaml(settings), settings, found, overridden=named)
+        new = rerun.create_rerun_folder(old, config.format_yaml(settings), settings, found, overridden=named)
         decay, optimizer = sorted((new.path / "code" / "own").iterdir())
         assert (optimizer.read_text() == files[0].read_text()) is ("optim.name" in named)
         assert (decay.read_text() == files[1].read_text()) is ("optim.decay" in named)
@@ -267,12 +267,12 @@ def test_words_for_the_cluster_are_laid_over_the_runs_own_profile(tmp_path: Path
     own = Profile(partition="long", gpus=2, gpus_as="gres", requeue=False, memory_gb=1.5, setup=["module load cuda"])
     write_json(tmp_path / "meta.json", {"job": {"id": "7", "scheduler": "local", "profile": vars(own) | {"gone": 1}}})
     old = RunFolder(tmp_path)
-    assert rerun.find_profile(old, "", []) == own
-    longer = rerun.find_profile(old, "", ["cluster.time=120"])
+    assert rerun.choose_cluster_profile(old, "", []) == own
+    longer = rerun.choose_cluster_profile(old, "", ["cluster.time=120"])
     assert longer == dataclasses.replace(own, time=120)
-    assert rerun.find_profile(old, "default", ["cluster.time=120"]).partition == ""
+    assert rerun.choose_cluster_profile(old, "default", ["cluster.time=120"]).partition == ""
     with pytest.raises(UserError, match="did you mean partition"):
-        rerun.find_profile(old, "", ["cluster.partion=x"])
+        rerun.choose_cluster_profile(old, "", ["cluster.partion=x"])
 
 
 def test_a_loss_that_is_no_number_is_as_far_as_can_be() -> None:

@@ -231,7 +231,7 @@ def test_a_conversion_that_is_killed_leaves_no_rows(slow: RunFolder, tmp_path: P
     (attempt,) = folder.list_attempts()
     (made,) = folder.path.glob("wandb/offline-run-*")
     wandb_rows.write_note(attempt, wandb_rows.TrackingNote())
-    wandb_rows.adopt_offline_folders(folder)
+    wandb_rows.restore_notes_of_offline_folders(folder)
     assert not wandb_rows.list_incomplete_notes(folder), "the folder was in its place already"
 
     unfinished = folder.path / "wandb" / "unfinished" / "wandb"
@@ -261,7 +261,7 @@ def copy_with_two_starts(whole: RunFolder, place: Path) -> RunFolder:
     steps = [json.loads(line)["global_step"] for line in lines]
     first.metrics_file.write_text("".join(line for line, step in zip(lines, steps, strict=True) if step <= 25))
     second.metrics_file.write_text("".join(line for line, step in zip(lines, steps, strict=True) if step > 20))
-    second.write_parent(1, 20, sum(step <= 20 for step in steps))
+    second.record_parent_attempt(1, 20, sum(step <= 20 for step in steps))
     return folder
 
 

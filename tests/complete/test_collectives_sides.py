@@ -53,7 +53,7 @@ def look_at_streams(place: RankInfo, folder: Path) -> None:
                 return {}
 
             collectives.open_builtin_variants(world, launch, transport, ["ring"], keep)
-        found["later"] = collectives.open_group(world, "builtin")
+        found["later"] = collectives.create_group_of_all_ranks(world, "builtin")
         told = []
         for name, group in found.items():
             (link,) = collectives.get_communicator(group).outgoing.values()

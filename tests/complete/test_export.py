@@ -33,7 +33,7 @@ def test_the_exported_model_runs_without_this_project_for_any_number_of_samples(
 ) -> None:
     """The first in a process without this project, the other here; the ResNet below in another process, too."""
     if name == "convnet":
-        monkeypatch.setattr(exporting, "run_in_new_process", run_program)
+        monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
     model, path = networks.build_network(name, (28, 28), 10), tmp_path / "model.pt2"
     Masks(model)
     bare = pruning_savings.strip_masks(model)
@@ -47,7 +47,7 @@ def test_a_program_that_cannot_be_written_or_run_is_told(tmp_path: Path) -> None
     model, x = networks.Toy((10,), 5).eval(), torch.randn(3, 10)
     (tmp_path / "model.pt2").write_bytes(b"nothing")
     with pytest.raises(RuntimeError, match="does not run in a new process"):
-        exporting.run_in_new_process(tmp_path / "model.pt2", x)
+        exporting.run_exported_program_in_new_process(tmp_path / "model.pt2", x)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
     assert pruning_savings.export_and_compare(model, x, tmp_path / "nowhere" / "model.pt2").keys() == {"export_problem"}
 

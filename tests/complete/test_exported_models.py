@@ -45,7 +45,7 @@ def test_the_torch_export_file_gives_the_outputs_elsewhere(
 ) -> None:
     """Of one in a process without this project; networks of the others there: tests/complete/test_export.py."""
     if entry != STAGED:
-        monkeypatch.setattr(exporting, "run_in_new_process", run_program)
+        monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
     folder = copy(finished(entry).folder, tmp_path)
     done = export(folder, "--format=torch.export")
     assert done.returncode == 0, done.stderr

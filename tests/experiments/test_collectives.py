@@ -20,11 +20,11 @@ from common.distributed.collectives import (
     TestVectors,
     compute_bus_factor,
     compute_sent_bytes,
-    list_points,
+    list_benchmark_points,
 )
 from common.distributed.rank_info import RankInfo
 from common.distributed.rendezvous import World
-from common.distributed.transport.algorithms import build_by_size
+from common.distributed.transport.algorithms import build_algorithms_by_size
 from common.distributed.transport.cost import MessageTimeLine
 from common.runs.folder import RunFolder, write_json
 from configs.collectives import OPS, Config
@@ -37,7 +37,10 @@ from tests.harness.resuming import cut_off, resume, trained_steps
 
 COLLECTIVES = BY_NAME["collectives"]
 OTHER = CollectiveVariant({})
-GLOO = {"gloo": OTHER, "isend ring": CollectiveVariant({}, algorithms=build_by_size("ring", 2), link_variant="gloo")}
+GLOO = {
+    "gloo": OTHER,
+    "isend ring": CollectiveVariant({}, algorithms=build_algorithms_by_size("ring", 2), link_variant="gloo"),
+}
 
 
 # ---- formulas
@@ -59,7 +62,7 @@ def test_factors_of_four_ranks_are_those_of_nccl_tests(op: str, bus: float, leas
 
 
 def test_bytes_of_an_algorithm_are_those_of_its_moves() -> None:
-    star = CollectiveVariant({}, algorithms=build_by_size("star<1000<ring", 3), widens_half_precision=True)
+    star = CollectiveVariant({}, algorithms=build_algorithms_by_size("star<1000<ring", 3), widens_half_precision=True)
     assert compute_sent_bytes(CollectivePoint("all_reduce", "float32", 100, 400), star, 3) == [800, 400, 400]
     assert compute_sent_bytes(CollectivePoint("all_reduce", "bfloat16", 200, 400), star, 3) == [1600, 800, 800]
     assert compute_sent_bytes(CollectivePoint("all_reduce", "bfloat16", 300, 600), star, 3) == [1600] * 3, (
@@ -69,7 +72,7 @@ def test_bytes_of_an_algorithm_are_those_of_its_moves() -> None:
 
 
 def test_sizes_are_rounded_up_to_equal_shards_where_there_are_shards() -> None:
-    points = list_points(["all_reduce", "all_gather"], ["float32", "int64"], [8, 1024], 3)
+    points = list_benchmark_points(["all_reduce", "all_gather"], ["float32", "int64"], [8, 1024], 3)
     assert [(p.name, p.length, p.nbytes) for p in points] == [
         ("all_reduce float32", 2, 8),
         ("all_reduce float32", 256, 1024),
@@ -84,7 +87,7 @@ def test_sizes_are_rounded_up_to_equal_shards_where_there_are_shards() -> None:
 
 def test_the_table_of_known_times() -> None:
     """Links of 100 us and 1 GB/s, an all-reduce of twice that; the second rank is the slower one."""
-    points = list_points(["sendrecv", "all_reduce"], ["float32"], [4000, 4_000_000], 2)
+    points = list_benchmark_points(["sendrecv", "all_reduce"], ["float32"], [4000, 4_000_000], 2)
     table = torch.zeros(3, len(points), 2, 2, 3, dtype=torch.float64)
     for i, point in enumerate(points):
         seconds = 1e-4 + 1e-9 * point.nbytes
@@ -114,7 +117,7 @@ def test_the_table_of_known_times() -> None:
 
 
 def test_one_size_has_no_line_and_no_measured_point_is_left_out() -> None:
-    points = list_points(["all_reduce"], ["float32"], [4, 8], 2)
+    points = list_benchmark_points(["all_reduce"], ["float32"], [4, 8], 2)
     table = torch.zeros(1, 2, 1, 2, 3, dtype=torch.float64)
     table[0, 0, 0, :, 0] = 1e-3
     report = CollectiveReport(points, {"gloo": OTHER}, table)
@@ -127,7 +130,10 @@ def test_one_size_has_no_line_and_no_measured_point_is_left_out() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_wrong_number_is_found_and_named(op: str) -> None:
-    vectors, (point,) = TestVectors(0, RankInfo(1, 3), torch.device("cpu")), list_points([op], ["bfloat16"], [6000], 3)
+    vectors, (point,) = (
+        TestVectors(0, RankInfo(1, 3), torch.device("cpu")),
+        list_benchmark_points([op], ["bfloat16"], [6000], 3),
+    )
     x, out = vectors.make_tensors(point)
     with pytest.raises(RuntimeError, match=f"mine returned a wrong result: {op} of 3000 bfloat16 elements on rank 1, "):
         vectors.check_result(point, x, out, "mine")
@@ -142,16 +148,16 @@ def test_a_wrong_number_is_found_and_named(op: str) -> None:
 def test_a_side_that_is_wrong_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
-    (point,), vectors = list_points(["all_reduce"], ["int64"], [64], 1), TestVectors(0, world, world.device)
+    (point,), vectors = list_benchmark_points(["all_reduce"], ["int64"], [64], 1), TestVectors(0, world, world.device)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         sides = {
             "right": CollectiveVariant({"all_reduce": lambda x, out: x}),
             "other": CollectiveVariant({"broadcast": print}),
         }
-        assert list(script.measure_sides(sides, 1, point, vectors, world)) == ["right"]
+        assert list(script.measure_variants(sides, 1, point, vectors, world)) == ["right"]
         with pytest.raises(RuntimeError, match="returned a wrong result: all_reduce of 8 int64 elements on rank 0, "):
-            script.measure_sides(
+            script.measure_variants(
                 {"wrong": CollectiveVariant({"all_reduce": lambda x, out: x.add_(1)})}, 0, point, vectors, world
             )
     finally:

@@ -19,7 +19,7 @@ from common.checkpoint.checkpointer import read_full_model
 from common.core import config, seeds
 from common.data.loader import Images, Loader
 from common.data.prepare import prepare_dataset
-from common.distributed.parameter_server.server import repeat_served_steps
+from common.distributed.parameter_server.server import replay_recorded_steps
 from common.runs.folder import MODEL_FILE, RunFolder
 from configs.param_server import Config
 from tests.harness.processes import Done, run
@@ -68,7 +68,7 @@ def replay_run(folder: RunFolder, logs: Logs) -> Tensor:
         return parameters_to_vector(p.grad for p in network.parameters() if p.grad is not None)
 
     values = parameters_to_vector(network.parameters()).detach()
-    return repeat_served_steps(logs, values, lambda shard: build_optimizer(shard, cfg.optim), WORKERS, compute)
+    return replay_recorded_steps(logs, values, lambda shard: build_optimizer(shard, cfg.optim), WORKERS, compute)
 
 
 def flatten(folder: RunFolder, state: dict[str, Tensor]) -> Tensor:

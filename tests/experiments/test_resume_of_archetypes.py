@@ -72,7 +72,7 @@ def test_a_worse_evaluation_after_a_resume_is_not_the_best(tmp_path: Path, quick
     assert done.returncode == 0 and "resumed from step 27" in done.stdout, done.stderr
     scores = {row["global_step"]: row["test_loss"] for row in folder.read_metrics() if "test_loss" in row}
     assert list(scores) == [13, 26, 30] and scores[26] < min(scores[13], scores[30])
-    assert storage.read_pointer(folder.list_attempts()[1], "best") is None
+    assert storage.read_pointer_file(folder.list_attempts()[1], "best") is None
 
 
 def test_without_a_checkpoint_it_says_that_it_begins_anew(tmp_path: Path, digits: tuple[str, ...]) -> None:

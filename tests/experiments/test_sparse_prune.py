@@ -74,7 +74,7 @@ def test_of_many_numbers_the_kth_is_exact(kind: str) -> None:
     for k in (1, 2, count // 10, count // 2, int(0.9 * count), count - 1, count):
         parts = [values[: count // 3].view(1, -1), values[count // 3 :]]
         assert pruning_masks.find_kth_smallest(parts, k) == ordered[k - 1], k
-        assert sum(int(mask.sum()) for mask in pruning_masks.select_lowest(parts, k)) == k
+        assert sum(int(mask.sum()) for mask in pruning_masks.select_lowest_scores(parts, k)) == k
 
 
 def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
@@ -84,17 +84,17 @@ def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
     nothing: Any = None
     with torch.no_grad():
         masks.weights[0].mul_(100)
-    masks.assign(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.1))
+    masks.replace_masks(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.1))
     shares = [float(mask.float().mean()) for mask in masks.masks]
     assert shares[0] > 0.98 and shares[1] < 0.3, "a layer with large weights loses nearly none"
     cfg.criterion = "random"
     before = [mask.clone() for mask in masks.masks]
-    masks.assign(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 1), 0.8))
+    masks.replace_masks(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 1), 0.8))
     assert masks.sparsity == pytest.approx(0.8, abs=1 / masks.weight_count)
     assert not any((now & ~then).any() for now, then in zip(masks.masks, before, strict=True)), "none comes back"
     cfg.criterion, cfg.normalize = "magnitude", "layer"
-    masks.assign([torch.ones_like(mask) for mask in masks.masks])
-    masks.assign(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.5))
+    masks.replace_masks([torch.ones_like(mask) for mask in masks.masks])
+    masks.replace_masks(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.5))
     assert [float(mask.float().mean()) for mask in masks.masks] == pytest.approx([0.5] * 3, abs=0.04)
 
 
@@ -127,7 +127,7 @@ def test_channels_go_as_a_whole_and_the_last_layer_stays() -> None:
 
 def test_rigl_begins_with_its_distribution() -> None:
     shapes = [torch.Size(shape) for shape in [(300, 784), (100, 300), (10, 100)]]
-    shares = pruning_masks.allocate_erdos_renyi(shapes, 0.92)
+    shares = pruning_masks.allocate_erdos_renyi_sparsities(shapes, 0.92)
     left = sum((1 - share) * shape.numel() for share, shape in zip(shares, shapes, strict=True))
     assert left == pytest.approx(0.08 * sum(shape.numel() for shape in shapes))
     assert shares[0] > shares[1] > shares[2] == 0, "the last layer would be more than dense"
@@ -140,14 +140,14 @@ def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> N
     masks, optimizer = Masks(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (weight,) = masks.weights
     source = torch.Generator().manual_seed(0)
-    masks.assign(pruning_masks.make_layer_masks([torch.rand(weight.shape, generator=source)], [0.5]))
-    masks.apply()
+    masks.replace_masks(pruning_masks.make_layer_masks([torch.rand(weight.shape, generator=source)], [0.5]))
+    masks.apply_to_weights()
     weight.grad = torch.randn(weight.shape, generator=source)
     optimizer.step()
-    masks.apply()
+    masks.apply_to_weights()
     before, values, then = masks.masks[0].clone(), weight.detach().clone(), weight.grad
     pruning_masks.drop_and_grow(masks, optimizer, 0.3)
-    masks.apply()
+    masks.apply_to_weights()
     after = masks.masks[0]
     assert int(after.sum()) == int(before.sum()) == 100
     gone, come = before & ~after, after & ~before
@@ -343,8 +343,8 @@ def a_model(share: float = 0.9) -> nn.Module:
     torch.manual_seed(seeds.derive_seed(0, "init"))
     model = networks.build_network("lenet5", (28, 28), 10)
     masks = Masks(model)
-    masks.assign(pruning_masks.make_global_masks([weight.abs() for weight in masks.weights], share))
-    masks.apply()
+    masks.replace_masks(pruning_masks.make_global_masks([weight.abs() for weight in masks.weights], share))
+    masks.apply_to_weights()
     return model
 
 
@@ -384,9 +384,11 @@ def test_two_of_four_is_known_by_its_groups() -> None:
     (score,) = made((6, 32))
     (mask,) = pruning_masks.make_group_masks([score], 0.5, 4)
     weight = score * mask
-    assert pruning_savings.is_two_of_four(weight) and not pruning_savings.is_two_of_four(score)
+    assert pruning_savings.has_two_of_four_sparsity(weight) and not pruning_savings.has_two_of_four_sparsity(score)
     weight[3, :3] = 1.0
-    assert not pruning_savings.is_two_of_four(weight) and not pruning_savings.is_two_of_four(weight[:, :30])
+    assert not pruning_savings.has_two_of_four_sparsity(weight) and not pruning_savings.has_two_of_four_sparsity(
+        weight[:, :30]
+    )
 
 
 def test_a_run_measures_its_other_forms(digits: tuple[str, ...], tmp_path: Path) -> None:

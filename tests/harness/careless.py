@@ -42,7 +42,7 @@ def drop_vote() -> None:
         told = bool(vote.stop_request.signal_number)
         return Decision(told, told, diverged)
 
-    SaveOrStopVote.decide = decide_alone  # type: ignore[method-assign,assignment]
+    SaveOrStopVote.vote_after_step = decide_alone  # type: ignore[method-assign,assignment]
 
 
 def drop_own() -> None:

@@ -66,7 +66,7 @@ class Case:
         if world.is_main:
             folder = RunFolder(path / name)
             folder.path.mkdir()
-            folder.claim_attempt().write_parent(None, 0)
+            folder.claim_attempt().record_parent_attempt(None, 0)
         world.broadcast(None)
         self.folder = RunFolder(path / name, 1)
         self.checkpoints = self.start()
@@ -219,7 +219,7 @@ def endless(folder: RunFolder, notes: Path) -> None:
         newest = newest_of(folder)
         loaded = checkpoints.load()
         step = loaded.step if loaded else 0
-        folder.write_parent(loaded.attempt if loaded else None, step)
+        folder.record_parent_attempt(loaded.attempt if loaded else None, step)
         note = {"newest": newest, "step": step, "said": said, "right": loaded is None or right(loaded, 0, NUMBERS)}
         with open(notes, "a") as file:
             file.write(json.dumps(note | {"left": len(storage.list_staging_dirs(folder))}) + "\n")

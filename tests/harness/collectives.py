@@ -34,7 +34,7 @@ from common.distributed.builtin.arguments import (
     list_reducible_dtypes,
 )
 from common.distributed.rank_info import RankInfo
-from common.distributed.transport.algorithms import ALGORITHM_NAMES, build_algorithm, count_bytes
+from common.distributed.transport.algorithms import ALGORITHM_NAMES, build_algorithm, count_bytes_per_rank
 from configs.launch import Launch
 
 SETTINGS = Launch(backend="builtin", threads=1, setup_timeout=60, step_timeout=60)
@@ -156,7 +156,7 @@ def bits_are_equal(world: rendezvous.World) -> None:
     """Of every algorithm and type on all ranks and in a repetition, NaN and inf among them."""
     every, types = list(range(world.size)), (torch.float64, torch.float32, torch.bfloat16, torch.int64)
     gloo = make_group(every, backend="gloo")
-    transport = rendezvous.describe_transport(
+    transport = rendezvous.make_transport_settings(
         RankInfo(size=world.size, local_size=world.size), SETTINGS, world.hosts, "lo"
     )
     for name in ALGORITHM_NAMES:
@@ -446,7 +446,9 @@ def algorithms_by_size(world: rendezvous.World) -> None:
         before, value = count_sent(), torch.ones(length)
         dist.all_reduce(value)
         played = build_algorithm(name, world.size)
-        assert count_sent() - before == 4 * count_bytes(played, length)[world.rank] and value.eq(world.size).all(), name
+        assert (
+            count_sent() - before == 4 * count_bytes_per_rank(played, length)[world.rank] and value.eq(world.size).all()
+        ), name
     if world.is_main:
         shutil.rmtree(folder)
 

@@ -162,7 +162,7 @@ def masks_per_rank() -> Any:
         gradients = [weight.grad for weight in masks.weights if weight.grad is not None]
 
         def chosen() -> str:
-            masks.assign(pruning_masks.make_global_masks([gradient.abs() for gradient in gradients], 0.9))
+            masks.replace_masks(pruning_masks.make_global_masks([gradient.abs() for gradient in gradients], 0.9))
             return masks.compute_digest()
 
         own, refused = chosen(), attempt(masks.assert_equal_on_ranks)

@@ -31,7 +31,7 @@ from common.checkpoint.train_state import TrainState
 from common.core import config
 from common.data.loader import Loader
 from common.distributed.elastic import group
-from common.distributed.parameter_server.worker import ServerWorker
+from common.distributed.parameter_server.worker import ParameterServerRank
 from common.models import networks
 from common.training import loop
 from common.training.elastic.recovery import Recovery
@@ -133,14 +133,18 @@ def plant(faults: Faults) -> None:
     before(Recovery, "__init__", begin)
     before(loop.Step, "__enter__", lambda step: planted.reach("begin", step.number))
     before(loop.Step, "mark", mark)
-    before(ServerWorker, "pull", lambda *_: planted.reach_in_step("pull"))
-    before(ServerWorker, "push", lambda *_: planted.reach_in_step("push"))
-    before(ServerWorker, "_send_large", lambda _, __, server, ___: planted.reach_in_step(f"push to {server}"))
+    before(ParameterServerRank, "pull", lambda *_: planted.reach_in_step("pull"))
+    before(ParameterServerRank, "push", lambda *_: planted.reach_in_step("push"))
+    before(
+        ParameterServerRank,
+        "_send_large_message",
+        lambda _, __, server, ___: planted.reach_in_step(f"push to {server}"),
+    )
     before(Recovery, "commit", lambda self: planted.reach("committed", self.run.step + 1), after=True)
     before(loop.Step, "__exit__", lambda step, *_: planted.reach("updated", step.number))
     before(RunContext, "stop_if_requested", lambda run: planted.reach("evaluation", run.step))
     before(checkpointer, "write_rank_file", lambda *_: planted.reach("save", planted.recovery.run.step))  # type: ignore[attr-defined]
-    before(group, "form_group", lambda member, *_: planted.reach("forming", member.generation.number))
+    before(group, "form_process_group", lambda member, *_: planted.reach("forming", member.generation.number))
     before(
         group.CoordinatorStore,
         "set",
@@ -152,7 +156,7 @@ def plant(faults: Faults) -> None:
 
 def keep_own_state() -> None:
     """The mistake: each rank goes on from the weights that it has itself."""
-    copy = peer_copy.copy_state
+    copy = peer_copy.broadcast_state
 
     def copy_all_else(state: TrainState, *arguments: Any, **options: Any) -> None:
         own = [parameter.detach().clone() for _, parameter in state.parameters]
@@ -160,7 +164,7 @@ def keep_own_state() -> None:
         for (_, parameter), value in zip(state.parameters, own, strict=True):
             parameter.data.copy_(value)
 
-    peer_copy.copy_state = copy_all_else
+    peer_copy.broadcast_state = copy_all_else
 
 
 def keep_old_mean() -> None:

@@ -19,8 +19,8 @@ import torch
 
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo
-from common.pipeline.p2p import Messages, list_routes
-from common.pipeline.schedules import Action, make_gpipe
+from common.pipeline.p2p import StageMessages, list_routes
+from common.pipeline.schedules import Action, make_gpipe_schedule
 from configs.launch import Launch
 
 SHAPES = [torch.Size([30_000]), torch.Size([2])]
@@ -30,9 +30,9 @@ def exchange(what: str, place: RankInfo) -> None:
     with rendezvous.join_world(place, Launch(device="cpu", threads=1, step_timeout=2)) as world:
         if what == "small":
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        found = list_routes(make_gpipe(2, 2, 2), SHAPES, 4)
+        found = list_routes(make_gpipe_schedule(2, 2, 2), SHAPES, 4)
         shown = dataclasses.replace(world, backend="nccl") if what == "groups" else world
-        messages = Messages(shown, found, torch.float32, 2, "network" if what in ("network", "groups") else "auto")
+        messages = StageMessages(shown, found, torch.float32, 2, "network" if what in ("network", "groups") else "auto")
         assert (messages.memory is not None) == (what in ("memory", "silent", "gone"))
         assert len(set(messages.network.groups.values())) == (4 if what == "groups" else 0)
         for step in range(3):

@@ -24,14 +24,14 @@ from torch import nn
 
 from common.distributed.elastic import group
 from common.distributed.parameter_server.server import StalenessPolicy
-from common.distributed.parameter_server.worker import ServerWorker
+from common.distributed.parameter_server.worker import ParameterServerRank
 from common.distributed.rendezvous import World
 from tests.harness.half_sent import SIZE, count_written
 
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def join(folder: Path, rank: int) -> ServerWorker:
+def join(folder: Path, rank: int) -> ParameterServerRank:
     """Rank 0 is the server; both are workers."""
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
@@ -46,7 +46,7 @@ def join(folder: Path, rank: int) -> ServerWorker:
         coordinator="as in an elastic run",
     )
     network = nn.Linear(SIZE // 8, 2, bias=False)
-    worker = ServerWorker(
+    worker = ParameterServerRank(
         network, world, partial(torch.optim.SGD, lr=0.1), servers=1, policy=StalenessPolicy("sync", 0, 2)
     )
     network.weight.grad = torch.ones_like(network.weight)
@@ -65,7 +65,7 @@ def cut_after(strike: threading.Thread, connections: group.Connections) -> None:
     """Cut connections once the other side stands still and what it has sent has come."""
     strike.join()
     time.sleep(0.2)
-    group.cut_connections(connections)
+    group.shut_down_connections(connections)
 
 
 def be_the_other(side: str, folder: Path, told: int) -> None:

@@ -47,7 +47,7 @@ def on_two_hosts(*works: Callable[[int], Any]) -> list[list[Any]]:
     """What one rank on each of two hosts finds in several tasks; a host has its own name and its own loopback."""
     folder = Path(tempfile.mkdtemp())
     if os.getuid():
-        namespaces.become_root(os.getuid(), os.getgid())
+        namespaces.become_root_in_new_namespace(os.getuid(), os.getgid())
     namespaces.unshare_namespaces("net")  # an ordinary user plugs cables only from a network of the own namespace
     ours, theirs = zip(*(socket.socketpair() for _ in ADDRESSES), strict=True)
 

@@ -48,8 +48,8 @@ def main(path: str, mode: str) -> int:
                 if log.is_averaged and world.rank == 1 and step == 5:
                     values["of_rank_1"] = 7.0
                 given = values if log.is_averaged or world.rank == log.source else dict.fromkeys(values)
-                log.add(step, time.perf_counter(), given)
-                if log.is_due or step in (4, 16):
+                log.add_step(step, time.perf_counter(), given)
+                if log.is_flush_due or step in (4, 16):
                     log.flush()
             log.flush()
 

@@ -45,7 +45,7 @@ class Made:
         begin, rows = 0, 0
         for number, bound in enumerate(bounds, 1):
             attempt = folder.claim_attempt()
-            attempt.write_parent(number - 1 if number > 1 else None, begin, rows)
+            attempt.record_parent_attempt(number - 1 if number > 1 else None, begin, rows)
             self.train(attempt, begin, bound, settings.batch, settings.processes)
             begin = max(0, bound - 5)  # the next start goes on from a checkpoint of five steps ago
             rows = sum(row["global_step"] <= begin for row in attempt.read_attempt_rows())

@@ -67,7 +67,7 @@ def compare(place: RankInfo) -> None:
             pipe = engine(settings, stages, F.cross_entropy, world, batch=8, sample=(7, 6), dtype=torch.float64)
             pipe.module.train()
             begun: list[PipelineEngine] = []
-            pipe.clock.begin_step = partial(begun.append, pipe)  # type: ignore[method-assign]
+            pipe.clock.refresh_reference_event = partial(begun.append, pipe)  # type: ignore[method-assign]
             pipe.step(x, y)
             assert len(begun) == 1, (settings, "a clock that is never told of a step loses its precision on a GPU")
             for stage in pipe.local_stages.values():

@@ -69,7 +69,7 @@ def trained(
     model.train()
     losses: list[float] = []
     for epoch in itertools.count():
-        rows = torch.from_numpy(loader.draw_order(len(images), cfg.seed, epoch))[: len(images) // grain * grain]
+        rows = torch.from_numpy(loader.draw_sample_order(len(images), cfg.seed, epoch))[: len(images) // grain * grain]
         for batch in rows.split(cfg.batch)[: cfg.steps - len(losses)]:
             optimizer.zero_grad()
             total = 0.0

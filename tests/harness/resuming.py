@@ -47,7 +47,7 @@ def cut_off(folder: RunFolder, step: int, place: Path) -> RunFolder:
         if checkpoint.step > step:
             shutil.rmtree(checkpoint.path)
     for pointer in ("latest", "best"):
-        name = storage.read_pointer(attempt, pointer)
+        name = storage.read_pointer_file(attempt, pointer)
         if name is not None and int(name.removeprefix("step-")) > step:
             (storage.get_checkpoints_dir(attempt) / pointer).unlink()
     rows = attempt.metrics_file.read_text().splitlines(keepends=True)

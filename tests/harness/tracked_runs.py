@@ -94,7 +94,7 @@ def run_tracking(folder: RunFolder, mode: str, env: dict[str, str]) -> subproces
 def chosen_rows(folder: RunFolder) -> list[dict[str, Any]]:
     """The rows of a run that W&B is to get, oldest first; steps that were done again to the bit come once."""
     rows: dict[RowKey, dict[str, Any]] = {}
-    for part in folder.list_counted_parts():
+    for part in folder.list_attempt_parts():
         for number, row in choose_rows(part.attempt):
             if (part.rows is None or number <= part.rows) and part.includes_step(row["global_step"]):
                 rows.setdefault(make_row_key(row), row)

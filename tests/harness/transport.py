@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from common.distributed.transport.certificates import Identity, load_identity, make_identity
-from common.distributed.transport.connecting import Links, connect_ranks
+from common.distributed.transport.certificates import Identity, create_identity_files, load_identity
+from common.distributed.transport.connecting import RankLinks, connect_ranks
 from tests.harness.processes import PATIENCE, wait_until
 
 WAYS = ("tcp", "tls", "memory")
@@ -37,13 +37,13 @@ class Meeting:
         file = self.folder / key.replace("/", "-")
         return str(wait_until(lambda: file.exists() and file.read_text(), key, seconds, pause=0.002))
 
-    def join(self, rank: int, size: int, **options: Any) -> Links:
+    def join(self, rank: int, size: int, **options: Any) -> RankLinks:
         known: dict[str, Any] = {"group": "run", "address": "127.0.0.1", "setup_timeout": PATIENCE}
         known |= {"timeout": PATIENCE, "warn": self.lines.append} | self.options | options
         lookup = functools.partial(self.get, seconds=known["setup_timeout"])
         return connect_ranks(rank, size, self.set, lookup, **known)
 
-    def join_all(self, size: int, **options: Any) -> list[Links]:
+    def join_all(self, size: int, **options: Any) -> list[RankLinks]:
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(lambda rank: self.join(rank, size, **options), range(size)))
 
@@ -60,7 +60,7 @@ def options_of(way: str, identity: Identity) -> dict[str, Any]:
 def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
     """A key and a certificate, made once."""
     folder = tmp_path_factory.mktemp("identity") / "tls"
-    make_identity(folder, 3600)
+    create_identity_files(folder, 3600)
     return load_identity(folder)
 
 
@@ -71,7 +71,7 @@ def meeting(request: pytest.FixtureRequest, identity: Identity, tmp_path: Path) 
 
 
 @pytest.fixture
-def pair(meeting: Meeting) -> Iterator[list[Links]]:
+def pair(meeting: Meeting) -> Iterator[list[RankLinks]]:
     """Two ranks that are connected."""
     ranks = meeting.join_all(2)
     yield ranks

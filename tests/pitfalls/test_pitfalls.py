@@ -82,7 +82,7 @@ def test_moving_tensors_from_stage_to_stage_is_no_pipeline(tmp_path: Path, digit
     # with one processor to share, even a pipeline's stages take turns: a busy machine is measured again
     assert any(measured("gpipe", attempt) > 0.01 for attempt in range(4))
     for stages in (2, 4, 8):
-        spans = schedules.simulate_schedule(schedules.make_naive(stages, stages, 4), stages)
+        spans = schedules.simulate_schedule(schedules.make_naive_schedule(stages, stages, 4), stages)
         assert schedules.compute_bubble(spans) == 1 - 1 / stages
 
 

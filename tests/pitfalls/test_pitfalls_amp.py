@@ -18,7 +18,7 @@ from torch import nn
 
 from common.data import loader
 from common.data.prepare import prepare_digits
-from common.measure.memory import Footprint
+from common.measure.memory import MemoryMeter
 from common.models.networks import SimpleNN
 from common.training import optimizers
 from configs.amp_accum import Config as AmpConfig
@@ -39,7 +39,7 @@ def gradients(cfg: AmpConfig, model: nn.Module, window: Any, scaler: Any = None)
     step: Any = SimpleNamespace(
         batch=window, mean_shard=len(window[0][1]), mark=lambda name: None, log=lambda **values: None
     )
-    amp_accum.accumulate_gradients(cfg, model, scaler or off, step, Footprint(cpu))
+    amp_accum.accumulate_gradients(cfg, model, scaler or off, step, MemoryMeter(cpu))
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.data.shards import Speed, choose_counts, predict_slowest
+from common.data.shards import StepTimeModel, choose_shard_sizes, predict_slowest_rank_seconds
 from common.training import optimizers
 from configs.shared import Optim
 from tests.harness.batch_pitfalls import BATCH, SAMPLES
@@ -85,8 +85,10 @@ def test_statistics_of_the_smallest_shard_are_not_those_of_the_batch() -> None:
 
 
 def test_shards_of_a_busy_moment_do_not_fit_a_quiet_run() -> None:
-    quiet = [Speed(0.0, 0.001), Speed(0.0, 0.001)]
-    disturbed = choose_counts([quiet[0], quiet[1].correct(48, 3 * 0.048)], 96)
-    assert predict_slowest(quiet, disturbed) == pytest.approx(1.5 * predict_slowest(quiet, (48, 48)))
-    corrected = [speed.correct(count, count * 0.001) for speed, count in zip(quiet, disturbed, strict=True)]
-    assert choose_counts(corrected, 96) == (48, 48), "what the steps take of late is the truth"
+    quiet = [StepTimeModel(0.0, 0.001), StepTimeModel(0.0, 0.001)]
+    disturbed = choose_shard_sizes([quiet[0], quiet[1].rescale_line(48, 3 * 0.048)], 96)
+    assert predict_slowest_rank_seconds(quiet, disturbed) == pytest.approx(
+        1.5 * predict_slowest_rank_seconds(quiet, (48, 48))
+    )
+    corrected = [speed.rescale_line(count, count * 0.001) for speed, count in zip(quiet, disturbed, strict=True)]
+    assert choose_shard_sizes(corrected, 96) == (48, 48), "what the steps take of late is the truth"

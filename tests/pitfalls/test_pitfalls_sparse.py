@@ -22,8 +22,8 @@ def pruned(share: float = 0.9) -> tuple[nn.Sequential, Masks]:
     torch.manual_seed(0)
     model = SimpleNN()
     masks = Masks(model)
-    masks.assign(pruning_masks.make_global_masks([weight.detach().abs() for weight in masks.weights], share))
-    masks.apply()
+    masks.replace_masks(pruning_masks.make_global_masks([weight.detach().abs() for weight in masks.weights], share))
+    masks.apply_to_weights()
     return model, masks
 
 
@@ -52,7 +52,7 @@ def test_without_a_mask_pruned_weights_grow_back(kind: Callable[..., torch.optim
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             if keep:
-                masks.apply()
+                masks.apply_to_weights()
         return 1 - sum(map(pruning_masks.count_nonzero, masks.weights)) / masks.weight_count
 
     assert zeros_after(keep=False) < 0.1, "nine of ten were zero"
@@ -93,8 +93,8 @@ def test_compilers_are_no_sparsity_tools() -> None:
 
     models = [nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10)) for _ in range(2)]
     masks = Masks(models[1])
-    masks.assign(pruning_masks.make_global_masks([weight.detach().abs() for weight in masks.weights], 0.9))
-    masks.apply()
+    masks.replace_masks(pruning_masks.make_global_masks([weight.detach().abs() for weight in masks.weights], 0.9))
+    masks.apply_to_weights()
     bare = [pruning_savings.strip_masks(model) for model in models]
     (graph, size), (other_graph, other_size) = (script(model) for model in bare)
     assert "aten::linear" in graph and "sparse" not in other_graph

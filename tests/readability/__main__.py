@@ -19,7 +19,7 @@ PRODUCT = ("common", "slurm", "experiments", "configs", "README.md")
 NO_PHRASE = Path("README.md")  # must not contain any finding, because many users read only this page
 
 
-def list_files(paths: list[str]) -> list[Path]:
+def list_tracked_files(paths: list[str]) -> list[Path]:
     """Return the Python and Markdown files below `paths` that git tracks."""
     command = ["git", "ls-files", "--", *paths]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -27,14 +27,14 @@ def list_files(paths: list[str]) -> list[Path]:
     return [path for path in files if (ROOT / path).is_file()]
 
 
-def measure(rule: rules.Rule, sizes: Counter[str], findings: list[Finding]) -> float:
+def compute_rule_value(rule: rules.Rule, sizes: Counter[str], findings: list[Finding]) -> float:
     """Return the measured value that a rule limits."""
     count = sizes["tokens"] if rule.count == "tokens" else len(findings)
     size = max(1, sizes[rule.size]) if rule.size else 1
     return rule.scale * count / size
 
 
-def check(paths: list[Path], *, is_verbose: bool) -> bool:
+def check_files(paths: list[Path], *, is_verbose: bool) -> bool:
     """Print the findings of each rule whose limit is exceeded; return whether no limit is exceeded."""
     sizes: Counter[str] = Counter()
     findings: list[Finding] = []
@@ -47,7 +47,7 @@ def check(paths: list[Path], *, is_verbose: bool) -> bool:
     for rule in rules.RULES:
         kind = "long statement" if rule.count == "tokens" else rule.count
         of_rule = [finding for finding in findings if finding.kind == kind]
-        measured = measure(rule, sizes, of_rule)
+        measured = compute_rule_value(rule, sizes, of_rule)
         in_readme = [finding for finding in of_rule if finding.path == NO_PHRASE]
         is_exceeded = measured > rule.ceiling or bool(in_readme)
         passed = passed and not is_exceeded
@@ -67,11 +67,11 @@ def main() -> int:
     parser.add_argument("paths", nargs="*", help="folders or files to check, relative to the repository root")
     parser.add_argument("--all", action="store_true", help="print all findings, including those within the limits")
     arguments = parser.parse_args()
-    files = list_files(arguments.paths or list(PRODUCT))
+    files = list_tracked_files(arguments.paths or list(PRODUCT))
     if not files:
         print("error: these paths contain no Python or Markdown file that git tracks", file=sys.stderr)
         return 2
-    return 0 if check(files, is_verbose=arguments.all) else 1
+    return 0 if check_files(files, is_verbose=arguments.all) else 1
 
 
 if __name__ == "__main__":

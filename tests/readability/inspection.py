@@ -36,7 +36,7 @@ class Inspection:
     sizes: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
 
-    def add(self, line: int, kind: str, text: str, replacement: str = "") -> None:
+    def add_finding(self, line: int, kind: str, text: str, replacement: str = "") -> None:
         """Record a finding."""
         self.findings.append(Finding(self.path, line, kind, text, replacement))
 
@@ -61,7 +61,7 @@ def inspect_statements(inspection: Inspection, source: str, docstring_lines: set
         if token.type == tokenize.NEWLINE:
             inspection.sizes["statements"] += 1
             if length > rules.MAX_STATEMENT_TOKENS:
-                inspection.add(first_line, "long statement", f"a statement of {length} tokens")
+                inspection.add_finding(first_line, "long statement", f"a statement of {length} tokens")
             length = 0
             continue
         if length == 0:
@@ -96,12 +96,12 @@ def inspect_names(inspection: Inspection, tree: ast.AST) -> None:
         inspection.sizes["names"] += 1
         word = name.strip("_").lower()
         if word in rules.VAGUE_NAMES:
-            inspection.add(line, "vague name", f"vague name `{name}`")
+            inspection.add_finding(line, "vague name", f"vague name `{name}`")
         elif word in rules.GENERIC_NAMES:
-            inspection.add(line, "generic name", f"generic name `{name}`")
+            inspection.add_finding(line, "generic name", f"generic name `{name}`")
 
 
-def is_several(target: ast.expr, assigned: ast.expr) -> bool:
+def is_multiple_assignment(target: ast.expr, assigned: ast.expr) -> bool:
     """Return whether an assignment has the form `a, b = x, y`. A swap such as `a, b = b, a` does not count."""
     if not isinstance(target, ast.Tuple) or not isinstance(assigned, ast.Tuple):
         return False
@@ -113,21 +113,21 @@ def inspect_assignment(inspection: Inspection, node: ast.Assign) -> None:
     inspection.sizes["assignments"] += 1
     target = node.targets[0]
     if len(node.targets) > 1:
-        inspection.add(node.lineno, "tuple assignment", "several targets in one statement")
-    elif is_several(target, node.value):
-        inspection.add(node.lineno, "tuple assignment", "several assignments in one statement")
+        inspection.add_finding(node.lineno, "tuple assignment", "several targets in one statement")
+    elif is_multiple_assignment(target, node.value):
+        inspection.add_finding(node.lineno, "tuple assignment", "several assignments in one statement")
 
 
 def inspect_comprehension(inspection: Inspection, node: Comprehension) -> None:
     """Count a comprehension, and record it if it has two `for`, two `if` or an inner comprehension."""
-    inspection.add(node.lineno, "comprehension", "a comprehension")
+    inspection.add_finding(node.lineno, "comprehension", "a comprehension")
     conditions = sum(len(generator.ifs) for generator in node.generators)
     inner = [child for child in ast.walk(node) if isinstance(child, Comprehension)]
     if len(node.generators) > 1 or conditions > 1 or len(inner) > 1:
-        inspection.add(node.lineno, "nested comprehension", "several loops or conditions in one comprehension")
+        inspection.add_finding(node.lineno, "nested comprehension", "several loops or conditions in one comprehension")
 
 
-def inspect_tree(inspection: Inspection, tree: ast.AST) -> None:
+def inspect_assignments_and_calls(inspection: Inspection, tree: ast.AST) -> None:
     """Count assignments, comprehensions, and calls that unpack a value of type Any."""
     typed_any = set()
     for node in ast.walk(tree):
@@ -141,7 +141,9 @@ def inspect_tree(inspection: Inspection, tree: ast.AST) -> None:
         elif isinstance(node, ast.Call):
             for keyword in node.keywords:
                 if keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id in typed_any:
-                    inspection.add(node.lineno, "unpacked Any", f"unpacked value of type Any: `**{keyword.value.id}`")
+                    inspection.add_finding(
+                        node.lineno, "unpacked Any", f"unpacked value of type Any: `**{keyword.value.id}`"
+                    )
 
 
 def inspect_messages(inspection: Inspection, tree: ast.AST, docstrings: list[ast.Constant]) -> None:
@@ -157,7 +159,7 @@ def inspect_messages(inspection: Inspection, tree: ast.AST, docstrings: list[ast
             texts.append((node.lineno, node.value))
     for line, text in texts:
         for _, phrase, replacement in rules.find_phrases(text, rules.PHRASES | rules.MESSAGE_PHRASES):
-            inspection.add(line, "odd message", f"odd phrase `{phrase}` in a message", replacement)
+            inspection.add_finding(line, "odd message", f"odd phrase `{phrase}` in a message", replacement)
 
 
 def inspect_file(path: Path) -> Inspection:
@@ -170,7 +172,7 @@ def inspect_file(path: Path) -> Inspection:
     inspection.sizes["lines"] = source.count("\n")
     for position, phrase, replacement in rules.find_phrases(source, rules.PHRASES):
         line = source.count("\n", 0, position) + 1
-        inspection.add(line, "odd phrase", f"odd phrase `{phrase}`", replacement)
+        inspection.add_finding(line, "odd phrase", f"odd phrase `{phrase}`", replacement)
     if path.suffix != ".py":
         return inspection
 
@@ -181,6 +183,6 @@ def inspect_file(path: Path) -> Inspection:
         docstring_lines.update(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
     inspect_statements(inspection, source, docstring_lines)
     inspect_names(inspection, tree)
-    inspect_tree(inspection, tree)
+    inspect_assignments_and_calls(inspection, tree)
     inspect_messages(inspection, tree, docstrings)
     return inspection

@@ -58,7 +58,7 @@ def sound(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.path.mkdir()
     for number, steps in SAVED.items():
         attempt = folder.claim_attempt()
-        attempt.write_parent(number - 1 or None, 2 if number > 1 else 0)
+        attempt.record_parent_attempt(number - 1 or None, 2 if number > 1 else 0)
         for step in steps:
             draft, entries = StagingDir(attempt, step), {}
             draft.create()

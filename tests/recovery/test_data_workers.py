@@ -13,7 +13,7 @@ import pytest
 from common.checkpoint import storage
 from common.core.errors import EXIT_RESUMABLE
 from common.runs.folder import RunFolder
-from slurm.reports.diagnosis import examine_run
+from slurm.reports.diagnosis import collect_diagnosis
 from tests.harness.long_runs import only_folder, ranks_of, train_long
 from tests.harness.processes import PATIENCE, environment, run, wait_until
 from tests.harness.resuming import numbers
@@ -99,7 +99,7 @@ def test_a_run_that_can_fork_no_worker_names_the_limit(tmp_path: Path, digits: t
     assert "rank 0 failed: no more threads or processes can be started: pids.max of control group" in message
     assert "Traceback" not in err and "restart from step 0" not in err and "resume with: make exp RESUME=" in err, err
 
-    assert "no more threads or processes can be started; raise" in examine_run(folder)["cause"]
+    assert "no more threads or processes can be started; raise" in collect_diagnosis(folder)["cause"]
     again = [sys.executable, str(ROOT / "experiments" / "mnist_pipeline.py"), "--resume", str(folder.path)]
     done = execute(again, env=environment(), timeout=120)
     assert done.returncode == 0, done.stderr

@@ -51,7 +51,7 @@ def test_a_run_that_is_cancelled_saves_and_says_so(tmp_path: Path, quick: tuple[
         process.communicate(PATIENCE)
     assert process.returncode == EXIT_RESUMABLE and storage.list_resumable_checkpoints(folder)
     assert status.read_state(folder)[0] == "CANCELLED" and folder.result["exit_status"] == 130
-    assert diagnosis.examine_run(folder)["cause"] == "", "its state says it"
+    assert diagnosis.collect_diagnosis(folder)["cause"] == "", "its state says it"
     assert "checkpoint saved at step" in logs.read_rank_0_log(folder)
     waiting = folder.claim_attempt()  # a start that has said nothing yet hides no words of the one before
     (waiting.attempt_folder / "logs").mkdir(exist_ok=True)

@@ -33,7 +33,7 @@ UNREADABLE = {
 def test_readable_code_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "module.py"
     path.write_text(READABLE * 5)
-    assert readability.check([path], is_verbose=False)
+    assert readability.check_files([path], is_verbose=False)
     assert capsys.readouterr().out == ""
 
 
@@ -43,7 +43,7 @@ def test_each_rule_prints_the_line_and_what_to_write_instead(
 ) -> None:
     path = tmp_path / "module.py"
     path.write_text(UNREADABLE[rule.name])
-    assert not readability.check([path], is_verbose=False)
+    assert not readability.check_files([path], is_verbose=False)
     printed = capsys.readouterr().out
     assert f"error: {rule.name}: " in printed
     if rule.count != "tokens":
@@ -54,11 +54,11 @@ def test_each_rule_prints_the_line_and_what_to_write_instead(
 def test_a_phrase_is_found_across_a_line_break(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "page.md"
     path.write_text("The run goes\non.\n")
-    assert not readability.check([path], is_verbose=False)
+    assert not readability.check_files([path], is_verbose=False)
     assert f"{path}:1: odd phrase `goes on`; write `resume`, `continue` or `happen`" in capsys.readouterr().out
 
 
 def test_an_exchange_is_one_idea(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text("first, second = second, first\n")
-    assert readability.check([path], is_verbose=False)
+    assert readability.check_files([path], is_verbose=False)

@@ -74,7 +74,7 @@ def check_reduction(op: Operation, dtype: torch.dtype) -> None:
         raise TypeError(f"builtin does not support the reduction {op.name} of {dtype} tensors{remedy}")
 
 
-def read_op(opts: Any, tensors: Sequence[Tensor]) -> Operation:
+def read_reduction(opts: Any, tensors: Sequence[Tensor]) -> Operation:
     """Return the reduction that a call requests.
 
     Raises NotImplementedError or TypeError if the reduction does not support the tensors.
@@ -113,7 +113,7 @@ def check_same_size_and_type(left: Tensor, right: Tensor) -> None:
         )
 
 
-def check_blocks(blocks: Sequence[Tensor], size: int) -> Sequence[Tensor]:
+def check_one_tensor_per_rank(blocks: Sequence[Tensor], size: int) -> Sequence[Tensor]:
     """Return `blocks` after checking that the list has one dense tensor for each of `size` ranks.
 
     Raises ValueError if the length of the list is not `size`.
@@ -125,7 +125,7 @@ def check_blocks(blocks: Sequence[Tensor], size: int) -> Sequence[Tensor]:
     return blocks
 
 
-def cut_equally(tensor: Tensor, size: int, part: Tensor) -> Sequence[Tensor]:
+def split_equally(tensor: Tensor, size: int, part: Tensor) -> Sequence[Tensor]:
     """Divide a contiguous tensor into `size` parts that have the size and data type of `part`.
 
     Raises ValueError if the tensor is not contiguous, or if its size or data type does not match.
@@ -142,7 +142,7 @@ def cut_equally(tensor: Tensor, size: int, part: Tensor) -> Sequence[Tensor]:
     return tensor.detach().view(-1).tensor_split(size)
 
 
-def cut_rows(tensor: Tensor, size: int, rows: Sequence[int]) -> Sequence[Tensor]:
+def split_rows(tensor: Tensor, size: int, rows: Sequence[int]) -> Sequence[Tensor]:
     """Divide the rows of a tensor among `size` ranks.
 
     Rank r gets `rows[r]` rows. If `rows` is empty, all parts are equal. Raises ValueError if the rows cannot be divided

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
 from common.distributed.builtin.arguments import (
-    check_blocks,
     check_dense,
+    check_one_tensor_per_rank,
     check_same_size_and_type,
-    cut_equally,
-    cut_rows,
     get_only_element,
-    read_op,
+    read_reduction,
+    split_equally,
+    split_rows,
 )
 from common.distributed.builtin.communicator import Communicator
 from common.distributed.builtin.messages import BackgroundReader, ReceiveWork, SendWork
@@ -77,20 +77,20 @@ class BuiltinBackend(Backend):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> OptionalWork:
         """Reduce several tensors over all ranks, in place."""
-        op = read_op(opts, tensors)
+        op = read_reduction(opts, tensors)
         return self._run_collective(self.communicator.all_reduce, [(tensor, op) for tensor in tensors], tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any) -> OptionalWork:
         """Reduce the tensors of all ranks into the tensor of the root rank."""
         tensor = get_only_element(tensors)
-        op = read_op(opts, tensors)
+        op = read_reduction(opts, tensors)
         return self._run_collective(self.communicator.reduce, [(tensor, op, opts.rootRank)], tensors, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OptionalWork:
         """Reduce a list of tensors over all ranks, then scatter the results, one to each rank."""
         output = get_only_element(outputs)
-        op = read_op(opts, outputs)
-        blocks = check_blocks(get_only_element(inputs), self.size())
+        op = read_reduction(opts, outputs)
+        blocks = check_one_tensor_per_rank(get_only_element(inputs), self.size())
         check_same_size_and_type(output, blocks[self.rank()])
         return self._run_collective(self.communicator.reduce_scatter, [(output, blocks, op)], outputs, opts)
 
@@ -100,10 +100,10 @@ class BuiltinBackend(Backend):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> OptionalWork:
         """Reduce several tensors over all ranks, then scatter each result in equal parts."""
-        op = read_op(opts, outputs)
+        op = read_reduction(opts, outputs)
         calls: ArgumentLists = []
         for output, tensor in zip(outputs, inputs, strict=True):
-            calls.append((output, cut_equally(tensor, self.size(), output), op))
+            calls.append((output, split_equally(tensor, self.size(), output), op))
         return self._run_collective(self.communicator.reduce_scatter, calls, outputs, opts)
 
     # ---- copies
@@ -116,7 +116,7 @@ class BuiltinBackend(Backend):
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OptionalWork:
         """Collect one tensor from each rank in a list on all ranks."""
-        blocks = check_blocks(get_only_element(outputs), self.size())
+        blocks = check_one_tensor_per_rank(get_only_element(outputs), self.size())
         tensor = get_only_element(inputs)
         check_same_size_and_type(blocks[self.rank()], tensor)
         return self._run_collective(self.communicator.all_gather, [(blocks, tensor)], outputs, opts)
@@ -139,7 +139,7 @@ class BuiltinBackend(Backend):
         """Concatenate several tensors from each rank, each in a separate output tensor."""
         calls: ArgumentLists = []
         for output, tensor in zip(outputs, inputs, strict=True):
-            calls.append((cut_equally(output, self.size(), tensor), tensor))
+            calls.append((split_equally(output, self.size(), tensor), tensor))
         return self._run_collective(self.communicator.all_gather, calls, outputs, opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OptionalWork:
@@ -162,14 +162,14 @@ class BuiltinBackend(Backend):
         if self.rank() != root:
             check_dense(tensor)
             return []
-        blocks = check_blocks(get_only_element(lists), self.size())
+        blocks = check_one_tensor_per_rank(get_only_element(lists), self.size())
         check_same_size_and_type(tensor, blocks[root])
         return blocks
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> OptionalWork:
         """Send each rank one tensor from the list of this rank, and receive one tensor from each rank."""
-        output_blocks = check_blocks(outputs, self.size())
-        input_blocks = check_blocks(inputs, self.size())
+        output_blocks = check_one_tensor_per_rank(outputs, self.size())
+        input_blocks = check_one_tensor_per_rank(inputs, self.size())
         check_same_size_and_type(output_blocks[self.rank()], input_blocks[self.rank()])
         return self._run_collective(self.communicator.all_to_all, [(outputs, inputs)], outputs, opts)
 
@@ -177,8 +177,8 @@ class BuiltinBackend(Backend):
         self, output: Tensor, tensor: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
     ) -> OptionalWork:
         """Send each rank a part of the rows of a tensor. The parts are equal unless sizes are given."""
-        outputs = cut_rows(output, self.size(), output_sizes)
-        return self.alltoall(outputs, cut_rows(tensor, self.size(), input_sizes), opts)
+        outputs = split_rows(output, self.size(), output_sizes)
+        return self.alltoall(outputs, split_rows(tensor, self.size(), input_sizes), opts)
 
     def barrier(self, opts: Any) -> OptionalWork:
         """Wait until all ranks have called this method."""
@@ -201,7 +201,7 @@ class BuiltinBackend(Backend):
         tensor = get_only_element(tensors)
         check_dense(tensor)
         try:
-            block, expected = self.communicator.expect_tensor(tensor, source, tag % TAG_COUNT)
+            block, expected = self.communicator.prepare_receive(tensor, source, tag % TAG_COUNT)
         except LINK_ERRORS as error:
             raise self._convert_error("recv", error) from error
         self.readers[source].read_in_background(expected)

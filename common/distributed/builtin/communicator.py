@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.builtin.arguments import COMBINE_FUNCTIONS, Combine, Operation, choose_precision
-from common.distributed.transport.incoming import ExpectedMessage, Incoming
-from common.distributed.transport.links import Outgoing
-from common.distributed.transport.moves import Algorithm, find_chunk
+from common.distributed.transport.incoming import ExpectedMessage, IncomingLink
+from common.distributed.transport.links import OutgoingLink
+from common.distributed.transport.moves import Algorithm, compute_chunk_bounds
 
 SMALL_BYTES = 1 << 16  # size up to which the root of a broadcast sends the whole tensor to every rank
 GRAIN_ELEMENTS = 1 << 15  # number of elements up to which torch adds in this thread, without a new thread pool
@@ -46,7 +46,7 @@ class TensorBytes:
         dtype = self.tensor.dtype
         return torch.frombuffer(self.bytes, dtype=dtype) if len(self.bytes) else torch.empty(0, dtype=dtype)
 
-    def fill(self, elements: Tensor) -> None:
+    def write_elements(self, elements: Tensor) -> None:
         """Write elements [n] of any data type to the tensor."""
         self.elements.copy_(elements)
         self.write_back()
@@ -61,7 +61,7 @@ class TensorBytes:
 class PendingSend(NamedTuple):
     """Message that is being sent to another rank."""
 
-    link: Outgoing
+    link: OutgoingLink
     ticket: int
 
     def wait(self, seconds: float | None = None) -> None:
@@ -69,7 +69,7 @@ class PendingSend(NamedTuple):
 
         Raises LinkError if the link fails, and LinkTimeout if the time limit is exceeded.
         """
-        self.link.wait(self.ticket, seconds)
+        self.link.wait_until_written(self.ticket, seconds)
 
 
 PeerBytes = tuple[int, np.ndarray]  # a peer, and the bytes to send to this peer or to receive from this peer
@@ -87,8 +87,8 @@ class Communicator:
         self,
         rank: int,
         size: int,
-        outgoing: dict[int, Outgoing],
-        incoming: dict[int, Incoming],
+        outgoing: dict[int, OutgoingLink],
+        incoming: dict[int, IncomingLink],
         algorithms: Sequence[tuple[int, Algorithm]],
     ) -> None:
         """Create the communicator of one rank from its links to all other ranks.
@@ -150,8 +150,8 @@ class Communicator:
             self._receive_and_combine(peer, tag, total, local.dtype, COMBINE_FUNCTIONS[op])
         if op == dist.ReduceOp.AVG:
             divide_in_place(total, self.size)
-        wait_for_all(sends)
-        TensorBytes(output).fill(total)
+        wait_for_sends(sends)
+        TensorBytes(output).write_elements(total)
 
     # ---- copies
 
@@ -233,7 +233,7 @@ class Communicator:
             return [data if rank == root else data[:0] for rank in range(self.size)]
         parts = []
         for rank in range(self.size):
-            start, end = find_chunk(length, self.size, rank)
+            start, end = compute_chunk_bounds(length, self.size, rank)
             parts.append(data[start:end])
         return parts
 
@@ -258,7 +258,7 @@ class Communicator:
         """Start sending a tensor. The tensor must not be modified until `PendingSend.wait` has returned."""
         return self._send(target, MESSAGE_BIT | tag, TensorBytes(tensor).bytes)
 
-    def expect_tensor(self, tensor: Tensor, source: int, tag: int) -> tuple[TensorBytes, ExpectedMessage]:
+    def prepare_receive(self, tensor: Tensor, source: int, tag: int) -> tuple[TensorBytes, ExpectedMessage]:
         """Provide memory for the next message with a given tag, without waiting for the message.
 
         To complete the receive, call `Incoming.wait_for_message` and then `TensorBytes.write_back`.
@@ -281,7 +281,7 @@ class Communicator:
         for peer, data in receives:
             if len(data):
                 self.incoming[peer].receive(tag, data.data)
-        wait_for_all(pending)
+        wait_for_sends(pending)
 
     def _execute_moves(self, vector: Tensor, data: np.ndarray, combine: Combine) -> None:
         """Execute this rank's moves of an all-reduce on a vector [n] and its bytes.
@@ -294,7 +294,7 @@ class Communicator:
         algorithm = next(algorithm for smallest, algorithm in reversed(self.algorithms) if len(data) >= smallest)
         sends: list[ChunkSend] = []
         for kind, chunk, peer, count in algorithm.moves[self.rank]:
-            start, end = find_chunk(length, algorithm.chunks, chunk, count)
+            start, end = compute_chunk_bounds(length, algorithm.chunks, chunk, count)
             if start == end:
                 continue
             part = data[start * width : end * width]
@@ -302,12 +302,12 @@ class Communicator:
                 sends.append((start, end, self._send(peer, tag, part)))
                 continue
             if sends:
-                sends = wait_for_overlapping(sends, start, end)
+                sends = wait_for_overlapping_sends(sends, start, end)
             if kind == "add":
                 self._receive_and_combine(peer, tag, vector[start:end], vector.dtype, combine)
             else:
                 self.incoming[peer].receive(tag, part.data)
-        wait_for_all(pending for _, _, pending in sends)
+        wait_for_sends(pending for _, _, pending in sends)
 
     def _receive_and_combine(self, source: int, tag: int, total: Tensor, dtype: torch.dtype, combine: Combine) -> None:
         """Receive a message and combine each piece that arrives with a vector [n].
@@ -331,13 +331,13 @@ def divide_in_place(total: Tensor, size: int) -> None:
     (torch.view_as_real(total) if total.is_complex() else total).div_(size)
 
 
-def wait_for_all(sends: Iterable[PendingSend]) -> None:
+def wait_for_sends(sends: Iterable[PendingSend]) -> None:
     """Wait until all messages have been sent."""
     for pending in sends:
         pending.wait()
 
 
-def wait_for_overlapping(sends: Sequence[ChunkSend], start: int, end: int) -> list[ChunkSend]:
+def wait_for_overlapping_sends(sends: Sequence[ChunkSend], start: int, end: int) -> list[ChunkSend]:
     """Wait for the sends that overlap a range of elements, and return all other sends."""
     remaining = []
     for send in sends:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from common.distributed.builtin.communicator import PendingSend, TensorBytes
 from common.distributed.builtin.worker import NO_TIMEOUT
-from common.distributed.transport.incoming import ExpectedMessage, Incoming
+from common.distributed.transport.incoming import ExpectedMessage, IncomingLink
 from common.distributed.transport.links import LINK_ERRORS
 
 GRACE_SECONDS = 1e-3  # delay that allows the calling thread to wait for an expected message itself
@@ -56,7 +56,9 @@ class SendWork(MessageWork):
 class ReceiveWork(MessageWork):
     """Handle of an expected message."""
 
-    def __init__(self, link: Incoming, block: TensorBytes, expected: ExpectedMessage, explain: ExplainError) -> None:
+    def __init__(
+        self, link: IncomingLink, block: TensorBytes, expected: ExpectedMessage, explain: ExplainError
+    ) -> None:
         super().__init__(explain)
         self.link = link
         self.block = block
@@ -78,7 +80,7 @@ class ReceiveWork(MessageWork):
 class BackgroundReader:
     """Thread that reads expected messages from a rank while no other thread waits for these messages."""
 
-    def __init__(self, link: Incoming) -> None:
+    def __init__(self, link: IncomingLink) -> None:
         self.link = link
         self.changed = threading.Condition()
         self.expected: deque[ExpectedMessage] = deque()
@@ -105,13 +107,13 @@ class BackgroundReader:
             self.changed.notify()
 
     def _read_messages(self) -> None:
-        while (expected := self._wait_for_oldest()) is not None:
+        while (expected := self._wait_for_oldest_message()) is not None:
             try:
                 self.link.wait_for_message(expected, patient=True)
             except LINK_ERRORS:
                 return
 
-    def _wait_for_oldest(self) -> ExpectedMessage | None:
+    def _wait_for_oldest_message(self) -> ExpectedMessage | None:
         """Wait until a message is expected, and return the oldest expected message. Return None after `close`."""
         with self.changed:
             while not self.closed:

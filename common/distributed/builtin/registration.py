@@ -18,7 +18,12 @@ import torch.distributed as dist
 from common.core.errors import UserError
 from common.distributed.builtin.backend import BACKEND_NAME, BuiltinBackend
 from common.distributed.builtin.communicator import Communicator
-from common.distributed.transport.algorithms import Algorithm, build_algorithm, build_by_size, make_algorithm
+from common.distributed.transport.algorithms import (
+    Algorithm,
+    build_algorithm,
+    build_algorithms_by_size,
+    make_algorithm_from_tuples,
+)
 from common.distributed.transport.certificates import Identity
 from common.distributed.transport.connecting import connect_ranks
 
@@ -76,7 +81,9 @@ def create_backend(transport: TransportSettings, options: Any, _: object) -> Bui
     if ":" in transport.algorithm:
         algorithms = [(0, share_custom_algorithm(transport.algorithm, rank, size, store.set, look_up))]
     else:
-        algorithms = build_by_size(transport.algorithm, size, [transport.hosts[member] for member in members])
+        algorithms = build_algorithms_by_size(
+            transport.algorithm, size, [transport.hosts[member] for member in members]
+        )
     if rank == 0 and not options.global_ranks_in_group:
         for _, algorithm in algorithms:
             if algorithm.note:
@@ -110,10 +117,10 @@ def share_custom_algorithm(
         algorithm = build_algorithm(name, size)
         publish("algorithm", json.dumps(algorithm.moves))
         return algorithm
-    return make_algorithm(name, json.loads(look_up("algorithm")))
+    return make_algorithm_from_tuples(name, json.loads(look_up("algorithm")))
 
 
-def replace_algorithm(transport: TransportSettings, name: str) -> None:
+def replace_all_reduce_algorithm(transport: TransportSettings, name: str) -> None:
     """Use another all-reduce algorithm in process groups that are created later.
 
     A built-in algorithm is also used in the existing group of all ranks. All ranks must call this function between the
@@ -124,4 +131,4 @@ def replace_algorithm(transport: TransportSettings, name: str) -> None:
         assert dist.group.WORLD is not None
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         assert isinstance(backend, BuiltinBackend)
-        backend.communicator.algorithms = build_by_size(name, backend.size(), transport.hosts)
+        backend.communicator.algorithms = build_algorithms_by_size(name, backend.size(), transport.hosts)

@@ -46,7 +46,7 @@ class CollectiveWork(dist.Work):
         del self.run  # frees the tensors of the collective
         self.done.set()
 
-    def fail(self, error: BaseException) -> None:
+    def complete_with_error(self, error: BaseException) -> None:
         """Complete the handle with an error, without executing the collective."""
         self.error = error
         self.done.set()
@@ -137,7 +137,7 @@ class CollectiveExecutor:
             self.queue = deque()
             self.changed.notify_all()
         for work in abandoned:
-            work.fail(error)
+            work.complete_with_error(error)
 
     def _provide_thread(self) -> None:
         """Wake up or start a thread if a collective is ready to start."""

@@ -114,10 +114,10 @@ class Coordinator:
     @property
     def missing_ranks(self) -> list[int]:
         """Ranks without a connection while a generation is training; empty at any other time."""
-        return self.absent if self.is_active and not self.generation_ended else []
+        return self.absent_ranks if self.is_active and not self.generation_ended else []
 
     @property
-    def absent(self) -> list[int]:
+    def absent_ranks(self) -> list[int]:
         """Ranks that have no connection."""
         return sorted(set(range(self.size)) - self.connected_ranks)
 
@@ -140,7 +140,7 @@ class Coordinator:
             return self.end_reason
         return None if self.members else EndReason.STATE_LOST
 
-    def find_pid(self, member: int) -> int:
+    def find_process_id(self, member: int) -> int:
         """Return the process id of a member on its host, or 0 if the member is not connected."""
         for connection in self.connections:
             if connection.rank == member:
@@ -242,7 +242,7 @@ class Coordinator:
             self._answer_store_requests()
         elif "lost" in message:
             self.reasons[connection.rank] = str(message["lost"])
-            self._count_as_lost(connection)
+            self._count_rank_as_lost(connection)
         elif "bye" in message:
             connection.has_left = True
             self._remove_member(connection, failed=False)
@@ -275,7 +275,7 @@ class Coordinator:
         """Start the first generation after all ranks have connected. Some ranks may have been lost since then."""
         self.generation_number = 1
         self.members = sorted(self.connected_ranks)
-        self.lost = self.absent
+        self.lost = self.absent_ranks
         if self.lost:
             self._end_generation()
         self._form_generation_if_ready()
@@ -313,7 +313,7 @@ class Coordinator:
                 self._end_generation()
         self._form_generation_if_ready()
 
-    def _count_as_lost(self, connection: RankConnection) -> None:
+    def _count_rank_as_lost(self, connection: RankConnection) -> None:
         """Count a rank as lost even though it made an orderly exit while it was handling its failure."""
         if connection.has_left and not self.finished:
             connection.has_left = False

@@ -44,7 +44,7 @@ class CoordinatorStore(dist.Store):
         self.member.get_values(keys)
 
 
-def form_group(member: Member, timeout: datetime.timedelta, number: int) -> None:
+def form_process_group(member: Member, timeout: datetime.timedelta, number: int) -> None:
     """Leave the current process group, if any, and form the process group of the member's generation.
 
     `timeout` is the time limit of the group's collectives, and `number` is the original rank of this process. A rank
@@ -53,13 +53,13 @@ def form_group(member: Member, timeout: datetime.timedelta, number: int) -> None
     cannot connect.
     """
     if dist.is_initialized():
-        leave_group()
+        leave_process_group()
     members = member.generation.members
     # torch uses a count of groups in the keys of the store. This count includes groups that failed to form, so it may
     # differ between ranks.
     dist.distributed_c10d._world.group_count = 0
     connect_timeout = datetime.timedelta(seconds=member.max_sleep_seconds / CONNECT_FACTOR)
-    with member.in_bounded_wait():
+    with member.mark_bounded_wait():
         dist.init_process_group(
             "gloo",
             store=CoordinatorStore(member),
@@ -70,13 +70,13 @@ def form_group(member: Member, timeout: datetime.timedelta, number: int) -> None
     set_timeout(timeout)
 
 
-def leave_group() -> None:
+def leave_process_group() -> None:
     """Leave the process group, which stays in memory until `free_left_groups` is called."""
     LEFT_GROUPS.append(dist.group.WORLD)
     dist.destroy_process_group()
 
 
-def free_left_groups() -> None:
+def free_left_process_groups() -> None:
     """Free the process groups that this rank has left.
 
     Call this function when no other object, such as DDP's reducer, uses these groups any longer. The groups are freed
@@ -87,7 +87,7 @@ def free_left_groups() -> None:
     threading.Thread(target=groups.clear, daemon=True, name="free groups").start()
 
 
-def update_world(world: World, **facts: Any) -> None:
+def update_world_fields(world: World, **facts: Any) -> None:
     """Change fields of a frozen `World` in place, so that all users of this object see the new values."""
     for name, fact in facts.items():
         object.__setattr__(world, name, fact)
@@ -110,7 +110,7 @@ def list_connections(*excluded: socket.socket) -> Connections:
     return connections
 
 
-def cut_connections(connections: Connections) -> None:
+def shut_down_connections(connections: Connections) -> None:
     """Shut down the receiving side of connections, so that waiting collectives fail immediately.
 
     A collective of gloo cannot be aborted, and its timeout would have to exceed the time of every step, evaluation, and

@@ -110,7 +110,7 @@ class Member:
         return self.generation
 
     @contextlib.contextmanager
-    def in_bounded_wait(self) -> Iterator[None]:
+    def mark_bounded_wait(self) -> Iterator[None]:
         """Mark a wait of the main thread that has its own time limit.
 
         During this wait, the rank does not count as stuck.

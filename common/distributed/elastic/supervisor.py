@@ -63,7 +63,7 @@ class Supervisor:
         self.start_times: dict[int, float] = {}
         """Start times of restarted ranks that have not connected to the coordinator yet."""
 
-    def accept_loss(self, rank: int, exit_code: int) -> bool:
+    def handle_ended_rank(self, rank: int, exit_code: int) -> bool:
         """Handle the end of a rank's process, and return whether the run continues without this rank.
 
         Only a killed rank counts as lost. A rank that fails in any other way ends the run. A restarted rank that has

@@ -26,7 +26,7 @@ class ServerCounts(NamedTuple):
     """Number of pushes by staleness. The keys are strings because the counts are sent as JSON."""
 
 
-def gather_served(world: World, server: ShardServer | None) -> list[ServerCounts]:
+def gather_server_counts(world: World, server: ShardServer | None) -> list[ServerCounts]:
     """Return the counts of all servers on rank 0. All ranks must call this function."""
     counts = None
     if server is not None:
@@ -49,12 +49,12 @@ class ServerReport:
             self.staleness.update({int(age): count for age, count in server.staleness.items()})
 
     @property
-    def mean(self) -> float:
+    def mean_staleness(self) -> float:
         """Mean staleness over all pushes."""
         total_staleness = sum(age * count for age, count in self.staleness.items())
         return total_staleness / max(1, self.staleness.total())
 
-    def compute_shares(self) -> dict[int, float]:
+    def compute_staleness_shares(self) -> dict[int, float]:
         """Return the fraction of pushes (0 to 1) for each staleness from 0 to the maximum."""
         ages = range(max(self.staleness, default=-1) + 1)
         return {age: self.staleness[age] / self.staleness.total() for age in ages}
@@ -68,7 +68,7 @@ class ServerReport:
             received = f"{server.received / 1e6:.1f}"
             sent = f"{server.sent / 1e6:.1f}"
             served.append(f"rank {rank}: {pushes}, {received} MB received, {sent} MB sent")
-        shares = self.compute_shares()
+        shares = self.compute_staleness_shares()
         columns = [f"{age}: {share:.0%}" for age, share in shares.items() if share]
         if len(columns) > MAX_TABLE_STALENESS:
             columns[MAX_TABLE_STALENESS:] = ["..."]
@@ -76,7 +76,8 @@ class ServerReport:
             "mode": f"{self.policy.mode}{limit}, {format_count(self.policy.workers, 'worker')}, "
             f"{format_count(len(self.servers), 'server')}",
             "served": "  ".join(served),
-            "staleness": f"mean {self.mean:.2f}, maximum {max(self.staleness, default=0)}  ({'  '.join(columns)})",
+            "staleness": f"mean {self.mean_staleness:.2f}, maximum {max(self.staleness, default=0)}  "
+            f"({'  '.join(columns)})",
         }
 
     def result(self) -> ReportData:
@@ -86,7 +87,7 @@ class ServerReport:
             "bytes_received": [server.received for server in self.servers],
             "bytes_sent_by_servers": [server.sent for server in self.servers],
             "staleness_counts": {str(age): count for age, count in sorted(self.staleness.items())},
-            "staleness_mean": self.mean,
+            "staleness_mean": self.mean_staleness,
             "staleness_most": max(self.staleness, default=0),
         }
         return ReportData(measured=measured)

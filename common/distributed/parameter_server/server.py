@@ -31,7 +31,7 @@ from common.core.text import format_count
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-def split_vector(length: int, servers: int) -> list[slice]:
+def split_vector_into_shards(length: int, servers: int) -> list[slice]:
     """Divide a vector into shards of nearly equal length. Raises UserError if a shard would be empty."""
     if servers > length:
         raise UserError(f"servers={servers}: the model has only {format_count(length, 'parameter')}; use fewer servers")
@@ -48,7 +48,7 @@ class Shard:
         self.version = 0
         """Number of optimizer steps taken."""
 
-    def step(self, gradients: Sequence[Tensor], rate: float) -> None:
+    def apply_gradients(self, gradients: Sequence[Tensor], rate: float) -> None:
         """Take one optimizer step with pushed gradients [n] and learning rate `rate`.
 
         Each gradient belongs to one worker's share of the batch, so their sum is divided by the number of workers.
@@ -78,7 +78,7 @@ class StalenessPolicy:
 
         `pulled` contains the versions that the other workers are computing with. `version` is the current version.
         """
-        return self.mode != "bounded" or self._limits_staleness([*pulled, version], version)
+        return self.mode != "bounded" or self._stays_within_limit([*pulled, version], version)
 
     def choose_pushes(self, waiting: Collection[int], pulled: Mapping[int, int], version: int) -> list[int]:
         """Return the workers whose pushes are now applied together; empty if all pushes must wait.
@@ -90,11 +90,11 @@ class StalenessPolicy:
             return sorted(waiting) if len(waiting) == self.workers else []
         for worker in waiting:
             other_versions = [pulled_version for other, pulled_version in pulled.items() if other != worker]
-            if self.mode == "async" or self._limits_staleness(other_versions, version + 1):
+            if self.mode == "async" or self._stays_within_limit(other_versions, version + 1):
                 return [worker]
         return []
 
-    def _limits_staleness(self, pulled: Iterable[int], version: int) -> bool:
+    def _stays_within_limit(self, pulled: Iterable[int], version: int) -> bool:
         """Return whether the staleness of all outstanding pushes can stay within the limit.
 
         The pushes are applied one after the other, starting at `version`, with the oldest pulled version first.
@@ -149,7 +149,7 @@ class ShardServer:
         [tickets], "rate": x, "version": n} with the version that the step created.
         """
 
-    def restart(self, done: int, workers: int) -> None:
+    def restart_serving(self, done: int, workers: int) -> None:
         """Start serving `workers` workers after `done` completed steps.
 
         Pending requests and pushes of a failed step are discarded.
@@ -191,7 +191,7 @@ class ShardServer:
             self._wait_until(lambda: worker in self.answers)
             return self.answers.pop(worker)
 
-    def take_prepared_step(self) -> None:
+    def apply_prepared_step(self) -> None:
         """Apply the prepared step, if there is one. Pulls are then answered again."""
         with self.changed:
             if self.prepared is not None:
@@ -199,7 +199,7 @@ class ShardServer:
                 self.prepared = None
                 self.changed.notify_all()
 
-    def fail(self, error: BaseException) -> None:
+    def abort_waiting_calls(self, error: BaseException) -> None:
         """Make all waiting calls raise RuntimeError after the loss of a worker."""
         with self.changed:
             self.failure = error
@@ -218,13 +218,13 @@ class ShardServer:
         gradients = [self.waiting_pushes.pop(worker) for worker in workers]
 
         def take_step() -> None:
-            self.shard.step(gradients, rate)
+            self.shard.apply_gradients(gradients, rate)
             self.staleness.update(ages)
             self._record_event({"push": list(tickets), "rate": rate})
 
         self.prepared = take_step
         if self.policy.mode != "sync":
-            self.take_prepared_step()
+            self.apply_prepared_step()
         for worker, age in zip(workers, ages, strict=True):
             self.answers[worker] = (self.next_ticket, age)
             self.next_ticket += 1
@@ -247,7 +247,7 @@ class ShardServer:
             )
 
 
-def repeat_served_steps(
+def replay_recorded_steps(
     logs: Sequence[Sequence[Mapping[str, Any]]],
     values: Tensor,
     make_optimizer: MakeOptimizer,
@@ -261,7 +261,7 @@ def repeat_served_steps(
     parameters may have different versions. With the same number of threads, the result is bit-identical. Raises
     ValueError if an event is missing from a log.
     """
-    parts = split_vector(len(values), len(logs))
+    parts = split_vector_into_shards(len(values), len(logs))
     shards = [Shard(values[part], make_optimizer, workers) for part in parts]
     queues = [deque(log) for log in logs]
     pulled: dict[int, dict[int, Tensor]] = {}  # pulled values by ticket and server
@@ -273,7 +273,7 @@ def repeat_served_steps(
                 event = events.popleft()
                 if "push" in event:
                     pushed = [gradients[ticket][parts[server]] for ticket in event["push"]]
-                    shard.step(pushed, event["rate"])
+                    shard.apply_gradients(pushed, event["rate"])
                     continue
                 ticket = event["pull"]
                 pulls = pulled.setdefault(ticket, {})

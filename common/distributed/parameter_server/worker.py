@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 
-from common.distributed.parameter_server.server import MakeOptimizer, Shard, ShardServer, StalenessPolicy, split_vector
+from common.distributed.parameter_server.server import (
+    MakeOptimizer,
+    Shard,
+    ShardServer,
+    StalenessPolicy,
+    split_vector_into_shards,
+)
 from common.distributed.rendezvous import World
 
 # Tags of messages
@@ -39,7 +45,7 @@ END_TICKET = -1  # marks the last request of a worker
 IDLE_TIMEOUT = datetime.timedelta(days=365)  # an evaluation or a checkpoint may take place between two requests
 
 
-class ServerWorker:
+class ParameterServerRank:
     """This rank's part of a parameter server: a worker and, on the first ranks, also a server.
 
     A ticket identifies a share of the work. With p workers, ticket t is share t % p of the batch of step t // p. Server
@@ -70,7 +76,7 @@ class ServerWorker:
         self.parameters = list(network.parameters())
         self.flat = parameters_to_vector(self.parameters).detach()
         vector_to_parameters(self.flat, self.parameters)  # the parameters become views of the vector
-        self.parts = split_vector(len(self.flat), servers)
+        self.parts = split_vector_into_shards(len(self.flat), servers)
         self.server: ShardServer | None = None
         if world.original_rank < servers:
             shard = Shard(self.flat[self.parts[world.rank]], make_optimizer, policy.workers)
@@ -96,13 +102,13 @@ class ServerWorker:
         self.remote_servers = [server for server in range(len(self.parts)) if server != rank]
         if self.server is None:
             return
-        self.server.restart(done, workers)
+        self.server.restart_serving(done, workers)
         remote_workers = [worker for worker in range(workers) if worker != rank]
         self.threads = [threading.Thread(target=self._serve_worker, args=(i,), daemon=True) for i in remote_workers]
         for thread in self.threads:
             thread.start()
 
-    def take_shares(self, step: int, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def iterate_batch_shares(self, step: int, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the shares (inputs, targets) of a step's batch that are assigned to this worker.
 
         There may be any number of shares, including none. In sync mode, `x` and `y` are already this worker's share;
@@ -132,11 +138,11 @@ class ServerWorker:
             remote = [server for server in group if server in self.remote_servers]
             works: list[dist.Work] = []
             for server in remote:
-                works += self._receive_large(self.flat[self.parts[server]], server, VALUES)
+                works += self._receive_large_message(self.flat[self.parts[server]], server, VALUES)
             works += [self._send(request, server, REQUEST) for server in remote]
             if self.server is not None and rank in group:
                 self.flat[self.parts[rank]] = self.server.pull(rank, self.ticket, rate)
-            wait_for_works(works)
+            wait_for_messages(works)
 
     def push(self) -> int:
         """Send the gradient to all servers, wait for their answers and return the maximum staleness.
@@ -149,19 +155,19 @@ class ServerWorker:
         answers = [torch.zeros(2, dtype=torch.int64) for _ in self.parts]
         works = [self._receive(answers[server], server, ANSWER) for server in self.remote_servers]
         for server in self.remote_servers:
-            works += self._send_large(gradient[self.parts[server]], server, GRADIENT)
+            works += self._send_large_message(gradient[self.parts[server]], server, GRADIENT)
         if self.server is not None:
             rank = self.world.rank
             answer = self.server.push(rank, gradient[self.parts[rank]])
             answers[rank] = torch.tensor(answer)
-        wait_for_works(works)
+        wait_for_messages(works)
         self.ticket = int(answers[0][0])
         return int(torch.stack(answers)[:, 1].max())
 
-    def take_prepared_step(self) -> None:
+    def apply_prepared_step(self) -> None:
         """Apply the prepared step on this rank's server, if this rank has a server."""
         if self.server is not None:
-            self.server.take_prepared_step()
+            self.server.apply_prepared_step()
 
     def stop_serving(self, *, together: bool = True) -> None:
         """Stop the threads of this rank's server.
@@ -175,7 +181,7 @@ class ServerWorker:
                 with contextlib.suppress(RuntimeError):  # a closed connection also ends the server's thread
                     self._send(end_request, server, REQUEST).wait()
         elif self.server is not None:
-            self.server.fail(RuntimeError("its connections have been closed"))
+            self.server.abort_waiting_calls(RuntimeError("its connections have been closed"))
         for thread in self.threads:
             thread.join()
         self.remote_servers = []
@@ -210,7 +216,7 @@ class ServerWorker:
                 for parameter in self.parameters:
                     optimizer.state[parameter][key] = scalar.clone()
 
-    def load_server_from(self, optimizer: Optimizer) -> None:
+    def load_server_shard(self, optimizer: Optimizer) -> None:
         """Load the shard of this rank's server, if any, from the network's parameters and an optimizer's state."""
         if self.server is None:
             return
@@ -250,22 +256,22 @@ class ServerWorker:
                 if ticket == END_TICKET:
                     return
                 gradient = torch.empty_like(self.server.shard.values.detach())
-                works = self._receive_large(gradient, worker, GRADIENT)
+                works = self._receive_large_message(gradient, worker, GRADIENT)
                 values = self.server.pull(worker, int(ticket), rate)
-                works += self._send_large(values, worker, VALUES)
-                wait_for_works(works, IDLE_TIMEOUT)
+                works += self._send_large_message(values, worker, VALUES)
+                wait_for_messages(works, IDLE_TIMEOUT)
                 answer = torch.tensor(self.server.push(worker, gradient))
                 self._send(answer, worker, ANSWER).wait()
         except (RuntimeError, TimeoutError) as error:
-            self.server.fail(error)
+            self.server.abort_waiting_calls(error)
 
-    def _send_large(self, value: Tensor, rank: int, tag: int) -> list[dist.Work]:
+    def _send_large_message(self, value: Tensor, rank: int, tag: int) -> list[dist.Work]:
         works = [self._send(value, rank, tag)]
         if self.world.coordinator:
             works.append(self._send(torch.zeros(1), rank, tag + FOLLOWER_OFFSET))
         return works
 
-    def _receive_large(self, value: Tensor, rank: int, tag: int) -> list[dist.Work]:
+    def _receive_large_message(self, value: Tensor, rank: int, tag: int) -> list[dist.Work]:
         """Start receiving a large message. The caller must wait for the returned works in the given order."""
         works = [self._receive(value, rank, tag)]
         if self.world.coordinator:
@@ -283,7 +289,7 @@ class ServerWorker:
         return work
 
 
-def wait_for_works(works: Sequence[dist.Work], timeout: datetime.timedelta | None = None) -> None:
+def wait_for_messages(works: Sequence[dist.Work], timeout: datetime.timedelta | None = None) -> None:
     """Wait for all messages, for at most `timeout` each.
 
     The default is the timeout of the process group.

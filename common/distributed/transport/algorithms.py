@@ -18,10 +18,22 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from common.core.errors import UserError, exit_on_user_error
-from common.core.own_function import load_function, locate_errors, locate_file_copy, prefer_file_copy
+from common.core.own_function import (
+    convert_errors_of_user_file,
+    load_function,
+    locate_file_copy,
+    replace_file_with_run_copy,
+)
 from common.core.text import format_count
 from common.distributed.transport.builders import ALGORITHM_NAMES, BUILDERS, Hosts, build_two_level
-from common.distributed.transport.moves import Algorithm, Event, Move, describe_move, find_chunk, simulate_algorithm
+from common.distributed.transport.moves import (
+    Algorithm,
+    CompletedMove,
+    Move,
+    compute_chunk_bounds,
+    describe_move,
+    simulate_algorithm,
+)
 from common.runs.provenance import copy_function_file
 from configs.launch import Launch
 from configs.shared import Experiment
@@ -47,13 +59,13 @@ def build_algorithm(name: str, size: int, hosts: Hosts = ()) -> Algorithm:
         entries = format_count(len(hosts), "entry")
         raise ValueError(f"hosts must have one entry per rank (got {entries} for {format_count(size, 'rank')})")
     if name == "two_level":
-        return make_algorithm(name, build_two_level(hosts or range(size)))
+        return make_algorithm_from_tuples(name, build_two_level(hosts or range(size)))
     if name in BUILDERS:
-        return make_algorithm(name, BUILDERS[name](size), note)
+        return make_algorithm_from_tuples(name, BUILDERS[name](size), note)
 
     function = load_function("launch.algorithm", name, ", ".join(ALGORITHM_NAMES))
-    with locate_errors("launch.algorithm", name, function, USAGE):
-        algorithm = make_algorithm(name, function(size))
+    with convert_errors_of_user_file("launch.algorithm", name, function, USAGE):
+        algorithm = make_algorithm_from_tuples(name, function(size))
         if len(algorithm.moves) != size:
             count = format_count(len(algorithm.moves), "list")
             ranks = format_count(size, "rank")
@@ -62,7 +74,7 @@ def build_algorithm(name: str, size: int, hosts: Hosts = ()) -> Algorithm:
     return algorithm
 
 
-def build_by_size(names: str, size: int, hosts: Hosts = ()) -> list[tuple[int, Algorithm]]:
+def build_algorithms_by_size(names: str, size: int, hosts: Hosts = ()) -> list[tuple[int, Algorithm]]:
     """Return pairs (minimum vector size in bytes, algorithm) in ascending order of size.
 
     The first size is 0. `names` contains one algorithm, or several algorithms separated by sizes in bytes. For example,
@@ -92,7 +104,7 @@ def check_algorithm_of_config(settings: Experiment, code: Path | None = None) ->
     if launch.backend == "builtin" and launch.algorithm != "auto":
         size = settings.processes
         hosts = [rank * launch.nodes // size for rank in range(size)]
-        build_by_size(launch.algorithm, size, hosts)
+        build_algorithms_by_size(launch.algorithm, size, hosts)
 
 
 def use_stored_algorithm_file(launch: Launch, code: Path) -> Launch:
@@ -101,7 +113,7 @@ def use_stored_algorithm_file(launch: Launch, code: Path) -> Launch:
     The settings are unchanged if there is no copy in `code`.
     """
     name = launch.algorithm
-    return replace(launch, algorithm=prefer_file_copy(name, locate_file_copy("algorithm", name, code)))
+    return replace(launch, algorithm=replace_file_with_run_copy(name, locate_file_copy("algorithm", name, code)))
 
 
 def copy_algorithm_file(launch: Launch, code: Path, *, overwrite: bool = False) -> None:
@@ -112,7 +124,7 @@ def copy_algorithm_file(launch: Launch, code: Path, *, overwrite: bool = False) 
     copy_function_file("algorithm", launch.algorithm, code, overwrite=overwrite)
 
 
-def make_algorithm(name: str, plan: Iterable[Iterable[Sequence[Any]]], note: str = "") -> Algorithm:
+def make_algorithm_from_tuples(name: str, plan: Iterable[Iterable[Sequence[Any]]], note: str = "") -> Algorithm:
     """Build an algorithm from each rank's moves, given as tuples. Raises TypeError if a move is invalid."""
     chunks = 1
     all_moves = []
@@ -123,7 +135,7 @@ def make_algorithm(name: str, plan: Iterable[Iterable[Sequence[Any]]], note: str
     return Algorithm(name, chunks, tuple(all_moves), note)
 
 
-def count_bytes(algorithm: Algorithm, nbytes: int, received: bool = False) -> list[int]:
+def count_bytes_per_rank(algorithm: Algorithm, nbytes: int, received: bool = False) -> list[int]:
     """Return the number of bytes that each rank sends to all-reduce a vector of `nbytes` bytes.
 
     If `received` is true, return the number of bytes that each rank receives instead. To count elements instead of
@@ -133,7 +145,7 @@ def count_bytes(algorithm: Algorithm, nbytes: int, received: bool = False) -> li
     for rank, moves in enumerate(algorithm.moves):
         for kind, chunk, _, chunks in moves:
             if (kind != "send") == received:
-                start, end = find_chunk(nbytes, algorithm.chunks, chunk, chunks)
+                start, end = compute_chunk_bounds(nbytes, algorithm.chunks, chunk, chunks)
                 totals[rank] += end - start
     return totals
 
@@ -149,7 +161,7 @@ def check_algorithm(algorithm: Algorithm) -> None:
     - sums that ranks add up in different orders and that would therefore round differently.
     """
     check_moves(algorithm)
-    contents = compute_sums(algorithm, simulate_algorithm(algorithm))
+    contents = compute_chunk_contents(algorithm, simulate_algorithm(algorithm))
     all_ranks = (1 << len(contents)) - 1
     for rank, chunks in enumerate(contents):
         for chunk, content in enumerate(chunks):
@@ -200,7 +212,7 @@ class ChunkContent(NamedTuple):
     """Position of the rank's last move that wrote the chunk; None if no move wrote the chunk."""
 
 
-def compute_sums(algorithm: Algorithm, events: Sequence[Event]) -> list[list[ChunkContent]]:
+def compute_chunk_contents(algorithm: Algorithm, events: Sequence[CompletedMove]) -> list[list[ChunkContent]]:
     """Return the final content of each chunk on each rank.
 
     Raises UserError if a message does not match the move that receives the message.
@@ -253,7 +265,7 @@ def draw_algorithm(algorithm: Algorithm, hosts: Hosts = ()) -> list[str]:
     for step in range(1, steps + 1):
         rows.append([f"step {step}", *(cells.get((step, rank), ".") for rank in ranks)])
     for name, received in (("sends", False), ("gets", True)):
-        totals = count_bytes(algorithm, algorithm.chunks, received)  # for a vector with one byte per chunk
+        totals = count_bytes_per_rank(algorithm, algorithm.chunks, received)  # for a vector with one byte per chunk
         rows.append([name, *(f"{total / algorithm.chunks:.3g} n" for total in totals)])
 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

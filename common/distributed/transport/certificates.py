@@ -65,7 +65,7 @@ class Identity(NamedTuple):
 # ---- creating
 
 
-def make_identity(folder: Path, seconds: float, start: float | None = None) -> None:
+def create_identity_files(folder: Path, seconds: float, start: float | None = None) -> None:
     """Create a key and a certificate in a private folder, replacing the folder if it exists.
 
     The certificate is valid for `seconds`, starting now or at `start` (Unix time). Raises UserError if the files cannot
@@ -93,7 +93,7 @@ def create_certificate(folder: Path, begin: float, end: float) -> None:
     run_openssl(folder, "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-out", KEY_FILE)
     run_openssl(folder, "req", "-new", "-config", "config", "-key", KEY_FILE, "-out", "request")
     files = ["-config", "config", "-keyfile", KEY_FILE, "-in", "request", "-out", CERTIFICATE_FILE]
-    dates = ["-startdate", format_date(begin), "-enddate", format_date(end)]
+    dates = ["-startdate", format_certificate_date(begin), "-enddate", format_certificate_date(end)]
     # `openssl req -x509` does not support a start date before OpenSSL 3.4
     run_openssl(folder, "ca", "-selfsign", "-batch", "-notext", *files, *dates)
     for file in folder.iterdir():
@@ -102,7 +102,7 @@ def create_certificate(folder: Path, begin: float, end: float) -> None:
     (folder / KEY_FILE).chmod(0o600)
 
 
-def check_openssl() -> None:
+def check_openssl_is_installed() -> None:
     """Raise UserError if the openssl program is not installed."""
     if shutil.which("openssl") is None:
         raise UserError(
@@ -113,7 +113,7 @@ def check_openssl() -> None:
 
 def run_openssl(folder: Path, command: str, *arguments: str) -> None:
     """Run an openssl command in a folder. Raises UserError if the command fails."""
-    check_openssl()
+    check_openssl_is_installed()
     try:
         process = subprocess.run(
             ["openssl", command, *arguments], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -128,7 +128,7 @@ def run_openssl(folder: Path, command: str, *arguments: str) -> None:
         raise UserError(f"openssl {command} failed: {lines[-1]}; check that `openssl version` is at least 1.1.1")
 
 
-def format_date(moment: float) -> str:
+def format_certificate_date(moment: float) -> str:
     """Format a Unix time as a date for the openssl program."""
     return datetime.datetime.fromtimestamp(moment, datetime.UTC).strftime("%Y%m%d%H%M%SZ")
 
@@ -163,11 +163,11 @@ def load_identity(folder: Path) -> Identity:
         raise UserError(f"the certificate in {folder} is damaged ({error.reason}); restart the run") from None
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load the certificate in {folder}: {summarize_error(error)}; restart the run") from None
-    check_validity(client, folder)
+    check_certificate_validity(client, folder)
     return Identity(client, server, certificate)
 
 
-def check_validity(context: ssl.SSLContext, folder: Path) -> None:
+def check_certificate_validity(context: ssl.SSLContext, folder: Path) -> None:
     """Raise UserError if the certificate of a TLS context is not valid now."""
     (fields,) = context.get_ca_certs()
     first = str(fields["notBefore"])
@@ -180,13 +180,13 @@ def check_validity(context: ssl.SSLContext, folder: Path) -> None:
         )
 
 
-def check_peer(connection: TlsSocket, identity: Identity) -> None:
+def check_peer_certificate(connection: TlsSocket, identity: Identity) -> None:
     """Raise UntrustedPeer if the peer did not present this run's certificate."""
     if connection.get_certificate() != identity.certificate:
         raise UntrustedPeer(FOREIGN_CERTIFICATE)
 
 
-def describe_refusal(error: Exception) -> str:
+def describe_handshake_failure(error: Exception) -> str:
     """Return the reason why the handshake with a peer failed.
 
     The text completes a sentence that starts with `the peer`.

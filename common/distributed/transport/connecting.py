@@ -20,23 +20,29 @@ from typing import NamedTuple
 
 from common.core import network
 from common.core.errors import UnreachableError, summarize_error
-from common.distributed.transport.certificates import Identity, check_peer, describe_refusal
-from common.distributed.transport.incoming import Incoming
-from common.distributed.transport.links import Outgoing
+from common.distributed.transport.certificates import Identity, check_peer_certificate, describe_handshake_failure
+from common.distributed.transport.incoming import IncomingLink
+from common.distributed.transport.links import OutgoingLink
 from common.distributed.transport.memory_links import MemoryStream
-from common.distributed.transport.reception import Acceptor, Warn, read_peer_user_id
-from common.distributed.transport.socket_stream import SocketStream, TlsSocket, pack_seconds
-from common.distributed.transport.welcome import ANSWER_BYTES, ConnectionId, UntrustedPeer, make_answer, make_hello
+from common.distributed.transport.reception import RankAcceptor, Warn, read_peer_user_id
+from common.distributed.transport.socket_stream import SocketStream, TlsSocket, pack_timeval
+from common.distributed.transport.welcome import (
+    ANSWER_BYTES,
+    ConnectionId,
+    UntrustedPeer,
+    make_hello,
+    make_hello_answer,
+)
 
 RETRY_SECONDS = 0.05  # pause between two connection attempts
 Lookup = Callable[[str], str | bytes]
 
 
-class Links(NamedTuple):
+class RankLinks(NamedTuple):
     """The links between one rank and all of its peers, by the rank of the peer."""
 
-    outgoing: dict[int, Outgoing]
-    incoming: dict[int, Incoming]
+    outgoing: dict[int, OutgoingLink]
+    incoming: dict[int, IncomingLink]
 
     def close(self) -> None:
         """Close all links, so that waiting threads fail immediately.
@@ -77,7 +83,7 @@ def connect_ranks(
     host: str = "",
     polling_seconds: float = 0.0,
     warn: Warn = print_warning,
-) -> Links:
+) -> RankLinks:
     """Connect all ranks of a group with each other. All ranks must call this function.
 
     `publish(key, value)` and the blocking `lookup(key)` access the rendezvous, for example `set` and `get` of a store
@@ -88,14 +94,14 @@ def connect_ranks(
     `warn` prints a warning. Raises UnreachableError.
     """
     if size == 1:
-        return Links({}, {})
+        return RankLinks({}, {})
     deadline = time.monotonic() + setup_timeout
     token = secrets.token_bytes(16)
     is_local = bool(host) and sys.platform == "linux"
-    acceptor = Acceptor(
+    acceptor = RankAcceptor(
         group, rank, size, token=token, address=address, is_local=is_local, identity=identity, warn=warn
     )
-    links = Links({}, {})
+    links = RankLinks({}, {})
     try:
         published = RankAddress(address, acceptor.port, token.hex(), host, acceptor.unix_socket_name)
         publish(f"link/{rank}", json.dumps(published))
@@ -105,9 +111,9 @@ def connect_ranks(
             if target.host != host:
                 target = target._replace(unix_socket_name="")
             connection = connect_to_rank(ConnectionId(group, rank, peer), target, deadline, identity, warn)
-            links.outgoing[peer] = Outgoing(make_stream(connection, timeout, polling_seconds), peer)
+            links.outgoing[peer] = OutgoingLink(make_stream(connection, timeout, polling_seconds), peer)
         for peer, connection in acceptor.wait_for_ranks(deadline).items():
-            links.incoming[peer] = Incoming(make_stream(connection, timeout, polling_seconds), peer)
+            links.incoming[peer] = IncomingLink(make_stream(connection, timeout, polling_seconds), peer)
     except BaseException:
         links.close()
         raise
@@ -148,11 +154,11 @@ def connect_to_rank(
     while True:
         limit = deadline
         try:
-            return connect_once(direction, target, deadline, identity)
+            return try_to_connect(direction, target, deadline, identity)
         except UntrustedPeer as error:
             reason = f"the peer {error}"
         except ssl.SSLError as error:
-            reason = f"the peer {describe_refusal(error)}"
+            reason = f"the peer {describe_handshake_failure(error)}"
         except OSError as error:
             reason = summarize_error(error)
             if isinstance(error, TimeoutError):
@@ -172,7 +178,7 @@ def connect_to_rank(
         time.sleep(RETRY_SECONDS)
 
 
-def connect_once(
+def try_to_connect(
     direction: ConnectionId, target: RankAddress, deadline: float, identity: Identity | None
 ) -> socket.socket:
     """Try once to connect to a rank and to perform the handshake.
@@ -189,7 +195,7 @@ def connect_once(
         if identity and connection.family != socket.AF_UNIX:
             connection = TlsSocket(connection, identity.client)
             connection.do_handshake()
-            check_peer(connection, identity)
+            check_peer_certificate(connection, identity)
         exchange_proofs(connection, direction, bytes.fromhex(target.token))
     except BaseException:
         connection.close()
@@ -209,7 +215,7 @@ def exchange_proofs(connection: socket.socket, direction: ConnectionId, token: b
         if not data:
             raise ConnectionResetError("the peer closed the connection during the handshake; its log shows the reason")
         answer += data
-    if not secrets.compare_digest(answer, make_answer(direction, token)):
+    if not secrets.compare_digest(answer, make_hello_answer(direction, token)):
         raise UntrustedPeer("gave a wrong answer in the handshake; the port may belong to another program")
 
 
@@ -220,7 +226,7 @@ def connect_to_local_rank(name: str, seconds: float) -> socket.socket | None:
     """
     connection = socket.socket(socket.AF_UNIX)
     # with a Python timeout, connect() would fail immediately if the queue is full, instead of waiting
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pack_seconds(seconds))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pack_timeval(seconds))
     with contextlib.suppress(OSError):
         connection.connect("\0" + name)
         if read_peer_user_id(connection) == os.getuid():

@@ -41,7 +41,7 @@ class MessageTimeLines(NamedTuple):
     within_host: MessageTimeLine | None = None
 
 
-def fit_line(measured: Sequence[tuple[float, float]]) -> MessageTimeLine:
+def fit_message_time_line(measured: Sequence[tuple[float, float]]) -> MessageTimeLine:
     """Fit alpha and beta to measured (bytes, seconds) pairs by least squares of relative errors.
 
     With absolute errors, alpha would be arbitrary, because a thousandth of the longest time is many times alpha.
@@ -95,7 +95,7 @@ def predict_seconds(algorithm: Algorithm, lines: MessageTimeLines, nbytes: float
     return max((event.time for event in events), default=0.0)
 
 
-def choose_by_size(lines: MessageTimeLines, names: Sequence[str], size: int, hosts: Hosts = ()) -> str:
+def choose_algorithms_by_size(lines: MessageTimeLines, names: Sequence[str], size: int, hosts: Hosts = ()) -> str:
     """Return the fastest algorithms by vector size, as a value of `launch.algorithm` such as `tree<65536<ring`.
 
     The choice changes from one size to the next only if another algorithm is faster by at least 1%. Among equally
@@ -108,7 +108,7 @@ def choose_by_size(lines: MessageTimeLines, names: Sequence[str], size: int, hos
         if is_cheap_to_simulate(name, size, hosts):
             algorithm = build_algorithm(name, size, hosts)
             if not algorithm.note:  # a note means that the algorithm was replaced by another one
-                predicted[name] = predict_sizes(algorithm, lines, hosts)
+                predicted[name] = predict_seconds_by_size(algorithm, lines, hosts)
 
     current = ""
     choices: list[str] = []
@@ -135,7 +135,7 @@ def is_cheap_to_simulate(name: str, size: int, hosts: Hosts) -> bool:
     return not is_quadratic or size * hosts_or_ranks <= MAX_RANKS**2
 
 
-def predict_sizes(algorithm: Algorithm, lines: MessageTimeLines, hosts: Hosts) -> list[float]:
+def predict_seconds_by_size(algorithm: Algorithm, lines: MessageTimeLines, hosts: Hosts) -> list[float]:
     """Return the predicted time of an all-reduce for each of VECTOR_SIZES, in seconds."""
     if sum(map(len, algorithm.moves)) <= MAX_MOVES:
         return [predict_seconds(algorithm, lines, nbytes, hosts) for nbytes in VECTOR_SIZES]

@@ -26,7 +26,7 @@ class ExpectedMessage:
         self.has_arrived = False
 
 
-class Incoming(Link):
+class IncomingLink(Link):
     """Receiving end of the connection from another rank."""
 
     def __init__(self, stream: SocketStream, peer: int) -> None:
@@ -50,7 +50,7 @@ class Incoming(Link):
         """
         expected = ExpectedMessage(view_bytes(into))
         with self._lock:
-            stored = self._take_stored(tag, len(expected.target))
+            stored = self._take_stored_message(tag, len(expected.target))
             if stored is None:
                 self._expected.setdefault(tag, deque()).append(expected)
             else:
@@ -70,7 +70,7 @@ class Incoming(Link):
         with self._lock:
             while not expected.has_arrived:
                 if self._problem is not None:
-                    raise self._copy_problem()
+                    raise self._copy_link_error()
                 if seconds is None and not self._busy:
                     self._busy = True
                     break
@@ -101,13 +101,13 @@ class Incoming(Link):
                 yield memoryview(stored)[start : start + PIECE_BYTES]
             return
         try:
-            self._read_up_to(tag, length)
+            self._read_until_tag(tag, length)
             yield from self.stream.read_pieces(length)
         except BaseException as error:  # noqa: BLE001 (the position of the next header is unknown)
             raise self._end_after_error(error) from None
         self._stop_reading()
 
-    def _take_stored(self, tag: int, length: int) -> bytearray | None:
+    def _take_stored_message(self, tag: int, length: int) -> bytearray | None:
         """Remove and return the oldest stored message with a given tag. The caller must hold the lock."""
         queue = self._inbox.get(tag)
         if not queue:
@@ -122,18 +122,18 @@ class Incoming(Link):
         """Wait for a stored message, or return None as soon as this thread may read the connection."""
         with self._lock:
             while True:
-                stored = self._take_stored(tag, length)
+                stored = self._take_stored_message(tag, length)
                 if stored is not None:
                     return stored
                 if self._problem is not None:
-                    raise self._copy_problem()
+                    raise self._copy_link_error()
                 if not self._busy:
                     self._busy = True
                     return None
                 if not self._wait_for_change(self.stream.timeout):
                     raise self.explain_error(TimeoutError())
 
-    def _read_up_to(self, tag: int, length: int) -> None:
+    def _read_until_tag(self, tag: int, length: int) -> None:
         """Read the header of the next message with a given tag, and all messages before that message."""
         while True:
             next_tag, size = self.stream.read_header()
@@ -145,13 +145,13 @@ class Incoming(Link):
     def _read_message(self, tag: int, size: int) -> None:
         """Read a message into the memory provided for it, or store the message if there is none."""
         with self._lock:
-            expected = self._take_expected(tag)
+            expected = self._take_expected_message(tag)
         stored = bytearray(0 if expected else size)
         if expected:
             self._check_length(tag, size, len(expected.target))
-        self.stream.read_into(expected.target if expected else memoryview(stored))
+        self.stream.fill_buffer(expected.target if expected else memoryview(stored))
         with self._lock:
-            if expected is None and (expected := self._take_expected(tag)):  # expected since the read began
+            if expected is None and (expected := self._take_expected_message(tag)):  # expected since the read began
                 self._check_length(tag, size, len(expected.target))
                 expected.target[:] = stored
             if expected is None:
@@ -160,7 +160,7 @@ class Incoming(Link):
                 expected.has_arrived = True
             self._wake_waiting_threads()
 
-    def _take_expected(self, tag: int) -> ExpectedMessage | None:
+    def _take_expected_message(self, tag: int) -> ExpectedMessage | None:
         """Remove and return the first expected message with a given tag. The caller must hold the lock."""
         queue = self._expected.get(tag)
         if not queue:

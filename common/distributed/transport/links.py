@@ -85,7 +85,7 @@ class Link:
         with self._lock:
             self._busy = False
             self._end_link(self.explain_error(error))
-            return self._copy_problem() if isinstance(error, OSError | EOFError) else error
+            return self._copy_link_error() if isinstance(error, OSError | EOFError) else error
 
     def explain_error(self, error: BaseException) -> LinkError | LinkTimeout:
         """Convert an error of the stream to an exception that names the peer."""
@@ -102,13 +102,13 @@ class Link:
             return LinkError(f"the connection with rank {self.peer} failed: {summarize_error(error)}")
         return LinkError(f"a message to or from rank {self.peer} was interrupted: {type(error).__name__}")
 
-    def _copy_problem(self) -> LinkError | LinkTimeout:
+    def _copy_link_error(self) -> LinkError | LinkTimeout:
         """Return a copy of the error that ended the link, because several threads may raise it."""
         assert self._problem is not None
         return type(self._problem)(*self._problem.args)
 
 
-class Outgoing(Link):
+class OutgoingLink(Link):
     """Sending end of the connection to another rank."""
 
     def __init__(self, stream: SocketStream, peer: int) -> None:
@@ -129,7 +129,7 @@ class Outgoing(Link):
         view = view_bytes(data)
         with self._lock:
             if self._problem is not None:
-                raise self._copy_problem()
+                raise self._copy_link_error()
             self._newest_ticket += 1
             self.bytes_sent += len(view)
             if self._queue:
@@ -140,7 +140,7 @@ class Outgoing(Link):
                 finish_write = self.stream.begin_message(tag, view)
             except (OSError, EOFError) as error:
                 self._end_link(self.explain_error(error))
-                raise self._copy_problem() from None
+                raise self._copy_link_error() from None
             if finish_write is None:
                 self._written_ticket = self._newest_ticket
             else:
@@ -152,7 +152,7 @@ class Outgoing(Link):
         if finish_write := self.stream.begin_message(tag, view):
             finish_write()
 
-    def wait(self, ticket: int, seconds: float | None = None) -> None:
+    def wait_until_written(self, ticket: int, seconds: float | None = None) -> None:
         """Wait until the kernel has accepted a message, for at most `seconds`.
 
         Raises LinkError or LinkTimeout.
@@ -163,7 +163,7 @@ class Outgoing(Link):
         with self._lock:
             while self._written_ticket < ticket:
                 if self._problem is not None:
-                    raise self._copy_problem()
+                    raise self._copy_link_error()
                 # without `seconds`, the time limit of the link's thread applies
                 remaining = None if seconds is None else max(0.0, deadline - time.monotonic())
                 if not self._wait_for_change(remaining) and self._written_ticket < ticket:

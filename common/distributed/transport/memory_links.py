@@ -78,53 +78,53 @@ class MemoryStream(SocketStream):
         The peer maps the memory before it reads the next message. `name` is the number of the memory in `shared`.
         """
         descriptor = allocate_memory(size)
-        self._finish_steps(self._share_in_steps(name, size, descriptor))
+        self._run_steps(self._share_memory_in_steps(name, size, descriptor))
         return self.shared[name]
 
     def begin_message(self, tag: int, data: memoryview) -> FinishWrite | None:
         if len(data) <= MAX_SOCKET_BYTES or self._lacks_memory:
             return super().begin_message(tag, data)
         self._source = data
-        steps = self._write_in_steps(tag, len(data))
+        steps = self._write_message_in_steps(tag, len(data))
         if not self._slots:
             try:
                 descriptor = allocate_memory(SLOT_MEMORY_BYTES)
             except OSError:
                 self._lacks_memory = True
                 return super().begin_message(tag, data)
-            sharing = self._share_in_steps(SLOT_MEMORY_NAME, SLOT_MEMORY_BYTES, descriptor)
+            sharing = self._share_memory_in_steps(SLOT_MEMORY_NAME, SLOT_MEMORY_BYTES, descriptor)
             steps = itertools.chain(sharing, steps)
         event = next(steps, None)
         if event is None:
             return None
         self._source = copy_if_small(data)
-        return functools.partial(self._finish_steps, steps, event)
+        return functools.partial(self._run_steps, steps, event)
 
     # The following generators write without blocking. If the socket is not ready, they yield the event to wait for.
 
-    def _share_in_steps(self, name: int, size: int, descriptor: int) -> Iterator[int]:
+    def _share_memory_in_steps(self, name: int, size: int, descriptor: int) -> Iterator[int]:
         try:
             self.shared[name] = mmap.mmap(descriptor, size)
             header = memoryview(HEADER.pack(name, size | MEMORY_BIT))
-            while not self._write_now(header):
+            while not self._write_without_blocking(header):
                 yield select.POLLOUT
-            while not self._pass_descriptor(descriptor):
+            while not self._send_descriptor(descriptor):
                 yield select.POLLOUT
         finally:
             os.close(descriptor)
         if name == SLOT_MEMORY_NAME:
             self._slots = divide_into_slots(self.shared[name])
 
-    def _pass_descriptor(self, descriptor: int) -> int:
+    def _send_descriptor(self, descriptor: int) -> int:
         try:
             return socket.send_fds(self.socket, [b"\0"], [descriptor], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
 
-    def _write_in_steps(self, tag: int, length: int) -> Iterator[int]:
+    def _write_message_in_steps(self, tag: int, length: int) -> Iterator[int]:
         """Write a message of `length` bytes from `_source`, which `begin_message` may replace with a copy."""
         header = memoryview(HEADER.pack(tag, length | IN_SLOTS_BIT))
-        while not self._write_now(header):
+        while not self._write_without_blocking(header):
             yield select.POLLOUT
         for start in range(0, length, PIECE_BYTES):
             while not self._count_free_slots():
@@ -133,7 +133,7 @@ class MemoryStream(SocketStream):
             self._slots[self._next_slot][: len(piece)] = piece
             self._next_slot = (self._next_slot + 1) % SLOT_COUNT
             self._free_slots -= 1
-            while not self._write_now(memoryview(b"\0")):
+            while not self._write_without_blocking(memoryview(b"\0")):
                 yield select.POLLOUT
         self._source = EMPTY_VIEW
 
@@ -148,7 +148,7 @@ class MemoryStream(SocketStream):
                 raise EOFError
         return self._free_slots
 
-    def _finish_steps(self, steps: Iterator[int], first_event: int | None = None) -> None:
+    def _run_steps(self, steps: Iterator[int], first_event: int | None = None) -> None:
         """Run all steps and wait for each event that they yield.
 
         If `first_event` is given, wait for it before the first step.
@@ -174,7 +174,7 @@ class MemoryStream(SocketStream):
             if tag == SLOT_MEMORY_NAME:
                 self._slots = divide_into_slots(self.shared[tag])
 
-    def read_some(self, count: int, patient: bool = False) -> bytes:
+    def read_available_bytes(self, count: int, patient: bool = False) -> bytes:
         polling_end = 0.0
         while True:
             try:
@@ -183,7 +183,7 @@ class MemoryStream(SocketStream):
                 now = time.perf_counter()
                 polling_end = polling_end or now + self.polling_seconds
                 if now >= polling_end:
-                    return super().read_some(count, patient)
+                    return super().read_available_bytes(count, patient)
                 os.sched_yield()  # a sleeping thread would wake up too late
                 continue
             if not data:
@@ -201,11 +201,11 @@ class MemoryStream(SocketStream):
 
         Raises EOFError if the peer closed the connection.
         """
-        return array.array("I", self.read_some(1024 * NUMBER.size))
+        return array.array("I", self.read_available_bytes(1024 * NUMBER.size))
 
-    def read_into(self, target: memoryview) -> None:
+    def fill_buffer(self, target: memoryview) -> None:
         if not self._message_in_slots:
-            return super().read_into(target)
+            return super().fill_buffer(target)
         for piece in self.read_pieces(len(target)):
             target[: len(piece)] = piece
             target = target[len(piece) :]
@@ -219,7 +219,7 @@ class MemoryStream(SocketStream):
             remaining = length - start
             if not full_slots:
                 # read only the bytes of this message, because a header may follow
-                full_slots = len(self.read_some(-(-remaining // PIECE_BYTES)))
+                full_slots = len(self.read_available_bytes(-(-remaining // PIECE_BYTES)))
             full_slots -= 1
             yield self._slots[self._next_slot][: min(PIECE_BYTES, remaining)]
             self._next_slot = (self._next_slot + 1) % SLOT_COUNT

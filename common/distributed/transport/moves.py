@@ -53,7 +53,7 @@ class Algorithm:
     note: str = ""
 
 
-def find_chunk(length: int, chunks: int, chunk: int, count: int = 1) -> tuple[int, int]:
+def compute_chunk_bounds(length: int, chunks: int, chunk: int, count: int = 1) -> tuple[int, int]:
     """Return the start and end positions of `count` chunks, starting at chunk number `chunk`.
 
     The end position is exclusive. `length` is the number of elements of the vector, and `chunks` is the total number
@@ -68,7 +68,7 @@ def describe_move(algorithm: Algorithm, rank: int, position: int) -> str:
     return f"rank {rank}, move {position} ({algorithm.moves[rank][position]})"
 
 
-class Event(NamedTuple):
+class CompletedMove(NamedTuple):
     """A completed move of one rank in a simulation.
 
     `time` is the simulated time at which the message was sent (send) or had arrived (receive, add). `sent_by` is the
@@ -96,7 +96,7 @@ class CableRoute(NamedTuple):
 RouteFinder = Callable[[int, int, Move], CableRoute]
 
 
-def route_in_one_step(source: int, target: int, move: Move) -> CableRoute:
+def make_one_step_route(source: int, target: int, move: Move) -> CableRoute:
     """Return a route that uses one cable of each rank and takes one unit of time."""
     return CableRoute(source, target, 1.0)
 
@@ -112,7 +112,7 @@ class QueuedMessage(NamedTuple):
     route: CableRoute
 
 
-def simulate_algorithm(algorithm: Algorithm, find_route: RouteFinder = route_in_one_step) -> list[Event]:
+def simulate_algorithm(algorithm: Algorithm, find_route: RouteFinder = make_one_step_route) -> list[CompletedMove]:
     """Return all moves in an executable order, with their simulated times.
 
     A cable carries one message at a time in each direction. A message occupies the cable of its source and the cable of
@@ -126,7 +126,7 @@ def simulate_algorithm(algorithm: Algorithm, find_route: RouteFinder = route_in_
         simulation.execute_moves(rank)
     while (target := simulation.deliver_message()) is not None:
         simulation.execute_moves(target)
-    simulation.check_completion()
+    simulation.check_all_moves_executed()
     return simulation.events
 
 
@@ -136,7 +136,7 @@ class _Simulation:
     def __init__(self, algorithm: Algorithm, find_route: RouteFinder) -> None:
         self.algorithm = algorithm
         self.find_route = find_route
-        self.events: list[Event] = []
+        self.events: list[CompletedMove] = []
         self.positions = [0] * len(algorithm.moves)
         self.clocks = [0.0] * len(algorithm.moves)
         # messages that wait for a cable, by rank and outgoing cable
@@ -163,7 +163,7 @@ class _Simulation:
                 self.clocks[rank] = max(self.clocks[rank], time)
             else:
                 return
-            self.events.append(Event(rank, position, move, time, sent_by))
+            self.events.append(CompletedMove(rank, position, move, time, sent_by))
             self.positions[rank] += 1
 
     def queue_message(self, rank: int, move: Move, time: float) -> None:
@@ -183,7 +183,7 @@ class _Simulation:
             start, _, _, key = heapq.heappop(self.heads)
             queue = self.queues[key]
             message = queue[0]
-            if self.find_start(message) > start:  # other messages have used the cables in the meantime
+            if self.compute_start_time(message) > start:  # other messages have used the cables in the meantime
                 self.push_first_message(key)
                 continue
             queue.popleft()
@@ -199,14 +199,14 @@ class _Simulation:
     def push_first_message(self, key: tuple[int, Hashable]) -> None:
         """Push the first message of a queue onto the heap, with its earliest start time."""
         message = self.queues[key][0]
-        heapq.heappush(self.heads, (self.find_start(message), message.issued, message.event, key))
+        heapq.heappush(self.heads, (self.compute_start_time(message), message.issued, message.event, key))
 
-    def find_start(self, message: QueuedMessage) -> float:
+    def compute_start_time(self, message: QueuedMessage) -> float:
         """Return the earliest time at which a message can start, because both of its cables are free."""
         route = message.route
         return max(message.issued, self.outgoing_free[route.outgoing], self.incoming_free[route.incoming])
 
-    def check_completion(self) -> None:
+    def check_all_moves_executed(self) -> None:
         """Raise UserError if a rank has not executed all of its moves."""
         waits_for = {}
         for rank, moves in enumerate(self.algorithm.moves):
@@ -214,13 +214,13 @@ class _Simulation:
             if position < len(moves):
                 waits_for[rank] = moves[position].peer
         for rank, peer in waits_for.items():
-            if self.find_next_send(peer, rank) is None:
+            if self.find_next_send_position(peer, rank) is None:
                 move = describe_move(self.algorithm, rank, self.positions[rank])
                 raise UserError(f"{move} waits forever, because rank {peer} sends no further message to rank {rank}")
         if waits_for:
-            self.raise_deadlock(waits_for)
+            self.raise_deadlock_error(waits_for)
 
-    def find_next_send(self, source: int, target: int) -> int | None:
+    def find_next_send_position(self, source: int, target: int) -> int | None:
         """Return the position of the next send from `source` to `target`, or None if there is no such send."""
         moves = self.algorithm.moves[source]
         for position in range(self.positions[source], len(moves)):
@@ -228,7 +228,7 @@ class _Simulation:
                 return position
         return None
 
-    def raise_deadlock(self, waits_for: dict[int, int]) -> NoReturn:
+    def raise_deadlock_error(self, waits_for: dict[int, int]) -> NoReturn:
         """Raise a UserError that names a cycle of ranks that wait for each other."""
         path = [min(waits_for)]
         while (following := waits_for[path[-1]]) not in path:
@@ -241,5 +241,6 @@ class _Simulation:
         ranks = " -> ".join(f"rank {member}" for member in [*cycle, rank])
         raise UserError(
             f"deadlock: {move} waits for the message that rank {peer} sends in move "
-            f"{self.find_next_send(peer, rank)}, but {blocking_move} comes first and is also waiting (cycle: {ranks})"
+            f"{self.find_next_send_position(peer, rank)}, but {blocking_move} comes first and is also waiting "
+            f"(cycle: {ranks})"
         )

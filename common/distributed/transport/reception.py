@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from common.core.errors import UnreachableError
-from common.distributed.transport.certificates import Identity, check_peer, describe_refusal
+from common.distributed.transport.certificates import Identity, check_peer_certificate, describe_handshake_failure
 from common.distributed.transport.socket_stream import TlsSocket
 from common.distributed.transport.welcome import (
     HELLO_HEADER,
     ConnectionId,
     UntrustedPeer,
-    make_answer,
+    make_hello_answer,
     parse_hello,
     parse_hello_length,
 )
@@ -53,7 +53,7 @@ class PendingConnection:
     received: bytearray = field(default_factory=bytearray)
 
 
-class Acceptor:
+class RankAcceptor:
     """The port of a rank, which is open until all other ranks have connected to it."""
 
     def __init__(
@@ -121,24 +121,24 @@ class Acceptor:
                         self._accept_connection(cast(socket.socket, key.fileobj))
                     elif key.data.socket in self._pending:  # an earlier event has not closed the connection
                         self._continue_handshake(key.data)
-                self._refuse_overdue()
+                self._reject_overdue_connections()
             for pending in list(self._pending.values()):
                 self._remove_pending(pending).close()
         for listener in self._listeners:
             listener.close()
 
-    def _refuse_overdue(self) -> None:
+    def _reject_overdue_connections(self) -> None:
         now = time.monotonic()
         for pending in list(self._pending.values()):
             if pending.deadline < now:
-                self._refuse_connection(
+                self._reject_connection(
                     pending, f"did not prove within {HANDSHAKE_SECONDS:g} s that it is a rank of this run"
                 )
 
     def _accept_connection(self, listener: socket.socket) -> None:
         if len(self._pending) >= MAX_PENDING:
             oldest = next(iter(self._pending.values()))
-            self._refuse_connection(oldest, f"was still in the handshake when {MAX_PENDING} connections were pending")
+            self._reject_connection(oldest, f"was still in the handshake when {MAX_PENDING} connections were pending")
         try:
             connection, address = listener.accept()
         except OSError as error:  # the peer has disconnected, or no more files can be opened
@@ -166,7 +166,7 @@ class Acceptor:
         self._pending[pending.socket] = pending
         # within a host, the kernel identifies the peer, so TLS is not needed
         if is_local and read_peer_user_id(connection) != os.getuid():
-            self._refuse_connection(pending, "belongs to another user")
+            self._reject_connection(pending, "belongs to another user")
             return
         self._continue_handshake(pending)
 
@@ -176,18 +176,18 @@ class Acceptor:
             if not pending.is_encrypted:
                 assert self.identity and isinstance(pending.socket, TlsSocket)
                 pending.socket.do_handshake()
-                check_peer(pending.socket, self.identity)
+                check_peer_certificate(pending.socket, self.identity)
                 pending.is_encrypted = True
             self._read_bytes(pending, HELLO_HEADER.size)
             length = parse_hello_length(bytes(pending.received[: HELLO_HEADER.size]))
             self._read_bytes(pending, HELLO_HEADER.size + length)
-            self._accept_pending(pending)
+            self._accept_rank(pending)
         except BlockingIOError:
             return  # the peer has not sent the complete handshake yet
         except UntrustedPeer as error:
-            self._refuse_connection(pending, str(error))
+            self._reject_connection(pending, str(error))
         except Exception as error:  # noqa: BLE001 (input from a peer must never stop this rank)
-            self._refuse_connection(pending, describe_refusal(error))
+            self._reject_connection(pending, describe_handshake_failure(error))
 
     def _read_bytes(self, pending: PendingConnection, count: int) -> None:
         """Read until `count` bytes have arrived, but no further, because messages may follow."""
@@ -197,14 +197,14 @@ class Acceptor:
                 raise UntrustedPeer("closed the connection before the handshake was complete")
             pending.received += data
 
-    def _accept_pending(self, pending: PendingConnection) -> None:
+    def _accept_rank(self, pending: PendingConnection) -> None:
         source = parse_hello(bytes(pending.received[HELLO_HEADER.size :]), self.group, self.rank, self.token)
         if source in self.accepted or source == self.rank or not 0 <= source < self.size:
             raise UntrustedPeer(f"claims to be rank {source}, which is already connected or does not exist")
-        pending.socket.sendall(make_answer(ConnectionId(self.group, source, self.rank), self.token))
+        pending.socket.sendall(make_hello_answer(ConnectionId(self.group, source, self.rank), self.token))
         self.accepted[source] = self._remove_pending(pending)
 
-    def _refuse_connection(self, pending: PendingConnection, reason: str) -> None:
+    def _reject_connection(self, pending: PendingConnection, reason: str) -> None:
         if pending.host not in self._printed_hosts and len(self._printed_hosts) < MAX_PRINTED_HOSTS:
             self._printed_hosts.add(pending.host)
             with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ PIECE_BYTES = 1 << 18  # large messages are processed in pieces of this size, wh
 FinishWrite = Callable[[], None]
 
 
-def pack_seconds(seconds: float) -> bytes:
+def pack_timeval(seconds: float) -> bytes:
     """Convert a time limit in seconds to a C timeval, the format of socket options."""
     microseconds = int(seconds % 1 * 1e6)
     return struct.pack("ll", int(seconds), microseconds)
@@ -76,7 +76,7 @@ class TlsSocket(socket.socket):
         On a non-blocking socket, the method raises BlockingIOError and must then be called again.
         """
         self._call_until_complete(self._tls.do_handshake)
-        self._flush()
+        self._send_pending_records()
 
     def get_certificate(self) -> bytes | None:
         """Return the peer's certificate in DER encoding, or None if the peer presented no certificate."""
@@ -114,7 +114,7 @@ class TlsSocket(socket.socket):
             try:
                 return call(*arguments)
             except ssl.SSLWantReadError:
-                self._flush()
+                self._send_pending_records()
                 received = super().recv_into(self._records)
                 if received:
                     self._incoming.write(self._records[:received])
@@ -122,10 +122,10 @@ class TlsSocket(socket.socket):
                     self._incoming.write_eof()
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
-                    self._flush()  # sends the TLS alert, so that the peer can log the reason
+                    self._send_pending_records()  # sends the TLS alert, so that the peer can log the reason
                 raise
 
-    def _flush(self) -> None:
+    def _send_pending_records(self) -> None:
         if self._outgoing.pending:
             super().sendall(self._outgoing.read())
 
@@ -142,7 +142,7 @@ class SocketStream:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(None)  # with a Python timeout, each call would first poll the socket
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            connection.setsockopt(socket.SOL_SOCKET, option, pack_seconds(timeout))
+            connection.setsockopt(socket.SOL_SOCKET, option, pack_timeval(timeout))
 
     # ---- writing
 
@@ -153,20 +153,20 @@ class SocketStream:
         """
         header = HEADER.pack(tag, len(data))
         if isinstance(self.socket, TlsSocket):
-            return self._begin_encrypted(self.socket, header, data)
+            return self._begin_encrypted_message(self.socket, header, data)
         eager = data[:EAGER_BYTES]
-        sent = self._write_now(header, eager)
+        sent = self._write_without_blocking(header, eager)
         if sent == HEADER.size + len(data):
             return None
         unsent = copy_if_small(eager[max(0, sent - HEADER.size) :])
         deferred = copy_if_small(data[EAGER_BYTES:])
         return functools.partial(self._write_remainder, header[sent:], unsent, deferred)
 
-    def _begin_encrypted(self, tls_socket: TlsSocket, header: bytes, data: memoryview) -> FinishWrite | None:
+    def _begin_encrypted_message(self, tls_socket: TlsSocket, header: bytes, data: memoryview) -> FinishWrite | None:
         encrypted = tls_socket.encrypt(header + data[:SMALL_BYTES])
         remaining = data[SMALL_BYTES:]
         deferred_bytes = max(0, len(data) - EAGER_BYTES)
-        while (sent := self._write_now(encrypted)) == len(encrypted) and len(remaining) > deferred_bytes:
+        while (sent := self._write_without_blocking(encrypted)) == len(encrypted) and len(remaining) > deferred_bytes:
             encrypted = tls_socket.encrypt(remaining[:PIECE_BYTES])
             remaining = remaining[PIECE_BYTES:]
         unsent = encrypted[sent:]
@@ -174,7 +174,7 @@ class SocketStream:
             return None
         return functools.partial(self._write_remainder, unsent, EMPTY_VIEW, copy_if_small(remaining))
 
-    def _write_now(self, *parts: ReadableBuffer) -> int:
+    def _write_without_blocking(self, *parts: ReadableBuffer) -> int:
         """Write without blocking and return the number of bytes that the kernel accepted."""
         try:
             return self.socket.sendmsg(parts, [], socket.MSG_DONTWAIT)
@@ -198,13 +198,13 @@ class SocketStream:
 
         If `patient` is true, there is no time limit. Raises EOFError if the peer closed the connection.
         """
-        header = self.read_some(HEADER.size, patient)
+        header = self.read_available_bytes(HEADER.size, patient)
         while len(header) < HEADER.size:
-            header += self.read_some(HEADER.size - len(header))
+            header += self.read_available_bytes(HEADER.size - len(header))
         tag, length = HEADER.unpack(header)
         return tag, length
 
-    def read_some(self, count: int, patient: bool = False) -> bytes:
+    def read_available_bytes(self, count: int, patient: bool = False) -> bytes:
         """Wait for data and return 1 to `count` bytes. Raises EOFError if the peer closed the connection."""
         while True:
             try:
@@ -217,7 +217,7 @@ class SocketStream:
                 raise EOFError
             return data
 
-    def read_into(self, target: memoryview) -> None:
+    def fill_buffer(self, target: memoryview) -> None:
         """Fill `target` with received bytes. Raises EOFError if the peer closes the connection first."""
         while len(target):
             count = self.socket.recv_into(target, 0, socket.MSG_WAITALL)
@@ -235,7 +235,7 @@ class SocketStream:
         scratch = memoryview(self._scratch)
         for start in range(0, length, PIECE_BYTES):
             piece = scratch[: min(PIECE_BYTES, length - start)]
-            self.read_into(piece)
+            self.fill_buffer(piece)
             yield piece
 
     # ---- closing

@@ -48,7 +48,7 @@ def make_hello(direction: ConnectionId, token: bytes) -> bytes:
     return HELLO_HEADER.pack(len(text)) + text
 
 
-def make_answer(direction: ConnectionId, token: bytes) -> bytes:
+def make_hello_answer(direction: ConnectionId, token: bytes) -> bytes:
     """Return the answer of the target to a hello message."""
     return compute_proof("welcome", direction, token)
 

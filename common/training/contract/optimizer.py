@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from common.checkpoint import state_dicts
-from common.core.own_function import locate_errors
+from common.core.own_function import convert_errors_of_user_file
 from common.distributed import local_launcher, rendezvous
 from common.distributed.rank_info import RankInfo
 from common.training import optimizers
@@ -122,7 +122,7 @@ def check_resume(optim: Optim) -> None:
     trial = Trial(optim).take_steps([1, 2, 3])
     file = io.BytesIO()
     state = state_dicts.collect_optimizer_state(trial.optimizer, trial.parameters)
-    torch.save(state_dicts.to_plain([trial.copy_parameters(), state], "optimizer"), file)
+    torch.save(state_dicts.convert_to_plain_values([trial.copy_parameters(), state], "optimizer"), file)
     file.seek(0)
     parameters, state = torch.load(file, weights_only=True)
 
@@ -210,7 +210,7 @@ def check_optimizer(optim: Optim, passed: Callable[[str], object] = lambda name:
         step: Any = inspect.unwrap(type(Trial(optim).optimizer).step)
         is_custom = step.__code__.co_filename == optim.name.rpartition(":")[0]
         for name, check in CHECKS.items():
-            with locate_errors("optim.name", optim.name, step if is_custom else None):
+            with convert_errors_of_user_file("optim.name", optim.name, step if is_custom else None):
                 check(optim)
             passed(name)
 
@@ -247,7 +247,7 @@ def check_on_ranks(optim: Optim, passed: Callable[[str], object]) -> int:
         with rendezvous.join_world(rank_info, Launch(device="cpu")) as world:
             if world.is_main:
                 check_optimizer(optim, passed)
-            with locate_errors("optim.name", optim.name):
+            with convert_errors_of_user_file("optim.name", optim.name):
                 compare_sharded(optim, world.size)
             if world.is_main:
                 passed("parameters sharded by FSDP2 get the values of full ones")

@@ -70,7 +70,7 @@ class Recovery:
         self.state = state
         self.metrics = run.metrics
         run.exit_if_others_can_continue = self.exit_if_others_can_continue
-        group.update_world(world, started_as_rank=world.original_rank)
+        group.update_world_fields(world, started_as_rank=world.original_rank)
         self.joining = world.is_joining
         self.writes_metrics = world.is_main
         """True on rank 0 of the newest completely formed generation."""
@@ -201,7 +201,7 @@ class Recovery:
     @torch.no_grad()
     def _give_up_step(self) -> None:
         if not self.leaving:  # when leaving, the others may still have to finish their last collective
-            group.cut_connections(self.connections)
+            group.shut_down_connections(self.connections)
         self.state.leave_group(together=self.leaving)
         for _, parameter in self.state.parameters:
             parameter.grad = None
@@ -220,9 +220,9 @@ class Recovery:
         """Let the member's thread cut the connections of the process group when the generation is over."""
         connections = group.list_connections(self.member.socket)
         self.connections = connections
-        self.member.on_generation_end = lambda: group.cut_connections(connections)
+        self.member.on_generation_end = lambda: group.shut_down_connections(connections)
         if self.member.generation_ended:
-            group.cut_connections(connections)
+            group.shut_down_connections(connections)
 
     def _form_generation(self, generation: Generation, change: RankChange) -> RankChange:
         """Form the process group of a generation and make its ranks equal; return the change known to its source.
@@ -232,7 +232,7 @@ class Recovery:
         run = self.run
         world = run.world
         self.connections = []
-        group.form_group(self.member, world.timeout, world.original_rank)
+        group.form_process_group(self.member, world.timeout, world.original_rank)
         self._watch_connections()
         self._update_ranks(generation)
 
@@ -241,11 +241,11 @@ class Recovery:
         facts = objects.broadcast_json(facts, generation.source, world.device)
         if generation.copies:
             loads = self._measure_progress() != facts["progress"]
-            peer_copy.copy_state(self.state, generation.source, world, facts["step"], loads=loads)
+            peer_copy.broadcast_state(self.state, generation.source, world, facts["step"], loads=loads)
         self._apply_facts(facts)  # at once: the copied state is that of this step even if the group fails below
         self.joining = False
         self.state.enter_group(facts["step"])
-        group.free_left_groups()
+        group.free_left_process_groups()
         self._divide_batches(generation.members)
 
         # Move metrics and progress display to the new rank 0.
@@ -261,11 +261,11 @@ class Recovery:
         """Update ranks and hosts of the world to those of the new process group."""
         world = self.run.world
         rank = dist.get_rank()
-        group.update_world(world, rank=rank, size=len(generation.members), is_joining=False, store=None)
+        group.update_world_fields(world, rank=rank, size=len(generation.members), is_joining=False, store=None)
         hosts = world.all_gather(socket.gethostname())
         host = hosts[rank]
         local_rank = hosts[:rank].count(host)
-        group.update_world(world, hosts=tuple(hosts), local_rank=local_rank, local_size=hosts.count(host))
+        group.update_world_fields(world, hosts=tuple(hosts), local_rank=local_rank, local_size=hosts.count(host))
 
     def _divide_batches(self, members: Sequence[int]) -> None:
         """Divide the batches among the members, in proportion to their `shards`, or equally."""
@@ -290,7 +290,7 @@ class Recovery:
             "unevaluated": saver.unevaluated,
             "best": saver.best_score,
             "saved": [saver.checkpointer.saved_step, saver.checkpointer.best_step],
-            "rows": self.metrics.collect(),
+            "rows": self.metrics.collect_unwritten_rows(),
             "generations": run.generations,
             "change": dataclasses.asdict(change),
         }
@@ -329,7 +329,7 @@ class Recovery:
         self.discarded = 0.0
         run.generations = [*run.generations, changed]
         run.log_message(describe_rank_change(changed))
-        run.pace.interrupt()
+        run.pace.exclude_pause()
         if generation.stops and not run.saver.stop_request.signal_number:
             run.log_message(
                 "fewer ranks than elastic.min remain; saving a checkpoint so that the run can be resumed with all ranks"

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from common.core.own_function import (
+    convert_errors_of_user_file,
     load_function,
-    locate_errors,
     locate_file_copy,
     locate_function_file,
-    prefer_file_copy,
+    replace_file_with_run_copy,
 )
 from common.runs.provenance import copy_function_file
 from configs.shared import DECAYS, OPTIMIZERS, Optim
@@ -48,7 +48,7 @@ def point_to_kept_files(optim: Optim, code: Path) -> Optim:
     settings: dict[str, Any] = {}
     for setting, kind in KINDS.items():
         value = getattr(optim, setting)
-        settings[setting] = prefer_file_copy(value, locate_file_copy(kind, value, code))
+        settings[setting] = replace_file_with_run_copy(value, locate_file_copy(kind, value, code))
     return replace(optim, **settings)
 
 
@@ -78,7 +78,7 @@ def compute_custom_decay(value: str, step: int, total: int) -> float:
     """Return the factor of a custom decay for a step after the warm-up, of `total`. Raises UserError."""
     value = FILES_OF_RUN.get(value, value)
     function = load_decay(value)
-    with locate_errors("optim.decay", value, function, DECAY_USAGE):
+    with convert_errors_of_user_file("optim.decay", value, function, DECAY_USAGE):
         factor = float(function(step, total))
         if not 0 <= factor < math.inf:
             raise ValueError(f"it returned {factor:g} for step {step} of {total}; {DECAY_USAGE}")

@@ -53,7 +53,7 @@ class Disk:
         self.world, self.said = world, list[str]()
         (path / "run").mkdir()
         self.folder = RunFolder(path / "run").claim_attempt()
-        self.folder.write_parent(None, 0)
+        self.folder.record_parent_attempt(None, 0)
         self.checkpoints = self.start()
 
     def start(self, **settings: Any) -> Checkpointer:
@@ -78,7 +78,7 @@ class Disk:
 
     def restart(self, parent: int | None, step: int) -> None:
         self.folder = self.folder.claim_attempt()
-        self.folder.write_parent(parent, step)
+        self.folder.record_parent_attempt(parent, step)
         self.checkpoints = self.start()
 
 

@@ -35,7 +35,7 @@ def test_the_clock_of_saving_begins_anew_with_each_save_and_not_with_each_look(c
     saved = []
     for step in range(1, 13):
         clock[0] += 4
-        if vote.decide(step, False, clock[0]).save:
+        if vote.vote_after_step(step, False, clock[0]).save:
             saved.append(step)
     assert saved == [3, 6, 9, 12]
 
@@ -46,8 +46,8 @@ def test_looks_are_as_seldom_as_half_a_second_and_at_most_four_times_further_apa
     looked = []
     for step in range(1, 101):
         clock[0] += 0.05
-        if vote.is_due(step):
-            vote.decide(step, False, clock[0])
+        if vote.is_vote_due(step):
+            vote.vote_after_step(step, False, clock[0])
             looked.append(step)
     assert looked[:3] == [1, 5, 15] and all(b - a == 10 for a, b in itertools.pairwise(looked[2:]))
 
@@ -57,10 +57,10 @@ def test_looks_are_more_seldom_where_ranks_wait_long_for_each_other(clock: list[
         vote, looked = make_vote(Checkpoint(every_seconds=0)), []
         for step in range(1, 401):
             clock[0] += 0.05
-            if vote.is_due(step):
+            if vote.is_vote_due(step):
                 came = clock[0]
                 clock[0] += wait
-                vote.decide(step, False, came)
+                vote.vote_after_step(step, False, came)
                 looked.append(step)
         return [b - a for a, b in itertools.pairwise(looked)][5:]
 

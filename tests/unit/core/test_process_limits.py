@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import explain_error
-from common.core.process_limits import explain_exit_by_shortage
+from common.core.errors import convert_shortage_error
+from common.core.process_limits import explain_exit_from_log
 from slurm.local_cluster.namespaces import fork_child, wait_for_child
 from tests.harness.warm import ROOT
 
@@ -87,7 +87,7 @@ def test_numpy_that_can_start_no_threads_is_no_ctrl_c(narrow_group: Path) -> Non
 
 def test_other_errors_stay_as_they_are() -> None:
     for error in (RuntimeError("a bug"), FileNotFoundError(2, "No such file"), ValueError("temporarily")):
-        assert explain_error(error) is error
+        assert convert_shortage_error(error) is error
 
 
 def test_a_socket_or_lock_that_would_wait_is_no_shortage() -> None:
@@ -97,9 +97,9 @@ def test_a_socket_or_lock_that_would_wait_is_no_shortage() -> None:
         with pytest.raises(BlockingIOError) as error:
             end.recv(1)
     for other in (error.value, BlockingIOError(11, "Resource temporarily unavailable"), OSError(11, "mlock")):
-        assert explain_error(other) is other
+        assert convert_shortage_error(other) is other
     store = RuntimeError("TCPStore: recv failed: Resource temporarily unavailable")
-    assert explain_error(store) is store
+    assert convert_shortage_error(store) is store
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_a_socket_or_lock_that_would_wait_is_no_shortage() -> None:
     ],
 )
 def test_only_the_last_words_of_an_aborted_process_count(log: str, exit_code: int, is_shortage: bool) -> None:
-    assert bool(explain_exit_by_shortage(log, exit_code)) == is_shortage
+    assert bool(explain_exit_from_log(log, exit_code)) == is_shortage

@@ -66,10 +66,10 @@ def test_statistics_are_those_of_the_digits(cache: Path) -> None:
 
 
 def test_order_is_a_function_of_seed_and_epoch(images: data.Images) -> None:
-    first = data.draw_order(1000, 0, 0)
+    first = data.draw_sample_order(1000, 0, 0)
     assert sorted(first) == list(range(1000))
-    assert (first == data.draw_order(1000, 0, 0)).all()
-    assert (first != data.draw_order(1000, 0, 1)).any() and (first != data.draw_order(1000, 1, 0)).any()
+    assert (first == data.draw_sample_order(1000, 0, 0)).all()
+    assert (first != data.draw_sample_order(1000, 0, 1)).any() and (first != data.draw_sample_order(1000, 1, 0)).any()
     assert batches(loader(images, block=1)) == batches(loader(images, block=7))
 
 
@@ -92,7 +92,7 @@ def test_ragged_rest_of_an_epoch_is_left_out_and_is_another_one_each_time(images
     first, second = batches(source), batches(source)
     assert len(first) == len(second) == 1000 // 64 == source.steps
     assert all(len(labels) == 64 for _, labels in first)
-    left_out = [set(data.draw_order(1000, 0, epoch)[15 * 64 :]) for epoch in (0, 1)]
+    left_out = [set(data.draw_sample_order(1000, 0, epoch)[15 * 64 :]) for epoch in (0, 1)]
     assert len(left_out[0]) == 40 and left_out[0] != left_out[1]
 
 
@@ -291,7 +291,7 @@ def test_an_image_changes_by_its_place_alone(images: data.Images) -> None:
     assert same.double().mean() < 0.1
     again = ragged(images, augment="crop_flip")
     again.load_state_dict({"epoch": 3, "position": 0})
-    rows = [data.draw_order(1000, 0, epoch).argsort()[5] for epoch in (2, 3)]
+    rows = [data.draw_sample_order(1000, 0, epoch).argsort()[5] for epoch in (2, 3)]
     assert not torch.equal(torch.cat([x for x, _ in again])[rows[1]], changed[rows[0]]), "another epoch, another change"
     shifted = changed[rows[0]].sort().values  # only whole pixels move, and mirrored images are the same pixels
     assert torch.isin(shifted, torch.cat([unchanged[rows[0]].flatten(), unchanged.min()[None]])).all()

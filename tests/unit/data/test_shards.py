@@ -9,21 +9,21 @@ from typing import Any, cast
 
 import pytest
 
-from common.data.shards import WINDOW, AutoShards, Speed, choose_counts, predict_slowest
+from common.data.shards import WINDOW, AutoShards, StepTimeModel, choose_shard_sizes, predict_slowest_rank_seconds
 
-QUICK, HALF = Speed(0.004, 0.001), Speed(0.008, 0.002)
+QUICK, HALF = StepTimeModel(0.004, 0.001), StepTimeModel(0.008, 0.002)
 
 
 class Simulated:
     """A loader of 96 samples on two ranks with the true speeds `real`, of which rank 0 is looked at."""
 
-    def __init__(self, *measured: Speed) -> None:
+    def __init__(self, *measured: StepTimeModel) -> None:
         self.real, self.said = [QUICK, QUICK], list[str]()
         self.counts: tuple[int, ...] = (48, 48)
         lines = [[speed.base, speed.per_sample] for speed in measured]
         world = SimpleNamespace(rank=0, all_gather=lambda _: lines)
         self.auto = AutoShards(cast(Any, self), cast(Any, world), measured[0], self.said.append)
-        world.all_gather = lambda _: [s.predict(n) for s, n in zip(self.real, self.counts, strict=True)]
+        world.all_gather = lambda _: [s.predict_step_seconds(n) for s, n in zip(self.real, self.counts, strict=True)]
 
     def set_shards(self, rank: int, counts: tuple[int, ...]) -> None:
         assert rank == 0 and sum(counts) == 96
@@ -32,17 +32,19 @@ class Simulated:
     def train(self, first: int, steps: int) -> None:
         for step in range(first, first + steps):
             if step % WINDOW == 0:
-                self.auto.update(step, self.real[0].predict(self.counts[0]))
+                self.auto.update_shards(step, self.real[0].predict_step_seconds(self.counts[0]))
 
 
 def test_the_chosen_shards_are_the_best_of_all() -> None:
     for _ in range(20):
-        speeds = [Speed(random.random(), random.random() + 0.01) for _ in range(3)]
-        chosen = choose_counts(speeds, 9)
+        speeds = [StepTimeModel(random.random(), random.random() + 0.01) for _ in range(3)]
+        chosen = choose_shard_sizes(speeds, 9)
         every = (cut for cut in itertools.product(range(1, 8), repeat=3) if sum(cut) == 9)
-        best = min(predict_slowest(speeds, cut) for cut in every)
-        assert predict_slowest(speeds, chosen) == pytest.approx(best) and sum(chosen) == 9, speeds
-    assert choose_counts([QUICK, Speed(9.0, 9.0)], 10) == (9, 1), "none is left without a sample: it is still measured"
+        best = min(predict_slowest_rank_seconds(speeds, cut) for cut in every)
+        assert predict_slowest_rank_seconds(speeds, chosen) == pytest.approx(best) and sum(chosen) == 9, speeds
+    assert choose_shard_sizes([QUICK, StepTimeModel(9.0, 9.0)], 10) == (9, 1), (
+        "none is left without a sample: it is still measured"
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,12 +52,12 @@ def test_the_chosen_shards_are_the_best_of_all() -> None:
     [((0.006, 0.012), (0.004, 0.001)), ((0.008, 0.008), (0.0, 0.001)), ((0.001, 0.008), (0.0, 0.001))],
 )
 def test_the_line_of_two_sizes_has_no_negative_part(seconds: tuple[float, float], speed: tuple[float, float]) -> None:
-    found = Speed.fit(2, 8, seconds)
+    found = StepTimeModel.fit(2, 8, seconds)
     assert (found.base, found.per_sample) == pytest.approx(speed)
 
 
 def test_equally_fast_ranks_keep_equal_shards() -> None:
-    run = Simulated(QUICK, Speed(0.0041, 0.00103))  # 3 % slower is noise
+    run = Simulated(QUICK, StepTimeModel(0.0041, 0.00103))  # 3 % slower is noise
     run.train(1, 100)
     assert run.counts == (48, 48) and run.auto.history == [(1, (48, 48))]
     lines = "4 + 1 n ms on rank 0, 4.1 + 1.03 n ms on rank 1"
@@ -88,7 +90,7 @@ def test_a_disturbance_in_mid_run_is_answered_within_thirty_steps_and_its_end_to
 
 def test_a_measurement_in_a_busy_moment_is_corrected() -> None:
     """Rank 1 was measured while another program held its core: three times as slow as it is."""
-    run = Simulated(QUICK, Speed(0.012, 0.003))
+    run = Simulated(QUICK, StepTimeModel(0.012, 0.003))
     assert run.counts[1] < 24
     run.train(1, 2 * WINDOW)
     assert abs(run.counts[1] - 48) <= 1

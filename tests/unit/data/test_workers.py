@@ -89,7 +89,7 @@ def test_a_rank_that_is_asked_to_stop_makes_the_batches_of_a_stopped_worker(help
 def test_workers_need_no_space_in_dev_shm(helped: Callable[..., Loader]) -> None:
     def read_with_full_shm() -> None:
         if os.getuid():
-            namespaces.become_root(os.getuid(), os.getgid())
+            namespaces.become_root_in_new_namespace(os.getuid(), os.getgid())
         namespaces.unshare_namespaces("mnt")
         namespaces.mount_path("none", "/", None, namespaces.RECURSIVE | namespaces.PRIVATE)
         mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", "/dev/shm"]

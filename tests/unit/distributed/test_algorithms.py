@@ -17,11 +17,11 @@ from common.distributed.transport import algorithms
 from common.distributed.transport.algorithms import (
     ALGORITHM_NAMES,
     build_algorithm,
-    build_by_size,
+    build_algorithms_by_size,
     check_algorithm,
-    count_bytes,
+    count_bytes_per_rank,
 )
-from common.distributed.transport.moves import Algorithm, Move, find_chunk
+from common.distributed.transport.moves import Algorithm, Move, compute_chunk_bounds
 from tests.harness.warm import ROOT
 
 SIZES = (*range(1, 9), 16)
@@ -37,7 +37,7 @@ def play(algorithm: Algorithm, vectors: list[list[int]]) -> None:
             if not moves:
                 continue
             kind, chunk, peer, chunks = moves[0]
-            begin, end = find_chunk(len(vector), algorithm.chunks, chunk, chunks)
+            begin, end = compute_chunk_bounds(len(vector), algorithm.chunks, chunk, chunks)
             if kind == "send":
                 messages.setdefault((rank, peer), deque()).append(vector[begin:end])
             elif messages.get((peer, rank)):
@@ -70,10 +70,17 @@ def test_bytes_are_those_of_the_formulas(size: int) -> None:
     least = [2 * (size - 1) * n // size] * size
     for name in ("ring", "halving_doubling", "sharded_star", "two_level"):
         algorithm = build_algorithm(name, size)
-        assert count_bytes(algorithm, n) == count_bytes(algorithm, n, received=True) == least, name
+        assert count_bytes_per_rank(algorithm, n) == count_bytes_per_rank(algorithm, n, received=True) == least, name
     star, tree = build_algorithm("star", size), build_algorithm("tree", size)
-    assert count_bytes(star, n) == count_bytes(star, n, received=True) == [(size - 1) * n, *[n] * (size - 1)]
-    assert sum(count_bytes(tree, n)) == 2 * (size - 1) * n and count_bytes(tree, n)[0] == ceil(log2(size)) * n
+    assert (
+        count_bytes_per_rank(star, n)
+        == count_bytes_per_rank(star, n, received=True)
+        == [(size - 1) * n, *[n] * (size - 1)]
+    )
+    assert (
+        sum(count_bytes_per_rank(tree, n)) == 2 * (size - 1) * n
+        and count_bytes_per_rank(tree, n)[0] == ceil(log2(size)) * n
+    )
 
 
 @pytest.mark.parametrize(("hosts", "each"), [(1, 4), (2, 2), (4, 2), (3, 3), (2, 8)])
@@ -88,16 +95,16 @@ def test_between_hosts_two_level_sends_as_little_as_a_ring_of_the_hosts(hosts: i
                 sent[host_of[rank]] += n * chunks // algorithm.chunks
     assert sent == [2 * (hosts - 1) * n // hosts] * hosts
     inside = 2 * (each - 1) / each * n  # of each rank
-    assert count_bytes(algorithm, n) == [inside + 2 * (hosts - 1) / hosts * n / each] * (hosts * each)
+    assert count_bytes_per_rank(algorithm, n) == [inside + 2 * (hosts - 1) / hosts * n / each] * (hosts * each)
 
 
 def test_chunks_are_nearly_equal_and_leave_nothing_out() -> None:
     for length in range(20):
         for chunks in range(1, 9):
-            parts = [find_chunk(length, chunks, chunk) for chunk in range(chunks)]
+            parts = [compute_chunk_bounds(length, chunks, chunk) for chunk in range(chunks)]
             assert [i for begin, end in parts for i in range(begin, end)] == list(range(length))
             assert max(end - begin for begin, end in parts) - min(end - begin for begin, end in parts) <= 1
-            assert find_chunk(length, chunks, 0, chunks) == (0, length)
+            assert compute_chunk_bounds(length, chunks, 0, chunks) == (0, length)
 
 
 def test_three_ranks_cannot_halve_and_are_told_so() -> None:
@@ -134,7 +141,7 @@ def test_an_algorithm_of_ones_own_is_loaded(tmp_path: Path) -> None:
     plan = [[(kind, 0, rank ^ far) for far in (1, 2) for kind in ("send", "add")] for rank in range(4)]
     algorithm = own(tmp_path, plan, 4)
     assert algorithm.chunks == 1 and algorithm.moves[3][2] == Move("send", 0, 1)
-    assert count_bytes(algorithm, 100) == [200] * 4
+    assert count_bytes_per_rank(algorithm, 100) == [200] * 4
     assert own(tmp_path, [[]], 1).moves == ((),)
 
 
@@ -231,9 +238,9 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 
 def test_algorithms_by_size_are_read() -> None:
-    (least, tree), (more, ring) = build_by_size("tree<65536<ring", 4)
+    (least, tree), (more, ring) = build_algorithms_by_size("tree<65536<ring", 4)
     assert (least, more) == (0, 65536) and (tree, ring) == (build_algorithm("tree", 4), build_algorithm("ring", 4))
-    assert build_by_size("star", 3) == [(0, build_algorithm("star", 3))]
+    assert build_algorithms_by_size("star", 3) == [(0, build_algorithm("star", 3))]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +248,7 @@ def test_algorithms_by_size_are_read() -> None:
 )
 def test_algorithms_by_size_that_cannot_be_read_are_refused(names: str) -> None:
     with pytest.raises(UserError, match=f"launch.algorithm={names}: .* as in tree<65536<ring; available: ring, "):
-        build_by_size(names, 4)
+        build_algorithms_by_size(names, 4)
 
 
 RING = """\

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from common.core.errors import UnreachableError, UserError
-from common.distributed.transport.certificates import Identity, load_identity, make_identity
-from common.distributed.transport.connecting import Links, RankAddress
+from common.distributed.transport.certificates import Identity, create_identity_files, load_identity
+from common.distributed.transport.connecting import RankAddress, RankLinks
 from tests.harness.processes import PATIENCE, wait_until
 from tests.harness.transport import Meeting, identity
 
@@ -25,7 +25,7 @@ HOUR = 3600.0
 
 def test_they_are_private_and_hosts_may_differ_by_an_hour(tmp_path: Path) -> None:
     folder = tmp_path / "tls"
-    make_identity(folder, HOUR)
+    create_identity_files(folder, HOUR)
     assert [folder.stat().st_mode & 0o777, (folder / "key.pem").stat().st_mode & 0o777] == [0o700, 0o600]
     assert sorted(path.name for path in folder.iterdir()) == ["certificate.pem", "key.pem"]
     (facts,) = load_identity(folder).client.get_ca_certs()
@@ -33,23 +33,23 @@ def test_they_are_private_and_hosts_may_differ_by_an_hour(tmp_path: Path) -> Non
     now = time.time()
     assert begin < now - 0.9 * HOUR and now + 1.9 * HOUR < end < now + 2.1 * HOUR
     first = (folder / "key.pem").read_text()
-    make_identity(folder, HOUR)
+    create_identity_files(folder, HOUR)
     assert (folder / "key.pem").read_text() != first and list(tmp_path.iterdir()) == [folder]
 
 
 def test_without_openssl_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"requires the openssl program, which is not installed on .*; install openssl"):
-        make_identity(tmp_path / "tls", HOUR)
+        create_identity_files(tmp_path / "tls", HOUR)
     assert list(tmp_path.iterdir()) == []
 
 
 def expire(folder: Path) -> None:
-    make_identity(folder, 1, start=time.time() - 10 * HOUR)
+    create_identity_files(folder, 1, start=time.time() - 10 * HOUR)
 
 
 def begin_tomorrow(folder: Path) -> None:
-    make_identity(folder, HOUR, start=time.time() + 24 * HOUR)
+    create_identity_files(folder, HOUR, start=time.time() + 24 * HOUR)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def begin_tomorrow(folder: Path) -> None:
     ids=["missing", "damaged", "folder", "key", "expired", "early"],
 )
 def test_what_cannot_be_used_is_told(tmp_path: Path, spoil: Callable[[Path], object], told: str) -> None:
-    make_identity(tmp_path / "tls", HOUR)
+    create_identity_files(tmp_path / "tls", HOUR)
     spoil(tmp_path / "tls")
     with pytest.raises(UserError, match=told):
         load_identity(tmp_path / "tls")
@@ -85,7 +85,7 @@ def connect_as(context: ssl.SSLContext | None, found: RankAddress) -> str:
 
 
 def test_strangers_with_other_certificates_or_none_are_refused(identity: Identity, tmp_path: Path) -> None:
-    make_identity(tmp_path / "other", HOUR)
+    create_identity_files(tmp_path / "other", HOUR)
     other = load_identity(tmp_path / "other")
     bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
@@ -110,7 +110,7 @@ def test_strangers_with_other_certificates_or_none_are_refused(identity: Identit
             close(zero.result, meeting)
 
 
-def close(result: Callable[[float], Links], meeting: Meeting) -> None:
+def close(result: Callable[[float], RankLinks], meeting: Meeting) -> None:
     """Let the right rank 1 come, and close both."""
     one = meeting.join(1, 2)
     for links in (one, result(PATIENCE)):
@@ -118,7 +118,7 @@ def close(result: Callable[[float], Links], meeting: Meeting) -> None:
 
 
 def test_a_rank_waits_when_a_stranger_answers_in_place_of_another(identity: Identity, tmp_path: Path) -> None:
-    make_identity(tmp_path / "other", HOUR)
+    create_identity_files(tmp_path / "other", HOUR)
     other = load_identity(tmp_path / "other")
     meeting = Meeting(tmp_path / "meeting", identity=identity)
     reason = "presented a certificate of another run"

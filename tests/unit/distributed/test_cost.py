@@ -12,8 +12,8 @@ from common.distributed.transport.algorithms import ALGORITHM_NAMES, build_algor
 from common.distributed.transport.cost import (
     MessageTimeLine,
     MessageTimeLines,
-    choose_by_size,
-    fit_line,
+    choose_algorithms_by_size,
+    fit_message_time_line,
     predict_seconds,
 )
 
@@ -61,7 +61,7 @@ def test_ranks_of_a_host_share_its_cable() -> None:
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1e-4, 1e-9), (0.0, 1e-8), (3e-5, 0.0)])
 def test_a_line_is_found_again(alpha: float, beta: float) -> None:
-    line = fit_line([(n, alpha + beta * n) for n in (4, 4096, 262_144, 4_000_000, 25_000_000)])
+    line = fit_message_time_line([(n, alpha + beta * n) for n in (4, 4096, 262_144, 4_000_000, 25_000_000)])
     assert line.alpha == pytest.approx(alpha, rel=1e-6, abs=1e-12)
     assert line.beta == pytest.approx(beta, rel=1e-6, abs=1e-16)
 
@@ -69,46 +69,48 @@ def test_a_line_is_found_again(alpha: float, beta: float) -> None:
 def test_a_fit_keeps_relative_errors_small_at_both_ends() -> None:
     """Ten per cent at the longest time are a hundred alphas, and would be paid by the short ones."""
     measured = [*((n, 1e-4 + 1e-8 * n) for n in (4, 1000, 100_000)), (1e7, 1.1 * (1e-4 + 0.1))]
-    line = fit_line(measured)
+    line = fit_message_time_line(measured)
     assert max(abs(line.predict_seconds(n) / t - 1) for n, t in measured) < 0.1
 
 
 def test_neither_part_of_a_line_is_negative() -> None:
-    rising = fit_line([(1, 1.0), (100, 200.0)])
+    rising = fit_message_time_line([(1, 1.0), (100, 200.0)])
     assert rising.alpha == 0 and rising.beta == pytest.approx(1.2)
-    falling = fit_line([(1, 1.0), (100, 0.5)])
+    falling = fit_message_time_line([(1, 1.0), (100, 0.5)])
     assert falling.beta == 0 and falling.alpha == pytest.approx(0.6)  # (1/1 + 1/0.5) / (1/1 + 1/0.25)
 
 
 @pytest.mark.parametrize("measured", [[], [(4, 1e-4)], [(4, 1e-4), (4, 2e-4)], [(4, 0.0), (8, 1e-4)]])
 def test_too_few_times_are_refused(measured: list[tuple[float, float]]) -> None:
     with pytest.raises(UserError, match="fitting a line requires positive times for at least two sizes"):
-        fit_line(measured)
+        fit_message_time_line(measured)
 
 
 def test_the_choice_follows_the_size() -> None:
     names = ("ring", "tree", "star")
-    choice = choose_by_size(LINES, names, 8)
+    choice = choose_algorithms_by_size(LINES, names, 8)
     first, bound, last = choice.split("<")
     assert (first, last) == ("tree", "ring")  # 6 messages in a row instead of 14; but the ring's are an eighth
     tree, ring = (build_algorithm(name, 8) for name in (first, last))
     for nbytes, least in ((int(bound) / 4, tree), (int(bound), ring)):
         assert predict_seconds(least, LINES, nbytes) == min(predict_seconds(one, LINES, nbytes) for one in (tree, ring))
-    assert choose_by_size(LINES, names, 2) == "ring"  # all take two messages in a row, the ring's are half
-    assert choose_by_size(LINES, ALGORITHM_NAMES, 8) == "halving_doubling"
-    assert choose_by_size(LINES, ("halving_doubling", "tree"), 3) == "tree", "three ranks cannot halve"
-    assert choose_by_size(LINES, ALGORITHM_NAMES, 4, "aabb").endswith("<two_level")
-    assert choose_by_size(LINES, ["star"], 1) == "star"
+    assert choose_algorithms_by_size(LINES, names, 2) == "ring"  # all take two messages in a row, the ring's are half
+    assert choose_algorithms_by_size(LINES, ALGORITHM_NAMES, 8) == "halving_doubling"
+    assert choose_algorithms_by_size(LINES, ("halving_doubling", "tree"), 3) == "tree", "three ranks cannot halve"
+    assert choose_algorithms_by_size(LINES, ALGORITHM_NAMES, 4, "aabb").endswith("<two_level")
+    assert choose_algorithms_by_size(LINES, ["star"], 1) == "star"
     for size in range(2, 9):
-        assert choose_by_size(LINES, ("sharded_star", "ring"), size) == "sharded_star"  # equal: the first
+        assert choose_algorithms_by_size(LINES, ("sharded_star", "ring"), size) == "sharded_star"  # equal: the first
 
 
 def test_with_many_ranks_less_is_simulated_and_the_choice_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 chooses while the others wait; a ring of p ranks has 4 p (p - 1) moves."""
-    simulated = choose_by_size(LINES, ALGORITHM_NAMES, 12, "aaabbbcccddd")
+    simulated = choose_algorithms_by_size(LINES, ALGORITHM_NAMES, 12, "aaabbbcccddd")
     monkeypatch.setattr(cost, "MAX_MOVES", 0)
-    assert choose_by_size(LINES, ALGORITHM_NAMES, 12, "aaabbbcccddd") == simulated, "two sizes and a line say the same"
+    assert choose_algorithms_by_size(LINES, ALGORITHM_NAMES, 12, "aaabbbcccddd") == simulated, (
+        "two sizes and a line say the same"
+    )
     monkeypatch.setattr(cost, "MAX_RANKS", 11)
-    assert "ring" not in choose_by_size(LINES, ("ring", "tree"), 12)
-    assert choose_by_size(LINES, ("two_level", "tree"), 12).endswith("tree")
-    assert choose_by_size(LINES, ("two_level", "tree"), 12, "aaaaaabbbbbb").endswith("two_level")
+    assert "ring" not in choose_algorithms_by_size(LINES, ("ring", "tree"), 12)
+    assert choose_algorithms_by_size(LINES, ("two_level", "tree"), 12).endswith("tree")
+    assert choose_algorithms_by_size(LINES, ("two_level", "tree"), 12, "aaaaaabbbbbb").endswith("two_level")

@@ -129,9 +129,9 @@ def test_the_report_names_the_straggler_and_what_is_not_hidden() -> None:
 
 
 def test_how_a_process_does_is_told_from_enough_steps_on() -> None:
-    times = step_timing.StepTimes(nn.Linear(1, 1), torch.device("cpu"))
-    for _ in times.iterate(range(step_timing.WARM_UP + step_timing.MIN_STEPS)):
-        times.mark("backward")
+    times = step_timing.StepTimer(nn.Linear(1, 1), torch.device("cpu"))
+    for _ in times.iterate_batches(range(step_timing.WARM_UP + step_timing.MIN_STEPS)):
+        times.record_mark("backward")
         assert times.estimate_seconds_to_backward() is None
     assert times.estimate_seconds_to_backward() is not None
 

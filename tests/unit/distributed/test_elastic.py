@@ -187,7 +187,7 @@ def test_without_an_irreplaceable_rank_the_run_is_over(path: Path) -> None:
     wait_until(lambda: run.started == [3], "rank 3 starts")
     run.kill(1)
     wait_until(lambda: run.coordinator.end_reason, "the loss of rank 1")
-    assert not run.coordinator.is_active and not run.supervisor.accept_loss(1, -9)
+    assert not run.coordinator.is_active and not run.supervisor.handle_ended_rank(1, -9)
     for rank in (0, 2):
         threading.Thread(target=run.sign_in, kwargs={f"r{rank}": 4}, daemon=True).start()
     wait_until(lambda: sum(bool(one.sign_in) for one in run.coordinator.connections) == 2, "the others sign in")
@@ -199,7 +199,7 @@ def test_the_loss_of_an_irreplaceable_rank_counts_before_all_have_come(path: Pat
     run.kill(0)
     wait_until(lambda: run.coordinator.end_reason, "the loss of rank 0")
     run.join(2)
-    assert not run.supervisor.accept_loss(0, -9) and not run.coordinator.is_active
+    assert not run.supervisor.handle_ended_rank(0, -9) and not run.coordinator.is_active
 
 
 def test_a_rank_is_started_again_once_it_is_known_to_be_lost(path: Path) -> None:

@@ -160,7 +160,7 @@ def test_files_that_the_kernel_keeps_are_no_use_of_memory(monkeypatch: pytest.Mo
         "/sys/fs/cgroup/job/memory.stat": "anon 90000\nactive_file 100\ninactive_file 900000\n",
     }
     for module in (host_memory, process_limits):
-        monkeypatch.setattr(module, "read_or_empty", lambda path: files.get(path, ""))
+        monkeypatch.setattr(module, "read_text_or_empty", lambda path: files.get(path, ""))
     assert host_memory.read_cgroup_limits() == [(910_000, "limit of control group /job")]
 
 

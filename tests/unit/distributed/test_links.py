@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from common.distributed.transport.connecting import Links
+from common.distributed.transport.connecting import RankLinks
 from common.distributed.transport.links import LinkError, LinkTimeout
 from common.distributed.transport.memory_links import SLOT_COUNT, MemoryStream, allocate_memory
 from common.distributed.transport.socket_stream import PIECE_BYTES, SMALL_BYTES
@@ -23,20 +23,20 @@ LARGE = 3 * SLOT_COUNT * PIECE_BYTES + 5  # more than kernel or shared memory ho
 SIZES = (0, 1, 4, SMALL_BYTES, SMALL_BYTES + 1, PIECE_BYTES, LARGE)
 
 
-def test_every_size_arrives_and_is_counted(pair: list[Links]) -> None:
+def test_every_size_arrives_and_is_counted(pair: list[RankLinks]) -> None:
     sender, reader = pair[0].outgoing[1], pair[1].incoming[0]
     for count, size in enumerate(SIZES):
         data, got = os.urandom(size), bytearray(size)
         ticket = sender.send(count, data)
         reader.receive(count, got)
-        sender.wait(ticket)
+        sender.wait_until_written(ticket)
         assert got == data, size
         sender.send(count, data)
         assert b"".join(bytes(piece) for piece in reader.receive_pieces(count, size)) == data, size
     assert sender.bytes_sent == 2 * sum(SIZES)
 
 
-def test_all_may_send_before_anybody_receives(pair: list[Links]) -> None:
+def test_all_may_send_before_anybody_receives(pair: list[RankLinks]) -> None:
     def play(rank: int) -> bool:
         peer = 1 - rank
         large = os.urandom(LARGE)
@@ -51,14 +51,14 @@ def test_all_may_send_before_anybody_receives(pair: list[Links]) -> None:
             pair[rank].incoming[peer].receive(1, small)
             assert small[:2] == number.to_bytes(2)
         for ticket in tickets:
-            pair[rank].outgoing[peer].wait(ticket)
+            pair[rank].outgoing[peer].wait_until_written(ticket)
         return True
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(play, (0, 1))) == [True, True]
 
 
-def test_a_small_message_that_has_to_wait_is_sent_as_it_was(pair: list[Links]) -> None:
+def test_a_small_message_that_has_to_wait_is_sent_as_it_was(pair: list[RankLinks]) -> None:
     """One that goes through memory waits where all slots are taken; over a socket, where the kernel's memory is."""
     sender, reader = pair[0].outgoing[1], pair[1].incoming[0]
     message = bytearray(SMALL_BYTES)
@@ -67,15 +67,15 @@ def test_a_small_message_that_has_to_wait_is_sent_as_it_was(pair: list[Links]) -
         message[:] = bytes([number]) * SMALL_BYTES
         tickets.append(sender.send(number, message))
     with pytest.raises(LinkTimeout):  # the last ones wait
-        sender.wait(tickets[-1], 0.01)
+        sender.wait_until_written(tickets[-1], 0.01)
     for number in range(200):
         got = bytearray(SMALL_BYTES)
         reader.receive(number, got)
         assert got == bytes([number]) * SMALL_BYTES, number
-    sender.wait(tickets[-1])
+    sender.wait_until_written(tickets[-1])
 
 
-def test_messages_wait_for_those_who_want_them(pair: list[Links]) -> None:
+def test_messages_wait_for_those_who_want_them(pair: list[RankLinks]) -> None:
     sender, reader = pair[0].outgoing[1], pair[1].incoming[0]
     for tag in (1, 2, 3, 2):
         sender.send(tag, bytes([tag]) * SMALL_BYTES * tag)
@@ -91,11 +91,11 @@ def test_messages_wait_for_those_who_want_them(pair: list[Links]) -> None:
     assert [set(data) for data in got] == [{0}, {1}, {2}, {3}]
 
 
-def test_closing_ends_at_once_what_waits(pair: list[Links]) -> None:
+def test_closing_ends_at_once_what_waits(pair: list[RankLinks]) -> None:
     """The time limit of these links is longer than that of the test."""
     ticket = pair[0].outgoing[1].send(0, bytes(20 * LARGE))
     waits = [
-        lambda: pair[0].outgoing[1].wait(ticket),
+        lambda: pair[0].outgoing[1].wait_until_written(ticket),
         lambda: pair[0].incoming[1].receive(7, bytearray(4)),
         lambda: pair[0].incoming[1].receive(8, bytearray(4)),
     ]
@@ -125,7 +125,7 @@ def test_a_rank_that_dies_is_named_at_once(meeting: Meeting) -> None:
     links = meeting.join(0, 2)
     child = int(meeting.get("child"))
     ticket = links.outgoing[1].send(0, bytes(20 * LARGE))
-    waits = (lambda: links.outgoing[1].wait(ticket), lambda: links.incoming[1].receive(7, bytearray(4)))
+    waits = (lambda: links.outgoing[1].wait_until_written(ticket), lambda: links.incoming[1].receive(7, bytearray(4)))
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(wait) for wait in waits]
         time.sleep(0.05)
@@ -142,7 +142,7 @@ def test_a_rank_that_dies_is_named_at_once(meeting: Meeting) -> None:
 def test_the_last_message_outlives_its_rank(meeting: Meeting) -> None:
     def send() -> None:
         links = meeting.join(1, 2)
-        links.outgoing[0].wait(links.outgoing[0].send(0, b"x" * SMALL_BYTES * 3))
+        links.outgoing[0].wait_until_written(links.outgoing[0].send(0, b"x" * SMALL_BYTES * 3))
         links.close()
 
     process = fork(send)
@@ -160,7 +160,7 @@ def test_a_silent_rank_is_named_after_the_time_limit(meeting: Meeting) -> None:
     told = r"rank 1 does not answer \(no progress for 0.2 s\); see its log, or raise launch.step_timeout"
     for wait in (
         lambda: ranks[0].incoming[1].receive(0, bytearray(4)),
-        lambda: ranks[0].outgoing[1].wait(ticket),
+        lambda: ranks[0].outgoing[1].wait_until_written(ticket),
     ):
         with pytest.raises(LinkTimeout, match=told):
             wait()
@@ -183,13 +183,13 @@ def test_a_patient_rank_waits_longer(meeting: Meeting) -> None:
         links.close()
 
 
-def test_another_size_than_expected_is_told(pair: list[Links]) -> None:
+def test_another_size_than_expected_is_told(pair: list[RankLinks]) -> None:
     pair[0].outgoing[1].send(5, bytes(8))
     with pytest.raises(LinkError, match=r"rank 0 sent 8 bytes instead of 12 \(tag 5\); check that all ranks"):
         pair[1].incoming[0].receive(5, bytearray(12))
 
 
-def test_a_message_that_is_left_half_read_ends_the_link(pair: list[Links]) -> None:
+def test_a_message_that_is_left_half_read_ends_the_link(pair: list[RankLinks]) -> None:
     pair[0].outgoing[1].send(5, bytes(LARGE))
     pieces = pair[1].incoming[0].receive_pieces(5, LARGE)
     next(pieces)
@@ -216,7 +216,7 @@ def test_memory_has_its_pages_before_it_is_used() -> None:
 
 
 @pytest.mark.parametrize("meeting", ["memory"], indirect=True)
-def test_without_memory_messages_go_through_the_socket(pair: list[Links]) -> None:
+def test_without_memory_messages_go_through_the_socket(pair: list[RankLinks]) -> None:
     sender, reader = pair[0].outgoing[1], pair[1].incoming[0]
     stream = sender.stream
     assert isinstance(stream, MemoryStream)
@@ -227,7 +227,7 @@ def test_without_memory_messages_go_through_the_socket(pair: list[Links]) -> Non
         for _ in range(2):
             ticket = sender.send(0, data)
             reader.receive(0, got)
-            sender.wait(ticket)
+            sender.wait_until_written(ticket)
             assert got == data and not stream.shared
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -17,8 +17,8 @@ from common.distributed.parameter_server.server import (
     Shard,
     ShardServer,
     StalenessPolicy,
-    repeat_served_steps,
-    split_vector,
+    replay_recorded_steps,
+    split_vector_into_shards,
 )
 from common.training.optimizers import SGD
 from configs.param_server import Config
@@ -35,7 +35,7 @@ def serve(policy: StalenessPolicy, timeout: float = 60, *, damp: bool = False) -
 
 @pytest.mark.parametrize(("length", "servers"), [(10, 1), (10, 3), (3, 3), (7, 4)])
 def test_shards_cover_the_vector_and_differ_by_one_at_most(length: int, servers: int) -> None:
-    parts = split_vector(length, servers)
+    parts = split_vector_into_shards(length, servers)
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(length))
     sizes = [part.stop - part.start for part in parts]
     assert len(sizes) == servers and max(sizes) - min(sizes) <= 1
@@ -43,7 +43,7 @@ def test_shards_cover_the_vector_and_differ_by_one_at_most(length: int, servers:
 
 def test_more_servers_than_parameters_are_refused() -> None:
     with pytest.raises(UserError, match="servers=4: the model has only 3 parameters; use fewer servers"):
-        split_vector(3, 4)
+        split_vector_into_shards(3, 4)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_a_synchronous_server_applies_the_mean_of_all_pushes_once_all_are_there(
     found[0] = server.push(0, torch.tensor([0.0, 4]))
     waiting.join()
     assert server.shard.version == 0, "until it is told that all servers have all pushes"
-    server.take_prepared_step()
-    server.take_prepared_step()
+    server.apply_prepared_step()
+    server.apply_prepared_step()
     assert server.shard.values.tolist() == [-0.5, -1] and server.shard.version == 1
     assert found == {0: (2, 0), 1: (3, 0)}
     assert server.events[-1] == {"push": [0, 1], "rate": 0.5, "version": 1}
@@ -137,7 +137,7 @@ def test_waiting_ends_when_a_worker_is_lost_or_takes_too_long() -> None:
     server.pull(0, 0, 1.0)
     with pytest.raises(TimeoutError, match="timed out"):
         server.push(0, torch.ones(2))
-    server.fail(RuntimeError("Connection closed"))
+    server.abort_waiting_calls(RuntimeError("Connection closed"))
     with pytest.raises(RuntimeError, match="a worker has been lost: Connection closed"):
         server.push(0, torch.ones(2))
 
@@ -172,18 +172,18 @@ def test_a_log_is_replayed_with_the_versions_that_were_pulled_and_a_gap_is_notic
         seen[ticket] = values.tolist()
         return torch.tensor([1.0, 2.0]) * (ticket + 1)
 
-    found = repeat_served_steps([first, second], torch.tensor([10.0, 10.0]), sgd, 1, compute)
+    found = replay_recorded_steps([first, second], torch.tensor([10.0, 10.0]), sgd, 1, compute)
     assert seen == {0: [10, 10], 1: [10, 9]}, "of the second shard ticket 1 has pulled a newer version"
     assert found.tolist() == [10 - 2 - 0.5, 10 - 1 - 4]
     with pytest.raises(ValueError, match="an event is missing"):
-        repeat_served_steps([first, second[1:]], torch.zeros(2), sgd, 1, compute)
+        replay_recorded_steps([first, second[1:]], torch.zeros(2), sgd, 1, compute)
 
 
 def test_the_report_counts_the_pushes_of_all_servers() -> None:
     served = [ServerCounts(4, 400, 400, {"0": 1, "1": 3}), ServerCounts(4, 400, 400, {"1": 2, "5": 2})]
     report = ServerReport(StalenessPolicy("bounded", 5, 3), served)
-    assert report.compute_shares() == {0: 1 / 8, 1: 5 / 8, 2: 0, 3: 0, 4: 0, 5: 2 / 8}
-    assert report.mean == pytest.approx(15 / 8)
+    assert report.compute_staleness_shares() == {0: 1 / 8, 1: 5 / 8, 2: 0, 3: 0, 4: 0, 5: 2 / 8}
+    assert report.mean_staleness == pytest.approx(15 / 8)
     rows = report.rows()
     assert rows["mode"] == "bounded with a staleness of at most 5, 3 workers, 2 servers"
     assert rows["staleness"] == "mean 1.88, maximum 5  (0: 12%  1: 62%  5: 25%)"

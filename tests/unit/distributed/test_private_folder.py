@@ -35,4 +35,4 @@ def test_a_certificate_is_valid_until_the_end_of_the_job(monkeypatch: pytest.Mon
 def test_a_host_without_the_run_folder_is_told(runs: str, tmp_path: Path) -> None:
     folder = private_folder.get_private_folder(tmp_path / runs, RankInfo(1, 2, attempt_id="7.0.0"))
     with pytest.raises(UnreachableError, match=r"rank 1 cannot find .*private-7.0.0, .* a folder that all hosts share"):
-        private_folder.open_identity(folder, RankInfo(1, 2), 0.1)
+        private_folder.create_or_load_identity(folder, RankInfo(1, 2), 0.1)

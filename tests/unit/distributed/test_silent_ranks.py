@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from common.distributed import silent_ranks
 from common.distributed.rendezvous import World
-from common.distributed.silent_ranks import SilenceWatch, name_silent_ranks
+from common.distributed.silent_ranks import SilentRankWatchdog, describe_silent_ranks
 from tests.harness.processes import wait_until
 
 SECONDS = datetime.timedelta(seconds=30)
@@ -52,10 +52,10 @@ def found() -> Iterator[tuple[World, int]]:
 
 def test_who_has_not_waited_is_named(found: tuple[World, int]) -> None:
     world, _ = found
-    assert name_silent_ranks(world, 0.1).startswith("rank 0 on a did not answer within 30 s")
+    assert describe_silent_ranks(world, 0.1).startswith("rank 0 on a did not answer within 30 s")
     assert world.store
     world.store.set("waited/0", "")
-    assert name_silent_ranks(world, 0.1) == ""
+    assert describe_silent_ranks(world, 0.1) == ""
 
 
 def test_a_store_that_stands_still_is_not_waited_for(found: tuple[World, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,27 +63,27 @@ def test_a_store_that_stands_still_is_not_waited_for(found: tuple[World, int], m
     monkeypatch.setattr(silent_ranks, "ANSWER_SECONDS", 0.5)
     os.kill(server, signal.SIGSTOP)
     began = time.monotonic()
-    assert name_silent_ranks(world, 0.1) == DEAF
+    assert describe_silent_ranks(world, 0.1) == DEAF
     assert time.monotonic() - began < 5
 
 
 def test_a_store_that_is_gone_is_told(found: tuple[World, int]) -> None:
     world, server = found
     os.kill(server, signal.SIGKILL)
-    assert name_silent_ranks(world, 0.1) == DEAF
+    assert describe_silent_ranks(world, 0.1) == DEAF
 
 
 def test_a_message_that_nothing_ends_is_watched(found: tuple[World, int]) -> None:
     """As long as steps come nothing is said; then who is missing is named, once."""
     world, _ = found
     said = list[str]()
-    watch = SilenceWatch(world, 0.5, 0.1, said.append)
+    watch = SilentRankWatchdog(world, 0.5, 0.1, said.append)
     for _ in range(20):
         time.sleep(0.05)
-        watch.restart()
+        watch.restart_time_limit()
     assert not said
     wait_until(lambda: said, "the missing rank is named", 20)
-    assert said == [name_silent_ranks(world, 0.1)] and said[0].startswith("rank 0 on a did not answer")
+    assert said == [describe_silent_ranks(world, 0.1)] and said[0].startswith("rank 0 on a did not answer")
 
 
 def test_a_wait_of_all_is_no_end_of_the_watch(found: tuple[World, int]) -> None:
@@ -91,17 +91,17 @@ def test_a_wait_of_all_is_no_end_of_the_watch(found: tuple[World, int]) -> None:
     assert world.store
     said = list[str]()
     world.store.set("waited/1/0", "")  # rank 0 waits, too
-    watch = SilenceWatch(world, 0.2, 0.1, said.append)
+    watch = SilentRankWatchdog(world, 0.2, 0.1, said.append)
     time.sleep(1)
     assert not said
-    watch.restart()
+    watch.restart_time_limit()
     wait_until(lambda: said, "the missing rank is named", 20)
 
 
 def test_a_watch_that_is_closed_says_nothing(found: tuple[World, int]) -> None:
     world, _ = found
     said = list[str]()
-    watch = SilenceWatch(world, 0.1, 0.3, said.append)
+    watch = SilentRankWatchdog(world, 0.1, 0.3, said.append)
     time.sleep(0.2)  # it asks by now
     watch.close()
     time.sleep(0.5)

@@ -13,7 +13,7 @@ import pytest
 
 from common.core.errors import UnreachableError
 from common.distributed.transport import reception
-from common.distributed.transport.connecting import Links, RankAddress
+from common.distributed.transport.connecting import RankAddress, RankLinks
 from common.distributed.transport.reception import MAX_PENDING
 from common.distributed.transport.welcome import ANSWER_BYTES, ConnectionId, make_hello
 from tests.harness.chance import draw_seed
@@ -31,7 +31,7 @@ class Waiting:
         self.meeting = meeting
         self.held: list[socket.socket] = []
         self.pool = ThreadPoolExecutor(1)
-        self.future: Future[Links] = self.pool.submit(meeting.join, 0, 2)
+        self.future: Future[RankLinks] = self.pool.submit(meeting.join, 0, 2)
         self.found = RankAddress(*json.loads(meeting.get("link/0")))
 
     def connect(self) -> socket.socket:

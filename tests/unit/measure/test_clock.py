@@ -49,10 +49,10 @@ STEP, DAY = 0.0123456, 86_400.0
 
 def test_stamps_of_a_step_are_as_precise_after_a_day_as_at_once() -> None:
     device = device_clock.DeviceClock(torch.device("cuda", 0))
-    device.begin_step()
+    device.refresh_reference_event()
     early = device.stamp()
     Played.now += DAY
-    device.begin_step()
+    device.refresh_reference_event()
     first = device.stamp()
     Played.now += STEP
     last = device.stamp()
@@ -68,34 +68,34 @@ def test_steps_within_a_zero_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     device = device_clock.DeviceClock(torch.device("cuda", 0))
     for _ in range(1000):
         Played.now += 0.025
-        device.begin_step()
+        device.refresh_reference_event()
     assert len(waits) == 3, "at the start and every ten seconds"
 
 
 def test_watch_and_step_times_begin_their_steps() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     watch = StageTracer([model], [torch.device("cuda", 0)])
-    times = step_timing.StepTimes(model, torch.device("cuda", 0))
+    times = step_timing.StepTimer(model, torch.device("cuda", 0))
     times.steps_to_skip = 0
     Played.now += DAY
-    for x in times.iterate([torch.ones(1, 1)] * 3):
+    for x in times.iterate_batches([torch.ones(1, 1)] * 3):
         watch.begin_step()
         out = watch.forward(0, 0, x)
-        times.mark("backward")
+        times.record_mark("backward")
         Played.now += STEP
         out.sum().backward()
-        times.mark("end of backward")
-    found = times.summarize()
+        times.record_mark("end of backward")
+    found = times.summarize_steps()
     assert found is not None and found.step == pytest.approx(STEP, abs=2e-6)
     for (forward, backward), *_ in watch.collect_spans():
         assert forward.start == forward.end and backward.start - forward.end == pytest.approx(STEP, abs=2e-6)
 
 
 def test_a_gpu_is_asked_only_for_steps_that_it_has_come_to_the_end_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = step_timing.StepTimes(nn.Sequential(nn.Linear(1, 1)), torch.device("cuda", 0))
-    for number, _ in enumerate(times.iterate([0] * (step_timing.WARM_UP + 2 * step_timing.MIN_STEPS))):
+    times = step_timing.StepTimer(nn.Sequential(nn.Linear(1, 1)), torch.device("cuda", 0))
+    for number, _ in enumerate(times.iterate_batches([0] * (step_timing.WARM_UP + 2 * step_timing.MIN_STEPS))):
         Played.now += STEP if number < step_timing.WARM_UP + step_timing.MIN_STEPS else 3 * STEP
-        times.mark("backward")
+        times.record_mark("backward")
     assert times.estimate_seconds_to_backward() == pytest.approx(2 * STEP, abs=2e-6), "the median of all"
     monkeypatch.setattr(Played, "behind", 3 * STEP * (step_timing.MIN_STEPS - 0.5))
     assert times.estimate_seconds_to_backward() == pytest.approx(STEP, abs=2e-6), "of those that it has come to"
@@ -109,7 +109,7 @@ def test_hosts_that_count_from_their_own_start_have_one_zero(monkeypatch: pytest
         monkeypatch.setattr(time, "perf_counter", lambda booted=booted: Played.now - booted)
         host = device_clock.DeviceClock(torch.device("cpu"))
         monkeypatch.setattr(Played, "now", 60_000.0)
-        host.set_zero_now()  # behind a barrier
+        host.set_origin_now()  # behind a barrier
         monkeypatch.setattr(Played, "now", 60_001.5)
         found.append(host.to_seconds(host.stamp()))
     assert found == [1.5, 1.5]

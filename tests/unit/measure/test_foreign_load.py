@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.distributed.rendezvous import World
-from common.measure.foreign_load import CpuUse, ForeignLoadMeter, compute_foreign_shares, report_shares
+from common.measure.foreign_load import CpuUse, ForeignLoadMeter, compute_foreign_shares, report_foreign_shares
 
 
 def test_ranks_of_one_machine_are_counted_together_and_its_cpus_once() -> None:
@@ -22,16 +22,16 @@ def test_ranks_of_one_machine_are_counted_together_and_its_cpus_once() -> None:
     ]
     shares = compute_foreign_shares(uses)
     assert shares == {"node1, node2": pytest.approx(0.2), "node3": 0.0}
-    facts = report_shares(shares)
+    facts = report_foreign_shares(shares)
     assert facts.measured == {"foreign_cpu_share": pytest.approx(0.2)}
     (note,) = facts.shown.values()
     assert note.startswith("other processes used 20% of the CPU time on node1, node2;") and "node3" not in note
-    assert report_shares({"node1": 0.05}).shown == {} and report_shares({}).measured == {}
+    assert report_foreign_shares({"node1": 0.05}).shown == {} and report_foreign_shares({}).measured == {}
 
 
 def test_another_process_is_seen() -> None:
     meter = ForeignLoadMeter(World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1))
     burn = "import time\nwhile time.process_time() < 0.3: pass"
     subprocess.run([sys.executable, "-c", burn], check=True)
-    use = meter.measure()
+    use = meter.measure_cpu_use()
     assert sum(use.busy.values()) - use.rank_seconds > 0.2

@@ -25,7 +25,7 @@ def test_idle_shares_of_a_known_step() -> None:
 
 
 def test_an_ideal_run_shows_the_ideal_bubble_and_one_line_a_stage() -> None:
-    plan = schedules.make_gpipe(2, 4, 4)
+    plan = schedules.make_gpipe_schedule(2, 4, 4)
     spans = simulate_schedule(plan, 4)
     found = report.PipelineReport.from_spans([[mine] * 3 for mine in spans], plan, 4)
     assert sum(found.idle_shares) / 2 == pytest.approx(found.ideal_bubble)

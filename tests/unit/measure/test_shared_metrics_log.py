@@ -23,7 +23,7 @@ def open_log(file: Path, *, is_main: bool) -> SharedMetricsLog:
 
 def add_steps(log: SharedMetricsLog, first: int, last: int) -> None:
     for step in range(first, last + 1):
-        log.add(step, time.perf_counter(), {"loss": 1.0 / step})
+        log.add_step(step, time.perf_counter(), {"loss": 1.0 / step})
     log.flush()
 
 
@@ -31,7 +31,7 @@ def become_main(log: SharedMetricsLog) -> None:
     """Continue after the loss of rank 0, as the members of a new generation do."""
     cast(Any, log.world).is_main = True
     log.take_over_file()
-    log.write_rows(log.collect())
+    log.write_rows(log.collect_unwritten_rows())
 
 
 def read_positions(file: Path) -> list[tuple[int, bool]]:
@@ -48,14 +48,14 @@ def test_rows_that_a_lost_rank_0_has_not_written_are_written_once(
     survivor = open_log(file, is_main=False)
     add_steps(lost, 1, steps_written)
     add_steps(survivor, 1, 5)
-    survivor.write(5, {"test_loss": 0.5})
+    survivor.write_values(5, {"test_loss": 0.5})
     if evaluation_written:
-        lost.write(5, {"test_loss": 0.5})
+        lost.write_values(5, {"test_loss": 0.5})
 
     become_main(survivor)
     assert read_positions(file) == [*((step, False) for step in range(1, 6)), (5, True)]
 
-    survivor.write(5, {"test_loss": 0.5})  # a rank that had not finished the evaluation makes all repeat it
+    survivor.write_values(5, {"test_loss": 0.5})  # a rank that had not finished the evaluation makes all repeat it
     add_steps(survivor, 6, 7)
     assert read_positions(file)[6:] == [(6, False), (7, False)]
 
@@ -64,6 +64,6 @@ def test_rows_of_before_a_vote_are_kept_no_longer(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     survivor = open_log(file, is_main=False)
     add_steps(survivor, 1, 5)
-    survivor.write(5, {"test_loss": 0.5})
+    survivor.write_values(5, {"test_loss": 0.5})
     survivor.drop_unwritten_rows()
-    assert survivor.collect() == []
+    assert survivor.collect_unwritten_rows() == []

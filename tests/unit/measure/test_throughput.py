@@ -114,7 +114,7 @@ def test_steady_steps_are_those_of_the_gpu(
 def test_what_ranks_wait_for_each_other_between_steps_counts_and_saving_does_not(
     gpu: Played, world: World, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vote, save, took = SaveOrStopVote.decide, Saver.save, list[str]()
+    vote, save, took = SaveOrStopVote.vote_after_step, Saver.save, list[str]()
 
     def decide(self: SaveOrStopVote, step: int, diverged: bool, came: float, **facts: bool) -> Decision:
         gpu.now += 1
@@ -126,7 +126,7 @@ def test_what_ranks_wait_for_each_other_between_steps_counts_and_saving_does_not
         took.append("save")
         return save(self, step, best=best)
 
-    monkeypatch.setattr(SaveOrStopVote, "decide", decide)
+    monkeypatch.setattr(SaveOrStopVote, "vote_after_step", decide)
     monkeypatch.setattr(Saver, "save", write)
     run = train(gpu, world, cache, tmp_path / "run", epoch=100, every=20, total=40, cuda=False)
     alone = took[: took.index("save") - 1].count("vote")  # that before a checkpoint is left out with it

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from common.checkpoint.train_state import get_recipe
+from common.checkpoint.train_state import get_model_recipe
 from common.core.errors import UserError
 from common.models import model_file, networks, partition, pruning_masks
 from common.runs.folder import RunFolder
@@ -174,7 +174,7 @@ def test_the_file_holds_all_tensors_and_the_recipe_of_that_very_model(
     model = build()
     state = model.state_dict()
     pruning_masks.Masks(model)
-    model_file.write_model(RunFolder(tmp_path), model.state_dict(), get_recipe(model), {})
+    model_file.write_model(RunFolder(tmp_path), model.state_dict(), get_model_recipe(model), {})
     kept, facts = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "model.json").read_text())
     assert kept.keys() == state.keys() and all(torch.equal(kept[name], state[name]) for name in kept)
     assert recipe.items() <= facts.items()

@@ -26,29 +26,31 @@ def test_every_schedule_is_complete_and_ends(name: str, sizes: tuple[int, int, i
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 4), (3, 6), (4, 8), (8, 32)])
 def test_bubbles_are_those_of_the_papers(p: int, m: int) -> None:
     bubble = (p - 1) / (m + p - 1)
-    assert compute_bubble(simulate_schedule(schedules.make_gpipe(p, p, m), p)) == pytest.approx(bubble)
-    assert compute_bubble(simulate_schedule(schedules.make_1f1b(p, p, m), p)) == pytest.approx(bubble)
-    assert compute_bubble(simulate_schedule(schedules.make_naive(p, p, m), p)) == pytest.approx(1 - 1 / p)
+    assert compute_bubble(simulate_schedule(schedules.make_gpipe_schedule(p, p, m), p)) == pytest.approx(bubble)
+    assert compute_bubble(simulate_schedule(schedules.make_1f1b_schedule(p, p, m), p)) == pytest.approx(bubble)
+    assert compute_bubble(simulate_schedule(schedules.make_naive_schedule(p, p, m), p)) == pytest.approx(1 - 1 / p)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 4), (4, 16)])
 def test_1f1b_keeps_at_most_as_many_microbatches_as_stages_follow(p: int, m: int) -> None:
-    for rank, actions in enumerate(schedules.make_1f1b(p, p, m)):
+    for rank, actions in enumerate(schedules.make_1f1b_schedule(p, p, m)):
         flying = most = 0
         for action in actions:
             flying += 1 if action.kind == "F" else -1
             most = max(most, flying)
         assert most == min(m, p - rank)
-    assert max(sum(a.kind == "F" for a in actions) for actions in schedules.make_gpipe(p, p, m)) == m
+    assert max(sum(a.kind == "F" for a in actions) for actions in schedules.make_gpipe_schedule(p, p, m)) == m
 
 
 def test_two_stages_a_rank_shorten_gpipe() -> None:
-    one, two = (compute_bubble(simulate_schedule(schedules.make_gpipe(4, stages, 8), stages)) for stages in (4, 8))
+    one, two = (
+        compute_bubble(simulate_schedule(schedules.make_gpipe_schedule(4, stages, 8), stages)) for stages in (4, 8)
+    )
     assert two < one
 
 
 def test_diagram_shows_who_works_on_what_when() -> None:
-    lines = format_timeline(simulate_schedule(schedules.make_gpipe(2, 2, 2), 2), width=9)
+    lines = format_timeline(simulate_schedule(schedules.make_gpipe_schedule(2, 2, 2), 2), width=9)
     assert lines == ["01...aabb", ".01aabb.."]
 
 

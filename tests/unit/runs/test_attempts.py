@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> RunFolder:
 def begin(folder: RunFolder, parent: int | None, step: int, steps: range, tail: str = "") -> RunFolder:
     """A start that trained `steps`, with an evaluation of two rows after every second one."""
     attempt = folder.claim_attempt()
-    attempt.write_parent(parent, step)
+    attempt.record_parent_attempt(parent, step)
     rows: list[dict[str, Any]] = []
     for number in steps:
         rows.append({"global_step": number, "loss": number + attempt.number / 10})
@@ -90,7 +90,7 @@ def test_rows_of_a_start_that_was_cut_off_do_not_count(folder: RunFolder) -> Non
 def test_an_evaluation_after_the_last_step_saved_comes_once(folder: RunFolder) -> None:
     begin(folder, None, 0, range(1, 6))  # saved at 4, before the first of the two rows of its evaluation
     second = begin(folder, 1, 4, range(5, 7))
-    second.write_parent(1, 4, rows=6)
+    second.record_parent_attempt(1, 4, rows=6)
     assert [(row["global_step"], row.get("part")) for row in folder.read_metrics()] == [
         *((1, None), (2, None), (2, 1), (2, 2), (3, None), (4, None)),
         *((5, None), (6, None), (6, 1), (6, 2)),

@@ -120,7 +120,7 @@ def test_a_process_of_another_host_is_judged_by_its_signs_of_life(
     # `make sync` and reports write there, too.
     write_note(second, TrackingNote())
     (second.attempt_folder / "logs" / "tracker.log").touch()
-    assert claims.measure_silence(second) >= 61
+    assert claims.compute_seconds_since_last_write(second) >= 61
     assert claims.claim_next_attempt(folder).number == 3
 
 
@@ -183,22 +183,24 @@ def test_an_attempt_notices_that_its_folder_is_gone_or_a_newer_one_is_there(
     monkeypatch.setattr(AttemptWatch, "RETURN_SECONDS", 0.5)
     attempt = claims.claim_next_attempt(folder)
     watch = AttemptWatch(attempt)
-    assert watch.find_problem(7) == ""
+    assert watch.find_stop_reason(7) == ""
     away = folder.path.with_name("away")
     folder.path.rename(away)
     remedy = f"move it back, then resume with: make exp RESUME={folder.path}"
     words = f"{folder.path} was moved or deleted; stopped after step 7; {remedy}"
-    assert watch.find_problem(7) == words
+    assert watch.find_stop_reason(7) == words
     threading.Timer(0.2, away.rename, [folder.path]).start()
-    assert watch.find_problem(7) == "", "it came back"
+    assert watch.find_stop_reason(7) == "", "it came back"
     attempt.attempt_folder.rename(away)
     attempt.attempt_folder.mkdir()
-    assert "attempts/0001 was moved or deleted; stopped after step 7" in watch.find_problem(7), "it is another folder"
+    assert "attempts/0001 was moved or deleted; stopped after step 7" in watch.find_stop_reason(7), (
+        "it is another folder"
+    )
     attempt.attempt_folder.rmdir()
     away.rename(attempt.attempt_folder)
     folder.claim_attempt({"process": identify(os.getpid(), host="elsewhere")})
     words = f"attempt 1 of {folder.path.name} was superseded by attempt 2 on host elsewhere; stopping without saving"
-    assert watch.find_problem(7) == words
+    assert watch.find_stop_reason(7) == words
     watch.close()
 
 

@@ -37,9 +37,9 @@ def test_rows_up_to_a_checkpoint_are_counted_by_lines(attempt: RunFolder) -> Non
     """A damaged line is one of the rows that had been written: the one after it must not take its place."""
     rows = [json.dumps(GOOD | {"global_step": step}) for step in (1, 2, 3)]
     attempt.metrics_file.write_text("\n".join([rows[0], "null", rows[1], rows[2]]) + "\n")
-    attempt.write_parent(None, 0)
+    attempt.record_parent_attempt(None, 0)
     following = RunFolder(attempt.path).claim_attempt()
-    following.write_parent(1, 2, rows=3)
+    following.record_parent_attempt(1, 2, rows=3)
     assert [row["global_step"] for row in RunFolder(attempt.path).read_rows()] == [1, 2]
 
 

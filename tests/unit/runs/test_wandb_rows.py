@@ -14,11 +14,11 @@ import pytest
 from common.core.config import ROOT
 from common.runs import wandb_account
 from common.runs.folder import RunFolder
-from common.runs.wandb_process import Forwarder
+from common.runs.wandb_process import RowForwarder
 from common.runs.wandb_rows import (
     Journal,
-    Mark,
-    Thinning,
+    JournalMark,
+    RowSelection,
     TrackingNote,
     choose_rows,
     list_incomplete_notes,
@@ -33,7 +33,7 @@ def make_row(step: int, time: float, **values: float | None) -> dict[str, float 
 
 
 def test_wandb_gets_at_most_ten_rows_a_second_and_all_that_are_rare() -> None:
-    thinning = Thinning()
+    thinning = RowSelection()
     rows = []
     for step in range(1, 5001):  # 2,000 steps a second
         rows.append(make_row(step, step / 2000, loss=1 / step))
@@ -41,7 +41,7 @@ def test_wandb_gets_at_most_ten_rows_a_second_and_all_that_are_rare() -> None:
             rows.append(make_row(step, step / 2000, test_loss=0.5))
         if step % 700 == 1:
             rows[-1]["norm"] = 1.0
-    chosen = [row for row in rows if thinning.choose(row)]
+    chosen = [row for row in rows if thinning.select_row(row)]
     plain = [row for row in chosen if "test_loss" not in row and "norm" not in row]
     assert chosen[0] == rows[0] and 20 <= len(plain) <= 25
     assert [row["global_step"] for row in chosen if "test_loss" in row] == [1000, 2000, 3000, 4000, 5000]
@@ -49,16 +49,16 @@ def test_wandb_gets_at_most_ten_rows_a_second_and_all_that_are_rare() -> None:
 
 
 def test_a_long_run_has_fewer_rows_a_second() -> None:
-    thinning = Thinning()
-    chosen = [step for step in range(1, 100_000) if thinning.choose(make_row(step, 0.5 * step, loss=1.0))]
+    thinning = RowSelection()
+    chosen = [step for step in range(1, 100_000) if thinning.select_row(make_row(step, 0.5 * step, loss=1.0))]
     assert 20_000 < len(chosen) < 40_000, "half a day of steps of half a second"
 
 
 def test_rows_of_strange_times_are_chosen() -> None:
-    thinning = Thinning()
+    thinning = RowSelection()
     rows = [make_row(1, 5.0, loss=None), make_row(2, 1.0, loss=1.0), {"global_step": 3, "time": None, "loss": 1.0}]
-    assert all(thinning.choose(row) for row in rows)
-    assert not thinning.choose(make_row(4, 1.05, loss=1.0))
+    assert all(thinning.select_row(row) for row in rows)
+    assert not thinning.select_row(make_row(4, 1.05, loss=1.0))
 
 
 @pytest.fixture
@@ -78,9 +78,9 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_the_journal_tells_which_rows_wandb_received(folder: RunFolder, steps: int, rows: int, media: int) -> None:
     """Two rows were known before; eight more, two images, and further rows were passed on."""
     journal = Journal(folder)
-    journal.begin()
-    journal.add(Mark(100, 1, 2, 0))
-    journal.add(Mark(108, 1, 10, 0, 2))
+    journal.clear()
+    journal.append_mark(JournalMark(100, 1, 2, 0))
+    journal.append_mark(JournalMark(108, 1, 10, 0, 2))
     notes = {1: TrackingNote(rows=20, media=2, online=True)}
     journal.correct_notes(notes, steps)
     assert (notes[1].rows, notes[1].media) == (rows, media)
@@ -90,9 +90,9 @@ def test_the_journal_tells_of_several_attempts(folder: RunFolder) -> None:
     second = folder.claim_attempt()
     second.metrics_file.write_text(folder.metrics_file.read_text())  # the same again
     journal = Journal(folder)
-    journal.begin()
-    journal.add(Mark(0, 1, 0, 0))
-    journal.add(Mark(20, 2, 0, 0))
+    journal.clear()
+    journal.append_mark(JournalMark(0, 1, 0, 0))
+    journal.append_mark(JournalMark(20, 2, 0, 0))
     notes = {1: TrackingNote(20, 0, online=True), 2: TrackingNote(7, 0, online=True)}
     journal.correct_notes(notes, 12)
     assert (notes[1].rows, notes[2].rows) == (12, 0)
@@ -107,7 +107,7 @@ def test_the_conversion_of_an_attempt_leaves_newer_ones_alone(tmp_path: Path) ->
     for attempt in (first, second):
         write_note(attempt, TrackingNote())
     run = mock.Mock()
-    forwarder = Forwarder(first, run, None)
+    forwarder = RowForwarder(first, run, None)
     forwarder.forward_ended_attempts()
     forwarder.finish()
     forwarder.write_notes()

@@ -51,8 +51,8 @@ def test_values_that_only_some_steps_have_are_all_written(mode: str, tmp_path: P
 def test_an_evaluation_stands_behind_the_steps_that_it_is_about(run: Run, group: None) -> None:
     log = MetricsLog(run.world, MetricsWriter(run.folder.metrics_file, print), Counted(), source=0)
     for step in (1, 2, 3):
-        log.add(step, 0.0, {"loss": torch.tensor(float(step))})
-    log.write(3, {"test_loss": 0.5})
+        log.add_step(step, 0.0, {"loss": torch.tensor(float(step))})
+    log.write_values(3, {"test_loss": 0.5})
     rows = list(run.folder.list_attempts()[0].read_attempt_rows())
     assert [(row["global_step"], "test_loss" in row) for row in rows] == [(1, False), (2, False), (3, False), (3, True)]
 

@@ -24,7 +24,7 @@ def sweep_runs(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, scr
         path = shlex.quote(str(folder.path))  # type: ignore[attr-defined]
         return subprocess.Popen(["sh", "-c", f"RUN={path}; {script}"])
 
-    monkeypatch.setattr(sweep, "start_point", start)
+    monkeypatch.setattr(sweep, "start_local_run_of_point", start)
     return experiment_sweep.main("sparse_prune", [*WORDS, f"data.cache={cache}", f"runs={tmp_path}", "sweep=true"])
 
 

@@ -27,7 +27,7 @@ from common.training.optimization import own_files
 from configs import mnist_pipeline, resnet_modelparallel
 from configs.profile import Profile
 from slurm.arguments import check_experiment_name
-from slurm.launch.submit import check_source_knows_settings, prepare_run_folder, submit_folder
+from slurm.launch.submit import check_source_knows_settings, prepare_run_folder, submit_prepared_run
 from slurm.reports import cancel, logs, status
 from slurm.scheduling import sbatch, scheduler
 from tests.harness import inside
@@ -131,7 +131,7 @@ def test_jobs_inherit_no_leftovers() -> None:
         "TORCHELASTIC_RUN_ID": "1", "HOME": "/h", "WANDB_API_KEY": "k", "PATH": "/bin",
     }  # fmt: skip
     kept = {"SLURM_CONF": "/c", "HOME": "/h", "WANDB_API_KEY": "k", "PATH": "/bin"}
-    assert scheduler.clean_environment(environ) == kept
+    assert scheduler.remove_launcher_variables(environ) == kept
 
 
 @pytest.fixture
@@ -566,7 +566,7 @@ def test_a_run_of_another_source_is_neither_submitted_nor_given_settings_that_it
     folder = Made(steps=20).write(tmp_path)
     text = (folder.path / "config.yaml").read_text()
     with pytest.raises(UserError, match="was created by another version of this project"):
-        submit_folder(folder, mnist_pipeline.Config(), text, Profile(), scheduler.Scheduler("SLURM"))
+        submit_prepared_run(folder, mnist_pipeline.Config(), text, Profile(), scheduler.Scheduler("SLURM"))
     assert not (folder.path / "submit").exists()
     (folder.path / "config.yaml").write_text("epochs: 1\n")
     with pytest.raises(UserError, match=r"has no setting wandb.model; omit it from ARGS"):

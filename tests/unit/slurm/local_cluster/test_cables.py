@@ -24,16 +24,16 @@ from slurm.local_cluster.cables import Shape
 def test_rates_and_delays_have_units(rate: str, delay: str, shape: Shape | None, text: str) -> None:
     if shape is None:
         with pytest.raises(UserError, match=r"DELAY must be a number with a unit, from 1us to 1s, .*\(got '1500ms'\)"):
-            cables.parse_shape(rate, delay)
+            cables.parse_rate_and_delay(rate, delay)
         return
-    found = cables.parse_shape(rate, delay)
+    found = cables.parse_rate_and_delay(rate, delay)
     assert found == pytest.approx(shape) and found.describe() == text
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "200", "0mbit", "99kbit", "101gbit", "1e3mbit", "1mbit; reboot"])
 def test_rates_that_no_cable_has_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="from 100kbit to 100gbit, such as 200mbit"):
-        cables.parse_shape(text, "")
+        cables.parse_rate_and_delay(text, "")
 
 
 def test_a_delay_is_outside_and_a_rate_inside() -> None:

@@ -103,4 +103,4 @@ def test_what_kept_a_cluster_from_starting_is_found_in_its_logs(
 ) -> None:
     for name, text in logs.items():
         (tmp_path / f"{name}.log").write_text(text)
-    assert cli.find_error_line(tmp_path) == complaint
+    assert cli.find_startup_error(tmp_path) == complaint

@@ -60,7 +60,7 @@ def test_hosts_partitions_and_state_lie_where_the_plan_says() -> None:
 
 
 def test_conf_replaces_a_line_in_any_spelling_and_adds_others() -> None:
-    settings = slurm_conf.parse_settings(
+    settings = slurm_conf.parse_slurm_conf_settings(
         ["killwait=30", "GraceTime=7", "SlurmctldParameters=preempt_send_user_signal", "SchedulerParameters=a=1,b"]
     )
     known = values(replace(PLAN, settings=settings))
@@ -114,7 +114,7 @@ def test_bad_node_counts_are_refused(nodes: str) -> None:
 )
 def test_bad_conf_lines_are_refused(line: str) -> None:
     with pytest.raises(UserError, match="--conf"):
-        slurm_conf.parse_settings([line])
+        slurm_conf.parse_slurm_conf_settings([line])
 
 
 @pytest.mark.parametrize("name", ["A", "1a", "a b", "../x", "a-b", "a" * 40, "$(id)"])
@@ -133,15 +133,15 @@ def test_the_folder_follows_the_environment() -> None:
 @pytest.mark.parametrize("folder", ["/tmp/a b", "/tmp/a#b", "/tmp/" + "x" * 90])
 def test_folders_that_slurm_cannot_use_are_refused(folder: str) -> None:
     with pytest.raises(UserError, match="set CLUSTER_DIR"):
-        slurm_conf.check_folder(Path(folder))
+        slurm_conf.check_cluster_folder(Path(folder))
 
 
 def test_a_folder_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(slurm_conf, "check_folder", lambda folder: folder)  # pytest's paths may be long
+    monkeypatch.setattr(slurm_conf, "check_cluster_folder", lambda folder: folder)  # pytest's paths may be long
     monkeypatch.setenv("CLUSTER_DIR", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     cluster.find_cluster_folder("local").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="another user"), cli.lock_folder("local"):
+    with pytest.raises(UserError, match="another user"), cli.lock_cluster_folder("local"):
         pass
     assert not any((tmp_path / "elsewhere").iterdir())
 

@@ -132,7 +132,7 @@ def test_a_requeue_passes_on_what_slurm_says(up: Up) -> None:
 @pytest.fixture
 def any_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pytest's paths may be longer than those that SLURM takes."""
-    monkeypatch.setattr(slurm_conf, "check_folder", lambda folder: folder)
+    monkeypatch.setattr(slurm_conf, "check_cluster_folder", lambda folder: folder)
 
 
 @pytest.mark.usefixtures("any_folder")

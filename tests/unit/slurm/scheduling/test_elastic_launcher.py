@@ -37,8 +37,8 @@ def test_srun_tells_which_ranks_have_ended_and_how() -> None:
     assert process.stderr is not None
     os.set_blocking(process.stderr.fileno(), False)
     step = JobStep(process, [5, 6, 7, 8, 9])
-    assert list(step.read_endings()) == [(5, KILLED), (7, KILLED), (8, KILLED), (6, 76), (9, KILLED)]
-    assert not list(step.read_endings()) and step.lost_hosts == {"node3"}
+    assert list(step.read_ended_ranks()) == [(5, KILLED), (7, KILLED), (8, KILLED), (6, 76), (9, KILLED)]
+    assert not list(step.read_ended_ranks()) and step.lost_hosts == {"node3"}
 
 
 def test_the_loss_of_an_irreplaceable_rank_ends_the_job_though_slurm_says_nothing() -> None:
@@ -46,17 +46,17 @@ def test_the_loss_of_an_irreplaceable_rank_ends_the_job_though_slurm_says_nothin
     launcher = JobLauncher.__new__(JobLauncher)
     launcher.steps, launcher.failed_status = [], 0
     launcher.coordinator = SimpleNamespace(end_reason=None)  # type: ignore[assignment]
-    launcher.note_endings()
+    launcher.handle_srun_messages()
     assert not launcher.failed_status
     launcher.coordinator.end_reason = EndReason.SHARD_LOST
-    launcher.note_endings()
+    launcher.handle_srun_messages()
     assert launcher.failed_status == KILLED
 
 
 def make_launcher(path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> JobLauncher:
     """The launcher of two ranks on two hosts, which have not been started."""
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1,node2")
-    monkeypatch.setattr(Scheduler, "call", lambda *_: "node1\nnode2\n")
+    monkeypatch.setattr(Scheduler, "run_command", lambda *_: "node1\nnode2\n")
     monkeypatch.setattr(network, "resolve_for_other_hosts", lambda *_: "127.0.0.1")
     settings = {"elastic": "true", "launch.nodes": "2", "processes_per_node": "1"}
     cfg = config.build_config(config.import_schema("ddp_multinode"), [settings])
@@ -87,7 +87,7 @@ def find_present(launcher: JobLauncher) -> set[int]:
 def test_ranks_are_waited_for_that_srun_counts_as_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a host whose daemon has died: they train to the end, and write the result."""
     launcher = make_launcher(tmp_path, ["srun", "--", "true"], monkeypatch)
-    launcher.start([0, 1], ["sh", "-c", "exit 0"], [], {})
+    launcher.start_job_step([0, 1], ["sh", "-c", "exit 0"], [], {})
     launcher.steps[0].process.wait()
     host, _, port = launcher.environ[COORDINATOR_VARIABLE].rpartition(":")
     ranks = [socket.create_connection((host, int(port))) for _ in range(2)]
@@ -110,7 +110,7 @@ def test_ranks_are_waited_for_that_srun_counts_as_ended(tmp_path: Path, monkeypa
 
 def tell(launcher: JobLauncher) -> bool:
     """Let it read what srun has said."""
-    launcher.note_endings()
+    launcher.handle_srun_messages()
     return True
 
 
@@ -122,9 +122,9 @@ def test_ranks_save_and_stop_where_slurm_has_taken_the_first_host_off_the_job(
     script = f"trap 'echo {ending} >&2; exit 75' USR2; echo $0 >&2; while :; do sleep 0.05; done"
     for host in ("node2", "node1"):
         for step in launcher.steps:
-            step.end()
+            step.terminate()
         launcher.steps.clear()
-        launcher.start([0, 1], ["sh", "-c", script, f"srun: error: Node failure on {host}"], [], {})
+        launcher.start_job_step([0, 1], ["sh", "-c", script, f"srun: error: Node failure on {host}"], [], {})
         wait_until(lambda: tell(launcher) and launcher.steps[0].lost_hosts, "word of the loss")
         assert launcher.leaving == (host == "node1")
     wait_until(lambda: tell(launcher) and launcher.stopped, "the ranks have stopped")

@@ -114,7 +114,7 @@ def test_a_rank_that_failed_first_counts_before_one_that_srun_killed(
 ) -> None:
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
-    requeue.note_failure(folder)
+    requeue.record_rank_failure(folder)
     assert "failed with exit status 1;" in end(fake, folder, EXIT_RESUMABLE, OURS).stdout
     assert end(fake, folder, 137, OURS).returncode == 1 and folder.result["exit_status"] == 1
 
@@ -123,11 +123,11 @@ def test_a_rank_that_fails_before_it_trains_leaves_a_note(folder: RunFolder, mon
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
     assert train_as_rank(folder) == requeue.EXIT_FAILED, "it is no task of srun"
-    assert requeue.locate_failure_note(folder).exists() and not requeue.read_refusal(folder)
+    assert requeue.locate_rank_failure_file(folder).exists() and not requeue.read_first_start_error(folder)
     (folder.path / "submit" / "config.yaml").write_text("epoch: 1\n")
     with pytest.raises(UserError, match="unknown key epoch"):
         train_as_rank(folder)
-    assert "did you mean epochs?" in requeue.read_refusal(folder)
+    assert "did you mean epochs?" in requeue.read_first_start_error(folder)
 
 
 def test_a_rank_that_fails_without_its_launcher_becomes_what_queues_the_job_again(
@@ -146,7 +146,7 @@ def test_a_rank_that_fails_without_its_launcher_becomes_what_queues_the_job_agai
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout == "orphaned\n", done.stderr
         assert "this rank is leaving the run: the coordinator is unreachable (" in done.stderr
-        assert not requeue.locate_failure_note(folder).exists()
+        assert not requeue.locate_rank_failure_file(folder).exists()
         coordinator.listen()
         assert train_as_rank(folder) == requeue.EXIT_FAILED, "the launcher is there, and ends the job"
 
@@ -176,16 +176,16 @@ def test_a_rank_that_meets_nobody_refuses_only_at_a_first_start_without_a_stop_r
             train_as_rank(folder)
     else:
         assert train_as_rank(folder) == status
-    assert bool(requeue.read_refusal(folder)) == (status is None)
-    assert requeue.locate_failure_note(folder).exists() == (status == requeue.EXIT_FAILED)
+    assert bool(requeue.read_first_start_error(folder)) == (status is None)
+    assert requeue.locate_rank_failure_file(folder).exists() == (status == requeue.EXIT_FAILED)
 
 
 def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
-    requeue.note_refusal(folder, 1, "rank 0 tells")
-    requeue.note_refusal(folder, 0, "the loss is nan")
-    requeue.note_refusal(folder, 10, "rank 0 tells")
+    requeue.record_start_error(folder, 1, "rank 0 tells")
+    requeue.record_start_error(folder, 0, "the loss is nan")
+    requeue.record_start_error(folder, 10, "rank 0 tells")
     assert end(fake, folder, 2, OURS).returncode == 2
     assert folder.result["reason"] == "the loss is nan" and requeues(fake) == 0
     assert folder.result["format"] == 2 and folder.result["last_step"] == 0

@@ -53,19 +53,19 @@ def fake(tmp_path: Path) -> Fake:
 
 
 def test_a_run_is_submitted_by_one_command_at_a_time(folder: RunFolder, other: subprocess.Popen[bytes]) -> None:
-    with submission.hold_submission(folder):
+    with submission.lock_run_for_submission(folder):
         assert not submission.is_being_submitted(folder), "another command is meant"
         with pytest.raises(RunTakenError, match="is being started or submitted by another command on this machine"):
-            submission.hold_submission(folder).__enter__()
-    assert not submission.locate_submission(folder).exists()
-    write_json(submission.locate_submission(folder), identify(other))  # of another host as far as the lock goes
+            submission.lock_run_for_submission(folder).__enter__()
+    assert not submission.locate_submission_file(folder).exists()
+    write_json(submission.locate_submission_file(folder), identify(other))  # of another host as far as the lock goes
     assert status.read_state(folder) == ("PENDING", "being submitted")
     with pytest.raises(RunTakenError, match=f"is being submitted by process {other.pid} on "):
-        submission.hold_submission(folder).__enter__()
+        submission.lock_run_for_submission(folder).__enter__()
     other.kill()
     other.wait()
-    with submission.hold_submission(folder):  # the one before was given up
-        assert json.loads(submission.locate_submission(folder).read_text())["pid"] == os.getpid()
+    with submission.lock_run_for_submission(folder):  # the one before was given up
+        assert json.loads(submission.locate_submission_file(folder).read_text())["pid"] == os.getpid()
     assert [path.name for path in (folder.path / "submit").iterdir()] == []
 
 
@@ -75,7 +75,7 @@ def test_a_run_that_another_command_has_started_is_refused_with_its_process(
     folder.claim_attempt({"process": identify(other)})
     words = rf"was just started by another command \(attempt 1, process {other.pid} on this machine\); see make status"
     with pytest.raises(RunTakenError, match=words):
-        submit.check_is_over(folder, Config())
+        submit.check_run_has_ended(folder, Config())
 
 
 def test_of_two_commands_that_resume_a_run_on_a_cluster_one_is_accepted(fake: Fake, tmp_path: Path) -> None:
@@ -136,18 +136,18 @@ def test_a_job_leaves_a_run_alone_that_is_not_its_own(
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "20")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     monkeypatch.setattr(submission, "UNANNOUNCED_SECONDS", 0.1)
-    assert submission.find_other_owner(folder) == "", "its job was never recorded"
+    assert submission.describe_other_owner(folder) == "", "its job was never recorded"
     job = {"id": "20_3", "scheduler": "SLURM"}
     write_json(folder.path / "meta.json", {"job": job})
-    submission.check_run_is_own(folder)
+    submission.check_run_belongs_to_this_job(folder)
     (folder.path / "submit").mkdir()
     words = {"job": "job 24", "local": "an attempt that was started without SLURM", "note": "because"}[taken]
     if taken == "note":
-        requeue.note_refusal(folder, 0, "because", is_taken=True)
+        requeue.record_start_error(folder, 0, "because", is_taken=True)
     else:
         write_json(folder.path / "meta.json", {"job": job | {"id": "24"} if taken == "job" else None})
         with pytest.raises(RunTakenError, match=f"job 23 cannot start {folder.path.name}: the run belongs to {words}"):
-            submission.check_run_is_own(folder)
+            submission.check_run_belongs_to_this_job(folder)
     assert requeue.main(str(folder.path), 0) == 1 and not folder.result
     assert f"not requeued: {'the run belongs to ' if taken != 'note' else ''}{words}" in capfd.readouterr().err
 
