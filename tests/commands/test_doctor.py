@@ -158,7 +158,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -
     write_json(folder.path / "result.json", {"state": "failed", "exit_status": 137, "reason": reason})
     found = doctor(f"--run={folder.path}")
     assert "likely cause  out of memory; lower batch" in found, found
-    assert "on a machine with more memory, or a new run with a smaller batch or model" in found, found
+    assert "on a machine with more memory, or start a new run with a smaller batch or model" in found, found
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -
         ),
         ("rank 1 was killed by SIGKILL", "make exp RESUME={}"),
         ("rank 1 failed: RuntimeError: Connection closed by peer", "make exp RESUME={}"),
-        ("rank 1 failed: TypeError: of x", 'make exp NAME=ddp_multinode ARGS="..." (a new run)'),
+        ("rank 1 failed: TypeError: of x", 'make exp NAME=ddp_multinode ARGS="..." to start a new run'),
     ],
 )
 def test_the_last_line_of_a_run_says_how_it_goes_on(why: str, advice: str, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_an_error_of_the_source_is_not_to_be_run_again(tmp_path: Path, error: st
     folder.list_attempts()[-1].log_file(1).write_text(f"2026-01-01 09:00:02,500 ERROR after step 3: {error}\n")
     (advice,) = (line for line in doctor(f"--run={folder.path}").splitlines() if "continue with  " in line)
     new = 'make exp NAME=ddp_multinode ARGS="..." to start a new run after fixing the error; RESUME= would use the old '
-    resumed = f"make exp RESUME={folder.path}; no checkpoint found, it restarts from step 0"
+    resumed = f"make exp RESUME={folder.path} (no checkpoint found; the run restarts from step 0)"
     expected = f"{new}source in {folder.path}/code" if mended else resumed
     assert advice.strip().removeprefix("continue with  ").startswith(expected)
 

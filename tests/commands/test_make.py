@@ -168,7 +168,7 @@ def test_every_verb_explains_its_settings() -> None:
 def test_the_verbs_of_a_local_cluster_are_explained_without_what_their_functions_raise() -> None:
     (verbs,) = (action for action in cli.make_parser()._actions if isinstance(action, argparse._SubParsersAction))
     texts = [cli.make_parser().format_help(), *(parser.format_help() for parser in verbs.choices.values())]
-    assert "Start a host that is off.\n" in texts[0] and not any("Raises" in text for text in texts)
+    assert "Start a host that is powered off.\n" in texts[0] and not any("Raises" in text for text in texts)
 
 
 def test_an_empty_resume_starts_no_new_run(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_hostile_values_are_refused(tmp_path: Path, text: str) -> None:
     "text", ["0", "-1", "abc", "1.5", "2 3", "$(shell touch pwned)", "1;touch pwned", "1\n2", "000"]
 )
 def test_bad_node_counts_are_refused(tmp_path: Path, text: str) -> None:
-    assert "NODES=" in submitted(tmp_path, f"--nodes={text}")
+    assert "NODES must be an integer" in submitted(tmp_path, f"--nodes={text}")
 
 
 def test_nodes_that_do_not_fit_are_refused_with_those_that_do(place: Path) -> None:
@@ -308,7 +308,7 @@ for words in (
         [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and not done.stderr, done
-    parts = ("did you mean mnist_pipeline?", "did you mean epochs?", "microbatches=2 or 4", "none.py", "NODES=")
+    parts = ("did you mean mnist_pipeline?", "did you mean epochs?", "microbatches=2 or 4", "none.py", "NODES must be")
     said = done.stdout.splitlines()
     assert len(said) == len(parts) and all(part in line for part, line in zip(parts, said, strict=True)), said
 

@@ -159,7 +159,7 @@ def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: P
     done = inside.run_verb("rerun", "--", str(old))
     assert done.returncode == 2
     (line,) = differing(done.stdout)
-    assert line.startswith(f"data train_labels of digits (sha256 of {file}): then ")
+    assert line.startswith(f"data train_labels of digits (sha256 of {file}): was ")
     assert f"error: {file} is damaged" in done.stderr and done.stderr.count("\n") == 1
     assert list(old.parent.iterdir()) == [old] and "\nsame " not in done.stdout
     done = inside.run_verb("rerun", "--args=seed=1", "--", str(old))

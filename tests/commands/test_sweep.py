@@ -83,7 +83,7 @@ def test_an_elastic_point_is_refused_on_a_cluster_before_anything_is_made(tmp_pa
     file.write_text(yaml.safe_dump(tree | {"points": [{"optim.lr": "0.01"}]}))
     done = call(Fake(tmp_path), "slurm", "sweep", "--launch=slurm", f"--dry-run={dry}", "--", str(file))
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
-    assert "elastic=true is for single jobs" in done.stderr and not (tmp_path / "runs").exists()
+    assert "elastic=true is not supported in the job array" in done.stderr and not (tmp_path / "runs").exists()
 
 
 def test_a_dry_run_tells_the_points_and_makes_nothing(tmp_path: Path, cache: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_first_step_that_is_left_out_leaves_nothing_behind(name: Any) -> None:
         (["batch=30"], ["batch=30", "accumulate=4", "2 ranks", "batch=24 or 32"]),
         (["batch=4"], ["use batch=8"]),
         (["dtype=float64"], ["cannot be combined with precision=bf16", "precision=fp32"]),
-        (["model=mlp", "channels_last=true"], ["no convolutions"]),
+        (["model=mlp", "channels_last=true"], ["requires convolutions"]),
         (["precision=int8"], ["fp32", "tf32", "bf16", "fp16"]),
     ],
 )

@@ -220,8 +220,8 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
     before = folder.read_metrics()[:21]
     for wrong, part in (
         ("sizes=[4,2K]", "sizes cannot change when a run is resumed"),
-        ("processes_per_node=3", "has shape (10, 4, 2, 2, 3), here (10, 4, 2, 3, 3)"),
-        ("rounds=11", "has shape (10, 4, 2, 2, 3), here (11, 4, 2, 2, 3)"),
+        ("processes_per_node=3", "has shape (10, 4, 2, 2, 3) in the checkpoint but (10, 4, 2, 3, 3) in this model"),
+        ("rounds=11", "has shape (10, 4, 2, 2, 3) in the checkpoint but (11, 4, 2, 2, 3) in this model"),
     ):
         copy = RunFolder(shutil.copytree(folder.path, tmp_path / wrong / folder.path.name))
         done = resume(COLLECTIVES, copy, wrong)
@@ -244,7 +244,7 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
     ("word", "parts"),
     [
         ("sizes=[0]", ["sizes=[0]: each size must be from 1 to 1G bytes", "64K"]),
-        ("sizes=[]", ["sizes=[]: sizes are"]),
+        ("sizes=[]", ["sizes=[]: each size must be"]),
         ("sizes=[4,2G]", ["sizes=[2G]"]),
         ("sizes=[4k]", ["sizes=[4k]"]),
         ("sizes=[5]", ["sizes=[5] must be a multiple of the 4 bytes of a float32; use 4 or 8"]),

@@ -55,7 +55,7 @@ def test_every_strategy_equals_one_process_and_data_parallel_on_one_device_says_
         done, found = train_run(cache, tmp_path / functional, 10, *words)
         result = done.result
         if torch.cuda.device_count() < 2:
-            assert "runs the model unchanged, like single" in done.out and "use strategy=ddp" in done.out
+            assert "runs the model unchanged, like strategy=single" in done.out and "use strategy=ddp" in done.out
             assert result["devices"] == 1 and "efficiency" not in result and not result["compare"]
             assert "speedup" not in done.out
             assert found["losses"] == expected["losses"]

@@ -206,7 +206,7 @@ def test_the_sparsity_that_a_refusal_names_is_taken(pattern: str) -> None:
     words = ["scope=n:m", f"pattern={pattern}"]
     with pytest.raises(UserError) as caught:
         config.load_config(Config, words, {})
-    named = str(caught.value).partition("use ")[2].partition(",")[0]
+    named = str(caught.value).partition("use ")[2].partition(" or ")[0]
     cfg = config.load_config(Config, [*words, named], {})
     left, size = cfg.parse_pattern()
     (mask,) = pruning_masks.make_group_masks(made((4, 5 * size)), cfg.sparsity, size)

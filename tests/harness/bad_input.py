@@ -77,7 +77,7 @@ SETTINGS = [
     settings("microbatches that do not divide", "microbatches=5", parts=("batch=64", "microbatches=4 or 8")),
     settings("more microbatches than samples", "batch=4", "microbatches=8", parts=("microbatches=4",)),
     settings("batch above the set", "batch=60001", "microbatches=1", parts=("60000 training samples",)),
-    *(settings(f"no {key}", f"{key}=", parts=(f"{key}= is empty",)) for key in ("runs", "data.cache")),
+    *(settings(f"no {key}", f"{key}=", parts=(f"{key}= must not be empty",)) for key in ("runs", "data.cache")),
     settings("huge batch", f"batch={10**12}", parts=("60000 training samples",)),
     settings("no word", "--frobnicate", parts=("'--frobnicate'", "usage")),
     settings("control characters", "'runs=a\nb'", parts=("runs=", "control characters")),

@@ -49,7 +49,7 @@ class LocalState(TrainState):
         state.local["worker"] = worker_state
         return state
 
-    def check_ranks(self, loaded: LoadedCheckpoint) -> None:
+    def check_number_of_ranks(self, loaded: LoadedCheckpoint) -> None:
         """Raise UserError for a checkpoint of another number of ranks."""
         if not loaded.resumes_exactly:
             saved = format_count(loaded.processes, "rank")

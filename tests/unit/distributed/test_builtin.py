@@ -70,8 +70,8 @@ def test_ranks_of_a_job_meet_in_a_private_folder_and_encrypt_everything(tmp_path
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
-        ({"PATH": "/nowhere"}, "launch.tls=true needs the openssl program, which "),
-        ({"RANK": "0", "WORLD_SIZE": "2"} | MASTER, "launch.tls=true: torchrun's rendezvous store"),
+        ({"PATH": "/nowhere"}, "launch.tls=true requires the openssl program, which "),
+        ({"RANK": "0", "WORLD_SIZE": "2"} | MASTER, "launch.tls=true cannot be used with torchrun, because its rendezvous store"),
     ],
     ids=["openssl", "torchrun"],
 )

@@ -39,7 +39,7 @@ def test_a_torn_file_is_named(verb: str, has_checksums: bool, folder: RunFolder)
 
 def test_a_file_that_is_gone_is_named_and_changes_on_purpose_are_possible(folder: RunFolder) -> None:
     (folder.path / "code" / TORN).unlink()
-    with pytest.raises(UserError, match=f"{TORN} in .* on purpose, delete .*{provenance.CHECKSUMS}"):
+    with pytest.raises(UserError, match=f"{TORN} in .* intentional, delete .*{provenance.CHECKSUMS}"):
         provenance.check_source(folder)
     (folder.path / "code" / provenance.CHECKSUMS).unlink()
     provenance.check_source(folder)

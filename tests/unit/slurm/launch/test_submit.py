@@ -240,7 +240,7 @@ def test_a_dry_run_has_the_ranks_that_the_job_would_have(fake: Fake) -> None:
 @pytest.mark.parametrize("dry", ["0", "1"])
 def test_settings_that_do_not_fit_the_ranks_of_a_job_are_refused_before_it_is_submitted(fake: Fake, dry: str) -> None:
     runs = fake.bin.parent / "runs"
-    for words, message in (("elastic=true", "needs at least two ranks"), ("batch=66 cluster.gpus=4", "batch=66")):
+    for words, message in (("elastic=true", "requires at least two ranks"), ("batch=66 cluster.gpus=4", "batch=66")):
         args = f"--args={words} runs={runs}"
         done = inside.run_verb(
             "exp", f"--dry-run={dry}", "--launch=slurm", args, "--", "ddp_multinode", cwd=ROOT, **fake.environment()

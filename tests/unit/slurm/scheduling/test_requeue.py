@@ -163,7 +163,7 @@ def test_a_rank_that_meets_nobody_refuses_only_at_a_first_start_without_a_stop_r
     def run_experiment(*_: object, **__: object) -> None:
         raise UnreachableError("rank 1 did not join within 60 s")
 
-    stop = SimpleNamespace(signal_number=number, await_request=lambda: bool(number))
+    stop = SimpleNamespace(signal_number=number, wait_for_request=lambda: bool(number))
     monkeypatch.setattr(job, "read_rank_info", lambda environ: RankInfo())
     monkeypatch.setattr(
         entry_point, "LaunchedRank", lambda info, cfg: SimpleNamespace(rank_info=info, stop=stop, cfg=cfg)
