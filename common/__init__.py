@@ -16,7 +16,7 @@ def exit_on_interrupt(number: int, frame: object) -> None:
     try:
         _thread.start_new_thread(int, ())
     except RuntimeError:  # OpenBLAS sends SIGINT to its own process if it cannot start threads
-        from common.core.process_limits import describe_thread_shortage
+        from common.system.process_limits import describe_thread_shortage
 
         os.write(2, f"error: {describe_thread_shortage()}\n".encode())
         os._exit(1)

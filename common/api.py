@@ -5,13 +5,13 @@ imports this module. This module imports only modules that every run needs.
 """
 
 from common.checkpoint.train_state import TrainState
-from common.core.errors import UserError
-from common.distributed import ddp, sync_batchnorm
 from common.models import networks
 from common.models.model_file import init_network
-from common.pipeline.report import PipelineReport
 from common.runs.result import ReportData
-from common.training import model_split
+from common.system.errors import UserError
+from common.techniques.data_parallel import ddp, sync_batchnorm
+from common.techniques.pipeline import model_split
+from common.techniques.pipeline.report import PipelineReport
 from common.training.entry_point import start
 from common.training.evaluate import score_replicated, score_test_set
 from common.training.optimizers import build_optimizer

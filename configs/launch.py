@@ -16,7 +16,7 @@ class Launch:
     """Device of the ranks. auto uses one GPU per rank if there are enough GPUs, otherwise the CPU."""
     backend: Literal["auto", "builtin"] = "auto"
     """Communication backend. auto selects nccl on GPUs and gloo on CPUs. builtin is the torch.distributed backend for
-    CPUs that this project implements (common/distributed/builtin)."""
+    CPUs that this project implements (common/backend)."""
     algorithm: str = "ring"
     """All-reduce algorithm of the built-in backend: ring, halving_doubling, tree, star, sharded_star, or two_level
     (which sends the fewest bytes between hosts). Algorithms can be combined by message size: tree<65536<ring uses tree
@@ -24,7 +24,7 @@ class Launch:
     combination and stores it in config.yaml. With more than 256 ranks, auto excludes ring and sharded_star, because
     they have too many transfers to simulate. FILE.py:function is a custom algorithm: for each rank, function(ranks)
     returns a list of tuples (action, chunk, peer), in which the action is 'send', 'receive' or 'add'.
-    `python -m common.distributed.transport.algorithms` prints an algorithm."""
+    `python -m common.backend.algorithms` prints an algorithm."""
     transport: Literal["auto", "network"] = "auto"
     """Transport of the built-in backend between ranks of the same host. auto uses shared memory; network uses
     sockets."""

@@ -53,7 +53,7 @@ class PipelineConfig(Stages):
     """Settings for the engine that executes the pipeline schedule."""
 
     engine: Literal["own", "torch"] = "own"
-    """Pipeline engine. own is the built-in engine (common/pipeline/executor.py); torch is
+    """Pipeline engine. own is the built-in engine (common/techniques/pipeline/executor.py); torch is
     torch.distributed.pipelining."""
     microbatches: int = between(1, 4096, 4)
     """Number of microbatches, the equal parts of a batch that pass through the stages in sequence."""

@@ -36,8 +36,9 @@ class Config(Sweep, Stages, InitialWeights):
     """Number of samples per microbatch. 0 uses the whole batch in single and naive mode, and a quarter of the batch in
     pipelined mode."""
     engine: Literal["auto", "own", "torch"] = "auto"
-    """Pipeline engine. own is the built-in engine (common/pipeline/executor.py); torch is torch.distributed.pipelining.
-    auto uses the built-in engine if that engine supports the schedule, and otherwise torch."""
+    """Pipeline engine. own is the built-in engine (common/techniques/pipeline/executor.py); torch is
+    torch.distributed.pipelining. auto uses the built-in engine if that engine supports the schedule, and otherwise
+    torch."""
     devices: list[str] = field(default_factory=lambda: ["auto"])
     """One device per stage, such as [cuda:0,cuda:1], all of which are used by one process. [] uses one rank per stage.
     In a local run with GPUs, auto uses all visible GPUs from one process (if there is only one GPU, it holds all

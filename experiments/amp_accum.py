@@ -33,10 +33,10 @@ from __future__ import annotations
 
 from common.api import Run, TrainState, UserError, build_optimizer, ddp, networks, score_test_set, start, sync_batchnorm
 from common.measure.memory import MemoryMeter
-from common.measure.precision_report import PrecisionReport
-from common.models.sample_dropout import add_dropout, exclude_dropout_from_compiling
+from common.techniques.data_parallel.sample_dropout import add_dropout, exclude_dropout_from_compiling
+from common.techniques.data_parallel.single_process_baseline import report_ranks, set_up_shards
+from common.techniques.precision.report import PrecisionReport
 from common.training.loop import Step
-from common.training.single_process_baseline import report_ranks, set_up_shards
 from configs.amp_accum import Config
 
 import contextlib

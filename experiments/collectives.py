@@ -24,15 +24,20 @@ any p, this value can be compared with the bandwidth of a link.
 from __future__ import annotations
 
 from common.api import Run, TrainState, start
+from common.backend.algorithms import build_algorithms_by_size
 from common.data.rounds import Rounds
-from common.distributed import collectives
-from common.distributed.collective_report import CollectiveReport
-from common.distributed.collectives import CollectiveOperation, CollectivePoint, CollectiveVariant, TestVectors
-from common.distributed.rendezvous import World
-from common.distributed.transport.algorithms import build_algorithms_by_size
 from common.measure import plots
 from common.measure.foreign_load import ForeignLoadMeter
 from common.measure.timing import time_calls
+from common.ranks.rendezvous import World
+from common.techniques.collectives import measurement
+from common.techniques.collectives.measurement import (
+    CollectiveOperation,
+    CollectivePoint,
+    CollectiveVariant,
+    TestVectors,
+)
+from common.techniques.collectives.report import CollectiveReport
 from configs.collectives import Config
 
 from collections.abc import Mapping, Sequence
@@ -118,11 +123,11 @@ def make_library_operations(world: World, group: dist.ProcessGroup | None = None
 def create_variants(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
     """Create all variants: the library, the ring, and the built-in backend for each transport and algorithm."""
     world = run.world
-    count_interface = partial(collectives.count_interface_bytes, world)
+    count_interface = partial(measurement.count_interface_bytes, world)
     library = CollectiveVariant(make_library_operations(world), count_interface_bytes=count_interface)
     if world.backend == "builtin":
-        builtin = collectives.add_builtin_counters(library, None)._replace(link_variant="builtin")
-        gloo_group = collectives.create_group_of_all_ranks(world, "gloo")
+        builtin = measurement.add_builtin_counters(library, None)._replace(link_variant="builtin")
+        gloo_group = measurement.create_group_of_all_ranks(world, "gloo")
         gloo = CollectiveVariant(make_library_operations(world, gloo_group), count_interface_bytes=count_interface)
         sides = {"builtin": builtin, "gloo": gloo}
     else:
@@ -137,8 +142,8 @@ def create_variants(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
     if world.device.type == "cpu" and cfg.algorithms:
         make_operations = partial(make_library_operations, world)
         for transport in cfg.transports:
-            sides |= collectives.open_builtin_variants(world, cfg.launch, transport, cfg.algorithms, make_operations)
-    for note in collectives.list_variant_notes(sides, cfg.transports):
+            sides |= measurement.open_builtin_variants(world, cfg.launch, transport, cfg.algorithms, make_operations)
+    for note in measurement.list_variant_notes(sides, cfg.transports):
         run.log_message(note)
     return sides
 
@@ -181,15 +186,15 @@ def measure_variants(
 def main(cfg: Config, run: Run) -> None:
     world = run.world
     sides = create_variants(cfg, run)
-    points = collectives.list_benchmark_points(cfg.ops, cfg.dtypes, cfg.parse_sizes(), world.size)
+    points = measurement.list_benchmark_points(cfg.ops, cfg.dtypes, cfg.parse_sizes(), world.size)
     vectors = TestVectors(cfg.seed, world, run.device)
     table = torch.zeros(cfg.rounds, len(points), len(sides), world.size, 3, dtype=torch.float64)
     state = TrainState([], None, Rounds(points), world, tensors={"measured": table})
 
     # Run every operation once, because the first message opens a connection.
-    for point in collectives.list_benchmark_points(cfg.ops, cfg.dtypes[:1], [64], world.size):
+    for point in measurement.list_benchmark_points(cfg.ops, cfg.dtypes[:1], [64], world.size):
         measure_variants(sides, 0, point, vectors, world)
-    links = collectives.fit_link_lines(world)
+    links = measurement.fit_link_lines(world)
     load_meter = ForeignLoadMeter(world)
 
     for step in run.steps(state, loss=0):

@@ -27,7 +27,7 @@ rank, all-gathers each layer before it is used, and reduce-scatters the layer's 
 from __future__ import annotations
 
 from common.api import Run, TrainState, build_optimizer, ddp, init_network, score_replicated, start, sync_batchnorm
-from common.training.single_process_baseline import report_scaling, set_up_shards
+from common.techniques.data_parallel.single_process_baseline import report_scaling, set_up_shards
 from configs.ddp_multinode import Config
 
 import torch.nn.functional as F

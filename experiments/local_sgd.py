@@ -33,12 +33,12 @@ or applied twice (overlapped exchanges: Douillard et al. 2025, arXiv 2501.18512;
 from __future__ import annotations
 
 from common.api import ReportData, Run, UserError, build_optimizer, init_network, score_replicated, start
-from common.core.seeds import derive_seed
-from common.core.text import format_count
-from common.training.local_sgd.exchange import Bf16Exchange, Exchange, Int8Exchange, TopkExchange
-from common.training.local_sgd.powersgd import PowerSgdExchange
-from common.training.local_sgd.state import LocalState
-from common.training.local_sgd.worker import LocalWorker
+from common.system.seeds import derive_seed
+from common.system.text import format_count
+from common.techniques.local_sgd.exchange import Bf16Exchange, Exchange, Int8Exchange, TopkExchange
+from common.techniques.local_sgd.powersgd import PowerSgdExchange
+from common.techniques.local_sgd.state import LocalState
+from common.techniques.local_sgd.worker import LocalWorker
 from configs.local_sgd import Config
 
 import torch

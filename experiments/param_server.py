@@ -36,13 +36,13 @@ stopping. At these points, all pushes have been applied, and the resulting state
 from __future__ import annotations
 
 from common.api import ReportData, Run, build_optimizer, ddp, networks, score_replicated, start
-from common.checkpoint.served_state import ServerWorkerState
-from common.distributed.parameter_server.report import ServerReport, gather_server_counts
-from common.distributed.parameter_server.server import StalenessPolicy
-from common.distributed.parameter_server.worker import ParameterServerRank
 from common.measure import plots
 from common.runs.folder import write_json
-from common.training.single_process_baseline import make_step_function, time_steps
+from common.techniques.data_parallel.single_process_baseline import make_step_function, time_steps
+from common.techniques.parameter_server.report import ServerReport, gather_server_counts
+from common.techniques.parameter_server.server import StalenessPolicy
+from common.techniques.parameter_server.state import ServerWorkerState
+from common.techniques.parameter_server.worker import ParameterServerRank
 from configs.param_server import Config
 
 import torch

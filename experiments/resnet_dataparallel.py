@@ -24,10 +24,10 @@ may not divide evenly and may have fewer samples than there are devices. In this
 from __future__ import annotations
 
 from common.api import Run, TrainState, build_optimizer, ddp, init_network, score_replicated, start, sync_batchnorm
-from common.core.text import format_count
-from common.distributed.rendezvous import World
 from common.measure.device_report import report_devices
-from common.training.single_process_baseline import StepVariant, compare_variants
+from common.ranks.rendezvous import World
+from common.system.text import format_count
+from common.techniques.data_parallel.single_process_baseline import StepVariant, compare_variants
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 
 from collections.abc import Callable

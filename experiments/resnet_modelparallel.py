@@ -43,13 +43,13 @@ from common.api import (
     start,
     sync_batchnorm,
 )
-from common.core.seeds import derive_seed
-from common.distributed.mesh import create_mesh_groups
-from common.distributed.rendezvous import World
 from common.measure.memory import describe_peak_memory, format_megabytes, limit_memory, read_peak_memory
 from common.models.model_file import load_initial_weights
-from common.pipeline.executor import LossFunction
-from common.pipeline.single_process import SingleProcessPipeline
+from common.ranks.rendezvous import World
+from common.system.seeds import derive_seed
+from common.techniques.pipeline.executor import LossFunction
+from common.techniques.pipeline.mesh import create_mesh_groups
+from common.techniques.pipeline.single_process import SingleProcessPipeline
 from configs.resnet_modelparallel import Config
 
 from typing import Any

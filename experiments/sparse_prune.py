@@ -19,7 +19,7 @@ Every weight gets a score, and the mask is false for the weights with the lowest
                2104.08378)
     schedule   when to prune and to which sparsity: once, in rounds, cubic (Zhu & Gupta 2017, arXiv 1710.01878), or
                RigL, which keeps small layers denser (ERK; both Evci et al. 2019, arXiv 1911.11134):
-               common/models/pruning_schedules.py
+               common/techniques/pruning/pruning_schedules.py
 
 Training itself does not change. After every step, the weights are multiplied by their masks, because gradients and
 momentum also change pruned weights. Except with RigL, a pruned weight stays pruned. Without masks, the proximal step of
@@ -34,9 +34,9 @@ measured at the end.
 from __future__ import annotations
 
 from common.api import ReportData, Run, TrainState, build_optimizer, ddp, networks, score_replicated, start
-from common.core import seeds
-from common.models import pruning_masks, pruning_savings, pruning_schedules
-from common.models.pruning_masks import Masks
+from common.system import seeds
+from common.techniques.pruning import pruning_masks, pruning_savings, pruning_schedules
+from common.techniques.pruning.pruning_masks import Masks
 from common.training.evaluate import measure_accuracy
 from configs.sparse_prune import Config
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from common.core.errors import UserError, exit_on_user_error
+from common.system.errors import UserError, exit_on_user_error
 from slurm.arguments import split_words, suggest_nearest
 
 

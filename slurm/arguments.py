@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable
 
-from common.core.errors import UserError
+from common.system.errors import UserError
 
 EXPERIMENT_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -17,7 +17,7 @@ def check_experiment_name(name: str) -> str:
 
     Otherwise raises UserError, which suggests the most similar name.
     """
-    from common.core import config  # deferred, because it imports OmegaConf, which the local cluster does not need
+    from common.config import config  # deferred, because it imports OmegaConf, which the local cluster does not need
 
     experiments = config.list_experiments()
     listing = f"(experiments: {', '.join(experiments)})"

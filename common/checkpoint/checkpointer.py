@@ -19,10 +19,10 @@ from common.checkpoint import storage
 from common.checkpoint.rank_file import read_rank_file, write_rank_file
 from common.checkpoint.state_dicts import convert_to_plain_values
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry, StagingDir
-from common.core.errors import NO_VALID_CHECKPOINT_TEXT, RunTakenError, UserError, summarize_error
-from common.core.text import format_count
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder, fsync_path, write_atomic
+from common.system.errors import NO_VALID_CHECKPOINT_TEXT, RunTakenError, UserError, summarize_error
+from common.system.text import format_count
 from configs.shared import Checkpoint
 
 MAX_NAMES_IN_MESSAGE = 10

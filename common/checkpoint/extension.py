@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from common.checkpoint import storage
-from common.core import config
-from common.core.errors import UserError
+from common.config import config
 from common.runs.folder import MODEL_FACTS_FILE, RunFolder, read_json
+from common.system.errors import UserError
 from configs.shared import Experiment
 
 

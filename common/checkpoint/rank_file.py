@@ -16,7 +16,7 @@ import torch
 from common.checkpoint import storage
 from common.checkpoint.hashing_writer import HashingWriter
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry
-from common.core.errors import summarize_error
+from common.system.errors import summarize_error
 
 PARTS = ("model", "optimizer", "common", "local")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from common.checkpoint.stop_request import StopRequest
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
 from configs.shared import Checkpoint
 
 POLL_SECONDS = 0.5  # usual time between two votes; a vote costs one all-reduce

@@ -13,12 +13,12 @@ from common.checkpoint.checkpointer import Checkpointer, LoadedCheckpoint
 from common.checkpoint.save_or_stop import SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest, StopRequested
 from common.checkpoint.train_state import TrainState
-from common.core.errors import RunTakenError, UserError
-from common.distributed.rendezvous import World
-from common.distributed.silent_ranks import SilentRankWatchdog
 from common.measure.metrics_log import MetricsLog
+from common.ranks.rendezvous import World
+from common.ranks.silent_ranks import SilentRankWatchdog
 from common.runs.claims import AttemptWatch
 from common.runs.folder import RunFolder, read_json
+from common.system.errors import RunTakenError, UserError
 from configs.shared import Experiment
 
 

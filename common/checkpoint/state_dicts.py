@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from common.core import seeds
-from common.core.errors import UserError
+from common.system import seeds
+from common.system.errors import UserError
 
 T = TypeVar("T")
 NamedTensors = Iterable[tuple[str, Tensor]]

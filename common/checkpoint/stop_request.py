@@ -19,8 +19,8 @@ from typing import IO
 
 import torch.distributed as dist
 
-from common.core.errors import EXIT_RESUMABLE
-from common.core.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
+from common.system.errors import EXIT_RESUMABLE
+from common.system.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
 
 
 class StopRequested(SystemExit):

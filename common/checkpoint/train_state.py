@@ -14,8 +14,8 @@ from common.checkpoint import state_dicts
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
 from common.data.loader import Loader
 from common.data.rounds import Rounds
-from common.distributed import ddp, sync_batchnorm
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
+from common.techniques.data_parallel import ddp, sync_batchnorm
 
 
 def get_model_recipe(model: nn.Module) -> dict[str, Any]:

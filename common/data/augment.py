@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common.core import seeds
+from common.system import seeds
 
 
 class Augment:

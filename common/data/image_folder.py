@@ -17,11 +17,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from common.core import seeds
-from common.core.errors import UserError
-from common.core.text import format_count
 from common.data.sources import list_files, make_printable
 from common.runs.folder import convert_disk_errors
+from common.system import seeds
+from common.system.errors import UserError
+from common.system.text import format_count
 
 CLASSES_FILE = "classes.json"  # contains the names of the classes, in the order of their labels
 SKIPPED_FILE = "left_out.txt"

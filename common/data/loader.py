@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.core import seeds
-from common.core.errors import UserError
 from common.data.augment import Augment
 from common.data.prepare import PreparedDataset
 from common.data.workers import DataWorkerError as DataWorkerError  # noqa: PLC0414 (raised while iterating a Loader)
 from common.data.workers import Samples, WorkerPool
+from common.system import seeds
+from common.system.errors import UserError
 from configs.batch_plan import divide_batch
 from configs.shared import Experiment
 

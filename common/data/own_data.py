@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from common.core.own_function import convert_errors_of_user_file, load_function
+from common.config.custom_function import convert_errors_of_user_file, load_function
 from common.runs.folder import convert_disk_errors
 from configs.shared import DATA_SETS
 

@@ -22,12 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from common.core.errors import UserError
-from common.core.own_function import convert_errors_of_user_file, locate_function_file, replace_file_with_run_copy
+from common.config.custom_function import (
+    convert_errors_of_user_file,
+    locate_function_file,
+    replace_file_with_run_copy,
+)
 from common.data import image_folder, own_data, sources, synthetic_digits
 from common.data.sources import Arrays
 from common.runs.folder import convert_disk_errors, read_json
 from common.runs.progress import ProgressDisplay
+from common.system.errors import UserError
 from configs.shared import Data, Experiment, Log
 
 MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/train-labels-idx1-ubyte.gz"

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from common.core import network, seeds
-from common.core.errors import UserError
-from common.core.processes import kill_with_parent
 from common.runs.folder import convert_disk_errors
+from common.system import network, seeds
+from common.system.errors import UserError
+from common.system.processes import kill_with_parent
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 MNIST_FILES = {  # uncompressed size of each file in bytes

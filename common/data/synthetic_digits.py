@@ -13,7 +13,7 @@ import math
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from common.core import seeds
+from common.system import seeds
 
 SIDE = 28  # height and width of an image in pixels
 CANVAS = 40  # height and width of a glyph in pixels; scaling it down to SIDE smooths its edges

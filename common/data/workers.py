@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.core.errors import MachineError
-from common.core.processes import kill_with_parent, read_process_stat
-from common.core.signals import STOP_SIGNALS, ignore_stop_signals
+from common.system.errors import MachineError
+from common.system.processes import kill_with_parent, read_process_stat
+from common.system.signals import STOP_SIGNALS, ignore_stop_signals
 
 Samples = tuple[Tensor | None, Tensor | None]  # inputs [n, ...] and targets [n] of a block
 LoadSamples = Callable[[np.ndarray], Samples]  # the argument is a block of indices, int64 [2, batches, samples]

@@ -10,10 +10,10 @@ from statistics import mean, stdev
 import numpy as np
 import torch
 
-from common.distributed.rendezvous import World
 from common.measure import plots
 from common.measure.memory import read_peak_memory
 from common.measure.step_timing import ScalingReport, StepTimer, compute_imbalance, gather_step_times
+from common.ranks.rendezvous import World
 from common.runs.result import Report, ReportData
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.core.text import read_text_or_empty
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
 from common.runs.provenance import read_boot_id
 from common.runs.result import ReportData
+from common.system.text import read_text_or_empty
 
 NOTED_SHARE = 0.1
 """Fraction of the CPU time from which the final table contains a note about other processes."""

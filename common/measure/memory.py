@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from common.core.errors import UserError
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
 from common.runs.result import ReportData
+from common.system.errors import UserError
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 OUT_OF_MEMORY_MESSAGES = (

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
 from common.runs.metrics_writer import MetricsWriter
 
 MEAN = -1

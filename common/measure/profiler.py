@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from common.core.text import format_count
+from common.system.text import format_count
 
 
 def start_profiler(steps: int, trace: Path, log_message: Callable[[str], None]) -> torch.profiler.profile | None:

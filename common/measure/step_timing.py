@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.distributed.rendezvous import World
-from common.distributed.sync_batchnorm import pop_waiting_seconds
 from common.measure.device_clock import DeviceClock, Stamp
 from common.measure.straggler import find_straggler
 from common.measure.timing import time_calls
+from common.ranks.rendezvous import World
 from common.runs.result import ReportData
+from common.techniques.data_parallel.sync_batchnorm import pop_waiting_seconds
 
 T = TypeVar("T")
 HISTORY = 1000

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.core.errors import UserError
+from common.system.errors import UserError
 
 PROCESS_TIMEOUT = 300  # seconds; the new process may have to import torch from a slow disk
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.checkpoint import storage
-from common.core.errors import UserError
 from common.runs.folder import RunFolder
+from common.system.errors import UserError
 from configs.optional import InitialWeights
 
 SHORT_ID_LENGTH = 4  # number of characters at the end of a run id

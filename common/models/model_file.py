@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from common.checkpoint import checkpointer
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
-from common.core.errors import UserError
 from common.data.prepare import hash_file
-from common.models import networks, pruning_masks
+from common.models import networks
 from common.models.initial_weights import find_initial_weights
 from common.models.networks import Recipe
-from common.models.sample_dropout import add_dropout
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
+from common.system.errors import UserError
+from common.techniques.data_parallel.sample_dropout import add_dropout
+from common.techniques.pruning import pruning_masks
 
 FORMAT = 1
 REQUIRED_FACTS = {"class", "arguments", "step", "shape", "dtype", "precision", "channels_last", "shares"}

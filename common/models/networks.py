@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.checkpoint.state_dicts import strip_wrapper_prefix
-from common.core.errors import UserError
+from common.system.errors import UserError
 
 Recipe = dict[str, Any]  # the class of a network ("class") and its constructor arguments ("arguments")
 

@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.core import config
-from common.core.errors import RunTakenError, UserError
-from common.core.processes import Process
-from common.core.text import format_duration
+from common.config import config
 from common.runs import provenance
 from common.runs.folder import CLAIM, RunFolder, read_json, write_json
+from common.system.errors import RunTakenError, UserError
+from common.system.processes import Process
+from common.system.text import format_duration
 
 STOPPING_SECONDS = 60.0
 """Seconds for which a new attempt waits for an earlier attempt that is stopping."""

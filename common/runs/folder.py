@@ -36,8 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.core.errors import UserError
 from common.runs.metrics_rows import parse_rows
+from common.system.errors import UserError
 
 BLOCK_CHARACTERS = 1 << 20  # number of characters of metrics.jsonl to read at a time
 CLAIM = "claim.json"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.core.errors import UserError
 from common.runs.folder import convert_disk_errors
+from common.system.errors import UserError
 
 ENCODER = json.JSONEncoder(allow_nan=False)  # json.dumps would create an encoder for each row
 

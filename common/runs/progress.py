@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from common.core.text import format_duration
+from common.system.text import format_duration
 from configs.shared import Log
 
 LINE_SECONDS = 10.0  # minimum time between plain progress lines

@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.core.config import ROOT
-from common.core.errors import UserError
-from common.core.own_function import locate_file_copy
-from common.core.processes import Process
-from common.core.text import read_text_or_empty
+from common.config.config import ROOT
+from common.config.custom_function import locate_file_copy
 from common.runs.folder import RunFolder, convert_disk_errors, read_json, write_atomic, write_json
+from common.system.errors import UserError
+from common.system.processes import Process
+from common.system.text import read_text_or_empty
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
 SOURCE_FOLDERS = ("experiments", "common", "slurm", "configs")  # the source also includes files in the repository root

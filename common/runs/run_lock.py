@@ -9,9 +9,9 @@ import fcntl
 import time
 from typing import IO
 
-from common.core.errors import RunTakenError
 from common.runs import claims
 from common.runs.folder import RunFolder
+from common.system.errors import RunTakenError
 
 LOCK_SECONDS = 1.0  # time that the ranks of a killed process may take to exit
 POLL_SECONDS = 0.05

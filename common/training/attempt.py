@@ -16,9 +16,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from common.backend import algorithms
 from common.checkpoint import extension, storage
-from common.core import config
-from common.core.errors import (
+from common.config import config
+from common.data import prepare
+from common.data.prepare import PreparedDataset
+from common.runs import claims, provenance
+from common.runs.folder import RunFolder, read_json, write_json
+from common.runs.result import Result
+from common.runs.tracking import wandb_tracker
+from common.system.errors import (
     DIVERGENCE_PATTERN,
     EXIT_RESUMABLE,
     NO_VALID_CHECKPOINT_TEXT,
@@ -26,15 +33,9 @@ from common.core.errors import (
     RunTakenError,
     UserError,
 )
-from common.core.text import format_count
-from common.data import prepare
-from common.data.prepare import PreparedDataset
-from common.distributed.transport import algorithms
-from common.pipeline import schedules
-from common.runs import claims, provenance, wandb_tracker
-from common.runs.folder import RunFolder, read_json, write_json
-from common.runs.result import Result
-from common.training.optimization import own_files
+from common.system.text import format_count
+from common.techniques.pipeline import schedules
+from common.training import custom_optimizer
 from configs.shared import Experiment
 
 
@@ -93,7 +94,7 @@ class Attempt:
             provenance.write_metadata(self.folder, sys.argv, self.prepared.to_dict())
         schedules.copy_schedule_file(cfg, code)
         algorithms.copy_algorithm_file(cfg.launch, code)
-        own_files.copy_optimizer_files(cfg.optim, code)
+        custom_optimizer.copy_optimizer_files(cfg.optim, code)
         provenance.record_attempt_start(self.folder)
         self.prepared.verify_checksums()
 

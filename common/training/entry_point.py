@@ -15,10 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
+from common.backend import algorithm_choice, algorithms
 from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, wait_for_all_ranks_to_exit
-from common.core import config, host_memory, seeds
-from common.core.errors import (
+from common.config import config
+from common.data.loader import DataWorkerError
+from common.models import initial_weights
+from common.ranks import local_launcher, private_folder, rendezvous
+from common.ranks.rank_info import RankInfo, read_rank_info, report_common_error_once
+from common.ranks.rendezvous import World
+from common.ranks.silent_ranks import describe_silent_ranks
+from common.runs import provenance
+from common.runs.folder import RunFolder
+from common.runs.run_lock import lock_run, try_to_lock
+from common.runs.tracking import wandb_account, wandb_tracker
+from common.system import host_memory, seeds
+from common.system.errors import (
     EXIT_REFUSED,
     EXIT_RESUMABLE,
     MachineError,
@@ -27,23 +39,11 @@ from common.core.errors import (
     exit_on_user_error,
     is_timeout,
 )
-from common.core.processes import count_host_cores, exit_without_cleanup
-from common.core.text import format_count, read_end_of_file
-from common.data.loader import DataWorkerError
-from common.distributed import algorithm_choice, local_launcher, private_folder, rendezvous
-from common.distributed.rank_info import RankInfo, read_rank_info, report_common_error_once
-from common.distributed.rendezvous import World
-from common.distributed.silent_ranks import describe_silent_ranks
-from common.distributed.transport import algorithms
-from common.models import initial_weights
-from common.pipeline import schedules
-from common.runs import provenance, wandb_account, wandb_tracker
-from common.runs.folder import RunFolder
-from common.runs.run_lock import lock_run, try_to_lock
-from common.training import host_checks
+from common.system.processes import count_host_cores, exit_without_cleanup
+from common.system.text import format_count, read_end_of_file
+from common.techniques.pipeline import schedules
+from common.training import custom_optimizer, host_checks, optimizer_contract
 from common.training.attempt import Attempt, is_finished
-from common.training.contract import optimizer
-from common.training.optimization import own_files
 from common.training.run import Run
 from configs.elastic import get_enabled_elastic_settings
 from configs.shared import Experiment
@@ -74,7 +74,7 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
         run_to_resume = RunFolder(path.absolute()) if path else None
         code = path.absolute() / "code" if path else None
         schedules.check_schedule_of_config(cfg, code)
-        own_files.check_files_of_config(cfg.optim, code)
+        custom_optimizer.check_files_of_config(cfg.optim, code)
         if rank_info is None or rank_info.rank == 0:  # rank 0 sends the algorithm to the others
             algorithms.check_algorithm_of_config(cfg, code)
         private_folder.check_tls(cfg.launch, rank_info)
@@ -341,7 +341,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
     try:
         stop.can_stop_immediately = True
         is_new_run = attempt.is_new and not world.is_joining
-        optimizer.check_optimizer_of_run(cfg.optim, attempt.folder.path / "code", is_new_run=is_new_run)
+        optimizer_contract.check_optimizer_of_run(cfg.optim, attempt.folder.path / "code", is_new_run=is_new_run)
         algorithm_choice.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
         initial_weights.clear_replaced_weights(cfg, attempt.folder)
         main(cfg, run)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.data.loader import Images
-from common.distributed import sync_batchnorm
+from common.techniques.data_parallel import sync_batchnorm
 from common.training.run_context import RunContext
 
 Predict = Callable[[Tensor | None, int], Tensor | None]

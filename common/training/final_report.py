@@ -9,14 +9,14 @@ from typing import Any
 
 from common.checkpoint.checkpointer import read_full_model
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
-from common.core import config
-from common.core.errors import UserError, summarize_error
-from common.core.text import format_count
+from common.config import config
 from common.data.loader import get_pixel_statistics
-from common.distributed.elastic.generations import describe_rank_change, read_earlier_rank_changes
 from common.measure import tables
 from common.models import model_file
 from common.runs.result import Report, ReportData, Result
+from common.system.errors import UserError, summarize_error
+from common.system.text import format_count
+from common.techniques.elastic.generations import describe_rank_change, read_earlier_rank_changes
 from common.training.run_context import RunContext
 
 

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from common.checkpoint.stop_request import wait_for_all_ranks_to_exit
-from common.core import host_memory, network
-from common.core.errors import UserError
 from common.data import prepare
-from common.distributed.rendezvous import World
 from common.measure.timing import time_calls
+from common.ranks.rendezvous import World
 from common.runs import provenance
 from common.runs.folder import convert_disk_errors, read_json
+from common.system import host_memory, network
+from common.system.errors import UserError
 
 HostFacts = dict[str, Any]  # facts that one rank collected about its host
 

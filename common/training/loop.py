@@ -12,13 +12,13 @@ from torch import Tensor
 
 from common.checkpoint.train_state import TrainState
 from common.data.rounds import Rounds
-from common.data.shards import WINDOW
 from common.measure.memory import read_peak_memory
 from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimer
-from common.models.sample_dropout import list_dropout_layers
+from common.techniques.data_parallel.sample_dropout import list_dropout_layers
+from common.techniques.data_parallel.shards import WINDOW
+from common.techniques.elastic.recovery import Recovery
 from common.training import optimizers
-from common.training.elastic.recovery import Recovery
 from common.training.run_context import RunContext
 from configs.elastic import get_enabled_elastic_settings
 

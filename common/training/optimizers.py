@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from common.core.own_function import convert_errors_of_user_file, load_function
-from common.training.optimization import layerwise, own_files
+from common.config.custom_function import convert_errors_of_user_file, load_function
+from common.training import custom_optimizer, layerwise
 from configs.shared import Optim
 
 T = TypeVar("T", bound=Optimizer)
@@ -79,8 +79,8 @@ def build_custom_optimizer(groups: Any, cfg: Optim) -> Optimizer:
 
     Raises UserError, naming file and line, if it cannot be built or does not accept a setting other than 0.
     """
-    value = own_files.FILES_OF_RUN.get(cfg.name, cfg.name)
-    kind = load_function("optim.name", value, own_files.BUILTIN_NAMES["name"], "Class")
+    value = custom_optimizer.FILES_OF_RUN.get(cfg.name, cfg.name)
+    kind = load_function("optim.name", value, custom_optimizer.BUILTIN_NAMES["name"], "Class")
     with convert_errors_of_user_file("optim.name", value, vars(kind).get("__init__"), CLASS_USAGE):
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
             raise TypeError("it is not a subclass of torch.optim.Optimizer")
@@ -126,7 +126,7 @@ def compute_learning_rate(cfg: Optim, step: int, total: int, batch: int) -> floa
             return peak * (1.0 if done < 0.5 else 0.1 if done < 0.75 else 0.01)
         case "constant":
             return peak
-    return peak * own_files.compute_custom_decay(cfg.decay, decay_step, decay_steps)
+    return peak * custom_optimizer.compute_custom_decay(cfg.decay, decay_step, decay_steps)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

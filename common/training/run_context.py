@@ -16,18 +16,18 @@ from torch import Tensor
 from common.checkpoint.saver import Saver
 from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
-from common.core.errors import MachineError, UserError
 from common.data.loader import Images, Loader, draw_sample_order
 from common.data.prepare import PreparedDataset
 from common.data.rounds import Rounds
-from common.data.shards import AutoShards
-from common.distributed.rendezvous import World
 from common.measure import media, profiler
 from common.measure.metrics_log import MetricsLog, SharedMetricsLog
 from common.measure.step_timing import StepDurations, StepTimer
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder, write_json
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.progress import ProgressDisplay
+from common.system.errors import MachineError, UserError
+from common.techniques.data_parallel.shards import AutoShards
 from configs.elastic import get_enabled_elastic_settings
 from configs.shared import Experiment
 

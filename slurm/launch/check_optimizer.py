@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from common.core.errors import UserError
-from common.training.optimization import own_files
+from common.system.errors import UserError
+from common.training import custom_optimizer
 from configs.shared import Optim
 
 
@@ -18,7 +18,7 @@ def main(args: argparse.Namespace) -> int:
         optim.check()
     except ValueError as error:
         raise UserError(str(error)) from None
-    own_files.check_files_of_config(optim)
-    from common.training.contract import optimizer  # imports torch
+    custom_optimizer.check_files_of_config(optim)
+    from common.training import optimizer_contract  # imports torch
 
-    return optimizer.check_on_ranks(optim, lambda requirement: print(f"ok  {requirement}", flush=True))
+    return optimizer_contract.check_on_ranks(optim, lambda requirement: print(f"ok  {requirement}", flush=True))

@@ -23,14 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.core import config
-from common.core.errors import UserError, exit_on_user_error
-from common.core.signals import STOPPED_STATUSES
-from common.core.text import read_end_of_file
-from common.distributed.rank_info import read_rank_info
+from common.config import config
 from common.measure import plots
+from common.ranks.rank_info import read_rank_info
 from common.runs import provenance, result
 from common.runs.folder import RunFolder, write_atomic
+from common.system.errors import UserError, exit_on_user_error
+from common.system.signals import STOPPED_STATUSES
+from common.system.text import read_end_of_file
 from configs.shared import Experiment
 from configs.sweeps import Bars, RunRow, Summary, SweepGrid
 from slurm.launch import sweep

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.core.config import ROOT
-from common.core.errors import UserError
+from common.config.config import ROOT
 from common.runs.folder import convert_disk_errors, write_atomic
+from common.system.errors import UserError
 from slurm.arguments import EXPERIMENT_NAME
 
 TEMPLATES = Path(__file__).parent / "templates"

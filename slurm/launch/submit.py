@@ -16,18 +16,19 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.backend import algorithms
 from common.checkpoint import extension
-from common.core import config
-from common.core.config import ROOT
-from common.core.errors import RunTakenError, UserError
-from common.core.text import format_count, read_text_or_empty
+from common.config import config
+from common.config.config import ROOT
 from common.data import prepare
-from common.distributed.transport import algorithms
 from common.models import initial_weights
-from common.pipeline import schedules
-from common.runs import claims, provenance, wandb_account
+from common.runs import claims, provenance
 from common.runs.folder import RunFolder, write_atomic
-from common.training.optimization import own_files
+from common.runs.tracking import wandb_account
+from common.system.errors import RunTakenError, UserError
+from common.system.text import format_count, read_text_or_empty
+from common.techniques.pipeline import schedules
+from common.training import custom_optimizer
 from configs.elastic import get_enabled_elastic_settings
 from configs.profile import Profile
 from configs.shared import Experiment
@@ -133,7 +134,7 @@ def copy_user_files(settings: Experiment, folder: RunFolder) -> None:
     code = folder.path / "code"
     schedules.copy_schedule_file(settings, code)
     algorithms.copy_algorithm_file(settings.launch, code)
-    own_files.copy_optimizer_files(settings.optim, code)
+    custom_optimizer.copy_optimizer_files(settings.optim, code)
 
 
 def find_resumable_run(run: str, name: str) -> RunFolder:
@@ -283,7 +284,7 @@ def load_checked_settings(name: str, arguments: list[str], resumed: RunFolder | 
     code = resumed.path / "code" if resumed else None
     schedules.check_schedule_of_config(settings, code)
     algorithms.check_algorithm_of_config(settings, code)
-    own_files.check_files_of_config(settings.optim, code)
+    custom_optimizer.check_files_of_config(settings.optim, code)
     if resumed is None:
         initial_weights.check_weights_of_config(settings)
     else:

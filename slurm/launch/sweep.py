@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.core.errors import RunTakenError, UserError
-from common.core.signals import STOP_SIGNALS, STOPPED_STATUSES
-from common.core.text import format_count
 from common.runs import provenance
 from common.runs.folder import RunFolder, convert_disk_errors, write_json
+from common.system.errors import RunTakenError, UserError
+from common.system.signals import STOP_SIGNALS, STOPPED_STATUSES
+from common.system.text import format_count
 from configs.elastic import get_enabled_elastic_settings
 from configs.profile import Profile
 from slurm.arguments import parse_zero_or_one, split_experiment_and_cluster_settings

@@ -28,14 +28,14 @@ from typing import Any
 
 import yaml
 
-from common.core import config
-from common.core.errors import UserError
-from common.core.text import format_count
-from common.distributed.transport import algorithms
+from common.backend import algorithms
+from common.config import config
 from common.models import initial_weights
-from common.pipeline import schedules
-from common.runs import wandb_account
-from common.training.optimization import own_files
+from common.runs.tracking import wandb_account
+from common.system.errors import UserError
+from common.system.text import format_count
+from common.techniques.pipeline import schedules
+from common.training import custom_optimizer
 from configs.shared import Experiment
 from configs.sweeps import SweepGrid, format_settings
 from slurm.arguments import check_experiment_name, parse_count, suggest_nearest
@@ -225,7 +225,7 @@ def make_point(
             raise UserError("runs must be the same for all points; set it under settings")
         schedules.check_schedule_of_config(settings)
         algorithms.check_algorithm_of_config(settings)
-        own_files.check_files_of_config(settings.optim)
+        custom_optimizer.check_files_of_config(settings.optim)
         initial_weights.check_weights_of_config(settings)
         wandb_account.read_requested_mode(settings)
     except UserError as error:

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from common.core import config
+from common.config import config
 from slurm.reports import selection
 
 FEW_STEPS = ("epochs=1", "steps=30", "data.test_limit=1000")

@@ -12,7 +12,7 @@ import re
 import subprocess
 from typing import NamedTuple
 
-from common.core.errors import UserError
+from common.system.errors import UserError
 from slurm.local_cluster.slurm_conf import find_program
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

@@ -27,9 +27,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.core.errors import UserError
-from common.core.processes import Process
-from common.core.text import format_count
+from common.system.errors import UserError
+from common.system.processes import Process
+from common.system.text import format_count
 from slurm.arguments import parse_count, parse_zero_or_one
 from slurm.local_cluster import cables, daemons, slurm_conf
 from slurm.local_cluster.cables import Shape

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.core.errors import UserError
-from common.core.processes import Process
+from common.system.errors import UserError
+from common.system.processes import Process
 from slurm.local_cluster import daemons, slurm_conf
 from slurm.local_cluster.namespaces import run_in_namespaces
 from slurm.local_cluster.slurm_conf import Plan

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common.core.errors import UserError
-from common.core.processes import Process
+from common.system.errors import UserError
+from common.system.processes import Process
 from slurm.local_cluster import cables, namespaces
 from slurm.local_cluster.cables import Shape
 from slurm.local_cluster.slurm_conf import (

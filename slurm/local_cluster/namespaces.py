@@ -20,8 +20,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from common.core.errors import UserError, exit_on_user_error
-from common.core.processes import Process
+from common.system.errors import UserError, exit_on_user_error
+from common.system.processes import Process
 
 NAMESPACE_FLAGS = {"user": 0x10000000, "pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
 """Flags CLONE_NEW* of linux/sched.h, by the name of the namespace in /proc/PID/ns."""

@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.core.errors import UserError
+from common.system.errors import UserError
 
 MAX_NODES = 64
 MAX_FOLDER_LENGTH = 67  # maximum number of characters in the path of a cluster's folder

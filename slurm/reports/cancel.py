@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.core.errors import UserError
 from common.runs import claims, provenance
 from common.runs.folder import RunFolder, read_json
 from common.runs.result import Result
+from common.system.errors import UserError
 from slurm.reports.selection import find_run
 from slurm.reports.status import FINAL_STATES, find_scheduler, read_state
 from slurm.scheduling import submission

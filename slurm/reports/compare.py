@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from common.core.errors import UserError
-from common.runs import compare_page as pages
-from common.runs import metric_curves, setting_labels
 from common.runs import result as results
-from common.runs.compare_page import ComparedRun, TableCell
-from common.runs.compare_table import Column, choose_columns, get_terminal_width, join_columns, shorten_text
+from common.runs.compare import compare_page as pages
+from common.runs.compare import metric_curves, setting_labels
+from common.runs.compare.compare_page import ComparedRun, TableCell
+from common.runs.compare.compare_table import Column, choose_columns, get_terminal_width, join_columns, shorten_text
 from common.runs.folder import RunFolder, convert_disk_errors, read_json, write_atomic
+from common.system.errors import UserError
 from slurm.arguments import parse_zero_or_one
 from slurm.reports import selection, status
 from slurm.reports.logs import find_rank_0_log

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from common.core import config
-from common.core.config import ROOT
-from common.core.errors import UserError, exit_on_user_error
-from common.core.text import format_count
-from common.runs.compare_table import Column, join_columns
+from common.config import config
+from common.config.config import ROOT
+from common.runs.compare.compare_table import Column, join_columns
+from common.system.errors import UserError, exit_on_user_error
+from common.system.text import format_count
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import parse_count, parse_zero_or_one, split_experiment_and_cluster_settings
@@ -66,9 +66,9 @@ def check_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> int:
     If `mixed` is true, the ranks may have different devices.
     """
     print(f"{HOST_MARK}{socket.gethostname()}", flush=True)
-    from common.distributed import local_launcher, rendezvous
-    from common.distributed.rank_info import RankInfo, read_rank_info
-    from common.runs import wandb_account
+    from common.ranks import local_launcher, rendezvous
+    from common.ranks.rank_info import RankInfo, read_rank_info
+    from common.runs.tracking import wandb_account
     from common.training import host_checks
     from configs.launch import Launch
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from common.core.errors import RunTakenError
 from common.runs import claims, provenance
 from common.runs.claims import Claim, ProcessState
 from common.runs.folder import RunFolder
+from common.system.errors import RunTakenError
 from slurm.reports.status import find_scheduler
 from slurm.scheduling.scheduler import STATUS_TIMEOUT
 

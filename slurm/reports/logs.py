@@ -11,9 +11,9 @@ import signal
 import time
 from pathlib import Path
 
-from common.core.errors import UserError
 from common.runs import claims, provenance
 from common.runs.folder import RunFolder
+from common.system.errors import UserError
 from slurm.arguments import parse_zero_or_one
 from slurm.reports.selection import find_run, parse_float, read_settings
 from slurm.reports.status import FINAL_STATES, find_scheduler, read_status

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from common.checkpoint import storage
-from common.core.errors import UserError
 from common.runs.folder import MODEL_FILE, RunFolder, convert_disk_errors
+from common.system.errors import UserError
 from slurm.arguments import parse_zero_or_one
 from slurm.reports import selection, status, wandb_sync
 from slurm.reports.selection import RunFilter

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.core import config, config_keys
-from common.core.errors import UserError
-from common.core.text import format_count
+from common.config import config, config_keys
 from common.runs.folder import RunFolder, read_json
 from common.runs.metrics_rows import parse_json
+from common.system.errors import UserError
+from common.system.text import format_count
 from slurm.arguments import parse_count, split_words, suggest_nearest
 
 CONDITION = re.compile(r"([a-z][a-z0-9_.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)

@@ -18,12 +18,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.core.errors import UserError
-from common.core.text import format_count, format_duration, read_end_of_file
-from common.distributed.elastic.generations import describe_rank_changes
 from common.runs import claims, provenance
 from common.runs import result as results
 from common.runs.folder import RunFolder
+from common.system.errors import UserError
+from common.system.text import format_count, format_duration, read_end_of_file
+from common.techniques.elastic.generations import describe_rank_changes
 from slurm.arguments import parse_zero_or_one
 from slurm.local_cluster import cluster
 from slurm.reports import heartbeats, selection

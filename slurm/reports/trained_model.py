@@ -16,12 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.core import config
-from common.core.errors import UserError, summarize_error
+from common.config import config
 from common.data import prepare
 from common.runs import provenance
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, convert_disk_errors, read_json
 from common.runs.progress import ProgressDisplay
+from common.system.errors import UserError, summarize_error
 from slurm.arguments import split_experiment_and_cluster_settings
 from slurm.reports import selection
 

@@ -9,8 +9,8 @@ import argparse
 import json
 from typing import Any
 
-from common.core.errors import UserError, summarize_error
-from common.runs import wandb_account
+from common.runs.tracking import wandb_account
+from common.system.errors import UserError, summarize_error
 from configs.shared import Wandb
 from slurm.arguments import parse_zero_or_one
 

@@ -14,9 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common.core.errors import UserError
-from common.runs import wandb_account, wandb_rows, wandb_tracker
 from common.runs.folder import RunFolder
+from common.runs.tracking import wandb_account, wandb_rows, wandb_tracker
+from common.system.errors import UserError
 from slurm.arguments import parse_zero_or_one
 from slurm.reports import selection, status
 from slurm.reports.selection import RunFilter

@@ -24,17 +24,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.core import config, network
-from common.core.errors import EXIT_RESUMABLE, exit_on_user_error
-from common.distributed.elastic.supervisor import Supervisor, open_listener
-from common.distributed.rank_info import (
+from common.config import config
+from common.ranks.rank_info import (
     COORDINATOR_KEY_VARIABLE,
     COORDINATOR_VARIABLE,
     ORPHAN_COMMAND_VARIABLE,
     REPLACED_RANK_VARIABLE,
 )
 from common.runs.folder import RunFolder
-from common.runs.wandb_tracker import Tracker
+from common.runs.tracking.wandb_tracker import Tracker
+from common.system import network
+from common.system.errors import EXIT_RESUMABLE, exit_on_user_error
+from common.techniques.elastic.supervisor import Supervisor, open_listener
 from configs.elastic import get_enabled_elastic_settings
 from configs.shared import Experiment
 from slurm.scheduling.scheduler import Scheduler

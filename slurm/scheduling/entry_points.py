@@ -10,8 +10,8 @@ import importlib
 import operator
 from typing import Any
 
-from common.core.errors import UserError
 from common.runs.folder import RunFolder, read_json
+from common.system.errors import UserError
 
 VERSION = 4
 JOB_MODULE = "slurm.scheduling.job"

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING
 from submitit import JobEnvironment
 from submitit.helpers import DelayedSubmission
 
-from common.core.errors import (
+from common.ranks.rank_info import (
+    COORDINATOR_VARIABLE,
+    ORPHAN_COMMAND_VARIABLE,
+    REPLACED_RANK_VARIABLE,
+    read_rank_info,
+)
+from common.runs.folder import RunFolder
+from common.system.errors import (
     EXIT_RESUMABLE,
     MachineError,
     RunTakenError,
@@ -28,14 +35,7 @@ from common.core.errors import (
     convert_shortage_error,
     exit_on_user_error,
 )
-from common.core.processes import exit_without_cleanup
-from common.distributed.rank_info import (
-    COORDINATOR_VARIABLE,
-    ORPHAN_COMMAND_VARIABLE,
-    REPLACED_RANK_VARIABLE,
-    read_rank_info,
-)
-from common.runs.folder import RunFolder
+from common.system.processes import exit_without_cleanup
 from slurm.scheduling import submission
 from slurm.scheduling.orphaned_rank import reaches_coordinator
 from slurm.scheduling.requeue import EXIT_FAILED, record_rank_failure, record_start_error
@@ -88,7 +88,7 @@ def train_as_rank(folder: RunFolder) -> int:
     try:
         if os.environ.get("SLURM_PROCID") == "0" and REPLACED_RANK_VARIABLE not in os.environ:
             submission.check_run_belongs_to_this_job(folder)
-        from common.core import config
+        from common.config import config
         from common.training import entry_point  # deferred, because this import takes seconds
 
         schema = config.import_schema(folder.experiment)

@@ -18,9 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
-from common.distributed.rank_info import COORDINATOR_VARIABLE
+from common.ranks.rank_info import COORDINATOR_VARIABLE
 from common.runs.folder import RunFolder
+from common.system.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
 from slurm.scheduling.requeue import is_latest_restart, is_restart_of_this_process, requeue_job_or_record_failure
 from slurm.scheduling.scheduler import STATUS_TIMEOUT, Scheduler, parse_job_fields
 

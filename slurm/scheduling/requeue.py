@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.checkpoint import storage
-from common.core import config
-from common.core.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
-from common.core.signals import REQUESTED_STOP_STATUSES
+from common.config import config
 from common.runs import provenance
 from common.runs.folder import RunFolder, read_json, write_json
 from common.runs.result import Result
+from common.system.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
+from common.system.signals import REQUESTED_STOP_STATUSES
 from slurm.scheduling import submission
 from slurm.scheduling.scheduler import Scheduler, parse_job_fields
 

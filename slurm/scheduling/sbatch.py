@@ -16,10 +16,10 @@ from typing import Any
 from submitit.core import utils
 from submitit.slurm.slurm import SlurmExecutor
 
-from common.core import config
-from common.core.config import ROOT
-from common.core.errors import UserError
+from common.config import config
+from common.config.config import ROOT
 from common.runs.folder import RunFolder, convert_disk_errors, write_atomic
+from common.system.errors import UserError
 from configs.elastic import Elastic
 from configs.profile import Profile
 from slurm.scheduling import entry_points

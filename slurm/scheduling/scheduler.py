@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.core.errors import UserError
-from common.core.text import format_count
+from common.system.errors import UserError
+from common.system.text import format_count
 from slurm.local_cluster import cluster
 
 LOCAL_CLUSTER_NAME = "the local cluster"

@@ -17,10 +17,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.core.errors import RunTakenError
 from common.runs import claims, provenance
 from common.runs.folder import RunFolder, convert_disk_errors, read_json
 from common.runs.run_lock import try_to_lock
+from common.system.errors import RunTakenError
 
 STALE_SECONDS = 120.0
 """Age in seconds at which a submission is considered abandoned if its process cannot be checked from this machine."""

@@ -21,8 +21,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.core import config
-from common.core.errors import UserError, exit_on_user_error
+from common.config import config
+from common.system.errors import UserError, exit_on_user_error
 from tests.benchmarks import records
 from tests.benchmarks.measure import Pace, Samples, interleave
 from tests.benchmarks.parts import Part

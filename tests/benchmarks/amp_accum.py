@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from common.core import config
-from common.distributed.rendezvous import World
+from common.config import config
+from common.ranks.rendezvous import World
 from configs.amp_accum import Config
 from tests.benchmarks.libraries import data_parallel_team, same_first_losses
 from tests.benchmarks.measure import Samples, Side, Task, Team, require_same

@@ -22,12 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.core import network
-from common.distributed import ddp, rendezvous
-from common.distributed.rank_info import read_rank_info
-from common.distributed.rendezvous import World
 from common.models.networks import build_network
-from common.training.local_sgd.worker import LocalWorker
+from common.ranks import rendezvous
+from common.ranks.rank_info import read_rank_info
+from common.ranks.rendezvous import World
+from common.system import network
+from common.techniques.data_parallel import ddp
+from common.techniques.local_sgd.worker import LocalWorker
 from common.training.optimizers import build_optimizer
 from configs.launch import Launch
 from configs.local_sgd import Config

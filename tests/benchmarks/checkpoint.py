@@ -29,11 +29,11 @@ from common.checkpoint import state_dicts
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState
 from common.checkpoint.save_or_stop import POLL_SECONDS, SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest
-from common.core.config import ROOT
-from common.distributed import ddp
-from common.distributed.rendezvous import World
+from common.config.config import ROOT
 from common.models import networks
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
+from common.techniques.data_parallel import ddp
 from common.training import optimizers
 from configs.shared import Checkpoint, Optim
 from tests.benchmarks.measure import Samples, Side, Team

@@ -2,7 +2,7 @@
 
 Two hosts of a local cluster run each strategy on cables of several rates. The model of a step is alpha + beta n: alpha
 is what a step takes where the cable sets no limit, computing included, and beta n the time of its bytes at the rate of
-the cable (see common/distributed/transport/cost.py).
+the cable (see common/backend/cost.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.core import config
+from common.config import config
 from configs.ddp_multinode import Config
 from tests.benchmarks import elastic_cost, unequal_ranks
 from tests.benchmarks.libraries import data_parallel_team, same_first_losses

@@ -18,9 +18,9 @@ from statistics import median
 from typing import Any
 
 from common.api import start
-from common.core.config import ROOT
+from common.config.config import ROOT
 from common.runs.folder import RunFolder, read_json, write_json
-from common.training.elastic.recovery import Recovery
+from common.techniques.elastic.recovery import Recovery
 from common.training.run import Run
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.core.config import ROOT
+from common.config.config import ROOT
 from common.measure import plots
-from common.pipeline import report, schedules
-from common.pipeline.schedules import Action, Span
+from common.techniques.pipeline import report, schedules
+from common.techniques.pipeline.schedules import Action, Span
 from tests.benchmarks import crossover
 from tests.benchmarks.collectives import SIDES
 

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from common.core.config import ROOT
-from common.core.errors import UserError
-from common.core.processes import Process
+from common.config.config import ROOT
 from common.runs.folder import RunFolder
 from common.runs.result import parse_result
+from common.system.errors import UserError
+from common.system.processes import Process
 from slurm.local_cluster import cables, daemons, namespaces, slurm_conf
 from slurm.local_cluster.cables import Shape
 from slurm.local_cluster.cluster import Cluster, find_cluster_folder

@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.core import seeds
 from common.data import loader as data
 from common.data import prepare
-from common.distributed.rendezvous import World
 from common.models import networks
+from common.ranks.rendezvous import World
+from common.system import seeds
 from common.training import optimizers
 from tests.benchmarks.measure import Samples, Side, Team, require_same
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from statistics import NormalDist, mean, stdev
 
-from common.core.config import ROOT
+from common.config.config import ROOT
 from common.runs.result import parse_result
 from slurm.local_cluster.cables import parse_rate_and_delay
 from tests.benchmarks import hosts

@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.distributed import local_launcher, rendezvous
-from common.distributed.rank_info import RankInfo
-from common.distributed.rendezvous import World
+from common.ranks import local_launcher, rendezvous
+from common.ranks.rank_info import RankInfo
+from common.ranks.rendezvous import World
 from configs.launch import Launch
 
 NOISY = 0.1  # share of the machine used by others during a turn, above which its round is disturbed

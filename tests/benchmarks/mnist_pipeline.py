@@ -21,13 +21,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from common.core import config, seeds
-from common.core.config import ROOT
+from common.config import config
+from common.config.config import ROOT
 from common.data import loader as data
 from common.data import prepare
-from common.distributed.rendezvous import World
 from common.models.networks import SimpleNN
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
+from common.system import seeds
 from common.training import optimizers
 from configs.mnist_pipeline import Config
 from tests.benchmarks import peers

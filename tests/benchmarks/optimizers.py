@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 
-from common.core.errors import DIVERGENCE_PATTERN
+from common.system.errors import DIVERGENCE_PATTERN
 from configs.shared import TRAIN_SAMPLES
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist

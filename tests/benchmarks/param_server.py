@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from common.distributed.parameter_server.server import StalenessPolicy
+from common.techniques.parameter_server.server import StalenessPolicy
 from slurm.local_cluster.cables import Shape, parse_rate_and_delay
 from tests.benchmarks import hosts
 from tests.benchmarks.measure import Samples, Task, summarize_values

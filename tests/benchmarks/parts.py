@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.core.config import ROOT
+from common.config.config import ROOT
 from common.runs.folder import RunFolder
 from common.runs.result import parse_result
 from tests.benchmarks.measure import Samples, Task, Team

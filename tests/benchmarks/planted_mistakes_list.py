@@ -41,7 +41,7 @@ MISTAKES = [
     ),
     Mistake(
         "norm-gradient-not-summed",  # the backward of synchronised BatchNorm sees this process's loss alone
-        "common/distributed/sync_batchnorm.py",
+        "common/techniques/data_parallel/sync_batchnorm.py",
         "        return AllReduce.forward(ctx, gradient)",
         "        return gradient",
     ),
@@ -77,31 +77,31 @@ MISTAKES = [
     ),
     Mistake(
         "loss-divided-by-stages",
-        "common/pipeline/executor.py",
+        "common/techniques/pipeline/executor.py",
         "output = output / self.microbatches",
         "output = output / self.count",
     ),
     Mistake(
         "library-share-of-call",  # of the microbatches in one call, not in the batch
-        "common/pipeline/torch_engine.py",
+        "common/techniques/pipeline/torch_engine.py",
         "return self.loss(output, target) / self.microbatches",
         "return self.loss(output, target) / self.call_microbatches",
     ),
     Mistake(
         "one-more-in-flight",  # 1F1B keeps one microbatch's activations too many
-        "common/pipeline/schedules.py",
+        "common/techniques/pipeline/schedules.py",
         "in_flight[stage] >= stages - stage:",
         "in_flight[stage] > stages - stage:",
     ),
     Mistake(
         "backward-in-forward-order",  # GPipe with several stages in a process
-        "common/pipeline/schedules.py",
+        "common/techniques/pipeline/schedules.py",
         'for stage in reversed(local_stages):\n            actions += [Action("B"',
         'for stage in local_stages:\n            actions += [Action("B"',
     ),
     Mistake(
         "slot-stays-full",  # from the second step on nobody waits for a message
-        "common/pipeline/shared_memory.py",
+        "common/techniques/pipeline/shared_memory.py",
         "        self.full.remove(number)\n",
         "",
     ),
@@ -113,7 +113,7 @@ MISTAKES = [
     ),
     Mistake(
         "buffers-sent-in-forwards",  # rank 0's BatchNorm statistics replace those of the others
-        "common/distributed/ddp.py",
+        "common/techniques/data_parallel/ddp.py",
         "    return {name: False}",
         "    return {name: True}",
     ),
@@ -125,7 +125,7 @@ MISTAKES = [
     ),
     Mistake(
         "killed-rank-ignored",  # only exit statuses count, not signals
-        "common/distributed/local_launcher.py",
+        "common/ranks/local_launcher.py",
         "if child.exit_code not in (0, EXIT_RESUMABLE)]",
         "if (child.exit_code or 0) > 0 and child.exit_code != EXIT_RESUMABLE]",
     ),
@@ -143,19 +143,19 @@ MISTAKES = [
     ),
     Mistake(
         "new-id-in-tracking",  # a run that goes on is another one in W&B
-        "common/runs/wandb_run.py",
+        "common/runs/tracking/wandb_run.py",
         'run_id = read_json(id_file).get("id") or secrets.token_hex(4)',
         "run_id = secrets.token_hex(4)",
     ),
     Mistake(
         "largest-value-refused",
-        "common/core/config_keys.py",
+        "common/config/config_keys.py",
         "number > key.high\n",
         "number >= key.high\n",
     ),
     Mistake(
         "layer-pruned-to-nothing",
-        "common/models/pruning_masks.py",
+        "common/techniques/pruning/pruning_masks.py",
         "min(round(sparsity * len(norms)), len(norms) - 1)",
         "min(round(sparsity * len(norms)), len(norms))",
     ),
@@ -224,7 +224,7 @@ MISTAKES = [
     ),
     Mistake(
         "any-process-of-that-pid",
-        "common/core/processes.py",
+        "common/system/processes.py",
         'return int(stat[19]) == self.start and stat[0] not in "ZX"',
         'return stat[0] not in "ZX"',
     ),
@@ -276,7 +276,7 @@ MISTAKES = [
     ),
     Mistake(
         "smallest-gradients-grow",
-        "common/models/pruning_masks.py",
+        "common/techniques/pruning/pruning_masks.py",
         "growth_scores = -weight.grad.abs().masked_fill(remaining, -1)",
         "growth_scores = weight.grad.abs().masked_fill(remaining, math.inf)",
     ),

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.core.config import ROOT
+from common.config.config import ROOT
 from common.runs import provenance
 from common.runs.folder import write_json
 from tests.benchmarks.measure import ENOUGH, NOISY, Number, Samples

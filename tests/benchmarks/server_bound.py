@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from common.distributed.parameter_server.server import StalenessPolicy
+from common.techniques.parameter_server.server import StalenessPolicy
 
 PUSHES = 2000  # that are played: where many are, the first ones hardly count
 

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune as library
 
-from common.core import config, seeds
+from common.config import config
 from common.data import loader as data
 from common.data import prepare
-from common.distributed.rendezvous import World
-from common.models import networks, pruning_masks, pruning_savings
-from common.models.pruning_masks import Masks
+from common.models import networks
+from common.ranks.rendezvous import World
+from common.system import seeds
+from common.techniques.pruning import pruning_masks, pruning_savings
+from common.techniques.pruning.pruning_masks import Masks
 from configs.sparse_prune import Config
 from tests.benchmarks import peers
 from tests.benchmarks.amp_accum import no_gpu

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-from common.core.config import ROOT
+from common.config.config import ROOT
 from tests.benchmarks.measure import summarize_values
 from tests.benchmarks.records import Record, Row, Table
 

@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.core.config import ROOT
-from common.core.errors import UserError, exit_on_user_error
+from common.config.config import ROOT
 from common.runs.folder import write_atomic, write_json
+from common.system.errors import UserError, exit_on_user_error
 from tests.benchmarks import figures, records
 
 MARKER = r"<!-- (measured|output|value|figure) ([^|\n]+?)(?: \| ([^|\n]+?) \| ([^|\n]+?))? -->"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common.core.config import ROOT
+from common.config.config import ROOT
 from common.data.prepare import prepare_digits
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.parts import Part, environment

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from common.core import config, seeds
-from common.core.config import format_yaml
+from common.config import config
+from common.config.config import format_yaml
 from common.data import prepare
 from common.data.prepare import PreparedDataset
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
+from common.system import seeds
 from common.training.loop import Step
 from common.training.run import Run
 from configs.ddp_multinode import Config

@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.distributed.elastic.coordinator import EndReason
 from common.runs.folder import RunFolder
+from common.techniques.elastic.coordinator import EndReason
 from tests.cluster.lab import Lab, Running, laboratory
 from tests.harness.elastic_campaign import Case, Pace, Target, draw_case, parse_arguments
 from tests.harness.elastic_runs import differences

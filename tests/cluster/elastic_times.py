@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from common.distributed.elastic.generations import read_rank_changes
 from common.runs.folder import RunFolder
+from common.techniques.elastic.generations import read_rank_changes
 from configs.elastic import Elastic
 from tests.benchmarks.measure import summarize_values
 from tests.benchmarks.records import Record, Row, Table

@@ -9,9 +9,9 @@ import ssl
 import struct
 import time
 
-from common.distributed.transport.certificates import Identity
-from common.distributed.transport.connecting import RankAddress
-from common.distributed.transport.welcome import ConnectionId, make_hello
+from common.backend.certificates import Identity
+from common.backend.connecting import RankAddress
+from common.backend.welcome import ConnectionId, make_hello
 from slurm.local_cluster import daemons
 from slurm.local_cluster.cluster import Cluster
 from slurm.local_cluster.namespaces import read_cable_states, run_in_namespaces, run_ip

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common.core.processes import Process
+from common.system.processes import Process
 from slurm.local_cluster import cluster
 from slurm.local_cluster.cables import Shape
 from tests.benchmarks import hosts

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.distributed.transport.certificates import Identity
+from common.backend.certificates import Identity
 from common.models.networks import build_network
 from slurm.local_cluster.slurm_conf import CONTROLLER_ADDRESS
 from tests.cluster.switch import intrude, open_sniffer, read_tcp

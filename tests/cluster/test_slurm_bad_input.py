@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from common.core.processes import Process
 from common.runs.folder import RunFolder
+from common.system.processes import Process
 from slurm.local_cluster import cluster, daemons, namespaces, slurm_conf
 from tests.harness.site import FIRST, Site, own_mounts, up
 

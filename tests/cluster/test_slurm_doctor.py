@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from common.core.processes import Process
+from common.system.processes import Process
 from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness.site import FIRST, Site, until

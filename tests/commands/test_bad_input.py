@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.core.errors import UserError
 from common.data.sources import MNIST_FILES
+from common.system.errors import UserError
 from slurm.__main__ import main
 from tests.harness import inside
 from tests.harness.bad_input import DISKS, ESSENTIAL, SETTINGS, Case, check, file

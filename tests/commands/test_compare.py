@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from common.runs import compare_page
+from common.runs.compare import compare_page
 from common.runs.folder import RunFolder
 from slurm.reports import compare as compared
 from slurm.reports import selection

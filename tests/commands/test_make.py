@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.core.errors import UserError
+from common.system.errors import UserError
 from slurm.__main__ import TARGETS, VERBS
 from slurm.local_cluster import cli
 from tests.benchmarks import __main__ as bench
@@ -289,7 +289,7 @@ def test_bad_settings_are_answered_without_torch(tmp_path: Path) -> None:
         fake.parent.mkdir(parents=True)
         fake.write_text(f"raise SystemExit('{name} was imported')\n")
     program = """
-from common.core.errors import UserError
+from common.system.errors import UserError
 from slurm.__main__ import main
 for words in (
     ["--", "mnist_pipelin"],

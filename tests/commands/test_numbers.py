@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import UserError
+from common.system.errors import UserError
 from tests.benchmarks import __main__ as bench
 from tests.benchmarks import figures, measure, records, tables
 from tests.benchmarks.measure import Number, Pace, Samples, Task, interleave

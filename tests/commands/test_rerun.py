@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.core import config
-from common.core.errors import UserError
+from common.backend import algorithms
+from common.config import config
 from common.data import prepare
 from common.data.prepare import PreparedDataset
-from common.distributed.transport import algorithms
-from common.pipeline import schedules
 from common.runs import provenance
 from common.runs.folder import RunFolder, write_json
-from common.training.optimization import own_files
+from common.system.errors import UserError
+from common.techniques.pipeline import schedules
+from common.training import custom_optimizer
 from configs import ddp_multinode, mnist_pipeline
 from configs.profile import Profile
 from slurm.launch import rerun
@@ -120,7 +120,7 @@ def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tm
     words = [f"optim.name={files[0]}:Lion", f"optim.decay={files[1]}:halve", f"runs={tmp_path / 'new'}"]
     settings = config.load_config(ddp_multinode.Config, words, {})
     old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
-    own_files.copy_optimizer_files(settings.optim, old.path / "code")
+    custom_optimizer.copy_optimizer_files(settings.optim, old.path / "code")
     for file in files:
         file.write_text("def halve(step, total):\n    return -1\n")
     found = PreparedDataset("digits", tmp_path, {})
@@ -131,8 +131,8 @@ def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tm
         assert (decay.read_text() == files[1].read_text()) is ("optim.decay" in named)
     for code, named in ((None, []), (old.path / "code", ["optim.decay"])):
         with pytest.raises(UserError, match=f"optim.decay={files[1]}:halve: .* it returned -1 for step 0 of 100"):
-            own_files.check_files_of_config(settings.optim, code, named)
-    own_files.check_files_of_config(settings.optim, old.path / "code")
+            custom_optimizer.check_files_of_config(settings.optim, code, named)
+    custom_optimizer.check_files_of_config(settings.optim, old.path / "code")
 
 
 def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from common.core.errors import UserError
-from common.core.processes import Process
 from common.runs import claims, provenance
 from common.runs.folder import RunFolder, read_json
 from common.runs.result import Result
+from common.system.errors import UserError
+from common.system.processes import Process
 from slurm.launch import sweep_file
 from slurm.scheduling import scheduler
 from tests.harness import inside

@@ -18,13 +18,13 @@ import pytest
 import torch
 import yaml
 
-from common.core import config
-from common.core.errors import UserError
-from common.core.processes import Process
+from common.config import config
 from common.measure import media
-from common.runs import wandb_rows
 from common.runs.folder import RunFolder, read_json, write_json
-from common.runs.wandb_tracker import Tracker, send_missing_rows
+from common.runs.tracking import wandb_rows
+from common.runs.tracking.wandb_tracker import Tracker, send_missing_rows
+from common.system.errors import UserError
+from common.system.processes import Process
 from configs.mnist_pipeline import Config
 from tests.harness import warm
 from tests.harness.made_runs import Made

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from common.distributed import collectives, local_launcher
-from common.distributed.collectives import CollectiveOperation
-from common.distributed.rank_info import RankInfo
-from common.distributed.rendezvous import join_world
+from common.ranks import local_launcher
+from common.ranks.rank_info import RankInfo
+from common.ranks.rendezvous import join_world
+from common.techniques.collectives import measurement
+from common.techniques.collectives.measurement import CollectiveOperation
 from configs.collectives import ALGORITHMS, TRANSPORTS
 from configs.launch import Launch
 from tests.harness import warm
@@ -52,11 +53,11 @@ def look_at_streams(place: RankInfo, folder: Path) -> None:
                 found[transport] = group
                 return {}
 
-            collectives.open_builtin_variants(world, launch, transport, ["ring"], keep)
-        found["later"] = collectives.create_group_of_all_ranks(world, "builtin")
+            measurement.open_builtin_variants(world, launch, transport, ["ring"], keep)
+        found["later"] = measurement.create_group_of_all_ranks(world, "builtin")
         told = []
         for name, group in found.items():
-            (link,) = collectives.get_communicator(group).outgoing.values()
+            (link,) = measurement.get_communicator(group).outgoing.values()
             stream: Any = link.stream
             told.append(f"{name} {type(stream).__name__} {type(stream.socket).__name__}")
         if world.is_main:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from common.models import exporting, model_file, networks, pruning_savings
-from common.models.pruning_masks import Masks
+from common.models import exporting, model_file, networks
+from common.techniques.pruning import pruning_savings
+from common.techniques.pruning.pruning_masks import Masks
 from tests.harness.processes import run
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.runs import compare_page, metric_curves
-from common.runs.compare_page import ComparedRun, TableCell
-from common.runs.metric_curves import Curve, RunCurves
+from common.runs.compare import compare_page, metric_curves
+from common.runs.compare.compare_page import ComparedRun, TableCell
+from common.runs.compare.metric_curves import Curve, RunCurves
 from tests.harness import inside
 from tests.harness.browser import browser, requests, set_scheme, set_width
 from tests.harness.made_runs import write_six

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.core import config
+from common.config import config
 from slurm.launch import tour
 from tests.harness import inside, warm
 from tests.harness.processes import environment

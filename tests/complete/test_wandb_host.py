@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from common.runs.folder import RunFolder
-from common.runs.wandb_run import load_run_config
+from common.runs.tracking.wandb_run import load_run_config
 from tests.harness import wandb_host, warm
 from tests.harness.long_runs import only_folder, train_long
 from tests.harness.made_runs import Made
@@ -339,7 +339,7 @@ class Live:
         env = host.environment | {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}
         del env["WANDB_MODE"]
         seconds = str(load_run_config(folder).wandb.finish_timeout)
-        argv = [sys.executable, "-m", "common.runs.wandb_process", str(folder.path), str(folder.number)]
+        argv = [sys.executable, "-m", "common.runs.tracking.wandb_process", str(folder.path), str(folder.number)]
         argv += ["online", seconds]
         log = open(folder.attempt_folder / "logs" / "tracker.log", "ab")  # noqa: SIM115 (it ends with the test)
         self.process = subprocess.Popen(

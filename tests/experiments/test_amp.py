@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.core import config
-from common.core.errors import UserError
+from common.config import config
 from common.models import networks
+from common.system.errors import UserError
 from common.training import optimizers
 from configs.amp_accum import Config
 from configs.shared import Optim

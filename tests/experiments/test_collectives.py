@@ -10,11 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.core import config
-from common.core.errors import UserError
-from common.core.processes import count_host_cores
-from common.distributed.collective_report import CollectiveReport
-from common.distributed.collectives import (
+from common.backend.algorithms import build_algorithms_by_size
+from common.backend.cost import MessageTimeLine
+from common.config import config
+from common.ranks.rank_info import RankInfo
+from common.ranks.rendezvous import World
+from common.runs.folder import RunFolder, write_json
+from common.system.errors import UserError
+from common.system.processes import count_host_cores
+from common.techniques.collectives.measurement import (
     CollectivePoint,
     CollectiveVariant,
     TestVectors,
@@ -22,11 +26,7 @@ from common.distributed.collectives import (
     compute_sent_bytes,
     list_benchmark_points,
 )
-from common.distributed.rank_info import RankInfo
-from common.distributed.rendezvous import World
-from common.distributed.transport.algorithms import build_algorithms_by_size
-from common.distributed.transport.cost import MessageTimeLine
-from common.runs.folder import RunFolder, write_json
+from common.techniques.collectives.report import CollectiveReport
 from configs.collectives import OPS, Config
 from experiments import collectives as script
 from slurm.launch import rerun

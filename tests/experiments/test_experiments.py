@@ -19,7 +19,7 @@ import torch
 
 from common.checkpoint import storage
 from common.checkpoint.checkpointer import read_full_model
-from common.core import config
+from common.config import config
 from common.runs.result import parse_result
 from tests.harness.processes import Done, command, environment, run
 from tests.harness.registry import ARCHETYPES, EXPERIMENTS, STAGED, Entry

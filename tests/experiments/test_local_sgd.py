@@ -10,8 +10,8 @@ import torch
 
 from common.api import networks
 from common.checkpoint import storage
-from common.core import config
-from common.core.errors import UserError
+from common.config import config
+from common.system.errors import UserError
 from configs.local_sgd import Config
 from tests.harness.processes import Done
 from tests.harness.registry import BY_NAME

@@ -16,16 +16,15 @@ import torch
 from PIL import Image
 from torch import nn
 
-from common.core import config
-from common.core.errors import UserError
-from common.core.seeds import derive_seed
-from common.models import networks, partition
-from common.pipeline import report, schedules
-from common.pipeline.schedules import Action, Span
-from common.pipeline.single_process import SingleProcessPipeline
+from common.config import config
+from common.models import networks
 from common.runs import provenance
 from common.runs.folder import RunFolder
-from common.training import model_split
+from common.system.errors import UserError
+from common.system.seeds import derive_seed
+from common.techniques.pipeline import model_split, partition, report, schedules
+from common.techniques.pipeline.schedules import Action, Span
+from common.techniques.pipeline.single_process import SingleProcessPipeline
 from configs.resnet_modelparallel import Config
 from configs.sweeps import Average
 from configs.sweeps.resnet_modelparallel import GRID, list_points, plot_times

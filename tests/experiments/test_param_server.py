@@ -16,11 +16,12 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from common.api import build_optimizer, networks
 from common.checkpoint import state_dicts, storage
 from common.checkpoint.checkpointer import read_full_model
-from common.core import config, seeds
+from common.config import config
 from common.data.loader import Images, Loader
 from common.data.prepare import prepare_dataset
-from common.distributed.parameter_server.server import replay_recorded_steps
 from common.runs.folder import MODEL_FILE, RunFolder
+from common.system import seeds
+from common.techniques.parameter_server.server import replay_recorded_steps
 from configs.param_server import Config
 from tests.harness.processes import Done, run
 from tests.harness.registry import BY_NAME

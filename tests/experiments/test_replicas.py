@@ -17,12 +17,12 @@ from torch import nn
 
 from common.checkpoint.checkpointer import LoadedCheckpoint
 from common.checkpoint.train_state import TrainState
-from common.core import config
-from common.core.errors import UserError
+from common.config import config
 from common.data import loader as data
 from common.data import prepare
-from common.distributed.mesh import create_mesh_groups
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
+from common.system.errors import UserError
+from common.techniques.pipeline.mesh import create_mesh_groups
 from configs.resnet_modelparallel import Config
 from configs.shared import Data
 from tests.harness.images import load_train_test

@@ -16,12 +16,12 @@ from PIL import Image
 from torch import nn
 
 from common.checkpoint import state_dicts
-from common.core import config
-from common.core.errors import UserError
-from common.distributed.rendezvous import World
+from common.config import config
 from common.measure import device_report
 from common.models import networks
-from common.training import single_process_baseline
+from common.ranks.rendezvous import World
+from common.system.errors import UserError
+from common.techniques.data_parallel import single_process_baseline
 from configs.resnet_dataparallel import Config
 from configs.sweeps.resnet_dataparallel import list_points
 from experiments import resnet_dataparallel

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import storage
-from common.core import config, seeds
-from common.core.errors import UserError
-from common.models import int8, networks, pruning_masks, pruning_savings, pruning_schedules
-from common.models.pruning_masks import Masks
+from common.config import config
+from common.models import networks
+from common.system import seeds
+from common.system.errors import UserError
+from common.techniques.pruning import int8, pruning_masks, pruning_savings, pruning_schedules
+from common.techniques.pruning.pruning_masks import Masks
 from configs.sparse_prune import CRITERIA, Config
 from configs.sweeps.sparse_prune import GRID, report_csr_speed
 from experiments import sparse_prune

@@ -29,11 +29,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common.core import config
+from common.config import config
 from common.data.loader import Loader
 from common.data.prepare import PreparedDataset
-from common.distributed.rendezvous import World
 from common.models import networks
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.training.run import Run
 from configs.amp_accum import Config

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from common.data.loader import Images, Loader
 from common.data.prepare import prepare_digits
-from common.distributed import ddp
-from common.distributed.rendezvous import World
 from common.models.networks import SimpleNN
+from common.ranks.rendezvous import World
+from common.techniques.data_parallel import ddp
 from tests.harness.ddp_pitfalls import in_two
 
 SAMPLES, BATCH = 128, 16

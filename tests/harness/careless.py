@@ -12,9 +12,9 @@ from typing import Any
 
 from common.checkpoint.save_or_stop import Decision, SaveOrStopVote
 from common.checkpoint.train_state import TrainState
-from common.distributed import ddp
 from common.runs.folder import RunFolder
-from common.training.local_sgd.state import LocalState
+from common.techniques.data_parallel import ddp
+from common.techniques.local_sgd.state import LocalState
 
 
 def drop_settling() -> None:

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.core.config import format_yaml
+from common.config.config import format_yaml
 from common.data import prepare
 from common.data.prepare import PreparedDataset
-from common.distributed import local_launcher, rendezvous
-from common.distributed.rank_info import RankInfo
+from common.ranks import local_launcher, rendezvous
+from common.ranks.rank_info import RankInfo
 from common.runs.folder import RunFolder
 from common.training.run import Run
 from tests.harness import warm

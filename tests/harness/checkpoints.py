@@ -22,9 +22,9 @@ from torch import nn
 
 from common.checkpoint import state_dicts, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState, LoadedCheckpoint
-from common.distributed import local_launcher, rendezvous
-from common.distributed.rank_info import RankInfo
-from common.distributed.rendezvous import World
+from common.ranks import local_launcher, rendezvous
+from common.ranks.rank_info import RankInfo
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.training import optimizers
 from configs.launch import Launch

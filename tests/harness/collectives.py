@@ -23,18 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.core.config import read_config_file
-from common.distributed import algorithm_choice, local_launcher, rendezvous
-from common.distributed.builtin import registration
-from common.distributed.builtin.arguments import (
+from common.backend import algorithm_choice, registration
+from common.backend.algorithms import ALGORITHM_NAMES, build_algorithm, count_bytes_per_rank
+from common.backend.arguments import (
     ARITHMETIC_OPS,
     COMBINE_FUNCTIONS,
     COMPLEX_DTYPES,
     INTEGER_DTYPES,
     list_reducible_dtypes,
 )
-from common.distributed.rank_info import RankInfo
-from common.distributed.transport.algorithms import ALGORITHM_NAMES, build_algorithm, count_bytes_per_rank
+from common.config.config import read_config_file
+from common.ranks import local_launcher, rendezvous
+from common.ranks.rank_info import RankInfo
 from configs.launch import Launch
 
 SETTINGS = Launch(backend="builtin", threads=1, setup_timeout=60, step_timeout=60)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
 from tests.harness.ddp_pitfalls import attempt, in_ranks
 
 RANKS, TRIES, STEPS, RATE = 4, 20, 5, 0.1

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.core import config
+from common.config import config
 from common.data.prepare import PreparedDataset
-from common.distributed.rendezvous import World
 from common.models.networks import ResNet
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.training.run import Run
 from configs.resnet_dataparallel import Config

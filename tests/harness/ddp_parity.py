@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.checkpoint.train_state import TrainState
-from common.core import config
+from common.config import config
 from common.data.prepare import PreparedDataset
-from common.distributed.rendezvous import World
 from common.measure import step_timing
 from common.models import networks
-from common.models.sample_dropout import SampleDropout, add_dropout
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
+from common.techniques.data_parallel.sample_dropout import SampleDropout, add_dropout
 from common.training import evaluate
 from common.training.run import Run
 from configs.ddp_multinode import Config

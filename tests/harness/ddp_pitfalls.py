@@ -23,12 +23,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.distributed import ddp, local_launcher, rendezvous
-from common.distributed.rank_info import RankInfo
-from common.distributed.rendezvous import World
-from common.models import pruning_masks
 from common.models.networks import SimpleNN
-from common.models.pruning_masks import Masks
+from common.ranks import local_launcher, rendezvous
+from common.ranks.rank_info import RankInfo
+from common.ranks.rendezvous import World
+from common.techniques.data_parallel import ddp
+from common.techniques.pruning import pruning_masks
+from common.techniques.pruning.pruning_masks import Masks
 from configs.ddp_multinode import Config
 from configs.launch import Launch
 from experiments import ddp_multinode

@@ -26,15 +26,15 @@ from torch import nn
 from torch.amp import GradScaler
 
 from common.api import start
-from common.checkpoint import checkpointer, peer_copy
+from common.checkpoint import checkpointer
 from common.checkpoint.train_state import TrainState
-from common.core import config
+from common.config import config
 from common.data.loader import Loader
-from common.distributed.elastic import group
-from common.distributed.parameter_server.worker import ParameterServerRank
 from common.models import networks
+from common.techniques.elastic import group, peer_copy
+from common.techniques.elastic.recovery import Recovery
+from common.techniques.parameter_server.worker import ParameterServerRank
 from common.training import loop
-from common.training.elastic.recovery import Recovery
 from common.training.run_context import RunContext
 from tests.harness.processes import wait_until
 

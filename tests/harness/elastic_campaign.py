@@ -26,9 +26,9 @@ import time
 from pathlib import Path
 
 from common.checkpoint import storage
-from common.distributed.elastic.coordinator import EndReason
-from common.distributed.elastic.member import STUCK_REASON
 from common.runs.folder import RunFolder
+from common.techniques.elastic.coordinator import EndReason
+from common.techniques.elastic.member import STUCK_REASON
 from tests.harness import warm
 from tests.harness.chance import draw_seed
 from tests.harness.elastic_runs import SMALL, differences

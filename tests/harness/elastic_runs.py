@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.distributed.elastic.coordinator import EndReason
-from common.distributed.elastic.member import STUCK_REASON
 from common.runs.folder import RunFolder
+from common.techniques.elastic.coordinator import EndReason
+from common.techniques.elastic.member import STUCK_REASON
 from tests.harness import warm
 from tests.harness.processes import Done, environment
 from tests.harness.registry import BY_NAME

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.distributed import objects
+from common.ranks import objects
 
 SIZE = 64 << 20
 TIMEOUT = datetime.timedelta(seconds=12)

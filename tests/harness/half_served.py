@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.distributed.elastic import group
-from common.distributed.parameter_server.server import StalenessPolicy
-from common.distributed.parameter_server.worker import ParameterServerRank
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
+from common.techniques.elastic import group
+from common.techniques.parameter_server.server import StalenessPolicy
+from common.techniques.parameter_server.worker import ParameterServerRank
 from tests.harness.half_sent import SIZE, count_written
 
 TIMEOUT = datetime.timedelta(seconds=60)

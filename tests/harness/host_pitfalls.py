@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from common.distributed import objects, rendezvous
-from common.distributed.rank_info import RankInfo
+from common.ranks import objects, rendezvous
+from common.ranks.rank_info import RankInfo
 from configs.launch import Launch
 from slurm.local_cluster import namespaces
 from tests.harness.ddp_pitfalls import attempt

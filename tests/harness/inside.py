@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.core.errors import exit_on_user_error
+from common.system.errors import exit_on_user_error
 from slurm.__main__ import main
 from tests.harness.processes import environment
 from tests.harness.warm import ROOT

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.core.processes import kill_with_parent
-from common.distributed.elastic import group
+from common.system.processes import kill_with_parent
+from common.techniques.elastic import group
 
 LIMIT = datetime.timedelta(minutes=10)  # which the collective would wait
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed import local_launcher, rendezvous
-from common.distributed.rank_info import RankInfo
-from common.training.local_sgd.exchange import Bf16Exchange, Exchange, Int8Exchange, TopkExchange
-from common.training.local_sgd.powersgd import PowerSgdExchange
+from common.ranks import local_launcher, rendezvous
+from common.ranks.rank_info import RankInfo
+from common.techniques.local_sgd.exchange import Bf16Exchange, Exchange, Int8Exchange, TopkExchange
+from common.techniques.local_sgd.powersgd import PowerSgdExchange
 from configs.launch import Launch
 
 BACKEND: Any = sys.argv[1] if len(sys.argv) > 1 else "auto"

@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common.api import Run, TrainState, build_optimizer, init_network, score_replicated
-from common.core import config
+from common.config import config
 from common.data.prepare import PreparedDataset
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
-from common.training.local_sgd.worker import LocalWorker
+from common.techniques.local_sgd.worker import LocalWorker
 from configs import ddp_multinode as ddp_settings
 from configs.local_sgd import Config
 from experiments import ddp_multinode, local_sgd

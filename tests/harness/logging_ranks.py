@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from common.distributed import local_launcher, rendezvous
-from common.distributed.rank_info import RankInfo
 from common.measure.metrics_log import MEAN, MetricsLog
+from common.ranks import local_launcher, rendezvous
+from common.ranks.rank_info import RankInfo
 from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
 from configs.launch import Launch

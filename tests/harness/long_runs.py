@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.checkpoint import storage
-from common.core.errors import EXIT_RESUMABLE
 from common.runs.folder import RunFolder
+from common.system.errors import EXIT_RESUMABLE
 from slurm.reports.heartbeats import read_heartbeats
 from tests.harness.chance import open_stream
 from tests.harness.processes import PATIENCE, command, environment, processes_of, told, wait_until
@@ -57,7 +57,7 @@ def ranks_of(process: Command) -> list[int]:
     for pid in children:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a child that has ended since is no rank
             entry = Path(f"/proc/{pid}")
-            if b"common.runs.wandb_process" not in (entry / "cmdline").read_bytes() + told(entry):
+            if b"common.runs.tracking.wandb_process" not in (entry / "cmdline").read_bytes() + told(entry):
                 ranks.append(int(pid))
     return ranks
 

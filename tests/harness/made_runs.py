@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.core import config
+from common.config import config
 from common.runs.folder import RunFolder, write_atomic, write_json
 
 STARTED = 1_790_000_000.0  # seconds since 1970: the first run

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.core import config
+from common.config import config
 from common.data import prepare
-from common.distributed.rendezvous import World
 from common.models.networks import ResNet, SimpleNN
-from common.pipeline.executor import PipelineEngine
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
-from common.training import model_split
+from common.techniques.pipeline import model_split
+from common.techniques.pipeline.executor import PipelineEngine
 from common.training.run import Run
 from configs import mnist_pipeline as mnist
 from configs import resnet_modelparallel as resnet

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.distributed import local_launcher, rendezvous
-from common.distributed.rank_info import RankInfo
-from common.models import partition
-from common.pipeline.executor import PipelineEngine
-from common.pipeline.torch_engine import TorchPipelineEngine
+from common.ranks import local_launcher, rendezvous
+from common.ranks.rank_info import RankInfo
+from common.techniques.pipeline import partition
+from common.techniques.pipeline.executor import PipelineEngine
+from common.techniques.pipeline.torch_engine import TorchPipelineEngine
 from configs.launch import Launch
 from configs.pipeline import PipelineConfig as Settings
 

@@ -22,10 +22,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from common.core.errors import UserError
-from common.distributed import local_launcher, objects, private_folder, rendezvous
-from common.distributed.rank_info import RankInfo
-from common.distributed.transport.socket_stream import TlsSocket
+from common.ranks import local_launcher, objects, private_folder, rendezvous
+from common.ranks.rank_info import RankInfo
+from common.ranks.socket_stream import TlsSocket
+from common.system.errors import UserError
 from configs.launch import Launch
 
 BACKEND: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.core import config
+from common.config import config
 from slurm.launch.tour import SMALLEST_SETTINGS
 
 MLP = ("model=mlp", "bucket_mb=0.05")  # several buckets, as a larger model has them

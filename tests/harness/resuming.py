@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from common.checkpoint import storage
-from common.core.errors import EXIT_RESUMABLE
 from common.runs.folder import RunFolder
+from common.system.errors import EXIT_RESUMABLE
 from tests.harness import warm
 from tests.harness.chance import open_stream
 from tests.harness.long_runs import only_folder, train_long

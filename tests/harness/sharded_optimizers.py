@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from common.distributed import local_launcher, rendezvous
-from common.distributed.rank_info import RankInfo
-from common.training.contract.optimizer import compare_sharded
+from common.ranks import local_launcher, rendezvous
+from common.ranks.rank_info import RankInfo
+from common.training.optimizer_contract import compare_sharded
 from configs.launch import Launch
 from configs.shared import Optim
 

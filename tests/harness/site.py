@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.core.processes import Process
 from common.runs import provenance
 from common.runs.folder import RunFolder
+from common.system.processes import Process
 from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness.processes import environment, processes_of, wait_until

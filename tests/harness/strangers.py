@@ -1,4 +1,4 @@
-"""What strangers send to the port of a rank, drawn at random, to test common/distributed/transport/reception.py."""
+"""What strangers send to the port of a rank, drawn at random, to test common/backend/reception.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import random
 import socket
 import struct
 
-from common.distributed.transport.connecting import RankAddress
-from common.distributed.transport.welcome import ConnectionId, make_hello
+from common.backend.connecting import RankAddress
+from common.backend.welcome import ConnectionId, make_hello
 
 ODD: tuple[object, ...] = (
     None,

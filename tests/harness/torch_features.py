@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
 
 EXACT = 1e-12
 STEPS = 3

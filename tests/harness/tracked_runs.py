@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from common.runs.folder import RunFolder, read_json
-from common.runs.wandb_process import NO_HOST
-from common.runs.wandb_rows import NOTE_FILE, RowKey, choose_rows, make_row_key
-from common.runs.wandb_run import load_run_config
+from common.runs.tracking.wandb_process import NO_HOST
+from common.runs.tracking.wandb_rows import NOTE_FILE, RowKey, choose_rows, make_row_key
+from common.runs.tracking.wandb_run import load_run_config
 from tests.harness import warm
 from tests.harness.long_runs import only_folder, ranks_of, train_long
 from tests.harness.processes import environment, processes_of, wait_until
@@ -87,7 +87,15 @@ def track(
 def run_tracking(folder: RunFolder, mode: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run the tracking process of an attempt to its end; its owner is gone."""
     seconds = str(load_run_config(folder).wandb.finish_timeout)
-    argv = [sys.executable, "-m", "common.runs.wandb_process", str(folder.path), str(folder.number), mode, seconds]
+    argv = [
+        sys.executable,
+        "-m",
+        "common.runs.tracking.wandb_process",
+        str(folder.path),
+        str(folder.number),
+        mode,
+        seconds,
+    ]
     return warm.execute(argv, env={key: value for key, value in env.items() if key != "WANDB_MODE"}, timeout=100)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that meet through a folder, as threads or as processes, for the tests of common/distributed/transport."""
+"""Ranks that meet through a folder, as threads or as processes, for the tests of common/backend."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from common.distributed.transport.certificates import Identity, create_identity_files, load_identity
-from common.distributed.transport.connecting import RankLinks, connect_ranks
+from common.backend.certificates import Identity, create_identity_files, load_identity
+from common.backend.connecting import RankLinks, connect_ranks
 from tests.harness.processes import PATIENCE, wait_until
 
 WAYS = ("tcp", "tls", "memory")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from common.training.contract.optimizer import CHECKS
+from common.training.optimizer_contract import CHECKS
 from configs.shared import OPTIMIZERS
 from tests.harness import warm
 from tests.harness.own_data import write_example

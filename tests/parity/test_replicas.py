@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.core import config, seeds
+from common.config import config
 from common.data import prepare
 from common.models.networks import ResNet
+from common.system import seeds
 from configs.resnet_modelparallel import Config
 from tests.harness import reference
 from tests.harness.processes import Done, run

@@ -13,9 +13,8 @@ from torch.utils.data import DistributedSampler
 
 from common.data import loader as data
 from common.data.prepare import prepare_digits
-from common.models import partition
 from common.models.networks import SimpleNN
-from common.pipeline import schedules
+from common.techniques.pipeline import partition, schedules
 from common.training.evaluate import slice_batches
 from tests.harness.ddp_pitfalls import SECONDS, made
 from tests.harness.processes import run

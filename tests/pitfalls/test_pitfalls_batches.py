@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.data.shards import StepTimeModel, choose_shard_sizes, predict_slowest_rank_seconds
+from common.techniques.data_parallel.shards import StepTimeModel, choose_shard_sizes, predict_slowest_rank_seconds
 from common.training import optimizers
 from configs.shared import Optim
 from tests.harness.batch_pitfalls import BATCH, SAMPLES

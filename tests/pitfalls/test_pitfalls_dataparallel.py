@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.checkpoint import state_dicts
-from common.distributed import ddp
 from common.models.networks import SimpleNN
+from common.techniques.data_parallel import ddp
 
 
 class OnTheCpu(nn.DataParallel):

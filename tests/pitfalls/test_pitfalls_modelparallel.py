@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.checkpoint import storage
-from common.models import model_file, partition
+from common.models import model_file
 from common.models.networks import ResNet, SimpleNN
-from common.pipeline.single_process import SingleProcessPipeline
+from common.techniques.pipeline import partition
+from common.techniques.pipeline.single_process import SingleProcessPipeline
 from tests.harness.processes import run
 from tests.harness.registry import BY_NAME
 from tests.harness.shared import Make

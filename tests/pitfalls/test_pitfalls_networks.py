@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.core.errors import UserError
 from common.data.loader import Images
 from common.data.prepare import prepare_digits
 from common.models import model_file
 from common.models.networks import ConvNet
+from common.system.errors import UserError
 from common.training.evaluate import measure_accuracy
 from configs.resnet_dataparallel import Config
 from tests.harness.registry import REPLICATED

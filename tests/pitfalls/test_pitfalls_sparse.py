@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.models import pruning_masks, pruning_savings
 from common.models.networks import SimpleNN
-from common.models.pruning_masks import Masks, soft_threshold
+from common.techniques.pruning import pruning_masks, pruning_savings
+from common.techniques.pruning.pruning_masks import Masks, soft_threshold
 from tests.harness.ddp_pitfalls import made
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-from common.core import config
+from common.config import config
 from common.runs.folder import read_json
 from configs import ddp_multinode
 from tests.harness.long_runs import ENDLESS, check_hanging_rank, only_folder, ranks_of, train_long

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from common.checkpoint import rank_file, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState, LoadedCheckpoint
 from common.checkpoint.storage import CheckpointPath, Manifest, StagingDir
-from common.core.errors import UserError
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
+from common.system.errors import UserError
 from configs.shared import Checkpoint
 from tests.harness import warm
 from tests.harness.chance import draw_seed

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import storage
-from common.core.errors import EXIT_RESUMABLE
 from common.runs.folder import RunFolder
+from common.system.errors import EXIT_RESUMABLE
 from slurm.reports.diagnosis import collect_diagnosis
 from tests.harness.long_runs import only_folder, ranks_of, train_long
 from tests.harness.processes import PATIENCE, environment, run, wait_until

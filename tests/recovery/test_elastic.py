@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.distributed.elastic.coordinator import EndReason
 from common.runs.folder import RunFolder
+from common.techniques.elastic.coordinator import EndReason
 from tests.harness import warm
 from tests.harness.elastic_runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
 from tests.harness.processes import environment

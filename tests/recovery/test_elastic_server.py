@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.distributed.elastic.member import STUCK_REASON
 from common.runs.folder import RunFolder
+from common.techniques.elastic.member import STUCK_REASON
 from tests.harness import warm
 from tests.harness.elastic_runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
 from tests.harness.processes import environment

@@ -24,9 +24,9 @@ from torch import nn
 from common.checkpoint import checkpointer, rank_file, state_dicts, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState
 from common.checkpoint.storage import CheckpointPath
-from common.core.errors import RunTakenError, UserError
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
+from common.system.errors import RunTakenError, UserError
 from common.training import optimizers
 from configs.shared import Checkpoint, Optim
 from tests.harness import warm
@@ -202,7 +202,9 @@ def test_a_stage_takes_its_part_of_the_whole() -> None:
     assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
 
 
-@pytest.mark.parametrize(("module", "word"), [(nn.Linear(2, 3), "shape"), (nn.BatchNorm1d(2), "has no tensor running_mean")])
+@pytest.mark.parametrize(
+    ("module", "word"), [(nn.Linear(2, 3), "shape"), (nn.BatchNorm1d(2), "has no tensor running_mean")]
+)
 def test_another_model_is_refused(module: nn.Module, word: str) -> None:
     saved = state_dicts.gather_full_tensors(nn.Linear(2, 2).named_parameters())
     with pytest.raises(UserError, match=word):

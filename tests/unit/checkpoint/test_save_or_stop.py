@@ -12,7 +12,7 @@ import torch
 
 from common.checkpoint.save_or_stop import SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
 from configs.shared import Checkpoint
 from tests.harness.processes import wait_until
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from common.core import config, config_keys
-from common.core.config import load_config
-from common.core.config_keys import list_keys
-from common.core.errors import UserError
+from common.config import config, config_keys
+from common.config.config import load_config
+from common.config.config_keys import list_keys
+from common.system.errors import UserError
 from configs.ddp_multinode import Config as ElasticConfig
 from configs.mnist_pipeline import Config
 from configs.param_server import Config as ServerConfig
@@ -212,7 +212,7 @@ def test_changed_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--help", "--print-config"])
 def test_help_into_a_pipe_that_nobody_reads_ends_without_a_traceback(option: str) -> None:
-    imports = "from common.core import config; from configs.mnist_pipeline import Config"
+    imports = "from common.config import config; from configs.mnist_pipeline import Config"
     source = f"{imports}; config.load_config(Config, ['{option}'])"
     done = subprocess.Popen(
         [sys.executable, "-c", source], cwd=config.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

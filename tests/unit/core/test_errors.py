@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.core.errors import is_timeout
+from common.system.errors import is_timeout
 
 SAID = {
     "[transport/tcp/unbound_buffer.cc:84] Timed out waiting 1800000ms for recv operation to complete": True,

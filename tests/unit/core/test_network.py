@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.core import network
-from common.core.errors import UnreachableError, UserError
+from common.system import network
+from common.system.errors import UnreachableError, UserError
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import convert_shortage_error
-from common.core.process_limits import explain_exit_from_log
+from common.system.errors import convert_shortage_error
+from common.system.process_limits import explain_exit_from_log
 from slurm.local_cluster.namespaces import fork_child, wait_for_child
 from tests.harness.warm import ROOT
 

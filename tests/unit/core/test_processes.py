@@ -12,7 +12,7 @@ from tests.harness.warm import ROOT
 PROGRAM = """
 import os
 from pathlib import Path
-from common.core.processes import Process
+from common.system.processes import Process
 me = Process.identify(os.getpid())
 print(me.start == int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]), me.is_alive())
 """

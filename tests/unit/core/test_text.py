@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.core.text import format_count, format_duration
+from common.system.text import format_count, format_duration
 
 
 def test_a_count_has_the_noun_of_its_number() -> None:

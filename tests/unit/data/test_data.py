@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.core.errors import UserError
 from common.data import loader as data
 from common.data import prepare, sources, synthetic_digits
+from common.system.errors import UserError
 from configs.batch_plan import divide_batch
 from configs.shared import Data
 

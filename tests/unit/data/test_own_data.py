@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.core.errors import UserError
 from common.data import prepare
 from common.data.loader import Images, Loader
 from common.data.prepare import PreparedDataset
+from common.system.errors import UserError
 from configs.shared import Data
 
 HEAD = """import numpy as np

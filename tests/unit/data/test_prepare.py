@@ -18,9 +18,9 @@ import pytest
 import torch
 from PIL import Image
 
-from common.core.errors import UserError
 from common.data import prepare
 from common.runs import progress
+from common.system.errors import UserError
 from configs.shared import Data, Log
 from tests.harness.images import load_train_test
 
@@ -87,7 +87,7 @@ def test_an_image_folder_is_decoded_once(tmp_path: Path) -> None:
     assert prepare.prepare_dataset(settings).path != first.path
     (tmp_path / "val" / "green").mkdir()
     Image.new("RGB", (9, 9)).save(tmp_path / "val" / "green" / "x.png")
-    with pytest.raises(UserError, match="the same classes; .*: green"):
+    with pytest.raises(UserError, match=r"the same classes; .*: green"):
         prepare.prepare_dataset(settings)
 
 

@@ -9,7 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from common.data.shards import WINDOW, AutoShards, StepTimeModel, choose_shard_sizes, predict_slowest_rank_seconds
+from common.techniques.data_parallel.shards import (
+    WINDOW,
+    AutoShards,
+    StepTimeModel,
+    choose_shard_sizes,
+    predict_slowest_rank_seconds,
+)
 
 QUICK, HALF = StepTimeModel(0.004, 0.001), StepTimeModel(0.008, 0.002)
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from common.core.errors import is_timeout
 from common.data.loader import DataWorkerError, Images, Loader
 from common.data.prepare import prepare_digits
+from common.system.errors import is_timeout
 from slurm.local_cluster import namespaces
 
 BATCH = 64

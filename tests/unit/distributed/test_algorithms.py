@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from common.core.errors import UserError
-from common.distributed.transport import algorithms
-from common.distributed.transport.algorithms import (
+from common.backend import algorithms
+from common.backend.algorithms import (
     ALGORITHM_NAMES,
     build_algorithm,
     build_algorithms_by_size,
     check_algorithm,
     count_bytes_per_rank,
 )
-from common.distributed.transport.moves import Algorithm, Move, compute_chunk_bounds
+from common.backend.moves import Algorithm, Move, compute_chunk_bounds
+from common.system.errors import UserError
 from tests.harness.warm import ROOT
 
 SIZES = (*range(1, 9), 16)
@@ -265,7 +265,7 @@ step 6   c3 => r1   c0 => r2   c1 => r3   c2 => r0
 sends    1.5 n      1.5 n      1.5 n      1.5 n
 gets     1.5 n      1.5 n      1.5 n      1.5 n
 """
-WORDS = [sys.executable, "-m", "common.distributed.transport.algorithms"]
+WORDS = [sys.executable, "-m", "common.backend.algorithms"]
 
 
 def test_an_algorithm_is_drawn() -> None:
@@ -293,7 +293,7 @@ def test_drawings_show_hosts_whole_vectors_and_what_is_taken_instead(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "the following arguments are required: algorithm, ranks; usage: python -m common.distributed.transport"),
+        ("", "the following arguments are required: algorithm, ranks; usage: python -m common.backend"),
         ("ring 0", "argument ranks: expected a number from 1 to 64, got '0'; usage: "),
         ("ring many", "argument ranks: expected a number from 1 to 64, got 'many'; usage: "),
         ("ring 4 65", "argument each: expected a number from 1 to 64, got '65'; usage: "),

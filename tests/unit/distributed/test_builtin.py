@@ -71,7 +71,10 @@ def test_ranks_of_a_job_meet_in_a_private_folder_and_encrypt_everything(tmp_path
     ("environ", "told"),
     [
         ({"PATH": "/nowhere"}, "launch.tls=true requires the openssl program, which "),
-        ({"RANK": "0", "WORLD_SIZE": "2"} | MASTER, "launch.tls=true cannot be used with torchrun, because its rendezvous store"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"} | MASTER,
+            "launch.tls=true cannot be used with torchrun, because its rendezvous store",
+        ),
     ],
     ids=["openssl", "torchrun"],
 )

@@ -6,16 +6,16 @@ from math import ceil, log2
 
 import pytest
 
-from common.core.errors import UserError
-from common.distributed.transport import cost
-from common.distributed.transport.algorithms import ALGORITHM_NAMES, build_algorithm
-from common.distributed.transport.cost import (
+from common.backend import cost
+from common.backend.algorithms import ALGORITHM_NAMES, build_algorithm
+from common.backend.cost import (
     MessageTimeLine,
     MessageTimeLines,
     choose_algorithms_by_size,
     fit_message_time_line,
     predict_seconds,
 )
+from common.system.errors import UserError
 
 ALPHA, BETA = 2e-4, 1e-8  # 100 MB/s
 LINES = MessageTimeLines(MessageTimeLine(ALPHA, BETA), MessageTimeLine(1e-6, 2e-10))

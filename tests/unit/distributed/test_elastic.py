@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from common.distributed.elastic.coordinator import EndReason
-from common.distributed.elastic.member import Generation, GenerationEnded, Member
-from common.distributed.elastic.supervisor import Supervisor
-from common.distributed.rank_info import ORPHAN_COMMAND_VARIABLE
+from common.ranks.rank_info import ORPHAN_COMMAND_VARIABLE
+from common.techniques.elastic.coordinator import EndReason
+from common.techniques.elastic.member import Generation, GenerationEnded, Member
+from common.techniques.elastic.supervisor import Supervisor
 from configs.elastic import Elastic
 from tests.harness.processes import environment, wait_until
 from tests.harness.warm import ROOT
@@ -297,7 +297,7 @@ def test_a_stranger_is_sent_away_and_changes_nothing(path: Path, sent: bytes) ->
 
 def test_a_rank_that_cannot_reach_its_coordinator_becomes_the_command_for_that() -> None:
     source = (
-        "import socket, sys, time; from common.distributed.elastic.member import Member; "
+        "import socket, sys, time; from common.techniques.elastic.member import Member; "
         "member = Member(sys.argv[1], 0, 1.5, '', joins=False); "
         "print(member.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), flush=True); time.sleep(60)"
     )

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from common.core import config, host_memory, process_limits
-from common.core.errors import EXIT_RESUMABLE
-from common.core.rendezvous_dir import create_rendezvous_dir
-from common.distributed.rank_info import RankInfo, parse_first_host, read_rank_info
+from common.config import config
+from common.ranks.rank_info import RankInfo, parse_first_host, read_rank_info
+from common.ranks.rendezvous_dir import create_rendezvous_dir
 from common.runs.folder import RunFolder, read_json
+from common.system import host_memory, process_limits
+from common.system.errors import EXIT_RESUMABLE
 from configs.amp_accum import Config as Precision
 from configs.resnet_modelparallel import Config as Split
 from slurm.reports import status

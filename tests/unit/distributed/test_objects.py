@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.distributed import objects
-from common.pipeline.schedules import Action
+from common.ranks import objects
+from common.techniques.pipeline.schedules import Action
 from tests.harness import warm
 from tests.harness.processes import PATIENCE, environment
 

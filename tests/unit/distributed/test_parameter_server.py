@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.core import config
-from common.core.errors import UserError
-from common.distributed.parameter_server.report import ServerCounts, ServerReport
-from common.distributed.parameter_server.server import (
+from common.config import config
+from common.system.errors import UserError
+from common.techniques.parameter_server.report import ServerCounts, ServerReport
+from common.techniques.parameter_server.server import (
     Shard,
     ShardServer,
     StalenessPolicy,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import UnreachableError
-from common.distributed import private_folder
-from common.distributed.rank_info import RankInfo
+from common.ranks import private_folder
+from common.ranks.rank_info import RankInfo
 from common.runs.folder import write_json
+from common.system.errors import UnreachableError
 
 
 def test_a_certificate_is_valid_until_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

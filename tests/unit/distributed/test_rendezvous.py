@@ -9,10 +9,10 @@ from datetime import timedelta
 
 import pytest
 
-from common.core import network
-from common.core.errors import UnreachableError, UserError
-from common.distributed import rendezvous
-from common.distributed.rank_info import RankInfo
+from common.ranks import rendezvous
+from common.ranks.rank_info import RankInfo
+from common.system import network
+from common.system.errors import UnreachableError, UserError
 
 
 def make_rank_info(rank: int, attempt_id: str, **changed: object) -> RankInfo:

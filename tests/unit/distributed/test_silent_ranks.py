@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.distributed import silent_ranks
-from common.distributed.rendezvous import World
-from common.distributed.silent_ranks import SilentRankWatchdog, describe_silent_ranks
+from common.ranks import silent_ranks
+from common.ranks.rendezvous import World
+from common.ranks.silent_ranks import SilentRankWatchdog, describe_silent_ranks
 from tests.harness.processes import wait_until
 
 SECONDS = datetime.timedelta(seconds=30)

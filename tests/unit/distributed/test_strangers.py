@@ -11,11 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from common.core.errors import UnreachableError
-from common.distributed.transport import reception
-from common.distributed.transport.connecting import RankAddress, RankLinks
-from common.distributed.transport.reception import MAX_PENDING
-from common.distributed.transport.welcome import ANSWER_BYTES, ConnectionId, make_hello
+from common.backend import reception
+from common.backend.connecting import RankAddress, RankLinks
+from common.backend.reception import MAX_PENDING
+from common.backend.welcome import ANSWER_BYTES, ConnectionId, make_hello
+from common.system.errors import UnreachableError
 from tests.harness.chance import draw_seed
 from tests.harness.processes import PATIENCE
 from tests.harness.strangers import attack

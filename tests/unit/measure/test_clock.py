@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from common.measure import device_clock, step_timing
-from common.pipeline.stage_tracer import StageTracer
+from common.techniques.pipeline.stage_tracer import StageTracer
 
 
 class Played:

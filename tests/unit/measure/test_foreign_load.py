@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from common.distributed.rendezvous import World
 from common.measure.foreign_load import CpuUse, ForeignLoadMeter, compute_foreign_shares, report_foreign_shares
+from common.ranks.rendezvous import World
 
 
 def test_ranks_of_one_machine_are_counted_together_and_its_cpus_once() -> None:

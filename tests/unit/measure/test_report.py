@@ -9,8 +9,8 @@ import torch
 
 from common.measure import tables
 from common.measure.memory import read_peak_memory, reset_peak_memory
-from common.pipeline import report, schedules
-from common.pipeline.schedules import Action, Span, simulate_schedule
+from common.techniques.pipeline import report, schedules
+from common.techniques.pipeline.schedules import Action, Span, simulate_schedule
 
 
 def test_idle_shares_of_a_known_step() -> None:

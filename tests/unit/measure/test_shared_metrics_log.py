@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from common.distributed.rendezvous import World
 from common.measure.metrics_log import SharedMetricsLog
+from common.ranks.rendezvous import World
 from common.runs.metrics_writer import MetricsWriter
 from tests.harness.logging_ranks import Counted
 

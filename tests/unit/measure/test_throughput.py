@@ -18,7 +18,7 @@ from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
 from common.data import loader as data
 from common.data import prepare
-from common.distributed.rendezvous import World
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.training.run import Run
 from configs.mnist_pipeline import Config

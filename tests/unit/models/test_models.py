@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from common.checkpoint.train_state import get_model_recipe
-from common.core.errors import UserError
-from common.models import model_file, networks, partition, pruning_masks
+from common.models import model_file, networks
 from common.runs.folder import RunFolder
+from common.system.errors import UserError
+from common.techniques.pipeline import partition
+from common.techniques.pruning import pruning_masks
 from configs.dataparallel import DataParallel
 
 

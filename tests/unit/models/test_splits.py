@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
-from common.models import partition
 from common.models.networks import ResNet, SimpleNN
+from common.techniques.pipeline import partition
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from common.distributed.transport import memory_links
+from common.ranks import memory_links
 from tests.harness import warm
 from tests.harness.processes import environment
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from common.core.errors import UserError
-from common.distributed.rank_info import RankInfo
-from common.distributed.rendezvous import choose_device_and_backend
+from common.ranks.rank_info import RankInfo
+from common.ranks.rendezvous import choose_device_and_backend
+from common.system.errors import UserError
 from configs.launch import Launch
 from tests.harness import warm
 from tests.harness.processes import environment, run

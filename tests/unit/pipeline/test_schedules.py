@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import UserError
-from common.pipeline import schedules
-from common.pipeline.schedules import Action, check_schedule, compute_bubble, format_timeline, simulate_schedule
+from common.system.errors import UserError
+from common.techniques.pipeline import schedules
+from common.techniques.pipeline.schedules import (
+    Action,
+    check_schedule,
+    compute_bubble,
+    format_timeline,
+    simulate_schedule,
+)
 from configs.pipeline import PipelineConfig
 from tests.harness.warm import ROOT
 
@@ -152,7 +158,7 @@ def test_missing_files_and_functions_are_refused_with_those_that_exist(tmp_path:
 
 
 def test_a_schedule_is_printed() -> None:
-    words = [sys.executable, "-m", "common.pipeline.schedules", "gpipe", "2", "4"]
+    words = [sys.executable, "-m", "common.techniques.pipeline.schedules", "gpipe", "2", "4"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[:2] == ["rank 0 |0123...aabbccdd|", "rank 1 |.0123aabbccdd..|"]
     assert "idle share 20.0%" in done.stdout

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from common.core.errors import RunTakenError
-from common.core.processes import Process
 from common.runs import claims, provenance
 from common.runs.claims import AttemptWatch, Claim, ProcessState
 from common.runs.folder import RunFolder, write_json
 from common.runs.result import Result
 from common.runs.run_lock import lock_run, try_to_lock
-from common.runs.wandb_rows import TrackingNote, write_note
+from common.runs.tracking.wandb_rows import TrackingNote, write_note
+from common.system.errors import RunTakenError
+from common.system.processes import Process
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""common/runs/metric_curves.py: what is drawn of a run, whatever its length."""
+"""common/runs/compare/metric_curves.py: what is drawn of a run, whatever its length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.runs import metric_curves
+from common.runs.compare import metric_curves
 from tests.harness.made_runs import Made
 
 

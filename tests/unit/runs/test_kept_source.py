@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import UserError
 from common.runs import provenance
 from common.runs.folder import RunFolder
+from common.system.errors import UserError
 from slurm.__main__ import main
 from tests.harness.made_runs import Made
 
-TORN = "common/core/config.py"
+TORN = "common/config/config.py"
 
 
 @pytest.fixture

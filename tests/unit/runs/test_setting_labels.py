@@ -1,9 +1,9 @@
-"""common/runs/setting_labels.py and compare_table.py: what tells runs apart, and how much of it fits a line."""
+"""common/runs/compare/setting_labels.py and compare_table.py: what tells runs apart, and how much of it fits a line."""
 
 from __future__ import annotations
 
-from common.runs import setting_labels
-from common.runs.compare_table import Column, choose_columns, join_columns, shorten_text
+from common.runs.compare import setting_labels
+from common.runs.compare.compare_table import Column, choose_columns, join_columns, shorten_text
 
 
 def test_the_settings_of_the_method_come_first_and_repeat_nothing() -> None:

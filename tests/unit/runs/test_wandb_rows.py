@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 
-from common.core.config import ROOT
-from common.runs import wandb_account
+from common.config.config import ROOT
 from common.runs.folder import RunFolder
-from common.runs.wandb_process import RowForwarder
-from common.runs.wandb_rows import (
+from common.runs.tracking import wandb_account
+from common.runs.tracking.wandb_process import RowForwarder
+from common.runs.tracking.wandb_rows import (
     Journal,
     JournalMark,
     RowSelection,
@@ -168,7 +168,7 @@ def test_an_account_is_looked_for_where_wandb_does(
 
 
 def test_the_account_is_looked_for_without_wandb() -> None:
-    program = "import sys\nfrom common.runs import wandb_account\nwandb_account.find_missing_account()\n"
+    program = "import sys\nfrom common.runs.tracking import wandb_account\nwandb_account.find_missing_account()\n"
     program += "print('wandb' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import UserError
-from common.distributed.rank_info import RankInfo
+from common.ranks.rank_info import RankInfo
+from common.system.errors import UserError
 from common.training.entry_point import print_notice_of_shared_cores, run_command_line
 from configs.ddp_multinode import Config
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.core.errors import UserError
-from common.training.local_sgd.exchange import Exchange
-from common.training.local_sgd.worker import LocalWorker
+from common.system.errors import UserError
+from common.techniques.local_sgd.exchange import Exchange
+from common.techniques.local_sgd.worker import LocalWorker
 from tests.harness import warm
 from tests.harness.processes import environment
 

@@ -52,7 +52,7 @@ def test_arithmetic_is_that_of_torch(name: str) -> None:
 def test_training_does_not_import_the_compiler() -> None:
     program = """
 import sys, torch
-from common.distributed import ddp
+from common.techniques.data_parallel import ddp
 from common.training import optimizers
 from configs.shared import Optim
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -15,15 +15,15 @@ from PIL import Image
 from torch.distributed import HashStore
 
 from common.checkpoint.train_state import TrainState
-from common.core import config
-from common.core.errors import EXIT_REFUSED, RunTakenError
+from common.config import config
 from common.data.prepare import PreparedDataset, prepare_digits
-from common.distributed.rendezvous import World
 from common.measure.metrics_log import MetricsLog
 from common.models import networks
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
-from common.runs.wandb_tracker import Tracker
+from common.runs.tracking.wandb_tracker import Tracker
+from common.system.errors import EXIT_REFUSED, RunTakenError
 from common.training.attempt import Attempt
 from common.training.run import Run
 from configs.mnist_pipeline import Config

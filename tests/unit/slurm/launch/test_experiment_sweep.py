@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import UserError
 from common.runs.folder import read_json
+from common.system.errors import UserError
 from slurm.launch import experiment_sweep, sweep
 
 WORDS = ["repeats=1", "levels=[0.5]", "criteria=[magnitude]", "data.name=digits"]

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from common.core import config
-from common.core.errors import UserError
-from common.core.processes import Process
+from common.config import config
 from common.data import prepare
-from common.pipeline import schedules
 from common.runs import provenance
 from common.runs.folder import RunFolder, write_json
-from common.runs.wandb_rows import TrackingNote, write_note
-from common.training.optimization import own_files
+from common.runs.tracking.wandb_rows import TrackingNote, write_note
+from common.system.errors import UserError
+from common.system.processes import Process
+from common.techniques.pipeline import schedules
+from common.training import custom_optimizer
 from configs import mnist_pipeline, resnet_modelparallel
 from configs.profile import Profile
 from slurm.arguments import check_experiment_name
@@ -176,9 +176,9 @@ def test_the_files_of_ones_own_are_in_the_source_of_the_job(tmp_path: Path, monk
     schedules.check_schedule_of_config(written, folder.path / "code")
     with pytest.raises(UserError, match=r"name an existing FILE\.py:function, or use one of naive, gpipe, 1f1b"):
         schedules.check_schedule_of_config(written)
-    own_files.check_files_of_config(written.optim, folder.path / "code")
+    custom_optimizer.check_files_of_config(written.optim, folder.path / "code")
     with pytest.raises(UserError, match=r"name an existing FILE\.py:Class, or use one of sgd, adam, adamw, lars, lamb"):
-        own_files.check_files_of_config(written.optim)
+        custom_optimizer.check_files_of_config(written.optim)
     found = prepare.prepare_dataset(written.data, code=folder.path / "code")
     assert found.name == "shapes.py:load" and found.path.parent == tmp_path / "sets"
 

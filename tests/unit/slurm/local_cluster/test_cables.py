@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import UserError
+from common.system.errors import UserError
 from slurm.local_cluster import cables, slurm_conf
 from slurm.local_cluster.cables import Shape
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import UserError
+from common.system.errors import UserError
 from slurm.local_cluster import cli, daemons, namespaces
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness.fake_slurm import Fake

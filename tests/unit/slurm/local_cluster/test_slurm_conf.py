@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import UserError
-from common.core.processes import Process
+from common.system.errors import UserError
+from common.system.processes import Process
 from slurm.arguments import parse_count
 from slurm.local_cluster import cli, cluster, namespaces, slurm_conf
 from slurm.local_cluster.slurm_conf import Plan

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.core.processes import Process
+from common.system.processes import Process
 from slurm.local_cluster import cluster, slurm_conf
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness import inside, warm

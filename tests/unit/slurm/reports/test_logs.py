@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from common.core.processes import Process
 from common.runs import provenance
+from common.system.processes import Process
 from slurm.reports import logs
 from slurm.scheduling import scheduler
 from tests.harness.fake_slurm import Fake

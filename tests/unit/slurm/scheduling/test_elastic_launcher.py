@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.core import config, network
-from common.distributed.elastic.coordinator import EndReason
-from common.distributed.rank_info import COORDINATOR_KEY_VARIABLE, COORDINATOR_VARIABLE
+from common.config import config
+from common.ranks.rank_info import COORDINATOR_KEY_VARIABLE, COORDINATOR_VARIABLE
 from common.runs.folder import RunFolder
+from common.system import network
+from common.techniques.elastic.coordinator import EndReason
 from configs.elastic import Elastic
 from configs.profile import Profile
 from slurm.scheduling import sbatch

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from common.core.errors import UserError
 from common.runs import provenance
 from common.runs.folder import RunFolder, write_json
+from common.system.errors import UserError
 from slurm.scheduling import entry_points
 from slurm.scheduling.entry_points import JobReference, check_source_version
 from tests.harness.warm import ROOT

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from common.core.config import ROOT
-from common.core.errors import EXIT_RESUMABLE, UnreachableError, UserError
-from common.distributed.rank_info import COORDINATOR_VARIABLE, ORPHAN_COMMAND_VARIABLE, RankInfo
+from common.config.config import ROOT
+from common.ranks.rank_info import COORDINATOR_VARIABLE, ORPHAN_COMMAND_VARIABLE, RankInfo
 from common.runs.folder import RunFolder
+from common.system.errors import EXIT_RESUMABLE, UnreachableError, UserError
 from common.training import entry_point
 from slurm.scheduling import job, requeue
 from slurm.scheduling.job import train_as_rank

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from common.core.errors import RunTakenError
-from common.core.processes import Process
 from common.runs import claims, provenance
 from common.runs.folder import RunFolder, write_json
 from common.runs.result import Result
+from common.system.errors import RunTakenError
+from common.system.processes import Process
 from configs.mnist_pipeline import Config
 from slurm.launch import submit
 from slurm.reports import cancel, liveness, status

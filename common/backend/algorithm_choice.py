@@ -1,0 +1,152 @@
+"""Selection of the all-reduce algorithm of a run.
+
+With `launch.algorithm=auto`, the links between ranks are measured once per run, and the chosen algorithm is stored in
+config.yaml. Sums of floating-point numbers depend on the order of the summands. Therefore, a resumed run is
+bit-identical only if it uses the same algorithm.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from common.backend import algorithms
+from common.backend.cost import MessageTimeLine, MessageTimeLines, choose_algorithms_by_size, fit_message_time_line
+from common.backend.registration import replace_all_reduce_algorithm
+from common.config.config import read_config_file
+from common.ranks.rendezvous import World
+from common.runs.folder import write_atomic
+from configs.launch import Launch
+
+CONFIG_KEY = "launch.algorithm"
+MESSAGE_BYTES = (8, 1 << 16, 1 << 20)  # sizes of the messages whose transfer times are measured
+REPEATS = 5
+
+LinkTimes = list[list[float]]
+"""A pair [bytes, seconds] for each measured message size."""
+
+
+def set_all_reduce_algorithm(launch: Launch, run: Path, world: World) -> None:
+    """Set the all-reduce algorithm of the run on this rank.
+
+    All ranks must call this function. If `launch.algorithm` is `auto`, the chosen algorithm is stored in `launch` and,
+    for later attempts, in config.yaml of the run folder.
+    """
+    if world.transport is None:
+        return
+    if launch.algorithm == "auto":
+        launch.algorithm = load_or_choose_algorithm(run / "config.yaml", world)
+    replace_all_reduce_algorithm(world.transport, algorithms.use_stored_algorithm_file(launch, run / "code").algorithm)
+
+
+def load_or_choose_algorithm(config_file: Path, world: World) -> str:
+    """Return the all-reduce algorithm that config.yaml contains, or choose one.
+
+    If config.yaml contains `auto`, the chosen algorithm replaces this value. All ranks must call this function.
+    """
+    stored = read_config_file(config_file).get(CONFIG_KEY) if world.is_main else None
+    stored = world.broadcast(stored)
+    if stored not in (None, "auto"):
+        return str(stored)
+    choice = world.broadcast(choose_algorithm_by_link_speeds(world))
+    if world.is_main:
+        print(f"{CONFIG_KEY}=auto: using {describe_algorithm_choice(choice)}", flush=True)
+        if stored:
+            store_algorithm_choice(config_file, choice)
+    return str(choice)
+
+
+def choose_algorithm_by_link_speeds(world: World) -> str:
+    """Return, on rank 0, the all-reduce algorithms with the shortest predicted times.
+
+    The result is an empty string on all other ranks. All ranks must call this function.
+    """
+    times_by_rank = world.gather(measure_links(world))
+    assert world.transport is not None
+    if not world.is_main:
+        return ""
+    if world.size == 1:
+        return "ring"
+
+    hosts = world.transport.hosts
+    lines_within_hosts: list[MessageTimeLine] = []
+    lines_between_hosts: list[MessageTimeLine] = []
+    for rank, times in enumerate(times_by_rank):
+        if not times:
+            continue
+        is_within_host = hosts[rank] == hosts[(rank + 1) % world.size]
+        lines = lines_within_hosts if is_within_host else lines_between_hosts
+        lines.append(fit_message_time_line([(nbytes, seconds) for nbytes, seconds in times]))
+
+    within_hosts = find_slowest_line(lines_within_hosts)
+    slowest = find_slowest_line(lines_between_hosts) or within_hosts
+    assert slowest is not None
+    return choose_algorithms_by_size(
+        MessageTimeLines(slowest, within_hosts), algorithms.ALGORITHM_NAMES, world.size, hosts
+    )
+
+
+def find_slowest_line(lines: list[MessageTimeLine]) -> MessageTimeLine | None:
+    """Return the fitted line of the slowest link, or None if there are no links.
+
+    The slowest link determines the time of an all-reduce.
+    """
+    return max(lines, key=lambda line: line.predict_seconds(MESSAGE_BYTES[-1]), default=None)
+
+
+def measure_links(world: World) -> LinkTimes:
+    """Measure message times on the link from this rank to the next rank.
+
+    With two ranks, rank 0 measures the only link, and rank 1 returns an empty list. Links are measured one at a time.
+    All ranks must call this function.
+    """
+    times: LinkTimes = []
+    links = world.size if world.size > 2 else world.size - 1
+    for rank in range(links):
+        next_rank = (rank + 1) % world.size
+        if world.rank == rank:
+            times = [[nbytes, measure_message_seconds(nbytes, next_rank, sends_first=True)] for nbytes in MESSAGE_BYTES]
+        elif world.rank == next_rank:
+            for nbytes in MESSAGE_BYTES:
+                measure_message_seconds(nbytes, rank, sends_first=False)
+        dist.barrier()
+    return times
+
+
+def measure_message_seconds(nbytes: int, peer: int, *, sends_first: bool) -> float:
+    """Return the transfer time of a message in seconds: half of the median round-trip time."""
+    message = torch.zeros(nbytes, dtype=torch.uint8)
+    times: list[float] = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        for sends in (sends_first, not sends_first):
+            if sends:
+                dist.send(message, peer)
+            else:
+                dist.recv(message, peer)
+        times.append((time.perf_counter() - start) / 2)
+    return median(times[1:])  # the first round trip also starts threads, so it is excluded
+
+
+def describe_algorithm_choice(choice: str) -> str:
+    """Describe the algorithm for each vector size, such as `tree, ring for 65,536 bytes or more`."""
+    parts = choice.split("<")
+    description = parts[0]
+    for bound, name in zip(parts[1::2], parts[2::2], strict=True):
+        description += f", {name} for {int(bound):,} bytes or more"
+    return description
+
+
+def store_algorithm_choice(config_file: Path, choice: str) -> None:
+    """Store the chosen algorithm in the config.yaml file of a run.
+
+    Raises UserError if the file cannot be written.
+    """
+    tree = OmegaConf.load(config_file)
+    OmegaConf.update(tree, CONFIG_KEY, choice)
+    write_atomic(config_file, OmegaConf.to_yaml(tree))

@@ -1,0 +1,229 @@
+"""Connect all ranks of a group with each other, with one connection per direction.
+
+Each rank opens a port that the kernel chooses, publishes the port and a random token through the rendezvous, and
+connects to all other ranks. A connection is accepted when both sides have proven that they belong to the group (see
+welcome.py). This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from common.backend.certificates import Identity, check_peer_certificate, describe_handshake_failure
+from common.backend.incoming import IncomingLink
+from common.backend.links import OutgoingLink
+from common.backend.reception import RankAcceptor, Warn, read_peer_user_id
+from common.backend.welcome import ANSWER_BYTES, ConnectionId, UntrustedPeer, make_hello, make_hello_answer
+from common.ranks.memory_links import MemoryStream
+from common.ranks.socket_stream import SocketStream, TlsSocket, pack_timeval
+from common.system import network
+from common.system.errors import UnreachableError, summarize_error
+
+RETRY_SECONDS = 0.05  # pause between two connection attempts
+Lookup = Callable[[str], str | bytes]
+
+
+class RankLinks(NamedTuple):
+    """The links between one rank and all of its peers, by the rank of the peer."""
+
+    outgoing: dict[int, OutgoingLink]
+    incoming: dict[int, IncomingLink]
+
+    def close(self) -> None:
+        """Close all links, so that waiting threads fail immediately.
+
+        Messages for which `Outgoing.wait` has returned are still delivered.
+        """
+        for link in (*self.outgoing.values(), *self.incoming.values()):
+            link.close()
+
+
+class RankAddress(NamedTuple):
+    """Address, host and token that a rank publishes through the rendezvous."""
+
+    address: str
+    port: int
+    token: str
+    host: str
+    unix_socket_name: str
+    """Abstract name of the Unix socket for ranks on the same host; empty if there is no such socket."""
+
+
+def print_warning(line: str) -> None:
+    """Print a warning line to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def connect_ranks(
+    rank: int,
+    size: int,
+    publish: Callable[[str, str], object],
+    lookup: Lookup,
+    *,
+    group: str,
+    address: str,
+    setup_timeout: float,
+    timeout: float,
+    identity: Identity | None = None,
+    host: str = "",
+    polling_seconds: float = 0.0,
+    warn: Warn = print_warning,
+) -> RankLinks:
+    """Connect all ranks of a group with each other. All ranks must call this function.
+
+    `publish(key, value)` and the blocking `lookup(key)` access the rendezvous, for example `set` and `get` of a store
+    for this group. `group` identifies the run, the attempt and the group. `address` is the IPv4 address of this rank's
+    network interface. `setup_timeout` is the time limit of this call in seconds. After `timeout` seconds without
+    progress, a message fails. If `identity` is given, all connections between hosts use TLS. Ranks that pass the same
+    `host` are connected through shared memory (memory_links.py) and poll for `polling_seconds` before they sleep.
+    `warn` prints a warning. Raises UnreachableError.
+    """
+    if size == 1:
+        return RankLinks({}, {})
+    deadline = time.monotonic() + setup_timeout
+    token = secrets.token_bytes(16)
+    is_local = bool(host) and sys.platform == "linux"
+    acceptor = RankAcceptor(
+        group, rank, size, token=token, address=address, is_local=is_local, identity=identity, warn=warn
+    )
+    links = RankLinks({}, {})
+    try:
+        published = RankAddress(address, acceptor.port, token.hex(), host, acceptor.unix_socket_name)
+        publish(f"link/{rank}", json.dumps(published))
+        for step in range(1, size):  # each rank starts with a different peer, to spread the load
+            peer = (rank + step) % size
+            target = wait_for_rank_address(peer, lookup)
+            if target.host != host:
+                target = target._replace(unix_socket_name="")
+            connection = connect_to_rank(ConnectionId(group, rank, peer), target, deadline, identity, warn)
+            links.outgoing[peer] = OutgoingLink(make_stream(connection, timeout, polling_seconds), peer)
+        for peer, connection in acceptor.wait_for_ranks(deadline).items():
+            links.incoming[peer] = IncomingLink(make_stream(connection, timeout, polling_seconds), peer)
+    except BaseException:
+        links.close()
+        raise
+    finally:
+        acceptor.close()
+    return links
+
+
+def make_stream(connection: socket.socket, timeout: float, polling_seconds: float) -> SocketStream:
+    """Return a memory stream for a Unix socket and a socket stream for any other socket."""
+    if connection.family == socket.AF_UNIX:
+        return MemoryStream(connection, timeout, polling_seconds)
+    return SocketStream(connection, timeout)
+
+
+def wait_for_rank_address(peer: int, lookup: Lookup) -> RankAddress:
+    """Wait until a rank has published its address and return the address. Raises UnreachableError."""
+    try:
+        return RankAddress(*json.loads(lookup(f"link/{peer}")))
+    except (RuntimeError, OSError, ValueError, TypeError) as error:  # torch's stores raise RuntimeError
+        raise UnreachableError(
+            f"rank {peer} has not published its address: {summarize_error(error)}; see the log of rank {peer}, or "
+            "raise launch.setup_timeout"
+        ) from None
+
+
+def connect_to_rank(
+    direction: ConnectionId,
+    target: RankAddress,
+    deadline: float,
+    identity: Identity | None,
+    warn: Warn,
+) -> socket.socket:
+    """Connect to a rank, retrying until the connection is accepted. Raises UnreachableError."""
+    start = time.monotonic()
+    last_reason = ""
+    description = f"rank {direction.target} at {target.address}:{target.port}"
+    while True:
+        limit = deadline
+        try:
+            return try_to_connect(direction, target, deadline, identity)
+        except UntrustedPeer as error:
+            reason = f"the peer {error}"
+        except ssl.SSLError as error:
+            reason = f"the peer {describe_handshake_failure(error)}"
+        except OSError as error:
+            reason = summarize_error(error)
+            if isinstance(error, TimeoutError):
+                reason = last_reason or "the peer does not answer"
+            # An overloaded rank resets connections and may accept them later. A long wait is useless after any other
+            # error, because a rank opens its port before publishing it.
+            if not isinstance(error, ConnectionResetError | BrokenPipeError):
+                limit = min(deadline, start + network.UNREACHABLE_SECONDS)
+        if time.monotonic() > limit:
+            raise UnreachableError(
+                f"rank {direction.source} cannot connect to {description}: {reason}; see the log of rank "
+                f"{direction.target}, check the firewall, or raise launch.setup_timeout"
+            )
+        if reason != last_reason:
+            last_reason = reason
+            warn(f"rank {direction.source} is waiting for {description}: {reason}")
+        time.sleep(RETRY_SECONDS)
+
+
+def try_to_connect(
+    direction: ConnectionId, target: RankAddress, deadline: float, identity: Identity | None
+) -> socket.socket:
+    """Try once to connect to a rank and to perform the handshake.
+
+    Raises OSError, ssl.SSLError or UntrustedPeer.
+    """
+    remaining = max(RETRY_SECONDS, deadline - time.monotonic())
+    connection = connect_to_local_rank(target.unix_socket_name, remaining) if target.unix_socket_name else None
+    if connection is None:
+        timeout = min(remaining, network.UNREACHABLE_SECONDS)
+        connection = socket.create_connection((target.address, target.port), timeout=timeout)
+    connection.settimeout(remaining)
+    try:
+        if identity and connection.family != socket.AF_UNIX:
+            connection = TlsSocket(connection, identity.client)
+            connection.do_handshake()
+            check_peer_certificate(connection, identity)
+        exchange_proofs(connection, direction, bytes.fromhex(target.token))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def exchange_proofs(connection: socket.socket, direction: ConnectionId, token: bytes) -> None:
+    """Prove this rank's identity to the peer and check the peer's answer.
+
+    Raises UntrustedPeer if the answer is wrong, and OSError if the connection fails.
+    """
+    connection.sendall(make_hello(direction, token))
+    answer = b""
+    while len(answer) < ANSWER_BYTES:
+        data = connection.recv(ANSWER_BYTES - len(answer))
+        if not data:
+            raise ConnectionResetError("the peer closed the connection during the handshake; its log shows the reason")
+        answer += data
+    if not secrets.compare_digest(answer, make_hello_answer(direction, token)):
+        raise UntrustedPeer("gave a wrong answer in the handshake; the port may belong to another program")
+
+
+def connect_to_local_rank(name: str, seconds: float) -> socket.socket | None:
+    """Connect to a rank on this host through its Unix socket.
+
+    Return None if no process of this user listens on the socket. This can happen if two hosts have the same name.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    # with a Python timeout, connect() would fail immediately if the queue is full, instead of waiting
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pack_timeval(seconds))
+    with contextlib.suppress(OSError):
+        connection.connect("\0" + name)
+        if read_peer_user_id(connection) == os.getuid():
+            return connection
+    connection.close()
+    return None

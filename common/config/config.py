@@ -1,0 +1,384 @@
+"""Configuration, merged from dataclass defaults, a YAML file, and `key=value` arguments on the command line.
+
+Command-line arguments override the YAML file, which overrides the defaults. All values are read as text and converted
+to the type of their field. For example, `010` is ten, `no` is a string in a string field, and `nan` is rejected.
+Interpolations are also rejected, because they would make `config.yaml` depend on the environment.
+
+This module imports neither torch nor the experiments, so that commands on a login node respond quickly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import sys
+import textwrap
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import yaml
+from omegaconf import OmegaConf
+
+from common.config.config_keys import list_keys, parse_value, reject_unused_keys, suggest_key
+from common.system.errors import UserError
+from configs.shared import TRAINING_KEYS, Experiment
+
+
+class CheckedConfig(Protocol):
+    """A config dataclass that can check whether its values are compatible."""
+
+    def check(self) -> None: ...
+
+
+T = TypeVar("T", bound=Experiment)
+S = TypeVar("S", bound=CheckedConfig)
+ROOT = Path(__file__).resolve().parents[2]
+# Keys that cannot change when a run is resumed. The data position, model, optimizer state, measurements or W&B location
+# of the run depends on them.
+FIXED_KEYS = (
+    "seed",
+    "batch",
+    "accumulate",
+    "start",
+    "dtype",
+    "ops",
+    "dtypes",
+    "sizes",
+    "algorithms",
+    "transports",
+    "optim.name",
+    "data.name",
+    "data.train_limit",
+    "data.image_size",
+    "data.samples",
+    "wandb.project",
+    "wandb.entity",
+)
+RANKS_PER_NODE = "processes_per_node"  # key for the number of ranks in experiments without stages
+YAML_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the loader of libyaml is eight times faster
+USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=value ...]"
+OPTION_VALUES = {
+    "--config": "file, such as runs/<id>/config.yaml",
+    "--resume": "run folder, such as runs/<id>",
+}
+
+
+def flatten_mapping(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings into one dict with dotted names as keys."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten_mapping(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def describe_yaml_position(error: yaml.YAMLError) -> str:
+    """Return the position of a YAML error, such as " at line 2, column 5", or an empty string if unknown."""
+    mark = getattr(error, "problem_mark", None)
+    return f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Read the values of a YAML file as text, by dotted name. Raises UserError if the file is invalid."""
+    try:
+        tree = yaml.load(path.read_text(), Loader=YAML_LOADER)  # noqa: S506 (creates only str, list and dict)
+    except FileNotFoundError:
+        raise UserError(f"{path}: configuration file not found") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML{describe_yaml_position(error)}") from None
+    tree = tree or {}  # an empty file yields None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected `key: value` lines")
+    return flatten_mapping(tree)
+
+
+def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
+    """Merge layers of values, given as text, into a validated config.
+
+    Later layers override earlier layers. Raises UserError for an unknown key or an invalid value.
+    """
+    keys = list_keys(schema)
+    config = OmegaConf.structured(schema)
+    for layer in layers:
+        for layer_key, text in layer.items():
+            # The name of a group, as in elastic=true, refers to its key `on`.
+            name = f"{layer_key}.on" if f"{layer_key}.on" in keys else layer_key
+            group = [key for key in keys if key.startswith(f"{name}.")]
+            if group:
+                raise UserError(f"{name} is a group of settings; set one of its keys: {', '.join(group)}")
+            if name not in keys:
+                raise UserError(f"unknown key {name}; {suggest_key(name, keys)}")
+            OmegaConf.update(config, name, parse_value(keys[name], text))
+    settings = typing.cast(S, OmegaConf.to_object(config))
+    try:
+        settings.check()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    reject_unused_keys(keys.values(), settings)
+    return settings
+
+
+@dataclasses.dataclass(frozen=True)
+class StartedRanks:
+    """Number of ranks that another launcher has started, and the number of nodes on which these ranks run."""
+
+    ranks: int
+    nodes: int
+
+
+def build_config_for_started_ranks(
+    schema: type[T], layers: list[Mapping[str, Any]], user_values: Mapping[str, Any], started: StartedRanks | None
+) -> T:
+    """Build a config for the number of started ranks if `user_values` does not set the number.
+
+    Raises UserError if the settings are invalid.
+    """
+    has_key = RANKS_PER_NODE in list_keys(schema)
+    is_set = str(user_values.get(RANKS_PER_NODE, "0")) != "0"
+    if started is None or is_set or not has_key:
+        return build_config(schema, layers)
+    with contextlib.suppress(UserError):  # the default number of ranks may be invalid, such as 2 ranks for a batch of 3
+        settings = build_config(schema, layers)
+        if settings.processes == started.ranks:
+            return settings
+    nodes = str(user_values.get("launch.nodes", started.nodes))
+    ranks_per_node = started.ranks // int(nodes) if nodes.isdecimal() and int(nodes) else 0
+    return build_config(schema, [*layers, {RANKS_PER_NODE: str(ranks_per_node), "launch.nodes": nodes}])
+
+
+@dataclasses.dataclass(frozen=True)
+class CommandLine:
+    """Options and values of a command line, before the values are converted to their types."""
+
+    help: bool
+    print_config: bool
+    file: Path | None
+    resume: Path | None
+    values: dict[str, str]
+
+
+def parse_command_line(arguments: Sequence[str]) -> CommandLine:
+    """Split a command line into options and key=value pairs. Raises UserError for an invalid argument."""
+    remaining = list(arguments)
+    values: dict[str, str] = {}
+    show_help = False
+    print_config = False
+    paths: dict[str, Path] = {}
+    while remaining:
+        argument = remaining.pop(0)
+        name, separator, text = argument.partition("=")
+        if argument in ("--help", "-h"):
+            show_help = True
+        elif argument == "--print-config":
+            print_config = True
+        elif name in OPTION_VALUES:
+            if not text and remaining:
+                text = remaining.pop(0)
+            if not text:
+                raise UserError(f"{name} requires a {OPTION_VALUES[name]}")
+            paths[name] = Path(text)
+        elif argument.startswith("-") or not separator:
+            expected = "expected key=value (no spaces, no leading dashes)"
+            raise UserError(f"unexpected argument {argument!r}: {expected}; usage: {USAGE}")
+        elif not text.isprintable():
+            raise UserError(f"{name}={text!r}: line breaks and control characters are not allowed")
+        else:
+            values[name] = text
+    return CommandLine(show_help, print_config, paths.get("--config"), paths.get("--resume"), values)
+
+
+def import_schema(name: str) -> type[Experiment]:
+    """Import and return the Config dataclass of the experiment with this name."""
+    return importlib.import_module(f"configs.{name}").Config
+
+
+def list_experiments() -> list[str]:
+    """Return the names of all experiments that have a YAML file and a script."""
+    names = (path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    return sorted(name for name in names if (ROOT / "experiments" / f"{name}.py").exists())
+
+
+def get_experiment_name(schema: type[Experiment]) -> str:
+    """Return the name of the experiment to which a Config dataclass belongs."""
+    return schema.__module__.rpartition(".")[2]
+
+
+def print_text(text: str) -> None:
+    """Print text. Ignore a closed pipe, for example if the output is piped to `head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail
+
+
+def load_config(
+    schema: type[T],
+    arguments: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    started: StartedRanks | None = None,
+) -> T:
+    """Return the config of one run. For --help and --print-config, print the text and exit.
+
+    `started` is the number of ranks that another launcher has started. The run uses this number by default.
+    Raises UserError for an invalid setting, before any rank starts or data is read.
+    """
+    command_line = parse_command_line(arguments)
+    if command_line.help:
+        print_text(format_help(schema))
+        sys.exit(0)
+    environment = {"data.root": environ["DATA_ROOT"]} if environ.get("DATA_ROOT") else {}
+    resumed: dict[str, Any] = {}
+    user_values: dict[str, Any] = {}
+    if command_line.resume:
+        from_file = read_resumed_config(schema, command_line.resume, command_line.values)
+        resumed = {name: new for name, (_, new) in read_last_changes(command_line.resume).items()}
+        user_values |= from_file | resumed
+    elif command_line.file:
+        check_settings_unchanged(command_line.file)
+        from_file = read_config_file(command_line.file)
+        user_values |= from_file
+    else:
+        from_file = read_config_file(ROOT / "configs" / f"{get_experiment_name(schema)}.yaml")
+    user_values |= command_line.values
+    layers: list[Mapping[str, Any]] = [environment, from_file, resumed, command_line.values]
+    settings = build_config_for_started_ranks(schema, layers, user_values, started)
+    if command_line.print_config:
+        print_text(format_yaml(settings).rstrip("\n"))
+        sys.exit(0)
+    return settings
+
+
+def read_resumed_config(schema: type[Experiment], run: Path, new_values: Mapping[str, str]) -> dict[str, Any]:
+    """Read config.yaml of a run. Raises UserError if the run cannot be resumed with `new_values`."""
+    file = run / "config.yaml"
+    if not file.is_file():
+        raise UserError(f"--resume {run}: not a run folder (no config.yaml); list the runs with: make status")
+    stored = read_config_file(file)
+    if not stored:
+        raise UserError(f"{file} is empty; restore it or start a new run")
+    name = get_experiment_name(schema)
+    experiment = run.absolute().name.rsplit("-", 3)[0]
+    if experiment != name:
+        raise UserError(f"--resume {run} is a run of {experiment}, not of {name}")
+    for key in FIXED_KEYS:
+        old = stored.get(key)
+        if str(new_values.get(key, old)) != str(old):
+            raise UserError(f"{key} cannot change when a run is resumed: it was {old}; omit it or start a new run")
+    return stored
+
+
+def check_settings_unchanged(file: Path) -> None:
+    """Raise UserError if `file` is the config.yaml of a run that was resumed with other settings."""
+    changes = read_changes_of_attempts(file.parent)
+    if changes:
+        problem = f"{file} contains the initial settings of a run that was resumed with different settings"
+        remedy = "to train with the initial settings, copy the file to another folder"
+        raise UserError(f"{problem} ({describe_changes(changes)}), so a single run cannot repeat it; {remedy}")
+
+
+def format_yaml(settings: Experiment) -> str:
+    """Return the resolved config as YAML. This text is sufficient to repeat the run."""
+    return OmegaConf.to_yaml(OmegaConf.structured(settings))
+
+
+def format_yaml_with_keys_of_file(settings: Experiment, file: Path) -> str:
+    """Return the config as YAML, limited to the keys of `file`, which an older version has written."""
+    values: Any = OmegaConf.to_container(OmegaConf.structured(settings))
+    tree = OmegaConf.create()
+    names_in_file = read_config_file(file)
+    for name, value in flatten_mapping(values).items():
+        if name in names_in_file:
+            OmegaConf.update(tree, name, value)
+    return OmegaConf.to_yaml(tree)
+
+
+Changes = dict[str, tuple[Any, Any]]  # old and new value by dotted name, as strings or lists of strings
+CHANGES_FILE = "changed.json"  # file of an attempt whose settings differ from config.yaml
+# keys and groups that do not affect training
+UNRELATED_KEYS = ("runs", "data.root", "data.cache", "launch.", "log.", "checkpoint.")
+
+
+def find_changes(file: Path, settings: Experiment) -> Changes:
+    """Return the training and tracking settings that differ from the settings in a YAML file."""
+    old = read_config_file(file)
+    new = flatten_mapping(yaml.load(format_yaml(settings), Loader=yaml.BaseLoader))  # noqa: S506 (as above)
+    changes = {}
+    for name, value in new.items():
+        if name in old and old[name] != value and not name.startswith(UNRELATED_KEYS):
+            changes[name] = (old[name], value)
+    return changes
+
+
+def describe_changes(changed: Changes) -> str:
+    """Format changed settings as text, such as `stages 2 -> 1`."""
+    return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+
+
+def read_last_changes(run: Path) -> Changes:
+    """Read the settings in which the newest attempt of a run differs from config.yaml."""
+    attempts = sorted(path for path in run.glob("attempts/[0-9]*") if path.name.isdecimal())
+    return read_changes(attempts[-1] / CHANGES_FILE) if attempts else {}
+
+
+def read_changes_of_attempts(run: Path) -> Changes:
+    """Read the training settings in which any attempt of a run differs from config.yaml."""
+    changes: Changes = {}
+    for path in sorted(run.glob(f"attempts/[0-9]*/{CHANGES_FILE}")):
+        changes |= read_changes(path)
+    return {name: pair for name, pair in changes.items() if not name.startswith("wandb.")}
+
+
+def is_setting_text(value: Any) -> bool:
+    """Return whether a value is a string or a list of strings."""
+    if isinstance(value, list):
+        return all(isinstance(element, str) for element in value)
+    return isinstance(value, str)
+
+
+def read_changes(path: Path) -> Changes:
+    """Read the changed settings from a file. Return an empty dict if the file does not exist.
+
+    Raises UserError if the file is damaged.
+    """
+    try:
+        changes = {}
+        for name, (old, new) in json.loads(path.read_text()).items():
+            if not (is_setting_text(old) and is_setting_text(new)):
+                raise ValueError
+            changes[name] = (old, new)
+        return changes
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError):
+        raise UserError(
+            f"{path} is damaged: the settings of that attempt are unknown; "
+            "restore the file, or delete it to use the settings of config.yaml"
+        ) from None
+
+
+def format_help(schema: type[Experiment]) -> str:
+    """Return the help text, which lists each applicable key with its default, type, range and documentation."""
+    name = get_experiment_name(schema)
+    values = read_config_file(ROOT / "configs" / f"{name}.yaml")
+    lines = [f"usage: python experiments/{name}.py {USAGE}", f"       make exp NAME={name} ARGS='key=value ...'", ""]
+    for key in list_keys(schema).values():
+        if not schema.trains and key.name.partition(".")[0] in TRAINING_KEYS:
+            continue
+        default = parse_value(key, values[key.name]) if key.name in values else key.default
+        if isinstance(default, bool):
+            default = str(default).lower()
+        elif isinstance(default, list):
+            default = f"[{','.join(default)}]"
+        lines.append(f"  {key.name}={default}  ({key.allowed})")
+        paragraph = " ".join(key.doc.split())
+        lines += textwrap.wrap(paragraph, 100, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)

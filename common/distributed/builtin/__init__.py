@@ -1,1 +1,0 @@
-"""Built-in backend for torch.distributed, with collectives and messages over the links of this project."""

@@ -1,1 +1,0 @@
-"""Elastic runs: coordinator, members, process groups of generations, and supervisor."""

@@ -1,1 +1,0 @@
-"""Parameter server: the ranks that serve parameters, the ranks that compute gradients, and their report."""

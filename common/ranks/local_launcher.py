@@ -1,0 +1,399 @@
+"""Launcher of ranks on this machine, which forks ranks, forwards stop signals, and reports the first failure.
+
+When a run ends for any reason, all of its processes are terminated. Ranks are forked after the imports of the script,
+so that torch is imported only once. The parent process must not have used autograd, OpenMP, or CUDA before the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from common.ranks.rank_info import RankInfo
+from common.ranks.rendezvous_dir import create_rendezvous_dir
+from common.runs.folder import convert_disk_errors
+from common.system import host_memory
+from common.system.errors import EXIT_REFUSED, EXIT_RESUMABLE, MachineError, UserError, convert_shortage_error
+from common.system.process_limits import explain_exit_from_log
+from common.system.processes import exit_without_cleanup, kill_with_parent
+from common.system.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
+from common.techniques.elastic.coordinator import EndReason
+from common.techniques.elastic.supervisor import Supervisor, open_listener
+from configs.elastic import Elastic
+
+POLL_SECONDS = 0.01
+SHOW_CURSOR = "\x1b[?25h"
+
+
+@dataclasses.dataclass
+class ChildRank:
+    """Process of a forked rank, as recorded by its parent process."""
+
+    rank: int
+    pid: int
+    error_file: Path
+    """File to which the rank writes its error if it fails."""
+    exit_code: int | None = None
+    """Exit status, or the negative number of the signal that killed the rank; None while the rank is running."""
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit_code is None
+
+
+def run_ranks(
+    body: Callable[[RankInfo], None],
+    size: int,
+    nodes: int,
+    during_start: Callable[[], None],
+    report_reason: Callable[[str], None] = lambda reason: None,
+    elastic: Elastic | None = None,
+    read_log: Callable[[int], str] = lambda rank: "",
+    setup_timeout: float = 60.0,
+) -> int:
+    """Run `body` in `size` forked ranks and return the exit status of the run.
+
+    `during_start` runs in this process while the ranks start. When one rank fails, all other ranks are stopped. The
+    error message or traceback of this rank is printed once. Errors of the other ranks appear only in their logs.
+    `report_reason` receives the reason for the failure as one line. `read_log` returns the end of a rank's log, which
+    may contain the reason why a library ended the process.
+
+    If `elastic` is set, the other ranks continue when one rank is killed. The new process of the killed rank must
+    connect within `setup_timeout` seconds.
+    """
+    private, lock = create_rendezvous_dir()
+    children: list[ChildRank] = []
+    stop = StopSignalForwarder(children)
+    oom_kills = host_memory.count_oom_kills()
+    coordinator = str(private / "coordinator") if elastic else ""
+    forker = RankForker(body, size, nodes, private, coordinator, children)
+    try:
+        supervisor = None
+        if elastic:
+            listener = open_listener(coordinator, size)
+            supervisor = Supervisor(
+                listener, size, elastic, forker.kill_rank, forker.fork_replacement, start_timeout=setup_timeout
+            )
+        for rank in range(size):
+            forker.fork(rank)
+        if stop.number:
+            stop.signal_ranks()  # the signal arrived before all ranks were forked
+        during_start()
+        return RankMonitor(children, stop, report_reason, read_log, oom_kills, supervisor).wait_for_ranks()
+    except ImmediateStop as stopped:
+        print(f"\nstopped by {stopped}", file=sys.stderr)
+        return 128 + stopped.number
+    finally:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        kill_ranks(children)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        shutil.rmtree(private, ignore_errors=True)
+        os.close(lock)
+        if sys.stdout.isatty():
+            print(SHOW_CURSOR, end="", flush=True)  # an interrupted progress bar leaves the cursor hidden
+
+
+@dataclasses.dataclass
+class RankForker:
+    """Factory of rank processes, which are added to `children`."""
+
+    body: Callable[[RankInfo], None]
+    size: int
+    nodes: int
+    private: Path
+    coordinator: str
+    children: list[ChildRank]
+
+    def make_rank_info(self, rank: int) -> RankInfo:
+        """Return the `RankInfo` with which a rank is started."""
+        return RankInfo(
+            rank=rank,
+            size=self.size,
+            local_rank=rank,
+            local_size=self.size,
+            nodes=self.nodes,
+            master=str(self.private / "store"),
+            coordinator=self.coordinator,
+        )
+
+    def fork(self, rank: int) -> None:
+        """Fork the first process of a rank."""
+        self.children.append(self._fork(self.make_rank_info(rank)))
+
+    def fork_replacement(self, rank: int) -> None:
+        """Fork a new process for a lost rank, with a world of size 1 until it joins the other ranks."""
+        info = self.make_rank_info(rank)
+        self.children[rank] = self._fork(
+            dataclasses.replace(info, rank=0, size=1, is_joining=True, started_as_rank=rank)
+        )
+
+    def _fork(self, info: RankInfo) -> ChildRank:
+        error_file = self.private / f"error-{info.original_rank}.json"
+        return ChildRank(info.original_rank, fork_rank(self.body, info, error_file), error_file)
+
+    def kill_rank(self, rank: int) -> None:
+        """Kill an unresponsive rank, because a frozen process could resume later and write to the run folder."""
+        os.kill(self.children[rank].pid, signal.SIGKILL)
+
+
+class ImmediateStop(Exception):
+    """Stop signal that ends the run immediately.
+
+    This is either a repeated signal, or a signal that arrived before a rank was able to handle it.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        name = signal.Signals(number).name
+        super().__init__("Ctrl-C" if name == "SIGINT" else name)
+
+
+class StopSignalForwarder:
+    """Handler of stop signals.
+
+    The first signal is forwarded to all ranks, which save a checkpoint and exit. A second signal ends the run
+    immediately.
+    """
+
+    def __init__(self, children: list[ChildRank]) -> None:
+        self.children = children
+        self.number = 0
+        """Number of the first stop signal; 0 until a stop signal arrives."""
+        self.received_at = 0.0
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.handle_stop_signal)
+
+    def handle_stop_signal(self, number: int, frame: object) -> None:
+        """Forward the first signal to all ranks, and raise StoppedAtOnce for the second one."""
+        if self.number:
+            if number == signal.SIGINT or time.monotonic() - self.received_at > REPEATED_SIGNAL_SECONDS:
+                raise ImmediateStop(number)
+            return
+        self.number = number
+        self.received_at = time.monotonic()
+        if number == signal.SIGINT:
+            print(
+                "\nstopping: a checkpoint will be saved after the current step (if training has started); press Ctrl-C "
+                "again to stop immediately",
+                file=sys.stderr,
+            )
+        self.signal_ranks()
+
+    def signal_ranks(self) -> None:
+        """Send the stop request to all running ranks."""
+        for child in self.children:
+            if child.is_running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGUSR2)
+
+
+# ---- in the forked process
+
+
+def fork_rank(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path) -> int:
+    """Fork the process of one rank and return its process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    # Until the child sets its own handlers, a signal would run the parent's handlers in the child.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    pid = os.fork()
+    if pid == 0:
+        run_rank_in_child_process(body, info, error_file, parent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    return pid
+
+
+def run_rank_in_child_process(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path, parent: int) -> None:
+    """Run `body` in a forked rank and then exit the process; this function never returns.
+
+    If `body` raises an error, the error is written to `error_file` for the parent process.
+    """
+    status = 1
+    try:
+        kill_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent also receives Ctrl-C and forwards it to the ranks
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        body(info)
+        status = 0
+    except BaseException as raised:  # noqa: BLE001 (the parent reports all exceptions)
+        error = convert_shortage_error(raised)
+        kind = "other"
+        if isinstance(error, UserError):
+            status = EXIT_REFUSED
+            kind = "user"
+        elif isinstance(error, SystemExit) and error.code == EXIT_RESUMABLE:
+            status = EXIT_RESUMABLE
+        elif isinstance(error, MachineError):
+            kind = "machine"
+        text = traceback.format_exc() if kind == "other" else str(error)
+        note = json.dumps({"kind": kind, "text": text})
+        with contextlib.suppress(OSError):
+            error_file.write_text(note)
+    finally:
+        exit_without_cleanup(status)
+
+
+def redirect_output(log: Path, *, keep_stdout: bool) -> None:
+    """Redirect stderr to a log file, and also stdout unless `keep_stdout` is true.
+
+    The output of C++ libraries is redirected as well.
+    """
+    with convert_disk_errors(log):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        handle = os.open(log, flags, 0o644)
+    os.dup2(handle, 2)
+    if not keep_stdout:
+        os.dup2(handle, 1)
+    os.close(handle)
+
+
+# ---- waiting for ranks
+
+
+@dataclasses.dataclass
+class RankMonitor:
+    """Monitor that waits for forked ranks and reports the first failure."""
+
+    children: list[ChildRank]
+    stop: StopSignalForwarder
+    report_reason: Callable[[str], None]
+    read_log: Callable[[int], str]
+    oom_kills: int
+    """Result of `host_memory.count_oom_kills` before the ranks started."""
+    supervisor: Supervisor | None
+    """Supervisor of an elastic run, in which ranks may be lost; None for other runs."""
+
+    def wait_for_ranks(self) -> int:
+        """Wait until all ranks have succeeded or one rank has failed, and return the exit status of the run."""
+        supervisor = self.supervisor
+        while any(child.is_running for child in self.children):
+            reaped = [child for child in self.children if child.is_running and reap_child(child)]
+            failed = [child for child in reaped if child.exit_code not in (0, EXIT_RESUMABLE)]
+            if supervisor is not None:
+                failed = [
+                    child for child in failed if not supervisor.handle_ended_rank(child.rank, child.exit_code or 0)
+                ]
+                supervisor.poll_and_restart_ranks([child.rank for child in self.children if not child.is_running])
+
+            # A rank that the stop request killed had not set its handler yet. The other ranks fail without this rank.
+            if self.stop.number and any(child.exit_code == -signal.SIGUSR2 for child in failed):
+                raise ImmediateStop(self.stop.number)
+            if failed:
+                return self._report_failure(self._find_first_failure(failed))
+
+            if supervisor is not None:
+                if supervisor.coordinator.end_reason is EndReason.STATE_LOST:  # there is no failed rank to report
+                    self._report(EndReason.STATE_LOST.value)
+                    return 128 + signal.SIGKILL
+                alive = [child for child in self.children if child.is_running]
+                if supervisor.joining_ranks.issuperset(child.rank for child in alive):
+                    kill_ranks(alive)  # all members have ended, so there is no generation to join
+                    break
+            elif not reaped:
+                time.sleep(POLL_SECONDS)
+        if any(child.exit_code == EXIT_RESUMABLE for child in self.children):
+            return 128 + self.stop.number if self.stop.number == signal.SIGINT else EXIT_RESUMABLE
+        return 0
+
+    def _find_first_failure(self, failed: list[ChildRank]) -> ChildRank:
+        """Return the rank that failed first.
+
+        A killed rank, which has written no error file, counts as earlier than a rank that raised an error.
+        """
+
+        def read_failure_time(child: ChildRank) -> float:
+            with contextlib.suppress(OSError):
+                return child.error_file.stat().st_mtime
+            return 0.0
+
+        return min(failed, key=read_failure_time)
+
+    def _report_failure(self, child: ChildRank) -> int:
+        """Print the reason why a run failed, and return the exit status of the run."""
+        assert child.exit_code is not None
+        cause = explain_exit_from_log(self.read_log(child.rank), child.exit_code)
+        if child.exit_code < 0:
+            self._report_killed(child, -child.exit_code, cause)
+            return 128 - child.exit_code
+
+        try:
+            error = json.loads(child.error_file.read_text())
+        except (OSError, ValueError):
+            error = {"kind": "other", "text": ""}
+        text = error["text"]
+        if error["kind"] == "user":
+            self._report(text)
+        elif error["kind"] == "machine":
+            self._report(f"rank {child.rank} failed: {text}", self._describe_other_ranks())
+        elif text.strip():
+            self.report_reason(f"rank {child.rank} failed: {text.strip().splitlines()[-1]}")
+            problem = f"rank {child.rank} failed as shown above"
+            print(f"{text}error: {problem}{self._describe_other_ranks()}", file=sys.stderr)
+        else:
+            problem = f"failed: {cause}" if cause else f"exited with status {child.exit_code} without an error message"
+            self._report(f"rank {child.rank} {problem}", self._describe_other_ranks())
+        return child.exit_code
+
+    def _report_killed(self, child: ChildRank, number: int, cause: str) -> None:
+        """Report a rank that was killed by a signal."""
+        if number == signal.SIGKILL and host_memory.count_oom_kills() > self.oom_kills:
+            cause = "the system ran out of memory"
+        problem = f"was killed by {signal.Signals(number).name}"
+        if cause:
+            problem += f": {cause}"
+        end = None
+        if self.supervisor is not None:
+            problem = self.supervisor.coordinator.reasons.get(child.rank, problem)
+            end = self.supervisor.coordinator.find_end_reason()
+        print(f"error: rank {child.rank} (pid {child.pid}) {problem}{self._describe_other_ranks()}", file=sys.stderr)
+        reason = f"rank {child.rank} {problem}"
+        if end is not None:
+            print(end.value, file=sys.stderr)
+            reason += f"; {end.value}"
+        self.report_reason(reason)
+
+    def _report(self, problem: str, addition: str = "") -> None:
+        """Report a problem as the reason for the failure, and print the problem followed by `addition`."""
+        self.report_reason(problem)
+        print(f"error: {problem}{addition}", file=sys.stderr)
+
+    def _describe_other_ranks(self) -> str:
+        count = len(self.children) - 1
+        if count > 1:
+            return f"; the other {count} ranks were stopped"
+        return "; the other rank was stopped" if count else ""
+
+
+def reap_child(child: ChildRank) -> bool:
+    """Store the exit code of a child process that has ended; return False if the process is still running."""
+    pid, status = os.waitpid(child.pid, os.WNOHANG)
+    if pid:
+        child.exit_code = os.waitstatus_to_exitcode(status)
+    return bool(pid)
+
+
+def kill_ranks(children: list[ChildRank]) -> None:
+    """Kill all ranks that are still running."""
+    alive = [child for child in children if child.is_running and not reap_child(child)]
+    for child in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+    for child in alive:
+        _, status = os.waitpid(child.pid, 0)
+        child.exit_code = os.waitstatus_to_exitcode(status)

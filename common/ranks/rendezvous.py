@@ -1,0 +1,342 @@
+"""Rendezvous of the ranks: the store, the process group, and the `World` that describes the ranks.
+
+Forked ranks find each other through a file in a private temporary folder, and communicate only over the loopback
+interface. Their rendezvous uses no port, so concurrent runs cannot collide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common.backend.certificates import Identity
+from common.backend.registration import TransportSettings, register_backend
+from common.ranks import objects, private_folder
+from common.ranks.memory_links import choose_polling_seconds
+from common.ranks.rank_info import RankInfo
+from common.system import network
+from common.system.errors import UnreachableError, UserError, summarize_error
+from common.system.text import format_count
+from configs.launch import Launch
+
+PROBE_SECONDS = 5.0  # a port that does not answer within this time belongs to another program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World(RankInfo):
+    """All ranks of a run or of a subgroup, and the position of this rank among them."""
+
+    hosts: tuple[str, ...]
+    """Host name of each rank, ordered by rank."""
+    device: torch.device
+    backend: str
+    threads: int
+    timeout: datetime.timedelta = datetime.timedelta(minutes=2)
+    """Time limit of each collective and message, which also applies to subgroups created later."""
+    rendezvous_seconds: float = 0.0
+    """Time in seconds from the start of `join_world` until this rank has joined."""
+    store: dist.Store | None = None
+    """Key-value store of the rendezvous, which still works after collectives have failed."""
+    global_ranks: tuple[int, ...] = ()
+    """Global rank of each member of a subgroup; empty for the group of all ranks."""
+    group: dist.ProcessGroup | None = None
+    """Process group of a subgroup; None for the group of all ranks."""
+    transport: TransportSettings | None = None
+    """Settings for later process groups of the backend `builtin`; None for other backends."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0 and not self.is_joining
+
+    @property
+    def message_device(self) -> torch.device:
+        """Device of the tensors that carry small messages: the GPU with NCCL, otherwise the CPU."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the JSON values of all ranks on rank 0, and an empty list on other ranks.
+
+        All ranks must call this method.
+        """
+        values = self.all_gather(value)
+        return values if self.is_main else []
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the JSON values of all ranks on each rank.
+
+        All ranks must call this method. Raises TypeError if `value` is not a JSON value.
+        """
+        return objects.all_gather_json(value, self.message_device, self.group)
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the JSON value of rank 0 on all ranks.
+
+        All ranks must call this method. Raises TypeError if the value of rank 0 is not a JSON value.
+        """
+        return objects.broadcast_json(value, self.get_global_rank(0), self.message_device, self.group)
+
+    def wait_for_all_ranks(self, name: str) -> None:
+        """Wait until all ranks have called this method with the same name.
+
+        A name can be used only once per run. With NCCL, the ranks wait on the store, which does not keep GPUs busy.
+        """
+        if self.backend != "nccl" or self.store is None:
+            dist.barrier(self.group)
+            return
+        keys = [f"meet/{name}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], "")
+        self.store.wait(keys, self.timeout)
+
+    def get_global_rank(self, rank: int) -> int:
+        """Return the global rank of the member that has the given rank in this subgroup."""
+        return self.global_ranks[rank] if self.global_ranks else rank
+
+    def make_subgroup(self, global_ranks: Sequence[int]) -> World:
+        """Return the world of a subset of the ranks, which must contain this rank.
+
+        All ranks of the subset must call this method.
+        """
+        if len(global_ranks) == self.size:
+            return self
+        group = dist.new_group(list(global_ranks), timeout=self.timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)  # on ranks outside the group, torch returns -100 instead
+        return dataclasses.replace(
+            self,
+            rank=global_ranks.index(self.rank),
+            size=len(global_ranks),
+            hosts=tuple(self.hosts[rank] for rank in global_ranks),
+            global_ranks=tuple(global_ranks),
+            group=group,
+        )
+
+
+# ---- joining
+
+
+@contextlib.contextmanager
+def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = None) -> Iterator[World]:
+    """Join the other ranks for the duration of the `with` block.
+
+    The process group is destroyed at the end of the block, but not if the block fails. Destroying the group after a
+    failure would make the other ranks fail too, possibly before this rank has reported its error. With
+    `launch.tls=true`, `key_folder` is the folder that rank 0 creates for the key of this attempt. Raises UserError,
+    which names the missing ranks, if some ranks do not join in time.
+    """
+    start = time.perf_counter()
+    threads = settings.threads or count_usable_cores(rank_info)
+    torch.set_num_threads(threads)
+    device, backend = choose_device_and_backend(rank_info, settings)
+    setup_timeout = datetime.timedelta(seconds=settings.setup_timeout)
+    step_timeout = datetime.timedelta(seconds=settings.step_timeout)
+
+    identity = None
+    if settings.tls:
+        assert key_folder is not None
+        identity = private_folder.create_or_load_identity(key_folder, rank_info, settings.setup_timeout)
+    else:
+        key_folder = None
+
+    store, interface = set_up_rendezvous(rank_info, settings, setup_timeout, key_folder)
+    hosts = exchange_host_names(store, rank_info, setup_timeout)
+    transport = None
+    if backend == "builtin":
+        transport = make_transport_settings(rank_info, settings, hosts, interface, identity)
+        register_backend(transport)
+    dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=step_timeout)
+    if key_folder and rank_info.rank == 0:
+        private_folder.delete_key_and_certificate(key_folder)
+    yield World(
+        **vars(rank_info),
+        hosts=hosts,
+        device=device,
+        backend=backend,
+        threads=threads,
+        timeout=step_timeout,
+        rendezvous_seconds=time.perf_counter() - start,
+        store=store,
+        transport=transport,
+    )
+    dist.destroy_process_group()
+    if key_folder and rank_info.rank == 0:
+        shutil.rmtree(key_folder, ignore_errors=True)
+
+
+def set_up_rendezvous(
+    rank_info: RankInfo, settings: Launch, timeout: datetime.timedelta, key_folder: Path | None
+) -> tuple[dist.Store, str]:
+    """Open the rendezvous store and set the network interface of gloo and NCCL.
+
+    Return the store and the name of the interface. If there is a key folder, the store is a file in this folder,
+    because a TCPStore does not authenticate its clients.
+    """
+    store: dist.Store
+    if rank_info.launcher == "local":
+        set_interface("lo")
+        store = dist.HashStore() if rank_info.is_joining else dist.FileStore(rank_info.master, rank_info.size)
+        return store, "lo"
+    interface = network.check_interface(settings.interface) if settings.interface else ""
+    if key_folder is not None:
+        if rank_info.rank == 0:
+            check_rank0_name(rank_info)
+        store = dist.FileStore(str(key_folder / "store"), rank_info.size)
+    elif rank_info.is_joining:
+        store = dist.HashStore()
+    elif rank_info.launcher == "torchrun":
+        store = open_torchrun_store(rank_info, timeout)
+    else:
+        store = open_slurm_store(rank_info, timeout)
+    address = network.resolve_ipv4(rank_info.master.partition(":")[0])
+    if not interface:
+        interface = "lo" if rank_info.nodes == 1 else network.find_interface(address)
+    set_interface(interface)
+    return store, interface
+
+
+def open_torchrun_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
+    """Open the rendezvous store at torchrun's port, which is usually served by the torchrun agent.
+
+    Raises UnreachableError if rank 0 cannot be reached.
+    """
+    host, _, port = rank_info.master.rpartition(":")
+    is_server = rank_info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(host, int(port), rank_info.size, is_server, timeout=timeout, wait_for_workers=False)
+        return dist.PrefixStore(f"start-{rank_info.attempt_id}", store)  # torchrun keeps its store across restarts
+    except (RuntimeError, dist.DistError) as error:
+        raise UnreachableError(
+            f"rank {rank_info.rank} cannot reach rank 0 at {rank_info.master}: {summarize_error(error)}"
+        ) from None
+
+
+def open_slurm_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
+    """Open a store that rank 0 serves on a port derived from the id of the attempt.
+
+    Rank 0 uses the first free port of a list, and the other ranks try all ports of the list. Raises UnreachableError if
+    rank 0 does not answer.
+    """
+    candidates = network.derive_ports(rank_info.attempt_id)
+
+    def serve(port: int) -> dist.TCPStore:
+        store = dist.TCPStore(rank_info.master, port, rank_info.size, True, timeout=timeout, wait_for_workers=False)
+        store.set("token", rank_info.attempt_id)
+        return store
+
+    def open_client(port: int) -> dist.TCPStore | None:
+        limit = datetime.timedelta(seconds=PROBE_SECONDS)
+        store = dist.TCPStore(rank_info.master, port, rank_info.size, False, timeout=limit, wait_for_workers=False)
+        return store if store.get("token").decode() == rank_info.attempt_id else None
+
+    def connect(port: int) -> dist.TCPStore | None:
+        try:  # TCPStore's timeout does not cover another program that accepts the connection but never answers
+            store = network.call_with_timeout(PROBE_SECONDS, lambda: open_client(port))
+        except (RuntimeError, dist.DistError):
+            return None
+        if store is not None:
+            store.set_timeout(timeout)
+        return store
+
+    if rank_info.rank == 0:
+        check_rank0_name(rank_info)
+        return network.serve_on_free_port(candidates, serve)
+    return network.connect_to_rank0(rank_info.master, candidates, connect, timeout.total_seconds())
+
+
+def check_rank0_name(rank_info: RankInfo) -> None:
+    """Raise UserError if other hosts cannot reach rank 0 by its host name."""
+    network.resolve_for_other_hosts(rank_info.master, "the host of rank 0", rank_info.nodes)
+
+
+def set_interface(name: str) -> None:
+    """Set the network interface of gloo and NCCL."""
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    os.environ["NCCL_SOCKET_IFNAME"] = name
+
+
+def count_usable_cores(rank_info: RankInfo) -> int:
+    """Return the number of CPU cores for this rank.
+
+    This is the number that SLURM has allotted to the rank, or an equal share of the host's cores.
+    """
+    allowed = len(os.sched_getaffinity(0))
+    if rank_info.launcher == "slurm":
+        allotted = int(os.environ.get("SLURM_CPUS_PER_TASK", "0"))
+        if allotted:
+            return min(allotted, allowed)
+    return max(1, allowed // rank_info.local_size)
+
+
+def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, str]:
+    """Return the device and the backend: a GPU and nccl if each rank has a GPU, otherwise the CPU and gloo.
+
+    With `launch.backend=builtin`, the result is the CPU and builtin. With `launch.mixed=true`, the backend is gloo; the
+    first ranks of each host get its GPUs, and the remaining ranks get the CPU. If this rank gets a GPU, this GPU
+    becomes torch's current device. Raises UserError if `launch.device=cuda` is set and there are fewer GPUs than ranks.
+    """
+    if settings.backend == "builtin":
+        return torch.device("cpu"), "builtin"
+    gpus = 0 if settings.excludes_gpus else torch.cuda.device_count()
+    if settings.device == "cuda":
+        check_gpus(rank_info.local_size, gpus)
+    if gpus >= rank_info.local_size or (settings.mixed and gpus > rank_info.local_rank):
+        torch.cuda.set_device(rank_info.local_rank)
+        return torch.device("cuda", rank_info.local_rank), "gloo" if settings.mixed else "nccl"
+    return torch.device("cpu"), "gloo"
+
+
+def check_gpus(ranks: int, gpus: int) -> None:
+    """Raise UserError for `launch.device=cuda` if this host has fewer GPUs than ranks."""
+    if not gpus:
+        raise UserError("launch.device=cuda: no GPU is visible; use launch.device=auto or cpu")
+    if gpus < ranks:
+        raise UserError(
+            f"launch.device=cuda: this host has {format_count(gpus, 'GPU')} for {format_count(ranks, 'rank')}; "
+            "use fewer ranks or launch.device=auto"
+        )
+
+
+def make_transport_settings(
+    rank_info: RankInfo, settings: Launch, hosts: Sequence[str], interface: str, identity: Identity | None = None
+) -> TransportSettings:
+    """Return the settings with which process groups of the backend `builtin` connect in this run."""
+    if rank_info.launcher == "local":  # local ranks may simulate several hosts
+        hosts = [str(rank * rank_info.nodes // rank_info.size) for rank in range(rank_info.size)]
+    machine = network.identify_host() if settings.transport == "auto" else ""
+    return TransportSettings(
+        run=rank_info.attempt_id or rank_info.master,
+        hosts=hosts,
+        algorithm="ring" if settings.algorithm == "auto" else settings.algorithm,  # auto starts with ring
+        address=network.list_interfaces()[interface],
+        host=machine and f"{hosts[rank_info.rank]}-{machine}",
+        polling_seconds=choose_polling_seconds(rank_info.local_size),
+        setup_timeout=settings.setup_timeout,
+        identity=identity,
+    )
+
+
+def exchange_host_names(store: dist.Store, rank_info: RankInfo, timeout: datetime.timedelta) -> tuple[str, ...]:
+    """Exchange the host names of all ranks through the store.
+
+    Raises UnreachableError, which names the missing ranks, if some ranks do not join within the timeout.
+    """
+    keys = [f"here/{rank}" for rank in range(rank_info.size)]
+    store.set(keys[rank_info.rank], socket.gethostname())
+    try:
+        store.wait(keys, timeout)
+    except (RuntimeError, dist.DistError):
+        missing = [f"rank {rank}" for rank, key in enumerate(keys) if not store.check([key])]
+        raise UnreachableError(
+            f"{', '.join(missing)} did not join within {timeout.total_seconds():.0f} s; "
+            "check the logs of the missing ranks, or raise launch.setup_timeout"
+        ) from None
+    return tuple(store.get(key).decode() for key in keys)

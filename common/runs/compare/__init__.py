@@ -1,0 +1,1 @@
+"""The table and the page that compare runs. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Measurements of collective operations, and their report."""

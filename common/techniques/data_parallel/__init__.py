@@ -1,0 +1,1 @@
+"""Data parallelism: DDP, communication hooks, synchronized BatchNorm, unequal shards, dropout by position."""

@@ -1,0 +1,194 @@
+"""DistributedDataParallel (DDP): wrapping of models, communication hooks, and gradient buckets.
+
+Sources: arXiv 2006.15704 (buckets), arXiv 1905.13727 (PowerSGD), and Patarasuk and Yuan 2009 (bytes sent in a ring
+all-reduce).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from common.system.seeds import pack_rng_state, unpack_rng_state
+
+HOOK_ELEMENT_BYTES = {"fp16": 2, "bf16": 2}  # bytes per gradient element that a communication hook sends
+ONE_BUCKET_MB = 1 << 20  # larger than the gradients of any model
+POWERSGD_START_STEP = 10  # gradients of earlier steps are not compressed
+POWERSGD_TENSORS = ("error_dict", "p_memory_dict", "q_memory_dict")  # state attributes that hold a tensor per bucket
+
+# Names of attributes that are added to a wrapped model.
+OPTIONS_ATTRIBUTE = "options"  # arguments of the DDP constructor
+COMMUNICATION_ATTRIBUTE = "communication"  # name of the communication hook
+POWERSGD_ATTRIBUTE = "compression"  # state of PowerSGD
+
+
+def make_unsynchronized_buffer_options() -> dict[str, Any]:
+    """Return the DDP argument that disables the broadcast of buffers before each forward pass.
+
+    Training does not read buffers, and buffers are averaged before an evaluation. The name of the argument depends on
+    the version of torch: versions before 2.15 have only `broadcast_buffers`, which is deprecated in later versions.
+    """
+    parameters = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
+    return {name: False}
+
+
+class UncompiledDDP(DistributedDataParallel):
+    """DDP without the compiler hook in its forward pass, which would import torch's compiler."""
+
+    _inside_ddp_forward = contextlib.contextmanager(inspect.unwrap(DistributedDataParallel._inside_ddp_forward))
+
+
+@contextlib.contextmanager
+def avoid_compiler_import() -> Iterator[None]:
+    """Avoid importing torch's compiler while DDP is constructed in the `with` block.
+
+    The DDP constructor queries the mode of the compiler and thereby imports the compiler, which takes almost as long as
+    importing torch. If the compiler has not been imported yet, a stub returns the default mode.
+    """
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    mode = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    torch._dynamo = SimpleNamespace(utils=mode)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del torch._dynamo  # later accesses will import the real module
+
+
+def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
+    """Wrap a model in DDP, so that its backward pass averages gradients over all ranks.
+
+    `options` are passed to the DDP constructor.
+    """
+    device_ids = [device.index] if device.type == "cuda" else None
+    options = make_unsynchronized_buffer_options() | options
+    wrapper_class = DistributedDataParallel if "torch._dynamo" in sys.modules else UncompiledDDP
+    with avoid_compiler_import():
+        replica = wrapper_class(model, device_ids=device_ids, **options)
+    setattr(replica, OPTIONS_ATTRIBUTE, options)
+    return replica
+
+
+def rewrap_ddp(replica: nn.Module | None) -> None:
+    """Reinitialize a DDP wrapper in place for the current default process group.
+
+    The model must be on the CPU. Parameters and buffers keep the values that they have on each rank. A module that is
+    not wrapped in DDP is left unchanged.
+    """
+    if not isinstance(replica, DistributedDataParallel):
+        return
+    options = getattr(replica, OPTIONS_ATTRIBUTE)
+    communication = getattr(replica, COMMUNICATION_ATTRIBUTE, "none")
+    for parameter in replica.parameters():
+        parameter.grad = None  # the gradient may be a view of a bucket of the old wrapper
+    with avoid_compiler_import():
+        DistributedDataParallel.__init__(replica, replica.module, **(options | {"init_sync": False}))
+    setattr(replica, OPTIONS_ATTRIBUTE, options)
+    register_comm_hook(replica, communication, 0)
+
+
+def unwrap_ddp(model: nn.Module) -> nn.Module:
+    """Return the model without its wrapper, which would add the prefix `module.` to parameter names."""
+    return model.module if isinstance(model, DistributedDataParallel | nn.DataParallel) else model
+
+
+def choose_bucket_mb(communication: str, requested_mb: float, backend: str) -> float:
+    """Return the bucket size in MB: one bucket for PowerSGD on CPUs, otherwise the requested size.
+
+    With several buckets, callbacks start the collectives of PowerSGD in a different order on each rank, and gloo
+    aborts.
+    """
+    return ONE_BUCKET_MB if communication == "powersgd" and backend != "nccl" else requested_mb
+
+
+def register_comm_hook(ddp: DistributedDataParallel, communication: str, rank: int) -> None:
+    """Register the communication hook named by `communication`.
+
+    `rank` is the rank of the matrices with which PowerSGD approximates gradients.
+    """
+    setattr(ddp, COMMUNICATION_ATTRIBUTE, communication)
+    match communication:
+        case "fp16":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        case "bf16":
+            ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        case "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=POWERSGD_START_STEP)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            setattr(ddp, POWERSGD_ATTRIBUTE, state)
+
+
+def get_powersgd_state(model: nn.Module) -> powerSGD_hook.PowerSGDState | None:
+    """Return the PowerSGD state of a wrapped model, or None if the model does not use PowerSGD."""
+    return getattr(model, POWERSGD_ATTRIBUTE, None)
+
+
+def capture_powersgd_state(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
+    """Return the PowerSGD state of this rank: residual errors, factors P and Q, step, and random state."""
+    captured: dict[str, Any] = {name: dict(getattr(state, name)) for name in POWERSGD_TENSORS}
+    captured["iter"] = int(state.iter)
+    captured["rng"] = pack_rng_state(state.rng.get_state())
+    return captured
+
+
+def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, Any], device: torch.device) -> None:
+    """Restore a state that `capture_powersgd_state` returned, with its tensors on `device`."""
+    for name in POWERSGD_TENSORS:
+        setattr(state, name, {bucket: tensor.to(device) for bucket, tensor in saved[name].items()})
+    state.iter = saved["iter"]
+    state.rng.set_state(unpack_rng_state(saved["rng"]))
+
+
+def compute_ring_all_reduce_bytes(model: nn.Module) -> int:
+    """Return the number of bytes per step that each rank sends in a ring all-reduce of gradients.
+
+    This is the algorithm that gloo uses. Each of p ranks sends 2 (p - 1) / p times the size of its gradients. The
+    result is 0 for a model without DDP.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    ranks = dist.get_world_size()
+    gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return 2 * (ranks - 1) * gradient_bytes // ranks
+
+
+def warm_up_buckets(model: nn.Module, x: Tensor) -> None:
+    """Run a forward and a backward pass without an update, so that all steps use the same buckets.
+
+    Before its second forward pass, DDP rebuilds its buckets in the order in which gradients became ready in the first
+    backward pass. Without the warm-up, the first step after a resume and the same step of an uninterrupted run would
+    use different buckets. With three or more ranks, the gradients of these two steps would then be rounded differently.
+    `x` is this rank's shard of any batch. Models without DDP are left unchanged.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    with restore_buffers_and_rng(model, x.device):
+        model(x).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@contextlib.contextmanager
+def restore_buffers_and_rng(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore buffers and random state after the `with` block.
+
+    Use this context manager for forward passes that are not part of training.
+    """
+    saved_buffers = [buffer.clone() for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+    with torch.no_grad():
+        for buffer, saved in zip(model.buffers(), saved_buffers, strict=True):
+            buffer.copy_(saved)

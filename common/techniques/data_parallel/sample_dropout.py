@@ -1,0 +1,100 @@
+"""Dropout with masks that depend on a sample's position in the epoch, not on the sample's rank or batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from common.system import seeds
+
+
+class SampleDropout(nn.Module):
+    """A dropout layer (Hinton et al. 2012, arXiv 1207.0580) whose masks depend on the samples' positions in the epoch.
+
+    Each sample gets the mask that a single process would draw, regardless of how a batch is divided into shards and
+    microbatches. In contrast, the masks of torch's dropout depend on the order in which a process computes samples,
+    because all masks are drawn from one generator.
+    """
+
+    def __init__(self, rate: float, seed: int, name: str = "dropout") -> None:
+        """Create a layer that sets the fraction `rate` of its inputs to zero.
+
+        The remaining inputs are divided by 1 - rate. Layers with different names draw different masks.
+        """
+        super().__init__()
+        self.rate = rate
+        self.seed = seed
+        self.name = name
+        self.epoch = 0
+        self.microbatches: deque[range] = deque()
+        """Positions of the samples of each remaining microbatch in the current step."""
+
+    def begin_step(self, epoch: int, microbatches: Iterable[range]) -> None:
+        """Set the positions of the samples in each microbatch of the next step.
+
+        Positions are counted from 0 within the epoch. Each subsequent call of the layer processes one microbatch.
+        """
+        self.epoch = epoch
+        self.microbatches = deque(microbatches)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply dropout to the inputs [n, ...] of the next microbatch in training mode; otherwise return the inputs.
+
+        Outside of steps, the masks are those of the first n samples of the epoch. Raises ValueError if the microbatch
+        does not have n samples.
+        """
+        if not self.training:
+            return input
+        positions = self.microbatches.popleft() if self.microbatches else range(len(input))
+        if len(positions) != len(input):
+            raise ValueError(
+                f"dropout got {len(input)} samples for a microbatch of {len(positions)}; call the model once for each "
+                "microbatch of the step, with all samples of the microbatch"
+            )
+        size = input[0].numel() if len(input) else 0
+        mask = self.draw_mask(positions, size).to(input.device).view_as(input)
+        return input * mask / (1 - self.rate)
+
+    def draw_mask(self, positions: range, size: int) -> Tensor:
+        """Draw the mask of samples at consecutive positions, as a bool tensor [n, size].
+
+        The mask is true for every input that is kept.
+        """
+        earlier_draws = positions.start * size  # one draw per input of the preceding samples
+        generator = seeds.make_generator(self.seed, self.name, self.epoch, skip=earlier_draws)
+        draws = generator.random((len(positions), size))
+        return torch.from_numpy(draws >= self.rate)
+
+    def extra_repr(self) -> str:
+        """Return the rate for the printed representation of the model."""
+        return f"rate={self.rate}"
+
+
+def add_dropout(network: nn.Sequential, rate: float, seed: int) -> nn.Sequential:
+    """Insert a dropout layer before the last layer of a network, and return the network.
+
+    Parameters keep their names. A rate of 0 changes nothing.
+    """
+    if rate:
+        name, last_layer = list(network.named_children())[-1]
+        delattr(network, name)
+        network.add_module("dropout", SampleDropout(rate, seed))
+        network.add_module(name, last_layer)
+    return network
+
+
+def exclude_dropout_from_compiling(network: nn.Module) -> None:
+    """Exclude dropout layers from torch.compile, because NumPy draws their masks."""
+    for layer in list_dropout_layers([network]):
+        layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
+
+
+def list_dropout_layers(parts: Sequence[nn.Module]) -> list[SampleDropout]:
+    """Return the dropout layers of a model's parts."""
+    layers: list[SampleDropout] = []
+    for part in parts:
+        layers += [layer for layer in part.modules() if isinstance(layer, SampleDropout)]
+    return layers

@@ -1,0 +1,216 @@
+"""Timing of training steps outside the training loop: one rank alone, strategies in turns, or all ranks for shards."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.data.loader import Loader
+from common.data.rounds import Rounds
+from common.measure.memory import describe_peak_memory, report_state_bytes
+from common.measure.step_timing import ScalingReport, gather_step_times, time_communication
+from common.measure.timing import time_calls
+from common.models import networks
+from common.runs.result import Report, ReportData
+from common.techniques.data_parallel import ddp, sync_batchnorm
+from common.techniques.data_parallel.sample_dropout import add_dropout
+from common.techniques.data_parallel.shards import AutoShards, StepTimeModel
+from common.training import optimizers
+from common.training.run_context import RunContext
+from configs.dataparallel import Sharded
+from configs.ddp_multinode import Config
+
+COMPARE_ROUNDS = 3
+COMPARE_STEPS = 5  # timed steps of each side per round
+SPEED_SECONDS = 0.05  # of one timing of shards: several time slices of a scheduler
+SPEED_TIMINGS = 8
+MAX_SHARD_LINES = 5
+
+
+def make_step_function(
+    run: RunContext, model: Callable[[Tensor], Tensor], module: nn.Module, shard: tuple[int, int] = (0, 1)
+) -> Callable[[], Tensor]:
+    """Return a function that trains one step on a shard of the next batch and returns the loss [].
+
+    `model` is called for the forward pass; `module` has the parameters that are trained.
+    """
+    optimizer = optimizers.build_optimizer(module.train().parameters(), run.cfg.optim)
+    loader = Loader.from_config(run.train_set, run.cfg, run.device, shard=shard)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # endless epochs
+
+    def step() -> Tensor:
+        x, y = next(batches)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def time_steps(step: Callable[[], Tensor], device: torch.device, count: int, budget: float = math.inf) -> float:
+    """Return the mean seconds of `count` steps after two warm-up steps; of fewer steps after `budget` seconds."""
+    return mean(time_calls(step, device, count, warm_up=2, budget=budget))
+
+
+def time_single_rank(run: RunContext, name: str) -> float:
+    """Return the mean seconds of a step of rank 0 on the whole batch while the others wait. All ranks call it."""
+    seconds = 0.0
+    if run.world.is_main:
+        model = networks.build_network(name, run.sample_shape, run.classes).to(run.device, run.dtype)
+        add_dropout(model, getattr(run.cfg, "dropout", 0.0), run.cfg.seed)  # dropout takes time
+        seconds = time_steps(make_step_function(run, model, model), run.device, count=20, budget=10.0)
+    return float(run.world.broadcast(seconds))
+
+
+@dataclass(frozen=True)
+class StepVariant:
+    """One side of a comparison of training steps."""
+
+    name: str
+    threads: int
+    make_model: Callable[[], tuple[Callable[[Tensor], Tensor], nn.Module]]
+    """Return the forward and the module whose parameters are trained."""
+    shard: tuple[int, int] | None
+    """Shard (r, n) of each batch that this rank trains on; None if rank 0 alone trains on the whole batch."""
+
+
+def compare_variants(run: RunContext, sides: Sequence[StepVariant]) -> dict[str, list[float]]:
+    """Return samples/s of each side in each round, measured in turns. All ranks call it."""
+    world = run.world
+    rates = {side.name: list[float]() for side in sides}
+    step_functions = {}
+    for side in sides:
+        if side.shard or world.is_main:
+            step_functions[side.name] = make_step_function(run, *side.make_model(), side.shard or (0, 1))
+    for number in range(COMPARE_ROUNDS):
+        for side in sides:
+            run.log_message(f"comparison, round {number + 1} of {COMPARE_ROUNDS}: {side.name}")
+            torch.set_num_threads(side.threads)
+            if side.name in step_functions:
+                seconds = time_steps(step_functions[side.name], run.device, COMPARE_STEPS)
+                rates[side.name].append(run.cfg.batch / seconds)
+            world.wait_for_all_ranks(f"compare/{number}/{side.name}")
+    torch.set_num_threads(world.threads)
+    return rates
+
+
+def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader, model: nn.Module) -> None:
+    """Prepare each rank's model, without its wrapper, for unequal shards. All ranks call it.
+
+    With shards=auto, measure the step time of each rank, in the autocast of the caller, and choose the shards.
+    """
+    if cfg.shards != ["equal"] and sync_batchnorm.list_unsynchronized_norms(model):
+        remedy = "; sync_batchnorm=true avoids this" if hasattr(cfg, "sync_batchnorm") else ""
+        run.log_message(f"BatchNorm normalises over each rank's shard: unequal shards change the result{remedy}")
+    if not batches.local_samples:
+        sync_batchnorm.accept_empty_batches(model)
+    if cfg.shards == ["auto"] and run.world.size > 1:
+        speed = measure_rank_speed(run, model, sum(batches.counts))
+        run.shards = AutoShards(batches, run.world, speed, run.log_message)
+
+
+def measure_rank_speed(run: RunContext, model: nn.Module, batch: int) -> StepTimeModel:
+    """Measure forward and backward on this rank with two shard sizes. All ranks call it at the same time.
+
+    The shortest of several timings counts, because other programs disturbed it least. Each timing is long enough to
+    reveal a program that permanently shares the core.
+    """
+    large = max(2, batch // run.world.size)
+    small = max(1, large // 4)
+    parameters = list(model.parameters())
+
+    def time_shortest(x: Tensor) -> float:
+        def compute() -> None:  # does not accumulate gradients, which DDP would notice
+            torch.autograd.grad(model(x).sum(), parameters, allow_unused=True)
+
+        (seconds,) = time_calls(compute, run.device, 1)
+        calls = math.ceil(SPEED_SECONDS / seconds)
+        run.world.wait_for_all_ranks(f"shards/{len(x)}")
+        budget = max(SPEED_TIMINGS * SPEED_SECONDS, (SPEED_TIMINGS - 1) * seconds)
+
+        def compute_repeatedly() -> None:
+            for _ in range(calls):
+                compute()
+
+        times = time_calls(compute_repeatedly, run.device, 1000, warm_up=0, budget=budget)
+        return min(times) / calls
+
+    x = run.load_example(large)
+    with ddp.restore_buffers_and_rng(model, run.device):
+        return StepTimeModel.fit(small, large, [time_shortest(x[:small]), time_shortest(x)])
+
+
+def report_ranks(cfg: Sharded, run: RunContext) -> list[ReportData]:
+    """Report the differences between ranks: shards, and with launch.mixed=true devices. All ranks call it."""
+    reports = []
+    if cfg.shards != ["equal"]:
+        reports.append(report_shards(run))
+    if cfg.launch.mixed:
+        reports.append(report_rank_devices(run))
+    return reports
+
+
+def report_rank_devices(run: RunContext) -> ReportData:
+    """Report each rank's device and its seconds to copy a step's gradients to the host and back."""
+    assert run.state is not None
+    device = "cpu"
+    seconds = 0.0
+    if run.device.type == "cuda":
+        device = torch.cuda.get_device_name(run.device)
+        size = sum(parameter.numel() for _, parameter in run.state.parameters)
+        gradients = torch.zeros(size, dtype=run.dtype, device=run.device)
+        seconds = median(time_calls(lambda: gradients.copy_(gradients.cpu()), run.device, 5))
+    rows = []
+    measured: dict[str, Any] = {"rank_devices": [], "copy_seconds": []}
+    for rank, (name, copy_seconds) in enumerate(run.world.gather([device, seconds])):
+        rows.append(f"rank {rank}: {name}, copies {copy_seconds * 1e3:.2f} ms a step")
+        measured["rank_devices"].append(name)
+        measured["copy_seconds"].append(copy_seconds)
+    return ReportData({"devices": "\n".join(rows)}, measured=measured)
+
+
+def report_shards(run: RunContext) -> ReportData:
+    """Report the shards of the ranks, and with shards=auto every change in this attempt."""
+    assert run.state is not None and not isinstance(run.state.loader, Rounds)
+    history = run.shards.history if run.shards else [(1, run.state.loader.counts)]
+    history = [(max(step, run.resumed_after + 1), counts) for step, counts in history]
+    lines = [f"{' + '.join(map(str, counts))} samples from step {step} on" for step, counts in history]
+    omitted = len(lines) - MAX_SHARD_LINES
+    if omitted > 0:
+        lines = [*lines[omitted:], f"and {omitted} changes before"]
+    return ReportData({"shards": "\n".join(lines)}, measured={"shards": history})
+
+
+def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Report]:
+    """Report the efficiency of data parallelism. All ranks call it after training.
+
+    With cfg.compare, rank 0 also trains a separate model alone for comparison.
+    """
+    communication = None
+    if cfg.strategy == "ddp" and cfg.communication != "powersgd":
+        number_bytes = ddp.HOOK_ELEMENT_BYTES.get(cfg.communication, run.dtype.itemsize)
+        communication = time_communication(model, cfg.bucket_mb, number_bytes)
+    single_rank_seconds = time_single_rank(run, cfg.model) if cfg.compare else 0.0
+    samples: float | None = run.unequal_shard_samples
+    if run.shards:
+        samples = run.shards.average_local_samples(run.resumed_after + 1, run.step)
+    times = gather_step_times(run.world, run.times, samples)
+    shards = f" = {run.world.size} x {cfg.batch_plan.shard}" if cfg.shards == ["equal"] else ""
+    assert run.state is not None and run.state.optimizer is not None
+    return [
+        ReportData({"strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch}{shards}"}),
+        *report_ranks(cfg, run),
+        report_state_bytes(run.state.optimizer, run.world),
+        ReportData({"peak memory": describe_peak_memory(run.memory, run.device)}),
+        ScalingReport(times, run.world.hosts, run.step_seconds(), communication, single_rank_seconds),
+    ]

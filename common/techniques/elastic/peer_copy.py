@@ -1,0 +1,40 @@
+"""Copying of the training state from one rank to other ranks, without using the disk."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+
+from common.checkpoint.checkpointer import LoadedCheckpoint
+from common.checkpoint.state_dicts import convert_to_plain_values
+from common.checkpoint.train_state import TrainState
+from common.ranks import objects
+from common.ranks.rendezvous import World
+
+
+def broadcast_state(state: TrainState, source: int, world: World, step: int, *, loads: bool) -> None:
+    """Send the state of rank `source` after step `step` to all ranks. All ranks must call this function.
+
+    A rank that passes `loads=True` loads the state, after it has been received completely. The state contains only
+    tensors and primitives, so loading it cannot execute code.
+    """
+    buffer = io.BytesIO()
+    if world.rank == source:
+        parts = vars(state.collect_local_state()).items()
+        torch.save({name: convert_to_plain_values(part, name) for name, part in parts}, buffer)
+    received = objects.broadcast_bytes(buffer.getvalue(), source, world.device)
+    if not loads:
+        return
+    content = torch.load(io.BytesIO(received), weights_only=True, map_location="cpu")
+    state.load_peer_state(
+        LoadedCheckpoint(
+            step,
+            attempt=0,
+            processes=world.size,
+            model=content["model"],
+            optimizer=content["optimizer"],
+            common=content["common"],
+            local=content["local"],
+        )
+    )

@@ -1,0 +1,106 @@
+"""Supervisor of the ranks of an elastic run, which ends unresponsive ranks and restarts lost ranks."""
+
+from __future__ import annotations
+
+import collections
+import socket
+import time
+from collections.abc import Callable, Container
+
+from common.techniques.elastic.coordinator import Coordinator
+from configs.elastic import Elastic
+
+POLL_SECONDS = 0.01
+
+
+def open_listener(address: str, size: int) -> socket.socket:
+    """Listen for ranks on a UNIX socket (path) or a TCP socket (host:port).
+
+    Raises OSError if the address cannot be used.
+    """
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        listener = socket.socket(socket.AF_INET)
+        listener.bind((host, int(port)))
+    else:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(address)
+    listener.listen(size + 1)
+    return listener
+
+
+class Supervisor:
+    """Supervisor with which a launcher manages the ranks of an elastic run.
+
+    `kill` ends the process of a rank, and `start` starts a new process for a rank.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        size: int,
+        settings: Elastic,
+        kill: Callable[[int], None],
+        start: Callable[[int], None],
+        key: str = "",
+        start_timeout: float = 60.0,
+        give_up_start: Callable[[int], None] | None = None,
+    ) -> None:
+        """Create the supervisor and its coordinator, which listens on the socket `listener`.
+
+        `key` authenticates the ranks if other users can reach this socket. A restarted rank must connect to the
+        coordinator within `start_timeout` seconds. Otherwise, `give_up_start` ends its process. The default of
+        `give_up_start` is `kill`.
+        """
+        self.settings = settings
+        self.start = start
+        self.start_timeout = start_timeout
+        self.give_up_start = give_up_start or kill
+        self.coordinator = Coordinator(listener, size, settings, key)
+        self.coordinator.on_unresponsive = kill
+        self.restarts: collections.Counter[int] = collections.Counter()
+        """Number of restarts of each rank."""
+        self.start_times: dict[int, float] = {}
+        """Start times of restarted ranks that have not connected to the coordinator yet."""
+
+    def handle_ended_rank(self, rank: int, exit_code: int) -> bool:
+        """Handle the end of a rank's process, and return whether the run continues without this rank.
+
+        Only a killed rank counts as lost. A rank that fails in any other way ends the run. A restarted rank that has
+        not joined yet may end in any way.
+        """
+        is_new = rank in self.joining_ranks
+        self.start_times.pop(rank, None)
+        if is_new and exit_code > 0:
+            print(f"restarted rank {rank} failed with exit status {exit_code}; check its log", flush=True)
+        return (exit_code < 0 or is_new) and self.coordinator.handle_ended_member(rank)
+
+    @property
+    def joining_ranks(self) -> set[int]:
+        """Restarted ranks that do not belong to a generation yet."""
+        return self.coordinator.joining_ranks | self.start_times.keys()
+
+    def poll_and_restart_ranks(self, lost_ranks: Container[int]) -> None:
+        """Answer the messages of the ranks, and restart missing ranks while the other ranks continue.
+
+        Only ranks in `lost_ranks`, which are known to be lost, are restarted. Any other missing rank may have failed by
+        itself, which ends the run.
+        """
+        self.coordinator.poll_members(POLL_SECONDS)
+        now = time.monotonic()
+        for rank in self.coordinator.connected_ranks & self.start_times.keys():
+            del self.start_times[rank]
+
+        for rank, started in list(self.start_times.items()):
+            if now - started > self.start_timeout:
+                print(f"restarted rank {rank} did not connect within {self.start_timeout:g} s; killing it", flush=True)
+                del self.start_times[rank]
+                self.give_up_start(rank)
+
+        for rank in self.coordinator.missing_ranks:
+            if rank not in lost_ranks or rank in self.start_times or self.coordinator.below_minimum:
+                continue
+            if self.restarts[rank] < self.settings.rejoin:
+                self.restarts[rank] += 1
+                self.start_times[rank] = now
+                self.start(rank)

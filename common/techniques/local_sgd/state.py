@@ -1,0 +1,68 @@
+"""State of training whose ranks have different parameters: their mean as the model, and each rank's parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.utils import vector_to_parameters
+from torch.optim import Optimizer
+
+from common.checkpoint import state_dicts
+from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
+from common.checkpoint.train_state import TrainState
+from common.data.loader import Loader
+from common.system.errors import UserError
+from common.system.text import format_count
+from common.techniques.local_sgd.worker import LocalWorker
+
+
+class LocalState(TrainState):
+    """State of a worker of local SGD.
+
+    The model of a checkpoint is the mean over the workers, which is also the evaluated model. Parameters and optimizer
+    of each worker are stored in its own part. They are needed to resume between two exchanges, so the number of ranks
+    that load a checkpoint must equal that which saved it.
+    """
+
+    optimizer: Optimizer
+
+    def __init__(self, worker: LocalWorker, optimizer: Optimizer, loader: Loader, **options: Any) -> None:
+        super().__init__(
+            [worker.network], optimizer, loader, worker.world, replicated=True, tensors=worker.shared, **options
+        )
+        self.worker = worker
+
+    @torch.no_grad()
+    def collect_state(self) -> CheckpointState:
+        """Return the state to save. All ranks call it, between steps."""
+        worker_state = {
+            "vectors": self.worker.collect_vectors(),
+            "optimizer": state_dicts.collect_optimizer_state(self.optimizer, self.parameters),
+        }
+        state = super().collect_state()
+        means = {name: torch.empty_like(parameter) for name, parameter in self.parameters}
+        vector_to_parameters(self.worker.average_parameters(), means.values())
+        if state.model:
+            state.model |= means
+        state.optimizer = {}
+        state.local["worker"] = worker_state
+        return state
+
+    def check_number_of_ranks(self, loaded: LoadedCheckpoint) -> None:
+        """Raise UserError for a checkpoint of another number of ranks."""
+        if not loaded.resumes_exactly:
+            saved = format_count(loaded.processes, "rank")
+            raise UserError(
+                f"the checkpoint contains the different parameters of {saved}, but this run has "
+                f"{self.worker.world.size}; resume with {saved}, or start a new run from their mean with "
+                "weights=CHECKPOINT_FOLDER"
+            )
+
+    def load(self, loaded: LoadedCheckpoint) -> None:
+        """Load a checkpoint of the same number of ranks. Raises UserError if it is of another model."""
+        super().load(loaded)
+        assert loaded.local is not None
+        worker_state = loaded.local["worker"]
+        self.worker.load_vectors(worker_state["vectors"])
+        state_dicts.load_optimizer_state(self.optimizer, self.parameters, worker_state["optimizer"])

@@ -1,0 +1,1 @@
+"""The parameter server: serving ranks, worker ranks, their state and their report."""

@@ -1,0 +1,70 @@
+"""Training state of a run with parameter servers, which hold the parameters and the optimizer state.
+
+Checkpoints contain the full tensors under the names that they have in the full model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
+from common.checkpoint.train_state import TrainState
+from common.data.loader import Loader
+from common.techniques.parameter_server.worker import ParameterServerRank
+
+
+class ServerWorkerState(TrainState):
+    """Training state of a parameter-server worker.
+
+    Between steps, when all pushes have been applied, the state is equal on all workers. This worker's `optimizer` takes
+    no steps. It holds the learning rate, and while a checkpoint is saved or loaded, the full optimizer state of all
+    servers. The number of servers may therefore differ between attempts.
+    """
+
+    optimizer: Optimizer
+
+    def __init__(self, worker: ParameterServerRank, optimizer: Optimizer, loader: Loader, **options: Any) -> None:
+        super().__init__([worker.network], optimizer, loader, worker.world, replicated=True, **options)
+        self.worker = worker
+
+    @property
+    def irreplaceable(self) -> bool:
+        """True if this rank is a server, because no other rank holds its shard of the parameters."""
+        return self.worker.server is not None
+
+    def collect_state(self) -> CheckpointState:
+        """Return the state to save. All ranks must call this method between steps."""
+        try:
+            self.worker.fetch_parameters()
+            self.worker.fetch_optimizer_state(self.optimizer)
+            return super().collect_state()
+        finally:
+            self.optimizer.state.clear()
+
+    def load(self, loaded: LoadedCheckpoint) -> None:
+        """Load a checkpoint, which may have been saved with a different number of servers.
+
+        Raises UserError if the checkpoint belongs to a different model.
+        """
+        super().load(loaded)
+        self.worker.load_server_shard(self.optimizer)
+        self.optimizer.state.clear()
+
+    def load_peer_state(self, loaded: LoadedCheckpoint) -> None:
+        """Load another rank's state, but keep this rank's shard of the parameters, which is newer.
+
+        The next pull updates the parameters of the network. If the other rank is one step ahead, this rank's server has
+        already received all pushes of that step, and applies them now.
+        """
+        super().load(loaded)
+        self.worker.apply_prepared_step()
+
+    def leave_group(self, *, together: bool) -> None:
+        """Stop the exchange of messages between workers and servers."""
+        self.worker.stop_serving(together=together)
+
+    def enter_group(self, completed_steps: int) -> None:
+        """Restart the exchange of messages. A server discards the pushes of a failed step."""
+        self.worker.start_serving(completed_steps)

@@ -1,0 +1,191 @@
+"""Execute one rank's actions of a schedule. Messages overlap computation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.measure.device_clock import MAX_STAMPED_STEPS, DeviceClock, Stamp
+from common.ranks.rendezvous import World
+from common.techniques.pipeline import schedules
+from common.techniques.pipeline.p2p import StageMessages, list_routes
+from common.techniques.pipeline.schedules import Action, Span, list_local_stages
+from configs.pipeline import PipelineConfig
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+Message = tuple[Action, Tensor]  # a tensor and the action that consumes the tensor
+Marks = list[tuple[Action, Stamp, Stamp]]
+
+
+@torch.no_grad()
+def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: torch.dtype) -> list[torch.Size]:
+    """Return the shape of one sample after each stage, without the batch dimension.
+
+    `sample` is the shape of one input. A sample of zeros passes through the stages in eval mode, so that the statistics
+    of BatchNorm do not change. The meta device would avoid this computation, but importing it takes a second.
+    """
+    shapes = []
+    activation = torch.zeros(1, *sample, dtype=dtype)
+    for stage in stages:
+        activation = stage.to(dtype).eval()(activation)
+        stage.train()
+        shapes.append(activation.shape[1:])
+    return shapes
+
+
+class PipelineEngine:
+    """The built-in engine, which trains the stages of one rank according to a schedule.
+
+    `stages` contains all stages of the model; only this rank's stages (see `list_local_stages`) are moved to its
+    device. `loss` must be a mean over samples. The engine divides the loss of each microbatch by the number of
+    microbatches, so that the accumulated gradients equal those of the whole batch. `batch` is the number of samples in
+    one step of this pipeline, and `sample` is the shape of one input without the batch dimension.
+    """
+
+    def __init__(
+        self,
+        settings: PipelineConfig,
+        stages: Sequence[nn.Sequential],
+        loss: LossFunction,
+        world: World,
+        *,
+        batch: int,
+        sample: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.loss = loss
+        self.world = world
+        self.dtype = dtype
+        self.plan = schedules.make_schedule(settings)
+        self.layers = [list(dict(stage.named_children())) for stage in stages]
+        self.stage_count = settings.stages
+        self.microbatches = settings.microbatches
+        self.microbatch_size = batch // self.microbatches
+        self.shapes = infer_boundary_shapes(stages, sample, dtype)
+        local_stages = list_local_stages(world.rank, world.size, self.stage_count)
+        self.local_stages = {stage: stages[stage].to(world.device) for stage in local_stages}
+        self.has_first_stage = 0 in self.local_stages
+        self.has_last_stage = self.stage_count - 1 in self.local_stages
+        self.clock = DeviceClock(world.device)
+        if len(set(world.hosts)) > 1:
+            dist.barrier(world.group)  # of this group only, because other replicas may be on a single host
+            self.clock.set_origin_now()  # clocks of different hosts are unrelated, so time starts after the barrier
+        self.history: deque[Marks] = deque(maxlen=MAX_STAMPED_STEPS)
+        routes = list_routes(self.plan, self.shapes, self.microbatch_size)
+        self.messages = StageMessages(world, routes, dtype, self.microbatches, settings.transport)
+        self.saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    @property
+    def module(self) -> nn.ModuleList:
+        """All local stages as one module, for example for the optimizer."""
+        return nn.ModuleList(self.local_stages.values())
+
+    # ---- one training step
+
+    def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
+        """Run forward and backward for one batch, and add the gradients to the parameters' `.grad`.
+
+        The rank with the first stage must pass the inputs x [batch, ...], and the rank with the last stage must pass
+        the targets y [batch]. The rank with the last stage returns the mean loss, a 0-d tensor that the device may
+        still be computing; all other ranks return None. Raises TimeoutError if a message does not arrive in time.
+        """
+        self.clock.refresh_reference_event()
+        self.inputs = self._split_batch(x) if x is not None and self.has_first_stage else ()
+        self.targets = self._split_batch(y) if y is not None and self.has_last_stage else ()
+        self.total_loss: Tensor | None = None
+        marks: Marks = []
+        stamp = self.clock.stamp
+        messages = self.messages
+        last_stage = self.stage_count - 1
+        messages.post_receives()
+        for action in self.plan[self.world.rank]:
+            kind, stage, _ = action
+            is_forward = kind == "F"
+            # the forward of the first stage and the backward of the last stage receive no message
+            has_source = stage != (0 if is_forward else last_stage)
+            received = messages.receive(action) if has_source else None
+            start = stamp()
+            message = self._forward(action, received) if is_forward else self._backward(action, received)
+            marks.append((action, start, stamp()))
+            if message is not None:
+                messages.send(*message)
+        messages.wait_until_sent()
+        self.history.append(marks)
+        return self.total_loss
+
+    def _split_batch(self, batch: Tensor) -> tuple[Tensor, ...]:
+        """Return the microbatches of a batch.
+
+        A single microbatch is the batch itself, because a view would be slower. The size of a microbatch is defined by
+        `configs.batch_plan`. The microbatches of gradient accumulation are created by `Loader` instead.
+        """
+        return batch.chunk(self.microbatches) if self.microbatches > 1 else (batch,)
+
+    def _forward(self, action: Action, activation: Tensor | None) -> Message | None:
+        _, stage, microbatch = action
+        x = self.inputs[microbatch] if activation is None else activation.detach().requires_grad_()
+        output = self.local_stages[stage](x)
+        is_last = stage == self.stage_count - 1
+        if is_last:
+            output = self.loss(output, self.targets[microbatch])
+            if self.microbatches > 1:
+                output = output / self.microbatches
+            loss = output.detach()
+            self.total_loss = loss if self.total_loss is None else self.total_loss + loss
+        self.saved[stage, microbatch] = x, output
+        if is_last:
+            return None
+        return Action("F", stage + 1, microbatch), output.detach()
+
+    def _backward(self, action: Action, gradient: Tensor | None) -> Message | None:
+        _, stage, microbatch = action
+        x, output = self.saved.pop((stage, microbatch))
+        if output.requires_grad:  # false if the first stage has no parameters
+            torch.autograd.backward(output, gradient)
+        if stage == 0:
+            return None
+        input_gradient = torch.zeros_like(x) if x.grad is None else x.grad
+        return Action("B", stage - 1, microbatch), input_gradient
+
+    # ---- evaluation
+
+    @torch.no_grad()
+    def predict(self, x: Tensor | None, count: int) -> Tensor | None:
+        """Return the model's output [count, ...] on the rank with the last stage, and None elsewhere.
+
+        All ranks must call this method and must call a collective after the last batch. Each stage sends its output and
+        continues with the next batch while later stages are still computing.
+        """
+        if not count:  # the replica's shard of the data may be empty
+            return None
+        network = self.messages.network
+        has_peers = self.world.size > 1
+        activation = x
+        for stage, module in self.local_stages.items():
+            consumer = Action("F", stage, self.microbatches)  # microbatch number that no training message uses
+            if stage and has_peers:
+                shape = self.shapes[stage - 1]
+                activation = torch.empty(count, *shape, dtype=self.dtype, device=self.world.device)
+                network.receive(consumer, activation).wait()
+            activation = module(activation)
+            if stage < self.stage_count - 1 and has_peers:
+                network.send(consumer._replace(stage=stage + 1), activation)
+        network.wait_for_sends(max_pending=8)
+        return activation if self.has_last_stage else None
+
+    def collect_spans(self) -> list[list[Span]]:
+        """Return the spans of this rank's latest steps, oldest step first, with times in seconds."""
+        seconds = self.clock.to_seconds
+        steps = []
+        for marks in self.history:
+            steps.append([Span(action, seconds(start), seconds(end)) for action, start, end in marks])
+        return steps
+
+    @property
+    def last_rank(self) -> int:
+        """The rank with the last stage of the first replica, which computes the loss."""
+        return (self.stage_count - 1) % self.world.size

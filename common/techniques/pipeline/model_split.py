@@ -1,0 +1,169 @@
+"""A model as pipeline stages: its partition, chosen once per run, and the engine that trains it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor, nn
+
+from common.checkpoint.train_state import get_model_recipe
+from common.config import config
+from common.measure.memory import reset_peak_memory
+from common.ranks.rendezvous import World
+from common.runs import provenance
+from common.runs.folder import read_json, write_atomic, write_json
+from common.system.errors import UserError
+from common.techniques.pipeline import partition, schedules
+from common.techniques.pipeline.executor import LossFunction, PipelineEngine
+from common.training.run_context import RunContext
+from configs.pipeline import PipelineConfig
+
+
+def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> list[nn.Sequential]:
+    """Partition a model into stages according to `split`, or with balanced costs. All ranks call it.
+
+    A measured partition is written to config.yaml. Raises UserError if the model cannot be split this way.
+    """
+    sample = torch.randn(run.cfg.batch_plan.microbatch, *run.sample_shape)  # used for measurements
+    try:
+        stages = partition.split_into_stages(model, choose_partition(cfg, model, sample, run))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    for stage in stages:
+        if not any(True for _ in stage.parameters()):
+            layer = next(name for name, _ in stage.named_children())
+            raise UserError(
+                f"split: the stage from {layer} on has no parameters to train; set split, or use fewer stages"
+            )
+    setattr(stages[0], "recipe", get_model_recipe(model))  # noqa: B010 (rebuilds the whole model)
+    return stages
+
+
+def choose_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
+    """Return the names of the layers that start a new stage; `sample` [N, ...] is an input of the first layer."""
+    if cfg.split or cfg.stages == 1:
+        return cfg.split
+    if cfg.balance == "parameters":
+        return partition.balance_stages(partition.count_parameters(model), cfg.stages)
+    return measure_once(run, "split", lambda: find_or_measure_partition(cfg, model, sample, run))
+
+
+def find_or_measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
+    """Return the cached partition of these stages and machines, else measure it. All ranks call it.
+
+    Repeated measurements differ slightly, and runs that are compared need the same partition. The cache is a file in
+    data.cache; delete it to measure again.
+    """
+    world = run.world
+    machine = provenance.describe_machine(world.device.type)
+    machines = {tuple(facts) for facts in world.gather([machine, world.threads, world.size])}
+    key = {
+        "model": getattr(model, "recipe", None),
+        "layers": [name for name, _ in model.named_children()],
+        "sample": list(sample.shape),
+        "stages": cfg.stages,
+        "dtype": run.cfg.dtype,
+        "channels_last": getattr(run.cfg, "channels_last", False),
+        "machines": sorted(machines),
+    }
+    text = json.dumps(key, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    file = Path(run.cfg.data.cache) / "cuts" / f"{digest}.json"
+    with contextlib.ExitStack() as stack:
+        split = None
+        if world.is_main:
+            with contextlib.suppress(OSError):  # without a writable cache, the next run measures again
+                file.parent.mkdir(parents=True, exist_ok=True)
+                lock_file = stack.enter_context(open(file.with_suffix(".lock"), "w"))
+                wait_for_lock(lock_file, run.cfg.launch.step_timeout / 4)
+            cached = read_json(file)
+            if cached.get("key") == json.loads(text) and isinstance(cached.get("split"), list):
+                split = cached["split"]
+        split = world.broadcast(split)
+        if split is None:
+            split = measure_partition(cfg, model, sample, world)
+            if world.is_main:
+                with contextlib.suppress(OSError, UserError):
+                    write_json(file, {"split": split, "key": key})
+    return [str(layer) for layer in split]
+
+
+def wait_for_lock(file: IO[str], seconds: float) -> None:
+    """Wait for another run's measurement of the same partition, but less than the time-out of the other ranks."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.1)
+
+
+def measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, world: World) -> list[str]:
+    """Time the layers, and return the partition with the fastest slowest stage. All ranks call it.
+
+    All ranks measure at the same time, as they will train: they share memory bandwidth, of which layers with large
+    activations need more. `sample` [N, ...] is an input of the first layer.
+    """
+    world.wait_for_all_ranks("measure the partition")
+    costs = world.gather(partition.time_layers(model, sample.to(world.device), repeats=3))
+    reset_peak_memory(world.device)  # the reported peak is that of training
+    sums = dict.fromkeys(dict(model.named_children()), 0.0)
+    for rank_costs in costs:
+        for layer in sums:
+            sums[layer] += rank_costs[layer]
+    return partition.balance_stages(sums, cfg.stages)
+
+
+def measure_once(run: RunContext, name: str, measure: Callable[[], list[str]]) -> list[str]:
+    """Measure a setting once per run and store it in config.yaml. All ranks call it, and `measure` together.
+
+    An attempt whose settings differ from config.yaml measures its own value and does not change the file.
+    """
+    file = run.folder.path / "config.yaml"
+    value = []
+    is_unchanged = False
+    if run.world.is_main:
+        value = config.read_config_file(file)[name]
+        setattr(run.cfg, name, value)
+        is_unchanged = config.format_yaml(run.cfg) == file.read_text()
+    value = run.world.broadcast(value if is_unchanged else [])
+    value = value or run.world.broadcast(measure())
+    setattr(run.cfg, name, value)
+    if is_unchanged:
+        write_atomic(file, config.format_yaml(run.cfg))
+    return value
+
+
+def require_devices(names: Sequence[str]) -> Sequence[str]:
+    """Return the names of devices. Raises UserError if one of them does not exist."""
+    count = torch.cuda.device_count()
+    missing = [name for name in names if name.startswith("cuda:") and int(name[5:]) >= count]
+    if missing:
+        raise UserError(f"devices: {missing[0]} does not exist, {count} GPUs are visible; name others, or devices=[]")
+    return names
+
+
+def build_pipeline_engine(
+    cfg: PipelineConfig, stages: list[nn.Sequential], loss: LossFunction, run: RunContext, group: World | None = None
+) -> PipelineEngine:
+    """Build the engine that trains `stages` on the ranks of a group, or on all ranks.
+
+    Each rank keeps its own stages and moves them to its device. `loss` is a mean over samples.
+    """
+    cfg = schedules.use_stored_schedule_file(cfg, run.folder.path / "code")
+    engine_class: type[PipelineEngine] = PipelineEngine
+    if cfg.engine == "torch":
+        from common.techniques.pipeline.torch_engine import TorchPipelineEngine  # takes a second to import
+
+        engine_class = TorchPipelineEngine
+    world = group or run.world
+    return engine_class(
+        cfg, stages, loss, world, batch=run.cfg.batch_plan.shard, sample=run.sample_shape, dtype=run.dtype
+    )

@@ -1,0 +1,173 @@
+"""Point-to-point messages of a pipeline, through shared memory within a host and through the network otherwise.
+
+A message is identified by the action that consumes it. An activation is consumed by the forward of the next stage, and
+a gradient is consumed by the backward of the previous stage. The schedule determines all messages and the order in
+which each rank sends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.ranks.rendezvous import World
+from common.techniques.pipeline.schedules import Action, Schedule
+from common.techniques.pipeline.shared_memory import MessageRoute, SharedMemoryMessages, open_shared_memory
+
+
+def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list[MessageRoute]:
+    """Return the routes of all messages between ranks in a step, in sending order.
+
+    `shapes` contains the shape of one sample after each stage. `size` is the number of samples in a microbatch.
+    """
+    routes = []
+    for source, actions in enumerate(plan):
+        for kind, stage, microbatch in actions:
+            consumer = Action(kind, stage + 1 if kind == "F" else stage - 1, microbatch)
+            target = consumer.stage % len(plan)
+            if 0 <= consumer.stage < len(shapes) and target != source:
+                boundary = min(stage, consumer.stage)
+                shape = torch.Size((size, *shapes[boundary]))
+                routes.append(MessageRoute(consumer, source, target, shape))
+    return routes
+
+
+class StageMessages:
+    """Messages that one rank sends and receives in a step.
+
+    In each step, call `post_receives` first, then `receive` and `send`, and finally `wait_until_sent`. All receives
+    from the network are posted at the start of a step, and the rank waits for its sends only at the end. Messages
+    therefore overlap computation.
+    """
+
+    def __init__(
+        self, world: World, routes: Sequence[MessageRoute], dtype: torch.dtype, microbatches: int, transport: str
+    ) -> None:
+        self.world = world
+        self.network = NetworkMessages(world, microbatches)
+        self.memory: SharedMemoryMessages | None = None
+        local_routes = [route for route in routes if world.hosts[route.source] == world.hosts[route.target]]
+        if transport == "auto" and world.device.type == "cpu":
+            self.memory = open_shared_memory(world, local_routes, dtype)
+        self.in_memory = frozenset(route.consumer for route in local_routes if self.memory)
+        self.buffers: list[tuple[Action, Tensor]] = []
+        for route in routes:
+            if route.target == world.rank and route.consumer not in self.in_memory:
+                buffer = torch.empty(route.shape, dtype=dtype, device=world.device)
+                self.buffers.append((route.consumer, buffer))
+        self.receives: dict[Action, tuple[dist.Work, Tensor]] = {}
+        self.within_rank: dict[Action, Tensor] = {}
+
+    def post_receives(self) -> None:
+        """Post all receives of a step from the network."""
+        self.receives = {action: (self.network.receive(action, buffer), buffer) for action, buffer in self.buffers}
+
+    def send(self, consumer: Action, tensor: Tensor) -> None:
+        """Send a tensor (activation or gradient of a microbatch) to the action that consumes it."""
+        if consumer.stage % self.world.size == self.world.rank:
+            self.within_rank[consumer] = tensor
+        elif self.memory and consumer in self.in_memory:
+            self.memory.send(consumer, tensor)
+        else:
+            self.network.send(consumer, tensor)
+
+    def receive(self, consumer: Action) -> Tensor:
+        """Wait for the tensor that an action consumes. The tensor is valid until the next step."""
+        if consumer in self.within_rank:
+            return self.within_rank.pop(consumer)
+        if self.memory and consumer in self.in_memory:
+            return self.memory.receive(consumer)
+        work, buffer = self.receives.pop(consumer)
+        work.wait()
+        return buffer
+
+    def wait_until_sent(self) -> None:
+        """Wait until all tensors of the step have been sent."""
+        self.network.wait_for_sends()
+
+
+class NetworkMessages:
+    """Point-to-point messages through torch.distributed.
+
+    gloo matches sends with receives by tag, whereas nccl matches them only by order.
+    """
+
+    def __init__(self, world: World, microbatches: int) -> None:
+        self.world = world
+        self.microbatches = microbatches
+        self.sends: list[tuple[dist.Work, Tensor]] = []
+        self.groups = self._create_process_groups()
+        self._connect_rank_pairs()
+
+    def send(self, consumer: Action, tensor: Tensor) -> None:
+        """Start sending a tensor to the action that consumes it."""
+        tensor = tensor.contiguous()
+        target = self.world.get_global_rank(consumer.stage % self.world.size)
+        group = self.groups.get(self._find_channel(consumer))
+        work = dist.isend(tensor, target, group, self._make_tag(consumer))
+        assert work is not None
+        self.sends.append((work, tensor))  # keeps the tensor alive until it is sent
+
+    def receive(self, consumer: Action, buffer: Tensor) -> dist.Work:
+        """Start receiving into `buffer` the tensor that an action consumes."""
+        source_stage = consumer.stage - 1 if consumer.kind == "F" else consumer.stage + 1
+        source = self.world.get_global_rank(source_stage % self.world.size)
+        group = self.groups.get(self._find_channel(consumer))
+        work = dist.irecv(buffer, source, group, self._make_tag(consumer))
+        assert work is not None
+        return work
+
+    def wait_for_sends(self, max_pending: int = 0) -> None:
+        """Wait until at most `max_pending` tensors remain to be sent."""
+        while len(self.sends) > max_pending:
+            self.sends.pop(0)[0].wait()
+
+    def _make_tag(self, consumer: Action) -> int:
+        """Return a unique tag for a message.
+
+        Evaluation uses one additional microbatch number per stage.
+        """
+        number = consumer.stage * (self.microbatches + 1) + consumer.microbatch
+        return 2 * number + 1 if consumer.kind == "F" else 2 * number
+
+    def _find_channel(self, consumer: Action) -> tuple[str, bool]:
+        """Return (kind, wraps) of a message; `wraps` is true between the last and the first rank.
+
+        If p ranks have several stages each, stage p on rank 0 follows stage p - 1 on rank p - 1.
+        """
+        later_stage = consumer.stage if consumer.kind == "F" else consumer.stage + 1
+        return consumer.kind, later_stage % self.world.size == 0
+
+    def _create_process_groups(self) -> dict[tuple[str, bool], dist.ProcessGroup]:
+        """Create one process group per channel for nccl. Return an empty dict for gloo, which needs none."""
+        if self.world.backend != "nccl" or self.world.size == 1:
+            return {}
+        members = list(map(self.world.get_global_rank, range(self.world.size)))
+        is_subgroup = bool(self.world.global_ranks)  # ranks outside the subgroup do not call new_group
+        groups = {}
+        for kind in "FB":
+            for wraps in (False, True):
+                group = dist.new_group(members, self.world.timeout, use_local_synchronization=is_subgroup)
+                groups[kind, wraps] = cast(dist.ProcessGroup, group)
+        return groups
+
+    def _connect_rank_pairs(self) -> None:
+        """Send a first message in each direction with nccl, in the same order on all ranks.
+
+        nccl connects two ranks when they exchange their first message, and both ranks must call nccl at the same time.
+        Within a training step, the two ranks would call nccl at different times.
+        """
+        token = torch.zeros(1, device=self.world.device)
+        size = self.world.size
+        for (kind, wraps), group in self.groups.items():
+            pairs = [(size - 1, 0)] if wraps else [(rank, rank + 1) for rank in range(size - 1)]
+            for pair in pairs:
+                source, target = pair if kind == "F" else reversed(pair)
+                if self.world.rank == source:
+                    dist.send(token, self.world.get_global_rank(target), group)
+                elif self.world.rank == target:
+                    dist.recv(token, self.world.get_global_rank(source), group)

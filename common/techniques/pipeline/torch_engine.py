@@ -1,0 +1,150 @@
+"""Pipeline engine that uses torch.distributed.pipelining, for comparison and for additional schedules.
+
+Interleaved 1F1B is described by Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. Zero bubble is described by Qi
+et al. 2023 (arXiv 2401.10241).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from common.techniques.pipeline.executor import Marks, PipelineEngine
+from common.techniques.pipeline.schedules import Action, Schedule
+from configs.pipeline import PipelineConfig
+
+SINGLE_STAGE_SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+MULTI_STAGE_SCHEDULES = {
+    "gpipe": pipelining.ScheduleLoopedBFS,
+    "1f1b": pipelining.ScheduleInterleaved1F1B,
+    "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
+
+
+class ContiguousStage(nn.Module):
+    """A stage whose output and input gradient are contiguous, as required by gloo and nccl.
+
+    The shapes of the input and the output are [n, ...].
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient.contiguous())
+        output: Tensor = self.module(x)
+        return output.contiguous()
+
+
+class TimedStage(pipelining.PipelineStage):
+    """A stage of torch.distributed.pipelining that records the times of its actions."""
+
+    owner: TorchPipelineEngine
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.owner.record_action_time("F", self, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        is_full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
+        with self.owner.record_action_time("B" if is_full else "I", self, bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.owner.record_action_time("W", self, bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class TorchPipelineEngine(PipelineEngine):
+    """A `PipelineEngine` that trains with torch.distributed.pipelining. Evaluation is inherited.
+
+    The input and output shapes of each stage are passed to the library. Otherwise, the library would infer them by a
+    forward in train mode, which changes the statistics of BatchNorm. The library has no naive schedule, so this
+    schedule is executed as GPipe with one microbatch at a time.
+    """
+
+    def __init__(self, settings: PipelineConfig, *args: Any, sample: Sequence[int], **kwargs: Any) -> None:
+        super().__init__(settings, *args, sample=sample, **kwargs)
+        is_naive = settings.schedule == "naive"
+        self.call_microbatches = 1 if is_naive else self.microbatches
+        """Number of microbatches per call of torch.distributed.pipelining."""
+        stages = [self._make_stage(index, module, sample) for index, module in self.local_stages.items()]
+        name = "gpipe" if is_naive else settings.schedule
+        is_single_stage = settings.stages_per_process == 1 and name in SINGLE_STAGE_SCHEDULES
+        make: Any = (SINGLE_STAGE_SCHEDULES if is_single_stage else MULTI_STAGE_SCHEDULES)[name]
+        self.schedule: Any = make(
+            stages[0] if is_single_stage else stages,
+            self.call_microbatches,
+            loss_fn=self._scale_loss,
+            scale_grads=False,
+        )
+        if not (is_single_stage or is_naive):
+            self.plan = self._read_library_plan()
+
+    def _make_stage(self, index: int, module: nn.Module, sample: Sequence[int]) -> TimedStage:
+        shapes = [torch.Size(sample), *self.shapes]
+        example_input = self._make_example_tensor(shapes[index])
+        example_input.requires_grad_(index > 0)
+        example_output = self._make_example_tensor(shapes[index + 1])
+        example_output.requires_grad_()  # the library sends gradients only to inputs that require gradients
+        stage = TimedStage(
+            ContiguousStage(module), index, self.stage_count, self.world.device,
+            input_args=example_input, output_args=example_output, group=self.world.group,
+        )  # fmt: skip
+        stage.owner = self
+        return stage
+
+    def _make_example_tensor(self, shape: torch.Size) -> Tensor:
+        """Return a tensor with the shape of one microbatch."""
+        return torch.empty(self.microbatch_size, *shape, dtype=self.dtype, device=self.world.device)
+
+    def _scale_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return a microbatch's contribution to the mean loss of the batch."""
+        return self.loss(output, target) / self.microbatches
+
+    def _read_library_plan(self) -> Schedule:
+        """Return the order of actions in torch.distributed.pipelining as a `Schedule`."""
+        plan = []
+        for rank in range(self.world.size):
+            actions = []
+            for action in self.schedule.pipeline_order[rank]:
+                if action is not None:
+                    actions.append(Action(action.computation_type.value, action.stage_index, action.microbatch_index))
+            plan.append(actions)
+        return plan
+
+    @contextlib.contextmanager
+    def record_action_time(self, kind: str, stage: TimedStage, chunk: int) -> Iterator[None]:
+        """Record the start and end of the `with` block, which processes one microbatch in a stage."""
+        start = self.clock.stamp()
+        yield
+        action = Action(kind, stage.stage_index, self.first_microbatch + chunk)
+        self.marks.append((action, start, self.clock.stamp()))
+
+    def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
+        """Run forward and backward for one batch; see `PipelineEngine.step`."""
+        self.clock.refresh_reference_event()
+        self.marks: Marks = []
+        losses: list[Tensor] = []
+        call_losses: list[Tensor] = []  # the library clears this list at every call
+        calls = self.microbatches // self.call_microbatches
+        inputs = x.chunk(calls) if x is not None and self.has_first_stage else None
+        targets = y.chunk(calls) if y is not None and self.has_last_stage else None
+        for call in range(calls):
+            self.first_microbatch = call
+            args = (inputs[call],) if inputs else ()
+            kwargs = {"target": targets[call], "losses": call_losses} if targets else {}
+            self.schedule.step(*args, **kwargs, return_outputs=False)
+            losses += call_losses
+        self.history.append(self.marks)
+        if not losses:
+            return None
+        return torch.stack([loss.detach() for loss in losses]).sum()

@@ -1,0 +1,1 @@
+"""Pruning: masks, schedules, and the savings of a pruned network."""

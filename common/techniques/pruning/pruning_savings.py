@@ -1,0 +1,276 @@
+"""Measurement of what pruning a model saves: the size of its file and the time of a forward pass.
+
+torch has sparse kernels for linear layers only. These layers are computed in the compressed sparse row (CSR) format;
+convolutions stay dense.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import subprocess
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.measure.timing import time_calls
+from common.models import exporting
+from common.models.networks import LinearReLU
+from common.runs.result import ReportData
+from common.system.errors import summarize_error
+from common.system.text import format_count
+from common.techniques.pruning import int8
+from common.techniques.pruning.pruning_masks import MASK, Masks, count_nonzero
+from configs.sparse_prune import Config
+
+ROUNDS = 9  # number of timing rounds
+SLOW_ROUNDS = 3  # number of rounds if calling every variant once takes more than a second
+MIN_TURN_SECONDS = 4e-3
+EXPORT_SAMPLES = 7
+SPARSE_TENSOR_CORES = (8, 0)  # lowest compute capability with sparse tensor cores
+
+
+def strip_masks(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in float32 and eval mode, without masks and gradients."""
+    stripped = copy.deepcopy(model).float().eval().requires_grad_(False)
+    for module in stripped.modules():
+        module._buffers.pop(MASK, None)
+    for parameter in stripped.parameters():
+        parameter.grad = None
+        parameter.add_(0.0)  # turns the -0.0 of masked negative weights into 0.0, because random signs compress badly
+    return stripped
+
+
+# ---- size of the model file
+
+
+def measure_file_sizes(model: nn.Module) -> tuple[int, int]:
+    """Return the size in bytes of the file that torch.save writes, uncompressed and compressed with zlib."""
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that CSR is in beta
+        torch.save(model.state_dict(), file)
+    return file.tell(), len(zlib.compress(file.getvalue()))
+
+
+class CsrLinear(nn.Module):
+    """A linear layer whose weight [out, in] is in CSR format.
+
+    The layer flattens its input, and it applies ReLU if the original layer does (see common/models/networks.py). It
+    computes (weight @ x.T).T, which is five times as fast as F.linear, because F.linear multiplies by the sparse matrix
+    from the right.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        rows = layer.weight.detach().to_sparse_csr()
+        row_indices = rows.crow_indices().int()  # MKL's kernels require int32
+        column_indices = rows.col_indices().int()
+        weight = torch.sparse_csr_tensor(row_indices, column_indices, rows.values(), size=rows.shape)
+        self.register_buffer("weight", weight)
+        self.bias = layer.bias
+        self.relu = isinstance(layer, LinearReLU)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.get_buffer("weight")
+        logits = (weight @ x.flatten(1).t()).t() + self.bias
+        return logits.relu() if self.relu else logits
+
+
+def convert_to_csr(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in which linear layers are stored and computed in CSR format.
+
+    The model must not have masks.
+    """
+    converted = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that CSR is in beta
+        for name, layer in list(converted.named_modules()):
+            if isinstance(layer, nn.Linear):
+                converted.set_submodule(name, CsrLinear(layer))
+    return converted
+
+
+def has_two_of_four_sparsity(weight: Tensor) -> bool:
+    """Return whether a weight [out, in] has the sparsity pattern 2:4.
+
+    In this pattern, at most two of every four consecutive weights in a row are nonzero.
+    """
+    if weight.size(1) % 4:
+        return False
+    counts = weight.unflatten(1, (-1, 4)).count_nonzero(2)
+    return bool((counts <= 2).all())
+
+
+def convert_to_two_of_four(model: nn.Module) -> nn.Module:
+    """Return a float16 copy of a model whose 2:4 linear layers use sparse tensor cores.
+
+    NVIDIA GPUs have sparse tensor cores since the Ampere generation. Layers stay dense if they do not have the pattern
+    2:4 (Mishra et al. 2021, arXiv 2104.08378) or if the kernels do not support their shapes.
+    """
+    from torch.sparse import to_sparse_semi_structured
+
+    converted = copy.deepcopy(model).half()
+    for layer in converted.modules():
+        if isinstance(layer, nn.Linear) and has_two_of_four_sparsity(layer.weight):
+            with contextlib.suppress(RuntimeError, ValueError):
+                layer.weight = nn.Parameter(to_sparse_semi_structured(layer.weight), requires_grad=False)
+    return converted
+
+
+# ---- time of a forward pass
+
+
+def time_variants_in_turns(variants: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
+    """Return the median seconds of one call of each variant.
+
+    Each round measures every variant in turn. If the variants are slow, there are fewer rounds.
+    """
+
+    def time_turn(variant: Callable[[], Tensor], count: int) -> float:
+        def repeat() -> None:
+            for _ in range(count):
+                variant()
+
+        (seconds,) = time_calls(repeat, device, repeats=1, warm_up=0)
+        return seconds / count
+
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    with torch.no_grad():
+        for variant in variants.values():
+            time_turn(variant, 2)  # warm-up
+        estimates = {name: time_turn(variant, 2) for name, variant in variants.items()}
+        rounds = ROUNDS if sum(estimates.values()) < 1 else SLOW_ROUNDS
+        for _ in range(rounds):
+            for name, variant in variants.items():
+                count = max(1, int(MIN_TURN_SECONDS / estimates[name]))
+                samples[name].append(time_turn(variant, count))
+    return {name: median(seconds) for name, seconds in samples.items()}
+
+
+def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
+    """Return the seconds that a forward pass for x [N, ...] takes with each variant of a model.
+
+    The variants are the dense model in float32, the dense model in bf16, and the model with linear layers in CSR
+    format. On a GPU with sparse tensor cores, there are two more variants in float16: the dense model and the model
+    with 2:4 linear layers. `model` must not have masks.
+    """
+    variants = {
+        "fp32": partial(model, x),
+        "bf16": partial(copy.deepcopy(model).bfloat16(), x.bfloat16()),
+        "csr": partial(convert_to_csr(model), x),
+    }
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= SPARSE_TENSOR_CORES:
+        variants["fp16"] = partial(copy.deepcopy(model).half(), x.half())
+        variants["two_of_four"] = partial(convert_to_two_of_four(model), x.half())
+    return time_variants_in_turns(variants, x.device)
+
+
+# ---- all savings, as numbers and as text
+
+
+def measure_sizes(model: nn.Module, accuracy: Callable[[nn.Module], float] | None) -> dict[str, Any]:
+    """Return the file sizes of a model without masks, and the size and accuracy of its int8 copy.
+
+    `accuracy` is a function that returns the test accuracy of a model. Without `accuracy` or torchao, there is no int8
+    copy.
+    """
+    raw, compressed = measure_file_sizes(model)
+    csr, _ = measure_file_sizes(convert_to_csr(model))
+    sizes: dict[str, Any] = {"bytes_raw": raw, "bytes_compressed": compressed, "bytes_csr": csr}
+    if accuracy is not None and int8.has_torchao():
+        quantized = int8.quantize_to_int8(model)
+        raw, compressed = measure_file_sizes(quantized)
+        sizes["int8_accuracy"] = accuracy(quantized)
+        sizes |= {"int8_bytes_raw": raw, "int8_bytes_compressed": compressed}
+    return sizes
+
+
+def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
+    """Export a model, run the exported model in a new process, and compare its outputs with the original outputs.
+
+    A failure is reported in the result and does not stop the run.
+    """
+    try:
+        with torch.no_grad():
+            expected = model(x).cpu()
+        outputs = exporting.write_and_run_torch_export(model, x, path)
+        difference = float((outputs - expected).abs().max())
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        return {"export_problem": summarize_error(error)}
+    return {"export": str(path), "export_bytes": path.stat().st_size, "export_difference": difference}
+
+
+def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> dict[str, str]:
+    """Return the rows of the final table that describe the savings.
+
+    `facts` contains sizes and measured values. Times are those of a forward pass of `samples` samples.
+    """
+    csr = facts["csr_seconds"]
+    fp32 = facts["fp32_seconds"]
+    bf16 = facts["bf16_seconds"]
+
+    def compare(dense: float) -> str:
+        return f"{dense / csr:.1f} x faster" if csr < dense else f"{csr / dense:.1f} x slower"
+
+    def format_size(prefix: str) -> str:
+        return f"{facts[f'{prefix}bytes_raw']:,} bytes, {facts[f'{prefix}bytes_compressed']:,} compressed"
+
+    times = f"dense fp32 {fp32 * 1e3:.3g} ms, dense bf16 {bf16 * 1e3:.3g} ms, linear layers in CSR {csr * 1e3:.3g} ms"
+    comparison = f"CSR is {compare(fp32)} than fp32 and {compare(bf16)} than bf16"
+    rows = {
+        "file": f"{format_size('')}; {facts['bytes_csr']:,} bytes in CSR",
+        format_count(samples, "sample"): f"{times}: {comparison}",
+    }
+    if with_int8:
+        rows["int8"] = int8.MISSING_TORCHAO
+    if "int8_accuracy" in facts:
+        rows["int8"] = f"{facts['int8_accuracy']:.2%} test accuracy, {format_size('int8_')}"
+    if "two_of_four_seconds" in facts:
+        dense = facts["fp16_seconds"]
+        sparse = facts["two_of_four_seconds"]
+        times = f"dense fp16 {dense * 1e3:.3g} ms, sparse tensor cores {sparse * 1e3:.3g} ms"
+        rows["2:4"] = f"{times}: {dense / sparse:.2f} times as fast"
+    if "export_problem" in facts:
+        rows["exported"] = f"failed: {facts['export_problem']}"
+    if "export" in facts:
+        rows["exported"] = f"{facts['export']}; in a new process, outputs differ by {facts['export_difference']:g}"
+    return rows
+
+
+def report_savings(
+    cfg: Config, model: nn.Module, masks: Masks, x: Tensor, accuracy: Callable[[nn.Module], float], path: Path
+) -> ReportData:
+    """Return the report of a pruned model: the remaining weights and the savings.
+
+    Times are measured for the samples x [N, ...]. `accuracy` is a function that returns the test accuracy of a model.
+    The exported model is written to `path`.
+    """
+    stripped = strip_masks(model)
+    sizes = measure_sizes(stripped, accuracy if cfg.int8 else None)
+    measured: dict[str, Any] = {f"{name}_seconds": seconds for name, seconds in time_inference(stripped, x).items()}
+    if cfg.export:
+        measured |= export_and_compare(stripped, x[:EXPORT_SAMPLES], path)
+    nonzero = sum(map(count_nonzero, masks.weights))
+    digest = masks.compute_digest()
+    outcome = {
+        "weights": masks.weight_count,
+        "nonzero": nonzero,
+        "sparsity": 1 - nonzero / masks.weight_count,
+        "masks": digest,
+    }
+    rows = {
+        "pruning": f"{cfg.model}, {cfg.schedule}, {cfg.criterion}, {cfg.scope}",
+        "weights": f"{nonzero:,} of {masks.weight_count:,} are nonzero; {masks.sparsity:.2%} are masked",
+        "masks": digest[:16] + (f", identical on {cfg.processes} ranks" if cfg.processes > 1 else ""),
+    }
+    rows |= format_savings(sizes | measured, len(x), cfg.int8)
+    return ReportData(rows, outcome | sizes, measured)

@@ -1,1 +1,0 @@
-"""Recovery of a training step after a rank was lost."""
