@@ -133,9 +133,9 @@ def test_everything_comes_back(disk: Disk) -> None:
 @pytest.mark.parametrize(
     ("thing", "place"),
     [
-        ({"a": [np.float64(1)]}, "common['a'][0] is a float64"),
-        ({"a": {1}}, "common['a'] is a set"),
-        ({"a": {"b": nn.Linear(1, 1)}}, "common['a']['b'] is a Linear"),
+        ({"a": [np.float64(1)]}, "common['a'][0] has type float64"),
+        ({"a": {1}}, "common['a'] has type set"),
+        ({"a": {"b": nn.Linear(1, 1)}}, "common['a']['b'] has type Linear"),
     ],
 )
 def test_what_could_not_be_read_again_is_refused_at_once(disk: Disk, thing: Any, place: str) -> None:
@@ -202,7 +202,7 @@ def test_a_stage_takes_its_part_of_the_whole() -> None:
     assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
 
 
-@pytest.mark.parametrize(("module", "word"), [(nn.Linear(2, 3), "shape"), (nn.BatchNorm1d(2), "has no running_mean")])
+@pytest.mark.parametrize(("module", "word"), [(nn.Linear(2, 3), "shape"), (nn.BatchNorm1d(2), "tensor running_mean")])
 def test_another_model_is_refused(module: nn.Module, word: str) -> None:
     saved = state_dicts.gather_full_tensors(nn.Linear(2, 2).named_parameters())
     with pytest.raises(UserError, match=word):

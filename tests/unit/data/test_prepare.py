@@ -28,7 +28,7 @@ from tests.harness.images import load_train_test
 def test_generated_images_are_labelled_as_such(tmp_path: Path) -> None:
     settings = Data(name="generated", cache=str(tmp_path), samples=50, image_size=16, classes=7)
     found = prepare.prepare_dataset(settings)
-    assert found.name == "generated" and "throughput only" in found.notice
+    assert found.name == "generated" and "only to measure throughput" in found.notice
     train_set, test_set = load_train_test(found, settings)
     assert train_set.shape == (3, 16, 16) and train_set.class_count == 7 and len(test_set) == 10
     x = train_set.load_inputs(slice(0, 50), torch.device("cpu"), torch.float64)
@@ -87,7 +87,7 @@ def test_an_image_folder_is_decoded_once(tmp_path: Path) -> None:
     assert prepare.prepare_dataset(settings).path != first.path
     (tmp_path / "val" / "green").mkdir()
     Image.new("RGB", (9, 9)).save(tmp_path / "val" / "green" / "x.png")
-    with pytest.raises(UserError, match="different classes: green"):
+    with pytest.raises(UserError, match="same classes; only one of them contains: green"):
         prepare.prepare_dataset(settings)
 
 
