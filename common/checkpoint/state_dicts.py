@@ -102,7 +102,7 @@ def load_tensors(tensors: NamedTensors, saved: Mapping[str, Tensor]) -> None:
                 "resume with the settings of that run"
             )
         if saved[name].shape != tensor.shape:
-            shapes = f"{tuple(saved[name].shape)} in the checkpoint but {tuple(tensor.shape)} in this model"
+            shapes = f"{tuple(saved[name].shape)} in the checkpoint but {tuple(tensor.shape)} in this run"
             raise UserError(f"{name} has shape {shapes}; resume with the settings with which the checkpoint was saved")
         tensor.copy_(shard_like(saved[name], tensor))
 
