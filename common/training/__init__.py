@@ -1,4 +1,4 @@
-"""A training run: entry point, attempt, loop over steps, evaluation, optimizers, final report.
+"""Execution of a training run: entry point, attempts, training loop, evaluation, optimizers, and final report.
 
-`entry_point` turns a command line into ranks that train; `loop` yields the optimizer steps.
+`entry_point` parses the command line and starts the ranks. `loop` yields the optimizer steps.
 """

@@ -1,6 +1,6 @@
-"""One attempt at a run: opened before its ranks train, documented while they start, concluded after they ended.
+"""Attempts of a run: each attempt is one start of the run and has its own folder.
 
-Rank 0 does this under torchrun and srun; otherwise the parent process of the forked ranks does.
+With torchrun and srun, rank 0 manages the attempt. Otherwise, the parent process of the forked ranks does so.
 """
 
 from __future__ import annotations
@@ -41,40 +41,43 @@ from configs.shared import Experiment
 
 @dataclass
 class Attempt:
-    """Folder of an attempt, claimed by this process, and the data it trains on."""
+    """An attempt of a run: the folder of the attempt, and the data on which it trains."""
 
     folder: RunFolder
     prepared: PreparedDataset
     is_new: bool
-    """True for the first attempt of a run."""
+    """True if this is the first attempt of a run."""
     tracker: wandb_tracker.Tracker | None = None
 
     @classmethod
     def open(cls, cfg: Experiment, run_to_resume: RunFolder | None, *, fallback: bool) -> Attempt:
-        """Resume a run, or set up a new one. With `fallback`, generated data may replace missing data.
+        """Claim the next attempt of an existing run, or set up a new run.
 
-        Raises UserError and then leaves no new folder behind.
+        With `fallback`, built-in data may replace missing data. If UserError is raised, no new folder is left behind.
         """
         folder, prepared = resume_run(cfg, run_to_resume) if run_to_resume else set_up_run(cfg, fallback)
         return cls(folder, prepared, run_to_resume is None)
 
     @classmethod
     def join(cls, cfg: Experiment, run_folder: RunFolder | None) -> Attempt:
-        """Join the newest attempt of a run, which other ranks train. Raises UserError if the data is missing here."""
+        """Join the newest attempt of a run, in which other ranks are training.
+
+        Raises UserError if the data is missing on this host or has changed.
+        """
         assert run_folder is not None
         prepared = prepare_data_of_run(cfg, run_folder)
         return cls(run_folder.list_attempts()[-1], prepared, is_new=False)
 
     @classmethod
     def from_content(cls, content: dict[str, Any]) -> Attempt:
-        """Make the attempt that another rank has opened, from its `content`."""
+        """Create an attempt from the `content` that another rank has sent; see `to_content`."""
         facts = content["prepared"]
         prepared = PreparedDataset(**facts | {"path": Path(facts["path"])})
         folder = RunFolder(Path(content["folder"]), content["number"])
         return cls(folder, prepared, content["is_new"])
 
     def to_content(self) -> dict[str, Any]:
-        """Return the content that the other ranks need, as JSON."""
+        """Return a JSON-serializable dict from which other ranks can create the same attempt."""
         return {
             "folder": str(self.folder.path),
             "number": self.folder.number,
@@ -83,9 +86,10 @@ class Attempt:
         }
 
     def document(self, cfg: Experiment) -> None:
-        """Write source, versions, machine and data checksums of the run, and the start of this attempt.
+        """Record the source, package versions, machine, and data of the run.
 
-        Raises UserError if the data is damaged or the disk refuses to write.
+        This method also records the start of this attempt and verifies the checksums of the data. Raises UserError if
+        the data is damaged or a file cannot be written.
         """
         code = self.folder.path / "code"
         if not (self.folder.path / "meta.json").exists():
@@ -100,7 +104,7 @@ class Attempt:
 
     @contextlib.contextmanager
     def discard_on(self, *errors: type[BaseException]) -> Iterator[None]:
-        """Delete the folder of a new run if one of `errors` ends the block."""
+        """Delete the folder of a new run if one of `errors` is raised in the `with` block."""
         try:
             yield
         except errors:
@@ -109,32 +113,36 @@ class Attempt:
 
     @property
     def has_started_training(self) -> bool:
-        """True once the ranks have recorded the step from which they train."""
+        """True once rank 0 has recorded the step from which training starts."""
         return self.folder.parent_record is not None
 
     def discard(self) -> None:
-        """Delete the folder of a new run, unless another attempt has superseded this one. Keep an existing run."""
+        """Delete the run folder if this attempt has created it.
+
+        The folder is kept if another attempt has superseded this one.
+        """
         if self.tracker is not None:
             self.tracker.kill()
         if self.is_new and not self.folder.is_superseded:
             shutil.rmtree(self.folder.path, ignore_errors=True)
 
     def conclude(self, status: int, cfg: Experiment, *, submitted: bool, reason: str) -> None:
-        """Record the end of the attempt, print how to resume it, and let W&B finish; nothing if it is superseded.
+        """Record how the attempt ended, and print the command that resumes the run.
 
-        For a `submitted` run the job writes the result, because it outlives its ranks.
+        Tracking with W&B is also finished. Nothing is recorded or printed if another attempt has superseded this one.
+        For a `submitted` run, the SLURM job writes the result, because the job outlives its ranks.
         """
-        if not self.folder.attempt_folder.exists():  # moved or deleted
+        if not self.folder.attempt_folder.exists():  # the run folder was moved or deleted
             self._clean_up_old_folder()
             return
         if not self._is_current():
-            if self.tracker is not None:  # the newer attempt sends the rest of this one's data to W&B
+            if self.tracker is not None:  # the newer attempt sends the remaining data of this attempt to W&B
                 self.tracker.kill()
             return
         try:
             result = make_final_result(self.folder, status, reason)
             if not self.folder.result and not submitted:
-                with contextlib.suppress(UserError):  # the disk is full, which has been reported as the cause
+                with contextlib.suppress(UserError):  # a full disk has already been reported
                     result.write_once(self.folder)
                 if result.last_step:
                     print(f"metrics up to step {result.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
@@ -151,11 +159,11 @@ class Attempt:
         finally:
             if self.tracker is not None:
                 timeout = cfg.wandb.finish_timeout
-                if status == EXIT_RESUMABLE:  # ranks wait for each other, and a scheduler waits for them
+                if status == EXIT_RESUMABLE:  # the other ranks and the scheduler wait for this process
                     timeout = min(timeout, 5.0)
                 print(self.tracker.finish(timeout), flush=True)
             with contextlib.suppress(UserError):
-                claims.mark_ended(self.folder)  # for other hosts, and for a process that outlives this attempt
+                claims.mark_ended(self.folder)  # other hosts cannot check whether this process has ended
 
     def _is_current(self) -> bool:
         try:
@@ -165,19 +173,23 @@ class Attempt:
         return True
 
     def _clean_up_old_folder(self) -> None:
-        """Stop tracking a run whose folder was moved or deleted, and remove what W&B has written in its place."""
+        """Stop tracking a run whose folder was moved or deleted.
+
+        Files that W&B has written to the old path since then are deleted.
+        """
         if self.tracker is None:
             return
         self.tracker.kill()
         path = self.folder.path
-        if path.exists() and list(path.iterdir()) == [path / "wandb"]:  # W&B has just started
+        if path.exists() and list(path.iterdir()) == [path / "wandb"]:  # W&B has created the folder again
             shutil.rmtree(path, ignore_errors=True)
 
 
 def is_finished(folder: RunFolder | None, cfg: Experiment, *, report: bool) -> bool:
-    """Return whether a run has no steps left; with `report`, print so.
+    """Return True if a run is finished and the config does not extend it.
 
-    Raises UserError if the config asks for more steps but the last checkpoint is missing.
+    With `report`, also print a message. Raises UserError if the config has more steps than the finished run, but the
+    last checkpoint is missing.
     """
     if folder is None or folder.result.get("state") != "finished" or extension.config_adds_steps(folder, cfg):
         return False
@@ -187,7 +199,7 @@ def is_finished(folder: RunFolder | None, cfg: Experiment, *, report: bool) -> b
 
 
 def set_up_run(cfg: Experiment, fallback: bool) -> tuple[RunFolder, PreparedDataset]:
-    """Prepare the data, write its name into the config, and create a run folder with a first attempt."""
+    """Prepare the data, set its name in the config, and create a run folder with a first attempt."""
     prepared = prepare.prepare_dataset(cfg.data, fallback, log=cfg.log)
     prepare.check_model_fits_data(cfg, prepared)
     cfg.data.name = prepared.name
@@ -217,32 +229,31 @@ def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, Pr
     changed = config.find_changes(run_to_resume.path / "config.yaml", cfg)
     if changed:
         write_json(folder.attempt_folder / config.CHANGES_FILE, changed)
-        print(f"resumed with settings other than in config.yaml: {config.describe_changes(changed)}", flush=True)
+        print(f"resumed with settings that differ from config.yaml: {config.describe_changes(changed)}", flush=True)
     if was_finished:
         done, epoch_steps = extension.read_step_counts(run_to_resume)
         total = cfg.total_steps(epoch_steps)
-        print(
-            f"extending the run after step {done}; learning rates are now those of a run of {total} steps", flush=True
-        )
+        print(f"extending the run after step {done}; the learning rate schedule now covers {total} steps", flush=True)
     folder.move_result_of_previous_attempt()
     return folder, prepared
 
 
 def prepare_data_of_run(cfg: Experiment, run_folder: RunFolder) -> PreparedDataset:
-    """Prepare the data of an existing run. Raises UserError if it has changed."""
+    """Prepare the data of an existing run. Raises UserError if the data has changed."""
     code = run_folder.path / "code"
     prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=code)
     recorded = provenance.read_metadata(run_folder).get("data") or {}
     checksums = prepared.to_dict()["sha256"]
     if recorded.get("sha256", checksums) != checksums:
         raise UserError(
-            f"{run_folder.path} was trained on other data than {prepared.path} now contains; restore the original data"
+            f"{run_folder.path} was trained on different data than {prepared.path} now contains; "
+            "restore the original data"
         )
     return prepared
 
 
 def warn_of_damaged_metrics(run_folder: RunFolder) -> None:
-    """Print the numbers of damaged lines in the metrics of all attempts; readers ignore these lines."""
+    """Print a warning for damaged lines in the metrics of all attempts. These lines are ignored."""
     for attempt in run_folder.list_attempts():
         damaged = attempt.find_damaged_lines()
         if damaged:
@@ -254,7 +265,10 @@ def warn_of_damaged_metrics(run_folder: RunFolder) -> None:
 
 
 def format_resume_command(folder: RunFolder, cfg: Experiment, reason: str) -> str:
-    """Return the command that resumes a run, changed if it would fail again for the same reason."""
+    """Return the command that resumes a run.
+
+    The command is adapted if the run would otherwise fail again for the same reason.
+    """
     if re.search(SOURCE_ERROR_PATTERN, reason):
         return provenance.format_new_run_command(folder)
     command = f"make exp RESUME={shlex.quote(str(folder.path))}"
@@ -268,7 +282,10 @@ def format_resume_command(folder: RunFolder, cfg: Experiment, reason: str) -> st
 
 
 def make_final_result(folder: RunFolder, status: int, reason: str) -> Result:
-    """Return the result of an attempt that did not finish the run; `reason` is the cause of a failure."""
+    """Return the result of an attempt that did not finish the run.
+
+    `status` is the exit status of the attempt, and `reason` is the cause of a failure.
+    """
     last_step = folder.find_last_step()
     if status == 128 + signal.SIGINT:
         return Result("cancelled", status, "stopped by Ctrl-C", last_step)

@@ -1,4 +1,7 @@
-"""Custom optimizers and learning-rate decays in users' files: checked, copied into a run, called. Imports no torch."""
+"""Custom optimizers and learning rate decays: functions that check, copy, and use the user's files.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,18 @@ from common.runs.provenance import copy_function_file
 from configs.shared import DECAYS, OPTIMIZERS, Optim
 
 BUILTIN_NAMES = {"name": ", ".join(OPTIMIZERS), "decay": ", ".join(DECAYS)}
-KINDS = {"name": "optimizer", "decay": "decay"}  # what the file of each setting defines
+KINDS = {"name": "optimizer", "decay": "decay"}  # for each `optim` setting, the kind of object that its file defines
 FILES_OF_RUN: dict[str, str] = {}
-"""Settings of this rank's run with the copies that the run keeps in place of the original files."""
-DECAY_USAGE = "function(step, total) returns the factor of the peak rate, a number of at least 0"
+"""Maps `FILE.py:NAME` in a setting to `COPY.py:NAME`, where COPY.py is the copy of the file in the run folder."""
+DECAY_USAGE = "function(step, total) must return the factor of the peak learning rate, a finite number of at least 0"
 
 
 def check_files_of_config(optim: Optim, code: Path | None = None, new_settings: Container[str] = ()) -> None:
-    """Raise UserError for a missing file, and for a decay that returns no valid factor.
+    """Raise UserError if a custom file is missing or a custom decay returns an invalid factor.
 
-    `code` is the source of an existing run with these settings. Its copies of the files are checked, except those of
-    `new_settings`, which name new files. The class of an optimizer is checked where torch is imported, by
-    `contract.optimizer.check_optimizer_of_run`.
+    `code` is the source folder of an existing run with these settings. The copies in this folder are checked instead of
+    the original files, except for the settings in `new_settings`, which name new files. The class of a custom optimizer
+    is not checked here, because this requires torch; see `contract.optimizer.check_optimizer_of_run`.
     """
     run_optim = point_to_kept_files(optim, code) if code else optim
     name = optim.name if "optim.name" in new_settings else run_optim.name
@@ -44,7 +47,7 @@ def check_files_of_config(optim: Optim, code: Path | None = None, new_settings: 
 
 
 def point_to_kept_files(optim: Optim, code: Path) -> Optim:
-    """Return the settings with the copies of custom files in the source of a run, if it has any."""
+    """Return the settings, in which custom files are replaced with existing copies in a run's source folder."""
     settings: dict[str, Any] = {}
     for setting, kind in KINDS.items():
         value = getattr(optim, setting)
@@ -53,16 +56,16 @@ def point_to_kept_files(optim: Optim, code: Path) -> Optim:
 
 
 def copy_optimizer_files(optim: Optim, code: Path, *, overwrite: Container[str] = ()) -> None:
-    """Copy custom files into the source of a run if they are missing or their settings are in `overwrite`.
+    """Copy custom files into the source folder of a run.
 
-    Raises UserError.
+    An existing copy is replaced only if its setting is in `overwrite`. Raises UserError if a file cannot be written.
     """
     for setting, kind in KINDS.items():
         copy_function_file(kind, getattr(optim, setting), code, overwrite=f"optim.{setting}" in overwrite)
 
 
 def use_kept_files(optim: Optim, code: Path) -> None:
-    """Use the copies of custom files in the source of a run from now on, in this process."""
+    """Make this process use the copies of custom files in a run's source folder."""
     run_optim = point_to_kept_files(optim, code)
     FILES_OF_RUN[optim.name] = run_optim.name
     FILES_OF_RUN[optim.decay] = run_optim.decay
@@ -70,16 +73,23 @@ def use_kept_files(optim: Optim, code: Path) -> None:
 
 @functools.cache
 def load_decay(value: str) -> Callable[[int, int], Any]:
-    """Return the function of optim.decay=FILE.py:function, read once. Raises UserError."""
+    """Load the function given by optim.decay=FILE.py:function, once per process.
+
+    Raises UserError if the function cannot be loaded.
+    """
     return load_function("optim.decay", value, BUILTIN_NAMES["decay"])
 
 
 def compute_custom_decay(value: str, step: int, total: int) -> float:
-    """Return the factor of a custom decay for a step after the warm-up, of `total`. Raises UserError."""
+    """Return the learning rate factor that a custom decay computes for one step.
+
+    `step` is counted from 0 after the warm-up; `total` is the number of steps after the warm-up. Raises UserError if
+    the user's function fails or returns an invalid factor.
+    """
     value = FILES_OF_RUN.get(value, value)
     function = load_decay(value)
     with convert_errors_of_user_file("optim.decay", value, function, DECAY_USAGE):
         factor = float(function(step, total))
         if not 0 <= factor < math.inf:
-            raise ValueError(f"it returned {factor:g} for step {step} of {total}; {DECAY_USAGE}")
+            raise ValueError(f"the function returned {factor:g} for step {step} of {total}; {DECAY_USAGE}")
     return factor

@@ -1,6 +1,7 @@
-"""From a command line to training ranks, which are forked here or were started by torchrun or srun.
+"""Entry point of experiments: parses the command line, sets up the run, and trains on all ranks.
 
-`start` is the last line of every experiment. Each rank then calls the experiment's `main(cfg, run)`.
+Every experiment script ends with a call to `start`. Ranks are forked here or have been started by torchrun or srun.
+Each rank calls the experiment's `main(cfg, run)`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Main = Callable[[T, Run], None]
 
 
 def start(main: Main[T], schema: type[T]) -> None:
-    """Run an experiment from its command line, with `sweep=true` the grid; never returns."""
+    """Run an experiment, or a sweep if `sweep=true`, with the settings on the command line. Never returns."""
     rank_info = None
     try:
         with exit_on_user_error():
@@ -66,7 +67,7 @@ def start(main: Main[T], schema: type[T]) -> None:
 
 
 def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None) -> int:
-    """Run the command line, forking ranks or as the rank of `rank_info`; return the exit status."""
+    """Run the experiment on forked ranks, or as the rank given by `rank_info`; return the exit status."""
     with report_common_error_once(rank_info):
         started = config.StartedRanks(rank_info.size, rank_info.nodes) if rank_info is not None else None
         cfg = config.load_config(schema, sys.argv[1:], started=started)
@@ -75,18 +76,18 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
         code = path.absolute() / "code" if path else None
         schedules.check_schedule_of_config(cfg, code)
         custom_optimizer.check_files_of_config(cfg.optim, code)
-        if rank_info is None or rank_info.rank == 0:  # rank 0 sends the algorithm to the others
+        if rank_info is None or rank_info.rank == 0:  # rank 0 sends the algorithm to the other ranks
             algorithms.check_algorithm_of_config(cfg, code)
         private_folder.check_tls(cfg.launch, rank_info)
         wandb_account.read_requested_mode(cfg)
         if run_to_resume is not None:
             extension.check_settings_of_finished_run(run_to_resume, cfg)
-        elif rank_info is None or not rank_info.is_restart:  # a restart resumes the earlier attempt's run
+        elif rank_info is None or not rank_info.is_restart:  # a restarted launch resumes its earlier run
             initial_weights.check_weights_of_config(cfg)
         if getattr(cfg, "sweep", False) and (run_to_resume is not None or rank_info is not None):
             raise UserError(
-                "sweep=true starts its runs itself, one after the other: start it without srun, torchrun, "
-                "RESUME and --resume; make sweep runs a grid on a cluster"
+                "sweep=true starts its runs itself, one at a time; omit srun, torchrun, RESUME, and --resume, "
+                "or use make sweep to run a grid on a cluster"
             )
         ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
     if getattr(cfg, "sweep", False):
@@ -96,7 +97,7 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
 
 
 def exec_sweep(name: str) -> None:
-    """Replace this process by the sweep of an experiment, which starts a process for each run."""
+    """Replace this process with the sweep of an experiment, which starts one process per run."""
     environ = os.environ | {"PYTHONPATH": str(config.ROOT), "PYTHONSAFEPATH": "1"}
     os.execve(sys.executable, [sys.executable, "-m", "slurm.launch.experiment_sweep", name, *sys.argv[1:]], environ)
 
@@ -109,12 +110,12 @@ def run_experiment(
     *,
     submitted: bool = False,
 ) -> tuple[RunFolder | None, int]:
-    """Set up or resume a run, document and track it, train, conclude; return its folder and the exit status.
+    """Set up or resume a run, train it, and record how it ended.
 
-    If the ranks refuse a new run before its first step, its folder is deleted. For a `submitted` run the job decides
-    what happens after this attempt. Raises UserError.
+    Returns the run folder and the exit status. If a rank raises UserError before the first step of a new run, the run
+    folder is deleted. For a `submitted` run, the SLURM job decides what happens after this attempt. Raises UserError.
     """
-    if is_finished(run_to_resume, cfg, report=ranks.is_main):  # before the memory check and the rendezvous
+    if is_finished(run_to_resume, cfg, report=ranks.is_main):  # a finished run needs no memory check or rendezvous
         return run_to_resume, 0
     with ranks.acquire_run(cfg, run_to_resume) as run_folder:
         if is_finished(run_folder, cfg, report=ranks.is_main):
@@ -148,24 +149,24 @@ def run_experiment(
 
 
 def has_finished_run(attempt: RunFolder) -> bool:
-    """Return whether an attempt finished the run and is still the newest one."""
+    """Return True if an attempt has finished the run and no newer attempt has superseded this one."""
     return attempt.result.get("state") == "finished" and not attempt.is_superseded
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of training in this process: exit status and reason."""
+    """Exit status of training in this process, and the cause of a failure."""
 
     status: int
-    """Exit status; 75 (EXIT_RESUMABLE) after a stop request."""
+    """Exit status of the attempt; 75 (EXIT_RESUMABLE) after a stop request."""
     reason: str = ""
-    """Cause of a failure, if known."""
+    """Cause of a failure; empty if training succeeded or the cause is unknown."""
     is_agreed: bool = False
     """True if all ranks agreed to stop after the same step."""
 
 
 class ForkedRanks:
-    """Ranks that this process forks: it opens, documents and concludes the attempt, they train."""
+    """Ranks forked by this process. The parent process also sets up, documents, and concludes the attempt."""
 
     is_main = True
 
@@ -175,16 +176,16 @@ class ForkedRanks:
 
     @contextlib.contextmanager
     def acquire_run(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Iterator[RunFolder | None]:
-        """Lock the run to resume. Raises UserError if another process holds the lock."""
+        """Lock the run to resume, if any. Raises UserError if another process holds the lock."""
         with lock_run(run_to_resume) if run_to_resume is not None else contextlib.nullcontext():
             yield run_to_resume
 
     def open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | int:
-        """Fit the config to this machine and claim the attempt. Raises UserError."""
+        """Adapt the config to this machine's devices and claim a new attempt. Raises UserError."""
         gpus = provenance.count_visible_gpus()
         cfg.fit_devices(gpus)
         if cfg.launch.device == "cuda":
-            rendezvous.check_gpus(cfg.processes, gpus)  # earlier than the ranks would
+            rendezvous.check_gpus(cfg.processes, gpus)  # reports missing GPUs before any rank is forked
         check_memory(cfg)
         print_notice_of_shared_cores(cfg, cfg.processes)
         attempt = Attempt.open(cfg, run_to_resume, fallback=True)
@@ -203,14 +204,14 @@ class ForkedRanks:
         return attempt
 
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> Outcome:
-        """Fork the ranks, document the attempt while they start, and wait for them. Raises UserError."""
+        """Fork the ranks, document the attempt while the ranks start, and wait for the ranks. Raises UserError."""
         folder = attempt.folder
         elastic = get_enabled_elastic_settings(cfg)
 
         def train_forked(rank_info: RankInfo) -> None:
             log_file = folder.log_file(rank_info.original_rank)
-            stop = listen_for_stop(cfg, open(log_file, "a"))  # noqa: SIM115 (open until the rank exits)
-            may_be_main = rank_info.rank == 0 or elastic is not None  # any elastic rank may become rank 0
+            stop = listen_for_stop(cfg, open(log_file, "a"))  # noqa: SIM115 (the file stays open until the rank exits)
+            may_be_main = rank_info.rank == 0 or elastic is not None  # in an elastic run, any rank may become rank 0
             local_launcher.redirect_output(log_file, keep_stdout=may_be_main)
             launch = algorithms.use_stored_algorithm_file(cfg.launch, folder.path / "code")
             with rendezvous.join_world(rank_info, launch, folder.attempt_folder / ".private") as world:
@@ -219,11 +220,11 @@ class ForkedRanks:
         def document() -> None:
             attempt.document(cfg)
             if not attempt.is_new:
-                provenance.update_metadata(folder, job=None)  # this attempt belongs to no job
+                provenance.update_metadata(folder, job=None)  # this attempt does not belong to a SLURM job
             attempt.tracker = wandb_tracker.Tracker.start(cfg, folder)
 
         reasons = list[str]()
-        with attempt.discard_on(UserError):  # `document` may find damaged data or a full disk
+        with attempt.discard_on(UserError):  # raised by `document` if the data is damaged or the disk is full
             status = local_launcher.run_ranks(
                 train_forked,
                 cfg.processes,
@@ -238,10 +239,10 @@ class ForkedRanks:
 
 
 class LaunchedRank:
-    """One of the ranks that torchrun or srun started. Rank 0 also opens, documents and concludes the attempt."""
+    """A rank started by torchrun or srun. Rank 0 also sets up, documents, and concludes the attempt."""
 
     def __init__(self, rank_info: RankInfo, cfg: Experiment) -> None:
-        """Raise UserError if torchrun or SLURM started a number of ranks other than that of the config."""
+        """Raise UserError if torchrun or SLURM did not start the number of ranks that the config requires."""
         if rank_info.size != cfg.processes and not rank_info.is_joining:
             remedy = f"srun -n {cfg.processes}"
             if rank_info.launcher == "torchrun":
@@ -256,12 +257,15 @@ class LaunchedRank:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0. In an elastic run another rank may become rank 0."""
+        """True on rank 0. In an elastic run, another rank may become rank 0 later."""
         return self.rank_info.rank == 0 and not self.rank_info.is_joining
 
     @contextlib.contextmanager
     def acquire_run(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Iterator[RunFolder | None]:
-        """Join the other ranks, and yield the run to resume; a restart resumes the run of the previous attempt."""
+        """Join the other ranks and yield the run to resume, if any.
+
+        After a restart by SLURM or torchrun, this is the run of the previous attempt.
+        """
         check_memory(cfg)
         launch = cfg.launch
         parent = Path(cfg.runs)
@@ -270,13 +274,13 @@ class LaunchedRank:
             parent = run_to_resume.path
         private = private_folder.get_private_folder(parent, self.rank_info)
         with rendezvous.join_world(self.rank_info, launch, private) as self.world:
-            self.rank_info = self.world  # follows its changes
+            self.rank_info = self.world  # an elastic run updates this object when ranks are lost or join
             if run_to_resume is None and self.rank_info.is_restart:
                 run_to_resume = self._find_run_of_same_launch(cfg)
             yield run_to_resume
 
     def _find_run_of_same_launch(self, cfg: Experiment) -> RunFolder | None:
-        """Return the run that the previous attempt of this command line made. All ranks call it."""
+        """Return the run that the previous attempt of this launch created. All ranks must call this method."""
         earlier = None
         if self.is_main:
             name = config.get_experiment_name(type(cfg))
@@ -285,9 +289,9 @@ class LaunchedRank:
         return RunFolder(Path(path)) if path else None
 
     def open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | int:
-        """Let rank 0 claim and document the attempt; return it, or an exit status if there is none.
+        """Return the attempt that rank 0 claims and documents, or the exit status if rank 0 fails.
 
-        Raises UserError on rank 0.
+        All ranks must call this method. Raises UserError on rank 0.
         """
         if self.rank_info.is_joining:
             return Attempt.join(cfg, run_to_resume)
@@ -320,10 +324,10 @@ class LaunchedRank:
         return attempt
 
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> Outcome:
-        """Train as one rank; on rank 0, also track the attempt."""
+        """Train on this rank. Rank 0 also starts to track the attempt with W&B."""
         log_file = attempt.folder.log_file(self.rank_info.original_rank)
-        self.stop.log = open(log_file, "a")  # noqa: SIM115 (open until the process exits)
-        if self.is_main and not self.rank_info.coordinator:  # an elastic launcher outlives every rank and tracks itself
+        self.stop.log = open(log_file, "a")  # noqa: SIM115 (the file stays open until the process exits)
+        if self.is_main and not self.rank_info.coordinator:  # in an elastic job, the launcher tracks the run
             attempt.tracker = wandb_tracker.Tracker.start(cfg, attempt.folder)
         try:
             train_rank(main, cfg, self.world, attempt, self.stop)
@@ -333,7 +337,7 @@ class LaunchedRank:
 
 
 def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: StopRequest) -> None:
-    """Call the experiment's main on one rank, and log the cause of a failure."""
+    """Call the experiment's `main` on one rank, and log the cause of any failure."""
     if world.nodes > 1 and world.launcher != "local" and not world.is_joining:
         host_checks.check_hosts(world, attempt.folder.path, mixed=cfg.launch.mixed)
     state_dicts.seed_global_rngs(seeds.derive_seed(cfg.seed, "init"))
@@ -346,11 +350,11 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         initial_weights.clear_replaced_weights(cfg, attempt.folder)
         main(cfg, run)
         if world.is_main and not run.finished:
-            raise RuntimeError("main() returned without calling run.report(...); call it on all ranks after training")
-    except (RuntimeError, TimeoutError, BlockingIOError) as raised:  # BlockingIOError: a fork failed
+            raise RuntimeError("main() did not call run.report(...); add this call after the training loop")
+    except (RuntimeError, TimeoutError, BlockingIOError) as raised:  # os.fork raises BlockingIOError
         error = convert_shortage_error(raised)
-        # A rank with nothing to save stops at once, and another one may have completed its first step by then. SIGTERM
-        # does not count: srun sends it if another rank has failed.
+        # A stop request may have caused this error: ranks with nothing to save stop immediately, while another rank may
+        # have completed its first step. SIGTERM is not sufficient, because srun also sends it when a rank has failed.
         was_notified = stop.signal_number == signal.SIGUSR2 and not is_timeout(error)
         if was_notified or (stop.can_stop_immediately and stop.wait_for_request()):
             raise StopRequested(together=False) from error
@@ -366,32 +370,31 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
             raise error from raised
         raise
     except Exception as error:
-        stop.can_stop_immediately = (
-            False  # the launcher's signal, sent because other ranks ended, must not hide the error
-        )
+        # The launcher sends a signal when other ranks have ended. The signal must not hide this error.
+        stop.can_stop_immediately = False
         run.log_failure(error)
         raise
     finally:
         for worker in multiprocessing.active_children():
-            worker.kill()  # data workers ignore all other signals, and a failed rank must not wait for them
+            worker.kill()  # data workers ignore all other signals, and a failed rank must not wait for its workers
         run.close()
 
 
 def print_notice_of_shared_cores(cfg: Experiment, ranks: int) -> None:
-    """Print a notice if more ranks compute on this host's cores than it has."""
+    """Print a notice if more ranks compute on this host's CPU than it has cores."""
     cores = count_host_cores()
     if ranks > cores and (cfg.launch.excludes_gpus or not provenance.count_visible_gpus()):
         print(f"{ranks} ranks share {format_count(cores, 'core')} of this host; steps will be slow", flush=True)
 
 
 def check_memory(cfg: Experiment) -> None:
-    """Raise UserError if the model cannot fit into this host's memory. GPUs report their own shortage."""
+    """Raise UserError if the model does not fit into host memory. The check is skipped for runs on GPUs."""
     if cfg.launch.excludes_gpus or not provenance.count_visible_gpus():
         host_memory.check_host_memory(cfg)
 
 
 def listen_for_stop(cfg: Experiment, log: IO[str]) -> StopRequest:
-    """Install the handlers of stop signals; `log` receives the stacks if this rank has to be killed."""
+    """Install the handlers for stop signals. `log` receives stack traces if the grace time runs out."""
     stop = StopRequest(cfg.checkpoint.grace, log)
     stop.start_listening()
     return stop

@@ -1,4 +1,4 @@
-"""Exact evaluation: every test sample once, for any batch size and number of ranks."""
+"""Exact evaluation: each test sample is scored exactly once, for any batch size and number of ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ Predict = Callable[[Tensor | None, int], Tensor | None]
 
 
 def slice_batches(count: int, size: int) -> Iterable[slice]:
-    """Return consecutive slices that cover `count` samples; the last one may be smaller."""
+    """Return consecutive slices of length `size` that cover `count` samples. The last slice may be shorter."""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def slice_shard(count: int, size: int, rank: int, ranks: int) -> Iterable[slice]:
-    """Return the slices of `count` samples that one of several ranks evaluates, each at most `size` long.
+    """Return the slices of `count` samples that one of several ranks evaluates.
 
-    The slices of all ranks cover each sample once, and their lengths differ by at most one. Every rank gets the same
-    number of slices, if necessary empty ones: a sharded model communicates in each forward.
+    Each slice contains at most `size` samples, and the lengths of all slices differ by at most one. Together, the
+    slices of all ranks cover each sample once. Every rank gets the same number of slices, some of which may be empty,
+    because a sharded model communicates in each forward pass.
     """
     total = ranks * -(-count // (size * ranks))
     return (slice(i * count // total, (i + 1) * count // total) for i in range(rank, total, ranks))
@@ -34,12 +35,12 @@ def slice_shard(count: int, size: int, rank: int, ranks: int) -> Iterable[slice]
 def score_test_set(
     predict: Predict, run: RunContext, *, inputs: bool = True, shard: tuple[int, int] = (0, 1)
 ) -> dict[str, float]:
-    """Return mean loss and accuracy over exactly all test samples, the same on every rank. All ranks call it.
+    """Return the mean loss and the accuracy over all test samples, identical on every rank.
 
-    `predict(x, n)` gets inputs [n, ...], or None if `inputs` is False, and returns logits [n, classes] on the ranks
-    that have them, else None. `shard` (r, n) selects the r-th of n shards of the samples; the default is all of them.
-    Sums, not means, are added up, so batches of unequal size have the right weight. A stop request is handled between
-    two batches.
+    `predict(x, n)` receives inputs [n, ...], or None if `inputs` is False. It returns logits [n, classes] on the ranks
+    that have logits, and None on all other ranks. `shard` (r, n) selects the r-th of n shards of the samples; by
+    default, this rank evaluates all samples. Losses are summed before they are averaged, so that batches of unequal
+    size have the correct weight. Stop requests are handled between two batches. All ranks must call this function.
     """
 
     def report_progress(done: int, total: int) -> None:
@@ -62,10 +63,10 @@ def score_test_set(
 
 
 def score_replicated(model: nn.Module, run: RunContext) -> dict[str, float]:
-    """Return the scores of a model replicated on all ranks, each evaluating its shard. All ranks call it.
+    """Return the scores of a model that is replicated on all ranks. Each rank evaluates one shard.
 
-    BatchNorm's running statistics are averaged first, weighted by the size of each rank's shard: every rank has seen
-    other samples.
+    BatchNorm's running statistics are averaged first, because each rank has seen different samples. The weight of a
+    rank is the size of its shard. All ranks must call this function.
     """
     sync_batchnorm.average_buffers(model, weight=run.state.shard_weight if run.state else 1.0)
     return score_test_set(lambda x, _: model(x), run, shard=run.shard)
@@ -83,10 +84,11 @@ def sum_scores(
     shard: tuple[int, int] = (0, 1),
     after_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
-    """Return one rank's part of `score_test_set`: float64 [3], sums of losses, correct answers and samples.
+    """Return one rank's sums of losses, correct predictions, and samples, as a float64 tensor [3].
 
-    It needs no process group. `after_batch(done, total)` is called after each batch with the samples of all ranks done
-    so far, assuming equal speed, and the number of test samples.
+    The parameters are those of `score_test_set`, but no process group is needed. After each batch,
+    `after_batch(done, total)` is called: `done` estimates the number of samples that all ranks have evaluated, and
+    `total` is the number of test samples.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     rank, ranks = shard
@@ -97,7 +99,7 @@ def sum_scores(
         logits = predict(x, samples.stop - samples.start)
         if logits is not None:
             y = test.load_targets(samples, device)
-            # Autocast returns logits of low precision; a sum of a thousand losses in bf16 would be a whole number.
+            # Autocast returns low-precision logits. In bf16, a sum of a thousand losses would be rounded to an integer.
             sums[0] += F.cross_entropy(logits.to(dtype), y, reduction="sum")
             sums[1] += (logits.argmax(1) == y).sum()
             sums[2] += len(y)
@@ -106,12 +108,15 @@ def sum_scores(
 
 
 def compute_scores(sums: Tensor) -> dict[str, float]:
-    """Return the scores from the sums of `sum_scores` over all test samples."""
+    """Compute the mean loss and the accuracy from the sums that `sum_scores` returns."""
     loss, correct, count = sums.tolist()
     return {"test_loss": loss / count, "test_accuracy": correct / count, "test_samples": int(count)}
 
 
 def measure_accuracy(model: nn.Module, test: Images, device: torch.device, *, batch: int, dtype: torch.dtype) -> float:
-    """Return the accuracy (0 to 1) over all test samples, computed by this rank alone in the model's current mode."""
+    """Return the accuracy (0 to 1) over all test samples, computed by this rank alone.
+
+    The model remains in its current mode, training or eval.
+    """
     sums = sum_scores(lambda x, _: model(x), test, device, batch=batch, dtype=dtype)
     return compute_scores(sums)["test_accuracy"]

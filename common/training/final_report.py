@@ -1,4 +1,4 @@
-"""Final report of a run on rank 0: result.json, the trained model, and a table on the terminal."""
+"""Final report of a run, written by rank 0: result.json, the trained model, and a table on the terminal."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from common.training.run_context import RunContext
 
 
 def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
-    """Write result and model of a finished run, and print the table.
+    """Write the result and the model of a finished run, and print the final table.
 
-    Raises RunTakenError if another attempt has taken over the run, or its folder is missing.
+    Raises RunTakenError if another attempt has taken over the run or the run folder is missing.
     """
     changes = [*read_earlier_rank_changes(run.folder), *run.generations]
     reports = [*reports, *report_generations(changes)]
@@ -50,9 +50,10 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
 
 
 def measure_timings(run: RunContext) -> dict[str, float]:
-    """Return samples/s and seconds per step of this attempt; empty if it had too few steps to measure.
+    """Return the throughput in samples/s and the seconds per step of this attempt.
 
-    A run that trains nothing has no samples/s.
+    The dict is empty if this attempt had too few steps to measure. The throughput is omitted for a run that does not
+    train a model.
     """
     timings: dict[str, float] = {}
     if not run.step_seconds():
@@ -64,13 +65,16 @@ def measure_timings(run: RunContext) -> dict[str, float]:
 
 
 def report_generations(changes: Sequence[dict[str, Any]]) -> list[Report]:
-    """Report which ranks an elastic run lost and regained, and the time it took; empty without changes."""
+    """Report the ranks that an elastic run lost and regained, and the time that this cost.
+
+    Returns an empty list if the ranks never changed.
+    """
     if not changes:
         return []
     seconds_lost = sum(change["seconds"] + change["discarded"] for change in changes)
     steps_redone = sum(1 for change in changes if change["discarded"] > 0)
     lines = [describe_rank_change(change) for change in changes]
-    lines.append(f"{seconds_lost:.3f} s in total, {format_count(steps_redone, 'step')} repeated")
+    lines.append(f"{seconds_lost:.3f} s lost in total, {format_count(steps_redone, 'step')} repeated")
     measured = {
         "generations": list(changes),
         "seconds_lost": seconds_lost,
@@ -81,7 +85,7 @@ def report_generations(changes: Sequence[dict[str, Any]]) -> list[Report]:
 
 
 def format_run_rows(run: RunContext) -> dict[str, str]:
-    """Return the first rows of the table: measurements of every run."""
+    """Return the first rows of the final table: scores, throughput, and ranks."""
     world = run.world
     scores = run.scores
     rows = {}
@@ -89,7 +93,7 @@ def format_run_rows(run: RunContext) -> dict[str, str]:
         throughput = f"not measured: this attempt trained {format_count(run.step - run.resumed_after, 'step')}"
         seconds = run.step_seconds()
         if seconds:
-            step_time = f"{seconds * 1e3:.2f} ms a step, first steps and evaluation left out"
+            step_time = f"{seconds * 1e3:.2f} ms per step, excluding the first steps and evaluation"
             throughput = f"{run.samples_per_second():,.0f} samples/s  ({step_time})"
         rows = {
             "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
@@ -99,12 +103,12 @@ def format_run_rows(run: RunContext) -> dict[str, str]:
         }
     hosts = ", ".join(sorted(set(world.hosts)))
     threads = format_count(world.threads, "thread")
-    rows["ranks"] = f"{world.size} with {threads} each on {world.device.type} of {hosts}"
+    rows["ranks"] = f"{world.size} on {hosts} (device {world.device.type}, {threads} per rank)"
     return rows
 
 
 def format_folder_rows(run: RunContext) -> dict[str, str]:
-    """Return the last rows of the table: run folder, files of numbers, and the command that repeats the run."""
+    """Return the last rows of the final table: paths of the results, and the command that repeats the run."""
     path = run.folder.path
     command = f"make rerun RUN={shlex.quote(run.folder.reference)}"
     try:
@@ -123,14 +127,15 @@ def format_folder_rows(run: RunContext) -> dict[str, str]:
 
 
 def save_trained_model(run: RunContext) -> None:
-    """Write the model of the last step beside the result, with the facts needed to build and evaluate it.
+    """Write the trained model to the run folder, with the metadata needed to rebuild and evaluate the model.
 
-    Raises UserError if the disk refuses to write.
+    Raises UserError if the model cannot be written.
     """
     state = run.state
     cfg = run.cfg
     if state is None or run.saver.checkpointer.saved_step != run.step:
-        run.log_message("WARNING: no model written: the last step was not saved", logging.WARNING)
+        problem = "the trained model is not written, because the state after the last step was not saved"
+        run.log_message(f"WARNING: {problem}", logging.WARNING)
         return
     mean, std = get_pixel_statistics(run.prepared)
     facts: dict[str, Any] = {

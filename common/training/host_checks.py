@@ -1,4 +1,7 @@
-"""Health checks of the hosts: facts that each rank collects, and the problems that a comparison reveals."""
+"""Health checks of hosts, based on facts that each rank collects about its host.
+
+Rank 0 compares the facts of all ranks to find problems.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +30,25 @@ from common.runs.folder import convert_disk_errors, read_json
 from common.system import host_memory, network
 from common.system.errors import UserError
 
-HostFacts = dict[str, Any]  # facts that one rank collected about its host
+HostFacts = dict[str, Any]  # facts that one rank has collected about its host
 
 MIN_FREE_GB = 1.0
-ALL_REDUCE_ELEMENTS = 4 << 20  # 16 MiB
-MIN_ROUNDS = 3  # of a measured rate
-MAX_ROUNDS = 12  # used if a host seems slow, which other programs may cause
-MATRIX_SIDES = {"cpu": 384, "cuda": 4096}  # of the matrices whose product is measured
-PRODUCT_SECONDS = 0.5  # of each round of products
-SLOW_RATIO = 0.5  # a slow host has less than this fraction of the others' median rate
+ALL_REDUCE_ELEMENTS = 4 << 20  # 16 MiB of float32 values
+MIN_ROUNDS = 3  # minimum number of rounds in which a rate is measured
+MAX_ROUNDS = 12  # maximum number of rounds, used only if a host seems slow
+MATRIX_SIDES = {"cpu": 384, "cuda": 4096}  # rows and columns of the matrices whose product is timed
+PRODUCT_SECONDS = 0.5  # duration of one round of matrix products
+SLOW_RATIO = 0.5  # a host is slow if its rate is below this fraction of the median rate of the other ranks
 DISK_TEST_BYTES = 16 << 20
 MIN_DISK_MB_PER_S = 5.0
 MAX_CLOCK_SKEW_SECONDS = 1.0
 
 
 def collect_basic_facts(world: World, folder: Path) -> HostFacts:
-    """Collect the facts that take almost no time, for the start of every job. 1 GB is 1e9 bytes."""
+    """Collect the facts about this host that take almost no time to obtain.
+
+    These facts are checked at the start of every job on several hosts. 1 GB is 1e9 bytes.
+    """
     if world.device.type == "cuda":
         device = torch.cuda.get_device_name(world.device)
         free_bytes, _ = torch.cuda.mem_get_info(world.device)
@@ -66,9 +72,10 @@ def collect_basic_facts(world: World, folder: Path) -> HostFacts:
 
 
 def check_hosts(world: World, folder: Path, *, mixed: bool) -> None:
-    """Compare the hosts before training. All ranks call it. With `mixed` the devices may differ.
+    """Compare the hosts before training, and raise UserError if a host has a problem.
 
-    Raises UserError, which on rank 0 names the host and its problem.
+    On rank 0, the error names the host and its problem. With `mixed`, ranks may have different devices. All ranks must
+    call this function.
     """
     facts = world.gather(collect_basic_facts(world, folder))
     problems = []
@@ -76,11 +83,11 @@ def check_hosts(world: World, folder: Path, *, mixed: bool) -> None:
         problems = find_problems(facts, len(set(world.hosts)), mixed=mixed)
     if world.broadcast(bool(problems)):
         wait_for_all_ranks_to_exit()
-        raise UserError("; ".join(problems) or "another host has a problem; see the error of rank 0")
+        raise UserError("; ".join(problems) or "another host has a problem; see the error message of rank 0")
 
 
 def resolve_host_address() -> str:
-    """Return the address to which this host's name resolves; empty if it does not resolve."""
+    """Return the IPv4 address to which this host's name resolves, or an empty string."""
     try:
         return network.resolve_ipv4(socket.gethostname())
     except OSError:
@@ -88,7 +95,7 @@ def resolve_host_address() -> str:
 
 
 def measure_disk_free(folder: Path) -> float | None:
-    """Return the free GB of the disk of the run folders; None if the folder cannot be reached."""
+    """Return the free disk space for run folders in GB, or None if the disk is not accessible."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
@@ -98,7 +105,10 @@ def measure_disk_free(folder: Path) -> float | None:
 
 
 def check_all_reduce(world: World) -> HostFacts:
-    """Check the sum of an all-reduce and measure its GB/s, the best of several rounds. All ranks call it."""
+    """Check the result of an all-reduce, and measure its throughput in GB/s.
+
+    The throughput is that of the fastest of several rounds. All ranks must call this function.
+    """
     expected = world.size * (world.size + 1) / 2
     values = torch.empty(ALL_REDUCE_ELEMENTS, device=world.device)
     correct = True
@@ -117,10 +127,11 @@ def check_all_reduce(world: World) -> HostFacts:
 
 
 def check_matrix_product(world: World) -> HostFacts:
-    """Check that a matrix product is finite and repeatable, and measure its GFLOP/s. All ranks call it.
+    """Check that a matrix product is finite and reproducible, and measure its rate in GFLOP/s.
 
-    The rate is that of the best round. A round is long enough to reveal a host whose processor is shared with other
-    programs. More rounds follow if a host seems slow: a host that really is slow stays so.
+    The rate is that of the fastest round. A round is long enough to reveal a host whose processor is shared with other
+    programs. If a host seems slow, more rounds are measured, because another program may have slowed the host only
+    temporarily. All ranks must call this function.
     """
     generator = torch.Generator().manual_seed(0)
     side = MATRIX_SIDES[world.device.type]
@@ -128,7 +139,7 @@ def check_matrix_product(world: World) -> HostFacts:
     expected = left @ right
     finite = bool(expected.isfinite().all())
     repeatable = True
-    best_rate = 0.0  # products/s
+    best_rate = 0.0  # in products/s
 
     def multiply_eight_times() -> None:
         nonlocal repeatable
@@ -149,7 +160,10 @@ def check_matrix_product(world: World) -> HostFacts:
 
 
 def sample_clock(world: World) -> HostFacts:
-    """Read this host's clock in seconds, five times, each just after a barrier. All ranks call it."""
+    """Read this host's clock five times, each time immediately after a barrier.
+
+    The times are in seconds since the epoch. All ranks must call this function.
+    """
     times = []
     for _ in range(5):
         dist.barrier()
@@ -158,7 +172,10 @@ def sample_clock(world: World) -> HostFacts:
 
 
 def measure_disk_writing(folder: Path) -> HostFacts:
-    """Measure the MB/s at which run folders are written through to the disk, or return the error."""
+    """Measure the write speed of the disk of the run folders in MB/s.
+
+    The measurement includes an fsync. If writing fails, the error message is returned instead of a speed.
+    """
     file = folder / f".doctor-{secrets.token_hex(4)}"
     block = os.urandom(1 << 20)
     try:
@@ -179,7 +196,10 @@ def measure_disk_writing(folder: Path) -> HostFacts:
 
 
 def collect_data_checksums(cache: Path) -> HostFacts:
-    """Return the expected checksums of the prepared data sets in a folder, and the files that do not match."""
+    """Return the expected checksums of the prepared data sets in a folder, and all damaged files.
+
+    A file is damaged if it is missing or its checksum does not match.
+    """
     checksums = {}
     damaged = []
     for manifest in sorted(cache.glob("*/manifest.json")):
@@ -196,7 +216,10 @@ def collect_data_checksums(cache: Path) -> HostFacts:
 
 
 def collect_thorough_facts(world: World, runs: Path, cache: Path) -> HostFacts:
-    """Collect all facts, for a long job. All ranks call it; the first rank of each host examines its disks."""
+    """Collect all facts about this host, including those that take several seconds to measure.
+
+    All ranks must call this function. Only the first rank of each host examines the host's disks.
+    """
     facts = collect_basic_facts(world, runs)
     facts |= check_all_reduce(world)
     facts |= check_matrix_product(world)
@@ -209,9 +232,10 @@ def collect_thorough_facts(world: World, runs: Path, cache: Path) -> HostFacts:
 
 
 def find_problems(facts: Sequence[HostFacts], hosts: int, *, mixed: bool = False) -> list[str]:
-    """Return one line per problem, which names the host. Facts that were not collected are not checked.
+    """Return one line per problem, each naming the host.
 
-    With `mixed`, a different device is no problem.
+    `hosts` is the number of different hosts. Checks of facts that were not collected are skipped. With `mixed`, ranks
+    may have different devices.
     """
     problems = find_differences(facts)
     if not mixed:
@@ -222,17 +246,19 @@ def find_problems(facts: Sequence[HostFacts], hosts: int, *, mixed: bool = False
 
 
 def format_host(facts: HostFacts) -> str:
-    """Return host and rank of the facts, such as `node1 (rank 0)`."""
+    """Return the host and rank that collected the facts, such as `node1 (rank 0)`."""
     return f"{facts['host']} (rank {facts['rank']})"
 
 
 def find_differences(facts: Sequence[HostFacts]) -> list[str]:
-    """Return one line per rank whose package versions or data differ from the others'."""
+    """Return one line per rank whose package versions or data differ from those of the other ranks."""
     problems = []
     for package in facts[0]["versions"]:
         versions = [rank_facts["versions"].get(package) for rank_facts in facts]
         for host, version, usual in find_unusual_values(facts, versions):
-            problems.append(f"{host} has {package} {version}, the others {usual}; use one .venv")
+            problems.append(
+                f"{host} has {package} {version}, but other ranks have {usual}; use the same .venv on all hosts"
+            )
     with_data = [rank_facts for rank_facts in facts if "data" in rank_facts]
     names = set[str]()
     for rank_facts in with_data:
@@ -241,59 +267,62 @@ def find_differences(facts: Sequence[HostFacts]) -> list[str]:
         checksums = [rank_facts["data"].get(name) for rank_facts in with_data]
         for host, _, _ in find_unusual_values(with_data, checksums):
             problems.append(
-                f"{host} has other data in {name} than the others, or none; "
-                "data.cache must be one folder that all hosts share"
+                f"{host}: the data set {name} is missing or differs from that of other hosts; "
+                "data.cache must be a folder that all hosts share"
             )
     return problems
 
 
 def find_other_devices(facts: Sequence[HostFacts]) -> list[str]:
-    """Return one line per rank whose device is not the most frequent one."""
+    """Return one line per rank whose device is not the most common one."""
     devices = find_unusual_values(facts, [rank_facts["device"] for rank_facts in facts])
     remedy = "use hosts with the same devices, or set launch.mixed=true"
-    return [f"{host} has {device}, the others {usual}; {remedy}" for host, device, usual in devices]
+    return [f"{host} has {device}, but other ranks have {usual}; {remedy}" for host, device, usual in devices]
 
 
 def find_unusual_values(facts: Sequence[HostFacts], values: Sequence[Any]) -> list[tuple[str, Any, Any]]:
-    """Return (host, its value, most frequent value) for each host whose value is not the most frequent one."""
+    """Return (host, value, most common value) for each rank whose value is not the most common one."""
     usual, _ = Counter(values).most_common(1)[0]
     pairs = zip(facts, values, strict=True)
     return [(format_host(rank_facts), value, usual) for rank_facts, value in pairs if value != usual]
 
 
 def find_host_problems(facts: HostFacts, hosts: int) -> list[str]:
-    """Return the problems of one host that are visible without a comparison."""
+    """Return the problems of one host that can be detected without other hosts."""
     host = format_host(facts)
     problems = []
     if not facts["address"]:
-        problems.append(f"{host} cannot resolve its own name; add it to /etc/hosts or DNS")
+        problems.append(f"{host} cannot resolve its own name; add the name to /etc/hosts or DNS")
     elif hosts > 1 and facts["address"].startswith("127."):
-        problems.append(f"{host} resolves its own name to {facts['address']}, which other hosts cannot reach")
+        problem = f"resolves its own name to {facts['address']}, which other hosts cannot reach"
+        problems.append(f"{host} {problem}; correct the entry in /etc/hosts or DNS")
     if facts["cores"] < facts["cores_asked"]:
-        cores = f"{facts['cores']} cores, but {facts['cores_asked']} were requested"
-        problems.append(f"{host} may use {cores}; see cluster.cpus")
+        problem = f"can use only {facts['cores']} of the {facts['cores_asked']} requested cores"
+        problems.append(f"{host} {problem}; check cluster.cpus")
 
     if facts.get("disk_error"):
         problems.append(f"{host} {facts['disk_error']}")
     elif facts["disk_free_gb"] is None or facts["disk_free_gb"] < MIN_FREE_GB:
         free_gb = facts["disk_free_gb"]
-        problems.append(f"{host} has {free_gb} GB free for run folders; free space, or set runs=<elsewhere>")
+        problem = f"has {free_gb} GB free on the disk of the run folders"
+        problems.append(f"{host} {problem}; free some space, or set runs=<another folder>")
     elif (facts.get("disk_mb_per_s") or MIN_DISK_MB_PER_S) < MIN_DISK_MB_PER_S:
-        problems.append(f"{host} writes run folders at {facts['disk_mb_per_s']} MB/s; set runs=<a faster disk>")
+        problem = f"writes run folders at only {facts['disk_mb_per_s']} MB/s"
+        problems.append(f"{host} {problem}; set runs=<folder on a faster disk>")
     for file in facts.get("data_damaged", []):
         problems.append(f"{host}: {file} is damaged (checksum differs); delete its folder to prepare the data again")
 
     if facts.get("all_reduce_right") is False:
-        problems.append(f"{host} got a wrong sum from an all-reduce; check its network and memory")
+        problems.append(f"{host} got a wrong sum from an all-reduce; check the network and memory of this host")
     if facts.get("product_finite") is False or facts.get("product_same") is False:
-        problems.append(f"{host} got different or infinite products of the same matrices; do not compute on it")
+        problems.append(f"{host} got different or infinite products of the same matrices; do not use this host")
     return problems
 
 
 def compute_usual_rate(rates: Sequence[tuple[str, float]], rank: int) -> float:
-    """Return the median rate of the other ranks with the device of `rank`; 0 if there are none.
+    """Return the median rate of all other ranks with the same device as `rank`, or 0 if there are none.
 
-    `rates` has the device and GFLOP/s of each rank.
+    `rates` contains the device and the rate of each rank. The rates can have any unit.
     """
     device, _ = rates[rank]
     other_rates = [rate for i, (name, rate) in enumerate(rates) if i != rank and name == device]
@@ -301,7 +330,7 @@ def compute_usual_rate(rates: Sequence[tuple[str, float]], rank: int) -> float:
 
 
 def find_speed_problems(facts: Sequence[HostFacts]) -> list[str]:
-    """Return one line per host that computes much slower than the others with the same device."""
+    """Return one line per rank that computes much more slowly than other ranks with the same device."""
     problems = []
     measured = [rank_facts for rank_facts in facts if "gflop_per_s" in rank_facts]
     rates = [(rank_facts["device"], rank_facts["gflop_per_s"]) for rank_facts in measured]
@@ -309,14 +338,17 @@ def find_speed_problems(facts: Sequence[HostFacts]) -> list[str]:
         usual = compute_usual_rate(rates, i)
         if rate < SLOW_RATIO * usual:
             problems.append(
-                f"{format_host(measured[i])} is slow: matrix products at {rate} GFLOP/s, the others {usual}; "
-                "check it for other programs and thermal throttling"
+                f"{format_host(measured[i])} is slow: matrix products at {rate} GFLOP/s, compared with {usual} GFLOP/s "
+                "on other ranks; check this host for other programs and thermal throttling"
             )
     return problems
 
 
 def find_clock_problems(facts: Sequence[HostFacts]) -> list[str]:
-    """Return one line per host whose clock differs from the median. The first rank of a host stands for its clock."""
+    """Return one line per host whose clock differs from the median of all hosts.
+
+    With two hosts, the clocks are compared with each other. Of each host, only the times of its first rank are used.
+    """
     by_host: dict[str, HostFacts] = {}
     for rank_facts in facts:
         if rank_facts.get("times"):
@@ -325,17 +357,18 @@ def find_clock_problems(facts: Sequence[HostFacts]) -> list[str]:
     if len(clocks) < 2:
         return []
 
-    # A rank that was delayed once reads a late time in one round; a wrong clock is wrong in every round.
+    # A delayed rank reads a late time in some rounds only, but a wrong clock is wrong in every round. The smallest
+    # difference over all rounds therefore reveals a wrong clock.
     rounds = list(zip(*(clock["times"] for clock in clocks), strict=True))
-    if len(clocks) == 2:  # either may be wrong
+    if len(clocks) == 2:  # either clock may be the wrong one
         gap = min((second - first for first, second in rounds), key=abs)
         hosts = f"{format_host(clocks[1])} and {format_host(clocks[0])}"
-        problem = f"{hosts}: their clocks are {gap:+.1f} s apart; set up NTP"
+        problem = f"{hosts}: their clocks differ by {gap:+.1f} s; set up NTP"
         return [problem] if abs(gap) > MAX_CLOCK_SKEW_SECONDS else []
 
     problems = []
     for i, clock in enumerate(clocks):
         gap = min((times[i] - median(times) for times in rounds), key=abs)
         if abs(gap) > MAX_CLOCK_SKEW_SECONDS:
-            problems.append(f"{format_host(clock)}: its clock is {gap:+.1f} s from the others'; set up NTP")
+            problems.append(f"{format_host(clock)}: its clock differs by {gap:+.1f} s from other hosts; set up NTP")
     return problems

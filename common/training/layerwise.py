@@ -1,9 +1,9 @@
-"""LARS and LAMB: the step of each layer is proportional to the norm of its weights, for large batches.
+"""LARS and LAMB: layer-wise optimizers for training with large batches.
 
-Parameters of fewer than two dimensions (biases and the scales of normalisation layers) are updated at the full learning
-rate: their norms are small, and a proportional step would hardly change them. The papers make no such distinction; the
-implementations of TensorFlow's model garden and of SimCLR do. Norms are those of the full tensor even if ranks hold
-shards of it.
+The size of each layer's update is proportional to the norm of the layer's weights. Parameters with fewer than two
+dimensions (biases and the scales of normalization layers) are updated at the full learning rate instead. Their norms
+are small, so a proportional update would hardly change them. The papers do not make this distinction, but the
+implementations in TensorFlow Model Garden and SimCLR do. The norm of a sharded parameter is that of the full tensor.
 """
 
 from __future__ import annotations
@@ -21,22 +21,28 @@ Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 def compute_norm(values: Tensor) -> Tensor:
-    """Return the Euclidean norm [] of a full tensor. If it is sharded, all its ranks call it."""
+    """Return the Euclidean norm of a tensor as a scalar tensor.
+
+    For a sharded tensor, this is the norm of the full tensor, and all ranks that hold a shard must call this function.
+    """
     norm: Tensor = gather_full_tensor(torch.linalg.vector_norm(values))
     return norm
 
 
 def divide_norms(upper: Tensor, lower: Tensor) -> Tensor:
-    """Return upper / lower, or 1 if either is 0. Otherwise weights of zero would never change."""
+    """Return `upper / lower`, or 1 if either norm is 0.
+
+    Without this exception, weights that are all zero would never change.
+    """
     is_positive = (upper > 0) & (lower > 0)
     return torch.where(is_positive, upper / lower, torch.ones_like(upper))
 
 
 class Lars(Optimizer):
-    """Layer-wise adaptive rate scaling (You et al. 2017, arXiv 1708.03888, algorithm 1).
+    """LARS optimizer: layer-wise adaptive rate scaling (You et al. 2017, arXiv 1708.03888, algorithm 1).
 
-    The learning rate is inside the momentum, as in the paper: a change of the rate affects new gradients only. `trust`
-    is the LARS coefficient of the paper.
+    As in the paper, updates are multiplied by the learning rate before they are added to the momentum buffer. A change
+    of the learning rate therefore affects new gradients only. `trust` is the LARS coefficient of the paper.
     """
 
     def __init__(
@@ -46,7 +52,7 @@ class Lars(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters that have gradients."""
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             decay = group["weight_decay"]
             for weight in group["params"]:
@@ -66,7 +72,10 @@ class Lars(Optimizer):
 
 
 class Lamb(Optimizer):
-    """Layer-wise adaptive moments (You et al. 2019, arXiv 1904.00962, algorithm 2), phi the identity."""
+    """LAMB optimizer: layer-wise adaptive moments (You et al. 2019, arXiv 1904.00962, algorithm 2).
+
+    The scaling function phi of the paper is the identity.
+    """
 
     def __init__(
         self,
@@ -80,7 +89,7 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters that have gradients."""
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for weight in group["params"]:
@@ -96,7 +105,7 @@ class Lamb(Optimizer):
                 mean_square = state["exp_avg_sq"].mul_(beta2)
                 mean_square.addcmul_(weight.grad, weight.grad, value=1 - beta2)
 
-                # Divide the unbiased means.
+                # Divide the bias-corrected mean by the root of the bias-corrected mean square.
                 update = mean / (1 - beta1 ** state["step"])
                 root = (mean_square / (1 - beta2 ** state["step"])).sqrt_()
                 update.div_(root.add_(group["eps"]))

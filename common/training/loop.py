@@ -1,4 +1,4 @@
-"""The training loop: an iterator over optimizer steps, and the work between two of them."""
+"""The training loop: an iterator over optimizer steps, and the work between steps, such as evaluation."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ Evaluate = Callable[[], dict[str, float]]
 
 
 class Step:
-    """Optimizer step: `with step:` around forward, backward and update.
+    """Context manager for one optimizer step: forward, backward, and update.
 
-    The step counts if the block ends without an error, even if the gradient scaler skipped the update (fp16). The block
-    contains everything that must be repeated if the step fails. Update running sums after the block.
+    The step counts as completed if the `with` block ends without an error, even if the gradient scaler skips the update
+    (fp16). The block must contain everything that has to be repeated if the step fails. Update running sums after the
+    block.
     """
 
     def __init__(
@@ -39,55 +40,58 @@ class Step:
         self.batch = batch
         self.recovery = recovery
         self.number = number
-        """Counted from 1."""
+        """Number of this step, counted from 1."""
         self.epoch = epoch
-        """Counted from 0."""
+        """Epoch of this step, counted from 0."""
         self.rate = rate
-        """Learning rate, already set on the optimizer."""
+        """Learning rate of this step, already set in the optimizer."""
         self.values: dict[str, Tensor | float | None] = {}
         self.committed = False
         self.done = False
         self.failure: BaseException | None = None
-        """In an elastic run, the error because of which the step is discarded and repeated."""
+        """In an elastic run, the error that caused this step to be discarded; None if there was no error."""
 
     @property
     def x(self) -> Any:
-        """Inputs [samples of this rank, ...]; None if this rank needs none."""
+        """Inputs [N, ...] of this rank's N samples; None if this rank does not need inputs."""
         return self.batch[0]
 
     @property
     def y(self) -> Any:
-        """Targets [samples of this rank]; None if this rank needs none."""
+        """Targets [N] of this rank's N samples; None if this rank does not need targets."""
         return self.batch[1]
 
     @property
     def mean_shard(self) -> float:
-        """Mean samples per rank of the batch, or of each of its microbatches.
+        """Mean number of samples per rank in the batch, or in each of its microbatches.
 
-        Divide the sum of a rank's losses by it: the mean over the ranks is then the mean loss, for shards of any size.
+        Divide the sum of a rank's losses by this number. The mean over all ranks is then the mean loss, even if the
+        shards have different sizes.
         """
         assert self.run.state is not None and not isinstance(self.run.state.loader, Rounds)
         return self.run.state.loader.mean_shard
 
     def mark(self, name: str) -> None:
-        """Record the time of "backward" (its start) or "end of backward"."""
+        """Record the time at which backward starts (name "backward") or ends (name "end of backward")."""
         if self.run.times is not None:
             self.run.times.record_mark(name)
 
     def log(self, **values: Tensor | float | None) -> None:
-        """Add values to metrics.jsonl; tensors stay on their device.
+        """Log values of this step to metrics.jsonl.
 
-        Pass None on the ranks that do not know a value. In an elastic run every rank must know all values; they are
-        averaged, which costs least if they are logged before backward.
+        Tensors are not copied to the CPU immediately. Pass None on ranks that do not know a value. In an elastic run,
+        every rank must know all values, which are averaged over the ranks. To overlap this communication with backward,
+        log the values before backward.
         """
         self.values |= values
         if self.recovery is not None and not self.committed:
             self.recovery.start_averaging(values)
 
     def commit(self) -> None:
-        """Agree that no rank is lost, in an elastic run (elastic=true). Call it just before the update.
+        """Confirm that no rank is lost in an elastic run (elastic=true).
 
-        All ranks then have the means of the values logged so far. Values logged later must be equal on all ranks.
+        Call this method immediately before the update. It averages the values logged so far over the ranks. Values
+        logged later must be equal on all ranks. In a run that is not elastic, this method has no effect.
         """
         if self.recovery is not None:
             self.values |= self.recovery.commit()
@@ -113,7 +117,7 @@ class Step:
 def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source: int) -> Iterator[Step]:
     """Yield the remaining optimizer steps of a run; see `Run.steps`.
 
-    `source` is the rank that knows the values of `Step.log`, or MEAN.
+    `source` is the rank that knows the values passed to `Step.log`, or MEAN.
     """
     if run.state is not state:
         run.resume(state)
@@ -121,7 +125,7 @@ def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source
     record_shards(run)
     if source == MEAN and state.parts:
         model = state.parts[0]
-        sharded_layers = (layer for layer in model.children() if hasattr(layer, "unshard"))  # by fully_shard
+        sharded_layers = (layer for layer in model.children() if hasattr(layer, "unshard"))  # added by fully_shard
         run.times = StepTimer(model, run.device, sharded_layers)
     elastic = get_enabled_elastic_settings(run.cfg)
     recovery = Recovery(run, state, elastic) if elastic else None
@@ -141,7 +145,7 @@ def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source
 def iterate_to_evaluation(
     run: RunContext, state: TrainState, evaluate: Evaluate, recovery: Recovery | None
 ) -> Iterator[Step]:
-    """Yield the steps up to the next evaluation, and evaluate; after the last one the run is complete."""
+    """Yield the steps up to the next evaluation, then evaluate. The last evaluation completes the run."""
     if run.step < run.total and not run.saver.unevaluated:
         yield from iterate_epoch(run, state, recovery)
     scores = evaluate_epoch(run, state, evaluate)
@@ -160,7 +164,7 @@ def iterate_to_evaluation(
 
 
 def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None) -> Iterator[Step]:
-    """Yield the remaining steps of the loader's epoch, up to the run's last step."""
+    """Yield the remaining steps of the current epoch, up to the last step of the run."""
     cfg = run.cfg
     epoch_steps = state.loader.steps
     for part in state.parts:
@@ -173,27 +177,27 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None)
         step = Step(run, batch, run.step + 1, run.step // epoch_steps, rate, recovery)
         for layer in dropout:
             if isinstance(state.loader, Rounds):
-                raise TypeError("dropout by position requires run.batches or run.microbatches")
+                raise TypeError("SampleDropout requires a loader from run.batches or run.microbatches")
             layer.begin_step(step.epoch, state.loader.list_sample_positions(run.step % epoch_steps))
 
         yield step
         if step.failure is not None:
             raise step.failure
         if not step.done:
-            raise RuntimeError(f"step {step.number} was never entered; put the body of the loop into `with step:`")
+            raise RuntimeError(f"step {step.number} was never entered; put the body of the loop inside `with step:`")
 
-        if run.saver.checkpoint_or_stop(step.number):  # a vote alone counts: ranks wait there for the slowest
-            run.pace.exclude_pause()
+        if run.saver.checkpoint_or_stop(step.number):
+            run.pace.exclude_pause()  # the step time does not include a checkpoint
         adapt_shards(run, step.number)
         ends_epoch = step.number % epoch_steps == 0
-        if step.number == run.total and not ends_epoch:  # at the end of an epoch the loader advances to the next one
+        if step.number == run.total and not ends_epoch:  # at the end of an epoch, the loader must still advance
             return
-        if recovery is not None and not ends_epoch:  # at the end of an epoch an evaluation comes first
+        if recovery is not None and not ends_epoch:  # at the end of an epoch, the evaluation comes first
             recovery.leave_if_rank_joins()
 
 
 def adapt_shards(run: RunContext, number: int) -> None:
-    """Adapt the shards to the ranks' latest step times, every WINDOW steps (shards=auto)."""
+    """With shards=auto, adapt the shards to the latest step times of the ranks, every WINDOW steps."""
     if run.shards is None or run.times is None or number % WINDOW or number == run.total:
         return
     seconds = run.times.measure_seconds_to_last_gradient(WINDOW)
@@ -202,13 +206,16 @@ def adapt_shards(run: RunContext, number: int) -> None:
 
 
 def record_shards(run: RunContext) -> None:
-    """Write the shards that run.shards chose to metrics.jsonl. All ranks call it after the same step."""
+    """With shards=auto, write the number of samples of each rank to metrics.jsonl.
+
+    All ranks must call this function after the same step.
+    """
     if run.shards is not None and run.metrics is not None:
         run.metrics.write_values(run.step, run.shards.metric_values)
 
 
 def record_step(run: RunContext, step: Step) -> None:
-    """Record the time and values of a completed step, and write the heartbeat."""
+    """Record the duration and the logged values of a completed step, and write the heartbeat."""
     assert run.state is not None and run.metrics is not None
     synchronize_gpus_if_due(run, run.state, step.number)
     now = time.perf_counter()
@@ -224,10 +231,10 @@ def record_step(run: RunContext, step: Step) -> None:
 
 
 def synchronize_gpus_if_due(run: RunContext, state: TrainState, number: int) -> None:
-    """Wait for the GPUs before the steady steps, and where something other than a step follows.
+    """Synchronize the GPUs before the first timed step, and before any work other than a step.
 
-    A step only queues work on the GPUs. Without this, only queueing would be timed as the step, and the work itself as
-    an evaluation or a checkpoint.
+    A step only queues work on the GPUs. Without synchronization, the step time would cover only the queueing, and the
+    work itself would be attributed to an evaluation or a checkpoint.
     """
     if not state.gpus:
         return
@@ -239,17 +246,18 @@ def synchronize_gpus_if_due(run: RunContext, state: TrainState, number: int) -> 
 
 
 def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> dict[str, float]:
-    """Evaluate the model after the newest step and record the scores, if any. All ranks call it.
+    """Evaluate the model after the newest step, and record the scores, if any.
 
-    `evaluate` calls `Run.stop_if_requested` between two batches. A stop request saves the state before the evaluation,
-    which is repeated after a resume. The state after the last step is always saved.
+    `evaluate` must call `Run.stop_if_requested` between two batches. On a stop request, the state before the evaluation
+    is saved, and the evaluation is repeated when the run is resumed. The state after the last step is always saved. All
+    ranks must call this function.
     """
     saver = run.saver
     metrics = run.metrics
     is_last = run.step >= run.total
     assert metrics is not None
     metrics.flush()
-    saver.unevaluated = True  # set first: a rank may be lost below
+    saver.unevaluated = True  # must be set before the evaluation, in which a rank may be lost
     saver.raise_if_diverged()
     state.snapshot_buffers()
     for part in state.parts:

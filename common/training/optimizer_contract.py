@@ -1,4 +1,4 @@
-"""The contract of an optimizer: the behaviour that schedules, checkpoints, GradScaler and FSDP2 rely on, as checks."""
+"""Checks of a custom optimizer: the behavior on which schedules, checkpoints, GradScaler, and FSDP2 rely."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from configs.launch import Launch
 from configs.shared import Optim
 
 RATE = 0.1
-RELATIVE_TOLERANCE = 1e-12  # between float64 values of the same arithmetic in a different order
-SEVERAL_STEPS = 5  # within which every parameter changes; an optimizer that accumulates gradients may skip steps
+RELATIVE_TOLERANCE = 1e-12  # for float64 results that differ only in the order of operations
+SEVERAL_STEPS = 5  # number of steps within which every parameter must change; an optimizer may skip some steps
 
 
 class Trial:
-    """An optimizer of three small float64 layers with the same initial values and gradients in each trial.
+    """Three small float64 layers and their optimizer, whose behavior is to be checked.
 
-    `shard` is called with the layers before the optimizer is built. Each trial seeds torch's global generator.
+    Initial values and gradients are the same in all trials. `shard` is called with the model before the optimizer is
+    built. Each trial seeds torch's global random number generator.
     """
 
     def __init__(self, optim: Optim, shard: Callable[[nn.Module], object] = lambda model: None) -> None:
@@ -44,14 +45,17 @@ class Trial:
         self.optimizer = optimizers.build_optimizer(model.parameters(), replace(optim, lr=RATE), scaled=True)
 
     def set_gradients(self, number: int, scale: float = 1.0) -> None:
-        """Set the gradients of step `number`, multiplied by `scale`."""
-        torch.manual_seed(number)  # also for an optimizer that draws random numbers
+        """Set all gradients to the random values of step `number`, multiplied by `scale`."""
+        torch.manual_seed(number)  # also affects an optimizer that draws random numbers
         for _, parameter in self.parameters:
             gradient = scale * torch.randn(parameter.shape, dtype=torch.float64)
             parameter.grad = state_dicts.shard_like(gradient, parameter)
 
     def take_steps(self, numbers: Iterable[int], rate: float = RATE, scale: float = 1.0) -> Trial:
-        """Take steps with these numbers, setting the learning rate before each as a run does; return itself."""
+        """Take the steps with the given numbers, and return this trial.
+
+        As in a run, the learning rate is set before each step.
+        """
         for number in numbers:
             optimizers.set_learning_rate(self.optimizer, rate)
             self.set_gradients(number, scale)
@@ -59,14 +63,14 @@ class Trial:
         return self
 
     def copy_parameters(self) -> dict[str, Tensor]:
-        """Return copies of the full parameters by name."""
+        """Return copies of the full (unsharded) parameters by name."""
         return {name: state_dicts.gather_full_tensor(parameter.detach()).clone() for name, parameter in self.parameters}
 
 
 def find_difference(first: Trial, second: Trial, tolerance: float = 0.0) -> str | None:
-    """Return the name of a parameter that differs between two trials, or None.
+    """Return the name of a parameter that differs between two trials, or None if all are equal.
 
-    `tolerance` is relative to the largest value of the parameter. NaN differs from everything.
+    `tolerance` is relative to the largest absolute value of the parameter. NaN differs from every value.
     """
     references = second.copy_parameters()
     for name, tensor in first.copy_parameters().items():
@@ -76,48 +80,51 @@ def find_difference(first: Trial, second: Trial, tolerance: float = 0.0) -> str 
     return None
 
 
-# ---- the parts of the contract: each raises ValueError with the problem and its remedy
+# ---- checks, each of which raises ValueError with the problem and a remedy
 
 
 def check_step_interface(optim: Optim) -> None:
-    """Check that a run can call the optimizer."""
+    """Check that a run can construct the optimizer and call `step()`."""
     optimizer = Trial(optim).optimizer
     step = inspect.unwrap(type(optimizer).step)
     if step is inspect.unwrap(Optimizer.step):
-        raise ValueError("it has no method step(self), which updates the parameters from their gradients")
+        raise ValueError("the class has no method step(self): define one that updates parameters from their gradients")
     parameters = list(inspect.signature(step).parameters.values())[1:]
     positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     required = [parameter.name for parameter in positional if parameter.default is parameter.empty]
     if required:
-        raise ValueError(f"step needs {required[0]}: a run calls step(), once after each backward; give it a default")
+        problem = f"step() requires the argument {required[0]}"
+        raise ValueError(f"{problem}, but a run calls step() without arguments: give {required[0]} a default value")
     if any(not math.isclose(group.get("lr", math.nan), RATE) for group in optimizer.param_groups):
-        problem = "its parameter groups have no lr"
-        raise ValueError(f'{problem}: pass {{"lr": lr}} to super().__init__, and read group["lr"] in step')
+        problem = "the parameter groups have no lr"
+        raise ValueError(f'{problem}: pass {{"lr": lr}} to super().__init__() and read group["lr"] in step()')
 
 
 def check_learning_rate(optim: Optim) -> None:
-    """Check that each step uses the learning rate of the parameter groups."""
+    """Check that each step uses the learning rate that is set in the parameter groups."""
     start = Trial(optim)
     numbers = range(SEVERAL_STEPS)
     if find_difference(start, Trial(optim).take_steps(numbers, 0.0)):
-        raise ValueError('step changes parameters at a learning rate of 0: read group["lr"], which the schedule sets')
+        problem = "step() changes parameters although the learning rate is 0"
+        raise ValueError(f'{problem}: read group["lr"], which the schedule sets before each step')
 
     stepped = Trial(optim).take_steps(numbers)
     before = start.copy_parameters()
     after = stepped.copy_parameters()
     unchanged = [name for name in before if torch.equal(before[name], after[name])]
     if unchanged:
-        problem = f"{SEVERAL_STEPS} steps leave {unchanged[0]} unchanged"
-        raise ValueError(f"{problem}: use p.add_, which updates a parameter; p.add returns a new tensor")
+        problem = f"{SEVERAL_STEPS} steps leave the parameter {unchanged[0]} unchanged"
+        raise ValueError(f"{problem}: use p.add_, which changes p in place; p.add returns a new tensor")
 
     slower = Trial(optim).take_steps(numbers)
     numbers = range(SEVERAL_STEPS, 2 * SEVERAL_STEPS)
     if not find_difference(stepped.take_steps(numbers), slower.take_steps(numbers, RATE / 2)):
-        raise ValueError('step keeps the learning rate of the first step: read group["lr"], which the schedule sets')
+        problem = "every step uses the learning rate of the first step"
+        raise ValueError(f'{problem}: read group["lr"], which the schedule sets before each step')
 
 
 def check_resume(optim: Optim) -> None:
-    """Check that the next step depends only on the state that a checkpoint contains, by parameter name."""
+    """Check that later steps depend only on state that a checkpoint contains for each parameter."""
     trial = Trial(optim).take_steps([1, 2, 3])
     file = io.BytesIO()
     state = state_dicts.collect_optimizer_state(trial.optimizer, trial.parameters)
@@ -129,32 +136,32 @@ def check_resume(optim: Optim) -> None:
     state_dicts.load_tensors(resumed.parameters, parameters)
     state_dicts.load_optimizer_state(resumed.optimizer, resumed.parameters, state)
     if find_difference(trial.take_steps([4, 5]), resumed.take_steps([4, 5])):
-        problem = "steps after a resume differ from those without one"
+        problem = "steps after a resume differ from those of an uninterrupted run"
         raise ValueError(f"{problem}: store everything that later steps need in self.state[parameter]")
 
 
 def check_skipped_step(optim: Optim) -> None:
-    """Check that steps which GradScaler skips, even the very first, have no effect."""
+    """Check that a step that GradScaler skips has no effect, even if it is the first step."""
     trial = Trial(optim)
     scaler = GradScaler("cpu")
-    scaler.scale(torch.zeros(()))  # initialises the scale
+    scaler.scale(torch.zeros(()))  # initializes the scale
     for number in (0, 1, 0, 2):
         trial.set_gradients(number, scaler.get_scale() if number else math.inf)
         scaler.step(trial.optimizer)
         scaler.update()
     if find_difference(Trial(optim).take_steps([1, 2]), trial, RELATIVE_TOLERANCE):
-        raise ValueError("a step that GradScaler skips because a gradient is inf changes parameters or state")
+        raise ValueError("a step that GradScaler skips because of an infinite gradient changes parameters or state")
 
 
 def check_zero_gradients(optim: Optim) -> None:
-    """Check that parameters stay finite after gradients of zero."""
+    """Check that parameters remain finite when all gradients are zero."""
     trial = Trial(optim).take_steps([1, 2], scale=0.0).take_steps([3])
     if not all(tensor.isfinite().all() for tensor in trial.copy_parameters().values()):
-        raise ValueError("gradients of 0 make parameters NaN or infinite: add a small number to the divisor")
+        raise ValueError("zero gradients make parameters NaN or infinite: add a small epsilon to the divisor")
 
 
 def check_missing_gradient(optim: Optim) -> None:
-    """Check that a parameter without gradient does not change, and that the others do."""
+    """Check that a parameter without a gradient does not change, and that all other parameters do."""
     trial = Trial(optim)
     before = trial.copy_parameters()
     name, parameter = trial.parameters[0]
@@ -164,13 +171,14 @@ def check_missing_gradient(optim: Optim) -> None:
         trial.optimizer.step()
     after = trial.copy_parameters()
     if not torch.equal(after.pop(name), before[name]):
-        raise ValueError("step changes a parameter that has no gradient: skip parameters whose grad is None")
+        raise ValueError("step() changes a parameter that has no gradient: skip parameters whose grad is None")
     if any(torch.equal(tensor, before[other]) for other, tensor in after.items()):
-        raise ValueError("step leaves parameters unchanged because another one has no gradient")
+        problem = "step() does not update some parameters if another parameter has no gradient"
+        raise ValueError(f"{problem}: skip only the parameters whose grad is None")
 
 
 def check_foreach_and_fused(optim: Optim) -> None:
-    """Check that foreach and fused, if the optimizer has them, compute the same as its loop over parameters."""
+    """Check that the foreach and fused implementations, if any, match the loop over parameters."""
     options = ("foreach", "fused")
 
     def take_steps_with(option: str) -> Trial:
@@ -186,24 +194,26 @@ def check_foreach_and_fused(optim: Optim) -> None:
         if option not in group:
             continue
         if find_difference(take_steps_with("loop"), take_steps_with(option), RELATIVE_TOLERANCE):
-            raise ValueError(f"{option}=True gives other parameters than the loop over them")
+            raise ValueError(f"{option}=True computes different parameters than {option}=False")
 
 
 CHECKS: dict[str, Callable[[Optim], None]] = {
-    "a run can construct it and call step()": check_step_interface,
-    "each step uses the learning rate of the schedule": check_learning_rate,
-    "steps after a resume are identical": check_resume,
+    "the optimizer can be constructed, and step() can be called": check_step_interface,
+    "each step uses the learning rate that the schedule sets": check_learning_rate,
+    "steps after a resume equal those of an uninterrupted run": check_resume,
     "a step that GradScaler skips has no effect": check_skipped_step,
-    "gradients of zero leave parameters finite": check_zero_gradients,
-    "parameters without gradient do not change": check_missing_gradient,
-    "foreach and fused match the loop": check_foreach_and_fused,
+    "parameters remain finite when all gradients are zero": check_zero_gradients,
+    "parameters without a gradient do not change": check_missing_gradient,
+    "foreach and fused implementations match the loop over parameters": check_foreach_and_fused,
 }
+"""Maps the message that is printed for a passed check to the function that performs the check."""
 
 
 def check_optimizer(optim: Optim, passed: Callable[[str], object] = lambda name: None) -> None:
-    """Check an optimizer in this process; call `passed` with the name of each passed check. Raises UserError.
+    """Check an optimizer in this process, and call `passed` with the name of each check that it passes.
 
-    Do not call it in a process that forks others: it executes a user's file, which may start threads.
+    Do not call this function in a process that forks: it executes the user's file, which may start threads. Raises
+    UserError if a check fails.
     """
     with torch.random.fork_rng([]):
         step: Any = inspect.unwrap(type(Trial(optim).optimizer).step)
@@ -215,32 +225,36 @@ def check_optimizer(optim: Optim, passed: Callable[[str], object] = lambda name:
 
 
 def check_optimizer_of_run(optim: Optim, code: Path, *, is_new_run: bool) -> None:
-    """Check a custom optimizer on a rank, which from now on uses the run's copies of custom files.
+    """Check the custom optimizer of a run, if any, before the first step.
 
-    In a new run the original file is checked, so that errors name it. Raises UserError.
+    From then on, this rank uses the run's copies of custom files. In a new run, the original file is checked instead of
+    the copy, so that error messages name the original file. Raises UserError if a check fails.
     """
     if ":" in optim.name:
         check_optimizer(optim if is_new_run else custom_optimizer.point_to_kept_files(optim, code))
     custom_optimizer.use_kept_files(optim, code)
 
 
-# ---- with sharded parameters, on ranks
+# ---- checks with sharded parameters, which need several ranks
 
 
 def compare_sharded(optim: Optim, ranks: int) -> None:
-    """Raise ValueError if parameters sharded by FSDP2 get other values than full ones. All ranks call it."""
+    """Raise ValueError if the optimizer computes different values for parameters sharded by FSDP2.
+
+    `ranks` is the number of ranks, all of which must call this function.
+    """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard  # takes two seconds to import
+    from torch.distributed.fsdp import fully_shard  # this import takes two seconds
 
     mesh = init_device_mesh("cpu", (ranks,))
     sharded = Trial(optim, lambda model: fully_shard(model, mesh=mesh)).take_steps([1, 2, 3])
     if find_difference(Trial(optim).take_steps([1, 2, 3]), sharded, RELATIVE_TOLERANCE):
-        problem = "parameters sharded by FSDP2 get other values than full ones"
-        raise ValueError(f"{problem}: the norm of a shard is not that of the tensor, which full_tensor() returns")
+        problem = "parameters sharded by FSDP2 get different values than full parameters"
+        raise ValueError(f"{problem}: compute each norm from full_tensor(), not from a shard of the tensor")
 
 
 def check_on_ranks(optim: Optim, passed: Callable[[str], object]) -> int:
-    """Check an optimizer on two forked ranks, also with sharded parameters; return the exit status."""
+    """Check an optimizer on two forked ranks, including with sharded parameters. Return the exit status."""
 
     def check_rank(rank_info: RankInfo) -> None:
         with rendezvous.join_world(rank_info, Launch(device="cpu")) as world:
@@ -249,6 +263,6 @@ def check_on_ranks(optim: Optim, passed: Callable[[str], object]) -> int:
             with convert_errors_of_user_file("optim.name", optim.name):
                 compare_sharded(optim, world.size)
             if world.is_main:
-                passed("parameters sharded by FSDP2 get the values of full ones")
+                passed("parameters sharded by FSDP2 get the same values as full parameters")
 
     return local_launcher.run_ranks(check_rank, 2, 1, lambda: None)

@@ -1,4 +1,7 @@
-"""Optimizers, and the learning rate as a function of the step, so that no scheduler state has to be saved."""
+"""Construction of optimizers, and computation of the learning rate of each step.
+
+The learning rate depends only on the step and the settings, so that checkpoints need no scheduler state.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ T = TypeVar("T", bound=Optimizer)
 
 
 def remove_compiler_hooks(kind: type[T]) -> type[T]:
-    """Return an optimizer class of torch whose methods do not import the compiler.
+    """Return a subclass of a torch optimizer class whose methods do not import the compiler.
 
-    At its first call, every optimizer of torch imports torch._dynamo although nothing is compiled. That takes a second.
-    The unwrapped functions compute the same values.
+    On first use, every optimizer of torch imports torch._dynamo, which takes a second even if nothing is compiled. The
+    unwrapped methods compute the same values.
     """
     names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict", "step")
     methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
@@ -35,14 +38,15 @@ Adam = remove_compiler_hooks(torch.optim.Adam)
 AdamW = remove_compiler_hooks(torch.optim.AdamW)
 Lars = remove_compiler_hooks(layerwise.Lars)
 Lamb = remove_compiler_hooks(layerwise.Lamb)
-CLASS_USAGE = "Class(parameters, lr=...) is called; momentum, nesterov and weight_decay are passed if it accepts them"
+CLASS_USAGE = "Class is called with parameters and lr, and with momentum, nesterov, and weight_decay if it accepts them"
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: bool = False) -> Optimizer:
-    """Build the optimizer of a config; those of torch in fused form, one kernel for all parameters.
+    """Build the optimizer that a config describes.
 
-    With `scaled`, a GradScaler may skip steps. Adam is that of Kingma and Ba 2014 (arXiv 1412.6980), AdamW that of
-    Loshchilov and Hutter 2017 (arXiv 1711.05101).
+    torch's optimizers are used in their fused implementations, which update all parameters in one kernel. Set `scaled`
+    if a GradScaler may skip steps. Sources: Adam, Kingma and Ba 2014 (arXiv 1412.6980); AdamW, Loshchilov and Hutter
+    2017 (arXiv 1711.05101).
     """
     parameters = list(parameters)
     groups = group_by_decay(parameters) if cfg.decayed == "matrices" else parameters
@@ -67,26 +71,27 @@ def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: b
         fused=not is_sharded,  # torch has no fused SGD for sharded parameters
     )
     if scaled and cfg.momentum:
-        # If the very first step is skipped, the fused kernel leaves the momentum buffer uninitialised. Zeros give the
-        # same first step, to the bit: 0.9 * 0 + gradient.
+        # If the first step is skipped, the fused kernel leaves the momentum buffer uninitialized. With a buffer of
+        # zeros, the first step is bitwise the same, because 0.9 * 0 + gradient equals the gradient.
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
 def build_custom_optimizer(groups: Any, cfg: Optim) -> Optimizer:
-    """Build the optimizer of optim.name=FILE.py:Class with the settings that it accepts.
+    """Build the optimizer of optim.name=FILE.py:Class, passing the settings that the class accepts.
 
-    Raises UserError, naming file and line, if it cannot be built or does not accept a setting other than 0.
+    Raises UserError with the file and line if the class cannot be constructed, or if optim.weight_decay is set but the
+    class does not accept it.
     """
     value = custom_optimizer.FILES_OF_RUN.get(cfg.name, cfg.name)
     kind = load_function("optim.name", value, custom_optimizer.BUILTIN_NAMES["name"], "Class")
     with convert_errors_of_user_file("optim.name", value, vars(kind).get("__init__"), CLASS_USAGE):
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            raise TypeError("it is not a subclass of torch.optim.Optimizer")
+            raise TypeError("the class is not a subclass of torch.optim.Optimizer")
         accepted = inspect.signature(kind).parameters
         if cfg.weight_decay and "weight_decay" not in accepted:
-            raise ValueError(f"it does not accept weight_decay; omit optim.weight_decay={cfg.weight_decay:g}")
+            raise ValueError(f"the class does not accept weight_decay; omit optim.weight_decay={cfg.weight_decay:g}")
         settings: dict[str, Any] = {"lr": cfg.lr}
         for name in ("momentum", "nesterov", "weight_decay"):
             if name in accepted:
@@ -95,7 +100,10 @@ def build_custom_optimizer(groups: Any, cfg: Optim) -> Optimizer:
 
 
 def group_by_decay(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return parameter groups with weight decay, and without it for biases and scales of normalisation layers."""
+    """Divide the parameters into a group with weight decay and a group without weight decay.
+
+    Biases and the scales of normalization layers have no weight decay. Empty groups are omitted.
+    """
     matrices: dict[str, Any] = {"params": []}
     vectors: dict[str, Any] = {"params": [], "weight_decay": 0.0}
     for parameter in parameters:
@@ -105,11 +113,12 @@ def group_by_decay(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def compute_learning_rate(cfg: Optim, step: int, total: int, batch: int) -> float:
-    """Return the learning rate of a step, counted from 0, in a run of `total` steps with `batch` samples each.
+    """Return the learning rate of a step, counted from 0, in a run of `total` steps.
 
-    It is proportional to the batch if optim.base_batch is set, and rises during the warm-up (Goyal et al. 2017, arXiv
-    1706.02677). The cosine decay is that of Loshchilov and Hutter 2016 (arXiv 1608.03983) without restarts, the step
-    decay that of He et al. 2015 (arXiv 1512.03385). Raises UserError if a custom decay returns no valid factor.
+    Each step has `batch` samples. If optim.base_batch is set, the learning rate is proportional to the batch size. The
+    learning rate increases linearly during the warm-up (Goyal et al. 2017, arXiv 1706.02677). The cosine decay follows
+    Loshchilov and Hutter 2016 (arXiv 1608.03983), without restarts. The step decay follows He et al. 2015 (arXiv
+    1512.03385). Raises UserError if a custom decay returns an invalid factor.
     """
     peak = cfg.lr * batch / cfg.base_batch if cfg.base_batch else cfg.lr
     if step < cfg.warmup:

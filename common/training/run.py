@@ -1,4 +1,4 @@
-"""The run as an experiment uses it: steps, report, and all of RunContext."""
+"""The class `Run`, through which an experiment's `main` iterates over training steps and reports results."""
 
 from __future__ import annotations
 
@@ -13,32 +13,36 @@ from common.training.run_context import RunContext
 
 
 class Run(RunContext):
-    """One rank's interface to everything except the method. Experiments set no attributes on it.
+    """A rank's interface to the data, training loop, checkpoints, and log of a run.
 
-    All ranks call `resume`, `steps` and `report`, in this order.
+    All ranks must call `steps` and then `report`. Calling `resume` before `steps` is optional. Experiments must not set
+    attributes of this object.
     """
 
     def steps(self, state: TrainState, evaluate: Evaluate = dict, *, loss: int = MEAN) -> Iterator[Step]:
-        """Yield the remaining optimizer steps, each to be run in `with step:`, and evaluate after each epoch.
+        """Yield the remaining optimizer steps, and evaluate the model after each epoch.
 
-        The learning rate is set before each step. Between two steps, this rank writes its heartbeat and, every 0.5 to
-        2 s, all ranks agree whether to save or to stop. `evaluate` is called with all parts of the model in eval mode
-        and returns test_loss, test_accuracy and test_samples; without it there are no scores. `loss` is the rank that
-        knows the values of `Step.log`; with MEAN, every rank has its own values and their means are written.
+        The body of the loop must be inside `with step:`. The learning rate is set before each step. Between two steps,
+        this rank writes its heartbeat. Every 0.5 to 2 s, all ranks agree on whether to save a checkpoint or to stop.
 
-        Raises StopRequested after a checkpoint if any rank has a stop request, and UserError if the loss is NaN or
-        infinite.
+        `evaluate` is called with all parts of the model in eval mode. It returns test_loss, test_accuracy, and
+        test_samples; by default, no scores are computed. `loss` is the rank that knows the values passed to `Step.log`.
+        With MEAN, every rank has its own values, and the means over the ranks are logged.
+
+        If any rank has received a stop request, saves a checkpoint and raises StopRequested. Raises UserError if the
+        loss is NaN or infinite.
         """
         return loop.iterate_steps(self, state, evaluate, loss)
 
     def report(self, *reports: Report) -> None:
-        """Write result.json and the trained model, and print the final table, after the loop over `steps`.
+        """Write result.json and the trained model, and print the final table.
 
-        Raises RuntimeError if steps remain, and UserError if the disk is full.
+        Call this method after the loop over `steps`. Raises RuntimeError if steps remain, and UserError if the disk is
+        full.
         """
         if not self.complete:
             raise RuntimeError(
-                f"run.report() called after step {self.step} of {self.total}; call it after the loop over "
+                f"run.report() was called after step {self.step} of {self.total}; call it after the loop over "
                 "run.steps(...) has finished"
             )
         if self.world.is_main:

@@ -1,4 +1,4 @@
-"""State of a run on one rank: data, devices, log, checkpoints, measurements."""
+"""State of a run on one rank: data, device, log, checkpoints, and measurements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HEARTBEAT_SECONDS = 5.0
 
 
 class RunContext:
-    """State of a run on one rank. `Run` adds the methods that train and finish it."""
+    """State of a run on one rank. The subclass `Run` adds the methods that train the model and finish the run."""
 
     def __init__(
         self,
@@ -58,30 +58,30 @@ class RunContext:
             self.saver.start_silence_watch(self.log_failure)
         self.pace = StepDurations()
         self.times: StepTimer | None = None
-        """Time stamps of this rank's steps, if every rank trains the same model."""
+        """Timestamps within this rank's steps; None unless every rank trains the same model."""
         self.shards: AutoShards | None = None
-        """With shards=auto, chooses the shards."""
+        """Chooses the size of each rank's shard; None unless shards=auto."""
         self.metrics: MetricsLog | None = None
         self.state: TrainState | None = None
         self.step = 0
-        """Number of completed steps."""
+        """Number of completed steps, including those of earlier attempts."""
         self.resumed_after = 0
         """Number of steps that earlier attempts completed."""
         self.total = 0
-        """Steps of the whole run; 0 before `resume`."""
+        """Total number of steps in the run; 0 before `resume` is called."""
         self.heartbeat_time = 0.0
-        """Time of the last heartbeat, by time.perf_counter()."""
+        """Time of the last heartbeat, in seconds of time.perf_counter()."""
         self.scores: dict[str, float] = {}
-        """Scores of the last evaluation; empty until training is complete."""
+        """Scores of the final evaluation; empty until training is complete."""
         self.complete = False
-        """True once all steps are done and the last evaluation is recorded."""
+        """True once all steps are done and the final evaluation is recorded."""
         self.memory: dict[str, int] = {}
-        """On rank 0, peak memory of each rank in bytes; empty until training is complete."""
+        """Peak memory of each rank in bytes, known on rank 0 only; empty until training is complete."""
         self.finished = False
         self.generations: list[dict[str, Any]] = []
-        """Changes of the ranks of an elastic run (see training/elastic/recovery)."""
+        """Lost and joined ranks of an elastic run, one entry per change (see training/elastic/recovery)."""
         self.exit_if_others_can_continue: Callable[[str], None] = lambda reason: None
-        """In an elastic run, ends this process as a lost rank if the others can continue without it."""
+        """In an elastic run, exits this rank for the given reason if the other ranks can continue."""
         if world.is_main:
             write_json(folder.attempt_folder / "world.json", describe_world(world))
 
@@ -110,13 +110,13 @@ class RunContext:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of parameters and arithmetic."""
+        """Data type of the model's parameters and computations."""
         dtype: torch.dtype = getattr(torch, self.cfg.dtype)
         return dtype
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Index of this rank's shard of a batch and number of shards, if all ranks train the same model."""
+        """Index of this rank's shard of a batch, and number of shards, when all ranks train the same model."""
         return self.world.rank, self.world.size
 
     def batches(
@@ -127,19 +127,20 @@ class RunContext:
         targets: bool = True,
         keep_partial: bool = False,
     ) -> Loader:
-        """Return this rank's batches of the training set, one per optimizer step.
+        """Return a loader of this rank's training batches, one per optimizer step.
 
-        `shard` (r, n) selects the r-th of n shards of each batch. The shards have the sizes of `cfg.batch_plan` if
-        `shard` is `self.shard`, else equal sizes. The first rank of a pipeline needs only inputs, the last one only
-        targets. With `keep_partial` the last batch of an epoch may be smaller. Raises UserError if the training set has
-        too few samples.
+        `shard` (r, n) selects the r-th of n shards of each batch. If it equals `self.shard`, the shards have the sizes
+        set in `cfg.batch_plan`; otherwise they have equal sizes. In a pipeline, the first rank needs only inputs and
+        the last rank needs only targets. With `keep_partial`, the last batch of an epoch may be smaller. Raises
+        UserError if the training set has too few samples.
         """
         return self._make_loader(shard, inputs=inputs, targets=targets, drop_last=not keep_partial)
 
     def microbatches(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> Loader:
-        """Return batches of `count` microbatches, whose gradients one optimizer step accumulates.
+        """Return a loader of batches, each split into `count` microbatches for gradient accumulation.
 
-        Their sizes are those of `cfg.batch_plan`. A pipeline uses `batches` instead, which its engine splits.
+        The sizes of the microbatches are set in `cfg.batch_plan`. For a pipeline, use `batches` instead: the pipeline
+        engine splits each batch itself.
         """
         return self._make_loader(shard, batch=self.cfg.batch // count, microbatches=count)
 
@@ -155,13 +156,14 @@ class RunContext:
         )
 
     def load_example(self, samples: int) -> Tensor:
-        """Return the first inputs [samples, ...] of the training set, on the device."""
+        """Return the first inputs [samples, ...] of the training set, on this rank's device."""
         return self.train_set.load_inputs(slice(0, samples), self.device, self.dtype)
 
     def draw_batches(self, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's shard (inputs, targets) of at most `count` full batches in the random order of `seed`.
+        """Yield this rank's shard (inputs, targets) of up to `count` randomly drawn full batches.
 
-        The order is independent of that of training. The samples are not augmented.
+        `seed` determines the order of the samples, independently of their order in training. The samples are not
+        augmented.
         """
         size = self.cfg.batch
         rank, ranks = self.shard
@@ -175,7 +177,10 @@ class RunContext:
     # ---- training
 
     def resume(self, state: TrainState) -> int:
-        """Load the newest checkpoint of the run, if any; return the number of completed steps. All ranks call it."""
+        """Load the newest checkpoint of the run, if any, and return the number of completed steps.
+
+        All ranks must call this method.
+        """
         self.state = state
         self.total = self.cfg.total_steps(state.loader.steps)
         parent = None
@@ -192,7 +197,10 @@ class RunContext:
         return self.step
 
     def open_metrics(self, state: TrainState, source: int) -> None:
-        """Start to log the steps of `state`; `source` is the rank that knows their values, or MEAN."""
+        """Start logging the values of training steps to metrics.jsonl.
+
+        `source` is the rank whose values are written, or MEAN to write the mean over all ranks.
+        """
         log_class = SharedMetricsLog if get_enabled_elastic_settings(self.cfg) else MetricsLog
         self.metrics = log_class(
             self.world,
@@ -206,9 +214,9 @@ class RunContext:
         self.saver.metrics = self.metrics
 
     def _warn_of_disk(self, text: str) -> None:
-        """Log a warning that metrics cannot be written.
+        """Log a warning that metrics cannot be written, unless the cause is reported elsewhere.
 
-        The saver reports a missing folder, and the checkpointer reports a disk that refused a checkpoint.
+        The saver reports a missing run folder. The checkpointer reports a failure to write a checkpoint.
         """
         if not self.saver.attempt_watch.has_folder():
             return
@@ -216,7 +224,10 @@ class RunContext:
         self.log_message(text, level)
 
     def stop_if_requested(self) -> None:
-        """Write the heartbeat, and stop if any rank has a stop request. Called between batches of an evaluation."""
+        """Write the heartbeat and stop if any rank has received a stop request.
+
+        All ranks must call this method between two batches of an evaluation.
+        """
         self.write_heartbeat(time.perf_counter())
         self.saver.stop_evaluation_if_requested(self.step)
 
@@ -232,13 +243,19 @@ class RunContext:
         return logger
 
     def log_message(self, text: str, level: int = logging.INFO) -> None:
-        """Write to this rank's log file and, on rank 0 from log.level up, to the terminal."""
+        """Write a message to this rank's log file.
+
+        Rank 0 also prints the message to the terminal if its level is at least log.level.
+        """
         self.logger.log(level, text)
         if level >= logging.getLevelName(self.cfg.log.level.upper()):
             self.screen.print_line(text)
 
     def log_failure(self, error: BaseException | str) -> None:
-        """Log the cause of this rank's failure and the last completed step; with a traceback if it is unexpected."""
+        """Log the cause of this rank's failure and the last completed step.
+
+        The log contains a traceback unless the error is a string, a UserError, or a MachineError.
+        """
         if isinstance(error, str | UserError | MachineError):
             self.logger.error("after step %d: %s", self.step, error)
         else:
@@ -254,7 +271,7 @@ class RunContext:
 
     @property
     def unequal_shard_samples(self) -> int | None:
-        """This rank's samples of a full batch if the settings give ranks unequal shards, else None."""
+        """Number of this rank's samples in a full batch; None if all ranks have equal shards."""
         if self.shards is not None:
             return self.shards.local_samples
         loader = self.state.loader if self.state else None
@@ -263,7 +280,10 @@ class RunContext:
         return loader.local_samples
 
     def write_heartbeat(self, now: float) -> None:
-        """Write this rank's heartbeat, at most every HEARTBEAT_SECONDS; `now` by time.perf_counter()."""
+        """Write this rank's heartbeat, at most once per HEARTBEAT_SECONDS.
+
+        `now` is the current time in seconds of time.perf_counter().
+        """
         if now - self.heartbeat_time <= HEARTBEAT_SECONDS:
             return
         self.heartbeat_time = now
@@ -275,24 +295,31 @@ class RunContext:
             self.folder.write_heartbeat(self.world.original_rank, self.step, time.time(), **measured)
 
     def log_image(self, step: int, name: str, pixels: Tensor) -> None:
-        """Log an image [H, W] or [3, H, W], uint8 or floats from 0 to 1, to the run folder and W&B.
+        """Log an image to the run folder and W&B.
 
-        Only rank 0 writes; the other ranks need not call it. Raises ValueError for another shape or an invalid name.
+        `pixels` has the shape [H, W] or [3, H, W] and contains uint8 values or floats from 0 to 1. Only rank 0 writes
+        the image; a call on any other rank has no effect. Raises ValueError if the shape or the name is invalid.
         """
         if self.world.is_main:
             media.write_image(self.folder, step, name, pixels)
 
     def log_histogram(self, step: int, name: str, values: Tensor) -> None:
-        """Log a histogram with 64 bins of a tensor of any shape; otherwise like `log_image`."""
+        """Log a histogram with 64 bins to the run folder and W&B.
+
+        `values` is a tensor of any shape. Only rank 0 writes the histogram; a call on any other rank has no effect.
+        """
         if self.world.is_main:
             media.write_histogram(self.folder, step, name, values)
 
     def step_seconds(self) -> float:
-        """Return the mean seconds of a step without evaluations and the first steps; 0 if none was measured."""
+        """Return the mean duration of a step in seconds, or 0 if no step has been timed.
+
+        The first steps and the time spent in evaluations are excluded.
+        """
         return self.pace.compute_mean_duration()
 
     def samples_per_second(self) -> float:
-        """Return the samples per second over the steps of `step_seconds`."""
+        """Return the throughput in samples per second over the steps that `step_seconds` averages."""
         steady = self.pace.list_steady_durations()
         if not steady or self.state is None:
             return 0.0
@@ -300,13 +327,13 @@ class RunContext:
         return (count_samples(self.step) - count_samples(self.step - len(steady))) / sum(steady)
 
     def close(self) -> None:
-        """Write the last heartbeat, and close log, profiler and terminal display."""
-        if self.total > 0:  # a rank that failed also records its last step
+        """Write the last heartbeat, then close the log, the profiler, and the terminal display."""
+        if self.total > 0:  # a failed rank also records its last step
             self.write_heartbeat(math.inf)
         self.saver.close()
         for handler in self.logger.handlers[:]:
             self.logger.removeHandler(handler)
-            with contextlib.suppress(OSError):  # the disk is full
+            with contextlib.suppress(OSError):  # the disk may be full
                 handler.close()
         if self.profiler is not None:
             self.profiler.stop()
@@ -314,7 +341,7 @@ class RunContext:
 
 
 def describe_world(world: World) -> dict[str, Any]:
-    """Return the ranks, hosts and devices of an attempt, for world.json and meta.json."""
+    """Return the ranks, hosts, and devices of an attempt, to be written to world.json and meta.json."""
     cuda = world.device.type == "cuda"
     return {
         "processes": world.size,

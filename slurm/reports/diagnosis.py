@@ -53,7 +53,7 @@ CAUSES = (
     (r"No space left|disk is full|quota", "the disk is full; free some space, or set runs=<another folder>"),
     (r"read-only|Read-only", "the disk is read-only; set runs=<another folder>"),
     (DIVERGENCE_PATTERN, f"{DIVERGED}; lower optim.lr, or set clip if the experiment has this setting"),
-    (r"is damaged|other data than", "the data is damaged or has changed"),
+    (r"is damaged|(?:other|different) data than", "the data is damaged or has changed"),
     (r"TIMEOUT|time limit", "the job reached its time limit; raise cluster.time, or run make exp RESUME=<id>"),
     (r"NODE_FAIL", "a host failed; to resume the run: make exp RESUME=<id>"),
     (r"OUT_OF_ME", f"{OUT_OF_MEMORY}; request more memory with cluster.memory_gb"),

@@ -115,7 +115,7 @@ def test_the_doctor_names_a_host_with_another_package_version(site: Site) -> Non
     other = site.folder / "METADATA"
     other.write_text(info.read_text().replace(f"Version: {importlib.metadata.version('numpy')}", "Version: 1.0.1", 1))
     with on_host(site, 2, f"mount --bind {other} {info}", f"umount {info}"):
-        only(doctor(site), "node2 (rank 1)", "has numpy 1.0.1, the others")
+        only(doctor(site), "node2 (rank 1)", "has numpy 1.0.1, but other ranks have")
 
 
 def other_clock(site: Site, number: int, offset: str) -> contextlib.AbstractContextManager[None]:
@@ -131,7 +131,7 @@ mount --bind {folder} /etc"""
 
 def test_the_doctor_names_a_host_whose_clock_was_moved(site: Site) -> None:
     with other_clock(site, 3, "+90s"):
-        only(doctor(site), "node3 (rank 2)", "its clock is +90.", "set up NTP")
+        only(doctor(site), "node3 (rank 2)", "its clock differs by +90.", "set up NTP")
     assert doctor(site)["sound"]
 
 
@@ -139,7 +139,7 @@ def test_the_doctor_names_one_of_two_clocks_however_many_processes_a_host_has(si
     with other_clock(site, 2, "+1.8s"):
         found = doctor(site, 2, "cluster.processes=2")
     assert [host["host"] for host in found["hosts"]] == ["node1", "node1", "node2", "node2"]
-    only(found, "node2 (rank 2) and node1 (rank 0): their clocks are +1.8 s apart; set up NTP")
+    only(found, "node2 (rank 2) and node1 (rank 0): their clocks differ by +1.8 s; set up NTP")
 
 
 def test_the_doctor_names_a_host_whose_disk_is_full(site: Site) -> None:

@@ -40,24 +40,24 @@ SOUND = {
     ("fault", "message"),
     [
         ({}, ""),
-        ({"versions": {"torch": "2.11.0", "numpy": "2.4"}}, "node3 (rank 2) has torch 2.11.0, the others 2.15.0"),
+        ({"versions": {"torch": "2.11.0", "numpy": "2.4"}}, "node3 (rank 2) has torch 2.11.0, but other ranks have"),
         ({"address": ""}, "node3 (rank 2) cannot resolve its own name"),
         ({"address": "127.0.1.1"}, "node3 (rank 2) resolves its own name to 127.0.1.1"),
-        ({"device": "H200"}, "node3 (rank 2) has H200, the others cpu"),
-        ({"cores": 1}, "node3 (rank 2) may use 1 cores, but 4 were requested"),
+        ({"device": "H200"}, "node3 (rank 2) has H200, but other ranks have cpu"),
+        ({"cores": 1}, "node3 (rank 2) can use only 1 of the 4 requested cores"),
         ({"disk_free_gb": 0.1}, "node3 (rank 2) has 0.1 GB free"),
         ({"disk_free_gb": None}, "node3 (rank 2) has None GB free"),
         ({"all_reduce_right": False}, "node3 (rank 2) got a wrong sum"),
         ({"product_same": False}, "node3 (rank 2) got different or infinite products"),
         ({"product_finite": False}, "node3 (rank 2) got different or infinite products"),
-        ({"gflop_per_s": 24.0}, "node3 (rank 2) is slow: matrix products at 24.0 GFLOP/s, the others 50.0"),
+        ({"gflop_per_s": 24.0}, "node3 (rank 2) is slow: matrix products at 24.0 GFLOP/s, compared with 50.0"),
         ({"gflop_per_s": 26.0}, ""),
         ({"disk_error": "cannot write /r: the disk is full", "disk_free_gb": 0.0}, "node3 (rank 2) cannot write /r"),
-        ({"disk_mb_per_s": 2}, "node3 (rank 2) writes run folders at 2 MB/s"),
-        ({"data": {"digits-1": "ffff"}}, "node3 (rank 2) has other data in digits-1 than the others"),
-        ({"data": {}}, "node3 (rank 2) has other data in digits-1 than the others, or none"),
+        ({"disk_mb_per_s": 2}, "node3 (rank 2) writes run folders at only 2 MB/s"),
+        ({"data": {"digits-1": "ffff"}}, "node3 (rank 2): the data set digits-1 is missing or differs"),
+        ({"data": {}}, "node3 (rank 2): the data set digits-1 is missing or differs"),
         ({"data_damaged": ["/d/x.npy"]}, "node3 (rank 2): /d/x.npy is damaged"),
-        ({"times": [130.0, 131.0, 132.0]}, "node3 (rank 2): its clock is +30.0 s from the others'"),
+        ({"times": [130.0, 131.0, 132.0]}, "node3 (rank 2): its clock differs by +30.0 s from other hosts"),
         ({"times": [130.0, 101.0, 132.0]}, ""),
     ],
 )
@@ -73,7 +73,7 @@ def test_another_device_is_a_fault_unless_they_are_mixed() -> None:
     facts = [SOUND | {"host": f"node{rank + 1}", "rank": rank} for rank in range(3)]
     facts[2] |= {"device": "NVIDIA H200", "gflop_per_s": 50_000.0}
     remedy = "use hosts with the same devices, or set launch.mixed=true"
-    assert find_problems(facts, 3) == [f"node3 (rank 2) has NVIDIA H200, the others cpu; {remedy}"]
+    assert find_problems(facts, 3) == [f"node3 (rank 2) has NVIDIA H200, but other ranks have cpu; {remedy}"]
     assert find_problems(facts, 3, mixed=True) == [], "and nobody expects a CPU to be as fast"
     facts[1] |= {"gflop_per_s": 24.0}
     assert find_problems(facts, 3, mixed=True)[0].startswith("node2 (rank 1) is slow: matrix products at 24.0")
@@ -86,7 +86,7 @@ def test_of_two_clocks_nobody_knows_which_is_wrong(each: int, skew: float) -> No
     facts = [SOUND | {"rank": rank} for rank in range(each)]
     there = {"host": "node2", "times": [100.0 + skew, 101.0 + skew, 102.0 + skew]}
     facts += [SOUND | there | {"rank": each + rank} for rank in range(each)]
-    words = f"node2 (rank {each}) and node1 (rank 0): their clocks are {skew:+.1f} s apart; set up NTP"
+    words = f"node2 (rank {each}) and node1 (rank 0): their clocks differ by {skew:+.1f} s; set up NTP"
     assert find_problems(facts, 2) == ([words] if abs(skew) > 1 else [])
 
 
@@ -95,7 +95,7 @@ def test_processes_of_one_host_do_not_outvote_the_others() -> None:
     hosts = ["node1", "node2", "node3", "node3", "node3"]
     late = {"times": [130.0, 131.0, 132.0]}
     facts = [SOUND | {"host": h, "rank": r} | (late if h == "node3" else {}) for r, h in enumerate(hosts)]
-    assert find_problems(facts, 3) == ["node3 (rank 2): its clock is +30.0 s from the others'; set up NTP"]
+    assert find_problems(facts, 3) == ["node3 (rank 2): its clock differs by +30.0 s from other hosts; set up NTP"]
 
 
 def doctor(*words: str, status: int = 0) -> str:

@@ -130,7 +130,7 @@ def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tm
         assert (optimizer.read_text() == files[0].read_text()) is ("optim.name" in named)
         assert (decay.read_text() == files[1].read_text()) is ("optim.decay" in named)
     for code, named in ((None, []), (old.path / "code", ["optim.decay"])):
-        with pytest.raises(UserError, match=f"optim.decay={files[1]}:halve: .* it returned -1 for step 0 of 100"):
+        with pytest.raises(UserError, match=f"optim.decay={files[1]}:halve: .* the function returned -1 for step 0"):
             custom_optimizer.check_files_of_config(settings.optim, code, named)
     custom_optimizer.check_files_of_config(settings.optim, old.path / "code")
 

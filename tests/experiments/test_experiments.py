@@ -193,7 +193,7 @@ def test_the_two_short_scripts_differ_in_their_technique_only() -> None:
 def test_answers_need_no_torch() -> None:
     free = ["data.prepare", "data.sources", "checkpoint.storage", "models.initial_weights", "pipeline.schedules"]
     free += ["distributed.transport.algorithms", "distributed.transport.cost"]
-    free += ["distributed.transport.connecting", "training.optimization.own_files", "checkpoint.extension"]
+    free += ["distributed.transport.connecting", "training.custom_optimizer", "checkpoint.extension"]
     free += ["distributed.elastic.coordinator", "distributed.elastic.supervisor", "distributed.elastic.member"]
     free += ["distributed.rank_info", "measure.straggler"]
     free += [

@@ -54,7 +54,7 @@ def test_another_number_of_ranks_and_another_start_are_refused(trained: Done, tm
     done = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert (
-        "the checkpoint contains the different parameters of 2 ranks, but this run has 1; resume with 2 ranks"
+        "the checkpoint contains separate parameters for 2 ranks, but this run has 1; resume with 2 ranks"
         in done.stderr
     )
     assert "are restored" not in done.stdout

@@ -178,7 +178,7 @@ def test_a_stage_without_weights_is_refused(engine: str) -> None:
     model = networks.ResNet("resnet18", (3, 8, 8), 3, width=2)
     cfg = settings("stages=3", "split=[pool,fc]", f"engine={engine}")
     run = cast(Any, SimpleNamespace(cfg=cfg, sample_shape=(3, 8, 8)))
-    with pytest.raises(UserError, match="the stage from pool on has no parameters to train"):
+    with pytest.raises(UserError, match="the stage that starts at layer pool has no trainable parameters"):
         model_split.split_model(cfg.make_pipeline_config(), model, run)
 
 

@@ -29,6 +29,6 @@ def test_a_run_learns_and_keeps_the_set_of_the_contributing_page(tmp_path: Path)
     shutil.rmtree(tmp_path / "sets")
     resumed = resume(REPLICATED, folder, "steps=70")
     assert resumed.returncode == 0 and "extending the run after step 60" in resumed.stdout, resumed.stderr
-    assert "other data" not in resumed.stderr and len(folder.read_metrics()) == 72
+    assert "different data" not in resumed.stderr and len(folder.read_metrics()) == 72
     told = inside.run_verb("evaluate", f"--args=data.name={file}:load", "--", str(folder.path))
     assert told.returncode == 2 and f"{file}:1: SyntaxError" in told.stderr, "the file that is named, not the one kept"

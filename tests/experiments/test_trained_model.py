@@ -206,7 +206,7 @@ def test_a_finished_run_is_trained_on(finished: Make, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (folder.path / "model.safetensors").stat().st_mode & 0o777 == folder.path.stat().st_mode & 0o666
     assert json.loads((folder.path / "attempts/0002/heartbeat-1.json").read_text())["step"] == 50
-    assert "extending the run after step 40; learning rates are now those of a run of 50 steps" in done.stdout
+    assert "extending the run after step 40; the learning rate schedule now covers 50 steps" in done.stdout
     kept = json.loads((folder.path / "attempts/0001/result.json").read_text())
     assert (kept["state"], kept["scores"]["test_samples"]) == ("finished", 333), "how the first start ended"
     rows = folder.read_metrics()

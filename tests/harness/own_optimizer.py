@@ -37,17 +37,17 @@ class Breach(NamedTuple):
 BREACHES = {
     "no optimizer": Breach("class Own(torch.optim.Optimizer)", "class Own", "not a subclass of torch.optim.Optimizer"),
     "another class": Breach("class Own", "class Other", "has no class 'Own'; it has Other"),
-    "no defaults": Breach('{"lr": lr, "foreach": False}', "{}", "own.py:8: its parameter groups have no lr: pass"),
+    "no defaults": Breach('{"lr": lr, "foreach": False}', "{}", "own.py:8: the parameter groups have no lr: pass"),
     "an error": Breach("super()", "1 / 0; super()", "own.py:6: ZeroDivisionError: division by zero"),
-    "no step": Breach("def step", "def stride", "it has no method step(self)"),
-    "needs a closure": Breach("closure=None", "closure", "own.py:8: step needs closure: a run calls step()"),
+    "no step": Breach("def step", "def stride", "the class has no method step(self)"),
+    "needs a closure": Breach("closure=None", "closure", "own.py:8: step() requires the argument closure"),
     "calls a closure": Breach("        for group", "        closure()\n        for group", "own.py:10: TypeError"),
-    "rate outside the groups": Breach('group["lr"]', "0.1", "step changes parameters at a learning rate of 0"),
+    "rate outside the groups": Breach('group["lr"]', "0.1", "step() changes parameters although"),
     "rate of the first step": Breach(
-        '-group["lr"]', '-self.state[p].setdefault("lr", group["lr"])', "keeps the learning rate of the first step"
+        '-group["lr"]', '-self.state[p].setdefault("lr", group["lr"])', "uses the learning rate of the first step"
     ),
     "add for add_": Breach(
-        "p.add_(", "p.add(", "5 steps leave 0.weight unchanged: use p.add_, which updates a parameter"
+        "p.add_(", "p.add(", "5 steps leave the parameter 0.weight unchanged: use p.add_, which changes"
     ),
     "state elsewhere": Breach(
         "self.state[p]", "vars(self).setdefault('memory', {}).setdefault(p, {})", "steps after a resume differ"
@@ -58,11 +58,11 @@ BREACHES = {
     "divides by zero": Breach(
         "if not state:",
         "p.grad.div_(p.grad.norm())\n                if not state:",
-        "gradients of 0 make parameters NaN or infinite",
+        "zero gradients make parameters NaN or infinite",
     ),
     "every gradient is needed": Breach("if p.grad is None", "if False", "own.py:17: TypeError"),
     "another foreach": Breach(
-        '-group["lr"]', '-group["lr"] * (1 + group["foreach"])', "foreach=True gives other parameters"
+        '-group["lr"]', '-group["lr"] * (1 + group["foreach"])', "foreach=True computes different parameters"
     ),
 }
 

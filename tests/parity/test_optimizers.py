@@ -15,7 +15,7 @@ from tests.harness.processes import environment
 LOCAL_NORM = Breach(  # each rank divides by the norm of its shard
     'p.add_(state["mean"]',
     'p.add_(state["mean"] / (1 + getattr(p.grad, "_local_tensor", p.grad).norm())',
-    "parameters sharded by FSDP2 get other values than full ones: the norm of a shard is not that of the tensor",
+    "parameters sharded by FSDP2 get different values than full parameters: compute each norm from full_tensor()",
 )
 
 

@@ -1,4 +1,4 @@
-"""Timing of training steps outside the training loop: one rank alone, strategies in turns, or all ranks for shards."""
+"""Timing of training steps outside the training loop, to compare strategies and to choose unequal shards."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from configs.dataparallel import Sharded
 from configs.ddp_multinode import Config
 
 COMPARE_ROUNDS = 3
-COMPARE_STEPS = 5  # timed steps of each side per round
-SPEED_SECONDS = 0.05  # of one timing of shards: several time slices of a scheduler
+COMPARE_STEPS = 5  # number of timed steps per strategy and round
+SPEED_SECONDS = 0.05  # minimum duration of one timing for shards=auto: several time slices of the OS scheduler
 SPEED_TIMINGS = 8
 MAX_SHARD_LINES = 5
 
@@ -38,13 +38,14 @@ MAX_SHARD_LINES = 5
 def make_step_function(
     run: RunContext, model: Callable[[Tensor], Tensor], module: nn.Module, shard: tuple[int, int] = (0, 1)
 ) -> Callable[[], Tensor]:
-    """Return a function that trains one step on a shard of the next batch and returns the loss [].
+    """Return a function that performs one training step and returns the loss as a scalar tensor.
 
-    `model` is called for the forward pass; `module` has the parameters that are trained.
+    Each call trains on the given shard of the next batch. `model` is called for the forward pass; `module` contains the
+    parameters to train.
     """
     optimizer = optimizers.build_optimizer(module.train().parameters(), run.cfg.optim)
     loader = Loader.from_config(run.train_set, run.cfg, run.device, shard=shard)
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # endless epochs
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # continues with the next epoch indefinitely
 
     def step() -> Tensor:
         x, y = next(batches)
@@ -58,34 +59,43 @@ def make_step_function(
 
 
 def time_steps(step: Callable[[], Tensor], device: torch.device, count: int, budget: float = math.inf) -> float:
-    """Return the mean seconds of `count` steps after two warm-up steps; of fewer steps after `budget` seconds."""
+    """Return the mean duration in seconds of up to `count` steps, after two warm-up steps.
+
+    Timing ends early after `budget` seconds.
+    """
     return mean(time_calls(step, device, count, warm_up=2, budget=budget))
 
 
 def time_single_rank(run: RunContext, name: str) -> float:
-    """Return the mean seconds of a step of rank 0 on the whole batch while the others wait. All ranks call it."""
+    """Return the mean duration in seconds of a step in which rank 0 alone trains on the whole batch.
+
+    The other ranks wait. All ranks must call this function.
+    """
     seconds = 0.0
     if run.world.is_main:
         model = networks.build_network(name, run.sample_shape, run.classes).to(run.device, run.dtype)
-        add_dropout(model, getattr(run.cfg, "dropout", 0.0), run.cfg.seed)  # dropout takes time
+        add_dropout(model, getattr(run.cfg, "dropout", 0.0), run.cfg.seed)  # dropout is part of the step time
         seconds = time_steps(make_step_function(run, model, model), run.device, count=20, budget=10.0)
     return float(run.world.broadcast(seconds))
 
 
 @dataclass(frozen=True)
 class StepVariant:
-    """One side of a comparison of training steps."""
+    """A way to perform a training step, whose speed is compared with that of other variants."""
 
     name: str
     threads: int
     make_model: Callable[[], tuple[Callable[[Tensor], Tensor], nn.Module]]
-    """Return the forward and the module whose parameters are trained."""
+    """Returns the callable for the forward pass, and the module whose parameters are trained."""
     shard: tuple[int, int] | None
-    """Shard (r, n) of each batch that this rank trains on; None if rank 0 alone trains on the whole batch."""
+    """Shard (r, n) of each batch on which this rank trains; None if rank 0 alone trains on the whole batch."""
 
 
 def compare_variants(run: RunContext, sides: Sequence[StepVariant]) -> dict[str, list[float]]:
-    """Return samples/s of each side in each round, measured in turns. All ranks call it."""
+    """Measure the throughput of each variant in samples/s, one value per round.
+
+    In each round, the variants are timed one after another. All ranks must call this function.
+    """
     world = run.world
     rates = {side.name: list[float]() for side in sides}
     step_functions = {}
@@ -105,13 +115,14 @@ def compare_variants(run: RunContext, sides: Sequence[StepVariant]) -> dict[str,
 
 
 def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader, model: nn.Module) -> None:
-    """Prepare each rank's model, without its wrapper, for unequal shards. All ranks call it.
+    """Prepare this rank's model for unequal shards.
 
-    With shards=auto, measure the step time of each rank, in the autocast of the caller, and choose the shards.
+    `model` must not be wrapped, for example by DDP. With shards=auto, the step time of each rank is measured within the
+    caller's autocast context, and the shards are chosen accordingly. All ranks must call this function.
     """
     if cfg.shards != ["equal"] and sync_batchnorm.list_unsynchronized_norms(model):
         remedy = "; sync_batchnorm=true avoids this" if hasattr(cfg, "sync_batchnorm") else ""
-        run.log_message(f"BatchNorm normalises over each rank's shard: unequal shards change the result{remedy}")
+        run.log_message(f"BatchNorm normalizes over each rank's shard, so unequal shards change the result{remedy}")
     if not batches.local_samples:
         sync_batchnorm.accept_empty_batches(model)
     if cfg.shards == ["auto"] and run.world.size > 1:
@@ -120,17 +131,17 @@ def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader, model: nn.Modu
 
 
 def measure_rank_speed(run: RunContext, model: nn.Module, batch: int) -> StepTimeModel:
-    """Measure forward and backward on this rank with two shard sizes. All ranks call it at the same time.
+    """Measure the duration of forward and backward on this rank for two shard sizes.
 
-    The shortest of several timings counts, because other programs disturbed it least. Each timing is long enough to
-    reveal a program that permanently shares the core.
+    The shortest of several timings is used, because other programs affected this timing least. Each timing is long
+    enough to reveal a program that permanently shares the core. All ranks must call this function at the same time.
     """
     large = max(2, batch // run.world.size)
     small = max(1, large // 4)
     parameters = list(model.parameters())
 
     def time_shortest(x: Tensor) -> float:
-        def compute() -> None:  # does not accumulate gradients, which DDP would notice
+        def compute() -> None:  # does not accumulate gradients, which would trigger the hooks of DDP
             torch.autograd.grad(model(x).sum(), parameters, allow_unused=True)
 
         (seconds,) = time_calls(compute, run.device, 1)
@@ -151,7 +162,10 @@ def measure_rank_speed(run: RunContext, model: nn.Module, batch: int) -> StepTim
 
 
 def report_ranks(cfg: Sharded, run: RunContext) -> list[ReportData]:
-    """Report the differences between ranks: shards, and with launch.mixed=true devices. All ranks call it."""
+    """Report how ranks differ: unequal shards and, with launch.mixed=true, different devices.
+
+    All ranks must call this function.
+    """
     reports = []
     if cfg.shards != ["equal"]:
         reports.append(report_shards(run))
@@ -161,7 +175,10 @@ def report_ranks(cfg: Sharded, run: RunContext) -> list[ReportData]:
 
 
 def report_rank_devices(run: RunContext) -> ReportData:
-    """Report each rank's device and its seconds to copy a step's gradients to the host and back."""
+    """Report each rank's device, and the time to copy the gradients of one step to the host and back.
+
+    All ranks must call this function.
+    """
     assert run.state is not None
     device = "cpu"
     seconds = 0.0
@@ -173,28 +190,29 @@ def report_rank_devices(run: RunContext) -> ReportData:
     rows = []
     measured: dict[str, Any] = {"rank_devices": [], "copy_seconds": []}
     for rank, (name, copy_seconds) in enumerate(run.world.gather([device, seconds])):
-        rows.append(f"rank {rank}: {name}, copies {copy_seconds * 1e3:.2f} ms a step")
+        rows.append(f"rank {rank}: {name}, {copy_seconds * 1e3:.2f} ms per step to copy gradients")
         measured["rank_devices"].append(name)
         measured["copy_seconds"].append(copy_seconds)
     return ReportData({"devices": "\n".join(rows)}, measured=measured)
 
 
 def report_shards(run: RunContext) -> ReportData:
-    """Report the shards of the ranks, and with shards=auto every change in this attempt."""
+    """Report the shards of all ranks and, with shards=auto, every change of the shards in this attempt."""
     assert run.state is not None and not isinstance(run.state.loader, Rounds)
     history = run.shards.history if run.shards else [(1, run.state.loader.counts)]
     history = [(max(step, run.resumed_after + 1), counts) for step, counts in history]
-    lines = [f"{' + '.join(map(str, counts))} samples from step {step} on" for step, counts in history]
+    lines = [f"{' + '.join(map(str, counts))} samples, starting from step {step}" for step, counts in history]
     omitted = len(lines) - MAX_SHARD_LINES
     if omitted > 0:
-        lines = [*lines[omitted:], f"and {omitted} changes before"]
+        lines = [*lines[omitted:], f"(number of earlier changes not shown: {omitted})"]
     return ReportData({"shards": "\n".join(lines)}, measured={"shards": history})
 
 
 def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Report]:
-    """Report the efficiency of data parallelism. All ranks call it after training.
+    """Report the efficiency of data-parallel training.
 
-    With cfg.compare, rank 0 also trains a separate model alone for comparison.
+    With cfg.compare, rank 0 also trains a separate model alone for comparison. All ranks must call this function after
+    training.
     """
     communication = None
     if cfg.strategy == "ddp" and cfg.communication != "powersgd":

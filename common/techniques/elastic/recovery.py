@@ -1,9 +1,9 @@
-"""Recovery of a rank of an elastic run: it discards a failed step, and continues with the remaining ranks.
+"""Recovery in elastic runs: each rank discards a failed step and continues with the remaining ranks.
 
-A rank whose collective fails signs in with the coordinator. Once all living ranks have signed in, they form a
-generation with its own process group. A step may have been completed by some ranks only. A generation therefore starts
-from the state of a rank that completed the most steps; the others are at most one step behind. The batches of the
-steps stay the same, and so do the losses.
+A rank whose collective fails signs in with the coordinator. When all living ranks have signed in, they form a new
+generation with a new process group. Some ranks may have completed the step in which the failure occurred. A generation
+therefore starts from the state of the source rank, which has completed the most steps; all other ranks are at most one
+step behind. Every step is trained on the same batch as without the failure, so the losses do not change.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from common.training.run_context import RunContext
 from configs.batch_plan import divide_batch
 from configs.elastic import Elastic
 
-MAX_EMPTY_GENERATIONS = 3  # in a row: no rank lost or joined, no step completed
+MAX_EMPTY_GENERATIONS = 3  # consecutive generations in which no rank is lost or joins and no step is completed
 
 
 @dataclasses.dataclass
 class RankChange:
-    """Change of the ranks since the last recorded generation."""
+    """Ranks that were lost or have joined since the last recorded generation."""
 
     lost: list[int] = dataclasses.field(default_factory=list)
     joined: list[int] = dataclasses.field(default_factory=list)
     discarded: float = 0.0
-    """Seconds of the failed step; 0 if the source rank of the new generation completed it."""
+    """Duration of the failed step in seconds; 0 if the source rank of the new generation completed the step."""
 
 
 class Recovery:
-    """Recovery of this rank in an elastic run, from the first step to the end of the last evaluation."""
+    """Recovery of one rank in an elastic run, active from the first step to the end of the last evaluation."""
 
     def __init__(self, run: RunContext, state: TrainState, settings: Elastic) -> None:
-        """Raises UserError if the run cannot continue without a rank."""
+        """Connect to the coordinator. Raises UserError if the run cannot continue after the loss of a rank."""
         world = run.world
         if world.backend != "gloo":
-            raise UserError("elastic=true: ranks on GPUs cannot continue without each other; add launch.device=cpu")
+            raise UserError("elastic=true: ranks on GPUs cannot continue without a lost rank; set launch.device=cpu")
         if not world.coordinator:
             raise UserError(
-                f"elastic=true: {world.launcher} stops all ranks when one is lost; use make exp, or start the "
+                f"elastic=true: {world.launcher} stops all ranks when one rank is lost; use make exp, start the "
                 "experiment's script directly, or omit elastic"
             )
         assert isinstance(run.metrics, SharedMetricsLog)
@@ -72,23 +72,24 @@ class Recovery:
         group.update_world_fields(world, started_as_rank=world.original_rank)
         self.joining = world.is_joining
         self.writes_metrics = world.is_main
-        """True on rank 0 of the newest completely formed generation."""
+        """True if this rank writes the metrics as rank 0 of the newest generation that was formed successfully."""
         self.join_agreed = False
-        """True if all ranks know that another rank waits to join."""
+        """True if all ranks have agreed that another rank is waiting to join."""
         self.leaving = False
-        """True if all ranks leave the generation between two steps."""
-        os.register_at_fork(after_in_child=gc.freeze)  # freeing process groups would terminate a data worker
+        """True while all ranks leave the generation together between two steps."""
+        # A data worker must not free the process groups that it has inherited: this would terminate the worker.
+        os.register_at_fork(after_in_child=gc.freeze)
         self.empty_generations = 0
         self.step_start = time.perf_counter()
-        """Time at which the newest step started."""
+        """Start of the newest step, in seconds of time.perf_counter()."""
         self.discarded = 0.0
-        """Seconds of the last failed step."""
+        """Duration of the last failed step in seconds."""
         self.shared = SharedValues()
         self.buffers = [buffer for _, buffer in state.buffers]
         self.buffers_before = [torch.empty_like(buffer) for buffer in self.buffers]
-        """Buffers at the start of the current step."""
+        """Copies of the model's buffers from the start of the current step."""
         self.random_before = torch.empty(0)
-        """torch's random state at the start of the current step."""
+        """State of torch's random number generator at the start of the current step."""
         self.member = Member(
             world.coordinator,
             world.original_rank,
@@ -104,20 +105,23 @@ class Recovery:
     # ---- steps
 
     def begin_step(self) -> None:
-        """Save what a step changes before its update, so that a failed step can be repeated."""
+        """Save the state that a step modifies before its update, so that a failed step can be repeated."""
         self.step_start = time.perf_counter()
         self.shared = SharedValues()
         copy_tensors(self.buffers, self.buffers_before)
         self.random_before = torch.get_rng_state()
 
     def start_averaging(self, values: Values) -> None:
-        """Start to average values of a step over the ranks, and to agree whether a rank waits to join."""
+        """Start an asynchronous all-reduce that averages values of a step over the ranks.
+
+        The all-reduce also determines whether a rank is waiting to join.
+        """
         self.shared.start(values, self.member.has_waiting_rank)
 
     def commit(self) -> dict[str, float]:
-        """Return the means of the values logged in a step, before its update. All ranks call it.
+        """Return the means over all ranks of the values that have been logged in this step.
 
-        Raises RuntimeError if a rank is lost.
+        All ranks must call this method before the update. Raises RuntimeError if a rank is lost.
         """
         if not self.shared.started:
             self.start_averaging({})
@@ -126,14 +130,17 @@ class Recovery:
         return means
 
     def leave_if_rank_joins(self) -> None:
-        """Leave the generation between two steps if a rank waits to join. All ranks leave; raises GenerationEnded."""
+        """Raise GenerationEnded on all ranks if a rank is waiting to join.
+
+        All ranks must call this method between two steps.
+        """
         if self.join_agreed:
             self.leaving = True
-            raise GenerationEnded("a rank joins")
+            raise GenerationEnded("a rank is waiting to join")
 
     @torch.no_grad()
     def discard_step(self) -> None:
-        """Restore batch position, buffers and random state of the start of the failed step."""
+        """Restore the position in the data, the buffers, and the random state to the start of the failed step."""
         self.discarded = time.perf_counter() - self.step_start
         copy_tensors(self.buffers_before, self.buffers)
         torch.set_rng_state(self.random_before)
@@ -144,7 +151,7 @@ class Recovery:
         loader.load_state_dict({"epoch": epoch, "position": position})
 
     def may_come_from_rank_change(self, error: object) -> bool:
-        """Return whether an error may be caused by the loss of another rank, or by one that joins."""
+        """Return True if an error may have been caused by a lost rank or by a rank that is joining."""
         if not isinstance(error, RuntimeError) or isinstance(error, DataWorkerError):
             return False
         if isinstance(error, GenerationEnded) or self.member.generation_ended:
@@ -152,12 +159,12 @@ class Recovery:
         return "gloo" in str(error).lower() or is_timeout(error)
 
     def exit_if_others_can_continue(self, reason: str) -> None:
-        """Exit this process as a lost rank, which can be started again, if the others can continue without it."""
+        """Exit as a lost rank, which can be restarted, if the other ranks can continue without this rank."""
         if self.run.world.size > 1 and not self.state.irreplaceable:
             self.member.leave_as_lost(reason)
 
     def finish(self) -> bool:
-        """Return True once all ranks are done; join the next generation and return False if some are not."""
+        """Return True if all ranks have finished the run; otherwise, join the next generation and return False."""
         generation = self.member.sign_in(self._measure_progress(), done=True)
         if not generation.done:
             self.join_generation(generation)
@@ -172,7 +179,7 @@ class Recovery:
     # ---- generations
 
     def join_generation(self, generation: Generation | None = None) -> None:
-        """Continue as a member of `generation`, which has just been formed, or of the next one.
+        """Continue training as a member of `generation`, or of the next generation if it is None.
 
         Raises RuntimeError if communication fails repeatedly although no rank is lost.
         """
@@ -187,7 +194,8 @@ class Recovery:
             change.joined += generation.joined
             self.empty_generations = 0 if generation.lost or generation.joined else self.empty_generations + 1
             if self.empty_generations > MAX_EMPTY_GENERATIONS:
-                raise RuntimeError("the ranks fail to communicate although none is lost; see their logs")
+                problem = "communication between ranks failed repeatedly although no rank was lost"
+                raise RuntimeError(f"{problem}; see the logs of the ranks")
             try:
                 change = self._form_generation(generation, change)
                 self._record_change(generation, time.perf_counter() - failure_time, change)
@@ -199,7 +207,7 @@ class Recovery:
 
     @torch.no_grad()
     def _give_up_step(self) -> None:
-        if not self.leaving:  # when leaving, the others may still have to finish their last collective
+        if not self.leaving:  # ranks that leave together may still need the connections for their last collective
             group.shut_down_connections(self.connections)
         self.state.leave_group(together=self.leaving)
         for _, parameter in self.state.parameters:
@@ -216,7 +224,7 @@ class Recovery:
         return [self.run.step, epoch, not self.run.saver.unevaluated]
 
     def _watch_connections(self) -> None:
-        """Let the member's thread cut the connections of the process group when the generation is over."""
+        """Make the member's thread cut the connections of the process group when the generation ends."""
         connections = group.list_connections(self.member.socket)
         self.connections = connections
         self.member.on_generation_end = lambda: group.shut_down_connections(connections)
@@ -224,9 +232,10 @@ class Recovery:
             group.shut_down_connections(connections)
 
     def _form_generation(self, generation: Generation, change: RankChange) -> RankChange:
-        """Form the process group of a generation and make its ranks equal; return the change known to its source.
+        """Form the process group of a generation, and copy the source rank's state to the other ranks.
 
-        `change` is the change known to this rank. Raises RuntimeError.
+        `change` contains the lost and joined ranks known to this rank. Returns the change known to the source rank.
+        Raises RuntimeError if communication fails.
         """
         run = self.run
         world = run.world
@@ -235,19 +244,19 @@ class Recovery:
         self._watch_connections()
         self._update_ranks(generation)
 
-        # Copy the state of the source.
+        # Copy the state of the source rank.
         facts = self._collect_facts(change) if dist.get_rank() == generation.source else None
         facts = objects.broadcast_json(facts, generation.source, world.device)
         if generation.copies:
             loads = self._measure_progress() != facts["progress"]
             peer_copy.broadcast_state(self.state, generation.source, world, facts["step"], loads=loads)
-        self._apply_facts(facts)  # at once: the copied state is that of this step even if the group fails below
+        self._apply_facts(facts)  # these must match the copied state even if communication fails below
         self.joining = False
         self.state.enter_group(facts["step"])
         group.free_left_process_groups()
         self._divide_batches(generation.members)
 
-        # Move metrics and progress display to the new rank 0.
+        # Move the metrics and the progress display to the new rank 0.
         if world.is_main != self.writes_metrics:
             run.screen = ProgressDisplay(run.cfg.log, silent=not world.is_main)
         if world.is_main and not self.writes_metrics:
@@ -257,7 +266,7 @@ class Recovery:
         return RankChange(**facts["change"])
 
     def _update_ranks(self, generation: Generation) -> None:
-        """Update ranks and hosts of the world to those of the new process group."""
+        """Set the ranks and hosts of the world to those of the new process group."""
         world = self.run.world
         rank = dist.get_rank()
         group.update_world_fields(world, rank=rank, size=len(generation.members), is_joining=False, store=None)
@@ -267,7 +276,7 @@ class Recovery:
         group.update_world_fields(world, hosts=tuple(hosts), local_rank=local_rank, local_size=hosts.count(host))
 
     def _divide_batches(self, members: Sequence[int]) -> None:
-        """Divide the batches among the members, in proportion to their `shards`, or equally."""
+        """Divide each batch among the members in proportion to the `shards` setting, or equally if not set."""
         loader = self.state.loader
         plan = self.run.cfg.batch_plan
         assert not isinstance(loader, Rounds)
@@ -277,7 +286,7 @@ class Recovery:
         loader.set_shards(dist.get_rank(), divide_batch(plan.batch // plan.microbatches, weights))
 
     def _collect_facts(self, change: RankChange) -> dict[str, Any]:
-        """Return the facts that the other ranks need of the source, and the change of ranks."""
+        """Return the facts about the run that the source rank sends to all other ranks."""
         run = self.run
         saver = run.saver
         change = dataclasses.replace(change, discarded=self.discarded)
@@ -295,7 +304,7 @@ class Recovery:
         }
 
     def _apply_facts(self, facts: dict[str, Any]) -> None:
-        """Apply the facts of the source to this rank."""
+        """Apply the facts received from the source rank to this rank."""
         run = self.run
         saver = run.saver
         metrics = self.metrics
@@ -314,7 +323,10 @@ class Recovery:
         metrics.next_flush = run.step + 1
 
     def _record_change(self, generation: Generation, seconds: float, change: RankChange) -> None:
-        """Record a change of ranks, which took `seconds`, in the log and the run folder."""
+        """Record a change of ranks in the log and the run folder.
+
+        `seconds` is the time from the failure until the new generation was formed.
+        """
         run = self.run
         changed = {
             "number": generation.number,
@@ -340,6 +352,6 @@ class Recovery:
 
 
 def copy_tensors(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
-    """Copy tensors into others of the same shapes, in one call."""
+    """Copy each source tensor to the target tensor of the same shape, all in one call."""
     if source:  # _foreach_copy_ rejects an empty list
         torch._foreach_copy_(target, source)

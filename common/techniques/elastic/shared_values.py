@@ -1,4 +1,4 @@
-"""Means of logged values over the ranks of an elastic run, computed while a step runs."""
+"""Averaging of logged values over the ranks of an elastic run, overlapped with the training step."""
 
 from __future__ import annotations
 
@@ -12,33 +12,37 @@ from common.measure.metrics_log import Values
 
 
 class SharedValues:
-    """Means over the ranks of the values that a step logs before its update.
+    """Asynchronous averages over the ranks of the values that a step logs before its update.
 
-    All ranks call `start` and `finish` in the same order. An all-reduce started before backward ends with it, because
-    the ranks wait for each other there anyway.
+    All ranks must call `start` and `finish` in the same order. An all-reduce that starts before backward adds almost no
+    time, because the ranks wait for each other during backward anyway.
     """
 
     def __init__(self) -> None:
         self.started: list[tuple[list[str], Tensor, Any]] = []
-        """Names, table and work handle of each all-reduce."""
+        """Names of the values, tensor of numbers, and work handle of each all-reduce."""
 
     def start(self, values: Values, flag: bool) -> None:
-        """Start to average values. All ranks learn whether `flag` is set on any of them.
+        """Start to average values over the ranks, and to determine whether `flag` is set on any rank.
 
-        Raises ValueError if this rank does not know a value: the other ranks would add up values of different names.
+        Raises ValueError if this rank does not know a value, because the ranks would otherwise add up different values.
         """
         numbers = [float(flag)]
         names = sorted(values)
         for name in names:
             value = values[name]
             if value is None:
-                raise ValueError(f"step.log({name}=None) before step.commit(): every rank must know the value")
+                problem = f"step.log({name}=None) was called before step.commit()"
+                raise ValueError(f"{problem}; every rank must know the value of {name}")
             numbers.append(float(value))
         table = torch.tensor(numbers, dtype=torch.float64)
         self.started.append((names, table, dist.all_reduce(table, async_op=True)))
 
     def finish(self, ranks: int) -> tuple[dict[str, float], bool]:
-        """Wait for the means; return them, and whether any rank has set its flag. Raises RuntimeError."""
+        """Wait for all averages. Return the averages by name, and whether the flag is set on any rank.
+
+        `ranks` is the number of ranks. Raises RuntimeError if communication fails.
+        """
         means = dict[str, float]()
         is_flagged = False
         started = self.started

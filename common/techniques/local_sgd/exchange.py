@@ -1,7 +1,7 @@
-"""Exchanges that average a vector over all local-SGD workers, without or with compression.
+"""Exchanges that average a vector over all local SGD workers, with or without compression.
 
-A lossy exchange uses error feedback: each worker adds the compression error to the vector of its next exchange
-(Karimireddy et al. 2019, arXiv 1901.09847; for local steps Basu et al. 2019, arXiv 1906.02367).
+Lossy exchanges use error feedback: each worker adds its compression error to the vector that it sends in the next
+exchange (Karimireddy et al. 2019, arXiv 1901.09847; for local steps, Basu et al. 2019, arXiv 1906.02367).
 """
 
 from __future__ import annotations
@@ -13,82 +13,103 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-INT8_LEVELS = 127  # on either side of 0
+INT8_LEVELS = 127  # largest absolute value of a quantized number
 
 
 class Exchange:
-    """Uncompressed exchange of a vector [n]: one all-reduce."""
+    """Exchange of an uncompressed vector [n] by one all-reduce."""
 
     lossy = False
 
     def __init__(self, like: Tensor, workers: int) -> None:
-        """Vectors have the length, type and device of `like` [n]."""
+        """Prepare exchanges of vectors that have the length, data type, and device of `like` [n]."""
         self.workers = workers
         self.bytes_sent = 0
-        """Bytes that this worker has passed to collectives."""
+        """Number of bytes that this worker has passed to collectives."""
         self.works: list[dist.Work] = []
         self.residual = torch.zeros_like(like) if self.lossy else None
-        """Compression error [n], which this worker has not sent yet; None if the exchange is lossless."""
+        """Compression error [n] that this worker adds to the next vector; None if the exchange is lossless."""
         self.in_flight = False
 
     def begin(self, vector: Tensor) -> None:
-        """Start to exchange a vector [n], which is not changed. All workers call it."""
+        """Start an asynchronous exchange of a vector [n], which is not modified.
+
+        All workers must call this method.
+        """
         self.in_flight = True
         self.encode(vector.clone() if self.residual is None else vector + self.residual)
 
     def finish(self) -> Tensor:
-        """Wait for the exchange; return the mean [n], the same on all workers. All workers call it."""
+        """Wait for the exchange to finish, and return the mean [n] over all workers.
+
+        The mean is identical on all workers. All workers must call this method.
+        """
         self.wait()
         self.in_flight = False
         return self.decode()
 
     def encode(self, vector: Tensor) -> None:
-        """Start to send a vector, which may be changed, and store the compression error."""
+        """Compress a vector, start sending the compressed vector, and store the compression error.
+
+        This method may modify the vector.
+        """
         self.sum = vector
         self.reduce(vector)
 
     def decode(self) -> Tensor:
-        """Return the mean of the received messages."""
+        """Return the mean [n] of the vectors that all workers have sent."""
         return self.sum.div_(self.workers)
 
     def reduce(self, tensor: Tensor) -> None:
-        """Start to sum a tensor over all workers, in place."""
+        """Start an asynchronous all-reduce that sums a tensor over all workers in place."""
         self.bytes_sent += tensor.nbytes
         self.works.append(dist.all_reduce(tensor, async_op=True))
 
     def gather(self, message: Tensor) -> Tensor:
-        """Start to gather the messages [b] of all workers; return the tensor that receives them [workers, b]."""
+        """Start an asynchronous all-gather of one message [b] per worker.
+
+        Returns the output tensor [workers, b], which is valid after `wait`.
+        """
         self.bytes_sent += message.nbytes
         messages = message.new_empty(self.workers * len(message))
         self.works.append(dist.all_gather_into_tensor(messages, message, async_op=True))  # type: ignore[arg-type]
         return messages.view(self.workers, -1)
 
     def wait(self) -> None:
-        """Wait for all collectives that were started."""
+        """Wait until all collectives that this exchange has started are finished."""
         for work in self.works:
             work.wait()
         self.works.clear()
 
     def average(self, vector: Tensor) -> Tensor:
-        """Return the mean of an uncompressed vector over all workers, while no exchange is in flight."""
+        """Return the mean of a vector over all workers, without compression.
+
+        All workers must call this method, and only while no exchange is in flight.
+        """
         total = vector.clone()
         self.reduce(total)
         self.wait()
         return total.div_(self.workers)
 
     def collect(self) -> dict[str, Tensor]:
-        """Return the tensors on which the next exchange depends, while none is in flight."""
+        """Return the tensors that must be saved for the next exchange, such as the compression error.
+
+        Call this method only while no exchange is in flight.
+        """
         return {} if self.residual is None else {"residual": self.residual}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load tensors returned by `collect`. Those saved with other settings are ignored."""
+        """Load tensors returned by `collect`. Tensors with a different shape are ignored."""
         for name, tensor in self.collect().items():
             if name in saved and saved[name].shape == tensor.shape:
                 tensor.copy_(saved[name])
 
 
 class Bf16Exchange(Exchange):
-    """Exchange in bfloat16: 2 n bytes. The sum is also bfloat16, and its rounding error is lost."""
+    """Exchange of a vector [n] in bfloat16, which sends 2 n bytes.
+
+    Error feedback covers the conversion of each vector to bfloat16, but not the rounding of their sum.
+    """
 
     lossy = True
 
@@ -103,12 +124,15 @@ class Bf16Exchange(Exchange):
 
 
 class Int8Exchange(Exchange):
-    """Exchange in int8 with a float32 scale per parameter: n bytes, and 4 bytes per parameter."""
+    """Exchange of a vector [n] in int8 with one float32 scale per parameter tensor.
+
+    Each worker sends n bytes, plus 4 bytes per parameter tensor.
+    """
 
     lossy = True
 
     def __init__(self, like: Tensor, workers: int, sizes: list[int]) -> None:
-        """`sizes` are the numbers of elements of the parameters, n in total."""
+        """Prepare exchanges of the parameters whose numbers of elements are `sizes`, n in total."""
         super().__init__(like, workers)
         self.sizes = sizes
         self.counts = torch.tensor(sizes, device=like.device)
@@ -124,7 +148,7 @@ class Int8Exchange(Exchange):
         self.residual = vector - self.decode_message(message)
 
     def decode_message(self, message: Tensor) -> Tensor:
-        """Return the vector [n] in a message."""
+        """Return the vector [n] that a message contains."""
         length = sum(self.sizes)
         scales = message[length:].clone().view(torch.float32)
         return message[:length].view(torch.int8) * scales.repeat_interleave(self.counts)
@@ -134,9 +158,9 @@ class Int8Exchange(Exchange):
 
 
 class TopkExchange(Exchange):
-    """Exchange of the k numbers of largest magnitude (Aji and Heafield 2017, arXiv 1704.05021).
+    """Exchange of the k values of largest magnitude in a vector (Aji and Heafield 2017, arXiv 1704.05021).
 
-    A message contains k numbers and their positions in int32: 8 k bytes, or 12 k with float64.
+    A message contains k values and their positions as int32. It has 8 k bytes, or 12 k bytes with float64.
     """
 
     lossy = True
@@ -156,7 +180,7 @@ class TopkExchange(Exchange):
     def decode(self) -> Tensor:
         assert self.residual is not None
         total = torch.zeros_like(self.residual)
-        for message in self.messages:  # in rank order, so that the sum is the same on all workers
+        for message in self.messages:  # in rank order, so that rounding is identical on all workers
             values, positions = message.split([self.count * total.itemsize, self.count * 4])
             total.index_add_(0, positions.clone().view(torch.int32), values.clone().view(total.dtype))
         return total.div_(self.workers)

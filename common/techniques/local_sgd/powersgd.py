@@ -1,4 +1,4 @@
-"""PowerSGD: low-rank approximation of each matrix in the mean vector (Vogels et al. 2019, arXiv 1905.13727)."""
+"""PowerSGD: exchange of low-rank approximations of matrices (Vogels et al. 2019, arXiv 1905.13727)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from common.techniques.local_sgd.exchange import Exchange
 
 
 class PowerSgdExchange(Exchange):
-    """Exchange of matrices [a, b] as P Q^T with P [a, r] and Q [b, r], r being the rank: (a + b) r numbers.
+    """Exchange of each matrix as a low-rank product P Q^T.
 
-    A parameter of more than two dimensions is a matrix whose rows are its first dimension. Vectors, and matrices for
-    which P and Q are not smaller, are sent uncompressed. Q starts with its value after the last exchange. The first of
-    the two all-reduces starts at once, the second when the exchange is finished.
+    A matrix [a, b] of rank r is approximated by P [a, r] and Q [b, r], so each worker sends (a + b) r values. A
+    parameter with more than two dimensions is flattened to a matrix whose rows correspond to the first dimension.
+    Vectors are sent uncompressed, and so are matrices for which P and Q together are not smaller. Each exchange starts
+    from the Q of the previous exchange. `begin` starts the all-reduce of P; `finish` performs the all-reduce of Q.
     """
 
     lossy = True
 
     def __init__(self, like: Tensor, workers: int, shapes: list[torch.Size], rank: int, seed: int) -> None:
-        """Parameters have `shapes` and n numbers in total; `seed` is the same on all workers."""
+        """Prepare exchanges of parameters with these `shapes`, which have n elements in total.
+
+        `seed` initializes the matrices Q and must be the same on all workers.
+        """
         super().__init__(like, workers)
         self.shapes: list[tuple[int, int]] = []
         self.ranks: list[int] = []
-        """Rank of each matrix; 0 if it is sent uncompressed."""
+        """Rank r of the approximation of each matrix; 0 if the matrix is sent uncompressed."""
         self.widths: list[int] = []
-        """Number of entries of each Q."""
+        """Number of elements of each matrix Q."""
         for shape in shapes:
             rows = shape[0] if len(shape) > 1 else 1
             columns = shape.numel() // rows
@@ -36,15 +40,15 @@ class PowerSgdExchange(Exchange):
         self.sizes = [shape.numel() for shape in shapes]
         generator = torch.Generator().manual_seed(seed)
         self.right = torch.randn(sum(self.widths), generator=generator, dtype=like.dtype).to(like.device)
-        """The entries of all Q, one matrix after the other."""
+        """Elements of all matrices Q, concatenated into one vector."""
 
     def split_right(self) -> list[Tensor]:
-        """Return the matrices Q [b, r] as views; [b, 0] for uncompressed parameters."""
+        """Return the matrices Q [b, r] as views of one vector; [b, 0] for uncompressed parameters."""
         parts = zip(self.right.split(self.widths), self.shapes, self.ranks, strict=True)
         return [part.view(columns, rank) for part, (_, columns), rank in parts]
 
     def split_matrices(self, vector: Tensor) -> list[Tensor]:
-        """Return the parameters of a vector [n] as views [a, b]."""
+        """Return the parameters in a vector [n] as matrix views [a, b]."""
         return [part.view(shape) for part, shape in zip(vector.split(self.sizes), self.shapes, strict=True)]
 
     def encode(self, vector: Tensor) -> None:
@@ -62,7 +66,7 @@ class PowerSgdExchange(Exchange):
         rights = self.split_right()
         means = (self.sum / self.workers).split(self.part_sizes)
 
-        # Orthogonalise each P, and update Q. Uncompressed matrices are left as they are.
+        # Orthogonalize each P and update each Q. Uncompressed matrices do not change.
         lefts = []
         for matrix, mean, right in zip(matrices, means, rights, strict=True):
             left = mean.view(len(matrix), -1)

@@ -1,4 +1,4 @@
-"""State of training whose ranks have different parameters: their mean as the model, and each rank's parameters."""
+"""Training state of local SGD: the mean of the workers' parameters, and each worker's own parameters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from common.techniques.local_sgd.worker import LocalWorker
 
 
 class LocalState(TrainState):
-    """State of a worker of local SGD.
+    """Training state of a local SGD worker.
 
-    The model of a checkpoint is the mean over the workers, which is also the evaluated model. Parameters and optimizer
-    of each worker are stored in its own part. They are needed to resume between two exchanges, so the number of ranks
-    that load a checkpoint must equal that which saved it.
+    The model in a checkpoint is the mean over the workers, which is also the model that is evaluated. In addition, each
+    rank saves its own parameters and optimizer state, which are needed to resume between two exchanges. A checkpoint
+    can therefore be loaded only by the same number of ranks.
     """
 
     optimizer: Optimizer
@@ -35,7 +35,7 @@ class LocalState(TrainState):
 
     @torch.no_grad()
     def collect_state(self) -> CheckpointState:
-        """Return the state to save. All ranks call it, between steps."""
+        """Return the state to save. All ranks must call this method between two steps."""
         worker_state = {
             "vectors": self.worker.collect_vectors(),
             "optimizer": state_dicts.collect_optimizer_state(self.optimizer, self.parameters),
@@ -50,17 +50,20 @@ class LocalState(TrainState):
         return state
 
     def check_number_of_ranks(self, loaded: LoadedCheckpoint) -> None:
-        """Raise UserError for a checkpoint of another number of ranks."""
+        """Raise UserError if the checkpoint was saved by a different number of ranks."""
         if not loaded.resumes_exactly:
             saved = format_count(loaded.processes, "rank")
             raise UserError(
-                f"the checkpoint contains the different parameters of {saved}, but this run has "
-                f"{self.worker.world.size}; resume with {saved}, or start a new run from their mean with "
+                f"the checkpoint contains separate parameters for {saved}, but this run has "
+                f"{self.worker.world.size}; resume with {saved}, or start a new run from the mean parameters with "
                 "weights=CHECKPOINT_FOLDER"
             )
 
     def load(self, loaded: LoadedCheckpoint) -> None:
-        """Load a checkpoint of the same number of ranks. Raises UserError if it is of another model."""
+        """Load a checkpoint saved by the same number of ranks.
+
+        Raises UserError if the checkpoint belongs to a different model.
+        """
         super().load(loaded)
         assert loaded.local is not None
         worker_state = loaded.local["worker"]

@@ -1,6 +1,6 @@
-"""A worker of local SGD: its parameters, the common reference parameters, and the exchange between the workers.
+"""A local SGD worker: its parameters, the reference parameters shared by all workers, and the exchanges.
 
-All vectors [n] contain the n parameters of the network, in its order.
+A vector [n] contains all n parameters of the network, in the order of `network.parameters()`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from common.ranks.rendezvous import World
 from common.system.errors import UserError
 from common.techniques.local_sgd.exchange import Exchange
 
-# Positions in `LocalWorker.counts`
+# Indices of `LocalWorker.counts`
 EXCHANGES = 0
 EXCHANGE_BYTES = 1
 EXCHANGE_STEP = 2
 
 
 class LocalWorker:
-    """Parameters of this rank, which trains alone between two exchanges.
+    """A rank of local SGD, which trains without communication between two exchanges.
 
-    `momentum_of` determines what an exchange does to the optimizer's momentum: each worker keeps its own (own), it is
-    averaged (averaged), or the whole optimizer state is reset (reset).
+    `momentum_of` determines how an exchange treats the optimizer's momentum. With "own", each worker keeps its
+    momentum. With "averaged", the momentum is averaged over the workers. With "reset", the whole optimizer state is
+    cleared.
     """
 
     def __init__(
@@ -43,28 +44,28 @@ class LocalWorker:
         self.momentum_of = momentum_of
         self.exchange = exchange
         self.reference = self.flatten()
-        """Parameters after the last outer step, the same on all workers."""
+        """Parameters [n] after the last outer step, identical on all workers."""
         self.sent = self.reference
-        """This worker's parameters when the last exchange started."""
+        """This worker's parameters [n] at the start of the last exchange."""
         self.received = self.reference
-        """Mean difference that the last exchange returned."""
+        """Mean difference [n] returned by the last exchange."""
         self.momentum = torch.zeros_like(self.reference)
-        """Momentum of the outer steps, the same on all workers."""
+        """Momentum [n] of the outer steps, identical on all workers."""
         self.counts = torch.zeros(3, dtype=torch.int64)
-        """Number of exchanges, bytes this worker sent for them, and the step of the exchange that awaits its outer
-        step (0: none)."""
+        """Number of exchanges, number of bytes that this worker has sent, and the step after which the pending exchange
+        started (0 if no exchange is pending)."""
         self.average = copy.deepcopy(network)
         self.seconds = 0.0
-        """Seconds that this attempt waited for exchanges."""
+        """Time in seconds that this worker has spent in communication in this attempt."""
 
     @property
     def exchange_step(self) -> int:
-        """Step after which the exchange started that awaits its outer step; 0 if there is none."""
+        """Step after which the pending exchange started; 0 if no exchange is pending."""
         return int(self.counts[EXCHANGE_STEP])
 
     @property
     def awaits_outer_step(self) -> bool:
-        """True from the start of an exchange until its outer step."""
+        """True from the start of an exchange until the outer step that applies the exchanged difference."""
         return self.exchange_step > 0
 
     @torch.no_grad()
@@ -74,9 +75,10 @@ class LocalWorker:
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Replace the gradients by their means over all workers, so that the next step equals that of DDP.
+        """Replace all gradients with their means over all workers, so that the next step equals a step of DDP.
 
-        A missing gradient counts as zero, because the vectors of all workers must have the same length.
+        Missing gradients are treated as zeros, because the vectors of all workers must have the same length. All
+        workers must call this method.
         """
         trained = self._list_trained()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
@@ -84,14 +86,17 @@ class LocalWorker:
             parameter.grad = mean
 
     def update_reference(self) -> None:
-        """Use the current parameters, which are the same on all workers, as the reference."""
+        """Set the reference to the current parameters, which must be identical on all workers."""
         self.reference.copy_(self.flatten())
 
-    # ---- an exchange
+    # ---- steps of an exchange
 
     @torch.no_grad()
     def begin_exchange(self, step: int) -> None:
-        """Start to send the difference between reference and parameters. All workers call it after a step."""
+        """Start to exchange the difference between the reference and this worker's parameters.
+
+        All workers must call this method after the same `step`.
+        """
         with self.count_traffic():
             self.sent = self.flatten()
             self.exchange.begin(self.reference - self.sent)
@@ -100,20 +105,26 @@ class LocalWorker:
 
     @torch.no_grad()
     def wait_for_exchange(self) -> None:
-        """Wait for an exchange in flight and keep its mean for the outer step. All workers call it."""
+        """Wait for the exchange in flight, if any, and store the mean difference for the outer step.
+
+        All workers must call this method.
+        """
         if self.exchange.in_flight:
             with self.count_traffic():
                 self.received = self.exchange.finish()
 
     def finish_exchange(self) -> Tensor:
-        """Return the mean difference [n] for the outer step, which must follow. All workers call it."""
+        """Finish the pending exchange, and return the mean difference [n] over all workers.
+
+        All workers must call this method, and then apply the difference in an outer step.
+        """
         self.wait_for_exchange()
         self.counts[EXCHANGE_STEP] = 0
         return self.received
 
     @contextlib.contextmanager
     def count_traffic(self) -> Iterator[None]:
-        """Add the bytes and seconds of the block to those of exchanges."""
+        """Add the bytes sent and the seconds spent in the `with` block to this worker's totals."""
         bytes_before = self.exchange.bytes_sent
         start = time.perf_counter()
         yield
@@ -122,9 +133,10 @@ class LocalWorker:
 
     @torch.no_grad()
     def adopt_reference(self) -> None:
-        """Set the parameters to the reference after the outer step, plus the steps since the exchange started.
+        """Set the parameters to the new reference, plus this worker's local changes since the exchange started.
 
-        Without such steps, the parameters of all workers equal the reference, to the bit. All workers call it.
+        If the worker has taken no steps since then, its parameters are bitwise equal to the reference. All workers must
+        call this method after the outer step.
         """
         local_steps = self.flatten() - self.sent
         vector_to_parameters(self.reference + local_steps, self.network.parameters())
@@ -136,15 +148,15 @@ class LocalWorker:
                 moment.copy_(mean)
 
     def _find_moments(self) -> list[Tensor]:
-        """Return the moments in the optimizer's state: tensors of a parameter's shape. All workers call it.
+        """Return the moments in the optimizer's state, which are tensors with the shape of a parameter.
 
-        A parameter without a gradient so far has no state. Zeros take its place, so that all workers have the same
-        number of moments; its state stays empty. The workers gather the names of their moments: a worker without any
-        gradient does not know them, and must not block the others. Raises UserError, on all workers, if none has
-        any moments.
+        A parameter that has never had a gradient has no state. Zeros are returned in place of its moments, so that all
+        workers return the same number of tensors; the optimizer's state does not change. The names of the moments are
+        gathered from all workers, because a worker without any gradient does not know these names. All workers must
+        call this method. Raises UserError on all workers if no worker has any moments.
 
-        Adam's first and second moments are averaged together: a mean first moment divided by the root of a worker's
-        own second moment is a huge step if only this worker had no gradient.
+        Adam's first and second moments are averaged together. Otherwise, a worker that has had no gradient would divide
+        the mean first moment by the root of its own second moment, which is almost zero, and take a huge step.
         """
         trained = self._list_trained()
         local_names: dict[str, None] = {}  # an ordered set
@@ -173,7 +185,7 @@ class LocalWorker:
         return [parameter for parameter in self.network.parameters() if parameter.requires_grad]
 
     def _average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the means of tensors over all workers. All workers call it."""
+        """Return the mean of each tensor over all workers. All workers must call this method."""
         vector = torch.cat([tensor.flatten() for tensor in tensors])
         with self.count_traffic():
             means = self.exchange.average(vector)
@@ -184,28 +196,37 @@ class LocalWorker:
 
     @torch.no_grad()
     def average_parameters(self) -> Tensor:
-        """Return the mean of the parameters [n] over the workers, without changing them. All workers call it."""
+        """Return the mean of the parameters [n] over all workers, without modifying the parameters.
+
+        All workers must call this method.
+        """
         total = self.flatten()
         dist.all_reduce(total)
         return total.div_(self.world.size)
 
     @torch.no_grad()
     def build_average_network(self) -> nn.Module:
-        """Return a copy of the network with the mean parameters of the workers, in eval mode. All workers call it."""
+        """Return a copy of the network in eval mode, whose parameters are the means over all workers.
+
+        All workers must call this method.
+        """
         vector_to_parameters(self.average_parameters(), self.average.parameters())
         for mean_buffer, buffer in zip(self.average.buffers(), self.network.buffers(), strict=True):
             mean_buffer.copy_(buffer)
         return self.average.eval()
 
-    # ---- state
+    # ---- state of a checkpoint
 
     @property
     def shared(self) -> dict[str, Tensor]:
-        """Tensors that are the same on all workers, to be saved and loaded in place."""
+        """Tensors that are identical on all workers; checkpoints save these tensors and load them in place."""
         return {"reference": self.reference, "momentum": self.momentum, "counts": self.counts}
 
     def collect_vectors(self) -> dict[str, Any]:
-        """Return the vectors of this worker alone, after waiting for an exchange in flight. All workers call it."""
+        """Return the vectors that differ between workers, after waiting for any exchange in flight.
+
+        All workers must call this method.
+        """
         self.wait_for_exchange()
         vectors = {"parameters": self.flatten()}
         if self.awaits_outer_step:
@@ -223,5 +244,5 @@ class LocalWorker:
 
 
 def is_moment(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
-    """Return whether a value of the optimizer's state is a tensor of the parameter's shape."""
+    """Return True if a value in the optimizer's state is a tensor with the shape of the parameter."""
     return isinstance(value, Tensor) and value.shape == parameter.shape

@@ -1,4 +1,4 @@
-"""A model as pipeline stages: its partition, chosen once per run, and the engine that trains it."""
+"""Partition of a model into pipeline stages, chosen once per run, and the engine that trains the stages."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from configs.pipeline import PipelineConfig
 
 
 def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> list[nn.Sequential]:
-    """Partition a model into stages according to `split`, or with balanced costs. All ranks call it.
+    """Partition a model into pipeline stages, either as set by `split` or with balanced costs.
 
-    A measured partition is written to config.yaml. Raises UserError if the model cannot be split this way.
+    A partition that is based on measurements is stored in config.yaml. All ranks must call this function. Raises
+    UserError if the model cannot be split this way.
     """
-    sample = torch.randn(run.cfg.batch_plan.microbatch, *run.sample_shape)  # used for measurements
+    sample = torch.randn(run.cfg.batch_plan.microbatch, *run.sample_shape)  # input for timing the layers
     try:
         stages = partition.split_into_stages(model, choose_partition(cfg, model, sample, run))
     except ValueError as error:
@@ -41,14 +42,18 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
         if not any(True for _ in stage.parameters()):
             layer = next(name for name, _ in stage.named_children())
             raise UserError(
-                f"split: the stage from {layer} on has no parameters to train; set split, or use fewer stages"
+                f"split: the stage that starts at layer {layer} has no trainable parameters; set split or use fewer "
+                "stages"
             )
-    setattr(stages[0], "recipe", get_model_recipe(model))  # noqa: B010 (rebuilds the whole model)
+    setattr(stages[0], "recipe", get_model_recipe(model))  # noqa: B010 (the recipe describes the whole model)
     return stages
 
 
 def choose_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
-    """Return the names of the layers that start a new stage; `sample` [N, ...] is an input of the first layer."""
+    """Return the names of the layers at which a new stage starts.
+
+    `sample` [N, ...] is an input batch of the first layer.
+    """
     if cfg.split or cfg.stages == 1:
         return cfg.split
     if cfg.balance == "parameters":
@@ -57,10 +62,10 @@ def choose_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, 
 
 
 def find_or_measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
-    """Return the cached partition of these stages and machines, else measure it. All ranks call it.
+    """Return the cached partition for these stages and machines, or measure one and cache it.
 
-    Repeated measurements differ slightly, and runs that are compared need the same partition. The cache is a file in
-    data.cache; delete it to measure again.
+    The cache ensures that runs to be compared use the same partition, although measurements vary slightly. It is a file
+    in data.cache; delete the file to measure again. All ranks must call this function.
     """
     world = run.world
     machine = provenance.describe_machine(world.device.type)
@@ -80,7 +85,7 @@ def find_or_measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample:
     with contextlib.ExitStack() as stack:
         split = None
         if world.is_main:
-            with contextlib.suppress(OSError):  # without a writable cache, the next run measures again
+            with contextlib.suppress(OSError):  # if the cache is not writable, the next run measures again
                 file.parent.mkdir(parents=True, exist_ok=True)
                 lock_file = stack.enter_context(open(file.with_suffix(".lock"), "w"))
                 wait_for_lock(lock_file, run.cfg.launch.step_timeout / 4)
@@ -97,7 +102,10 @@ def find_or_measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample:
 
 
 def wait_for_lock(file: IO[str], seconds: float) -> None:
-    """Wait for another run's measurement of the same partition, but less than the time-out of the other ranks."""
+    """Wait until no other run measures the same partition, for at most `seconds`.
+
+    The limit must be shorter than the timeout of the ranks that wait for this rank.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(BlockingIOError):
@@ -106,14 +114,15 @@ def wait_for_lock(file: IO[str], seconds: float) -> None:
 
 
 def measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, world: World) -> list[str]:
-    """Time the layers, and return the partition with the fastest slowest stage. All ranks call it.
+    """Time each layer, and return the partition that minimizes the time of the slowest stage.
 
-    All ranks measure at the same time, as they will train: they share memory bandwidth, of which layers with large
-    activations need more. `sample` [N, ...] is an input of the first layer.
+    All ranks must call this function and measure at the same time, because ranks also compete for memory bandwidth
+    during training. This matters most for layers with large activations. `sample` [N, ...] is an input batch of the
+    first layer.
     """
     world.wait_for_all_ranks("measure the partition")
     costs = world.gather(partition.time_layers(model, sample.to(world.device), repeats=3))
-    reset_peak_memory(world.device)  # the reported peak is that of training
+    reset_peak_memory(world.device)  # exclude this measurement from the reported peak memory
     sums = dict.fromkeys(dict(model.named_children()), 0.0)
     for rank_costs in costs:
         for layer in sums:
@@ -122,9 +131,10 @@ def measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor,
 
 
 def measure_once(run: RunContext, name: str, measure: Callable[[], list[str]]) -> list[str]:
-    """Measure a setting once per run and store it in config.yaml. All ranks call it, and `measure` together.
+    """Measure the value of a setting once per run, and store the value in config.yaml.
 
-    An attempt whose settings differ from config.yaml measures its own value and does not change the file.
+    All ranks must call this function, and all ranks call `measure` at the same time. An attempt whose settings differ
+    from config.yaml measures a separate value and does not change the file.
     """
     file = run.folder.path / "config.yaml"
     value = []
@@ -142,25 +152,26 @@ def measure_once(run: RunContext, name: str, measure: Callable[[], list[str]]) -
 
 
 def require_devices(names: Sequence[str]) -> Sequence[str]:
-    """Return the names of devices. Raises UserError if one of them does not exist."""
+    """Return the device names unchanged. Raises UserError if one of the devices does not exist."""
     count = torch.cuda.device_count()
     missing = [name for name in names if name.startswith("cuda:") and int(name[5:]) >= count]
     if missing:
-        raise UserError(f"devices: {missing[0]} does not exist, {count} GPUs are visible; name others, or devices=[]")
+        problem = f"{missing[0]} does not exist (number of visible GPUs: {count})"
+        raise UserError(f"devices: {problem}; use other devices, or set devices=[]")
     return names
 
 
 def build_pipeline_engine(
     cfg: PipelineConfig, stages: list[nn.Sequential], loss: LossFunction, run: RunContext, group: World | None = None
 ) -> PipelineEngine:
-    """Build the engine that trains `stages` on the ranks of a group, or on all ranks.
+    """Build the engine that trains `stages` on the ranks of `group`, or on all ranks if `group` is None.
 
-    Each rank keeps its own stages and moves them to its device. `loss` is a mean over samples.
+    Each rank keeps only its own stages and moves them to its device. `loss` must be a mean over samples.
     """
     cfg = schedules.use_stored_schedule_file(cfg, run.folder.path / "code")
     engine_class: type[PipelineEngine] = PipelineEngine
     if cfg.engine == "torch":
-        from common.techniques.pipeline.torch_engine import TorchPipelineEngine  # takes a second to import
+        from common.techniques.pipeline.torch_engine import TorchPipelineEngine  # this import takes a second
 
         engine_class = TorchPipelineEngine
     world = group or run.world

@@ -50,16 +50,16 @@ def test_each_breach_is_told_in_one_line(tmp_path: Path, breach: Breach) -> None
 
 
 def test_a_setting_that_it_does_not_take_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=re.escape("it does not accept weight_decay; omit optim.weight_decay=0.1")):
+    with pytest.raises(UserError, match=re.escape("the class does not accept weight_decay; omit optim.weight")):
         check_optimizer(Optim(name=write_own(tmp_path), weight_decay=0.1))
 
 
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ("return -1", "own.py:1: it returned -1 for step 0 of 100; function(step, total) returns the factor"),
+        ("return -1", "own.py:1: the function returned -1 for step 0 of 100; function(step, total) must return"),
         ("return 1 / step", "own.py:2: ZeroDivisionError: division by zero"),
-        ("return float('nan')", "it returned nan for step 0 of 100"),
+        ("return float('nan')", "the function returned nan for step 0 of 100"),
         ("return None", "own.py:1: float() argument must be a string or a real number, not 'NoneType'; function(step"),
     ],
 )

@@ -16,7 +16,7 @@ from configs.ddp_multinode import Config
     ("setting", "told"),
     [
         ("optim.name=no.py:Own", "no.py; name an existing FILE.py:Class, or use one of sgd, adam, adamw, lars, lamb"),
-        ("optim.decay={}/own.py:f", "own.py:1: it returned -1 for step 0 of 100"),
+        ("optim.decay={}/own.py:f", "own.py:1: the function returned -1 for step 0 of 100"),
     ],
 )
 def test_files_of_ones_own_are_read_before_anything_starts(

@@ -86,7 +86,7 @@ def test_media_of_a_bad_name_or_shape_are_refused(name: str, shape: tuple[int, .
 
 def test_a_run_that_was_not_trained_does_not_finish(run: Run) -> None:
     with pytest.raises(
-        RuntimeError, match=r"run\.report\(\) called after step 0 of 0; call it after the loop .* has finished"
+        RuntimeError, match=r"run\.report\(\) was called after step 0 of 0; call it after the loop .* has finished"
     ):
         run.report()
     assert not run.folder.result
@@ -157,7 +157,7 @@ def test_a_step_that_fails_does_not_count(run: Run, state: TrainState) -> None:
 
 
 def test_a_body_without_its_step_is_told(run: Run, state: TrainState) -> None:
-    with pytest.raises(RuntimeError, match="step 1 was never entered; put the body of the loop into `with step:`"):
+    with pytest.raises(RuntimeError, match="step 1 was never entered; put the body of the loop inside `with step:`"):
         for _ in run.steps(state, no_scores, loss=0):
             pass
 
@@ -167,7 +167,7 @@ def test_a_run_is_not_finished_before_its_last_step(run: Run, state: TrainState)
         with step:
             step.log(loss=torch.tensor(1.0))
         break
-    with pytest.raises(RuntimeError, match=r"run\.report\(\) called after step 1 of 2"):
+    with pytest.raises(RuntimeError, match=r"run\.report\(\) was called after step 1 of 2"):
         run.report()
 
 
