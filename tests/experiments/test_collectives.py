@@ -220,8 +220,8 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
     before = folder.read_metrics()[:21]
     for wrong, part in (
         ("sizes=[4,2K]", "sizes cannot change when a run is resumed"),
-        ("processes_per_node=3", "has shape (10, 4, 2, 2, 3) in the checkpoint but (10, 4, 2, 3, 3) in this model"),
-        ("rounds=11", "has shape (10, 4, 2, 2, 3) in the checkpoint but (11, 4, 2, 2, 3) in this model"),
+        ("processes_per_node=3", "has shape (10, 4, 2, 2, 3) in the checkpoint but (10, 4, 2, 3, 3) in this run"),
+        ("rounds=11", "has shape (10, 4, 2, 2, 3) in the checkpoint but (11, 4, 2, 2, 3) in this run"),
     ):
         copy = RunFolder(shutil.copytree(folder.path, tmp_path / wrong / folder.path.name))
         done = resume(COLLECTIVES, copy, wrong)
