@@ -253,7 +253,7 @@ def prepare_data_of_run(cfg: Experiment, run_folder: RunFolder) -> PreparedDatas
 
 
 def warn_of_damaged_metrics(run_folder: RunFolder) -> None:
-    """Print a warning for damaged lines in the metrics of all attempts. These lines are ignored."""
+    """Print a warning for damaged lines in the metrics of all attempts, which readers of the metrics ignore."""
     for attempt in run_folder.list_attempts():
         damaged = attempt.find_damaged_lines()
         if damaged:

@@ -246,7 +246,7 @@ def synchronize_gpus_if_due(run: RunContext, state: TrainState, number: int) -> 
 
 
 def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> dict[str, float]:
-    """Evaluate the model after the newest step, and record the scores, if any.
+    """Evaluate the model after the newest step, and record any scores.
 
     `evaluate` must call `Run.stop_if_requested` between two batches. On a stop request, the state before the evaluation
     is saved, and the evaluation is repeated when the run is resumed. The state after the last step is always saved. All

@@ -38,7 +38,7 @@ Adam = remove_compiler_hooks(torch.optim.Adam)
 AdamW = remove_compiler_hooks(torch.optim.AdamW)
 Lars = remove_compiler_hooks(layerwise.Lars)
 Lamb = remove_compiler_hooks(layerwise.Lamb)
-CLASS_USAGE = "Class is called with parameters and lr, and with momentum, nesterov, and weight_decay if it accepts them"
+CLASS_USAGE = "the class must accept parameters and lr; momentum, nesterov, and weight_decay are passed if accepted"
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: bool = False) -> Optimizer:

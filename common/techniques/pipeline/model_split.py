@@ -64,8 +64,8 @@ def choose_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, 
 def find_or_measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
     """Return the cached partition for these stages and machines, or measure one and cache it.
 
-    The cache ensures that runs to be compared use the same partition, although measurements vary slightly. It is a file
-    in data.cache; delete the file to measure again. All ranks must call this function.
+    The cache ensures that runs to be compared use the same partition, although measurements vary slightly. To measure
+    again, delete the cache file in the folder `cuts` of data.cache. All ranks must call this function.
     """
     world = run.world
     machine = provenance.describe_machine(world.device.type)
