@@ -204,7 +204,7 @@ class ChunkContent(NamedTuple):
     ranks: int
     """Bit mask of the ranks whose values the chunk includes: bit r represents rank r."""
     order: int
-    """Identifier of the order of addition. Chunks with equal identifiers round equally.
+    """Identifier of the order of addition. Chunks with equal identifiers have equal rounding errors.
 
     Swapping the two operands of an addition does not change the identifier.
     """

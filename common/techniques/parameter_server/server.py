@@ -2,8 +2,8 @@
 
 Parameter servers are described by Li et al. 2014 (OSDI). A server answers pulls with its shard and applies pushed
 gradients with a torch optimizer. Each optimizer step creates a new version of the shard. A gradient is computed from
-pulled parameters. The staleness of a push is the number of versions that are created after this pull and before the
-gradient is applied.
+pulled parameters. The staleness of a push is the number of versions created between the pull of these parameters and
+the application of the gradient.
 
 In sync mode, each step has two phases. When all pushes have arrived, the server prepares the step and answers the
 pushes. `take_prepared_step` then applies the step. If a worker has received all answers, every server has received all
@@ -163,7 +163,7 @@ class ShardServer:
             pending.clear()
 
     def pull(self, worker: int, ticket: int, rate: float) -> Tensor:
-        """Return the shard's values [n], from which the worker computes the gradient of a ticket.
+        """Return the shard's values [n], from which the worker computes the gradient for a ticket.
 
         The gradient is later applied with the learning rate `rate`.
         """

@@ -41,7 +41,7 @@ GRADIENT = 3
 ANSWER = 4
 FOLLOWER_OFFSET = 4  # a small message has the tag of the large message that it follows, plus this number
 
-END_TICKET = -1  # marks the last request of a worker
+END_TICKET = -1  # a worker's last request has this ticket
 IDLE_TIMEOUT = datetime.timedelta(days=365)  # an evaluation or a checkpoint may take place between two requests
 
 

@@ -159,7 +159,7 @@ class Span(NamedTuple):
     end: float
 
 
-Timeline = Sequence[Sequence[Span]]  # the spans of each rank
+Timeline = Sequence[Sequence[Span]]  # one sequence of spans per rank
 
 DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # duration of each kind of action, in units of one forward
 
