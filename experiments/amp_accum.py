@@ -34,7 +34,7 @@ from __future__ import annotations
 from common.api import Run, TrainState, UserError, build_optimizer, ddp, networks, score_test_set, start, sync_batchnorm
 from common.measure.memory import MemoryMeter
 from common.techniques.data_parallel.sample_dropout import add_dropout, exclude_dropout_from_compiling
-from common.techniques.data_parallel.single_process_baseline import report_ranks, set_up_shards
+from common.techniques.data_parallel.single_process_baseline import report_rank_differences, set_up_shards
 from common.techniques.precision.report import PrecisionReport
 from common.training.loop import Step
 from configs.amp_accum import Config
@@ -167,7 +167,7 @@ def main(cfg: Config, run: Run) -> None:
     batches = run.microbatches(cfg.accumulate, shard=run.shard)  # each item is the list of microbatches of one step
     with make_autocast(cfg, run.device):
         set_up_shards(cfg, run, batches, inner_model)  # with shards=auto, this measures the speed of each rank
-        ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_example(batches.local_samples)))
+        ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_first_inputs(batches.local_samples)))
     state = TrainState([inner_model], optimizer, batches, run.world, replicated=True, scaler=scaler, replica=model)
     footprint = MemoryMeter(run.device)
     all_reduce_bytes = ddp.compute_ring_all_reduce_bytes(model)
@@ -195,7 +195,7 @@ def main(cfg: Config, run: Run) -> None:
             raise UserError(f"gradients overflow fp16 at every loss scale (step {step.number}); use precision=bf16")
     peaks = run.world.gather(footprint.peak_bytes)
     precision_report = PrecisionReport(cfg, run.folder, run.device.type, peaks, scaler.get_scale())
-    run.report(precision_report, *report_ranks(cfg, run))
+    run.report(precision_report, *report_rank_differences(cfg, run))
 
 
 if __name__ == "__main__":

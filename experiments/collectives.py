@@ -31,12 +31,7 @@ from common.measure.foreign_load import ForeignLoadMeter
 from common.measure.timing import time_calls
 from common.ranks.rendezvous import World
 from common.techniques.collectives import measurement
-from common.techniques.collectives.measurement import (
-    CollectiveOperation,
-    CollectivePoint,
-    CollectiveVariant,
-    TestVectors,
-)
+from common.techniques.collectives.measurement import CollectiveOperation, CollectivePoint, CollectiveVariant
 from common.techniques.collectives.report import CollectiveReport
 from configs.collectives import Config
 
@@ -149,7 +144,11 @@ def create_variants(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
 
 
 def measure_variants(
-    sides: Mapping[str, CollectiveVariant], first: int, point: CollectivePoint, vectors: TestVectors, world: World
+    sides: Mapping[str, CollectiveVariant],
+    first: int,
+    point: CollectivePoint,
+    vectors: measurement.TestVectors,
+    world: World,
 ) -> dict[str, list[list[float]]]:
     """Measure every variant that has the operation, starting with variant `first`, and check all results.
 
@@ -187,7 +186,7 @@ def main(cfg: Config, run: Run) -> None:
     world = run.world
     sides = create_variants(cfg, run)
     points = measurement.list_benchmark_points(cfg.ops, cfg.dtypes, cfg.parse_sizes(), world.size)
-    vectors = TestVectors(cfg.seed, world, run.device)
+    vectors = measurement.TestVectors(cfg.seed, world, run.device)
     table = torch.zeros(cfg.rounds, len(points), len(sides), world.size, 3, dtype=torch.float64)
     state = TrainState([], None, Rounds(points), world, tensors={"measured": table})
 

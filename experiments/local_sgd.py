@@ -77,7 +77,7 @@ def take_outer_step(cfg: Config, worker: LocalWorker) -> None:
         worker.momentum.mul_(cfg.outer_momentum).add_(mean_difference)
         mean_difference = mean_difference + cfg.outer_momentum * worker.momentum
     worker.reference.sub_(mean_difference, alpha=cfg.outer_lr)
-    worker.adopt_reference()
+    worker.continue_from_reference()
 
 
 def exchange_differences(cfg: Config, worker: LocalWorker, step: int, total: int) -> None:
@@ -129,7 +129,7 @@ def main(cfg: Config, run: Run) -> None:
                 worker.average_gradients()
             optimizer.step()
             if step.number == cfg.start:
-                worker.update_reference()
+                worker.set_reference_to_parameters()
             exchange_differences(cfg, worker, step.number, run.total)
             step.log(loss=loss.detach())
     run.report(report_exchanges(cfg, worker, run))

@@ -27,7 +27,7 @@ from common.api import Run, TrainState, build_optimizer, ddp, init_network, scor
 from common.measure.device_report import report_devices
 from common.ranks.rendezvous import World
 from common.system.text import format_count
-from common.techniques.data_parallel.single_process_baseline import StepVariant, compare_variants
+from common.techniques.data_parallel.single_process_baseline import StepVariant, measure_variant_throughputs
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def main(cfg: Config, run: Run) -> None:
     has_comparison = cfg.compare and device_count > 1 and len(run.train_set) >= cfg.batch
     if has_comparison:
         run.log_message("after training, the strategies are compared in alternating rounds; compare=false skips this")
-    ddp.warm_up_buckets(model, run.load_example(cfg.batch // world.size))
+    ddp.warm_up_buckets(model, run.load_first_inputs(cfg.batch // world.size))
     state = TrainState([inner_model], optimizer, batches, world, replicated=True)
 
     def evaluate() -> dict[str, float]:
@@ -147,7 +147,7 @@ def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:
 
         return StepVariant(name, threads, make_model, run.shard if strategy == "ddp" else None)
 
-    return compare_variants(run, [make_variant(*arguments) for arguments in world.broadcast(plan)])
+    return measure_variant_throughputs(run, [make_variant(*arguments) for arguments in world.broadcast(plan)])
 
 
 if __name__ == "__main__":

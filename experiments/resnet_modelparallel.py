@@ -101,7 +101,7 @@ def build_pipeline(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> An
 def main(cfg: Config, run: Run) -> None:
     pp, dp = create_mesh_groups(run.world, cfg.replicas)  # the pipeline of this rank, and the replicas of its stages
     shard = (dp.rank, dp.size)
-    names = model_split.require_devices(cfg.devices) if cfg.in_one_process else []
+    names = model_split.check_devices_exist(cfg.devices) if cfg.in_one_process else []
     devices = [torch.device(name) for name in names] or [run.device]
     with limit_memory(cfg.memory_cap, devices) as training_bytes:
         pipe = build_pipeline(cfg, build_model(cfg, run), run, pp)

@@ -89,7 +89,7 @@ def compute_gradients(cfg: Config, run: Run, model: nn.Module, masks: Masks, ste
     The gradients are overwritten when the next batch is computed.
     """
     model.eval()  # keeps BatchNorm's running statistics unchanged
-    for x, y in run.draw_batches(cfg.score_batches, seeds.derive_seed(cfg.seed, "scores", step)):
+    for x, y in run.draw_random_batches(cfg.score_batches, seeds.derive_seed(cfg.seed, "scores", step)):
         model.zero_grad()
         F.cross_entropy(model(x), y).backward()
         yield [weight.grad for weight in masks.weights if weight.grad is not None]
@@ -153,7 +153,7 @@ def main(cfg: Config, run: Run) -> None:
         model = ddp.wrap_ddp(inner_model, run.device, gradient_as_bucket_view=True)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)
-    ddp.warm_up_buckets(model, run.load_example(cfg.batch_plan.shard))
+    ddp.warm_up_buckets(model, run.load_first_inputs(cfg.batch_plan.shard))
     state = TrainState([inner_model], optimizer, batches, run.world, replicated=True)
 
     steps_done = run.resume(state)

@@ -59,7 +59,7 @@ class Attempt:
         return cls(folder, prepared, run_to_resume is None)
 
     @classmethod
-    def join(cls, cfg: Experiment, run_folder: RunFolder | None) -> Attempt:
+    def join_newest_attempt(cls, cfg: Experiment, run_folder: RunFolder | None) -> Attempt:
         """Join the newest attempt of a run, in which other ranks are training.
 
         Raises UserError if the data is missing on this host or has changed.
@@ -85,7 +85,7 @@ class Attempt:
             "is_new": self.is_new,
         }
 
-    def document(self, cfg: Experiment) -> None:
+    def record_provenance(self, cfg: Experiment) -> None:
         """Record the source, package versions, machine, and data of the run.
 
         This method also records the start of this attempt and verifies the checksums of the data. Raises UserError if
@@ -98,17 +98,17 @@ class Attempt:
             provenance.write_metadata(self.folder, sys.argv, self.prepared.to_dict())
         schedules.copy_schedule_file(cfg, code)
         algorithms.copy_algorithm_file(cfg.launch, code)
-        custom_optimizer.copy_optimizer_files(cfg.optim, code)
+        custom_optimizer.copy_custom_files(cfg.optim, code)
         provenance.record_attempt_start(self.folder)
         self.prepared.verify_checksums()
 
     @contextlib.contextmanager
-    def discard_on(self, *errors: type[BaseException]) -> Iterator[None]:
+    def delete_new_run_folder_on(self, *errors: type[BaseException]) -> Iterator[None]:
         """Delete the folder of a new run if one of `errors` is raised in the `with` block."""
         try:
             yield
         except errors:
-            self.discard()
+            self.delete_new_run_folder()
             raise
 
     @property
@@ -116,7 +116,7 @@ class Attempt:
         """True once rank 0 has recorded the step from which training starts."""
         return self.folder.parent_record is not None
 
-    def discard(self) -> None:
+    def delete_new_run_folder(self) -> None:
         """Delete the run folder if this attempt has created it.
 
         The folder is kept if another attempt has superseded this one.
@@ -126,7 +126,7 @@ class Attempt:
         if self.is_new and not self.folder.is_superseded:
             shutil.rmtree(self.folder.path, ignore_errors=True)
 
-    def conclude(self, status: int, cfg: Experiment, *, submitted: bool, reason: str) -> None:
+    def record_end(self, status: int, cfg: Experiment, *, submitted: bool, reason: str) -> None:
         """Record how the attempt ended, and print the command that resumes the run.
 
         Tracking with W&B is also finished. Nothing is recorded or printed if another attempt has superseded this one.
@@ -185,7 +185,7 @@ class Attempt:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def is_finished(folder: RunFolder | None, cfg: Experiment, *, report: bool) -> bool:
+def is_run_finished(folder: RunFolder | None, cfg: Experiment, *, report: bool) -> bool:
     """Return True if a run is finished and the config does not extend it.
 
     With `report`, also print a message. Raises UserError if the config has more steps than the finished run, but the

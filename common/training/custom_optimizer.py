@@ -29,14 +29,14 @@ FILES_OF_RUN: dict[str, str] = {}
 DECAY_USAGE = "function(step, total) must return the factor of the peak learning rate, a finite number of at least 0"
 
 
-def check_files_of_config(optim: Optim, code: Path | None = None, new_settings: Container[str] = ()) -> None:
+def check_custom_files(optim: Optim, code: Path | None = None, new_settings: Container[str] = ()) -> None:
     """Raise UserError if a custom file is missing or a custom decay returns an invalid factor.
 
     `code` is the source folder of an existing run with these settings. The copies in this folder are checked instead of
     the original files, except for the settings in `new_settings`, which name new files. The class of a custom optimizer
     is not checked here, because this requires torch; see `contract.optimizer.check_optimizer_of_run`.
     """
-    run_optim = point_to_kept_files(optim, code) if code else optim
+    run_optim = replace_files_with_run_copies(optim, code) if code else optim
     name = optim.name if "optim.name" in new_settings else run_optim.name
     decay = optim.decay if "optim.decay" in new_settings else run_optim.decay
     if ":" in name:
@@ -46,7 +46,7 @@ def check_files_of_config(optim: Optim, code: Path | None = None, new_settings: 
             compute_custom_decay(decay, step, 100)
 
 
-def point_to_kept_files(optim: Optim, code: Path) -> Optim:
+def replace_files_with_run_copies(optim: Optim, code: Path) -> Optim:
     """Return the settings, in which custom files are replaced with existing copies in a run's source folder."""
     settings: dict[str, Any] = {}
     for setting, kind in KINDS.items():
@@ -55,7 +55,7 @@ def point_to_kept_files(optim: Optim, code: Path) -> Optim:
     return replace(optim, **settings)
 
 
-def copy_optimizer_files(optim: Optim, code: Path, *, overwrite: Container[str] = ()) -> None:
+def copy_custom_files(optim: Optim, code: Path, *, overwrite: Container[str] = ()) -> None:
     """Copy custom files into the source folder of a run.
 
     An existing copy is replaced only if its setting is in `overwrite`. Raises UserError if a file cannot be written.
@@ -64,15 +64,15 @@ def copy_optimizer_files(optim: Optim, code: Path, *, overwrite: Container[str] 
         copy_function_file(kind, getattr(optim, setting), code, overwrite=f"optim.{setting}" in overwrite)
 
 
-def use_kept_files(optim: Optim, code: Path) -> None:
+def use_file_copies_of_run(optim: Optim, code: Path) -> None:
     """Make this process use the copies of custom files in a run's source folder."""
-    run_optim = point_to_kept_files(optim, code)
+    run_optim = replace_files_with_run_copies(optim, code)
     FILES_OF_RUN[optim.name] = run_optim.name
     FILES_OF_RUN[optim.decay] = run_optim.decay
 
 
 @functools.cache
-def load_decay(value: str) -> Callable[[int, int], Any]:
+def load_decay_function(value: str) -> Callable[[int, int], Any]:
     """Load the function given by optim.decay=FILE.py:function, once per process.
 
     Raises UserError if the function cannot be loaded.
@@ -87,7 +87,7 @@ def compute_custom_decay(value: str, step: int, total: int) -> float:
     the user's function fails or returns an invalid factor.
     """
     value = FILES_OF_RUN.get(value, value)
-    function = load_decay(value)
+    function = load_decay_function(value)
     with convert_errors_of_user_file("optim.decay", value, function, DECAY_USAGE):
         factor = float(function(step, total))
         if not 0 <= factor < math.inf:

@@ -44,7 +44,7 @@ from common.system.processes import count_host_cores, exit_without_cleanup
 from common.system.text import format_count, read_end_of_file
 from common.techniques.pipeline import schedules
 from common.training import custom_optimizer, host_checks, optimizer_contract
-from common.training.attempt import Attempt, is_finished
+from common.training.attempt import Attempt, is_run_finished
 from common.training.run import Run
 from configs.elastic import get_enabled_elastic_settings
 from configs.shared import Experiment
@@ -59,14 +59,14 @@ def start(main: Main[T], schema: type[T]) -> None:
     try:
         with exit_on_user_error():
             rank_info = read_rank_info(os.environ)
-            sys.exit(run_command_line(main, schema, rank_info))
+            sys.exit(run_from_command_line(main, schema, rank_info))
     except SystemExit as end:
         if rank_info is not None:
             exit_without_cleanup(end.code)
         raise
 
 
-def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None) -> int:
+def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None) -> int:
     """Run the experiment on forked ranks, or as the rank given by `rank_info`; return the exit status."""
     with report_common_error_once(rank_info):
         started = config.StartedRanks(rank_info.size, rank_info.nodes) if rank_info is not None else None
@@ -75,7 +75,7 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
         run_to_resume = RunFolder(path.absolute()) if path else None
         code = path.absolute() / "code" if path else None
         schedules.check_schedule_of_config(cfg, code)
-        custom_optimizer.check_files_of_config(cfg.optim, code)
+        custom_optimizer.check_custom_files(cfg.optim, code)
         if rank_info is None or rank_info.rank == 0:  # rank 0 sends the algorithm to the other ranks
             algorithms.check_algorithm_of_config(cfg, code)
         private_folder.check_tls(cfg.launch, rank_info)
@@ -91,12 +91,12 @@ def run_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None)
             )
         ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
     if getattr(cfg, "sweep", False):
-        exec_sweep(config.get_experiment_name(schema))
+        replace_process_with_sweep(config.get_experiment_name(schema))
     _, status = run_experiment(main, cfg, ranks, run_to_resume)
     return status
 
 
-def exec_sweep(name: str) -> None:
+def replace_process_with_sweep(name: str) -> None:
     """Replace this process with the sweep of an experiment, which starts one process per run."""
     environ = os.environ | {"PYTHONPATH": str(config.ROOT), "PYTHONSAFEPATH": "1"}
     os.execve(sys.executable, [sys.executable, "-m", "slurm.launch.experiment_sweep", name, *sys.argv[1:]], environ)
@@ -115,31 +115,31 @@ def run_experiment(
     Returns the run folder and the exit status. If a rank raises UserError before the first step of a new run, the run
     folder is deleted. For a `submitted` run, the SLURM job decides what happens after this attempt. Raises UserError.
     """
-    if is_finished(run_to_resume, cfg, report=ranks.is_main):  # a finished run needs no memory check or rendezvous
+    if is_run_finished(run_to_resume, cfg, report=ranks.is_main):  # a finished run needs no memory check or rendezvous
         return run_to_resume, 0
     with ranks.acquire_run(cfg, run_to_resume) as run_folder:
-        if is_finished(run_folder, cfg, report=ranks.is_main):
+        if is_run_finished(run_folder, cfg, report=ranks.is_main):
             return run_folder, 0
         attempt = ranks.open_attempt(cfg, run_folder)
         if isinstance(attempt, int):
             return run_folder, attempt
 
-        outcome = Outcome(1)
+        outcome = TrainingOutcome(1)
         try:
             outcome = ranks.train(main, cfg, attempt)
         except UserError as error:
-            outcome = Outcome(EXIT_REFUSED, str(error))
+            outcome = TrainingOutcome(EXIT_REFUSED, str(error))
             raise
         except (RuntimeError, OSError) as error:
             cause = convert_shortage_error(error)
-            outcome = Outcome(1, str(cause) if isinstance(cause, MachineError) else "")
+            outcome = TrainingOutcome(1, str(cause) if isinstance(cause, MachineError) else "")
             raise
         finally:
             was_refused = outcome.status == EXIT_REFUSED and attempt.is_new and not attempt.has_started_training
             if ranks.is_main and was_refused and not submitted:
-                attempt.discard()
+                attempt.delete_new_run_folder()
             elif ranks.is_main:
-                attempt.conclude(outcome.status, cfg, submitted=submitted, reason=outcome.reason)
+                attempt.record_end(outcome.status, cfg, submitted=submitted, reason=outcome.reason)
 
         if outcome.is_agreed:
             wait_for_all_ranks_to_exit()
@@ -154,7 +154,7 @@ def has_finished_run(attempt: RunFolder) -> bool:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """Exit status of training in this process, and the cause of a failure."""
 
     status: int
@@ -203,14 +203,14 @@ class ForkedRanks:
         print(f"{run_to_resume.experiment}: {ranks}, {action}run folder {run_to_resume.path}", flush=True)
         return attempt
 
-    def train(self, main: Main[T], cfg: T, attempt: Attempt) -> Outcome:
+    def train(self, main: Main[T], cfg: T, attempt: Attempt) -> TrainingOutcome:
         """Fork the ranks, document the attempt while the ranks start, and wait for the ranks. Raises UserError."""
         folder = attempt.folder
         elastic = get_enabled_elastic_settings(cfg)
 
         def train_forked(rank_info: RankInfo) -> None:
             log_file = folder.log_file(rank_info.original_rank)
-            stop = listen_for_stop(cfg, open(log_file, "a"))  # noqa: SIM115 (the file stays open until the rank exits)
+            stop = listen_for_stop_signals(cfg, open(log_file, "a"))  # noqa: SIM115 (the file stays open until the rank exits)
             may_be_main = rank_info.rank == 0 or elastic is not None  # in an elastic run, any rank may become rank 0
             local_launcher.redirect_output(log_file, keep_stdout=may_be_main)
             launch = algorithms.use_stored_algorithm_file(cfg.launch, folder.path / "code")
@@ -218,13 +218,15 @@ class ForkedRanks:
                 train_rank(main, cfg, world, attempt, stop)
 
         def document() -> None:
-            attempt.document(cfg)
+            attempt.record_provenance(cfg)
             if not attempt.is_new:
                 provenance.update_metadata(folder, job=None)  # this attempt does not belong to a SLURM job
             attempt.tracker = wandb_tracker.Tracker.start(cfg, folder)
 
         reasons = list[str]()
-        with attempt.discard_on(UserError):  # raised by `document` if the data is damaged or the disk is full
+        with attempt.delete_new_run_folder_on(
+            UserError
+        ):  # raised by `document` if the data is damaged or the disk is full
             status = local_launcher.run_ranks(
                 train_forked,
                 cfg.processes,
@@ -235,7 +237,7 @@ class ForkedRanks:
                 lambda rank: read_end_of_file(folder.log_file(rank)),
                 cfg.launch.setup_timeout,
             )
-        return Outcome(status, "".join(reasons))
+        return TrainingOutcome(status, "".join(reasons))
 
 
 class LaunchedRank:
@@ -253,7 +255,7 @@ class LaunchedRank:
                 f"{cfg.processes}; use {remedy}, or change {setting}"
             )
         self.rank_info = rank_info
-        self.stop = listen_for_stop(cfg, sys.stderr)
+        self.stop = listen_for_stop_signals(cfg, sys.stderr)
 
     @property
     def is_main(self) -> bool:
@@ -294,10 +296,10 @@ class LaunchedRank:
         All ranks must call this method. Raises UserError on rank 0.
         """
         if self.rank_info.is_joining:
-            return Attempt.join(cfg, run_to_resume)
+            return Attempt.join_newest_attempt(cfg, run_to_resume)
         self.stop.can_stop_immediately = True
         try:
-            opened = self._try_open(cfg, run_to_resume) if self.is_main else None
+            opened = self._try_open_attempt(cfg, run_to_resume) if self.is_main else None
             content = self.world.broadcast(opened.to_content() if isinstance(opened, Attempt) else None)
         except (StopRequested, RuntimeError):
             if self.stop.signal_number:
@@ -313,17 +315,17 @@ class LaunchedRank:
         cfg.data.name = attempt.prepared.name
         return attempt
 
-    def _try_open(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | UserError:
+    def _try_open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | UserError:
         try:
             attempt = Attempt.open(cfg, run_to_resume, fallback=self.world.nodes == 1)
             print_notice_of_shared_cores(cfg, self.rank_info.local_size)
-            with attempt.discard_on(UserError, StopRequested):
-                attempt.document(cfg)
+            with attempt.delete_new_run_folder_on(UserError, StopRequested):
+                attempt.record_provenance(cfg)
         except UserError as error:
             return error
         return attempt
 
-    def train(self, main: Main[T], cfg: T, attempt: Attempt) -> Outcome:
+    def train(self, main: Main[T], cfg: T, attempt: Attempt) -> TrainingOutcome:
         """Train on this rank. Rank 0 also starts to track the attempt with W&B."""
         log_file = attempt.folder.log_file(self.rank_info.original_rank)
         self.stop.log = open(log_file, "a")  # noqa: SIM115 (the file stays open until the process exits)
@@ -332,8 +334,8 @@ class LaunchedRank:
         try:
             train_rank(main, cfg, self.world, attempt, self.stop)
         except StopRequested as request:
-            return Outcome(EXIT_RESUMABLE, is_agreed=request.together)
-        return Outcome(0)
+            return TrainingOutcome(EXIT_RESUMABLE, is_agreed=request.together)
+        return TrainingOutcome(0)
 
 
 def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: StopRequest) -> None:
@@ -393,7 +395,7 @@ def check_memory(cfg: Experiment) -> None:
         host_memory.check_host_memory(cfg)
 
 
-def listen_for_stop(cfg: Experiment, log: IO[str]) -> StopRequest:
+def listen_for_stop_signals(cfg: Experiment, log: IO[str]) -> StopRequest:
     """Install the handlers for stop signals. `log` receives stack traces if the grace time runs out."""
     stop = StopRequest(cfg.checkpoint.grace, log)
     stop.start_listening()

@@ -26,7 +26,7 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
     Raises RunTakenError if another attempt has taken over the run or the run folder is missing.
     """
     changes = [*read_earlier_rank_changes(run.folder), *run.generations]
-    reports = [*reports, *report_generations(changes)]
+    reports = [*reports, *report_rank_changes(changes)]
     run.saver.raise_if_run_taken(run.step)
     assert run.metrics is not None
     run.metrics.writer.write_buffered_rows()
@@ -43,7 +43,7 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
     run.saver.raise_if_run_taken(run.step)
     result.with_reports(report.result() for report in reports).write(run.folder)
 
-    rows = format_run_rows(run)
+    rows = format_score_rows(run)
     for report in reports:
         rows |= report.rows()
     run.log_message(tables.format_table(rows | format_folder_rows(run)))
@@ -64,7 +64,7 @@ def measure_timings(run: RunContext) -> dict[str, float]:
     return timings
 
 
-def report_generations(changes: Sequence[dict[str, Any]]) -> list[Report]:
+def report_rank_changes(changes: Sequence[dict[str, Any]]) -> list[Report]:
     """Report the ranks that an elastic run lost and regained, and the time that this cost.
 
     Returns an empty list if the ranks never changed.
@@ -84,7 +84,7 @@ def report_generations(changes: Sequence[dict[str, Any]]) -> list[Report]:
     return [ReportData({"ranks lost": "\n".join(lines)}, measured=measured)]
 
 
-def format_run_rows(run: RunContext) -> dict[str, str]:
+def format_score_rows(run: RunContext) -> dict[str, str]:
     """Return the first rows of the final table: scores, throughput, and ranks."""
     world = run.world
     scores = run.scores

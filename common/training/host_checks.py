@@ -159,7 +159,7 @@ def check_matrix_product(world: World) -> HostFacts:
     return {"product_finite": finite, "product_same": repeatable, "gflop_per_s": round(gflops, 1)}
 
 
-def sample_clock(world: World) -> HostFacts:
+def sample_host_clock(world: World) -> HostFacts:
     """Read this host's clock five times, each time immediately after a barrier.
 
     The times are in seconds since the epoch. All ranks must call this function.
@@ -223,7 +223,7 @@ def collect_thorough_facts(world: World, runs: Path, cache: Path) -> HostFacts:
     facts = collect_basic_facts(world, runs)
     facts |= check_all_reduce(world)
     facts |= check_matrix_product(world)
-    facts |= sample_clock(world)
+    facts |= sample_host_clock(world)
     if world.local_rank == 0:
         facts |= measure_disk_writing(runs)
         facts |= collect_data_checksums(cache)
@@ -237,9 +237,9 @@ def find_problems(facts: Sequence[HostFacts], hosts: int, *, mixed: bool = False
     `hosts` is the number of different hosts. Checks of facts that were not collected are skipped. With `mixed`, ranks
     may have different devices.
     """
-    problems = find_differences(facts)
+    problems = find_version_and_data_differences(facts)
     if not mixed:
-        problems += find_other_devices(facts)
+        problems += find_unusual_devices(facts)
     for rank_facts in facts:
         problems += find_host_problems(rank_facts, hosts)
     return problems + find_speed_problems(facts) + find_clock_problems(facts)
@@ -250,7 +250,7 @@ def format_host(facts: HostFacts) -> str:
     return f"{facts['host']} (rank {facts['rank']})"
 
 
-def find_differences(facts: Sequence[HostFacts]) -> list[str]:
+def find_version_and_data_differences(facts: Sequence[HostFacts]) -> list[str]:
     """Return one line per rank whose package versions or data differ from those of the other ranks."""
     problems = []
     for package in facts[0]["versions"]:
@@ -273,7 +273,7 @@ def find_differences(facts: Sequence[HostFacts]) -> list[str]:
     return problems
 
 
-def find_other_devices(facts: Sequence[HostFacts]) -> list[str]:
+def find_unusual_devices(facts: Sequence[HostFacts]) -> list[str]:
     """Return one line per rank whose device is not the most common one."""
     devices = find_unusual_values(facts, [rank_facts["device"] for rank_facts in facts])
     remedy = "use hosts with the same devices, or set launch.mixed=true"

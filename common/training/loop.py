@@ -17,7 +17,7 @@ from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimer
 from common.techniques.data_parallel.sample_dropout import list_dropout_layers
 from common.techniques.data_parallel.shards import WINDOW
-from common.techniques.elastic.recovery import Recovery
+from common.techniques.elastic.recovery import ElasticRecovery
 from common.training import optimizers
 from common.training.run_context import RunContext
 from configs.elastic import get_enabled_elastic_settings
@@ -34,7 +34,7 @@ class Step:
     """
 
     def __init__(
-        self, run: RunContext, batch: Any, number: int, epoch: int, rate: float, recovery: Recovery | None = None
+        self, run: RunContext, batch: Any, number: int, epoch: int, rate: float, recovery: ElasticRecovery | None = None
     ) -> None:
         self.run = run
         self.batch = batch
@@ -121,18 +121,18 @@ def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source
     """
     if run.state is not state:
         run.resume(state)
-    run.open_metrics(state, source)
+    run.open_metrics_log(state, source)
     record_shards(run)
     if source == MEAN and state.parts:
         model = state.parts[0]
         sharded_layers = (layer for layer in model.children() if hasattr(layer, "unshard"))  # added by fully_shard
         run.times = StepTimer(model, run.device, sharded_layers)
     elastic = get_enabled_elastic_settings(run.cfg)
-    recovery = Recovery(run, state, elastic) if elastic else None
+    recovery = ElasticRecovery(run, state, elastic) if elastic else None
     try:
         while not run.complete:
             try:
-                yield from iterate_to_evaluation(run, state, evaluate, recovery)
+                yield from iterate_until_evaluation(run, state, evaluate, recovery)
             except RuntimeError as error:
                 if recovery is None or not recovery.may_come_from_rank_change(error):
                     raise
@@ -142,8 +142,8 @@ def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source
             recovery.close()
 
 
-def iterate_to_evaluation(
-    run: RunContext, state: TrainState, evaluate: Evaluate, recovery: Recovery | None
+def iterate_until_evaluation(
+    run: RunContext, state: TrainState, evaluate: Evaluate, recovery: ElasticRecovery | None
 ) -> Iterator[Step]:
     """Yield the steps up to the next evaluation, then evaluate. The last evaluation completes the run."""
     if run.step < run.total and not run.saver.unevaluated:
@@ -157,13 +157,13 @@ def iterate_to_evaluation(
         return
 
     peaks = run.world.gather(read_peak_memory(run.device))
-    if recovery is None or recovery.finish():
+    if recovery is None or recovery.finish_run():
         run.memory = {f"rank {rank}": peak for rank, peak in enumerate(peaks)}
         run.scores = scores
         run.complete = True
 
 
-def iterate_epoch(run: RunContext, state: TrainState, recovery: Recovery | None) -> Iterator[Step]:
+def iterate_epoch(run: RunContext, state: TrainState, recovery: ElasticRecovery | None) -> Iterator[Step]:
     """Yield the remaining steps of the current epoch, up to the last step of the run."""
     cfg = run.cfg
     epoch_steps = state.loader.steps

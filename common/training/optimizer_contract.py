@@ -28,7 +28,7 @@ RELATIVE_TOLERANCE = 1e-12  # for float64 results that differ only in the order 
 SEVERAL_STEPS = 5  # number of steps within which every parameter must change; an optimizer may skip some steps
 
 
-class Trial:
+class OptimizerTrial:
     """Three small float64 layers and their optimizer, whose behavior is to be checked.
 
     Initial values and gradients are the same in all trials. `shard` is called with the model before the optimizer is
@@ -51,7 +51,7 @@ class Trial:
             gradient = scale * torch.randn(parameter.shape, dtype=torch.float64)
             parameter.grad = state_dicts.shard_like(gradient, parameter)
 
-    def take_steps(self, numbers: Iterable[int], rate: float = RATE, scale: float = 1.0) -> Trial:
+    def take_steps(self, numbers: Iterable[int], rate: float = RATE, scale: float = 1.0) -> OptimizerTrial:
         """Take the steps with the given numbers, and return this trial.
 
         As in a run, the learning rate is set before each step.
@@ -67,7 +67,7 @@ class Trial:
         return {name: state_dicts.gather_full_tensor(parameter.detach()).clone() for name, parameter in self.parameters}
 
 
-def find_difference(first: Trial, second: Trial, tolerance: float = 0.0) -> str | None:
+def find_differing_parameter(first: OptimizerTrial, second: OptimizerTrial, tolerance: float = 0.0) -> str | None:
     """Return the name of a parameter that differs between two trials, or None if all are equal.
 
     `tolerance` is relative to the largest absolute value of the parameter. NaN differs from every value.
@@ -85,7 +85,7 @@ def find_difference(first: Trial, second: Trial, tolerance: float = 0.0) -> str 
 
 def check_step_interface(optim: Optim) -> None:
     """Check that a run can construct the optimizer and call `step()`."""
-    optimizer = Trial(optim).optimizer
+    optimizer = OptimizerTrial(optim).optimizer
     step = inspect.unwrap(type(optimizer).step)
     if step is inspect.unwrap(Optimizer.step):
         raise ValueError("the class has no method step(self): define one that updates parameters from their gradients")
@@ -102,13 +102,13 @@ def check_step_interface(optim: Optim) -> None:
 
 def check_learning_rate(optim: Optim) -> None:
     """Check that each step uses the learning rate that is set in the parameter groups."""
-    start = Trial(optim)
+    start = OptimizerTrial(optim)
     numbers = range(SEVERAL_STEPS)
-    if find_difference(start, Trial(optim).take_steps(numbers, 0.0)):
+    if find_differing_parameter(start, OptimizerTrial(optim).take_steps(numbers, 0.0)):
         problem = "step() changes parameters although the learning rate is 0"
         raise ValueError(f'{problem}: read group["lr"], which the schedule sets before each step')
 
-    stepped = Trial(optim).take_steps(numbers)
+    stepped = OptimizerTrial(optim).take_steps(numbers)
     before = start.copy_parameters()
     after = stepped.copy_parameters()
     unchanged = [name for name in before if torch.equal(before[name], after[name])]
@@ -116,53 +116,53 @@ def check_learning_rate(optim: Optim) -> None:
         problem = f"{SEVERAL_STEPS} steps leave the parameter {unchanged[0]} unchanged"
         raise ValueError(f"{problem}: use p.add_, which changes p in place; p.add returns a new tensor")
 
-    slower = Trial(optim).take_steps(numbers)
+    slower = OptimizerTrial(optim).take_steps(numbers)
     numbers = range(SEVERAL_STEPS, 2 * SEVERAL_STEPS)
-    if not find_difference(stepped.take_steps(numbers), slower.take_steps(numbers, RATE / 2)):
+    if not find_differing_parameter(stepped.take_steps(numbers), slower.take_steps(numbers, RATE / 2)):
         problem = "every step uses the learning rate of the first step"
         raise ValueError(f'{problem}: read group["lr"], which the schedule sets before each step')
 
 
-def check_resume(optim: Optim) -> None:
+def check_steps_after_resume(optim: Optim) -> None:
     """Check that later steps depend only on state that a checkpoint contains for each parameter."""
-    trial = Trial(optim).take_steps([1, 2, 3])
+    trial = OptimizerTrial(optim).take_steps([1, 2, 3])
     file = io.BytesIO()
     state = state_dicts.collect_optimizer_state(trial.optimizer, trial.parameters)
     torch.save(state_dicts.convert_to_plain_values([trial.copy_parameters(), state], "optimizer"), file)
     file.seek(0)
     parameters, state = torch.load(file, weights_only=True)
 
-    resumed = Trial(optim)
+    resumed = OptimizerTrial(optim)
     state_dicts.load_tensors(resumed.parameters, parameters)
     state_dicts.load_optimizer_state(resumed.optimizer, resumed.parameters, state)
-    if find_difference(trial.take_steps([4, 5]), resumed.take_steps([4, 5])):
+    if find_differing_parameter(trial.take_steps([4, 5]), resumed.take_steps([4, 5])):
         problem = "steps after a resume differ from those of an uninterrupted run"
         raise ValueError(f"{problem}: store everything that later steps need in self.state[parameter]")
 
 
 def check_skipped_step(optim: Optim) -> None:
     """Check that a step that GradScaler skips has no effect, even if it is the first step."""
-    trial = Trial(optim)
+    trial = OptimizerTrial(optim)
     scaler = GradScaler("cpu")
     scaler.scale(torch.zeros(()))  # initializes the scale
     for number in (0, 1, 0, 2):
         trial.set_gradients(number, scaler.get_scale() if number else math.inf)
         scaler.step(trial.optimizer)
         scaler.update()
-    if find_difference(Trial(optim).take_steps([1, 2]), trial, RELATIVE_TOLERANCE):
+    if find_differing_parameter(OptimizerTrial(optim).take_steps([1, 2]), trial, RELATIVE_TOLERANCE):
         raise ValueError("a step that GradScaler skips because of an infinite gradient changes parameters or state")
 
 
 def check_zero_gradients(optim: Optim) -> None:
     """Check that parameters remain finite when all gradients are zero."""
-    trial = Trial(optim).take_steps([1, 2], scale=0.0).take_steps([3])
+    trial = OptimizerTrial(optim).take_steps([1, 2], scale=0.0).take_steps([3])
     if not all(tensor.isfinite().all() for tensor in trial.copy_parameters().values()):
         raise ValueError("zero gradients make parameters NaN or infinite: add a small epsilon to the divisor")
 
 
 def check_missing_gradient(optim: Optim) -> None:
     """Check that a parameter without a gradient does not change, and that all other parameters do."""
-    trial = Trial(optim)
+    trial = OptimizerTrial(optim)
     before = trial.copy_parameters()
     name, parameter = trial.parameters[0]
     for number in range(SEVERAL_STEPS):
@@ -181,26 +181,26 @@ def check_foreach_and_fused(optim: Optim) -> None:
     """Check that the foreach and fused implementations, if any, match the loop over parameters."""
     options = ("foreach", "fused")
 
-    def take_steps_with(option: str) -> Trial:
-        trial = Trial(optim)
+    def take_steps_with(option: str) -> OptimizerTrial:
+        trial = OptimizerTrial(optim)
         for group in trial.optimizer.param_groups:
             for name in options:
                 if name in group:
                     group[name] = name == option
         return trial.take_steps([1, 2, 3])
 
-    group = Trial(optim).optimizer.param_groups[0]
+    group = OptimizerTrial(optim).optimizer.param_groups[0]
     for option in options:
         if option not in group:
             continue
-        if find_difference(take_steps_with("loop"), take_steps_with(option), RELATIVE_TOLERANCE):
+        if find_differing_parameter(take_steps_with("loop"), take_steps_with(option), RELATIVE_TOLERANCE):
             raise ValueError(f"{option}=True computes different parameters than {option}=False")
 
 
 CHECKS: dict[str, Callable[[Optim], None]] = {
     "the optimizer can be constructed, and step() can be called": check_step_interface,
     "each step uses the learning rate that the schedule sets": check_learning_rate,
-    "steps after a resume equal those of an uninterrupted run": check_resume,
+    "steps after a resume equal those of an uninterrupted run": check_steps_after_resume,
     "a step that GradScaler skips has no effect": check_skipped_step,
     "parameters remain finite when all gradients are zero": check_zero_gradients,
     "parameters without a gradient do not change": check_missing_gradient,
@@ -216,7 +216,7 @@ def check_optimizer(optim: Optim, passed: Callable[[str], object] = lambda name:
     UserError if a check fails.
     """
     with torch.random.fork_rng([]):
-        step: Any = inspect.unwrap(type(Trial(optim).optimizer).step)
+        step: Any = inspect.unwrap(type(OptimizerTrial(optim).optimizer).step)
         is_custom = step.__code__.co_filename == optim.name.rpartition(":")[0]
         for name, check in CHECKS.items():
             with convert_errors_of_user_file("optim.name", optim.name, step if is_custom else None):
@@ -231,14 +231,14 @@ def check_optimizer_of_run(optim: Optim, code: Path, *, is_new_run: bool) -> Non
     the copy, so that error messages name the original file. Raises UserError if a check fails.
     """
     if ":" in optim.name:
-        check_optimizer(optim if is_new_run else custom_optimizer.point_to_kept_files(optim, code))
-    custom_optimizer.use_kept_files(optim, code)
+        check_optimizer(optim if is_new_run else custom_optimizer.replace_files_with_run_copies(optim, code))
+    custom_optimizer.use_file_copies_of_run(optim, code)
 
 
 # ---- checks with sharded parameters, which need several ranks
 
 
-def compare_sharded(optim: Optim, ranks: int) -> None:
+def check_sharded_parameters(optim: Optim, ranks: int) -> None:
     """Raise ValueError if the optimizer computes different values for parameters sharded by FSDP2.
 
     `ranks` is the number of ranks, all of which must call this function.
@@ -247,13 +247,13 @@ def compare_sharded(optim: Optim, ranks: int) -> None:
     from torch.distributed.fsdp import fully_shard  # this import takes two seconds
 
     mesh = init_device_mesh("cpu", (ranks,))
-    sharded = Trial(optim, lambda model: fully_shard(model, mesh=mesh)).take_steps([1, 2, 3])
-    if find_difference(Trial(optim).take_steps([1, 2, 3]), sharded, RELATIVE_TOLERANCE):
+    sharded = OptimizerTrial(optim, lambda model: fully_shard(model, mesh=mesh)).take_steps([1, 2, 3])
+    if find_differing_parameter(OptimizerTrial(optim).take_steps([1, 2, 3]), sharded, RELATIVE_TOLERANCE):
         problem = "parameters sharded by FSDP2 get different values than full parameters"
         raise ValueError(f"{problem}: compute each norm from full_tensor(), not from a shard of the tensor")
 
 
-def check_on_ranks(optim: Optim, passed: Callable[[str], object]) -> int:
+def check_optimizer_on_two_ranks(optim: Optim, passed: Callable[[str], object]) -> int:
     """Check an optimizer on two forked ranks, including with sharded parameters. Return the exit status."""
 
     def check_rank(rank_info: RankInfo) -> None:
@@ -261,7 +261,7 @@ def check_on_ranks(optim: Optim, passed: Callable[[str], object]) -> int:
             if world.is_main:
                 check_optimizer(optim, passed)
             with convert_errors_of_user_file("optim.name", optim.name):
-                compare_sharded(optim, world.size)
+                check_sharded_parameters(optim, world.size)
             if world.is_main:
                 passed("parameters sharded by FSDP2 get the same values as full parameters")
 

@@ -49,7 +49,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: b
     2017 (arXiv 1711.05101).
     """
     parameters = list(parameters)
-    groups = group_by_decay(parameters) if cfg.decayed == "matrices" else parameters
+    groups = group_parameters_by_weight_decay(parameters) if cfg.decayed == "matrices" else parameters
     match cfg.name:
         case "adam":
             return Adam(groups, lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
@@ -99,7 +99,7 @@ def build_custom_optimizer(groups: Any, cfg: Optim) -> Optimizer:
         return kind(groups, **settings)
 
 
-def group_by_decay(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+def group_parameters_by_weight_decay(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """Divide the parameters into a group with weight decay and a group without weight decay.
 
     Biases and the scales of normalization layers have no weight decay. Empty groups are omitted.

@@ -155,11 +155,11 @@ class RunContext:
             **options,
         )
 
-    def load_example(self, samples: int) -> Tensor:
+    def load_first_inputs(self, samples: int) -> Tensor:
         """Return the first inputs [samples, ...] of the training set, on this rank's device."""
         return self.train_set.load_inputs(slice(0, samples), self.device, self.dtype)
 
-    def draw_batches(self, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def draw_random_batches(self, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's shard (inputs, targets) of up to `count` randomly drawn full batches.
 
         `seed` determines the order of the samples, independently of their order in training. The samples are not
@@ -196,7 +196,7 @@ class RunContext:
             self.folder.record_parent_attempt(parent, self.step, rows)
         return self.step
 
-    def open_metrics(self, state: TrainState, source: int) -> None:
+    def open_metrics_log(self, state: TrainState, source: int) -> None:
         """Start logging the values of training steps to metrics.jsonl.
 
         `source` is the rank whose values are written, or MEAN to write the mean over all ranks.
@@ -204,7 +204,7 @@ class RunContext:
         log_class = SharedMetricsLog if get_enabled_elastic_settings(self.cfg) else MetricsLog
         self.metrics = log_class(
             self.world,
-            MetricsWriter(self.folder.metrics_file, self._warn_of_disk),
+            MetricsWriter(self.folder.metrics_file, self._warn_of_unwritable_metrics),
             state.loader,
             source=source,
             seconds=self.cfg.log.seconds,
@@ -213,7 +213,7 @@ class RunContext:
         )
         self.saver.metrics = self.metrics
 
-    def _warn_of_disk(self, text: str) -> None:
+    def _warn_of_unwritable_metrics(self, text: str) -> None:
         """Log a warning that metrics cannot be written, unless the cause is reported elsewhere.
 
         The saver reports a missing run folder. The checkpointer reports a failure to write a checkpoint.

@@ -18,7 +18,9 @@ def main(args: argparse.Namespace) -> int:
         optim.check()
     except ValueError as error:
         raise UserError(str(error)) from None
-    custom_optimizer.check_files_of_config(optim)
+    custom_optimizer.check_custom_files(optim)
     from common.training import optimizer_contract  # imports torch
 
-    return optimizer_contract.check_on_ranks(optim, lambda requirement: print(f"ok  {requirement}", flush=True))
+    return optimizer_contract.check_optimizer_on_two_ranks(
+        optim, lambda requirement: print(f"ok  {requirement}", flush=True)
+    )

@@ -117,7 +117,7 @@ def create_rerun_folder(
         dataset.copy_user_data_file(code)
         schedules.copy_schedule_file(settings, code, overwrite="schedule" in overridden)
         algorithms.copy_algorithm_file(settings.launch, code, overwrite="launch.algorithm" in overridden)
-        custom_optimizer.copy_optimizer_files(settings.optim, code, overwrite=overridden)
+        custom_optimizer.copy_custom_files(settings.optim, code, overwrite=overridden)
         provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], dataset.to_dict())
         provenance.update_metadata(new, git=provenance.read_metadata(old).get("git"), repeats=old.path.name)
     return new
@@ -295,7 +295,7 @@ def main(args: argparse.Namespace) -> int:
     old_code = old.path / "code"
     schedules.check_schedule_of_config(settings, None if "schedule" in overridden else old_code)
     algorithms.check_algorithm_of_config(settings, None if "launch.algorithm" in overridden else old_code)
-    custom_optimizer.check_files_of_config(settings.optim, old_code, overridden)
+    custom_optimizer.check_custom_files(settings.optim, old_code, overridden)
     data_code = None if "data.name" in overridden else old_code
     dataset = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=data_code)
     prepare.check_model_fits_data(settings, dataset)

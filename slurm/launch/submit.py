@@ -134,7 +134,7 @@ def copy_user_files(settings: Experiment, folder: RunFolder) -> None:
     code = folder.path / "code"
     schedules.copy_schedule_file(settings, code)
     algorithms.copy_algorithm_file(settings.launch, code)
-    custom_optimizer.copy_optimizer_files(settings.optim, code)
+    custom_optimizer.copy_custom_files(settings.optim, code)
 
 
 def find_resumable_run(run: str, name: str) -> RunFolder:
@@ -284,7 +284,7 @@ def load_checked_settings(name: str, arguments: list[str], resumed: RunFolder | 
     code = resumed.path / "code" if resumed else None
     schedules.check_schedule_of_config(settings, code)
     algorithms.check_algorithm_of_config(settings, code)
-    custom_optimizer.check_files_of_config(settings.optim, code)
+    custom_optimizer.check_custom_files(settings.optim, code)
     if resumed is None:
         initial_weights.check_weights_of_config(settings)
     else:

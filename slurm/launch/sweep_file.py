@@ -225,7 +225,7 @@ def make_point(
             raise UserError("runs must be the same for all points; set it under settings")
         schedules.check_schedule_of_config(settings)
         algorithms.check_algorithm_of_config(settings)
-        custom_optimizer.check_files_of_config(settings.optim)
+        custom_optimizer.check_custom_files(settings.optim)
         initial_weights.check_weights_of_config(settings)
         wandb_account.read_requested_mode(settings)
     except UserError as error:

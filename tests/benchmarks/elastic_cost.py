@@ -20,7 +20,7 @@ from typing import Any
 from common.api import start
 from common.config.config import ROOT
 from common.runs.folder import RunFolder, read_json, write_json
-from common.techniques.elastic.recovery import Recovery
+from common.techniques.elastic.recovery import ElasticRecovery
 from common.training.run import Run
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode
@@ -61,7 +61,7 @@ def main(cfg: Config, run: Run) -> None:
     """Train, and write down the medians."""
     taken: dict[str, list[float]] = {name: [] for name in CALLS}
     for name, times in taken.items():
-        time_method(Recovery, name, times)
+        time_method(ElasticRecovery, name, times)
     ddp_multinode.main(cfg, run)
     if run.world.is_main:
         medians = {name: median(times[WARM_UP:]) for name, times in taken.items()}

@@ -120,7 +120,7 @@ def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tm
     words = [f"optim.name={files[0]}:Lion", f"optim.decay={files[1]}:halve", f"runs={tmp_path / 'new'}"]
     settings = config.load_config(ddp_multinode.Config, words, {})
     old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
-    custom_optimizer.copy_optimizer_files(settings.optim, old.path / "code")
+    custom_optimizer.copy_custom_files(settings.optim, old.path / "code")
     for file in files:
         file.write_text("def halve(step, total):\n    return -1\n")
     found = PreparedDataset("digits", tmp_path, {})
@@ -131,8 +131,8 @@ def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tm
         assert (decay.read_text() == files[1].read_text()) is ("optim.decay" in named)
     for code, named in ((None, []), (old.path / "code", ["optim.decay"])):
         with pytest.raises(UserError, match=f"optim.decay={files[1]}:halve: .* the function returned -1 for step 0"):
-            custom_optimizer.check_files_of_config(settings.optim, code, named)
-    custom_optimizer.check_files_of_config(settings.optim, old.path / "code")
+            custom_optimizer.check_custom_files(settings.optim, code, named)
+    custom_optimizer.check_custom_files(settings.optim, old.path / "code")
 
 
 def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ from common.config import config
 from common.data.loader import Loader
 from common.models import networks
 from common.techniques.elastic import group, peer_copy
-from common.techniques.elastic.recovery import Recovery
+from common.techniques.elastic.recovery import ElasticRecovery
 from common.techniques.parameter_server.worker import ParameterServerRank
 from common.training import loop
 from common.training.run_context import RunContext
@@ -110,7 +110,7 @@ def plant(faults: Faults) -> None:
 
         setattr(owner, name, call)
 
-    def begin(recovery: Recovery, run: RunContext, *_: Any) -> None:
+    def begin(recovery: ElasticRecovery, run: RunContext, *_: Any) -> None:
         recovery.spared = run.world.is_joining  # type: ignore[attr-defined]
         planted.recovery = recovery  # type: ignore[assignment]
 
@@ -130,7 +130,7 @@ def plant(faults: Faults) -> None:
                 os.kill(os.getpid(), SIGNALS[how])
 
     before(RunContext, "resume", arrive)
-    before(Recovery, "__init__", begin)
+    before(ElasticRecovery, "__init__", begin)
     before(loop.Step, "__enter__", lambda step: planted.reach("begin", step.number))
     before(loop.Step, "mark", mark)
     before(ParameterServerRank, "pull", lambda *_: planted.reach_in_step("pull"))
@@ -140,7 +140,7 @@ def plant(faults: Faults) -> None:
         "_send_large_message",
         lambda _, __, server, ___: planted.reach_in_step(f"push to {server}"),
     )
-    before(Recovery, "commit", lambda self: planted.reach("committed", self.run.step + 1), after=True)
+    before(ElasticRecovery, "commit", lambda self: planted.reach("committed", self.run.step + 1), after=True)
     before(loop.Step, "__exit__", lambda step, *_: planted.reach("updated", step.number))
     before(RunContext, "stop_if_requested", lambda run: planted.reach("evaluation", run.step))
     before(checkpointer, "write_rank_file", lambda *_: planted.reach("save", planted.recovery.run.step))  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ def plant(faults: Faults) -> None:
         lambda store, *_: planted.reach("published", store.member.generation.number),
         after=True,
     )
-    before(Recovery, "_apply_facts", lambda self, _: planted.reach("copied", self.member.generation.number))
+    before(ElasticRecovery, "_apply_run_facts", lambda self, _: planted.reach("copied", self.member.generation.number))
 
 
 def keep_own_state() -> None:
@@ -174,7 +174,7 @@ def keep_old_mean() -> None:
 
 def keep_own_shards() -> None:
     """The mistake: each rank goes on with its own samples, and nobody takes those of the lost rank."""
-    Recovery._divide_batches = lambda *_: None  # type: ignore[method-assign]
+    ElasticRecovery._divide_batches = lambda *_: None  # type: ignore[method-assign]
 
 
 def take_time() -> None:

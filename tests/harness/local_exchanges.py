@@ -46,15 +46,15 @@ def exchange_vectors(kind: str, rank: int) -> None:
     mean, one = average(vector), make(vector)
     total, lone = torch.zeros(N), torch.zeros(N)
     for _ in range(ROUNDS):
-        one.begin(vector)
-        arrived = one.finish()
+        one.begin_exchange(vector)
+        arrived = one.finish_exchange()
         total += arrived
         others = [torch.empty(N) for _ in range(WORKERS)]
         dist.all_gather(others, arrived)
         assert all(torch.equal(arrived, other) for other in others), "ranks would drift apart"
         forgetful = make(vector)
-        forgetful.begin(vector)
-        lone += forgetful.finish()
+        forgetful.begin_exchange(vector)
+        lone += forgetful.finish_exchange()
     assert one.bytes_sent == ROUNDS * size, (kind, one.bytes_sent, size)
     left = average(one.residual) if one.residual is not None else torch.zeros(N)
     assert torch.allclose(total + left, ROUNDS * mean, rtol=0, atol=ROUNDS * error), f"{kind} loses something"
@@ -70,14 +70,14 @@ def exchange_thin_matrices(rank: int) -> None:
     draw = torch.Generator().manual_seed(7)
     vector = torch.cat([torch.randn(9, 2, generator=draw) @ torch.randn(2, 7, generator=draw)]).flatten() * (1 + rank)
     one = PowerSgdExchange(vector, WORKERS, [torch.Size((9, 7))], 2, 0)
-    one.begin(vector)
-    assert torch.allclose(one.finish(), average(vector), atol=1e-5)
+    one.begin_exchange(vector)
+    assert torch.allclose(one.finish_exchange(), average(vector), atol=1e-5)
     assert one.residual is not None and torch.allclose(average(one.residual), torch.zeros(63), atol=1e-5)
     zero = torch.zeros(63)
     one = PowerSgdExchange(zero, WORKERS, [torch.Size((9, 7))], 2, 0)
     for given in (zero, zero, vector):  # after messages of zeros it can still send
-        one.begin(given)
-        arrived = one.finish()
+        one.begin_exchange(given)
+        arrived = one.finish_exchange()
     assert arrived.norm() > 0.1 * vector.norm(), "columns of zeros would stay zeros"
 
 

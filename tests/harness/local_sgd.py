@@ -97,7 +97,7 @@ def train(cfg: Any, special: str, world: World, prepared: PreparedDataset, folde
 def make_mistake(name: str, world: World) -> list[tuple[Any, str, Any]]:
     """What to put in place of what in local_sgd."""
 
-    average_rightly = LocalWorker._average
+    average_rightly = LocalWorker._average_tensors
 
     def average(worker: LocalWorker, tensors: Sequence[Tensor]) -> list[Tensor]:
         if name == "sums_momentum":

@@ -11,7 +11,7 @@ import sys
 
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
-from common.training.optimizer_contract import compare_sharded
+from common.training.optimizer_contract import check_sharded_parameters
 from configs.launch import Launch
 from configs.shared import Optim
 
@@ -21,7 +21,7 @@ def compare(info: RankInfo) -> None:
         for name in sys.argv[1:]:
             for settings in (Optim(name=name), Optim(name=name, weight_decay=0.01, decayed="matrices")):
                 try:
-                    compare_sharded(settings, world.size)
+                    check_sharded_parameters(settings, world.size)
                 except ValueError as error:
                     if world.is_main:
                         print(f"{name}: {error}", flush=True)

@@ -91,7 +91,7 @@ class StepVariant:
     """Shard (r, n) of each batch on which this rank trains; None if rank 0 alone trains on the whole batch."""
 
 
-def compare_variants(run: RunContext, sides: Sequence[StepVariant]) -> dict[str, list[float]]:
+def measure_variant_throughputs(run: RunContext, sides: Sequence[StepVariant]) -> dict[str, list[float]]:
     """Measure the throughput of each variant in samples/s, one value per round.
 
     In each round, the variants are timed one after another. All ranks must call this function.
@@ -156,12 +156,12 @@ def measure_rank_speed(run: RunContext, model: nn.Module, batch: int) -> StepTim
         times = time_calls(compute_repeatedly, run.device, 1000, warm_up=0, budget=budget)
         return min(times) / calls
 
-    x = run.load_example(large)
+    x = run.load_first_inputs(large)
     with ddp.restore_buffers_and_rng(model, run.device):
         return StepTimeModel.fit(small, large, [time_shortest(x[:small]), time_shortest(x)])
 
 
-def report_ranks(cfg: Sharded, run: RunContext) -> list[ReportData]:
+def report_rank_differences(cfg: Sharded, run: RunContext) -> list[ReportData]:
     """Report how ranks differ: unequal shards and, with launch.mixed=true, different devices.
 
     All ranks must call this function.
@@ -227,7 +227,7 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
     assert run.state is not None and run.state.optimizer is not None
     return [
         ReportData({"strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch}{shards}"}),
-        *report_ranks(cfg, run),
+        *report_rank_differences(cfg, run),
         report_state_bytes(run.state.optimizer, run.world),
         ReportData({"peak memory": describe_peak_memory(run.memory, run.device)}),
         ScalingReport(times, run.world.hosts, run.step_seconds(), communication, single_rank_seconds),

@@ -33,7 +33,7 @@ from common.system.errors import UserError, is_timeout
 from common.techniques.elastic import group, peer_copy
 from common.techniques.elastic.generations import GENERATIONS_FILE, describe_rank_change
 from common.techniques.elastic.member import Generation, GenerationEnded, Member
-from common.techniques.elastic.shared_values import SharedValues
+from common.techniques.elastic.shared_values import AveragedValues
 from common.training.run_context import RunContext
 from configs.batch_plan import divide_batch
 from configs.elastic import Elastic
@@ -51,7 +51,7 @@ class RankChange:
     """Duration of the failed step in seconds; 0 if the source rank of the new generation completed the step."""
 
 
-class Recovery:
+class ElasticRecovery:
     """Recovery of one rank in an elastic run, active from the first step to the end of the last evaluation."""
 
     def __init__(self, run: RunContext, state: TrainState, settings: Elastic) -> None:
@@ -84,7 +84,7 @@ class Recovery:
         """Start of the newest step, in seconds of time.perf_counter()."""
         self.discarded = 0.0
         """Duration of the last failed step in seconds."""
-        self.shared = SharedValues()
+        self.shared = AveragedValues()
         self.buffers = [buffer for _, buffer in state.buffers]
         self.buffers_before = [torch.empty_like(buffer) for buffer in self.buffers]
         """Copies of the model's buffers from the start of the current step."""
@@ -98,7 +98,7 @@ class Recovery:
             joins=world.is_joining,
             irreplaceable=state.irreplaceable,
         )
-        self._watch_connections()
+        self._cut_connections_on_generation_end()
         if world.is_joining:
             self.join_generation()
 
@@ -107,7 +107,7 @@ class Recovery:
     def begin_step(self) -> None:
         """Save the state that a step modifies before its update, so that a failed step can be repeated."""
         self.step_start = time.perf_counter()
-        self.shared = SharedValues()
+        self.shared = AveragedValues()
         copy_tensors(self.buffers, self.buffers_before)
         self.random_before = torch.get_rng_state()
 
@@ -116,7 +116,7 @@ class Recovery:
 
         The all-reduce also determines whether a rank is waiting to join.
         """
-        self.shared.start(values, self.member.has_waiting_rank)
+        self.shared.start_averaging(values, self.member.has_waiting_rank)
 
     def commit(self) -> dict[str, float]:
         """Return the means over all ranks of the values that have been logged in this step.
@@ -125,7 +125,7 @@ class Recovery:
         """
         if not self.shared.started:
             self.start_averaging({})
-        means, self.join_agreed = self.shared.finish(self.run.world.size)
+        means, self.join_agreed = self.shared.finish_averaging(self.run.world.size)
         self.empty_generations = 0
         return means
 
@@ -163,7 +163,7 @@ class Recovery:
         if self.run.world.size > 1 and not self.state.irreplaceable:
             self.member.leave_as_lost(reason)
 
-    def finish(self) -> bool:
+    def finish_run(self) -> bool:
         """Return True if all ranks have finished the run; otherwise, join the next generation and return False."""
         generation = self.member.sign_in(self._measure_progress(), done=True)
         if not generation.done:
@@ -186,7 +186,7 @@ class Recovery:
         failure_time = time.perf_counter()
         change = RankChange()
         while True:
-            self._give_up_step()
+            self._abandon_step()
             generation = generation or self.member.sign_in(self._measure_progress(), together=self.leaving)
             self.join_agreed = False
             self.leaving = False
@@ -206,7 +206,7 @@ class Recovery:
                 generation = None
 
     @torch.no_grad()
-    def _give_up_step(self) -> None:
+    def _abandon_step(self) -> None:
         if not self.leaving:  # ranks that leave together may still need the connections for their last collective
             group.shut_down_connections(self.connections)
         self.state.leave_group(together=self.leaving)
@@ -223,7 +223,7 @@ class Recovery:
         epoch = self.state.loader.state_dict()["epoch"]
         return [self.run.step, epoch, not self.run.saver.unevaluated]
 
-    def _watch_connections(self) -> None:
+    def _cut_connections_on_generation_end(self) -> None:
         """Make the member's thread cut the connections of the process group when the generation ends."""
         connections = group.list_connections(self.member.socket)
         self.connections = connections
@@ -241,16 +241,16 @@ class Recovery:
         world = run.world
         self.connections = []
         group.form_process_group(self.member, world.timeout, world.original_rank)
-        self._watch_connections()
+        self._cut_connections_on_generation_end()
         self._update_ranks(generation)
 
         # Copy the state of the source rank.
-        facts = self._collect_facts(change) if dist.get_rank() == generation.source else None
+        facts = self._collect_run_facts(change) if dist.get_rank() == generation.source else None
         facts = objects.broadcast_json(facts, generation.source, world.device)
         if generation.copies:
             loads = self._measure_progress() != facts["progress"]
             peer_copy.broadcast_state(self.state, generation.source, world, facts["step"], loads=loads)
-        self._apply_facts(facts)  # these must match the copied state even if communication fails below
+        self._apply_run_facts(facts)  # these must match the copied state even if communication fails below
         self.joining = False
         self.state.enter_group(facts["step"])
         group.free_left_process_groups()
@@ -285,7 +285,7 @@ class Recovery:
             weights = [1] * len(members)
         loader.set_shards(dist.get_rank(), divide_batch(plan.batch // plan.microbatches, weights))
 
-    def _collect_facts(self, change: RankChange) -> dict[str, Any]:
+    def _collect_run_facts(self, change: RankChange) -> dict[str, Any]:
         """Return the facts about the run that the source rank sends to all other ranks."""
         run = self.run
         saver = run.saver
@@ -303,7 +303,7 @@ class Recovery:
             "change": dataclasses.asdict(change),
         }
 
-    def _apply_facts(self, facts: dict[str, Any]) -> None:
+    def _apply_run_facts(self, facts: dict[str, Any]) -> None:
         """Apply the facts received from the source rank to this rank."""
         run = self.run
         saver = run.saver

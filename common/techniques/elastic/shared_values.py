@@ -11,18 +11,18 @@ from torch import Tensor
 from common.measure.metrics_log import Values
 
 
-class SharedValues:
+class AveragedValues:
     """Asynchronous averages over the ranks of the values that a step logs before its update.
 
-    All ranks must call `start` and `finish` in the same order. An all-reduce that starts before backward adds almost no
-    time, because the ranks wait for each other during backward anyway.
+    All ranks must call `start_averaging` and `finish_averaging` in the same order. An all-reduce that starts before
+    backward adds almost no time, because the ranks wait for each other during backward anyway.
     """
 
     def __init__(self) -> None:
         self.started: list[tuple[list[str], Tensor, Any]] = []
         """Names of the values, tensor of numbers, and work handle of each all-reduce."""
 
-    def start(self, values: Values, flag: bool) -> None:
+    def start_averaging(self, values: Values, flag: bool) -> None:
         """Start to average values over the ranks, and to determine whether `flag` is set on any rank.
 
         Raises ValueError if this rank does not know a value, because the ranks would otherwise add up different values.
@@ -38,7 +38,7 @@ class SharedValues:
         table = torch.tensor(numbers, dtype=torch.float64)
         self.started.append((names, table, dist.all_reduce(table, async_op=True)))
 
-    def finish(self, ranks: int) -> tuple[dict[str, float], bool]:
+    def finish_averaging(self, ranks: int) -> tuple[dict[str, float], bool]:
         """Wait for all averages. Return the averages by name, and whether the flag is set on any rank.
 
         `ranks` is the number of ranks. Raises RuntimeError if communication fails.

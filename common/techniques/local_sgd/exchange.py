@@ -31,76 +31,76 @@ class Exchange:
         """Compression error [n] that this worker adds to the next vector; None if the exchange is lossless."""
         self.in_flight = False
 
-    def begin(self, vector: Tensor) -> None:
+    def begin_exchange(self, vector: Tensor) -> None:
         """Start an asynchronous exchange of a vector [n], which is not modified.
 
         All workers must call this method.
         """
         self.in_flight = True
-        self.encode(vector.clone() if self.residual is None else vector + self.residual)
+        self.compress_and_send(vector.clone() if self.residual is None else vector + self.residual)
 
-    def finish(self) -> Tensor:
+    def finish_exchange(self) -> Tensor:
         """Wait for the exchange to finish, and return the mean [n] over all workers.
 
         The mean is identical on all workers. All workers must call this method.
         """
-        self.wait()
+        self.wait_for_collectives()
         self.in_flight = False
-        return self.decode()
+        return self.decompress_mean()
 
-    def encode(self, vector: Tensor) -> None:
+    def compress_and_send(self, vector: Tensor) -> None:
         """Compress a vector, start sending the compressed vector, and store the compression error.
 
         This method may modify the vector.
         """
         self.sum = vector
-        self.reduce(vector)
+        self.start_all_reduce(vector)
 
-    def decode(self) -> Tensor:
+    def decompress_mean(self) -> Tensor:
         """Return the mean [n] of the vectors that all workers have sent."""
         return self.sum.div_(self.workers)
 
-    def reduce(self, tensor: Tensor) -> None:
+    def start_all_reduce(self, tensor: Tensor) -> None:
         """Start an asynchronous all-reduce that sums a tensor over all workers in place."""
         self.bytes_sent += tensor.nbytes
         self.works.append(dist.all_reduce(tensor, async_op=True))
 
-    def gather(self, message: Tensor) -> Tensor:
+    def start_all_gather(self, message: Tensor) -> Tensor:
         """Start an asynchronous all-gather of one message [b] per worker.
 
-        Returns the output tensor [workers, b], which is valid after `wait`.
+        Returns the output tensor [workers, b], which is valid after `wait_for_collectives`.
         """
         self.bytes_sent += message.nbytes
         messages = message.new_empty(self.workers * len(message))
         self.works.append(dist.all_gather_into_tensor(messages, message, async_op=True))  # type: ignore[arg-type]
         return messages.view(self.workers, -1)
 
-    def wait(self) -> None:
+    def wait_for_collectives(self) -> None:
         """Wait until all collectives that this exchange has started are finished."""
         for work in self.works:
             work.wait()
         self.works.clear()
 
-    def average(self, vector: Tensor) -> Tensor:
+    def average_uncompressed(self, vector: Tensor) -> Tensor:
         """Return the mean of a vector over all workers, without compression.
 
         All workers must call this method, and only while no exchange is in flight.
         """
         total = vector.clone()
-        self.reduce(total)
-        self.wait()
+        self.start_all_reduce(total)
+        self.wait_for_collectives()
         return total.div_(self.workers)
 
-    def collect(self) -> dict[str, Tensor]:
+    def collect_state(self) -> dict[str, Tensor]:
         """Return the tensors that must be saved for the next exchange, such as the compression error.
 
         Call this method only while no exchange is in flight.
         """
         return {} if self.residual is None else {"residual": self.residual}
 
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Load tensors returned by `collect`. Tensors with a different shape are ignored."""
-        for name, tensor in self.collect().items():
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Load tensors returned by `collect_state`. Tensors with a different shape are ignored."""
+        for name, tensor in self.collect_state().items():
             if name in saved and saved[name].shape == tensor.shape:
                 tensor.copy_(saved[name])
 
@@ -113,12 +113,12 @@ class Bf16Exchange(Exchange):
 
     lossy = True
 
-    def encode(self, vector: Tensor) -> None:
+    def compress_and_send(self, vector: Tensor) -> None:
         self.sum = vector.bfloat16()
         self.residual = vector - self.sum.to(vector)
-        self.reduce(self.sum)
+        self.start_all_reduce(self.sum)
 
-    def decode(self) -> Tensor:
+    def decompress_mean(self) -> Tensor:
         assert self.residual is not None
         return self.sum.to(self.residual).div_(self.workers)
 
@@ -137,14 +137,14 @@ class Int8Exchange(Exchange):
         self.sizes = sizes
         self.counts = torch.tensor(sizes, device=like.device)
 
-    def encode(self, vector: Tensor) -> None:
+    def compress_and_send(self, vector: Tensor) -> None:
         parts = vector.split(self.sizes)
         largest = torch.stack([part.abs().max() for part in parts])
         scales = torch.where(largest > 0, largest / INT8_LEVELS, torch.ones_like(largest)).float()
         levels = (vector / scales.repeat_interleave(self.counts)).round_()
         levels = levels.clamp_(-INT8_LEVELS, INT8_LEVELS).to(torch.int8)
         message = torch.cat([levels.view(torch.uint8), scales.view(torch.uint8)])
-        self.messages = self.gather(message)
+        self.messages = self.start_all_gather(message)
         self.residual = vector - self.decode_message(message)
 
     def decode_message(self, message: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Int8Exchange(Exchange):
         scales = message[length:].clone().view(torch.float32)
         return message[:length].view(torch.int8) * scales.repeat_interleave(self.counts)
 
-    def decode(self) -> Tensor:
+    def decompress_mean(self) -> Tensor:
         return torch.stack([self.decode_message(message) for message in self.messages]).mean(0)
 
 
@@ -169,15 +169,15 @@ class TopkExchange(Exchange):
         super().__init__(like, workers)
         self.count = max(1, round(fraction * len(like)))
 
-    def encode(self, vector: Tensor) -> None:
+    def compress_and_send(self, vector: Tensor) -> None:
         positions = vector.abs().topk(self.count, sorted=False).indices
         numbers = vector[positions].view(torch.uint8)
         message = torch.cat([numbers, positions.to(torch.int32).view(torch.uint8)])
-        self.messages = self.gather(message)
+        self.messages = self.start_all_gather(message)
         vector[positions] = 0
         self.residual = vector
 
-    def decode(self) -> Tensor:
+    def decompress_mean(self) -> Tensor:
         assert self.residual is not None
         total = torch.zeros_like(self.residual)
         for message in self.messages:  # in rank order, so that rounding is identical on all workers

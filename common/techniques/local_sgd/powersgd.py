@@ -14,7 +14,8 @@ class PowerSgdExchange(Exchange):
     A matrix [a, b] of rank r is approximated by P [a, r] and Q [b, r], so each worker sends (a + b) r values. A
     parameter with more than two dimensions is flattened to a matrix whose rows correspond to the first dimension.
     Vectors are sent uncompressed, and so are matrices for which P and Q together are not smaller. Each exchange starts
-    from the Q of the previous exchange. `begin` starts the all-reduce of P; `finish` performs the all-reduce of Q.
+    from the Q of the previous exchange. `begin_exchange` starts the all-reduce of P; `finish_exchange` performs the
+    all-reduce of Q.
     """
 
     lossy = True
@@ -42,28 +43,28 @@ class PowerSgdExchange(Exchange):
         self.right = torch.randn(sum(self.widths), generator=generator, dtype=like.dtype).to(like.device)
         """Elements of all matrices Q, concatenated into one vector."""
 
-    def split_right(self) -> list[Tensor]:
+    def split_q_matrices(self) -> list[Tensor]:
         """Return the matrices Q [b, r] as views of one vector; [b, 0] for uncompressed parameters."""
         parts = zip(self.right.split(self.widths), self.shapes, self.ranks, strict=True)
         return [part.view(columns, rank) for part, (_, columns), rank in parts]
 
-    def split_matrices(self, vector: Tensor) -> list[Tensor]:
+    def view_as_matrices(self, vector: Tensor) -> list[Tensor]:
         """Return the parameters in a vector [n] as matrix views [a, b]."""
         return [part.view(shape) for part, shape in zip(vector.split(self.sizes), self.shapes, strict=True)]
 
-    def encode(self, vector: Tensor) -> None:
+    def compress_and_send(self, vector: Tensor) -> None:
         self.vector = vector
         parts = []
-        for matrix, right in zip(self.split_matrices(vector), self.split_right(), strict=True):
+        for matrix, right in zip(self.view_as_matrices(vector), self.split_q_matrices(), strict=True):
             part = matrix @ right if right.numel() else matrix
             parts.append(part.flatten())
         self.part_sizes = [len(part) for part in parts]
         self.sum = torch.cat(parts)
-        self.reduce(self.sum)
+        self.start_all_reduce(self.sum)
 
-    def decode(self) -> Tensor:
-        matrices = self.split_matrices(self.vector)
-        rights = self.split_right()
+    def decompress_mean(self) -> Tensor:
+        matrices = self.view_as_matrices(self.vector)
+        rights = self.split_q_matrices()
         means = (self.sum / self.workers).split(self.part_sizes)
 
         # Orthogonalize each P and update each Q. Uncompressed matrices do not change.
@@ -75,8 +76,8 @@ class PowerSgdExchange(Exchange):
                 right.copy_(matrix.T @ left)
             lefts.append(left)
         if len(self.right):
-            self.reduce(self.right)
-            self.wait()
+            self.start_all_reduce(self.right)
+            self.wait_for_collectives()
             self.right.div_(self.workers)
 
         products = []
@@ -90,5 +91,5 @@ class PowerSgdExchange(Exchange):
                 part.zero_()
         return total
 
-    def collect(self) -> dict[str, Tensor]:
-        return super().collect() | {"right": self.right}
+    def collect_state(self) -> dict[str, Tensor]:
+        return super().collect_state() | {"right": self.right}

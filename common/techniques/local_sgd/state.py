@@ -29,7 +29,7 @@ class LocalState(TrainState):
 
     def __init__(self, worker: LocalWorker, optimizer: Optimizer, loader: Loader, **options: Any) -> None:
         super().__init__(
-            [worker.network], optimizer, loader, worker.world, replicated=True, tensors=worker.shared, **options
+            [worker.network], optimizer, loader, worker.world, replicated=True, tensors=worker.shared_tensors, **options
         )
         self.worker = worker
 
@@ -37,7 +37,7 @@ class LocalState(TrainState):
     def collect_state(self) -> CheckpointState:
         """Return the state to save. All ranks must call this method between two steps."""
         worker_state = {
-            "vectors": self.worker.collect_vectors(),
+            "vectors": self.worker.collect_local_vectors(),
             "optimizer": state_dicts.collect_optimizer_state(self.optimizer, self.parameters),
         }
         state = super().collect_state()
@@ -67,5 +67,5 @@ class LocalState(TrainState):
         super().load(loaded)
         assert loaded.local is not None
         worker_state = loaded.local["worker"]
-        self.worker.load_vectors(worker_state["vectors"])
+        self.worker.load_local_vectors(worker_state["vectors"])
         state_dicts.load_optimizer_state(self.optimizer, self.parameters, worker_state["optimizer"])

@@ -43,7 +43,7 @@ class LocalWorker:
         self.world = world
         self.momentum_of = momentum_of
         self.exchange = exchange
-        self.reference = self.flatten()
+        self.reference = self.flatten_parameters()
         """Parameters [n] after the last outer step, identical on all workers."""
         self.sent = self.reference
         """This worker's parameters [n] at the start of the last exchange."""
@@ -69,7 +69,7 @@ class LocalWorker:
         return self.exchange_step > 0
 
     @torch.no_grad()
-    def flatten(self) -> Tensor:
+    def flatten_parameters(self) -> Tensor:
         """Return a copy of this worker's parameters [n]."""
         return parameters_to_vector(self.network.parameters())
 
@@ -80,14 +80,14 @@ class LocalWorker:
         Missing gradients are treated as zeros, because the vectors of all workers must have the same length. All
         workers must call this method.
         """
-        trained = self._list_trained()
+        trained = self._list_trainable_parameters()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        for parameter, mean in zip(trained, self._average(gradients), strict=True):
+        for parameter, mean in zip(trained, self._average_tensors(gradients), strict=True):
             parameter.grad = mean
 
-    def update_reference(self) -> None:
+    def set_reference_to_parameters(self) -> None:
         """Set the reference to the current parameters, which must be identical on all workers."""
-        self.reference.copy_(self.flatten())
+        self.reference.copy_(self.flatten_parameters())
 
     # ---- steps of an exchange
 
@@ -98,8 +98,8 @@ class LocalWorker:
         All workers must call this method after the same `step`.
         """
         with self.count_traffic():
-            self.sent = self.flatten()
-            self.exchange.begin(self.reference - self.sent)
+            self.sent = self.flatten_parameters()
+            self.exchange.begin_exchange(self.reference - self.sent)
         self.counts[EXCHANGES] += 1
         self.counts[EXCHANGE_STEP] = step
 
@@ -111,7 +111,7 @@ class LocalWorker:
         """
         if self.exchange.in_flight:
             with self.count_traffic():
-                self.received = self.exchange.finish()
+                self.received = self.exchange.finish_exchange()
 
     def finish_exchange(self) -> Tensor:
         """Finish the pending exchange, and return the mean difference [n] over all workers.
@@ -132,19 +132,19 @@ class LocalWorker:
         self.seconds += time.perf_counter() - start
 
     @torch.no_grad()
-    def adopt_reference(self) -> None:
+    def continue_from_reference(self) -> None:
         """Set the parameters to the new reference, plus this worker's local changes since the exchange started.
 
         If the worker has taken no steps since then, its parameters are bitwise equal to the reference. All workers must
         call this method after the outer step.
         """
-        local_steps = self.flatten() - self.sent
+        local_steps = self.flatten_parameters() - self.sent
         vector_to_parameters(self.reference + local_steps, self.network.parameters())
         if self.momentum_of == "reset":
             self.optimizer.state.clear()
         elif self.momentum_of == "averaged":
             moments = self._find_moments()
-            for moment, mean in zip(moments, self._average(moments), strict=True):
+            for moment, mean in zip(moments, self._average_tensors(moments), strict=True):
                 moment.copy_(mean)
 
     def _find_moments(self) -> list[Tensor]:
@@ -158,7 +158,7 @@ class LocalWorker:
         Adam's first and second moments are averaged together. Otherwise, a worker that has had no gradient would divide
         the mean first moment by the root of its own second moment, which is almost zero, and take a huge step.
         """
-        trained = self._list_trained()
+        trained = self._list_trainable_parameters()
         local_names: dict[str, None] = {}  # an ordered set
         for parameter in trained:
             for name, value in self.optimizer.state.get(parameter, {}).items():
@@ -181,14 +181,14 @@ class LocalWorker:
                 moments.append(moment if is_moment(moment, parameter) else torch.zeros_like(parameter))
         return moments
 
-    def _list_trained(self) -> list[nn.Parameter]:
+    def _list_trainable_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.network.parameters() if parameter.requires_grad]
 
-    def _average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _average_tensors(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the mean of each tensor over all workers. All workers must call this method."""
         vector = torch.cat([tensor.flatten() for tensor in tensors])
         with self.count_traffic():
-            means = self.exchange.average(vector)
+            means = self.exchange.average_uncompressed(vector)
         parts = means.split([tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
@@ -200,7 +200,7 @@ class LocalWorker:
 
         All workers must call this method.
         """
-        total = self.flatten()
+        total = self.flatten_parameters()
         dist.all_reduce(total)
         return total.div_(self.world.size)
 
@@ -218,29 +218,29 @@ class LocalWorker:
     # ---- state of a checkpoint
 
     @property
-    def shared(self) -> dict[str, Tensor]:
+    def shared_tensors(self) -> dict[str, Tensor]:
         """Tensors that are identical on all workers; checkpoints save these tensors and load them in place."""
         return {"reference": self.reference, "momentum": self.momentum, "counts": self.counts}
 
-    def collect_vectors(self) -> dict[str, Any]:
+    def collect_local_vectors(self) -> dict[str, Any]:
         """Return the vectors that differ between workers, after waiting for any exchange in flight.
 
         All workers must call this method.
         """
         self.wait_for_exchange()
-        vectors = {"parameters": self.flatten()}
+        vectors = {"parameters": self.flatten_parameters()}
         if self.awaits_outer_step:
             vectors |= {"sent": self.sent, "received": self.received}
-        return vectors | self.exchange.collect()
+        return vectors | self.exchange.collect_state()
 
     @torch.no_grad()
-    def load_vectors(self, saved: dict[str, Any]) -> None:
+    def load_local_vectors(self, saved: dict[str, Any]) -> None:
         """Load vectors returned by `collect_vectors`."""
         vectors = {name: vector.to(self.reference.device) for name, vector in saved.items()}
         vector_to_parameters(vectors["parameters"], self.network.parameters())
         self.sent = vectors.get("sent", self.sent)
         self.received = vectors.get("received", self.received)
-        self.exchange.load(vectors)
+        self.exchange.load_state(vectors)
 
 
 def is_moment(value: object, parameter: Tensor) -> TypeGuard[Tensor]:

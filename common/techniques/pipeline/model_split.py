@@ -58,7 +58,7 @@ def choose_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, 
         return cfg.split
     if cfg.balance == "parameters":
         return partition.balance_stages(partition.count_parameters(model), cfg.stages)
-    return measure_once(run, "split", lambda: find_or_measure_partition(cfg, model, sample, run))
+    return measure_setting_once(run, "split", lambda: find_or_measure_partition(cfg, model, sample, run))
 
 
 def find_or_measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
@@ -130,7 +130,7 @@ def measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor,
     return partition.balance_stages(sums, cfg.stages)
 
 
-def measure_once(run: RunContext, name: str, measure: Callable[[], list[str]]) -> list[str]:
+def measure_setting_once(run: RunContext, name: str, measure: Callable[[], list[str]]) -> list[str]:
     """Measure the value of a setting once per run, and store the value in config.yaml.
 
     All ranks must call this function, and all ranks call `measure` at the same time. An attempt whose settings differ
@@ -151,7 +151,7 @@ def measure_once(run: RunContext, name: str, measure: Callable[[], list[str]]) -
     return value
 
 
-def require_devices(names: Sequence[str]) -> Sequence[str]:
+def check_devices_exist(names: Sequence[str]) -> Sequence[str]:
     """Return the device names unchanged. Raises UserError if one of the devices does not exist."""
     count = torch.cuda.device_count()
     missing = [name for name in names if name.startswith("cuda:") and int(name[5:]) >= count]

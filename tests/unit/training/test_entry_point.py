@@ -8,7 +8,7 @@ import pytest
 
 from common.ranks.rank_info import RankInfo
 from common.system.errors import UserError
-from common.training.entry_point import print_notice_of_shared_cores, run_command_line
+from common.training.entry_point import print_notice_of_shared_cores, run_from_command_line
 from configs.ddp_multinode import Config
 
 
@@ -26,7 +26,7 @@ def test_files_of_ones_own_are_read_before_anything_starts(
     words = (*digits, "wandb.mode=disabled", f"runs={tmp_path / 'runs'}", setting.format(tmp_path))
     monkeypatch.setattr("sys.argv", ["ddp_multinode.py", *words])
     with pytest.raises(UserError) as caught:
-        run_command_line(lambda cfg, run: None, Config, None)
+        run_from_command_line(lambda cfg, run: None, Config, None)
     assert told in str(caught.value) and "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["own.py"]
 
@@ -38,7 +38,7 @@ def test_rank_0_says_at_once_why_all_refuse(rank: int, monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.argv", ["ddp_multinode.py", "no_such_key=1"])
     info = RankInfo(rank, 4, rank % 2, 2, 2, launcher="torchrun")
     with pytest.raises(UserError, match="unknown key no_such_key"):
-        run_command_line(lambda cfg, run: None, Config, info)
+        run_from_command_line(lambda cfg, run: None, Config, info)
     assert bool(waited) == (rank > 0), "the launcher ends the others meanwhile"
 
 

@@ -203,6 +203,6 @@ def test_an_attempt_that_is_superseded_at_its_end_only_ends_its_tracking(
     attempt = Attempt(run.folder, run.prepared, is_new=False, tracker=tracker)
     run.folder.claim_attempt()
     capfd.readouterr()
-    attempt.conclude(EXIT_REFUSED, run.cfg, submitted=False, reason="")
+    attempt.record_end(EXIT_REFUSED, run.cfg, submitted=False, reason="")
     assert capfd.readouterr() == ("", "") and not run.folder.result
     assert not (run.folder.attempt_folder / "logs" / "tracker.log").exists(), "nothing was converted"

@@ -176,9 +176,9 @@ def test_the_files_of_ones_own_are_in_the_source_of_the_job(tmp_path: Path, monk
     schedules.check_schedule_of_config(written, folder.path / "code")
     with pytest.raises(UserError, match=r"name an existing FILE\.py:function, or use one of naive, gpipe, 1f1b"):
         schedules.check_schedule_of_config(written)
-    custom_optimizer.check_files_of_config(written.optim, folder.path / "code")
+    custom_optimizer.check_custom_files(written.optim, folder.path / "code")
     with pytest.raises(UserError, match=r"name an existing FILE\.py:Class, or use one of sgd, adam, adamw, lars, lamb"):
-        custom_optimizer.check_files_of_config(written.optim)
+        custom_optimizer.check_custom_files(written.optim)
     found = prepare.prepare_dataset(written.data, code=folder.path / "code")
     assert found.name == "shapes.py:load" and found.path.parent == tmp_path / "sets"
 
