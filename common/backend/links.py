@@ -123,8 +123,8 @@ class OutgoingLink(Link):
     def send(self, tag: int, data: ReadableBuffer) -> int:
         """Start sending contiguous memory without blocking and return a ticket for `wait_until_written`.
 
-        Memory of more than `socket_stream.SMALL_BYTES` bytes must not change until `wait_until_written(ticket)` returns.
-        Messages arrive in the order in which they were sent. Raises LinkError.
+        Memory of more than `socket_stream.SMALL_BYTES` bytes must not change until `wait_until_written` returns for
+        this ticket. Messages arrive in the order in which they were sent. Raises LinkError.
         """
         view = view_bytes(data)
         with self._lock:

@@ -30,7 +30,7 @@ from common.runs import provenance
 from common.runs.folder import RunFolder
 from common.runs.run_lock import lock_run, try_to_lock
 from common.runs.tracking import wandb_account, wandb_tracker
-from common.system import host_memory, seeds
+from common.system import seeds
 from common.system.errors import (
     EXIT_REFUSED,
     EXIT_RESUMABLE,
@@ -40,11 +40,12 @@ from common.system.errors import (
     exit_on_user_error,
     is_timeout,
 )
-from common.system.processes import count_host_cores, exit_without_cleanup
+from common.system.processes import exit_without_cleanup
 from common.system.text import format_count, read_end_of_file
 from common.techniques.pipeline import schedules
 from common.training import custom_optimizer, host_checks, optimizer_contract
 from common.training.attempt import Attempt, is_run_finished
+from common.training.host_resources import check_memory, print_notice_of_shared_cores
 from common.training.run import Run
 from configs.elastic import get_enabled_elastic_settings
 from configs.shared import Experiment
@@ -380,19 +381,6 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         for worker in multiprocessing.active_children():
             worker.kill()  # data workers ignore all other signals, and a failed rank must not wait for its workers
         run.close()
-
-
-def print_notice_of_shared_cores(cfg: Experiment, ranks: int) -> None:
-    """Print a notice if more ranks compute on this host's CPU than it has cores."""
-    cores = count_host_cores()
-    if ranks > cores and (cfg.launch.excludes_gpus or not provenance.count_visible_gpus()):
-        print(f"{ranks} ranks share {format_count(cores, 'core')} of this host; steps will be slow", flush=True)
-
-
-def check_memory(cfg: Experiment) -> None:
-    """Raise UserError if the model does not fit into host memory. The check is skipped for runs on GPUs."""
-    if cfg.launch.excludes_gpus or not provenance.count_visible_gpus():
-        host_memory.check_host_memory(cfg)
 
 
 def listen_for_stop_signals(cfg: Experiment, log: IO[str]) -> StopRequest:

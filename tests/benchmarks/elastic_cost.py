@@ -30,7 +30,7 @@ from tests.benchmarks.records import Row, Table, at_most
 
 CALLS = {
     "begin_step": "keep buffers and random state",
-    "share": "begin to average the loss",
+    "start_averaging": "begin to average the loss",
     "commit": "wait for the mean",
 }
 FILE = "elastic_cost.json"

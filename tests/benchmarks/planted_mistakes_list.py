@@ -72,8 +72,8 @@ MISTAKES = [
     Mistake(
         "buffers-averaged-over-all",  # not over the replicas of a stage alone
         "common/checkpoint/train_state.py",
-        "average_tensors(floating, peers.group, self.weight)",
-        "average_tensors(floating, None, self.weight)",
+        "average_tensors(floating, peers.group, self.shard_weight)",
+        "average_tensors(floating, None, self.shard_weight)",
     ),
     Mistake(
         "loss-divided-by-stages",
@@ -177,8 +177,8 @@ MISTAKES = [
     Mistake(
         "requeued-without-limit",
         "slurm/scheduling/requeue.py",
-        "0 if status in REQUESTED_STOP_STATUSES else record_failure(folder)",
-        "record_failure(folder) if status in REQUESTED_STOP_STATUSES else 0",
+        "0 if status in REQUESTED_STOP_STATUSES else count_failures_without_checkpoint(folder)",
+        "count_failures_without_checkpoint(folder) if status in REQUESTED_STOP_STATUSES else 0",
     ),
     Mistake(
         "signal-is-success",  # the exit status of a job that a signal ended
@@ -271,7 +271,8 @@ MISTAKES = [
     Mistake(
         "mask-forgotten",  # gradients and momentum bring pruned weights back
         "experiments/sparse_prune.py",
-        "            if masks.sparsity:\n                masks.apply()  # the optimizer also changed pruned weights\n",
+        "            if masks.sparsity:\n"
+        "                masks.apply_to_weights()  # the optimizer also changed pruned weights\n",
         "",
     ),
     Mistake(

@@ -115,7 +115,7 @@ def make_mistake(name: str, world: World) -> list[tuple[Any, str, Any]]:
 
     match name:
         case "sums_momentum" | "momentum_of_rank_0":
-            return [(LocalWorker, "_average", average)]
+            return [(LocalWorker, "_average_tensors", average)]
         case "averages_first_moments":
             return [(LocalWorker, "_find_moments", find_first_moments)]
         case "counts_workers":

@@ -8,7 +8,8 @@ import pytest
 
 from common.ranks.rank_info import RankInfo
 from common.system.errors import UserError
-from common.training.entry_point import print_notice_of_shared_cores, run_from_command_line
+from common.training.entry_point import run_from_command_line
+from common.training.host_resources import print_notice_of_shared_cores
 from configs.ddp_multinode import Config
 
 

@@ -1,0 +1,22 @@
+"""Memory and cores of this host, checked before its ranks start."""
+
+from __future__ import annotations
+
+from common.runs import provenance
+from common.system import host_memory
+from common.system.processes import count_host_cores
+from common.system.text import format_count
+from configs.shared import Experiment
+
+
+def print_notice_of_shared_cores(cfg: Experiment, ranks: int) -> None:
+    """Print a notice if more ranks compute on this host's CPU than it has cores."""
+    cores = count_host_cores()
+    if ranks > cores and (cfg.launch.excludes_gpus or not provenance.count_visible_gpus()):
+        print(f"{ranks} ranks share {format_count(cores, 'core')} of this host; steps will be slow", flush=True)
+
+
+def check_memory(cfg: Experiment) -> None:
+    """Raise UserError if the model does not fit into host memory. The check is skipped for runs on GPUs."""
+    if cfg.launch.excludes_gpus or not provenance.count_visible_gpus():
+        host_memory.check_host_memory(cfg)
