@@ -31,9 +31,10 @@ doubled after `growth_interval` steps without overflow (Micikevicius et al. 2017
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, UserError, build_optimizer, ddp, networks, score_test_set, start, sync_batchnorm
+from common.api import Run, TrainState, UserError, build_optimizer, ddp, networks, score_test_set, start
 from common.measure.memory import MemoryMeter
-from common.techniques.data_parallel.sample_dropout import add_dropout, exclude_dropout_from_compiling
+from common.models.sample_dropout import add_dropout, exclude_dropout_from_compiling
+from common.ranks.averaging import average_buffers
 from common.techniques.data_parallel.single_process_baseline import report_rank_differences, set_up_shards
 from common.techniques.precision.report import PrecisionReport
 from common.training.loop import Step
@@ -180,7 +181,7 @@ def main(cfg: Config, run: Run) -> None:
 
     def evaluate() -> dict[str, float]:
         # BatchNorm buffers differ between ranks, because each rank saw different samples
-        sync_batchnorm.average_buffers(inner_model, weight=batches.shard_weight)
+        average_buffers(inner_model, weight=batches.shard_weight)
         return score_test_set(predict, run, shard=run.shard)
 
     run.resume(state)

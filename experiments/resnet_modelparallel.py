@@ -41,10 +41,10 @@ from common.api import (
     networks,
     score_test_set,
     start,
-    sync_batchnorm,
 )
 from common.measure.memory import describe_peak_memory, format_megabytes, limit_memory, read_peak_memory
 from common.models.model_file import load_initial_weights
+from common.ranks.averaging import average_buffers, average_tensors
 from common.ranks.rendezvous import World
 from common.system.seeds import derive_seed
 from common.techniques.pipeline.executor import LossFunction
@@ -111,7 +111,7 @@ def main(cfg: Config, run: Run) -> None:
         state = TrainState(list(pipe.local_stages.values()), optimizer, batches, run.world, peers=peers)
 
         def evaluate() -> dict[str, float]:
-            sync_batchnorm.average_buffers(pipe.module, dp.group)  # each replica's BatchNorm saw different samples
+            average_buffers(pipe.module, dp.group)  # each replica's BatchNorm saw different samples
             return score_test_set(pipe.predict, run, inputs=pipe.has_first_stage, shard=shard)
 
         run.resume(state)
@@ -123,7 +123,7 @@ def main(cfg: Config, run: Run) -> None:
                     averaged = [p.grad for p in pipe.module.parameters() if p.grad is not None]
                     if loss is not None:
                         averaged.append(loss)
-                    sync_batchnorm.average_tensors(averaged, dp.group)
+                    average_tensors(averaged, dp.group)
                 optimizer.step()  # each rank updates its own stages
                 step.log(loss=loss)
     run.report(gather_device_facts(cfg, run, devices, training_bytes), report_pipeline(cfg, run, pipe, pp))

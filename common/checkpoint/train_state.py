@@ -14,8 +14,9 @@ from common.checkpoint import state_dicts
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
 from common.data.loader import Loader
 from common.data.rounds import Rounds
+from common.ranks.averaging import average_tensors
 from common.ranks.rendezvous import World
-from common.techniques.data_parallel import ddp, sync_batchnorm
+from common.techniques.data_parallel import ddp
 
 
 def get_model_recipe(model: nn.Module) -> dict[str, Any]:
@@ -126,7 +127,7 @@ class TrainState:
         means = {name: buffer.clone() for name, buffer in buffers.items()}
         if peers is not None and peers.size > 1:
             floating = [mean for mean in means.values() if mean.is_floating_point()]
-            sync_batchnorm.average_tensors(floating, peers.group, self.shard_weight)
+            average_tensors(floating, peers.group, self.shard_weight)
         optimizer: dict[str, dict[str, Any]] = {}
         if self.optimizer is not None:
             optimizer = state_dicts.collect_optimizer_state(self.optimizer, self.parameters, is_first)

@@ -22,7 +22,6 @@ from common.measure.straggler import find_straggler
 from common.measure.timing import time_calls
 from common.ranks.rendezvous import World
 from common.runs.result import ReportData
-from common.techniques.data_parallel.sync_batchnorm import pop_waiting_seconds
 
 T = TypeVar("T")
 HISTORY = 1000
@@ -157,7 +156,7 @@ class StepTimer:
             self._store_step()
 
     def _store_step(self) -> None:
-        waited = pop_waiting_seconds(self.model)
+        waited = sum_waiting_seconds(self.model)
         if "backward" not in self.marks:  # the experiment does not mark the start of backward
             return
         if self.steps_to_skip:
@@ -354,3 +353,16 @@ class ScalingReport:
             "efficiency": self.efficiency,
         }
         return ReportData(measured={name: value for name, value in measured.items() if value is not None})
+
+
+def sum_waiting_seconds(model: nn.Module) -> float:
+    """Return and reset the time in seconds that layers have waited for other ranks in their forward passes.
+
+    Such layers have a method `pop_waiting_seconds`.
+    """
+    seconds = 0.0
+    for module in model.modules():
+        pop_waiting_seconds = getattr(module, "pop_waiting_seconds", None)
+        if pop_waiting_seconds is not None:
+            seconds += pop_waiting_seconds()
+    return seconds

@@ -21,17 +21,16 @@ from common.data.prepare import hash_file
 from common.models import networks
 from common.models.initial_weights import find_initial_weights
 from common.models.networks import Recipe
+from common.models.sample_dropout import add_dropout
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
 from common.system.errors import UserError
-from common.techniques.data_parallel.sample_dropout import add_dropout
-from common.techniques.pruning import pruning_masks
 
 FORMAT = 1
 REQUIRED_FACTS = {"class", "arguments", "step", "shape", "dtype", "precision", "channels_last", "shares"}
 
 
 def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, facts: Mapping[str, Any]) -> None:
-    """Write model.safetensors and model.json, each atomically, without pruning masks.
+    """Write model.safetensors and model.json, each atomically, without boolean buffers, which are masks.
 
     The recipe is omitted if the model that it builds has different tensors, for example because a layer was added.
     Raises OSError if a file cannot be written.
@@ -41,7 +40,7 @@ def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, 
 
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if name.rpartition(".")[2] != pruning_masks.MASK:
+        if tensor.dtype != torch.bool:  # a boolean tensor is a mask, which training needs and the model does not
             tensors[name] = tensor.detach().cpu().contiguous()
     if recipe["arguments"] is not None and recipe["class"] in networks.KINDS:
         rebuilt = build_model(recipe, torch.device("meta")).state_dict()

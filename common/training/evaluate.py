@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.data.loader import Images
-from common.techniques.data_parallel import sync_batchnorm
+from common.ranks.averaging import average_buffers
 from common.training.run_context import RunContext
 
 Predict = Callable[[Tensor | None, int], Tensor | None]
@@ -68,7 +68,7 @@ def score_replicated(model: nn.Module, run: RunContext) -> dict[str, float]:
     BatchNorm's running statistics are averaged first, because each rank has seen different samples. The weight of a
     rank is the size of its shard. All ranks must call this function.
     """
-    sync_batchnorm.average_buffers(model, weight=run.state.shard_weight if run.state else 1.0)
+    average_buffers(model, weight=run.state.shard_weight if run.state else 1.0)
     return score_test_set(lambda x, _: model(x), run, shard=run.shard)
 
 

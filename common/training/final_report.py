@@ -13,10 +13,10 @@ from common.config import config
 from common.data.loader import get_pixel_statistics
 from common.measure import tables
 from common.models import model_file
+from common.runs.rank_changes import describe_rank_change, read_earlier_rank_changes
 from common.runs.result import Report, ReportData, Result
 from common.system.errors import UserError, summarize_error
 from common.system.text import format_count
-from common.techniques.elastic.generations import describe_rank_change, read_earlier_rank_changes
 from common.training.run_context import RunContext
 
 

@@ -15,7 +15,7 @@ from common.data.rounds import Rounds
 from common.measure.memory import read_peak_memory
 from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimer
-from common.techniques.data_parallel.sample_dropout import list_dropout_layers
+from common.models.sample_dropout import list_dropout_layers
 from common.techniques.data_parallel.shards import WINDOW
 from common.techniques.elastic.recovery import ElasticRecovery
 from common.training import optimizers

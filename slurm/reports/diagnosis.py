@@ -17,9 +17,9 @@ from typing import Any
 from common.checkpoint import storage
 from common.runs import provenance
 from common.runs.folder import RunFolder
+from common.runs.rank_changes import describe_rank_changes
 from common.system.errors import DIVERGENCE_PATTERN, NO_VALID_CHECKPOINT_TEXT, SOURCE_ERROR_PATTERN
 from common.system.text import format_duration, read_end_of_file
-from common.techniques.elastic.generations import describe_rank_changes
 from slurm.reports import status
 from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_rank, read_heartbeats
 from slurm.reports.selection import parse_float, read_settings, read_step_timeout

@@ -21,9 +21,9 @@ from typing import Any
 from common.runs import claims, provenance
 from common.runs import result as results
 from common.runs.folder import RunFolder
+from common.runs.rank_changes import describe_rank_changes
 from common.system.errors import UserError
 from common.system.text import format_count, format_duration, read_end_of_file
-from common.techniques.elastic.generations import describe_rank_changes
 from slurm.arguments import parse_zero_or_one
 from slurm.local_cluster import cluster
 from slurm.reports import heartbeats, selection

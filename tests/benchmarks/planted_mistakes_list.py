@@ -258,8 +258,7 @@ MISTAKES = [
     Mistake(
         "replicas-norms-differ",  # each replica evaluates with its own BatchNorm statistics
         "experiments/resnet_modelparallel.py",
-        "            sync_batchnorm.average_buffers(pipe.module, dp.group)  "
-        "# each replica's BatchNorm saw different samples\n",
+        "            average_buffers(pipe.module, dp.group)  # each replica's BatchNorm saw different samples\n",
         "",
     ),
     Mistake(

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 from common.runs.folder import RunFolder
-from common.techniques.elastic.generations import read_rank_changes
+from common.runs.rank_changes import read_rank_changes
 from configs.elastic import Elastic
 from tests.benchmarks.measure import summarize_values
 from tests.benchmarks.records import Record, Row, Table

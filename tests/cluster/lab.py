@@ -18,7 +18,7 @@ from PIL import Image
 
 from common.ranks.rank_info import REPLACED_RANK_VARIABLE
 from common.runs.folder import RunFolder, read_json
-from common.techniques.elastic.generations import read_rank_changes
+from common.runs.rank_changes import read_rank_changes
 from slurm.local_cluster import namespaces
 from slurm.local_cluster.cluster import Cluster
 from slurm.local_cluster.slurm_conf import make_search_path

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.runs.folder import RunFolder
-from common.techniques.elastic.generations import read_rank_changes
+from common.runs.rank_changes import read_rank_changes
 from tests.cluster.lab import Lab, Running
 from tests.harness.elastic_runs import differences, list_changes
 from tests.harness.processes import run

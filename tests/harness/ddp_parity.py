@@ -26,9 +26,9 @@ from common.config import config
 from common.data.prepare import PreparedDataset
 from common.measure import step_timing
 from common.models import networks
+from common.models.sample_dropout import SampleDropout, add_dropout
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
-from common.techniques.data_parallel.sample_dropout import SampleDropout, add_dropout
 from common.training import evaluate
 from common.training.run import Run
 from configs.ddp_multinode import Config

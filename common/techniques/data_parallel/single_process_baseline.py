@@ -19,9 +19,9 @@ from common.measure.memory import describe_peak_memory, report_state_bytes
 from common.measure.step_timing import ScalingReport, gather_step_times, time_communication
 from common.measure.timing import time_calls
 from common.models import networks
+from common.models.sample_dropout import add_dropout
 from common.runs.result import Report, ReportData
 from common.techniques.data_parallel import ddp, sync_batchnorm
-from common.techniques.data_parallel.sample_dropout import add_dropout
 from common.techniques.data_parallel.shards import AutoShards, StepTimeModel
 from common.training import optimizers
 from common.training.run_context import RunContext

@@ -1,9 +1,8 @@
-"""Synchronized BatchNorm over the batches of all ranks, and averaging of tensors over ranks."""
+"""Synchronized BatchNorm over the batches of all ranks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -39,7 +38,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
     """
 
     waiting_seconds = 0.0
-    """Time in seconds that forward passes have spent in their all-reduce since the last reset."""
+    """Time in seconds that forward passes have spent in their all-reduce since the last `pop_waiting_seconds`."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -71,6 +70,12 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
         scale = (variance + self.eps).rsqrt() * self.weight
         return deviation * scale.view(channel) + (self.bias - offset * scale).view(channel)
 
+    def pop_waiting_seconds(self) -> float:
+        """Return `waiting_seconds`, and reset it to 0."""
+        seconds = self.waiting_seconds
+        self.waiting_seconds = 0.0
+        return seconds
+
 
 def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """Convert the BatchNorm layers of a model to synchronized BatchNorm.
@@ -100,16 +105,6 @@ def convert_batchnorm_layer(layer: nn.BatchNorm2d) -> SyncBatchNorm2d:
     return synced.train(layer.training)
 
 
-def pop_waiting_seconds(model: nn.Module) -> float:
-    """Return and reset the time in seconds that SyncBatchNorm2d layers have waited in forward passes."""
-    seconds = 0.0
-    for module in model.modules():
-        if isinstance(module, SyncBatchNorm2d):
-            seconds += module.waiting_seconds
-            module.waiting_seconds = 0.0
-    return seconds
-
-
 def list_unsynchronized_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
     """Return the BatchNorm2d layers that are not synchronized, including those that FSDP2 has wrapped."""
     norms = []
@@ -134,30 +129,3 @@ def accept_empty_batches(model: nn.Module) -> nn.Module:
     for layer in list_unsynchronized_norms(model):
         layer.register_forward_pre_hook(set_mode)
     return model
-
-
-@torch.no_grad()
-def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None, weight: float = 1.0) -> None:
-    """Average the floating-point buffers of a model over the ranks of a group.
-
-    All ranks of the group must call this function. `weight` is the weight of this rank: 1 for the mean over the ranks,
-    or `Loader.weight` for unequal shards.
-    """
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    average_tensors(buffers, group, weight)
-
-
-@torch.no_grad()
-def average_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, weight: float = 1.0) -> None:
-    """Replace tensors by their weighted means over the ranks of a group, in one all-reduce.
-
-    All tensors must have the same dtype. The mean of the weights of all ranks must be 1.
-    """
-    if not tensors or dist.get_world_size(group) == 1:
-        return
-    flat = torch.cat([tensor.flatten() for tensor in tensors]) * weight
-    dist.all_reduce(flat, group=group)
-    flat /= dist.get_world_size(group)
-    means = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, mean in zip(tensors, means, strict=True):
-        tensor.copy_(mean.view_as(tensor))

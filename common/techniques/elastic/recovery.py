@@ -29,9 +29,9 @@ from common.ranks import objects
 from common.ranks.rank_info import COORDINATOR_KEY_VARIABLE
 from common.runs.folder import write_json
 from common.runs.progress import ProgressDisplay
+from common.runs.rank_changes import GENERATIONS_FILE, describe_rank_change
 from common.system.errors import UserError, is_timeout
 from common.techniques.elastic import group, peer_copy
-from common.techniques.elastic.generations import GENERATIONS_FILE, describe_rank_change
 from common.techniques.elastic.member import Generation, GenerationEnded, Member
 from common.techniques.elastic.shared_values import AveragedValues
 from common.training.run_context import RunContext

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from common.models import networks
-from common.techniques.data_parallel.sample_dropout import SampleDropout, add_dropout, list_dropout_layers
+from common.models.sample_dropout import SampleDropout, add_dropout, list_dropout_layers
 
 
 def drop(rows: Tensor, *microbatches: range, epoch: int = 0, seed: int = 0) -> Tensor:
