@@ -147,7 +147,7 @@ def measure_variants(
     sides: Mapping[str, CollectiveVariant],
     first: int,
     point: CollectivePoint,
-    vectors: measurement.TestVectors,
+    vectors: measurement.BenchmarkVectors,
     world: World,
 ) -> dict[str, list[list[float]]]:
     """Measure every variant that has the operation, starting with variant `first`, and check all results.
@@ -186,7 +186,7 @@ def main(cfg: Config, run: Run) -> None:
     world = run.world
     sides = create_variants(cfg, run)
     points = measurement.list_benchmark_points(cfg.ops, cfg.dtypes, cfg.parse_sizes(), world.size)
-    vectors = measurement.TestVectors(cfg.seed, world, run.device)
+    vectors = measurement.BenchmarkVectors(cfg.seed, world, run.device)
     table = torch.zeros(cfg.rounds, len(points), len(sides), world.size, 3, dtype=torch.float64)
     state = TrainState([], None, Rounds(points), world, tensors={"measured": table})
 

@@ -77,7 +77,7 @@ def take_outer_step(cfg: Config, worker: LocalWorker) -> None:
         worker.momentum.mul_(cfg.outer_momentum).add_(mean_difference)
         mean_difference = mean_difference + cfg.outer_momentum * worker.momentum
     worker.reference.sub_(mean_difference, alpha=cfg.outer_lr)
-    worker.continue_from_reference()
+    worker.rebase_onto_reference()
 
 
 def exchange_differences(cfg: Config, worker: LocalWorker, step: int, total: int) -> None:

@@ -133,7 +133,9 @@ def make_parser() -> argparse.ArgumentParser:
         if RUNS_FOLDER in verb.settings:
             old_spelling = "--pick" if CHOICE[0] in verb.settings else "--runs"
             parser.add_argument(old_spelling, default="", help=argparse.SUPPRESS)
-    verbs.add_parser("cluster", help="start, stop, and disturb a SLURM cluster on this machine", add_help=False)
+    verbs.add_parser(
+        "cluster", help="start, stop, and inject faults into a SLURM cluster on this machine", add_help=False
+    )
     return top
 
 

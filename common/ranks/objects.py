@@ -124,19 +124,19 @@ def exchange_bytes(payload: bytes, device: torch.device, senders: Sequence[int],
     ValueError on all ranks if a sender announces more than MAX_VALUE_BYTES.
     """
 
-    def send(part: bytes, size: int) -> list[bytes]:
+    def exchange_packet(part: bytes, size: int) -> list[bytes]:
         padded = bytearray(part.ljust(size, b"\0"))
         packet = torch.frombuffer(padded, dtype=torch.uint8).to(device)
         return [tensor.cpu().numpy().tobytes() for tensor in collective(packet)]
 
     message = len(payload).to_bytes(HEADER_BYTES, "little") + payload
-    received = send(message[:PACKET_BYTES], PACKET_BYTES)
+    received = exchange_packet(message[:PACKET_BYTES], PACKET_BYTES)
     lengths = [int.from_bytes(packet[:HEADER_BYTES], "little") for packet in received]
     for rank, length in zip(senders, lengths, strict=True):
         if length > MAX_VALUE_BYTES:
             raise ValueError(f"rank {rank} announces a value of {length} bytes; the limit is {MAX_VALUE_BYTES}")
     remaining = HEADER_BYTES + max(lengths) - PACKET_BYTES
     if remaining > 0:
-        remainders = send(message[PACKET_BYTES:], remaining)
+        remainders = exchange_packet(message[PACKET_BYTES:], remaining)
         received = [packet + remainder for packet, remainder in zip(received, remainders, strict=True)]
     return [packet[HEADER_BYTES : HEADER_BYTES + length] for packet, length in zip(received, lengths, strict=True)]

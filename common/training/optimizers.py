@@ -21,7 +21,7 @@ from configs.shared import Optim
 T = TypeVar("T", bound=Optimizer)
 
 
-def remove_compiler_hooks(kind: type[T]) -> type[T]:
+def unwrap_compiler_decorators(kind: type[T]) -> type[T]:
     """Return a subclass of a torch optimizer class whose methods do not import the compiler.
 
     On first use, every optimizer of torch imports torch._dynamo, which takes a second even if nothing is compiled. The
@@ -33,11 +33,11 @@ def remove_compiler_hooks(kind: type[T]) -> type[T]:
     return type(kind.__name__, (kind,), methods)
 
 
-SGD = remove_compiler_hooks(torch.optim.SGD)
-Adam = remove_compiler_hooks(torch.optim.Adam)
-AdamW = remove_compiler_hooks(torch.optim.AdamW)
-Lars = remove_compiler_hooks(layerwise.Lars)
-Lamb = remove_compiler_hooks(layerwise.Lamb)
+SGD = unwrap_compiler_decorators(torch.optim.SGD)
+Adam = unwrap_compiler_decorators(torch.optim.Adam)
+AdamW = unwrap_compiler_decorators(torch.optim.AdamW)
+Lars = unwrap_compiler_decorators(layerwise.Lars)
+Lamb = unwrap_compiler_decorators(layerwise.Lamb)
 CLASS_USAGE = "the class must accept parameters and lr; momentum, nesterov, and weight_decay are passed if accepted"
 
 

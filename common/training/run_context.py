@@ -270,7 +270,7 @@ class RunContext:
         self.screen.show_progress("step", step, self.total, "  ".join(columns))
 
     @property
-    def unequal_shard_samples(self) -> int | None:
+    def local_samples_if_unequal(self) -> int | None:
         """Number of this rank's samples in a full batch; None if all ranks have equal shards."""
         if self.shards is not None:
             return self.shards.local_samples
@@ -289,7 +289,7 @@ class RunContext:
         self.heartbeat_time = now
         measured = {
             "before_backward": self.times.estimate_seconds_to_backward() if self.times else None,
-            "samples": self.unequal_shard_samples,
+            "samples": self.local_samples_if_unequal,
         }
         with contextlib.suppress(UserError):  # a full disk is reported when metrics or checkpoints are written
             self.folder.write_heartbeat(self.world.original_rank, self.step, time.time(), **measured)

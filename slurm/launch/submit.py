@@ -257,7 +257,7 @@ def check_step_timeout(settings: Experiment, profile: Profile) -> None:
     if settings.launch.step_timeout >= profile.signal_seconds:
         raise UserError(
             f"launch.step_timeout={settings.launch.step_timeout:g} must be less than cluster.signal_seconds="
-            f"{profile.signal_seconds}, or a hanging job cannot save in time; lower the former or raise the latter"
+            f"{profile.signal_seconds}, so that a hanging job can still save; lower the former or raise the latter"
         )
 
 

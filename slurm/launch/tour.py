@@ -30,7 +30,7 @@ SMALLEST_SETTINGS: dict[str, tuple[str, ...]] = {
 def main(args: argparse.Namespace) -> int:
     """Run every experiment with small settings, compare the runs, and return the exit status."""
     root = Path(config.parse_command_line(args.words).values.get("runs", "runs"))
-    old_paths = {folder.path for folder in selection.list_runs(root)}
+    old_paths = {folder.path for folder in selection.list_all_runs(root)}
     start = time.monotonic()
     failed: list[str] = []
     for name in config.list_experiments():
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
             failed.append(name)
 
     print(f"\n---- comparison of all runs (after {time.monotonic() - start:.0f} s)", flush=True)
-    new_paths = [str(folder.path) for folder in selection.list_runs(root) if folder.path not in old_paths]
+    new_paths = [str(folder.path) for folder in selection.list_all_runs(root) if folder.path not in old_paths]
     compare_status = 0
     if new_paths:
         runs = shlex.join(new_paths)

@@ -313,10 +313,10 @@ def write_cluster_files(plan: Plan) -> None:
     texts = {
         "slurm.conf": make_slurm_conf(plan),
         "slurmdbd.conf": make_slurmdbd_conf(plan),
-        "cgroup.conf": "CgroupPlugin=cgroup/v1\n",  # not used, but slurmd would try to detect a plugin, which can fail
+        "cgroup.conf": "CgroupPlugin=cgroup/v1\n",  # not used, but the automatic detection of a plugin can fail
         "etc/hosts": make_hosts_file(plan),
         "etc/nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files\n",
-        "etc/resolv.conf": "",  # without a name server, unknown names cause no delay
+        "etc/resolv.conf": "",  # no name server, so that lookups of unknown names fail immediately
         "first_job": f"{plan.first_job}\n",
     }
     for name, text in texts.items():

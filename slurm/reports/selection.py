@@ -58,7 +58,7 @@ def find_run(name: str, runs: Path) -> RunFolder:
     raise UserError(f"{name!r}: no such run folder in {runs}; to list the runs: make status")
 
 
-def list_runs(root: Path) -> list[RunFolder]:
+def list_all_runs(root: Path) -> list[RunFolder]:
     """List all run folders, oldest first."""
     paths = [file.parent for file in root.glob("*/config.yaml")]
     paths.sort(key=lambda path: path.name.rsplit("-", 3)[1:])  # folder names contain the creation time
@@ -71,7 +71,7 @@ def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT
     The order is that of RUNS and SWEEP if one of them is set, otherwise oldest first. If RUNS, SWEEP, WHERE and LAST
     are all empty, only the `newest` runs are returned; 0 means all runs.
     """
-    folders = list_named_runs(criteria, root) if criteria.runs or criteria.sweep else list_runs(root)
+    folders = list_named_runs(criteria, root) if criteria.runs or criteria.sweep else list_all_runs(root)
     if not folders:
         raise UserError(f"no runs in {root} yet; start one: make exp NAME={config.list_experiments()[0]}")
     if criteria.name:

@@ -273,7 +273,7 @@ def print_statuses(statuses: Iterable[Status], as_json: bool) -> None:
 
 def print_newest_runs(runs: Path, lists_all: bool, as_json: bool) -> None:
     """Print the status of the newest runs, or of all runs, and the number of runs not listed."""
-    folders = selection.list_runs(runs)[::-1]
+    folders = selection.list_all_runs(runs)[::-1]
     selected = folders if lists_all else folders[:MAX_LISTED_RUNS]
     print_statuses(map(read_status, selected), as_json)
     if len(selected) < len(folders):

@@ -102,7 +102,7 @@ def train_as_rank(folder: RunFolder) -> int:
             replace_rank_if_coordinator_is_lost(rank, "stop request")
         return status
     except UserError as error:
-        if is_joining(rank):  # the other ranks continue without this rank
+        if is_joining_rank(rank):  # the other ranks continue without this rank
             raise
         replace_rank_if_coordinator_is_lost(rank, str(error))
         if not isinstance(error, UnreachableError) or not may_be_reachable_in_next_attempt(rank):
@@ -119,7 +119,7 @@ def train_as_rank(folder: RunFolder) -> int:
             traceback.print_exc()
         replace_rank_if_coordinator_is_lost(rank, type(error).__name__)
     # A stop request or the failure of another rank may have caused the error.
-    if not is_joining(rank) and (rank is None or not rank.stop.wait_for_request()):
+    if not is_joining_rank(rank) and (rank is None or not rank.stop.wait_for_request()):
         record_rank_failure(folder)
     return 1 if rank is not None and rank.stop.signal_number == signal.SIGUSR2 else EXIT_FAILED
 
@@ -130,7 +130,7 @@ def replace_rank_if_coordinator_is_lost(rank: LaunchedRank | None, reason: str) 
     The job script and the coordinator run on the first host. If that host is lost, only a rank can requeue the job.
     """
     command = json.loads(os.environ.get(ORPHAN_COMMAND_VARIABLE, "[]"))
-    if not command or is_joining(rank):
+    if not command or is_joining_rank(rank):
         return
     if any(reaches_coordinator(os.environ[COORDINATOR_VARIABLE]) for _ in range(CONNECTION_ATTEMPTS)):
         return
@@ -152,6 +152,6 @@ def may_be_reachable_in_next_attempt(rank: LaunchedRank | None) -> bool:
     return is_restart or (rank is not None and rank.stop.wait_for_request())
 
 
-def is_joining(rank: LaunchedRank | None) -> bool:
+def is_joining_rank(rank: LaunchedRank | None) -> bool:
     """Return whether this is a restarted rank that has not yet joined the other ranks."""
     return REPLACED_RANK_VARIABLE in os.environ and (rank is None or rank.rank_info.is_joining)

@@ -263,7 +263,7 @@ def test_only_a_page_of_its_own_is_written_over(made: Path, tmp_path: Path) -> N
 def test_two_runs_whose_ids_end_alike_are_two_in_the_page(tmp_path: Path) -> None:
     for name in ("mnist_pipeline", "ddp_multinode"):
         Made(name, 7, 10, result={"measured": {"idle_share": [0.2]}}).write(tmp_path)
-    runs, _ = compared.load_runs(selection.list_runs(tmp_path))
+    runs, _ = compared.load_runs(selection.list_all_runs(tmp_path))
     page = compare_page.render_page([compared.make_compared_run(run, ["waiting"], tmp_path) for run in runs], [], [])
     rows = re.findall(r'<tr class="run" data-run="(\d)".*? title="([^"]+)"', page)
     assert rows == [(str(i), run.folder.path.name) for i, run in enumerate(runs)]
@@ -272,7 +272,7 @@ def test_two_runs_whose_ids_end_alike_are_two_in_the_page(tmp_path: Path) -> Non
 
 
 def test_text_of_a_run_folder_is_escaped_in_the_page(made: Path) -> None:
-    (own, *_), _ = compared.load_runs(selection.list_runs(made))
+    (own, *_), _ = compared.load_runs(selection.list_all_runs(made))
     bad = "<i>{{script}}</i></script>\"'"
     own.curves.tests[bad] = own.curves.tests["test_loss"]
     own.settings["optim.lr"] = own.label = bad

@@ -19,9 +19,9 @@ from common.runs.folder import RunFolder, write_json
 from common.system.errors import UserError
 from common.system.processes import count_host_cores
 from common.techniques.collectives.measurement import (
+    BenchmarkVectors,
     CollectivePoint,
     CollectiveVariant,
-    TestVectors,
     compute_bus_factor,
     compute_sent_bytes,
     list_benchmark_points,
@@ -131,7 +131,7 @@ def test_one_size_has_no_line_and_no_measured_point_is_left_out() -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_a_wrong_number_is_found_and_named(op: str) -> None:
     vectors, (point,) = (
-        TestVectors(0, RankInfo(1, 3), torch.device("cpu")),
+        BenchmarkVectors(0, RankInfo(1, 3), torch.device("cpu")),
         list_benchmark_points([op], ["bfloat16"], [6000], 3),
     )
     x, out = vectors.make_tensors(point)
@@ -148,7 +148,10 @@ def test_a_wrong_number_is_found_and_named(op: str) -> None:
 def test_a_side_that_is_wrong_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
-    (point,), vectors = list_benchmark_points(["all_reduce"], ["int64"], [64], 1), TestVectors(0, world, world.device)
+    (point,), vectors = (
+        list_benchmark_points(["all_reduce"], ["int64"], [64], 1),
+        BenchmarkVectors(0, world, world.device),
+    )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         sides = {

@@ -153,7 +153,7 @@ class RowForwarder:
                 continue
             number += 1
             row = parse_row(line)
-            if row and thinning.select_row(row):
+            if row and thinning.is_row_selected(row):
                 self.forward_row(attempt, number, row, start_time)
         note.rows = max(note.rows, number)
         self.forward_media(AttemptPart(attempt, None, None))
@@ -337,7 +337,7 @@ def main(path: str, number: str, mode: str, seconds: str, restarts: str = "0", e
             if int(restarts) < MAX_RESTARTS and is_connection_lost(error):
                 print(f"restarting the W&B client because it has exited: {summarize_error(error)}", file=sys.stderr)
                 arguments = [path, number, mode, seconds, str(int(restarts) + 1), str(deadline.end_time)]
-                restart_process(arguments, folder, temporary)
+                restart_this_process(arguments, folder, temporary)
             traceback.print_exc()
             status = 1
         deadline.clean_up_and_exit(status)
@@ -358,7 +358,7 @@ def forward_missing_rows(folder: RunFolder, mode: str, deadline: Deadline) -> in
     return status
 
 
-def restart_process(arguments: list[str], folder: RunFolder, temporary: Path) -> NoReturn:
+def restart_this_process(arguments: list[str], folder: RunFolder, temporary: Path) -> NoReturn:
     """Replace this process with a new one after a delay that doubles with each restart."""
     sys.stderr.flush()
     kill_children()

@@ -42,7 +42,7 @@ class RowSelection:
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
 
-    def select_row(self, row: dict[str, Any]) -> bool:
+    def is_row_selected(self, row: dict[str, Any]) -> bool:
         """Return whether to send the next row of the attempt."""
         names = [name for name in row if name not in AXES]
         now = row.get("time")
@@ -60,7 +60,7 @@ def choose_rows(attempt: RunFolder) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the line number, counted from 1, and the content of each row that is sent to W&B."""
     thinning = RowSelection()
     for number, row in enumerate(attempt.parse_attempt_rows(), 1):
-        if row and thinning.select_row(row):
+        if row and thinning.is_row_selected(row):
             yield number, row
 
 

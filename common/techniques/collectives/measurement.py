@@ -264,7 +264,7 @@ def compute_sent_bytes(point: CollectivePoint, side: CollectiveVariant, ranks: i
     return [factor * point.nbytes] * ranks
 
 
-class TestVectors:
+class BenchmarkVectors:
     """Random input vectors of all ranks, and the expected results of the operations.
 
     All data types represent the sums of these vectors exactly.

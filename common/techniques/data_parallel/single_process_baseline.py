@@ -219,7 +219,7 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
         number_bytes = ddp.HOOK_ELEMENT_BYTES.get(cfg.communication, run.dtype.itemsize)
         communication = time_communication(model, cfg.bucket_mb, number_bytes)
     single_rank_seconds = time_single_rank(run, cfg.model) if cfg.compare else 0.0
-    samples: float | None = run.unequal_shard_samples
+    samples: float | None = run.local_samples_if_unequal
     if run.shards:
         samples = run.shards.average_local_samples(run.resumed_after + 1, run.step)
     times = gather_step_times(run.world, run.times, samples)

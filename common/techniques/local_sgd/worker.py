@@ -132,7 +132,7 @@ class LocalWorker:
         self.seconds += time.perf_counter() - start
 
     @torch.no_grad()
-    def continue_from_reference(self) -> None:
+    def rebase_onto_reference(self) -> None:
         """Set the parameters to the new reference, plus this worker's local changes since the exchange started.
 
         If the worker has taken no steps since then, its parameters are bitwise equal to the reference. All workers must

@@ -41,7 +41,7 @@ def test_wandb_gets_at_most_ten_rows_a_second_and_all_that_are_rare() -> None:
             rows.append(make_row(step, step / 2000, test_loss=0.5))
         if step % 700 == 1:
             rows[-1]["norm"] = 1.0
-    chosen = [row for row in rows if thinning.select_row(row)]
+    chosen = [row for row in rows if thinning.is_row_selected(row)]
     plain = [row for row in chosen if "test_loss" not in row and "norm" not in row]
     assert chosen[0] == rows[0] and 20 <= len(plain) <= 25
     assert [row["global_step"] for row in chosen if "test_loss" in row] == [1000, 2000, 3000, 4000, 5000]
@@ -50,15 +50,15 @@ def test_wandb_gets_at_most_ten_rows_a_second_and_all_that_are_rare() -> None:
 
 def test_a_long_run_has_fewer_rows_a_second() -> None:
     thinning = RowSelection()
-    chosen = [step for step in range(1, 100_000) if thinning.select_row(make_row(step, 0.5 * step, loss=1.0))]
+    chosen = [step for step in range(1, 100_000) if thinning.is_row_selected(make_row(step, 0.5 * step, loss=1.0))]
     assert 20_000 < len(chosen) < 40_000, "half a day of steps of half a second"
 
 
 def test_rows_of_strange_times_are_chosen() -> None:
     thinning = RowSelection()
     rows = [make_row(1, 5.0, loss=None), make_row(2, 1.0, loss=1.0), {"global_step": 3, "time": None, "loss": 1.0}]
-    assert all(thinning.select_row(row) for row in rows)
-    assert not thinning.select_row(make_row(4, 1.05, loss=1.0))
+    assert all(thinning.is_row_selected(row) for row in rows)
+    assert not thinning.is_row_selected(make_row(4, 1.05, loss=1.0))
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_what_a_worker_has_no_gradient_of_counts_as_zero(optimizer: Any) -> None
     worker: Any = LocalWorker(network, own, World([]), exchange, "averaged")  # type: ignore[arg-type]
     used(torch.ones(1, 2)).sum().backward()
     own.step()
-    worker.continue_from_reference()
+    worker.rebase_onto_reference()
     kinds = 1 if optimizer is torch.optim.SGD else 2  # of moments
     moments = exchange.given.split([number * kinds for number in (2, 1, 3, 1)])
     assert [bool(part.any()) for part in moments] == [True, True, False, False]
@@ -69,8 +69,8 @@ def test_a_worker_without_any_gradient_sends_zeros_for_the_moments_of_the_others
     own = torch.optim.AdamW(network.parameters())
     exchange = Recorded(torch.zeros(3), 2)
     worker: Any = LocalWorker(network, own, World(["exp_avg", "exp_avg_sq"]), exchange, "averaged")  # type: ignore[arg-type]
-    worker.continue_from_reference()
+    worker.rebase_onto_reference()
     assert exchange.given.tolist() == [0] * 6 and not own.state
     worker.world = World([])
     with pytest.raises(UserError, match="AdamW has no momentum in its state; use momentum_of=own"):  # on both
-        worker.continue_from_reference()
+        worker.rebase_onto_reference()
