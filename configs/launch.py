@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.ranges import at_least, between
+from configs.ranges import at_least, between, custom_code
 
 
 @dataclass
@@ -17,7 +17,9 @@ class Launch:
     backend: Literal["auto", "builtin"] = "auto"
     """Communication backend. auto selects nccl on GPUs and gloo on CPUs. builtin is the torch.distributed backend for
     CPUs that this project implements (common/backend)."""
-    algorithm: str = "ring"
+    algorithm: str = custom_code(
+        "ring", "algorithm", "common.backend.algorithms:check_algorithm_of_config", rank_0_only=True
+    )
     """All-reduce algorithm of the built-in backend: ring, halving_doubling, tree, star, sharded_star, or two_level
     (which sends the fewest bytes between hosts). Algorithms can be combined by message size: tree<65536<ring uses tree
     for small messages and ring for messages of at least 65,536 bytes. auto measures the links once, chooses such a

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from configs.batch_plan import format_nearest_multiples, list_divisors
-from configs.shared import between
+from configs.ranges import between, custom_code
 
 BUILTIN_SCHEDULES = ("naive", "gpipe", "1f1b")
 TORCH_SCHEDULES = (*BUILTIN_SCHEDULES, "interleaved_1f1b", "zero_bubble")
@@ -18,7 +18,7 @@ class Stages:
 
     transport: Literal["auto", "network"] = "auto"
     """Transport of the built-in engine. On CPUs, auto uses shared memory between ranks of the same host."""
-    schedule: str = "gpipe"
+    schedule: str = custom_code("gpipe", "schedule", "common.techniques.pipeline.schedules:check_schedule_of_config")
     """Pipeline schedule. Both engines support naive, gpipe (arXiv 1811.06965) and 1f1b. engine=torch also supports
     interleaved_1f1b (arXiv 2104.04473) and zero_bubble (arXiv 2401.10241). The built-in engine also accepts a custom
     schedule as FILE.py:function."""

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.launch import Launch
-from configs.ranges import at_least, between
+from configs.ranges import at_least, between, custom_code
 
 __all__ = ["at_least", "between"]
 
@@ -20,6 +20,7 @@ RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # numbe
 CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # models that require images
 DATA_SETS = ("mnist", "digits", "cifar10", "imagefolder", "generated", "vectors")
 TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # data sets of fixed size
+OPTIMIZER_CHECKER = "common.training.custom_optimizer:check_optimizer_of_config"
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb")
 DECAYS = ("linear", "cosine", "constant", "step")
 TRAINING_KEYS = ("epochs", "batch", "eval_batch", "dtype", "data", "optim")  # keys and groups that only training uses
@@ -89,7 +90,7 @@ class Data:
 class Optim:
     """Settings for the optimizer and the learning rate."""
 
-    name: str = "sgd"
+    name: str = custom_code("sgd", "optimizer", OPTIMIZER_CHECKER)
     """Optimizer. sgd is SGD with momentum. adam, adamw and lamb use their standard betas. lars and lamb scale the step
     of each layer by the norm of the layer's weights. FILE.py:Class is a custom subclass of torch.optim.Optimizer."""
     lr: float = between(0, 100, 0.02)
@@ -114,7 +115,7 @@ class Optim:
     change."""
     warmup: int = at_least(0, 0)
     """Number of steps during which the learning rate increases linearly to its peak."""
-    decay: str = "linear"
+    decay: str = custom_code("linear", "decay", OPTIMIZER_CHECKER)
     """Learning rate schedule after the warm-up. linear and cosine decay to zero at the end of the run. step multiplies
     the peak rate by 0.1 after half of the steps and by 0.01 after three quarters. FILE.py:function is a custom
     schedule: function(step, total) returns the factor that multiplies the peak rate at a step from 0 to total - 1,

@@ -19,6 +19,7 @@ from common.backend import algorithms
 from common.backend.cost import MessageTimeLine, MessageTimeLines, choose_algorithms_by_size, fit_message_time_line
 from common.backend.registration import replace_all_reduce_algorithm
 from common.config.config import read_config_file
+from common.config.custom_code import use_file_copies
 from common.ranks.rendezvous import World
 from common.runs.folder import write_atomic
 from configs.launch import Launch
@@ -41,7 +42,7 @@ def set_all_reduce_algorithm(launch: Launch, run: Path, world: World) -> None:
         return
     if launch.algorithm == "auto":
         launch.algorithm = load_or_choose_algorithm(run / "config.yaml", world)
-    replace_all_reduce_algorithm(world.transport, algorithms.use_stored_algorithm_file(launch, run / "code").algorithm)
+    replace_all_reduce_algorithm(world.transport, use_file_copies(launch, run / "code").algorithm)
 
 
 def load_or_choose_algorithm(config_file: Path, world: World) -> str:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from operator import index
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from common.backend.builders import ALGORITHM_NAMES, BUILDERS, Hosts, build_two_level
@@ -29,13 +27,9 @@ from common.backend.moves import (
 from common.config.custom_function import (
     convert_errors_of_user_file,
     load_function,
-    locate_file_copy,
-    replace_file_with_run_copy,
 )
-from common.runs.provenance import copy_function_file
 from common.system.errors import UserError, exit_on_user_error
 from common.system.text import format_count
-from configs.launch import Launch
 from configs.shared import Experiment
 
 __all__ = ["ALGORITHM_NAMES", "Algorithm"]  # re-exported for other packages
@@ -94,34 +88,13 @@ def build_algorithms_by_size(names: str, size: int, hosts: Hosts = ()) -> list[t
     return [(limit, build_algorithm(name, size, hosts)) for limit, name in zip(limits, algorithm_names, strict=True)]
 
 
-def check_algorithm_of_config(settings: Experiment, code: Path | None = None) -> None:
-    """Raise UserError if the all-reduce algorithm of a config is invalid.
-
-    `code` is the source folder of an existing run with this config. If this folder contains a copy of the custom
-    algorithm's file, the copy is used.
-    """
-    launch = use_stored_algorithm_file(settings.launch, code) if code else settings.launch
+def check_algorithm_of_config(settings: Experiment) -> None:
+    """Raise UserError if the all-reduce algorithm of a config is invalid."""
+    launch = settings.launch
     if launch.backend == "builtin" and launch.algorithm != "auto":
         size = settings.processes
         hosts = [rank * launch.nodes // size for rank in range(size)]
         build_algorithms_by_size(launch.algorithm, size, hosts)
-
-
-def use_stored_algorithm_file(launch: Launch, code: Path) -> Launch:
-    """Return launch settings that refer to the run's copy of a custom algorithm's file.
-
-    The settings are unchanged if there is no copy in `code`.
-    """
-    name = launch.algorithm
-    return replace(launch, algorithm=replace_file_with_run_copy(name, locate_file_copy("algorithm", name, code)))
-
-
-def copy_algorithm_file(launch: Launch, code: Path, *, overwrite: bool = False) -> None:
-    """Copy the file of a custom algorithm into a run's source folder.
-
-    An existing copy is replaced only if `overwrite` is true. Raises UserError if the file cannot be copied.
-    """
-    copy_function_file("algorithm", launch.algorithm, code, overwrite=overwrite)
 
 
 def make_algorithm_from_tuples(name: str, plan: Iterable[Iterable[Sequence[Any]]], note: str = "") -> Algorithm:

@@ -12,10 +12,12 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 from common.config.config import ROOT
+from common.config.custom_code import list_custom_settings
 from common.config.custom_function import locate_file_copy
 from common.runs.folder import RunFolder, convert_disk_errors, read_json, write_atomic, write_json
 from common.system.errors import UserError
@@ -134,6 +136,15 @@ def copy_function_file(kind: str, value: str, code: Path, *, overwrite: bool = F
             draft = copy.with_suffix(".new")
             shutil.copyfile(value.rpartition(":")[0], draft)
             draft.replace(copy)
+
+
+def copy_custom_files(settings: Any, code: Path, *, overwrite: Container[str] = ()) -> None:
+    """Copy the files of all custom settings of a config into the source folder `code` of a run.
+
+    An existing copy is replaced only if the key of its setting is in `overwrite`. Raises UserError if writing fails.
+    """
+    for setting in list_custom_settings(settings):
+        copy_function_file(setting.kind, setting.value, code, overwrite=setting.key in overwrite)
 
 
 def copy_source(folder: RunFolder) -> None:

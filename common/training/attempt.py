@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.backend import algorithms
 from common.checkpoint import extension, storage
 from common.config import config
 from common.data import prepare
@@ -34,8 +33,6 @@ from common.system.errors import (
     UserError,
 )
 from common.system.text import format_count
-from common.techniques.pipeline import schedules
-from common.training import custom_optimizer
 from configs.shared import Experiment
 
 
@@ -96,9 +93,7 @@ class Attempt:
             provenance.copy_source(self.folder)
             self.prepared.copy_user_data_file(code)
             provenance.write_metadata(self.folder, sys.argv, self.prepared.to_dict())
-        schedules.copy_schedule_file(cfg, code)
-        algorithms.copy_algorithm_file(cfg.launch, code)
-        custom_optimizer.copy_custom_files(cfg.optim, code)
+        provenance.copy_custom_files(cfg, code)
         provenance.record_attempt_start(self.folder)
         self.prepared.verify_checksums()
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
-from common.backend import algorithm_choice, algorithms
+from common.backend import algorithm_choice
 from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, wait_for_all_ranks_to_exit
-from common.config import config
+from common.config import config, custom_code
 from common.data.loader import DataWorkerError
 from common.models import initial_weights
 from common.ranks import local_launcher, private_folder, rendezvous
@@ -42,8 +42,7 @@ from common.system.errors import (
 )
 from common.system.processes import exit_without_cleanup
 from common.system.text import format_count, read_end_of_file
-from common.techniques.pipeline import schedules
-from common.training import custom_optimizer, host_checks, optimizer_contract
+from common.training import host_checks, optimizer_contract
 from common.training.attempt import Attempt, is_run_finished
 from common.training.host_resources import check_memory, print_notice_of_shared_cores
 from common.training.run import Run
@@ -75,10 +74,7 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
         path = config.parse_command_line(sys.argv[1:]).resume
         run_to_resume = RunFolder(path.absolute()) if path else None
         code = path.absolute() / "code" if path else None
-        schedules.check_schedule_of_config(cfg, code)
-        custom_optimizer.check_custom_files(cfg.optim, code)
-        if rank_info is None or rank_info.rank == 0:  # rank 0 sends the algorithm to the other ranks
-            algorithms.check_algorithm_of_config(cfg, code)
+        custom_code.check_custom_settings(cfg, code, is_main=rank_info is None or rank_info.rank == 0)
         private_folder.check_tls(cfg.launch, rank_info)
         wandb_account.read_requested_mode(cfg)
         if run_to_resume is not None:
@@ -214,7 +210,7 @@ class ForkedRanks:
             stop = listen_for_stop_signals(cfg, open(log_file, "a"))  # noqa: SIM115 (the file stays open until the rank exits)
             may_be_main = rank_info.rank == 0 or elastic is not None  # in an elastic run, any rank may become rank 0
             local_launcher.redirect_output(log_file, keep_stdout=may_be_main)
-            launch = algorithms.use_stored_algorithm_file(cfg.launch, folder.path / "code")
+            launch = custom_code.use_file_copies(cfg.launch, folder.path / "code")
             with rendezvous.join_world(rank_info, launch, folder.attempt_folder / ".private") as world:
                 train_rank(main, cfg, world, attempt, stop)
 
@@ -273,7 +269,7 @@ class LaunchedRank:
         launch = cfg.launch
         parent = Path(cfg.runs)
         if run_to_resume:
-            launch = algorithms.use_stored_algorithm_file(launch, run_to_resume.path / "code")
+            launch = custom_code.use_file_copies(launch, run_to_resume.path / "code")
             parent = run_to_resume.path
         private = private_folder.get_private_folder(parent, self.rank_info)
         with rendezvous.join_world(self.rank_info, launch, private) as self.world:

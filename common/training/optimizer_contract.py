@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from common.checkpoint import state_dicts
+from common.config.custom_code import use_file_copies
 from common.config.custom_function import convert_errors_of_user_file
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
@@ -230,9 +231,10 @@ def check_optimizer_of_run(optim: Optim, code: Path, *, is_new_run: bool) -> Non
     From then on, this rank uses the run's copies of custom files. In a new run, the original file is checked instead of
     the copy, so that error messages name the original file. Raises UserError if a check fails.
     """
+    run_optim = use_file_copies(optim, code)
     if ":" in optim.name:
-        check_optimizer(optim if is_new_run else custom_optimizer.replace_files_with_run_copies(optim, code))
-    custom_optimizer.use_file_copies_of_run(optim, code)
+        check_optimizer(optim if is_new_run else run_optim)
+    custom_optimizer.remember_file_copies(optim, run_optim)
 
 
 # ---- checks with sharded parameters, which need several ranks

@@ -18,7 +18,7 @@ def main(args: argparse.Namespace) -> int:
         optim.check()
     except ValueError as error:
         raise UserError(str(error)) from None
-    custom_optimizer.check_custom_files(optim)
+    custom_optimizer.check_custom_optimizer(optim)
     from common.training import optimizer_contract  # imports torch
 
     return optimizer_contract.check_optimizer_on_two_ranks(

@@ -25,15 +25,12 @@ from typing import Any
 
 import yaml
 
-from common.backend import algorithms
-from common.config import config, config_keys
+from common.config import config, config_keys, custom_code
 from common.data import prepare
 from common.data.prepare import PreparedDataset
 from common.runs import provenance, result
 from common.runs.folder import RunFolder, convert_disk_errors
 from common.system.errors import UserError
-from common.techniques.pipeline import schedules
-from common.training import custom_optimizer
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import split_experiment_and_cluster_settings
@@ -115,9 +112,7 @@ def create_rerun_folder(
         with convert_disk_errors(new.path):
             shutil.copytree(old.path / "code", code, ignore=shutil.ignore_patterns("__pycache__"))
         dataset.copy_user_data_file(code)
-        schedules.copy_schedule_file(settings, code, overwrite="schedule" in overridden)
-        algorithms.copy_algorithm_file(settings.launch, code, overwrite="launch.algorithm" in overridden)
-        custom_optimizer.copy_custom_files(settings.optim, code, overwrite=overridden)
+        provenance.copy_custom_files(settings, code, overwrite=overridden)
         provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], dataset.to_dict())
         provenance.update_metadata(new, git=provenance.read_metadata(old).get("git"), repeats=old.path.name)
     return new
@@ -293,9 +288,7 @@ def main(args: argparse.Namespace) -> int:
 
     overridden = config.parse_command_line(arguments).values
     old_code = old.path / "code"
-    schedules.check_schedule_of_config(settings, None if "schedule" in overridden else old_code)
-    algorithms.check_algorithm_of_config(settings, None if "launch.algorithm" in overridden else old_code)
-    custom_optimizer.check_custom_files(settings.optim, old_code, overridden)
+    custom_code.check_custom_settings(settings, old_code, overridden)
     data_code = None if "data.name" in overridden else old_code
     dataset = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=data_code)
     prepare.check_model_fits_data(settings, dataset)

@@ -16,9 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.backend import algorithms
 from common.checkpoint import extension
-from common.config import config
+from common.config import config, custom_code
 from common.config.config import ROOT
 from common.data import prepare
 from common.models import initial_weights
@@ -27,8 +26,6 @@ from common.runs.folder import RunFolder, write_atomic
 from common.runs.tracking import wandb_account
 from common.system.errors import RunTakenError, UserError
 from common.system.text import format_count, read_text_or_empty
-from common.techniques.pipeline import schedules
-from common.training import custom_optimizer
 from configs.elastic import get_enabled_elastic_settings
 from configs.profile import Profile
 from configs.shared import Experiment
@@ -123,18 +120,10 @@ def prepare_run_folder(
     with remove_folder_on_error(folder):
         provenance.copy_source(folder)
         dataset.copy_user_data_file(folder.path / "code")
-        copy_user_files(settings, folder)
+        provenance.copy_custom_files(settings, folder.path / "code")
         command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
         provenance.write_metadata(folder, command, dataset.to_dict())
     return folder
-
-
-def copy_user_files(settings: Experiment, folder: RunFolder) -> None:
-    """Copy the custom files named by the settings into the source of a run."""
-    code = folder.path / "code"
-    schedules.copy_schedule_file(settings, code)
-    algorithms.copy_algorithm_file(settings.launch, code)
-    custom_optimizer.copy_custom_files(settings.optim, code)
 
 
 def find_resumable_run(run: str, name: str) -> RunFolder:
@@ -194,7 +183,7 @@ def describe_owner_of_run(folder: RunFolder, fallback: str) -> str:
 
 def resubmit_run(resumed: RunFolder, settings: Experiment, profile: Profile, scheduler: Scheduler) -> str:
     """Submit an ended run as a new job and return the job id. Raises UserError."""
-    copy_user_files(settings, resumed)
+    provenance.copy_custom_files(settings, resumed.path / "code")
     text = config.format_yaml_with_keys_of_file(settings, resumed.path / "config.yaml")
     return submit_prepared_run(resumed, settings, text, profile, scheduler)
 
@@ -282,9 +271,7 @@ def load_checked_settings(name: str, arguments: list[str], resumed: RunFolder | 
     """Load and check the settings of a run, including the files that they name. Raises UserError."""
     settings = config.load_config(config.import_schema(name), arguments)
     code = resumed.path / "code" if resumed else None
-    schedules.check_schedule_of_config(settings, code)
-    algorithms.check_algorithm_of_config(settings, code)
-    custom_optimizer.check_custom_files(settings.optim, code)
+    custom_code.check_custom_settings(settings, code)
     if resumed is None:
         initial_weights.check_weights_of_config(settings)
     else:

@@ -28,14 +28,11 @@ from typing import Any
 
 import yaml
 
-from common.backend import algorithms
-from common.config import config
+from common.config import config, custom_code
 from common.models import initial_weights
 from common.runs.tracking import wandb_account
 from common.system.errors import UserError
 from common.system.text import format_count
-from common.techniques.pipeline import schedules
-from common.training import custom_optimizer
 from configs.shared import Experiment
 from configs.sweeps import SweepGrid, format_settings
 from slurm.arguments import check_experiment_name, parse_count, suggest_nearest
@@ -223,9 +220,7 @@ def make_point(
             raise UserError("sweep=true would start another sweep; omit it")
         if settings.runs != common_settings.get("runs", settings.runs):
             raise UserError("runs must be the same for all points; set it under settings")
-        schedules.check_schedule_of_config(settings)
-        algorithms.check_algorithm_of_config(settings)
-        custom_optimizer.check_custom_files(settings.optim)
+        custom_code.check_custom_settings(settings)
         initial_weights.check_weights_of_config(settings)
         wandb_account.read_requested_mode(settings)
     except UserError as error:

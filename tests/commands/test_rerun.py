@@ -13,15 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.backend import algorithms
-from common.config import config
+from common.config import config, custom_code
 from common.data import prepare
 from common.data.prepare import PreparedDataset
 from common.runs import provenance
 from common.runs.folder import RunFolder, write_json
 from common.system.errors import UserError
-from common.techniques.pipeline import schedules
-from common.training import custom_optimizer
 from configs import ddp_multinode, mnist_pipeline
 from configs.profile import Profile
 from slurm.launch import rerun
@@ -84,7 +81,7 @@ def test_a_repetition_with_a_schedule_that_is_named_keeps_that_file(tmp_path: Pa
     words = [f"schedule={order}:own", f"runs={tmp_path / 'new'}"]
     settings = config.load_config(mnist_pipeline.Config, words, {})
     old = Made("mnist_pipeline", 1, 20).write(tmp_path / "old")
-    schedules.copy_schedule_file(settings, old.path / "code")
+    provenance.copy_custom_files(settings, old.path / "code")
     order = write_schedule(tmp_path, "FBW")
     found = PreparedDataset("digits", tmp_path, {})
     for named in ([], ["schedule"]):
@@ -92,8 +89,8 @@ def test_a_repetition_with_a_schedule_that_is_named_keeps_that_file(tmp_path: Pa
         (kept,) = (new.path / "code" / "own").iterdir()
         assert (kept.read_text() == order.read_text()) is bool(named)
     with pytest.raises(UserError, match=f"schedule={order}:own: {order}:1: invalid action .'W', 0, 0. on rank 0"):
-        schedules.check_schedule_of_config(settings)
-    schedules.check_schedule_of_config(settings, old.path / "code")
+        custom_code.check_custom_settings(settings)
+    custom_code.check_custom_settings(settings, old.path / "code")
 
 
 def test_a_repetition_keeps_the_file_of_an_algorithm_of_ones_own(tmp_path: Path) -> None:
@@ -103,7 +100,7 @@ def test_a_repetition_keeps_the_file_of_an_algorithm_of_ones_own(tmp_path: Path)
     words = ["launch.backend=builtin", f"launch.algorithm={own}:star", f"runs={tmp_path / 'new'}"]
     settings = config.load_config(ddp_multinode.Config, words, {})
     old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
-    algorithms.copy_algorithm_file(settings.launch, old.path / "code")
+    provenance.copy_custom_files(settings, old.path / "code")
     own.write_text("def star(ranks):\n    return [[], []]\n")
     found = PreparedDataset("digits", tmp_path, {})
     for named in ([], ["launch.algorithm"]):
@@ -111,8 +108,8 @@ def test_a_repetition_keeps_the_file_of_an_algorithm_of_ones_own(tmp_path: Path)
         (kept,) = (new.path / "code" / "own").iterdir()
         assert (kept.read_text() == own.read_text()) is bool(named)
     with pytest.raises(UserError, match=f"launch.algorithm={own}:star: .* rank 0 ends without the values of rank 1"):
-        algorithms.check_algorithm_of_config(settings)
-    algorithms.check_algorithm_of_config(settings, old.path / "code")
+        custom_code.check_custom_settings(settings)
+    custom_code.check_custom_settings(settings, old.path / "code")
 
 
 def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tmp_path: Path) -> None:
@@ -120,7 +117,7 @@ def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tm
     words = [f"optim.name={files[0]}:Lion", f"optim.decay={files[1]}:halve", f"runs={tmp_path / 'new'}"]
     settings = config.load_config(ddp_multinode.Config, words, {})
     old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
-    custom_optimizer.copy_custom_files(settings.optim, old.path / "code")
+    provenance.copy_custom_files(settings, old.path / "code")
     for file in files:
         file.write_text("def halve(step, total):\n    return -1\n")
     found = PreparedDataset("digits", tmp_path, {})
@@ -131,8 +128,8 @@ def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tm
         assert (decay.read_text() == files[1].read_text()) is ("optim.decay" in named)
     for code, named in ((None, []), (old.path / "code", ["optim.decay"])):
         with pytest.raises(UserError, match=f"optim.decay={files[1]}:halve: .* the function returned -1 for step 0"):
-            custom_optimizer.check_custom_files(settings.optim, code, named)
-    custom_optimizer.check_custom_files(settings.optim, old.path / "code")
+            custom_code.check_custom_settings(settings, code, named)
+    custom_code.check_custom_settings(settings, old.path / "code")
 
 
 def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

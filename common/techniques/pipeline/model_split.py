@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from common.checkpoint.train_state import get_model_recipe
 from common.config import config
+from common.config.custom_code import use_file_copies
 from common.measure.memory import reset_peak_memory
 from common.ranks.rendezvous import World
 from common.runs import provenance
 from common.runs.folder import read_json, write_atomic, write_json
 from common.system.errors import UserError
-from common.techniques.pipeline import partition, schedules
+from common.techniques.pipeline import partition
 from common.techniques.pipeline.executor import LossFunction, PipelineEngine
 from common.training.run_context import RunContext
 from configs.pipeline import PipelineConfig
@@ -168,7 +169,7 @@ def build_pipeline_engine(
 
     Each rank keeps only its own stages and moves them to its device. `loss` must be a mean over samples.
     """
-    cfg = schedules.use_stored_schedule_file(cfg, run.folder.path / "code")
+    cfg = use_file_copies(cfg, run.folder.path / "code")
     engine_class: type[PipelineEngine] = PipelineEngine
     if cfg.engine == "torch":
         from common.techniques.pipeline.torch_engine import TorchPipelineEngine  # this import takes a second

@@ -15,18 +15,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import NamedTuple
 
 from common.config.custom_function import (
     convert_errors_of_user_file,
     load_function,
-    locate_file_copy,
-    replace_file_with_run_copy,
 )
-from common.runs.provenance import copy_function_file
 from common.system.errors import exit_on_user_error
 from common.system.text import format_count
 from configs.pipeline import PipelineConfig, Stages
@@ -290,38 +285,11 @@ def format_timeline(spans: Timeline, width: int = 72) -> list[str]:
     return lines
 
 
-def check_schedule_of_config(settings: object, code: Path | None = None) -> None:
-    """Raise UserError if the pipeline schedule of a config is invalid.
-
-    Configs without a pipeline are accepted. `code` is the source folder of an existing run with this config. If this
-    folder contains a copy of the custom schedule's file, the copy is used.
-    """
-    if not isinstance(settings, Stages):
-        return
+def check_schedule_of_config(settings: Stages) -> None:
+    """Raise UserError if the pipeline schedule of a config is invalid."""
     pipeline = settings.make_pipeline_config()
     if pipeline.engine == "own":
-        make_schedule(use_stored_schedule_file(pipeline, code) if code else pipeline)
-
-
-# ---- copy of a custom schedule's file in the source folder of a run
-
-
-def use_stored_schedule_file(settings: PipelineConfig, code: Path) -> PipelineConfig:
-    """Return settings that refer to the run's copy of a custom schedule's file.
-
-    The settings are unchanged if there is no copy in `code`.
-    """
-    name = settings.schedule
-    return replace(settings, schedule=replace_file_with_run_copy(name, locate_file_copy("schedule", name, code)))
-
-
-def copy_schedule_file(settings: object, code: Path, *, overwrite: bool = False) -> None:
-    """Copy the file of a custom schedule into a run's source folder.
-
-    An existing copy is replaced only if `overwrite` is true. Raises UserError if the file cannot be copied.
-    """
-    if isinstance(settings, Stages):
-        copy_function_file("schedule", settings.make_pipeline_config().schedule, code, overwrite=overwrite)
+        make_schedule(pipeline)
 
 
 def main() -> None:

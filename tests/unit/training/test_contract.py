@@ -67,7 +67,7 @@ def test_a_decay_that_gives_no_rate_is_refused(tmp_path: Path, body: str, told: 
     file = tmp_path / "own.py"
     file.write_text(f"def f(step, total):\n    {body}\n")
     with pytest.raises(UserError, match=re.escape(told)):
-        custom_optimizer.check_custom_files(Optim(decay=f"{file}:f"))
+        custom_optimizer.check_custom_optimizer(Optim(decay=f"{file}:f"))
 
 
 def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
@@ -82,4 +82,4 @@ def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
         (Optim(decay=f"{tmp_path / 'own.py'}:f"), "has no function 'f'; define it there, or use one of linear,"),
     ):
         with pytest.raises(UserError, match=re.escape(told)):
-            custom_optimizer.check_custom_files(settings)
+            custom_optimizer.check_custom_optimizer(settings)

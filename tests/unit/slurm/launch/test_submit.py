@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from common.config import config
+from common.config import config, custom_code
 from common.data import prepare
 from common.runs import provenance
 from common.runs.folder import RunFolder, write_json
@@ -173,12 +173,11 @@ def test_the_files_of_ones_own_are_in_the_source_of_the_job(tmp_path: Path, monk
     assert (folder.path / "code" / "own" / "data.py").read_text() == file.read_text()
     monkeypatch.chdir("/")  # where the job may start
     written = config.load_config(mnist_pipeline.Config, ["--resume", str(folder.path)], {})
-    schedules.check_schedule_of_config(written, folder.path / "code")
+    custom_code.check_custom_settings(written, folder.path / "code")
     with pytest.raises(UserError, match=r"name an existing FILE\.py:function, or use one of naive, gpipe, 1f1b"):
         schedules.check_schedule_of_config(written)
-    custom_optimizer.check_custom_files(written.optim, folder.path / "code")
     with pytest.raises(UserError, match=r"name an existing FILE\.py:Class, or use one of sgd, adam, adamw, lars, lamb"):
-        custom_optimizer.check_custom_files(written.optim)
+        custom_optimizer.check_custom_optimizer(written.optim)
     found = prepare.prepare_dataset(written.data, code=folder.path / "code")
     assert found.name == "shapes.py:load" and found.path.parent == tmp_path / "sets"
 

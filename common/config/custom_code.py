@@ -1,0 +1,96 @@
+"""Settings whose value may be `FILE.py:name`: find them, check them, and use the copies of their files in a run.
+
+A config declares such a setting with `configs.ranges.custom_code`, which names the kind of code and the function that
+checks it. This module names no setting. It does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.config.custom_function import locate_file_copy, replace_file_with_run_copy
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class CustomSetting:
+    """Setting of a config whose value may be `FILE.py:name`."""
+
+    key: str
+    """Key of the setting, such as `optim.decay`."""
+    value: str
+    default: str
+    kind: str
+    """Kind of the code, such as `decay`; part of the name of the copy that a run keeps."""
+    checker: str
+    """Import path `module:function` of the function that checks this setting of a config."""
+    rank_0_only: bool
+    """True if only rank 0 reads the file; the file may be missing on other hosts."""
+
+
+def list_custom_settings(settings: Any, prefix: str = "") -> Iterator[CustomSetting]:
+    """Yield the settings of a config that are declared with `custom_code`, including those of its groups."""
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        key = f"{prefix}{field.name}"
+        if "custom_code" in field.metadata:
+            yield CustomSetting(key, value, str(field.default), **field.metadata["custom_code"])
+        elif is_dataclass(value):
+            yield from list_custom_settings(value, f"{key}.")
+
+
+def import_checker(path: str) -> Callable[[Any], None]:
+    """Import the function that `module:function` names."""
+    module, _, name = path.partition(":")
+    checker: Callable[[Any], None] = getattr(importlib.import_module(module), name)
+    return checker
+
+
+def check_custom_settings(
+    settings: Any, code: Path | None = None, new_settings: Container[str] = (), *, is_main: bool = True
+) -> None:
+    """Check all custom settings of a config. Raises UserError.
+
+    `code` is the source folder of an existing run with these settings. Copies in this folder are checked instead of the
+    original files, except for the keys in `new_settings`, which name new files. A rank other than rank 0 passes
+    `is_main=False`, and skips the settings that only rank 0 reads. Default values are valid and are not checked.
+    """
+    resolved = use_file_copies(settings, code, new_settings) if code else settings
+    checked = set()
+    for setting in list_custom_settings(settings):
+        is_skipped = setting.value == setting.default or (setting.rank_0_only and not is_main)
+        if is_skipped or setting.checker in checked:
+            continue
+        checked.add(setting.checker)
+        import_checker(setting.checker)(resolved)
+
+
+def use_file_copies(settings: S, code: Path, new_settings: Container[str] = ()) -> S:
+    """Return settings that refer to the copies in a run's source folder `code` instead of the original files.
+
+    Settings without a copy, and the keys in `new_settings`, are unchanged.
+    """
+    copies = {}
+    for setting in list_custom_settings(settings):
+        if setting.key not in new_settings:
+            copy = locate_file_copy(setting.kind, setting.value, code)
+            copies[setting.key] = replace_file_with_run_copy(setting.value, copy)
+    return replace_values(settings, copies)
+
+
+def replace_values(settings: S, values: Mapping[str, str], prefix: str = "") -> S:
+    """Return a copy of a config in which the values of some keys are replaced."""
+    changes: dict[str, Any] = {}
+    for field in fields(settings):  # type: ignore[arg-type]
+        value = getattr(settings, field.name)
+        key = f"{prefix}{field.name}"
+        if key in values:
+            changes[field.name] = values[key]
+        elif is_dataclass(value):
+            changes[field.name] = replace_values(value, values, f"{key}.")
+    return replace(settings, **changes)  # type: ignore[type-var]
