@@ -79,7 +79,7 @@ VERBS = {
         RUN, Setting("ARGS", "--args", 'settings: "data.root=... data.test_limit=1000"; also eval_batch and log.*'))),
     "export": Verb("slurm.reports.trained_model", "export the trained model for use in other programs", (
         RUN, Setting("FORMAT", "--format", "safetensors, torch.export, or onnx (default: safetensors)"))),
-    "sweep": Verb("slurm.launch.sweep", "run every point of a grid that has no run yet", (
+    "sweep": Verb("slurm.launch.sweep", "run all points of a grid that have not been run yet", (
         Setting("GRID", "grid", "sweep file, such as configs/sweeps/mnist_pipeline_rates.yaml"),
         ARGS, LAUNCH, CLUSTER,
         Setting("FAILED", "--failed", "1: run the failed points again with the current source"),
@@ -101,7 +101,7 @@ VERBS = {
     "leet": Verb("slurm.reports.wandb_sync", "open W&B's terminal viewer", (*CHOICE, SWEEP, RUNS_FOLDER)),
     "prune-runs": Verb("slurm.reports.prune_runs", "list or delete files that finished runs no longer need", (
         *CHOICE, Setting("DELETE", "--delete", "1: delete the files; otherwise only list them"), DRY_RUN, RUNS_FOLDER)),
-    "tour": Verb("slurm.launch.tour", "run every experiment with small settings, and compare the runs", (
+    "tour": Verb("slurm.launch.tour", "run every experiment briefly at a small scale, and compare the runs", (
         Setting("", "words", "settings that apply to all runs"),)),
 }  # fmt: skip
 REPORTS = ("compare", "doctor", "logs", "status")

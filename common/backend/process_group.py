@@ -124,7 +124,7 @@ class BuiltinBackend(Backend):
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OptionalWork:
         """Collect several tensors from each rank; `outputs[r]` receives the tensors of rank r."""
         if len(outputs) != self.size():
-            raise ValueError(f"there are {len(outputs)} lists; there must be one list for each of {self.size()} ranks")
+            raise ValueError(f"expected one output list for each of the {self.size()} ranks (got {len(outputs)})")
         for blocks in outputs:
             for block, tensor in zip(blocks, inputs, strict=True):
                 check_same_size_and_type(block, tensor)

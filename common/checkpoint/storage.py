@@ -273,7 +273,7 @@ class StagingDir:
         """
         for name, entry in manifest.files.items():
             if (self.path / name).stat().st_size != entry.bytes:
-                raise OSError(errno.EIO, f"the size of {name} on this host differs from the bytes written")
+                raise OSError(errno.EIO, f"the size of {name} on this host differs from the number of bytes written")
         with open(self.path / MANIFEST, "x") as file:
             file.write(manifest.to_json())
             file.flush()

@@ -52,9 +52,9 @@ def draw_curves(
 ) -> None:
     """Draw curves through measured points with error bars, and write the plot to `path`.
 
-    `computed` contains curves without measured points, which are dashed. `levels` contains the heights of horizontal
-    lines. `log` scales the x-axis by powers of 2, with a tick at each measured x if there are at most MAX_TICKS.
-    `loglog` scales both axes by powers of 10.
+    `computed` contains curves without measured points; they are drawn as dashed lines. `levels` contains the heights of
+    horizontal lines. `log` scales the x-axis by powers of 2, with a tick at each measured x if there are at most
+    MAX_TICKS. `loglog` scales both axes by powers of 10.
     """
     axes = make_axes()
     ticks: set[float] = set()

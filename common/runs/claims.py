@@ -222,7 +222,7 @@ def raise_if_attempt_is_alive(folder: RunFolder) -> None:
     if silent_seconds < limit:
         age = format_duration(silent_seconds)
         raise RunTakenError(
-            f"{problem}; its process cannot be checked from this host: last activity {age} ago; the attempt is "
+            f"{problem}; its process cannot be checked from this host. The last activity was {age} ago; the attempt is "
             f"considered ended after {limit:.0f} s without activity"
         )
 

@@ -263,7 +263,7 @@ class RunFolder:
             fsync_path(self.attempt_folder.parent)
 
     def trace_attempts(self) -> list[tuple[RunFolder, int | None]]:
-        """Return the attempts that belong to the run, newest first, each with its last step that counts.
+        """Return the attempts that count toward the run, newest first, each with its last step that counts.
 
         An attempt counts up to the step from which the next attempt resumed. The step is None if all steps count. An
         older attempt from which no other attempt resumed does not count.
@@ -343,7 +343,7 @@ class RunFolder:
             yield from (row for row in rows if row and part.includes_step(row["global_step"]))
 
     def list_attempt_parts(self) -> list[AttemptPart]:
-        """Return the parts of the attempts that belong to the run, oldest first."""
+        """Return the part of each attempt that counts toward the run, oldest first."""
         parts: list[AttemptPart] = []
         for attempt, last_step in self.trace_attempts():
             # The next attempt repeats an evaluation that followed the last step that counts. The number of rows

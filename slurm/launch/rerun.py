@@ -104,7 +104,8 @@ def create_rerun_folder(
 ) -> RunFolder:
     """Create a new run folder with the source of the old run.
 
-    Custom files named by the settings in `overridden` are copied from their paths, all others from the old run.
+    Custom files that the settings in `overridden` refer to are copied from their paths. All others are copied from the
+    old run.
     """
     new = RunFolder.create(Path(settings.runs), old.experiment, text)
     code = new.path / "code"

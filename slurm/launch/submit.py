@@ -251,7 +251,7 @@ def check_step_timeout(settings: Experiment, profile: Profile) -> None:
 
 
 def check_source_knows_settings(folder: RunFolder, arguments: list[str]) -> None:
-    """Raise UserError for a setting that does not exist in the source of a resumed run."""
+    """Raise UserError if a setting does not exist in the source code that the resumed run keeps."""
     known_settings = config.read_config_file(folder.path / "config.yaml")
     unknown = [name for name in config.parse_command_line(arguments).values if name not in known_settings]
     if unknown:

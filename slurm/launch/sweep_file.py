@@ -87,7 +87,7 @@ def read_sweep_file(path: str, overrides: list[str]) -> SweepPlan:
     if not path:
         files = sorted((config.ROOT / "configs" / "sweeps").glob("[a-z]*.*"))
         names = ", ".join(str(file.relative_to(config.ROOT)) for file in files)
-        raise UserError(f"GRID is missing; write make sweep GRID=<file> (available files: {names})")
+        raise UserError(f"GRID is missing; run make sweep GRID=<file> (available files: {names})")
     name = Path(path).stem
     tree = read_python_grid(name, overrides) if is_python_grid(Path(path)) else read_yaml_tree(Path(path))
     if not NAME.fullmatch(name):

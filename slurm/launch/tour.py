@@ -1,4 +1,4 @@
-"""The verb `tour`: run every experiment with small settings, then compare the runs."""
+"""The verb `tour`: run every experiment briefly at a small scale, then compare the runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALLEST_SETTINGS: dict[str, tuple[str, ...]] = {
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run every experiment with small settings, compare the runs, and return the exit status."""
+    """Run every experiment briefly at a small scale, compare the runs, and return the exit status."""
     root = Path(config.parse_command_line(args.words).values.get("runs", "runs"))
     old_paths = {folder.path for folder in selection.list_all_runs(root)}
     start = time.monotonic()

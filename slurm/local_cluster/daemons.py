@@ -143,7 +143,10 @@ def start_munge(plan: Plan) -> None:
 
 
 def start_database(plan: Plan) -> None:
-    """Start slurmdbd and a private MariaDB server, which is in memory and has no password. Raises UserError."""
+    """Start slurmdbd and a private MariaDB server. Raises UserError.
+
+    The server keeps its data in memory and requires no password.
+    """
     folder = plan.folder
     namespaces.mount_path("none", str(folder / "db"), "tmpfs", namespaces.NOSUID | namespaces.NODEV)
     log = (folder / "log" / "db.log").open("a")

@@ -105,7 +105,10 @@ def find_exit_status(folder: RunFolder) -> int:
 
 
 def find_rank_0_log(folder: RunFolder) -> Path:
-    """Return the log file of rank 0 of the run's job or, without a job, its newest attempt. Raises UserError."""
+    """Return rank 0's log file. Raises UserError.
+
+    The file belongs to the run's job or, if the run has no job, to its newest attempt.
+    """
     job = provenance.read_metadata(folder).get("job")
     if job:
         return Path(job.get("logs") or folder.path / "submit") / f"{job['id']}_0_log.out"

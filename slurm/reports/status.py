@@ -146,7 +146,10 @@ def read_status(folder: RunFolder) -> Status:
 
 
 def read_state(folder: RunFolder, timeout: float = COMMAND_TIMEOUT) -> tuple[str, str]:
-    """Return the state of a run and a detail about it. Each SLURM command may take up to `timeout` seconds."""
+    """Return the state of a run and a short explanation of that state.
+
+    Each SLURM command may take up to `timeout` seconds.
+    """
     result = folder.result
     if result:
         return read_final_state(result)
@@ -157,7 +160,7 @@ def read_state(folder: RunFolder, timeout: float = COMMAND_TIMEOUT) -> tuple[str
 
 
 def find_state_without_result(folder: RunFolder, timeout: float) -> tuple[str, str]:
-    """Return the state of a run that has no result, and a detail about it."""
+    """Return the state of a run that has no result, and a short explanation of that state."""
     if submission.is_being_submitted(folder):
         return "PENDING", "being submitted"
     meta = provenance.read_metadata(folder)
@@ -176,7 +179,7 @@ def find_state_without_result(folder: RunFolder, timeout: float) -> tuple[str, s
 
 
 def find_state_of_job(folder: RunFolder, meta: dict[str, Any], timeout: float) -> tuple[str, str]:
-    """Return the state of a run according to its SLURM job, and a detail about it."""
+    """Return the state of a run as reported by its SLURM job, and a short explanation of that state."""
     scheduler = find_scheduler(meta)
     if scheduler is None:
         return "LOST", "the local cluster of the run is down"

@@ -1,8 +1,8 @@
 """The `sync` and `leet` commands: send offline runs to W&B, or open W&B's terminal viewer. Does not import torch.
 
 Rows that W&B lacks because a process was killed are added first. A run with several offline attempts may have several
-folders, all with the same W&B id. W&B's client sends these folders in order. It asks the server how much of the run has
-already arrived, and marks each folder that was sent completely.
+folders, all with the same W&B id. W&B's client sends these folders in order. The client asks the server how much of
+the run has already arrived, and marks each folder that has been fully sent.
 """
 
 from __future__ import annotations

@@ -265,9 +265,9 @@ def is_slurm_configured() -> bool:
 def choose_scheduler(launch: str) -> Scheduler | None:
     """Return the SLURM cluster for a value of LAUNCH, or None to start processes on this machine. Raises UserError.
 
-    The value is auto, local, slurm, or slurm:NAME. slurm:NAME is the local cluster with that name, because several
-    local clusters can be up. auto chooses a local cluster if one is up, else SLURM if it is configured. A chosen
-    cluster that does not answer is an error. Runs never fall back to this machine.
+    The value is auto, local, slurm, or slurm:NAME. Since several local clusters can be up, slurm:NAME selects one by
+    name. With auto, a local cluster is used if one is up; otherwise, SLURM is used if it is configured. If the chosen
+    cluster does not answer, this is an error; the run does not start on this machine instead.
     """
     kind, _, name = launch.partition(":")
     has_name = ":" in launch

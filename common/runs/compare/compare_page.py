@@ -63,7 +63,7 @@ class ComparedRun:
     """Table cells of the run by column title."""
     settings: dict[str, str]
     detail: str = ""
-    """Reason why the run is not finished, or an empty string."""
+    """Why the run is not finished, or an empty string."""
     links: dict[str, str] = field(default_factory=dict)
     """Relative URLs by link text."""
 

@@ -26,7 +26,7 @@ from configs.shared import Experiment
 
 MODULE = "common.runs.tracking.wandb_process"
 SYNC_SECONDS = 3600.0
-"""Time limit in seconds of `make sync` for one run. The next call restarts an interrupted conversion."""
+"""Time limit, in seconds, for `make sync` to send one run. The next call restarts an interrupted conversion."""
 
 
 class Tracker:

@@ -30,7 +30,7 @@ LEAVE_FINISHED_RUN = {"leave": "the run has finished"}
 
 
 class EndReason(enum.Enum):
-    """Reason why the remaining ranks cannot continue the run."""
+    """Why the remaining ranks cannot continue the run."""
 
     SHARD_LOST = "the run cannot continue: the lost rank held a part of the state that no other rank has"
     STATE_LOST = (
@@ -94,7 +94,7 @@ class Coordinator:
         """True from the first failure in a generation until the next generation is formed."""
         self.finished = False
         self.end_reason: EndReason | None = None
-        """Reason why the launcher must end the run, because the remaining ranks cannot continue; None otherwise."""
+        """Why the remaining ranks cannot continue, so that the launcher must end the run; None if they can."""
         self.below_minimum = False
         """True once there has been a generation with fewer than `elastic.min` members."""
         self.lost: list[int] = []

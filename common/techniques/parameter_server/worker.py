@@ -96,7 +96,9 @@ class ParameterServerRank:
         rank = self.world.rank
         workers = self.world.size
         if (rank < len(self.parts)) != (self.server is not None):
-            raise RuntimeError(f"a server has been lost: rank {rank} of {workers} now has the position of another rank")
+            raise RuntimeError(
+                f"a server was lost: the ranks were renumbered, and rank {rank} of {workers} no longer fits its shard"
+            )
         self.policy = dataclasses.replace(self.policy, workers=workers)
         self.ticket = done * workers + rank
         self.remote_servers = [server for server in range(len(self.parts)) if server != rank]

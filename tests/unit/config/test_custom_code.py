@@ -43,5 +43,5 @@ def test_only_rank_0_needs_the_file_of_an_algorithm(tmp_path: Path) -> None:
     words = ["launch.backend=builtin", f"launch.algorithm={tmp_path / 'missing.py'}:f"]
     settings = config.load_config(mnist_pipeline.Config, words, {})
     custom_code.check_custom_settings(settings, is_main=False)
-    with pytest.raises(UserError, match="missing.py"):
+    with pytest.raises(UserError, match=r"missing\.py"):
         custom_code.check_custom_settings(settings)
