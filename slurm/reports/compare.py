@@ -371,7 +371,6 @@ def main(args: argparse.Namespace) -> int:
         reason = "because other runs train a model"
         print(f"the page omits the measurements of {name} {reason}; to show them: make compare NAME={name}")
     in_experiments = list_differences_within_experiments(runs)
-    in_experiments = list_differences_within_experiments(runs)
     between_experiments = [key for key in differing if key not in in_experiments]
     columns = list_nonempty_columns(runs)
     compared_runs = [make_compared_run(run, columns, page.parent) for run in runs]
