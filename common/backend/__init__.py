@@ -1,4 +1,4 @@
-"""The built-in backend of torch.distributed: links (sockets, TLS), all-reduce algorithms and their cost model.
+"""A custom backend for torch.distributed: links over sockets and TLS, all-reduce algorithms, and a cost model.
 
-`process_group` is the backend; `algorithms` and `builders` define all-reduce algorithms as data.
+`process_group` implements the backend. `algorithms` and `builders` represent all-reduce algorithms as lists of moves.
 """

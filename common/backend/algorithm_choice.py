@@ -1,8 +1,8 @@
-"""Selection of the all-reduce algorithm of a run.
+"""Choose the all-reduce algorithm of a run and store the choice.
 
 With `launch.algorithm=auto`, the links between ranks are measured once per run, and the chosen algorithm is stored in
-config.yaml. Sums of floating-point numbers depend on the order of the summands. Therefore, a resumed run is
-bit-identical only if it uses the same algorithm.
+config.yaml. Floating-point sums depend on the order of the summands, and this order depends on the algorithm.
+Therefore, a resumed run is bit-identical to an uninterrupted run only if it uses the stored algorithm.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def set_all_reduce_algorithm(launch: Launch, run: Path, world: World) -> None:
     """Set the all-reduce algorithm of the run on this rank.
 
     All ranks must call this function. If `launch.algorithm` is `auto`, the chosen algorithm is stored in `launch` and,
-    for later attempts, in config.yaml of the run folder.
+    for later attempts, in the config.yaml file of the run folder.
     """
     if world.transport is None:
         return
@@ -63,9 +63,10 @@ def load_or_choose_algorithm(config_file: Path, world: World) -> str:
 
 
 def choose_algorithm_by_link_speeds(world: World) -> str:
-    """Return, on rank 0, the all-reduce algorithms with the shortest predicted times.
+    """Return, on rank 0, the all-reduce algorithm with the shortest predicted time for each vector size.
 
-    The result is an empty string on all other ranks. All ranks must call this function.
+    The result has the format of `launch.algorithm`, and is an empty string on all other ranks. All ranks must call this
+    function.
     """
     times_by_rank = world.gather(measure_links(world))
     assert world.transport is not None
@@ -93,15 +94,15 @@ def choose_algorithm_by_link_speeds(world: World) -> str:
 
 
 def find_slowest_line(lines: list[MessageTimeLine]) -> MessageTimeLine | None:
-    """Return the fitted line of the slowest link, or None if there are no links.
+    """Return the line for the link on which large messages take longest, or None if there are no links.
 
-    The slowest link determines the time of an all-reduce.
+    The slowest link determines how long an all-reduce takes, so its line is used to predict the time.
     """
     return max(lines, key=lambda line: line.predict_seconds(MESSAGE_BYTES[-1]), default=None)
 
 
 def measure_links(world: World) -> LinkTimes:
-    """Measure message times on the link from this rank to the next rank.
+    """Measure how long messages take on the link between this rank and the next rank.
 
     With two ranks, rank 0 measures the only link, and rank 1 returns an empty list. Links are measured one at a time.
     All ranks must call this function.
@@ -135,7 +136,7 @@ def measure_message_seconds(nbytes: int, peer: int, *, sends_first: bool) -> flo
 
 
 def describe_algorithm_choice(choice: str) -> str:
-    """Describe the algorithm for each vector size, such as `tree, ring for 65,536 bytes or more`."""
+    """Describe which algorithm is used for which vector size, as in `tree, ring for 65,536 bytes or more`."""
     parts = choice.split("<")
     description = parts[0]
     for bound, name in zip(parts[1::2], parts[2::2], strict=True):

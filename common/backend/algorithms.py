@@ -4,8 +4,8 @@
     python -m common.backend.algorithms two_level 6 2  draw two_level for 6 ranks, 2 ranks per host
     python -m common.backend.algorithms mine.py:f 4    draw the custom algorithm f for 4 ranks
 
-Moves are defined in common/backend/moves.py. A custom function takes the number of ranks and returns, for
-each rank, a list of tuples ("send", "receive" or "add", chunk, peer). These tuples determine the number of chunks.
+Moves are defined in common/backend/moves.py. A custom function takes the number of ranks and returns, for each rank, a
+list of tuples ("send", "receive" or "add", chunk, peer). The number of chunks is the highest chunk number plus one.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ MAX_CHUNKS = 65_536
 def build_algorithm(name: str, size: int, hosts: Hosts = ()) -> Algorithm:
     """Return the algorithm called `name` for `size` ranks.
 
-    The name of a custom algorithm is `FILE.py:function`. `hosts[r]` is the host of rank r and affects only two_level;
-    without `hosts`, each rank is on a separate host. Raises UserError if a custom function does not define a valid
-    all-reduce.
+    The name of a custom algorithm is `FILE.py:function`. `hosts[r]` is the host of rank r and affects only two_level.
+    Without `hosts`, each rank is assumed to be on a separate host. Raises UserError if a custom function does not
+    define a valid all-reduce.
     """
     note = ""
     if name == "halving_doubling" and size & (size - 1):
@@ -71,9 +71,9 @@ def build_algorithm(name: str, size: int, hosts: Hosts = ()) -> Algorithm:
 def build_algorithms_by_size(names: str, size: int, hosts: Hosts = ()) -> list[tuple[int, Algorithm]]:
     """Return pairs (minimum vector size in bytes, algorithm) in ascending order of size.
 
-    The first size is 0. `names` contains one algorithm, or several algorithms separated by sizes in bytes. For example,
-    `tree<65536<ring` selects the tree for vectors below 65,536 bytes and the ring for all others. Raises UserError if
-    `names` is invalid.
+    The first size is 0. `names` contains the name of one algorithm, or several names separated by sizes in bytes. For
+    example, `tree<65536<ring` selects the tree for vectors below 65,536 bytes and the ring for all others. Raises
+    UserError if `names` is invalid.
     """
     parts = [names] if ":" in names else names.split("<")
     algorithm_names = parts[::2]
@@ -109,7 +109,7 @@ def make_algorithm_from_tuples(name: str, plan: Iterable[Iterable[Sequence[Any]]
 
 
 def count_bytes_per_rank(algorithm: Algorithm, nbytes: int, received: bool = False) -> list[int]:
-    """Return the number of bytes that each rank sends to all-reduce a vector of `nbytes` bytes.
+    """Return the number of bytes that each rank sends during an all-reduce of a vector of `nbytes` bytes.
 
     If `received` is true, return the number of bytes that each rank receives instead. To count elements instead of
     bytes, pass the number of elements as `nbytes`.
@@ -124,14 +124,14 @@ def count_bytes_per_rank(algorithm: Algorithm, nbytes: int, received: bool = Fal
 
 
 def check_algorithm(algorithm: Algorithm) -> None:
-    """Raise UserError unless every rank ends with the same sum over all ranks.
+    """Raise UserError unless the algorithm leaves the same sum over all ranks on every rank.
 
     The error message names the rank and the move. This function detects:
 
     - invalid moves and deadlocks;
     - messages that no rank receives, and messages that contain unexpected chunks;
     - values that are missing or counted twice;
-    - sums that ranks add up in different orders and that would therefore round differently.
+    - sums that different ranks compute in different orders, which would lead to different rounding errors.
     """
     check_moves(algorithm)
     contents = compute_chunk_contents(algorithm, simulate_algorithm(algorithm))
@@ -172,14 +172,14 @@ def check_moves(algorithm: Algorithm) -> None:
 
 
 class ChunkContent(NamedTuple):
-    """Content of one chunk on one rank, as computed by `compute_sums`."""
+    """Content of one chunk on one rank, as computed by `compute_chunk_contents`."""
 
     ranks: int
     """Bit mask of the ranks whose values the chunk includes: bit r represents rank r."""
     order: int
-    """Identifier of the order of addition. Chunks with equal identifiers have equal rounding errors.
+    """Number that identifies the order of addition. Chunks with the same number have the same rounding errors.
 
-    Swapping the two operands of an addition does not change the identifier.
+    Swapping the two operands of an addition does not change this number.
     """
     writer: int | None
     """Position of the rank's last move that wrote the chunk; None if no move wrote the chunk."""
@@ -220,7 +220,7 @@ def compute_chunk_contents(algorithm: Algorithm, events: Sequence[CompletedMove]
 
 
 def draw_algorithm(algorithm: Algorithm, hosts: Hosts = ()) -> list[str]:
-    """Return the lines of a table of the messages that each rank sends in each step.
+    """Return a table, as text lines, that shows which message each rank sends in each step.
 
     The table has one row per step and one column per rank. Within a step, each rank sends at most one message and
     receives at most one message.

@@ -1,6 +1,7 @@
-"""Checks of the arguments of collectives: reductions, data types, and sizes of tensors.
+"""Check the arguments of collectives: reductions, data types, and tensor sizes.
 
-All arguments are checked before the first byte is sent. If a rank failed later, the other ranks would wait for it.
+All arguments are checked before the first byte is sent. If a rank failed after that, the other ranks would keep waiting
+for its data.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 
 @functools.cache
 def choose_precision(op: Operation, dtype: torch.dtype) -> torch.dtype:
-    """Return the data type in which numbers are reduced.
+    """Return the data type in which a reduction is computed.
 
     Sums and products of bfloat16 and float16 numbers are computed in float32.
     """
@@ -75,7 +76,7 @@ def check_reduction(op: Operation, dtype: torch.dtype) -> None:
 
 
 def read_reduction(opts: Any, tensors: Sequence[Tensor]) -> Operation:
-    """Return the reduction that a call requests.
+    """Return the reduction that is requested in the options of a call.
 
     Raises NotImplementedError or TypeError if the reduction does not support the tensors.
     """
@@ -87,7 +88,7 @@ def read_reduction(opts: Any, tensors: Sequence[Tensor]) -> Operation:
 
 
 def check_dense(tensor: Tensor) -> None:
-    """Raise NotImplementedError if a tensor is not dense or not on the CPU."""
+    """Raise NotImplementedError if a tensor is not dense or is not on the CPU."""
     if not tensor.is_cpu or tensor.layout != torch.strided or tensor.is_quantized:
         raise NotImplementedError(
             f"builtin supports only dense tensors on the CPU (got {tensor.layout} on {tensor.device}); "
@@ -114,12 +115,12 @@ def check_same_size_and_type(left: Tensor, right: Tensor) -> None:
 
 
 def check_one_tensor_per_rank(blocks: Sequence[Tensor], size: int) -> Sequence[Tensor]:
-    """Return `blocks` after checking that the list has one dense tensor for each of `size` ranks.
+    """Return `blocks` after checking that this list contains one dense tensor for each of the `size` ranks.
 
     Raises ValueError if the length of the list is not `size`.
     """
     if len(blocks) != size:
-        raise ValueError(f"the list has {len(blocks)} tensors; it must have one tensor for each of {size} ranks")
+        raise ValueError(f"expected a list with one tensor for each of the {size} ranks, but got {len(blocks)} tensors")
     for block in blocks:
         check_dense(block)
     return blocks
@@ -128,7 +129,7 @@ def check_one_tensor_per_rank(blocks: Sequence[Tensor], size: int) -> Sequence[T
 def split_equally(tensor: Tensor, size: int, part: Tensor) -> Sequence[Tensor]:
     """Divide a contiguous tensor into `size` parts that have the size and data type of `part`.
 
-    Raises ValueError if the tensor is not contiguous, or if its size or data type does not match.
+    Raises ValueError if the tensor is not contiguous, or if its size or data type does not match that of the parts.
     """
     check_dense(tensor)
     check_dense(part)
@@ -145,13 +146,13 @@ def split_equally(tensor: Tensor, size: int, part: Tensor) -> Sequence[Tensor]:
 def split_rows(tensor: Tensor, size: int, rows: Sequence[int]) -> Sequence[Tensor]:
     """Divide the rows of a tensor among `size` ranks.
 
-    Rank r gets `rows[r]` rows. If `rows` is empty, all parts are equal. Raises ValueError if the rows cannot be divided
-    in this way.
+    Rank r gets `rows[r]` rows. If `rows` is empty, all ranks get the same number of rows. Raises ValueError if the
+    tensor does not have the required number of rows.
     """
     check_dense(tensor)
     count = tensor.shape[0]
     if not rows and count % size:
         raise ValueError(f"{count} rows cannot be divided equally among {size} ranks; pass the number of rows per rank")
     if rows and (len(rows) != size or sum(rows) != count):
-        raise ValueError(f"row counts must have {size} entries with the sum {count} (got {list(rows)})")
+        raise ValueError(f"expected {size} row counts that add up to {count} (got {list(rows)})")
     return tensor.detach().split(list(rows)) if rows else tensor.detach().tensor_split(size)

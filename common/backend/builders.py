@@ -2,9 +2,9 @@
 
 A builder returns the same data as a custom function: an ordered list of moves for each rank. A move is (kind, chunk,
 peer), or (kind, chunk, peer, chunks) if one message contains several consecutive chunks. The kinds are defined in
-common/backend/moves.py. In the docstrings below, p is the number of ranks and n is the size of the vector
-in bytes. Each chunk is added up in a single order, and the sum is then copied to the other ranks, so all ranks end with
-identical bits.
+common/backend/moves.py. In the docstrings below, p is the number of ranks and n is the size of the vector in bytes. The
+values of each chunk are added up in one fixed order, and the sum is then copied to the other ranks. Therefore, the
+results are bitwise identical on all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Hosts = Sequence[Hashable]  # the host of each rank
 def list_ring_moves(ring: Sequence[int], position: int, first_chunk: int = 0) -> list[MoveTuple]:
     """Return the moves of one rank in a ring of ranks.
 
-    The ring has one chunk per rank, and `first_chunk` is the number of the first one. In the first round, each chunk
+    The ring has one chunk per rank, and `first_chunk` is the number of its first chunk. In the first round, each chunk
     travels around the ring and each rank adds its own values. In the second round, the sums travel around the ring.
     """
     count = len(ring)
@@ -35,20 +35,20 @@ def list_ring_moves(ring: Sequence[int], position: int, first_chunk: int = 0) ->
 
 
 def build_ring(size: int) -> MovePlan:
-    """Return the ring, in which each rank sends as few bytes as possible.
+    """Return the ring algorithm, in which each rank sends as few bytes as possible.
 
-    Each rank sends 2 (p - 1) / p n bytes in 2 (p - 1) steps. The algorithm was published by Patarasuk & Yuan 2009,
-    "Bandwidth optimal all-reduce algorithms for clusters of workstations" (doi:10.1016/j.jpdc.2008.09.002). It became
-    known in deep learning through Baidu's allreduce of 2017.
+    Each rank sends 2 n (p - 1) / p bytes in 2 (p - 1) steps. The algorithm was published by Patarasuk & Yuan 2009,
+    "Bandwidth optimal all-reduce algorithms for clusters of workstations" (doi:10.1016/j.jpdc.2008.09.002). The ring
+    became known in deep learning through Baidu's baidu-allreduce library (2017).
     """
     return [list_ring_moves(range(size), rank) for rank in range(size)]
 
 
 def build_halving_doubling(size: int) -> MovePlan:
-    """Return recursive halving and doubling, which requires a power-of-two number of ranks.
+    """Return the recursive halving and doubling algorithm, which requires a power-of-two number of ranks.
 
-    Each rank sends as many bytes as in the ring, but in only 2 log2(p) steps. Each rank exchanges half of the vector
-    with the rank at distance p/2, then a quarter with the rank at distance p/4, and so on, and adds the received
+    Each rank sends as many bytes as in the ring algorithm, but in only 2 log2(p) steps. Each rank exchanges half of the
+    vector with the rank at distance p/2, then a quarter with the rank at distance p/4, and so on, and adds the received
     values. The sums are then exchanged in the reverse order. The source is Thakur, Rabenseifner, Gropp 2005,
     "Optimization of Collective Communication Operations in MPICH" (doi:10.1177/1094342005051521).
     """
@@ -74,10 +74,10 @@ def list_powers_of_two(size: int) -> list[int]:
 
 
 def build_tree(size: int) -> MovePlan:
-    """Return the binomial tree, which is the fastest algorithm for small vectors.
+    """Return the binomial tree algorithm, which needs few steps and is therefore suited to small vectors.
 
-    Rank 0 collects the sum and broadcasts it. Each message contains the whole vector, and the number of steps is
-    2 log2(p), with log2(p) rounded up. The source is Thakur, Rabenseifner, Gropp 2005
+    The tree adds up the vectors on rank 0, which then broadcasts the sum. Each message contains the whole vector, and
+    the number of steps is 2 log2(p), with log2(p) rounded up. The source is Thakur, Rabenseifner, Gropp 2005
     (doi:10.1177/1094342005051521).
     """
     edges = []
@@ -95,9 +95,9 @@ def build_tree(size: int) -> MovePlan:
 
 
 def build_star(size: int) -> MovePlan:
-    """Return the star: rank 0 adds up all vectors and sends the sum.
+    """Return the star algorithm, in which rank 0 adds up all vectors and sends the sum to all other ranks.
 
-    In total, 2 (p - 1) n bytes pass through the network cable of rank 0.
+    In total, 2 n (p - 1) bytes pass through the network cable of rank 0.
     """
     leaves = range(1, size)
     centre_moves: list[MoveTuple] = [("add", 0, rank) for rank in leaves]
@@ -107,9 +107,9 @@ def build_star(size: int) -> MovePlan:
 
 
 def build_sharded_star(size: int) -> MovePlan:
-    """Return p stars, one for each chunk, each centered on a different rank.
+    """Return an algorithm of p stars, one per chunk, each with a different rank at its center.
 
-    Each rank sends as many bytes as in the ring, but with a lower latency.
+    Each rank sends as many bytes as in the ring algorithm, but the latency is lower.
     """
     return build_two_level(["the same host"] * size)
 
@@ -119,9 +119,9 @@ def build_two_level(hosts: Hosts) -> MovePlan:
 
     `hosts[r]` is the host of rank r. The vector is divided into as many slices as the smallest host has ranks. On each
     host, the i-th rank adds up slice i over all ranks of the host. For each slice, the i-th ranks of all hosts then
-    form a ring. Finally, the i-th rank of each host sends the sum to all other ranks of the host. Each host sends
-    2 (h - 1) / h n bytes to other hosts, where h is the number of hosts. With one rank per host, the algorithm is
-    identical to the ring.
+    form a ring. Finally, the i-th rank of each host sends the sum to all other ranks of the host. With h
+    hosts and a vector of n bytes, each host sends 2 n (h - 1) / h bytes to other hosts. With one rank per host, the
+    algorithm is identical to the ring.
     """
     teams_by_host: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):

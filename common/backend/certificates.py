@@ -1,7 +1,7 @@
-"""Key and certificate of an attempt, and TLS contexts that accept no other certificate.
+"""Create and load the key and the certificate of an attempt, and the TLS contexts that accept only this certificate.
 
 All ranks of an attempt share one self-signed certificate. Both sides of a connection present this certificate and
-require it from the peer, so any process that can read the folder is accepted as a rank. The certificate is created by
+require it from the peer, so any process that can read the key file is accepted as a rank. The certificate is created by
 the `openssl` program, because Python's ssl module cannot create certificates. Only TLS 1.3 (RFC 8446) is allowed. This
 module does not import torch.
 """
@@ -24,7 +24,7 @@ from common.system.errors import UserError, summarize_error
 
 KEY_FILE = "key.pem"
 CERTIFICATE_FILE = "certificate.pem"
-CLOCK_SKEW_SECONDS = 3600.0  # tolerated difference between hosts' clocks; it extends the validity at both ends
+CLOCK_SKEW_SECONDS = 3600.0  # tolerated clock difference between hosts; extends the validity period at both ends
 OPENSSL_TIMEOUT = 60  # seconds
 FOREIGN_CERTIFICATE = "presented a certificate of another run"
 EXPIRED_CERTIFICATE = "presented a certificate that has expired or is not yet valid"
@@ -129,7 +129,7 @@ def run_openssl(folder: Path, command: str, *arguments: str) -> None:
 
 
 def format_certificate_date(moment: float) -> str:
-    """Format a Unix time as a date for the openssl program."""
+    """Format a Unix time as a date in the format of the openssl program."""
     return datetime.datetime.fromtimestamp(moment, datetime.UTC).strftime("%Y%m%d%H%M%SZ")
 
 
@@ -137,7 +137,7 @@ def format_certificate_date(moment: float) -> str:
 
 
 def load_identity(folder: Path) -> Identity:
-    """Load the key and the certificate that `make_identity` created.
+    """Load the key and the certificate that `create_identity_files` created.
 
     Raises UserError if a file is missing, damaged or readable by other users, or if the certificate is not valid now.
     """
@@ -153,11 +153,11 @@ def load_identity(folder: Path) -> Identity:
             )
         for context in (client, server):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-            context.check_hostname = False  # check_peer compares the certificate itself
+            context.check_hostname = False  # check_peer_certificate compares the whole certificate
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_cert_chain(certificate_file, key_file)
             context.load_verify_locations(certificate_file)
-        server.num_tickets = 0  # sessions are not resumed, and unread tickets would reset a connection that is closed
+        server.num_tickets = 0  # sessions are never resumed, and unread tickets would reset a closing connection
         certificate = ssl.PEM_cert_to_DER_cert(certificate_file.read_text())
     except ssl.SSLError as error:
         raise UserError(f"the certificate in {folder} is damaged ({error.reason}); restart the run") from None
@@ -187,9 +187,9 @@ def check_peer_certificate(connection: TlsSocket, identity: Identity) -> None:
 
 
 def describe_handshake_failure(error: Exception) -> str:
-    """Return the reason why the handshake with a peer failed.
+    """Return why the handshake with a peer failed.
 
-    The text completes a sentence that starts with `the peer`.
+    The returned text completes a sentence that starts with `the peer`.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED

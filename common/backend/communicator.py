@@ -1,10 +1,10 @@
 """Collectives on tensors in main memory, over links between all pairs of ranks.
 
-An all-reduce executes the moves of its algorithm (common/backend/algorithms.py). In all other
-collectives, a rank sends each block directly to the rank that needs it. In a reduce-scatter or all-to-all, each of p
+An all-reduce executes the moves of its algorithm (common/backend/algorithms.py). In most other collectives, a rank
+sends each block directly to the rank that needs it. In a reduce-scatter or all-to-all of n bytes per rank, each of p
 ranks sends and receives n (p - 1) / p bytes. A ring sends the same number of bytes, but has a higher latency. A large
 broadcast is a scatter followed by an all-gather (Barnett et al. 1994, "Interprocessor collective communication
-library"). The root therefore sends 2 n (p - 1) / p bytes instead of (p - 1) n bytes.
+library"). The root of the broadcast therefore sends 2 n (p - 1) / p bytes instead of n (p - 1) bytes.
 
 Results are bitwise identical on all ranks and in all runs. Each number is reduced in a fixed order on one rank and is
 then copied to the other ranks.
@@ -27,7 +27,7 @@ from common.backend.links import OutgoingLink
 from common.backend.moves import Algorithm, compute_chunk_bounds
 
 SMALL_BYTES = 1 << 16  # size up to which the root of a broadcast sends the whole tensor to every rank
-GRAIN_ELEMENTS = 1 << 15  # number of elements up to which torch adds in this thread, without a new thread pool
+GRAIN_ELEMENTS = 1 << 15  # largest number of elements that torch adds in the calling thread, without starting threads
 MESSAGE_BIT = 1 << 63  # bit of a tag that separates point-to-point messages from collectives
 
 
@@ -93,8 +93,8 @@ class Communicator:
     ) -> None:
         """Create the communicator of one rank from its links to all other ranks.
 
-        `algorithms` contains pairs of the smallest vector size in bytes and the all-reduce algorithm for this size. The
-        pairs are in ascending order and start at 0 bytes.
+        `algorithms` contains pairs (minimum vector size in bytes, all-reduce algorithm). The pairs are in ascending
+        order of size, and the first size is 0.
         """
         self.rank = rank
         self.size = size
@@ -116,7 +116,8 @@ class Communicator:
     def all_reduce(self, tensor: Tensor, op: Operation) -> None:
         """Reduce tensors of the same shape over all ranks, in place.
 
-        Numbers of type bfloat16 and float16 are added and sent as float32, which doubles the number of bytes.
+        Sums and products of bfloat16 and float16 numbers are computed and sent in float32, which doubles the number of
+        bytes.
         """
         block = TensorBytes(tensor)
         precision = choose_precision(op, tensor.dtype)
@@ -133,7 +134,7 @@ class Communicator:
         block.write_back()
 
     def reduce(self, tensor: Tensor, op: Operation, root: int) -> None:
-        """Reduce the tensors of all ranks into the tensor of rank `root`. Other tensors do not change."""
+        """Reduce the tensors of all ranks into the tensor of rank `root`. The tensors of other ranks do not change."""
         self.all_reduce(tensor if self.rank == root else tensor.detach().clone(), op)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Operation) -> None:
@@ -223,9 +224,9 @@ class Communicator:
         block.write_back()
 
     def _divide_for_broadcast(self, data: np.ndarray, root: int) -> list[np.ndarray]:
-        """Return, for each rank, the part of the data that the root sends first.
+        """Return, for each rank, the part of the data that the root sends to this rank in the scatter.
 
-        Large data is divided into one chunk per rank. Small data is not divided: the part of the root contains all
+        Large data is divided into one chunk per rank. Small data is not divided: the part of the root contains all the
         data, and the parts of the other ranks are empty.
         """
         length = len(data)
@@ -240,9 +241,8 @@ class Communicator:
     def barrier(self) -> None:
         """Wait until all ranks have called this method.
 
-        The barrier takes log2(p) rounds. After round k, each rank has confirmation that 2^k ranks have called this
-        method. Source: Hensgen, Finkel, and Manber 1988, "Two algorithms for barrier synchronization"
-        (doi:10.1007/BF01379320).
+        The barrier takes log2(p) rounds. After round k, each rank knows that min(2^k, p) ranks have called this method.
+        Source: Hensgen, Finkel, and Manber 1988, "Two algorithms for barrier synchronization" (doi:10.1007/BF01379320).
         """
         token = np.zeros(1, np.uint8)
         distance = 1
@@ -259,9 +259,9 @@ class Communicator:
         return self._send(target, MESSAGE_BIT | tag, TensorBytes(tensor).bytes)
 
     def prepare_receive(self, tensor: Tensor, source: int, tag: int) -> tuple[TensorBytes, ExpectedMessage]:
-        """Provide memory for the next message with a given tag, without waiting for the message.
+        """Provide the memory of a tensor for the next message with a given tag, without waiting for the message.
 
-        To complete the receive, call `Incoming.wait_for_message` and then `TensorBytes.write_back`.
+        To complete the receive, call `IncomingLink.wait_for_message` and then `TensorBytes.write_back`.
         """
         block = TensorBytes(tensor)
         return block, self.incoming[source].expect_message(MESSAGE_BIT | tag, block.bytes.data)
@@ -286,7 +286,7 @@ class Communicator:
     def _execute_moves(self, vector: Tensor, data: np.ndarray, combine: Combine) -> None:
         """Execute this rank's moves of an all-reduce on a vector [n] and its bytes.
 
-        A chunk is not overwritten while it is being sent.
+        Before a chunk is overwritten, this method waits until the chunk has been sent.
         """
         tag = next(self.tags)
         width = vector.element_size()
@@ -310,7 +310,7 @@ class Communicator:
         wait_for_sends(pending for _, _, pending in sends)
 
     def _receive_and_combine(self, source: int, tag: int, total: Tensor, dtype: torch.dtype, combine: Combine) -> None:
-        """Receive a message and combine each piece that arrives with a vector [n].
+        """Receive a message in pieces and combine each piece with the matching elements of `total`, a vector [n].
 
         The elements of the message have the data type `dtype`.
         """
@@ -350,7 +350,7 @@ def wait_for_overlapping_sends(sends: Sequence[ChunkSend], start: int, end: int)
 
 
 def write_back_all(blocks: Iterable[TensorBytes]) -> None:
-    """Copy the bytes of each block back to its tensor if they are a copy."""
+    """For each block that is a copy, copy its bytes back to the tensor."""
     for block in blocks:
         block.write_back()
 

@@ -1,7 +1,7 @@
 """Connect all ranks of a group with each other, with one connection per direction.
 
 Each rank opens a port that the kernel chooses, publishes the port and a random token through the rendezvous, and
-connects to all other ranks. A connection is accepted when both sides have proven that they belong to the group (see
+connects to all other ranks. A connection is accepted once both sides have proven that they belong to the group (see
 welcome.py). This module does not import torch.
 """
 
@@ -41,14 +41,14 @@ class RankLinks(NamedTuple):
     def close(self) -> None:
         """Close all links, so that waiting threads fail immediately.
 
-        Messages for which `Outgoing.wait` has returned are still delivered.
+        Messages for which `OutgoingLink.wait_until_written` has returned are still delivered.
         """
         for link in (*self.outgoing.values(), *self.incoming.values()):
             link.close()
 
 
 class RankAddress(NamedTuple):
-    """Address, host and token that a rank publishes through the rendezvous."""
+    """Network address, host name and token that a rank publishes through the rendezvous."""
 
     address: str
     port: int
@@ -80,12 +80,13 @@ def connect_ranks(
 ) -> RankLinks:
     """Connect all ranks of a group with each other. All ranks must call this function.
 
-    `publish(key, value)` and the blocking `lookup(key)` access the rendezvous, for example `set` and `get` of a store
-    for this group. `group` identifies the run, the attempt and the group. `address` is the IPv4 address of this rank's
-    network interface. `setup_timeout` is the time limit of this call in seconds. After `timeout` seconds without
-    progress, a message fails. If `identity` is given, all connections between hosts use TLS. Ranks that pass the same
-    `host` are connected through shared memory (memory_links.py) and poll for `polling_seconds` before they sleep.
-    `warn` prints a warning. Raises UnreachableError.
+    `publish(key, value)` and the blocking `lookup(key)` access the rendezvous; for example, they can be the `set` and
+    `get` methods of a store. `group` is a string that identifies the run, the attempt and the group. `address` is the
+    IPv4 address of this rank's network interface. `setup_timeout` is the time limit of this call in seconds. After
+    `timeout` seconds without progress, sending or receiving a message fails. If `identity` is given, all connections
+    between hosts use TLS. Ranks that pass the same `host` are connected through shared memory (memory_links.py). A rank
+    that waits for shared memory polls for `polling_seconds` before it sleeps. `warn` prints a warning. Raises
+    UnreachableError if a rank cannot be connected.
     """
     if size == 1:
         return RankLinks({}, {})
@@ -117,7 +118,7 @@ def connect_ranks(
 
 
 def make_stream(connection: socket.socket, timeout: float, polling_seconds: float) -> SocketStream:
-    """Return a memory stream for a Unix socket and a socket stream for any other socket."""
+    """Return a `MemoryStream` for a Unix socket, or a `SocketStream` for any other socket."""
     if connection.family == socket.AF_UNIX:
         return MemoryStream(connection, timeout, polling_seconds)
     return SocketStream(connection, timeout)
@@ -141,7 +142,7 @@ def connect_to_rank(
     identity: Identity | None,
     warn: Warn,
 ) -> socket.socket:
-    """Connect to a rank, retrying until the connection is accepted. Raises UnreachableError."""
+    """Connect to a rank, retrying until the connection is accepted. Raises UnreachableError after the deadline."""
     start = time.monotonic()
     last_reason = ""
     description = f"rank {direction.target} at {target.address}:{target.port}"
@@ -157,8 +158,8 @@ def connect_to_rank(
             reason = summarize_error(error)
             if isinstance(error, TimeoutError):
                 reason = last_reason or "the peer does not answer"
-            # An overloaded rank resets connections and may accept them later. A long wait is useless after any other
-            # error, because a rank opens its port before publishing it.
+            # An overloaded rank resets connections and may accept a later attempt. After any other error, waiting long
+            # is useless, because a rank opens its port before publishing the port number.
             if not isinstance(error, ConnectionResetError | BrokenPipeError):
                 limit = min(deadline, start + network.UNREACHABLE_SECONDS)
         if time.monotonic() > limit:
@@ -219,7 +220,7 @@ def connect_to_local_rank(name: str, seconds: float) -> socket.socket | None:
     Return None if no process of this user listens on the socket. This can happen if two hosts have the same name.
     """
     connection = socket.socket(socket.AF_UNIX)
-    # with a Python timeout, connect() would fail immediately if the queue is full, instead of waiting
+    # with a Python timeout, connect() would fail immediately instead of waiting if the kernel's queue is full
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, pack_timeval(seconds))
     with contextlib.suppress(OSError):
         connection.connect("\0" + name)

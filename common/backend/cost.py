@@ -1,10 +1,10 @@
-"""Predict the time of an all-reduce from measured times of messages. This module does not import torch.
+"""Predict the time of an all-reduce from measured message times. This module does not import torch.
 
-A message of n bytes takes alpha + beta n seconds (Hockney 1994, "The communication challenge for MPP: Intel Paragon
-and Meiko CS-2", doi:10.1016/S0167-8191(06)80021-9). The parameters alpha and beta are fitted to measured times, and the
-all-reduce is then simulated. During a message, the outgoing cable of the sender and the incoming cable of the target
-are occupied. Each cable carries one message at a time. Computation takes no additional time in the simulation, because
-the measured times already include it.
+A message of n bytes takes alpha + beta n seconds (Hockney 1994, "The communication challenge for MPP: Intel Paragon and
+Meiko CS-2", doi:10.1016/S0167-8191(06)80021-9). The parameters alpha and beta are fitted to measured times, and the
+all-reduce is then simulated. While a message is being sent, the outgoing cable of the sender and the incoming cable of
+the target are occupied. Each cable carries one message at a time. Computation takes no additional time in the
+simulation, because the measured times already include it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.backend.moves import Algorithm, CableRoute, Move, simulate_algorithm
 from common.system.errors import UserError
 
 VECTOR_SIZES = tuple(4**power for power in range(1, 14))  # from 4 bytes to 64 MiB; an algorithm is chosen for each size
-MAX_MOVES = 20_000  # moves of all ranks; an algorithm with more is simulated only for two sizes and interpolated
+MAX_MOVES = 20_000  # moves of all ranks; with more moves, only two sizes are simulated and the others are interpolated
 MAX_RANKS = 256  # for more ranks, the simulation of algorithms with a quadratic number of moves takes too long
 SWITCH_RATIO = 0.99  # switch to another algorithm only if it takes less than this fraction of the current one's time
 
@@ -42,11 +42,11 @@ class MessageTimeLines(NamedTuple):
 
 
 def fit_message_time_line(measured: Sequence[tuple[float, float]]) -> MessageTimeLine:
-    """Fit alpha and beta to measured (bytes, seconds) pairs by least squares of relative errors.
+    """Fit alpha and beta to measured (bytes, seconds) pairs by minimizing the squared relative errors.
 
-    With absolute errors, alpha would be arbitrary, because a thousandth of the longest time is many times alpha.
+    With absolute errors, alpha would be inaccurate, because an error of 0.1% in the longest time can exceed alpha.
     Neither parameter is negative: if the best fit has a negative parameter, the result is the best fit in which this
-    parameter is 0. Raises UserError for fewer than two sizes or for times that are not positive.
+    parameter is 0. Raises UserError if there are fewer than two different sizes or if a time is not positive.
     """
     sizes = [float(nbytes) for nbytes, _ in measured]
     times = [seconds for _, seconds in measured]
@@ -76,8 +76,9 @@ def fit_message_time_line(measured: Sequence[tuple[float, float]]) -> MessageTim
 def predict_seconds(algorithm: Algorithm, lines: MessageTimeLines, nbytes: float, hosts: Hosts = ()) -> float:
     """Return the predicted time of an all-reduce of `nbytes` bytes, in seconds.
 
-    `hosts[r]` is the host of rank r; without `hosts`, each rank is on a separate host. All ranks on a host share the
-    host's network cable. Messages within a host do not use this cable, and their time is predicted by a separate model.
+    `hosts[r]` is the host of rank r. Without `hosts`, each rank is assumed to be on a separate host. All ranks on a
+    host share the host's network cable. Messages within a host do not use this cable, and `lines.within_host` predicts
+    their time.
     """
     host_of = hosts or range(len(algorithm.moves))
 

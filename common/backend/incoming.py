@@ -1,7 +1,8 @@
 """Receive messages from another rank. This module does not import torch.
 
-A thread that waits for a message reads the connection. If the next message is for another thread, the message is
-written to the memory that the other thread has provided, or stored until that thread asks for it.
+A thread that waits for a message reads from the connection. If the next message is for another thread, the message is
+written to the memory that the other thread has provided. If that thread has not provided memory yet, the message is
+stored until the thread asks for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ExpectedMessage:
-    """A message for which memory is provided before the message has arrived."""
+    """A message that has not arrived yet and for which memory is provided in advance."""
 
     def __init__(self, target: memoryview) -> None:
         self.target = target
@@ -38,14 +39,14 @@ class IncomingLink(Link):
         """Receive the next message with a given tag into contiguous memory of the same size.
 
         If `patient` is true, there is no time limit for the start of the message. Raises LinkTimeout, or LinkError if
-        the connection fails or the sizes differ.
+        the connection fails or the message and the memory differ in size.
         """
         self.wait_for_message(self.expect_message(tag, into), patient=patient)
 
     def expect_message(self, tag: int, into: WriteableBuffer) -> ExpectedMessage:
         """Provide contiguous memory for the next message with a given tag, without blocking.
 
-        The memory is filled by `wait_for_message`, or earlier by another thread that reads the connection. Raises
+        The memory is filled by `wait_for_message`, or earlier by another thread that reads from the connection. Raises
         LinkError if the sizes of the memory and the message differ.
         """
         expected = ExpectedMessage(view_bytes(into))
@@ -61,9 +62,9 @@ class IncomingLink(Link):
     def wait_for_message(
         self, expected: ExpectedMessage, *, patient: bool = False, seconds: float | None = None
     ) -> None:
-        """Wait for a message, and read the connection if no other thread is reading it.
+        """Wait for a message, and read from the connection unless another thread is reading from it.
 
-        If `seconds` is given, never read the connection, but wait at most that long for another thread to read the
+        If `seconds` is given, never read from the connection, but wait at most `seconds` for another thread to read the
         message. Raises LinkError or LinkTimeout.
         """
         deadline = time.monotonic() + (seconds or 0.0)
@@ -93,7 +94,7 @@ class IncomingLink(Link):
 
         The message must have `length` bytes. Each piece is valid only until the next piece is requested. If the caller
         stops before the last piece, the link is closed. Raises LinkTimeout, or LinkError if the connection fails or the
-        sizes differ.
+        message does not have `length` bytes.
         """
         stored = self._take_stored_or_start_reading(tag, length)
         if stored is not None:
@@ -119,7 +120,7 @@ class IncomingLink(Link):
         return stored
 
     def _take_stored_or_start_reading(self, tag: int, length: int) -> bytearray | None:
-        """Wait for a stored message, or return None as soon as this thread may read the connection."""
+        """Wait for a stored message, or return None as soon as this thread may read from the connection."""
         with self._lock:
             while True:
                 stored = self._take_stored_message(tag, length)
@@ -143,7 +144,7 @@ class IncomingLink(Link):
             self._read_message(next_tag, size)
 
     def _read_message(self, tag: int, size: int) -> None:
-        """Read a message into the memory provided for it, or store the message if there is none."""
+        """Read a message into the memory that was provided for it. If no memory was provided, store the message."""
         with self._lock:
             expected = self._take_expected_message(tag)
         stored = bytearray(0 if expected else size)
@@ -151,7 +152,7 @@ class IncomingLink(Link):
             self._check_length(tag, size, len(expected.target))
         self.stream.fill_buffer(expected.target if expected else memoryview(stored))
         with self._lock:
-            if expected is None and (expected := self._take_expected_message(tag)):  # expected since the read began
+            if expected is None and (expected := self._take_expected_message(tag)):  # provided after the read began
                 self._check_length(tag, size, len(expected.target))
                 expected.target[:] = stored
             if expected is None:
@@ -178,7 +179,7 @@ class IncomingLink(Link):
             )
 
     def _stop_reading(self) -> None:
-        """Allow another thread to read the connection."""
+        """Allow another thread to read from the connection."""
         with self._lock:
             self._busy = False
             if self._problem is not None:

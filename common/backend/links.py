@@ -1,9 +1,9 @@
 """Messages between two ranks over one connection per direction. This module does not import torch.
 
-Each connection has one writer and one reader, because sending and receiving over the same TLS connection in two threads
-is a data race (cpython#143756). A message consists of a header (tag and length) and its data. Sending never blocks: a
-thread of the link writes all data that the kernel does not accept immediately, so all ranks may send at the same time.
-Small messages need no thread.
+Each connection has one writer and one reader, because sending in one thread and receiving in another over the same TLS
+connection is a data race (issue 143756 of CPython). A message consists of a header (tag and length) and its data.
+Sending never blocks, so all ranks may send at the same time. If the kernel does not accept all data immediately, a
+background thread of the link writes the remaining data. Small messages usually need no thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LinkError(ConnectionError):
-    """Raised if a connection fails or is closed by one of its two ranks."""
+    """Raised if the connection between two ranks fails or if either rank closes it."""
 
 
 class LinkTimeout(TimeoutError):
@@ -40,7 +40,7 @@ def view_bytes(data: ReadableBuffer) -> memoryview:
 
 
 class Link:
-    """Base class of links in both directions, with the peer's rank and the error that ended the link."""
+    """Base class of incoming and outgoing links. It stores the peer's rank and the error that ended the link."""
 
     def __init__(self, stream: SocketStream, peer: int) -> None:
         self.stream = stream
@@ -62,7 +62,7 @@ class Link:
             self._problem = problem
             self.stream.interrupt_calls()
         if not self._busy:
-            self.stream.close()  # otherwise the busy thread closes it, so that the descriptor is not reused too early
+            self.stream.close()  # otherwise, the busy thread closes it, so that its descriptor is not reused early
         self._wake_waiting_threads()
 
     def _wake_waiting_threads(self) -> None:
@@ -70,7 +70,7 @@ class Link:
             self._changed.notify_all()
 
     def _wait_for_change(self, seconds: float | None = None) -> bool:
-        """Wait at most `seconds` for a change and return whether a change occurred.
+        """Wait at most `seconds` for the state of the link to change, and return whether it changed.
 
         The caller must hold the lock.
         """
@@ -114,7 +114,7 @@ class OutgoingLink(Link):
     def __init__(self, stream: SocketStream, peer: int) -> None:
         super().__init__(stream, peer)
         self.bytes_sent = 0
-        """Total bytes of all messages sent, not counting headers."""
+        """Total size of all sent messages in bytes, not counting headers."""
         self._queue: deque[tuple[int, FinishWrite]] = deque()
         self._newest_ticket = 0
         self._written_ticket = 0
@@ -155,7 +155,7 @@ class OutgoingLink(Link):
     def wait_until_written(self, ticket: int, seconds: float | None = None) -> None:
         """Wait until the kernel has accepted a message, for at most `seconds`.
 
-        Raises LinkError or LinkTimeout.
+        Without `seconds`, the time limit of the link applies. Raises LinkError or LinkTimeout.
         """
         if self._written_ticket >= ticket:
             return

@@ -15,14 +15,14 @@ from common.backend.incoming import ExpectedMessage, IncomingLink
 from common.backend.links import LINK_ERRORS
 from common.backend.worker import NO_TIMEOUT
 
-GRACE_SECONDS = 1e-3  # delay that allows the calling thread to wait for an expected message itself
+GRACE_SECONDS = 1e-3  # delay that gives the calling thread time to start reading an expected message itself
 ExplainError = Callable[[str, BaseException], BaseException]
 
 
 class MessageWork(dist.Work):
     """Handle of a message to or from another rank.
 
-    `explain` converts link errors to the errors that torch raises.
+    `explain` converts link errors to the exceptions that torch's own backends raise.
     """
 
     def __init__(self, explain: ExplainError) -> None:
@@ -44,7 +44,7 @@ class SendWork(MessageWork):
     def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
         """Wait until the tensor may be modified.
 
-        The default of `timeout` is the time limit of the group.
+        Without `timeout`, the time limit of the process group applies.
         """
         try:
             self.pending.wait(timeout.total_seconds() or None)
@@ -67,7 +67,7 @@ class ReceiveWork(MessageWork):
     def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
         """Wait until the tensor contains the message.
 
-        The default of `timeout` is the time limit of the group.
+        Without `timeout`, the time limit of the process group applies.
         """
         try:
             self.link.wait_for_message(self.expected, seconds=timeout.total_seconds() or None)

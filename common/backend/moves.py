@@ -1,14 +1,15 @@
-"""All-reduce algorithms as an ordered list of moves for each rank, and their simulation.
+"""Represent an all-reduce algorithm as an ordered list of moves for each rank, and simulate the algorithm.
 
-The vector is divided into chunks of nearly equal length (see `find_chunk`). Each move is one of the following:
+The vector is divided into chunks of nearly equal length (see `compute_chunk_bounds`). Each move is one of the
+following:
 
     send     chunk peer    send the current values of the chunk to the peer, without waiting
     receive  chunk peer    wait for the next message from the peer and overwrite the chunk with it
     add      chunk peer    wait for the next message from the peer and add it to the chunk (or apply another reduction)
 
 A move may send several consecutive chunks as one message. Messages from one rank to another arrive in the order in
-which they were sent. When all moves are complete, every rank has the sum over all ranks in every chunk. This module
-does not import torch.
+which they were sent. When all moves are complete, every chunk on every rank contains the sum over all ranks. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class CompletedMove(NamedTuple):
     """A completed move of one rank in a simulation.
 
     `time` is the simulated time at which the message was sent (send) or had arrived (receive, add). `sent_by` is the
-    index of the event that sent the received message. It is None if the move is a send.
+    index of the event that sent the received message; None if the move is a send.
     """
 
     rank: int
@@ -86,7 +87,7 @@ class CompletedMove(NamedTuple):
 
 
 class CableRoute(NamedTuple):
-    """Route of a message: the outgoing cable of its source, the incoming cable of its target, and its duration."""
+    """Cables that a message occupies (outgoing at the source, incoming at the target), and the message's duration."""
 
     outgoing: Hashable
     incoming: Hashable
@@ -149,7 +150,7 @@ class _Simulation:
         self.incoming_free: dict[Hashable, float] = defaultdict(float)
 
     def execute_moves(self, rank: int) -> None:
-        """Execute the moves of a rank until one must wait for a message that has not arrived."""
+        """Execute the moves of a rank until a move must wait for a message that has not arrived."""
         moves = self.algorithm.moves[rank]
         while self.positions[rank] < len(moves):
             position = self.positions[rank]
@@ -202,7 +203,7 @@ class _Simulation:
         heapq.heappush(self.heads, (self.compute_start_time(message), message.issued, message.event, key))
 
     def compute_start_time(self, message: QueuedMessage) -> float:
-        """Return the earliest time at which a message can start, because both of its cables are free."""
+        """Return the earliest time at which a message can start, which is when both of its cables are free."""
         route = message.route
         return max(message.issued, self.outgoing_free[route.outgoing], self.incoming_free[route.incoming])
 
@@ -229,7 +230,7 @@ class _Simulation:
         return None
 
     def raise_deadlock_error(self, waits_for: dict[int, int]) -> NoReturn:
-        """Raise a UserError that names a cycle of ranks that wait for each other."""
+        """Raise a UserError that names a cycle of ranks in which each rank waits for the next one."""
         path = [min(waits_for)]
         while (following := waits_for[path[-1]]) not in path:
             path.append(following)

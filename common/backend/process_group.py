@@ -1,9 +1,9 @@
 """Backend `builtin` of torch.distributed, with the methods that torch calls on a process group.
 
-`BuiltinBackend` is a subclass of torch's `Backend`, not of `ProcessGroup`. DeviceMesh, functional collectives, FSDP2,
-and tensor parallelism need a process group that wraps the backend. Methods that are not overridden raise an error in
-torch ("does not support"). Therefore, sparse tensors, windows, splitting and shrinking of groups, and monitored_barrier
-are not supported.
+`BuiltinBackend` is a subclass of torch's `Backend`, not of `ProcessGroup`, because DeviceMesh, functional collectives,
+FSDP2, and tensor parallelism need a process group that wraps a backend. If `BuiltinBackend` does not override a method,
+torch raises an error that contains "does not support". Therefore, sparse tensors, one-sided communication (windows),
+splitting and shrinking of groups, and monitored_barrier are not supported.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TAG_COUNT = 1 << 32
 class BuiltinBackend(Backend):
     """Backend of one process group on one rank, with the methods that torch calls."""
 
-    # These attributes replace properties of torch's class, which would call the subclass again and never return.
+    # These attributes replace properties of torch's class that would call the subclass again in an endless recursion.
     supports_coalescing = False
     supports_splitting = False
     supports_shrinking = False
@@ -122,7 +122,7 @@ class BuiltinBackend(Backend):
         return self._run_collective(self.communicator.all_gather, [(blocks, tensor)], outputs, opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OptionalWork:
-        """Collect several tensors from each rank; `outputs[r]` receives the tensors of rank r."""
+        """Collect several tensors from each rank, so that `outputs[r]` contains the tensors of rank r."""
         if len(outputs) != self.size():
             raise ValueError(f"expected one output list for each of the {self.size()} ranks (got {len(outputs)})")
         for blocks in outputs:
@@ -176,7 +176,7 @@ class BuiltinBackend(Backend):
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
     ) -> OptionalWork:
-        """Send each rank a part of the rows of a tensor. The parts are equal unless sizes are given."""
+        """Send each rank a part of the rows of a tensor. The parts are equal unless `input_sizes` is given."""
         outputs = split_rows(output, self.size(), output_sizes)
         return self.alltoall(outputs, split_rows(tensor, self.size(), input_sizes), opts)
 
@@ -252,7 +252,7 @@ class BuiltinBackend(Backend):
     def _run_or_close(self, collective: Collective, calls: ArgumentLists) -> None:
         """Execute a collective, and close the group if an error occurs.
 
-        After an error, the ranks of the group may no longer execute the same collective.
+        The group cannot be used after an error, because its ranks may no longer execute the same collective.
         """
         try:
             for arguments in calls:
@@ -269,14 +269,14 @@ class BuiltinBackend(Backend):
             raise
 
     def _convert_error(self, name: str, error: BaseException) -> BaseException:
-        """Convert a link error to the error that other backends would raise: a RuntimeError or TimeoutError."""
+        """Convert a link error to the exception that other backends would raise: a RuntimeError or a TimeoutError."""
         message = f"{name}: {error}{self._describe_group()}"
         return TimeoutError(message) if isinstance(error, LinkTimeout) else dist.DistNetworkError(message)
 
     def _describe_group(self) -> str:
         """Return a note for the error messages of a subgroup, which numbers its ranks from 0.
 
-        The note is empty for the group of all ranks.
+        The note lists the global ranks of the subgroup, and is empty for the group of all ranks.
         """
         members = list(self.members)
         return "" if members == list(range(len(members))) else f" (rank numbers refer to the group of ranks {members})"

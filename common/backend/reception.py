@@ -2,7 +2,7 @@
 
 One thread serves all connections. A peer must prove within two seconds that it is a rank of this group; otherwise, the
 connection is closed and the address of the peer is printed. If more than 64 connections are pending, the oldest one is
-closed. Other programs can therefore neither stop a rank nor delay it by more than two seconds.
+closed. Therefore, connections from other programs can neither stop a rank nor delay the rank by more than two seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from common.system.errors import UnreachableError
 
 HANDSHAKE_SECONDS = 2.0  # time limit for a handshake
 MAX_PENDING = 64  # maximum number of connections with an incomplete handshake
-BACKLOG = 1024  # length of the kernel's queue; if the queue is full, a peer retries only after a second
+BACKLOG = 1024  # length of the kernel's queue of new connections; if it is full, a peer retries only after 1 s
 MAX_PRINTED_HOSTS = 20  # maximum number of hosts whose rejected connections are printed
 POLL_SECONDS = 0.05  # interval between two checks of the deadlines
 Warn = Callable[[str], object]  # prints a warning
@@ -54,7 +54,7 @@ class PendingConnection:
 
 
 class RankAcceptor:
-    """The port of a rank, which is open until all other ranks have connected to it."""
+    """Acceptor that keeps a rank's port open until all other ranks have connected."""
 
     def __init__(
         self, group: str, rank: int, size: int, *, token: bytes, address: str, is_local: bool,
@@ -164,7 +164,7 @@ class RankAcceptor:
             pending.socket.close()
             return
         self._pending[pending.socket] = pending
-        # within a host, the kernel identifies the peer, so TLS is not needed
+        # within a host, the kernel reports the user of the peer, so TLS is not needed
         if is_local and read_peer_user_id(connection) != os.getuid():
             self._reject_connection(pending, "belongs to another user")
             return
@@ -190,7 +190,7 @@ class RankAcceptor:
             self._reject_connection(pending, describe_handshake_failure(error))
 
     def _read_bytes(self, pending: PendingConnection, count: int) -> None:
-        """Read until `count` bytes have arrived, but no further, because messages may follow."""
+        """Read until `count` bytes have been received in total, but no further, because messages may follow."""
         while len(pending.received) < count:
             data = pending.socket.recv(count - len(pending.received))
             if not data:

@@ -22,25 +22,25 @@ from common.backend.connecting import connect_ranks
 from common.backend.process_group import BACKEND_NAME, BuiltinBackend
 from common.system.errors import UserError
 
-MIN_TORCH_VERSION = [2, 15]  # first version whose backends have the method names that backend.py overrides
+MIN_TORCH_VERSION = [2, 15]  # first version whose Backend class has the method names that process_group.py overrides
 
 
 @dataclass
 class TransportSettings:
-    """Settings of a run that its process groups need in order to connect."""
+    """Settings with which the process groups of a run connect their ranks."""
 
     run: str
-    """Name of the run and its attempt, with which ranks identify themselves to each other."""
+    """Identifier of the run and the attempt. Two ranks connect only if they have the same identifier."""
     hosts: Sequence[str]
     """Host of each rank, ordered by rank."""
     algorithm: str = "ring"
-    """All-reduce algorithm, or several algorithms by vector size in the format of `build_by_size`."""
+    """All-reduce algorithm, or several algorithms by vector size in the format of `build_algorithms_by_size`."""
     address: str = "127.0.0.1"
     """IPv4 address of this rank's network interface."""
     host: str = ""
     """Name of this rank's host. Ranks with the same non-empty name use shared memory; all others use sockets."""
     polling_seconds: float = 0.0
-    """Time in seconds for which a rank polls for messages in shared memory before it sleeps."""
+    """Time in seconds for which a rank that waits for shared memory polls before it sleeps."""
     setup_timeout: float = 60.0
     """Time limit in seconds for connecting all ranks of a group."""
     identity: Identity | None = None
@@ -50,7 +50,8 @@ class TransportSettings:
 def register_backend(transport: TransportSettings) -> None:
     """Register the backend `builtin` with torch.distributed.
 
-    Process groups that are created later use these settings. Raises UserError if the version of torch is too old.
+    Process groups of this backend that are created later use the settings in `transport`. Raises UserError if the
+    version of torch is too old.
     """
     if [int(part) for part in torch.__version__.split(".")[:2]] < MIN_TORCH_VERSION:
         raise UserError(
@@ -60,9 +61,10 @@ def register_backend(transport: TransportSettings) -> None:
 
 
 def create_backend(transport: TransportSettings, options: Any, _: object) -> BuiltinBackend:
-    """Create the backend of a process group and connect its members.
+    """Create the backend of a process group and connect the ranks of the group.
 
-    This function is called by torch. Raises UnreachableError if some members do not connect in time.
+    torch calls this function when a process group is created. Raises UnreachableError if some ranks do not connect in
+    time.
     """
     store = options.store
     rank = options.group_rank
@@ -102,11 +104,11 @@ def create_backend(transport: TransportSettings, options: Any, _: object) -> Bui
 def share_custom_algorithm(
     name: str, rank: int, size: int, publish: Callable[[str, str], object], look_up: Callable[[str], bytes]
 ) -> Algorithm:
-    """Return the algorithm of `FILE.py:function`, which only the first rank of the group loads.
+    """Return the custom algorithm `FILE.py:function`, which only the first rank of the group loads.
 
-    The other ranks receive the moves of the algorithm from the first rank, because files may differ between hosts, and
-    results may differ between calls. Ranks with different moves would wait for each other forever. Raises UserError if
-    the algorithm is invalid.
+    The other ranks receive the moves of the algorithm from the first rank, because the file may differ between hosts,
+    and the function may return different moves in each call. Ranks with different moves would wait for each other
+    forever. Raises UserError if the algorithm is invalid.
     """
     if rank == 0:
         algorithm = build_algorithm(name, size)
@@ -118,8 +120,8 @@ def share_custom_algorithm(
 def replace_all_reduce_algorithm(transport: TransportSettings, name: str) -> None:
     """Use another all-reduce algorithm in process groups that are created later.
 
-    A built-in algorithm is also used in the existing group of all ranks. All ranks must call this function between the
-    same collectives. Raises UserError if the algorithm is invalid.
+    A built-in algorithm is also used in the existing group of all ranks. All ranks must call this function at the same
+    point in their sequence of collectives. Raises UserError if the algorithm is invalid.
     """
     transport.algorithm = name
     if ":" not in name:  # the ranks agreed on the moves of a custom algorithm when the group was created

@@ -2,10 +2,11 @@
 
 The connecting rank sends its identity. Both ranks then prove that they know a random token that the accepting rank has
 published through the rendezvous. Therefore, neither a misdirected rank nor a port scanner can join a run. This
-handshake does not protect against an attacker who can read the network traffic or the rendezvous, but TLS does. With
-TLS, this handshake follows the TLS handshake. In TLS 1.3, the client completes its handshake before the server has
-verified the client's certificate. Only the answer of the server confirms that the certificate has been accepted. This
-module does not import torch.
+handshake does not protect against an attacker who can read the network traffic or the rendezvous, but TLS does.
+
+If TLS is used, this handshake takes place after the TLS handshake. In TLS 1.3, the client completes its TLS handshake
+before the server has verified the client's certificate. Therefore, only the server's answer in this handshake confirms
+that the server has accepted the certificate. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ INVALID_HELLO = "sent an invalid handshake"
 class UntrustedPeer(Exception):
     """Raised if the peer is not a rank of this group.
 
-    The message completes a sentence that starts with `the peer`.
+    The error message completes a sentence that starts with `the peer`.
     """
 
 
@@ -39,9 +40,9 @@ class ConnectionId(NamedTuple):
 
 
 def make_hello(direction: ConnectionId, token: bytes) -> bytes:
-    """Return the hello message, which the source sends first.
+    """Return the hello message, with which the connecting rank (the source) starts the handshake.
 
-    `token` is the token that the target has published.
+    `token` is the token that the accepting rank (the target) has published.
     """
     proof = compute_proof("hello", direction, token).hex()
     text = json.dumps([*direction, proof]).encode()
@@ -49,7 +50,7 @@ def make_hello(direction: ConnectionId, token: bytes) -> bytes:
 
 
 def make_hello_answer(direction: ConnectionId, token: bytes) -> bytes:
-    """Return the answer of the target to a hello message."""
+    """Return the message with which the accepting rank (the target) answers a hello message."""
     return compute_proof("welcome", direction, token)
 
 

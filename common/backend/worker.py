@@ -1,6 +1,6 @@
-"""Execution of collectives in call order, in a background thread or in the calling thread.
+"""Execute collectives in the order of their calls, in a background thread or in the calling thread.
 
-The calling thread executes a synchronous collective itself if no other collective is pending. Passing a small
+If no other collective is pending, the calling thread executes a synchronous collective itself, because passing a small
 collective to another thread would take longer than executing it.
 """
 
@@ -27,7 +27,7 @@ class CollectiveWork(dist.Work):
     """
 
     def __init__(self, run: Task, tensors: Any) -> None:
-        """Create the handle. `run` executes the collective and fills `tensors`, the value of the future."""
+        """Create the handle. `run` executes the collective and fills `tensors`, which become the future's value."""
         super().__init__()
         self.run = run
         self.tensors = tensors
@@ -118,7 +118,7 @@ class CollectiveExecutor:
         return True
 
     def submit(self, work: CollectiveWork) -> CollectiveWork:
-        """Execute a collective in a background thread, after all collectives that were submitted before.
+        """Execute a collective in a background thread after all collectives that were submitted earlier.
 
         If the executor is closed, raises the error that was passed to `close`.
         """
@@ -130,7 +130,7 @@ class CollectiveExecutor:
         return work
 
     def close(self, error: BaseException) -> None:
-        """Close the executor: collectives that have not started, and all later ones, fail with `error`."""
+        """Close the executor: all collectives that have not started, and all later ones, fail with `error`."""
         with self.changed:
             self.closing_error = self.closing_error or error
             abandoned = self.queue
@@ -157,8 +157,8 @@ class CollectiveExecutor:
     def _execute_queue(self) -> None:
         """Execute collectives until the executor is closed.
 
-        A callback may wait for a later collective, as the callbacks of PowerSGD do. Another thread then executes the
-        later collective.
+        A callback of a collective may wait for a later collective, as the callbacks of PowerSGD do. In this case,
+        another thread executes the later collective.
         """
         while (work := self._wait_for_work()) is not None:
             work.execute()

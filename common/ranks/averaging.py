@@ -13,8 +13,8 @@ from torch import Tensor, nn
 def average_buffers(model: nn.Module, group: dist.ProcessGroup | None = None, weight: float = 1.0) -> None:
     """Average the floating-point buffers of a model over the ranks of a group.
 
-    All ranks of the group must call this function. `weight` is the weight of this rank: 1 for the mean over the ranks,
-    or `Loader.weight` for unequal shards.
+    All ranks of the group must call this function. `weight` is the weight of this rank: 1 for an unweighted mean, or
+    `Loader.weight` if the ranks have data shards of different sizes.
     """
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     average_tensors(buffers, group, weight)

@@ -1,7 +1,7 @@
-"""Launcher of ranks on this machine, which forks ranks, forwards stop signals, and reports the first failure.
+"""Local launcher, which forks the ranks on this machine, forwards stop signals, and reports the first failure.
 
-When a run ends for any reason, all of its processes are terminated. Ranks are forked after the imports of the script,
-so that torch is imported only once. The parent process must not have used autograd, OpenMP, or CUDA before the fork.
+When a run ends for any reason, all of its processes are terminated. Ranks are forked after the script has imported its
+modules, so that torch is imported only once. The parent process must not use autograd, OpenMP, or CUDA before the fork.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ChildRank:
     rank: int
     pid: int
     error_file: Path
-    """File to which the rank writes its error if it fails."""
+    """File to which the rank writes its error message if it fails."""
     exit_code: int | None = None
     """Exit status, or the negative number of the signal that killed the rank; None while the rank is running."""
 
@@ -63,9 +63,9 @@ def run_ranks(
     """Run `body` in `size` forked ranks and return the exit status of the run.
 
     `during_start` runs in this process while the ranks start. When one rank fails, all other ranks are stopped. The
-    error message or traceback of this rank is printed once. Errors of the other ranks appear only in their logs.
-    `report_reason` receives the reason for the failure as one line. `read_log` returns the end of a rank's log, which
-    may contain the reason why a library ended the process.
+    error message or traceback of the failed rank is printed once. Errors of the other ranks appear only in their logs.
+    `report_reason` is called with the reason for the failure as one line. `read_log` returns the last lines of a rank's
+    log, which may show why a library ended the process.
 
     If `elastic` is set, the other ranks continue when one rank is killed. The new process of the killed rank must
     connect within `setup_timeout` seconds.
@@ -105,7 +105,7 @@ def run_ranks(
 
 @dataclasses.dataclass
 class RankForker:
-    """Factory of rank processes, which are added to `children`."""
+    """Factory that forks the processes of ranks and adds them to `children`."""
 
     body: Callable[[RankInfo], None]
     size: int
@@ -131,7 +131,7 @@ class RankForker:
         self.children.append(self._fork(self.make_rank_info(rank)))
 
     def fork_replacement(self, rank: int) -> None:
-        """Fork a new process for a lost rank, with a world of size 1 until it joins the other ranks."""
+        """Fork a new process for a lost rank. Until it joins the other ranks, its world has size 1."""
         info = self.make_rank_info(rank)
         self.children[rank] = self._fork(
             dataclasses.replace(info, rank=0, size=1, is_joining=True, started_as_rank=rank)
@@ -142,14 +142,14 @@ class RankForker:
         return ChildRank(info.original_rank, fork_rank(self.body, info, error_file), error_file)
 
     def kill_rank(self, rank: int) -> None:
-        """Kill an unresponsive rank, because a frozen process could resume later and write to the run folder."""
+        """Kill an unresponsive rank, so that its process cannot resume later and write to the run folder."""
         os.kill(self.children[rank].pid, signal.SIGKILL)
 
 
 class ImmediateStop(Exception):
     """Stop signal that ends the run immediately.
 
-    This is either a repeated signal, or a signal that arrived before a rank was able to handle it.
+    The signal is either a repeated stop signal, or a stop signal that arrived before a rank could handle it.
     """
 
     def __init__(self, number: int) -> None:
@@ -175,7 +175,7 @@ class StopSignalForwarder:
                 signal.signal(number, self.handle_stop_signal)
 
     def handle_stop_signal(self, number: int, frame: object) -> None:
-        """Forward the first signal to all ranks, and raise StoppedAtOnce for the second one."""
+        """Forward the first signal to all ranks, and raise ImmediateStop for the second signal."""
         if self.number:
             if number == signal.SIGINT or time.monotonic() - self.received_at > REPEATED_SIGNAL_SECONDS:
                 raise ImmediateStop(number)
@@ -291,7 +291,7 @@ class RankMonitor:
                 ]
                 supervisor.poll_and_restart_ranks([child.rank for child in self.children if not child.is_running])
 
-            # A rank that the stop request killed had not set its handler yet. The other ranks fail without this rank.
+            # A rank that the stop request killed had not set its handler yet. All other ranks fail without it.
             if self.stop.number and any(child.exit_code == -signal.SIGUSR2 for child in failed):
                 raise ImmediateStop(self.stop.number)
             if failed:
@@ -303,7 +303,7 @@ class RankMonitor:
                     return 128 + signal.SIGKILL
                 alive = [child for child in self.children if child.is_running]
                 if supervisor.joining_ranks.issuperset(child.rank for child in alive):
-                    kill_ranks(alive)  # all members have ended, so there is no generation to join
+                    kill_ranks(alive)  # all other ranks have ended, so there is no group to join
                     break
             elif not reaped:
                 time.sleep(POLL_SECONDS)
@@ -314,7 +314,7 @@ class RankMonitor:
     def _find_first_failure(self, failed: list[ChildRank]) -> ChildRank:
         """Return the rank that failed first.
 
-        A killed rank, which has written no error file, counts as earlier than a rank that raised an error.
+        A rank that was killed has no error file, and is assumed to have failed before any rank that raised an error.
         """
 
         def read_failure_time(child: ChildRank) -> float:
@@ -325,7 +325,7 @@ class RankMonitor:
         return min(failed, key=read_failure_time)
 
     def _report_failure(self, child: ChildRank) -> int:
-        """Print the reason why a run failed, and return the exit status of the run."""
+        """Print why a run failed, and return the exit status of the run."""
         assert child.exit_code is not None
         cause = explain_exit_from_log(self.read_log(child.rank), child.exit_code)
         if child.exit_code < 0:

@@ -3,12 +3,13 @@
 The two ranks are connected by a Unix socket, which carries small messages. Large messages are passed through slots of
 shared memory. The writer sends one byte through the socket for each slot that it has filled, and the reader sends one
 byte back for each slot that it has emptied. A waiting rank therefore sleeps on the socket and notices immediately when
-the peer exits. Memory accesses are ordered on every processor: a slot is written before its byte is sent and read after
-the byte is received, and both system calls take the lock of the socket's queue.
+the peer exits. A slot is written before its byte is sent, and read after the byte has been received. Both system calls
+acquire the lock of the socket's queue, which keeps the memory accesses in this order on every processor.
 
-The memory is anonymous (memfd_create). It is passed through the socket and freed when its last rank exits. Its pages
-are allocated before use (posix_fallocate). If the allocation fails, all messages are sent through the socket, so no
-rank is killed by SIGBUS. This module does not import torch.
+The shared memory is an anonymous file (memfd_create). Its descriptor is passed through the socket, and the kernel frees
+the memory when both ranks have exited. The pages are allocated before use (posix_fallocate), because a rank that writes
+to a page that cannot be allocated is killed by SIGBUS. If the allocation fails, all messages are sent through the
+socket. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from common.system.processes import count_host_cores
 SLOT_COUNT = 8  # slots per direction, each of PIECE_BYTES bytes
 SLOT_MEMORY_BYTES = SLOT_COUNT * PIECE_BYTES
 MAX_SOCKET_BYTES = 1 << 13  # maximum size of a message that is sent through the socket itself
-IN_SLOTS_BIT = 1 << 63  # set in a header's length if the message is in slots
-MEMORY_BIT = 1 << 62  # set in a header's length if the next byte passes shared memory of that length
+IN_SLOTS_BIT = 1 << 63  # set in the length field of a header if the message is in slots
+MEMORY_BIT = 1 << 62  # set in the length field if the next byte passes shared memory of that length
 SLOT_MEMORY_NAME = (1 << 64) - 1
 NUMBER = struct.Struct("I")
-POLLING_SECONDS = 1e-3  # time to poll before sleeping, because waking a core takes 50 us
+POLLING_SECONDS = 1e-3  # time to poll before sleeping, because waking a sleeping core takes about 50 us
 
 
 def choose_polling_seconds(local_size: int) -> float:
-    """Return the time to poll before sleeping, in seconds.
+    """Return how long a waiting rank polls before it sleeps, in seconds.
 
     The time is 0 if this host has more ranks than cores.
     """
@@ -53,7 +54,7 @@ class MemoryStream(SocketStream):
         super().__init__(connection, timeout)
         self.polling_seconds = polling_seconds
         self.shared: dict[int, mmap.mmap] = {}
-        """Memory that both ranks have mapped, by its number."""
+        """Shared memory that both ranks have mapped, by number."""
         self._slots: list[memoryview] = []
         self._next_slot = 0
         self._free_slots = SLOT_COUNT
@@ -68,7 +69,8 @@ class MemoryStream(SocketStream):
     def share_memory(self, name: int, size: int) -> mmap.mmap:
         """Allocate shared memory and pass it to the peer. Raises OSError.
 
-        The peer maps the memory before it reads the next message. `name` is the number of the memory in `shared`.
+        The peer maps the memory before it reads the next message. `name` is the number by which `shared` refers to the
+        memory.
         """
         descriptor = allocate_memory(size)
         self._run_steps(self._share_memory_in_steps(name, size, descriptor))
@@ -93,7 +95,8 @@ class MemoryStream(SocketStream):
         self._source = copy_if_small(data)
         return functools.partial(self._run_steps, steps, event)
 
-    # The following generators write without blocking. If the socket is not ready, they yield the event to wait for.
+    # The following generators write without blocking. If the socket is not ready, a generator yields
+    # the event to wait for.
 
     def _share_memory_in_steps(self, name: int, size: int, descriptor: int) -> Iterator[int]:
         try:
@@ -142,7 +145,7 @@ class MemoryStream(SocketStream):
         return self._free_slots
 
     def _run_steps(self, steps: Iterator[int], first_event: int | None = None) -> None:
-        """Run all steps and wait for each event that they yield.
+        """Run all steps and wait for each event that a step yields.
 
         If `first_event` is given, wait for it before the first step.
         """

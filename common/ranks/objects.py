@@ -2,7 +2,7 @@
 
 In contrast, torch's object collectives unpickle received bytes, and a pickle can execute arbitrary code (see Python's
 documentation of `pickle`). Values can be strings, numbers, True, False, None, lists, and dicts with string keys. The
-received values are equal to the sent values, and NaN is received as NaN.
+received values are equal to the sent values, except that NaN, which equals no value, is received as NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def all_gather_json(value: Any, device: torch.device, group: dist.ProcessGroup |
 
     All ranks of the group must call this function. The backend of the group must be able to send from `device`. Raises
     TypeError before sending if the value of this rank is not a JSON value. Raises ValueError if a rank sends bytes that
-    are not valid JSON; the message names this rank.
+    are not valid JSON. The error message names this rank.
     """
     texts = all_gather_bytes(encode_value(value), device, group)
     ranks = dist.get_process_group_ranks(group)
@@ -46,7 +46,7 @@ def broadcast_json(value: Any, source: int, device: torch.device, group: dist.Pr
 
 
 def encode_value(value: Any) -> bytes:
-    """Encode a value as JSON. Raises TypeError for a type that JSON cannot restore."""
+    """Encode a value as JSON. Raises TypeError if decoding would not restore an equal value."""
     check_json_value(value, "the value")
     return json.dumps(value).encode()
 
@@ -63,7 +63,7 @@ def decode_value(text: bytes, rank: int) -> Any:
 
 
 def check_json_value(value: Any, name: str) -> None:
-    """Raise TypeError if JSON cannot restore an equal value; the message names the part that is invalid."""
+    """Raise TypeError if JSON cannot restore an equal value. The error message names the invalid part."""
     if isinstance(value, dict):
         for key, part in value.items():
             if not isinstance(key, str):
@@ -103,7 +103,7 @@ def all_gather_bytes(payload: bytes, device: torch.device, group: dist.ProcessGr
 def broadcast_bytes(payload: bytes, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> bytes:
     """Return the bytes of rank `source` on all ranks of the group.
 
-    All ranks of the group must call this function. Raises ValueError if there are more than MAX_VALUE_BYTES bytes.
+    All ranks of the group must call this function. Raises ValueError if rank `source` sends more than MAX_VALUE_BYTES.
     """
 
     def broadcast(packet: Tensor) -> list[Tensor]:

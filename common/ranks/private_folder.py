@@ -1,8 +1,9 @@
 """Private folder of an attempt, which contains the key and the certificate for TLS.
 
-On a cluster, the folder also contains the file of the rendezvous store. The folder is inside the run folder, which all
-hosts share, and has mode 0700. Every process that can read the folder is trusted as a rank. Rank 0 creates the folder,
-and deletes the key after all ranks have connected. Later connections use copies of the key and certificate in memory.
+On a cluster, the folder also contains the file of the rendezvous store. The private folder has mode 0700 and is located
+in the run folder, which all hosts share. Every process that can read the private folder is trusted as a rank. Rank 0
+creates the folder, and deletes the key and the certificate after all ranks have connected. Later connections use copies
+of the key and certificate in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from common.runs.folder import RunFolder
 from common.system.errors import UnreachableError, UserError
 from configs.launch import Launch
 
-DEFAULT_CERTIFICATE_SECONDS = 7 * 86400.0  # for runs without a time limit; only new connections check certificates
+DEFAULT_CERTIFICATE_SECONDS = 7 * 86400.0  # for runs without a time limit; checked only for new connections
 MAX_CERTIFICATE_SECONDS = 365 * 86400.0
 POLL_SECONDS = 0.05
 
@@ -27,7 +28,7 @@ POLL_SECONDS = 0.05
 def check_tls(settings: Launch, rank_info: RankInfo | None) -> None:
     """Raise UserError if `launch.tls=true` is set but cannot be used.
 
-    `rank_info` is None before local ranks are forked.
+    `rank_info` is None if local ranks have not been forked yet.
     """
     if not settings.tls:
         return
@@ -51,8 +52,8 @@ def get_private_folder(base: Path, rank_info: RankInfo) -> Path:
 def create_or_load_identity(folder: Path, rank_info: RankInfo, timeout_seconds: float) -> Identity:
     """Load the TLS identity of this attempt, which rank 0 creates in a new private folder.
 
-    The other ranks wait for this folder. Raises UserError if the identity cannot be created or loaded, and
-    UnreachableError if the folder does not appear within the timeout.
+    The other ranks wait until they can see this folder. Raises UserError if the identity cannot be created or loaded,
+    and UnreachableError if the folder does not appear within the timeout.
     """
     if rank_info.rank == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ def create_or_load_identity(folder: Path, rank_info: RankInfo, timeout_seconds: 
 def is_folder_visible(folder: Path) -> bool:
     """Return whether a folder exists.
 
-    This function lists the parent folder, because network file systems cache the lookup of a single name.
+    This function lists the parent folder, because network file systems may cache that a single name does not exist.
     """
     try:
         return folder in folder.parent.iterdir()

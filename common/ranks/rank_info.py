@@ -1,4 +1,4 @@
-"""Position of a rank in its run, as set by torchrun, SLURM, or the local launcher.
+"""Define the position of a rank in its run, and read this position from the variables of torchrun or SLURM.
 
 This module does not import torch.
 """
@@ -20,7 +20,7 @@ ORPHAN_COMMAND_VARIABLE = (
 )
 REPLACED_RANK_VARIABLE = "ELASTIC_JOINS_AS"  # original rank of the process that a new process replaces
 
-REFUSAL_DELAY_SECONDS = 10.0  # time for rank 0 to report an error that all ranks raise, before the other ranks exit
+REFUSAL_DELAY_SECONDS = 10.0  # time that the other ranks wait for rank 0 to report an error that all ranks raise
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class RankInfo:
     master: str = ""
     """Rendezvous address: a file (local), host:port (torchrun), or the host of rank 0 (slurm)."""
     attempt_id: str = ""
-    """Identifier of this attempt of a SLURM job or of torchrun, from which ports and keys of the store are derived."""
+    """Identifier of this attempt, set by SLURM or torchrun. The store's ports and keys are derived from it."""
     is_restart: bool = False
     """True if SLURM or torchrun has restarted this rank."""
     coordinator: str = ""
     """Address of the coordinator of an elastic run: the path of a UNIX socket, or host:port."""
     is_joining: bool = False
-    """True for a restarted rank that has not joined the other ranks yet, so that its world has size 1."""
+    """True for a restarted rank that has not joined the other ranks yet and whose world therefore has size 1."""
     started_as_rank: int = -1
-    """Rank at the start of the run if it may differ from `rank`, otherwise -1."""
+    """Rank number at the start of the run if this number may differ from `rank`; otherwise, -1."""
 
     @property
     def original_rank(self) -> int:
-        """Rank at the start of the run, which is used in the names of the rank's files."""
+        """Rank number at the start of the run, which is used in the names of the rank's files."""
         return self.rank if self.started_as_rank < 0 else self.started_as_rank
 
 
@@ -59,8 +59,8 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo | None:
     """Read the position of this rank from the environment variables of torchrun or SLURM.
 
     Return None if the variables are not set. The variables of torchrun have priority, because users can start torchrun
-    inside a SLURM allocation. Only the tasks of srun count as SLURM ranks, but not the batch script or an interactive
-    shell of an allocation.
+    inside a SLURM allocation. Only processes that srun started count as SLURM ranks. The batch script and the
+    interactive shell of an allocation do not.
     """
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return read_torchrun_rank(environ)
@@ -139,9 +139,9 @@ def parse_first_host(nodelist: str) -> str:
 def report_common_error_once(rank_info: RankInfo | None) -> Iterator[None]:
     """Let only rank 0 report a UserError that all ranks raise in the `with` block.
 
-    The block runs before the rendezvous. When the error occurs, the other ranks wait until the launcher stops them
-    after the exit of rank 0. If a rank is still running after the wait, rank 0 did not have this error, so the rank
-    raises the error itself.
+    The block runs before the rendezvous. When the error occurs, all ranks except rank 0 wait, so that rank 0 can report
+    the error and exit, and the launcher can stop them. If a rank is still running after REFUSAL_DELAY_SECONDS, rank 0
+    did not raise this error, so the waiting rank raises the error itself.
     """
     try:
         yield

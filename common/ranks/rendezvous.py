@@ -1,7 +1,8 @@
 """Rendezvous of the ranks: the store, the process group, and the `World` that describes the ranks.
 
 Forked ranks find each other through a file in a private temporary folder, and communicate only over the loopback
-interface. Their rendezvous uses no port, so concurrent runs cannot collide.
+interface. The rendezvous of forked ranks uses this file instead of a port, so concurrent runs cannot interfere with
+each other.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PROBE_SECONDS = 5.0  # a port that does not answer within this time belongs to a
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World(RankInfo):
-    """All ranks of a run or of a subgroup, and the position of this rank among them."""
+    """Description of all ranks of a run or of a subgroup, and of the position of this rank among these ranks."""
 
     hosts: tuple[str, ...]
     """Host name of each rank, ordered by rank."""
@@ -43,7 +44,7 @@ class World(RankInfo):
     backend: str
     threads: int
     timeout: datetime.timedelta = datetime.timedelta(minutes=2)
-    """Time limit of each collective and message, which also applies to subgroups created later."""
+    """Time limit of each collective and each message, including those of subgroups that are created later."""
     rendezvous_seconds: float = 0.0
     """Time in seconds from the start of `join_world` until this rank has joined."""
     store: dist.Store | None = None
@@ -89,7 +90,8 @@ class World(RankInfo):
     def wait_for_all_ranks(self, name: str) -> None:
         """Wait until all ranks have called this method with the same name.
 
-        A name can be used only once per run. With NCCL, the ranks wait on the store, which does not keep GPUs busy.
+        A name can be used only once per run. With NCCL, the ranks wait on the rendezvous store, so that their GPUs are
+        not occupied while they wait.
         """
         if self.backend != "nccl" or self.store is None:
             dist.barrier(self.group)
@@ -110,7 +112,7 @@ class World(RankInfo):
         if len(global_ranks) == self.size:
             return self
         group = dist.new_group(list(global_ranks), timeout=self.timeout, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)  # on ranks outside the group, torch returns -100 instead
+        assert isinstance(group, dist.ProcessGroup)  # torch returns a process group only on ranks of the group
         return dataclasses.replace(
             self,
             rank=global_ranks.index(self.rank),
@@ -128,10 +130,10 @@ class World(RankInfo):
 def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = None) -> Iterator[World]:
     """Join the other ranks for the duration of the `with` block.
 
-    The process group is destroyed at the end of the block, but not if the block fails. Destroying the group after a
-    failure would make the other ranks fail too, possibly before this rank has reported its error. With
-    `launch.tls=true`, `key_folder` is the folder that rank 0 creates for the key of this attempt. Raises UserError,
-    which names the missing ranks, if some ranks do not join in time.
+    The process group is destroyed at the end of the block unless the block fails. Destroying the group after a failure
+    would make the other ranks fail too, possibly before this rank has reported its error. With `launch.tls=true`,
+    `key_folder` is the folder that rank 0 creates for the key of this attempt. Raises UserError, which names the
+    missing ranks, if some ranks do not join in time.
     """
     start = time.perf_counter()
     threads = settings.threads or count_usable_cores(rank_info)
@@ -204,7 +206,7 @@ def set_up_rendezvous(
 
 
 def open_torchrun_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
-    """Open the rendezvous store at torchrun's port, which is usually served by the torchrun agent.
+    """Open the rendezvous store at torchrun's port. The torchrun agent usually serves this store.
 
     Raises UnreachableError if rank 0 cannot be reached.
     """
@@ -266,7 +268,8 @@ def set_interface(name: str) -> None:
 def count_usable_cores(rank_info: RankInfo) -> int:
     """Return the number of CPU cores for this rank.
 
-    This is the number that SLURM has allotted to the rank, or an equal share of the host's cores.
+    The result is the number of cores that SLURM has allotted to the rank, or an equal share of the host's cores. It is
+    the default number of threads.
     """
     allowed = len(os.sched_getaffinity(0))
     if rank_info.launcher == "slurm":
@@ -279,9 +282,10 @@ def count_usable_cores(rank_info: RankInfo) -> int:
 def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[torch.device, str]:
     """Return the device and the backend: a GPU and nccl if each rank has a GPU, otherwise the CPU and gloo.
 
-    With `launch.backend=builtin`, the result is the CPU and builtin. With `launch.mixed=true`, the backend is gloo; the
-    first ranks of each host get its GPUs, and the remaining ranks get the CPU. If this rank gets a GPU, this GPU
-    becomes torch's current device. Raises UserError if `launch.device=cuda` is set and there are fewer GPUs than ranks.
+    With `launch.backend=builtin`, the result is the CPU and builtin. With `launch.mixed=true`, the backend is gloo. In
+    this case, the first ranks of each host get the host's GPUs, and the remaining ranks get the CPU. If this rank gets
+    a GPU, this GPU becomes torch's current device. Raises UserError if `launch.device=cuda` is set and there are fewer
+    GPUs than ranks.
     """
     if settings.backend == "builtin":
         return torch.device("cpu"), "builtin"

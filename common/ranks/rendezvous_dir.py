@@ -16,7 +16,8 @@ MIN_AGE_SECONDS = 60.0  # a newer folder may not have been locked yet
 def create_rendezvous_dir() -> tuple[Path, int]:
     """Create a private folder for the rendezvous. Return the folder and the file descriptor of its lock.
 
-    This process and its ranks hold the lock. Unlocked folders that killed launchers have left behind are deleted.
+    This process and its ranks hold the lock. Folders that killed launchers have left behind are unlocked and are
+    deleted by this function.
     """
     for path in Path(tempfile.gettempdir()).glob("rendezvous-*-*"):
         with contextlib.suppress(OSError):  # the folder is locked, owned by another user, or already deleted
@@ -29,7 +30,7 @@ def create_rendezvous_dir() -> tuple[Path, int]:
 
 
 def delete_abandoned_folder(folder: Path) -> None:
-    """Delete an old folder of this user that no process has locked. Raises OSError if the folder is locked."""
+    """Delete a folder of this user if it is old and no process has locked it. Raises OSError if it is locked."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

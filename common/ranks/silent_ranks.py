@@ -1,6 +1,6 @@
 """Detection of unresponsive ranks.
 
-The detection uses the rendezvous store, which still works after collectives have failed.
+Unresponsive ranks are detected through the rendezvous store, which still works after collectives have failed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ ANSWER_SECONDS = 5.0  # time limit for an answer from the rendezvous store
 class SilentRankWatchdog:
     """Watchdog that reports which ranks a blocked collective is waiting for.
 
-    The watchdog is for collectives that do not raise a timeout. With NCCL, the calling thread is blocked in the GPU
-    driver until NCCL's own watchdog ends the process, without naming a rank.
+    The watchdog is needed if a collective does not raise a timeout. With NCCL, the calling thread is blocked in the GPU
+    driver until torch's NCCL watchdog ends the process, and that watchdog does not name the ranks.
     """
 
     def __init__(
         self, world: World, timeout_seconds: float, step_seconds: float, report: Callable[[str], None]
     ) -> None:
-        """Start a thread that calls `report` once if `restart` is not called for `timeout_seconds`.
+        """Start a thread that calls `report` once if `restart_time_limit` is not called for `timeout_seconds`.
 
         `report` receives a message that names the unresponsive ranks. `step_seconds` is the approximate duration of a
         step.
@@ -43,7 +43,7 @@ class SilentRankWatchdog:
         threading.Thread(target=self._watch, daemon=True, name="silence").start()
 
     def restart_time_limit(self) -> None:
-        """Restart the time limit after a step. All ranks must call this method equally often."""
+        """Restart the time limit after a step. All ranks must call this method the same number of times."""
         self.round += 1
         self.deadline = time.monotonic() + self.timeout_seconds
 
@@ -67,8 +67,8 @@ def describe_silent_ranks(world: World, step_seconds: float, part: str = "") -> 
     """Return a message that names the ranks that have not reached the collective that timed out.
 
     The message is empty if all ranks are waiting. A rank counts as waiting if it calls this function within
-    `step_seconds` of the call on this rank. `part` distinguishes several calls in one run. This function uses no
-    collective.
+    `step_seconds` of the call on this rank. `part` must differ between calls in one run, because it is part of the
+    store's keys. This function does not call any collective.
     """
     store = world.store
     if store is None:

@@ -1,4 +1,4 @@
-"""Read and write messages through a socket, with or without TLS. This module does not import torch."""
+"""Read and write messages through a socket, optionally with TLS. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 EMPTY_VIEW = memoryview(bytearray())
 
 HEADER = struct.Struct("<QQ")  # tag of a message, and its length in bytes
-SMALL_BYTES = 1 << 16  # up to this size, a message that the kernel does not accept immediately is copied
-EAGER_BYTES = 1 << 21  # the calling thread writes this part itself, because waking a thread may take milliseconds
+SMALL_BYTES = 1 << 16  # messages up to this size are copied if the kernel does not accept them immediately
+EAGER_BYTES = 1 << 21  # the calling thread writes up to this size, because waking a thread can take milliseconds
 PIECE_BYTES = 1 << 18  # large messages are processed in pieces of this size, which fit in a core's cache
 FinishWrite = Callable[[], None]
 
@@ -45,7 +45,7 @@ OPEN_STREAMS: weakref.WeakSet[SocketStream] = weakref.WeakSet()
 def close_inherited_sockets() -> None:
     """Close the sockets that a forked process has inherited.
 
-    If they stayed open, a connection would outlive its rank.
+    If these sockets stayed open, a connection would remain open after its rank has exited.
     """
     for stream in OPEN_STREAMS:
         stream.close()
@@ -57,7 +57,7 @@ os.register_at_fork(after_in_child=close_inherited_sockets)
 class TlsSocket(socket.socket):
     """A TLS connection over an already connected socket. This class is not thread-safe.
 
-    The object takes over the file descriptor of the socket. Unlike ssl.SSLSocket, which makes one system call per
+    This object takes over the file descriptor of `connection`. Unlike ssl.SSLSocket, which makes one system call per
     record of 16 kB, this class passes many records to each call.
     """
 
@@ -73,7 +73,7 @@ class TlsSocket(socket.socket):
     def do_handshake(self) -> None:
         """Perform the TLS handshake. Raises ssl.SSLError.
 
-        On a non-blocking socket, the method raises BlockingIOError and must then be called again.
+        On a non-blocking socket, this method may raise BlockingIOError and must then be called again.
         """
         self._call_until_complete(self._tls.do_handshake)
         self._send_pending_records()
@@ -196,7 +196,8 @@ class SocketStream:
     def read_header(self, patient: bool = False) -> tuple[int, int]:
         """Wait for a message and return its tag and its length in bytes.
 
-        If `patient` is true, there is no time limit. Raises EOFError if the peer closed the connection.
+        If `patient` is true, there is no time limit for the start of the message. Raises EOFError if the peer closed
+        the connection.
         """
         header = self.read_available_bytes(HEADER.size, patient)
         while len(header) < HEADER.size:
@@ -226,7 +227,7 @@ class SocketStream:
             target = target[count:]
 
     def read_pieces(self, length: int) -> Iterator[memoryview]:
-        """Yield `length` bytes in pieces of PIECE_BYTES; the last piece may be shorter.
+        """Yield `length` received bytes in pieces of PIECE_BYTES. The last piece may be shorter.
 
         Each piece is valid only until the next piece is requested.
         """
@@ -241,7 +242,7 @@ class SocketStream:
     # ---- closing
 
     def interrupt_calls(self) -> None:
-        """Make pending reads and writes return in all threads."""
+        """Make reads and writes that are blocked in any thread return."""
         with contextlib.suppress(OSError):  # the peer may already have closed the connection
             self.socket.shutdown(socket.SHUT_RDWR)
 
