@@ -86,7 +86,7 @@ class AutoShards:
         lines = world.all_gather([speed.base, speed.per_sample])
         self.speeds = [StepTimeModel(*line) for line in lines]
         self.history = [(1, loader.counts)]
-        """Pairs (first step, number of samples of each rank), one for each change of the shards in this attempt."""
+        """Pairs (first step, number of samples of each rank), one for each set of shards used in this attempt."""
         measured = ", ".join(f"{speed} on rank {rank}" for rank, speed in enumerate(self.speeds))
         if not self._change_shards_if_faster(1, f"a step with n samples takes {measured}"):
             self.log_message(f"shards=auto: using equal shards, because a step with n samples takes {measured}")
