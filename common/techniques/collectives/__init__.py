@@ -1,1 +1,1 @@
-"""Measurements of collective operations, and their report."""
+"""Benchmark of collective operations: measurements and report."""

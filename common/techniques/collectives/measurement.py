@@ -39,14 +39,14 @@ from configs.launch import Launch
 
 CollectiveOperation = Callable[[Tensor, Tensor], object]
 """Function that executes an operation on the input and output tensors of this rank."""
-PERIOD = 1009  # length of the sequence that a rank repeats; a prime number, so that neighboring chunks differ
+PERIOD = 1009  # length of the sequence that a rank's vector repeats; prime, so that neighboring chunks differ
 MAX_EXACT_SUM = 256  # bfloat16, the least precise data type, represents all integers up to 256 exactly
 SHARDED = ("reduce_scatter", "all_gather")
 IN_PLACE = ("broadcast", "all_reduce")
 
 
 class CollectivePoint(NamedTuple):
-    """Operation on a vector of `length` elements, which has `nbytes` bytes in total."""
+    """Operation on a vector that has `length` elements of type `dtype` and a total size of `nbytes` bytes."""
 
     op: str
     dtype: str
@@ -64,7 +64,7 @@ def list_benchmark_points(
 ) -> list[CollectivePoint]:
     """Return all combinations of operation, data type, and size.
 
-    `sizes` are in bytes. For sharded operations, they are rounded up so that all ranks have equal shards.
+    `sizes` are in bytes. For sharded operations, each size is rounded up so that all ranks have equal shards.
     """
     points = []
     for op, dtype, size in itertools.product(ops, dtypes, sizes):
@@ -78,8 +78,8 @@ def list_benchmark_points(
 def compute_bus_factor(op: str, ranks: int) -> float:
     """Return the ratio of bus bandwidth to algorithm bandwidth.
 
-    This ratio is the number of bytes that pass through the link of a rank for each byte of the vector. For any number
-    of ranks, the bus bandwidth is comparable to the bandwidth of a link.
+    This ratio is the number of bytes that pass through the network link of each rank for each byte of the vector. The
+    bus bandwidth can therefore be compared with the bandwidth of this link, regardless of the number of ranks.
     """
     if op == "all_reduce":
         return 2 * (ranks - 1) / ranks
@@ -87,28 +87,28 @@ def compute_bus_factor(op: str, ranks: int) -> float:
 
 
 class CollectiveVariant(NamedTuple):
-    """Implementation of the operations, with its byte counters and algorithms."""
+    """Implementation of the operations, with byte counters and the all-reduce algorithms that it uses."""
 
     operations: Mapping[str, CollectiveOperation]
     """Functions that execute the operations, by operation name."""
     count_sent_bytes: Callable[[], float] = float
-    """Function that returns the bytes of all messages sent so far, excluding headers; 0 if unknown."""
+    """Function that returns the number of message bytes sent so far, excluding headers; 0 if unknown."""
     count_interface_bytes: Callable[[], float] = float
-    """Function that returns the bytes sent through the network interface so far; 0 if unknown."""
+    """Function that returns the number of bytes sent through the network interface so far; 0 if unknown."""
     algorithms: Sequence[tuple[int, Algorithm]] = ()
     """All-reduce algorithms, each with the smallest vector size in bytes for which it is used; empty if unknown."""
     link_variant: str = ""
-    """Name of the variant whose `sendrecv` operation measures the links that these algorithms use."""
+    """Name of the variant whose `sendrecv` times measure the links over which the all-reduce algorithms send."""
     widens_half_precision: bool = False
     """True if an all-reduce transfers float16 and bfloat16 numbers as float32."""
 
     def compute_vector_bytes(self, point: CollectivePoint) -> int:
-        """Return the size of a vector in bytes, in the data type that an all-reduce transfers."""
+        """Return the size of the vector in bytes, after conversion to the data type that an all-reduce transfers."""
         is_widened = self.widens_half_precision and point.dtype in ("float16", "bfloat16")
         return 2 * point.nbytes if is_widened else point.nbytes
 
     def choose_algorithm(self, point: CollectivePoint) -> Algorithm | None:
-        """Return the algorithm for an all-reduce.
+        """Return the algorithm that this variant uses for the all-reduce of a point.
 
         Return None if the algorithm is unknown or if the operation is not an all-reduce.
         """
@@ -138,8 +138,9 @@ def count_sent_bytes(group: dist.ProcessGroup | None) -> float:
 def count_interface_bytes(world: World) -> float:
     """Return the number of bytes that this rank has sent through its network interface.
 
-    Ranks on a single host share an interface, so the result is the mean over these ranks. The result is 0 if there are
-    several hosts and some of them run several ranks.
+    If all ranks are on a single host, they share its interface, so the result is the mean over the ranks. The result is
+    0 if there are several hosts and at least one host runs several ranks, because the bytes cannot be attributed to a
+    rank.
     """
     sent = network.read_sent_bytes(os.environ["GLOO_SOCKET_IFNAME"])
     hosts = len(set(world.hosts))
@@ -149,7 +150,7 @@ def count_interface_bytes(world: World) -> float:
 
 
 def describe_links(world: World, group: dist.ProcessGroup | None) -> str:
-    """Return whether the messages of a `builtin` group use memory, the network, or both.
+    """Return whether the messages of a `builtin` group pass through shared memory, the network, or both.
 
     All ranks must call this function.
     """
@@ -186,8 +187,9 @@ def open_builtin_variants(
     """Create a `builtin` group of all ranks and a variant for each algorithm in `names`.
 
     The first variant has all operations of the group, as returned by `make`. The other variants have only the
-    all-reduce, because no other operation depends on the algorithm. The name of a variant includes the transport that
-    its messages use, because ranks share memory only within a host. All ranks must call this function.
+    all-reduce, because no other operation depends on the algorithm. The name of each variant includes the transport
+    that its messages actually use, which may be the network even for transports=memory. All ranks must call this
+    function.
     """
     group_settings = replace(settings, algorithm="ring", transport=TRANSPORTS[transport])
     identity = world.transport.identity if world.transport and transport == "tls" else None
@@ -215,7 +217,7 @@ def open_builtin_variants(
 
 
 def list_variant_notes(sides: Mapping[str, CollectiveVariant], transports: Sequence[str]) -> list[str]:
-    """Return notes about algorithms that were replaced and about shared memory that is not available."""
+    """Return notes on algorithms that were replaced by others and on shared memory that could not be used."""
     notes: set[str] = set()
     for side in sides.values():
         notes |= {algorithm.note for _, algorithm in side.algorithms if algorithm.note}
@@ -237,8 +239,8 @@ def all_reduce_with_algorithms(
 def fit_link_lines(world: World) -> dict[str, MessageTimeLine]:
     """Fit a line to the message times of each link between neighboring ranks.
 
-    Links are measured one at a time. The result is empty for ranks on GPUs, and on all ranks except rank 0. All ranks
-    must call this function.
+    Links are measured one at a time. The result is empty if the ranks run on GPUs. Only rank 0 returns the lines; the
+    result is empty on all other ranks. All ranks must call this function.
     """
     if world.device.type != "cpu":
         return {}
@@ -283,7 +285,7 @@ class BenchmarkVectors:
         return period.to(getattr(torch, point.dtype)).repeat(-(-length // PERIOD))[:length]
 
     def make_tensors(self, point: CollectivePoint) -> tuple[Tensor, Tensor]:
-        """Return the input tensor of this rank, and an output tensor that is filled with a wrong value."""
+        """Return this rank's input tensor, and an output tensor filled with -1, which no correct result contains."""
         shard = point.length // self.ranks
         input_length = shard if point.op == "all_gather" else point.length
         vector = self.repeat_period_to_length(self.periods[self.rank], point, input_length)

@@ -22,7 +22,7 @@ from common.techniques.collectives.measurement import (
 )
 
 HEAD = f"{'us':>10}  {'[lowest..highest]':<21}{'GB/s':>7}{'bus GB/s':>10}{'line, us':>11}"
-CURVE_SEGMENTS = 60  # number of segments for drawing a fitted line, which is curved on logarithmic axes
+CURVE_SEGMENTS = 60  # number of line segments that draw a fitted line, which is curved on logarithmic axes
 Curve = list[tuple[float, float, float]]
 
 
@@ -35,9 +35,9 @@ class CollectiveCell:
     seconds: tuple[float, ...]
     """Time of the slowest rank in each round, in seconds."""
     sent: tuple[float, ...]
-    """Bytes sent by each rank, excluding message headers (median over the rounds); 0 if unknown."""
+    """Number of bytes sent by each rank, excluding message headers (median over the rounds); 0 if unknown."""
     interface: tuple[float, ...]
-    """Bytes sent through the network interface of each rank (median over the rounds); 0 if unknown."""
+    """Number of bytes sent through the interface of each rank (median over the rounds); 0 if unknown."""
 
     @property
     def time(self) -> float:
@@ -74,15 +74,16 @@ class CollectiveCell:
 class CollectiveReport:
     """Report of one run of the collectives benchmark.
 
-    `table` is a float64 tensor [rounds, points, sides, ranks, 3]. Its last dimension contains the time in seconds, the
-    bytes sent, and the bytes sent through the network interface. A time of 0 indicates a missing measurement.
+    `table` is a float64 tensor [rounds, points, sides, ranks, 3]. The last dimension of `table` contains the time in
+    seconds, the number of bytes sent, and the number of bytes sent through the network interface. A time of 0 indicates
+    a missing measurement.
     """
 
     points: Sequence[CollectivePoint]
     sides: Mapping[str, CollectiveVariant]
     table: Tensor
     links: Mapping[str, MessageTimeLine] = field(default_factory=dict)
-    """Fitted line of each link between two ranks, by link name. The links are measured one at a time."""
+    """Fitted line of each link between two ranks, by link name such as `0 - 1`."""
 
     @property
     def ranks(self) -> int:
@@ -90,7 +91,7 @@ class CollectiveReport:
 
     @property
     def cells(self) -> list[CollectiveCell]:
-        """Measured cells, ordered by size within each operation and data type."""
+        """All cells that have measurements, ordered by size within each operation and data type."""
         cells = []
         for i, point in enumerate(self.points):
             for j, side in enumerate(self.sides):
@@ -111,7 +112,7 @@ class CollectiveReport:
         return groups
 
     def fit_lines(self) -> dict[tuple[str, str], MessageTimeLine]:
-        """Fit `t = alpha + beta n` to the median times of each variant.
+        """Fit `t = alpha + beta n` to the median times t of each variant for vectors of n bytes.
 
         Each combination of operation, data type, and variant gets a line if it was measured at two or more sizes.
         """
@@ -121,9 +122,9 @@ class CollectiveReport:
         return {key: fit_message_time_line(list(by_size.items())) for key, by_size in times.items() if len(by_size) > 1}
 
     def predict_seconds(self, cell: CollectiveCell, lines: Mapping[tuple[str, str], MessageTimeLine]) -> float | None:
-        """Predict the time of an all-reduce in seconds from its algorithm and its links.
+        """Predict the time of an all-reduce, in seconds, from the algorithm and the link speeds of a variant.
 
-        Return None if the algorithm or the fitted line of the links is unknown.
+        Return None if the algorithm is unknown or the links have not been measured.
         """
         side = self.sides[cell.side]
         line = lines.get((f"sendrecv {cell.point.dtype}", side.link_variant))
@@ -174,7 +175,7 @@ class CollectiveReport:
         return rows
 
     def _format_bytes(self) -> str:
-        """Describe the sent and the computed bytes at the largest size of each operation."""
+        """Compare the number of bytes sent with the computed number, at the largest size of each operation."""
         rows = []
         for name, cells in self.group_cells().items():
             for cell in select_largest_sizes(cells):
@@ -192,7 +193,7 @@ class CollectiveReport:
     def result(self) -> ReportData:
         """Return the measurements for result.json.
 
-        The outcome is the number of results that were checked for exactness.
+        The outcome is the number of results that were verified to be exact.
         """
         cells = self.cells
         lines = self.fit_lines()
@@ -209,7 +210,7 @@ class CollectiveReport:
 
 
 def select_largest_sizes(cells: Sequence[CollectiveCell]) -> list[CollectiveCell]:
-    """Return the cell with the largest size of each variant; `cells` must be ordered by size."""
+    """Return, for each variant, the cell with the largest size; `cells` must be ordered by size."""
     return list({cell.side: cell for cell in cells}.values())
 
 
@@ -223,7 +224,7 @@ def sample_fitted_line(line: MessageTimeLine, smallest: float, largest: float) -
 
 
 def join_megabytes(counts: Sequence[float]) -> str:
-    """Format the byte counts of all ranks in MB (1e6 bytes), as a single number if all are equal."""
+    """Format the byte counts of all ranks in MB (1e6 bytes), as a single number if all counts are equal."""
     numbers = [f"{count / 1e6:,.2f}" for count in counts]
     return f"{', '.join(numbers)} MB" if len(set(numbers)) > 1 else f"{numbers[0]} MB per rank"
 

@@ -1,1 +1,1 @@
-"""Data parallelism: DDP, communication hooks, synchronized BatchNorm, unequal shards, dropout by position."""
+"""Data parallelism: DDP, communication hooks, synchronized BatchNorm, and unequal shards."""

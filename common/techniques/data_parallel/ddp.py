@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.system.seeds import pack_rng_state, unpack_rng_state
 
-HOOK_ELEMENT_BYTES = {"fp16": 2, "bf16": 2}  # bytes per gradient element that a communication hook sends
+HOOK_ELEMENT_BYTES = {"fp16": 2, "bf16": 2}  # number of bytes that a communication hook sends per gradient element
 ONE_BUCKET_MB = 1 << 20  # larger than the gradients of any model
 POWERSGD_START_STEP = 10  # gradients of earlier steps are not compressed
-POWERSGD_TENSORS = ("error_dict", "p_memory_dict", "q_memory_dict")  # state attributes that hold a tensor per bucket
+POWERSGD_TENSORS = ("error_dict", "p_memory_dict", "q_memory_dict")  # state attributes that map each bucket to a tensor
 
 # Names of attributes that are added to a wrapped model.
 OPTIONS_ATTRIBUTE = "options"  # arguments of the DDP constructor
@@ -35,8 +35,9 @@ POWERSGD_ATTRIBUTE = "compression"  # state of PowerSGD
 def make_unsynchronized_buffer_options() -> dict[str, Any]:
     """Return the DDP argument that disables the broadcast of buffers before each forward pass.
 
-    Training does not read buffers, and buffers are averaged before an evaluation. The name of the argument depends on
-    the version of torch: versions before 2.15 have only `broadcast_buffers`, which is deprecated in later versions.
+    This broadcast is unnecessary, because training does not read buffers, and buffers are averaged before an
+    evaluation. The name of the argument depends on the version of torch: versions before 2.15 have only
+    `broadcast_buffers`, which is deprecated in later versions.
     """
     parameters = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
@@ -44,7 +45,7 @@ def make_unsynchronized_buffer_options() -> dict[str, Any]:
 
 
 class UncompiledDDP(DistributedDataParallel):
-    """DDP without the compiler hook in its forward pass, which would import torch's compiler."""
+    """DDP whose forward pass omits the compiler hook, because this hook would import torch's compiler."""
 
     _inside_ddp_forward = contextlib.contextmanager(inspect.unwrap(DistributedDataParallel._inside_ddp_forward))
 
@@ -53,8 +54,9 @@ class UncompiledDDP(DistributedDataParallel):
 def avoid_compiler_import() -> Iterator[None]:
     """Avoid importing torch's compiler while DDP is constructed in the `with` block.
 
-    The DDP constructor queries the mode of the compiler and thereby imports the compiler, which takes almost as long as
-    importing torch. If the compiler has not been imported yet, a stub returns the default mode.
+    The DDP constructor asks torch's compiler for its mode and thereby imports the compiler, which takes almost as long
+    as importing torch. If the compiler has not been imported yet, this context manager replaces it with a stub that
+    returns the default mode.
     """
     if "torch._dynamo" in sys.modules:
         yield
@@ -100,15 +102,15 @@ def rewrap_ddp(replica: nn.Module | None) -> None:
 
 
 def unwrap_ddp(model: nn.Module) -> nn.Module:
-    """Return the model without its wrapper, which would add the prefix `module.` to parameter names."""
+    """Return the model inside a wrapper, which would add the prefix `module.` to parameter names."""
     return model.module if isinstance(model, DistributedDataParallel | nn.DataParallel) else model
 
 
 def choose_bucket_mb(communication: str, requested_mb: float, backend: str) -> float:
     """Return the bucket size in MB: one bucket for PowerSGD on CPUs, otherwise the requested size.
 
-    With several buckets, callbacks start the collectives of PowerSGD in a different order on each rank, and gloo
-    aborts.
+    With several buckets, the callbacks of PowerSGD can start its collectives in different orders on different ranks,
+    and gloo then aborts.
     """
     return ONE_BUCKET_MB if communication == "powersgd" and backend != "nccl" else requested_mb
 
@@ -116,7 +118,7 @@ def choose_bucket_mb(communication: str, requested_mb: float, backend: str) -> f
 def register_comm_hook(ddp: DistributedDataParallel, communication: str, rank: int) -> None:
     """Register the communication hook named by `communication`.
 
-    `rank` is the rank of the matrices with which PowerSGD approximates gradients.
+    `rank` is the matrix rank of the approximations that PowerSGD sends, not a process rank.
     """
     setattr(ddp, COMMUNICATION_ATTRIBUTE, communication)
     match communication:
@@ -144,7 +146,7 @@ def capture_powersgd_state(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]
 
 
 def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, Any], device: torch.device) -> None:
-    """Restore a state that `capture_powersgd_state` returned, with its tensors on `device`."""
+    """Load a state that `capture_powersgd_state` returned, and move its tensors to `device`."""
     for name in POWERSGD_TENSORS:
         setattr(state, name, {bucket: tensor.to(device) for bucket, tensor in saved[name].items()})
     state.iter = saved["iter"]
@@ -152,9 +154,9 @@ def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, 
 
 
 def compute_ring_all_reduce_bytes(model: nn.Module) -> int:
-    """Return the number of bytes per step that each rank sends in a ring all-reduce of gradients.
+    """Return the number of bytes that each rank sends per step if a ring all-reduce sums the gradients.
 
-    This is the algorithm that gloo uses. Each of p ranks sends 2 (p - 1) / p times the size of its gradients. The
+    gloo uses the ring algorithm. Each of p ranks sends 2 (p - 1) / p times the size of its gradients in bytes. The
     result is 0 for a model without DDP.
     """
     if not isinstance(model, DistributedDataParallel):
@@ -182,7 +184,7 @@ def warm_up_buckets(model: nn.Module, x: Tensor) -> None:
 
 @contextlib.contextmanager
 def restore_buffers_and_rng(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore buffers and random state after the `with` block.
+    """Restore the model's buffers and torch's random state after the `with` block.
 
     Use this context manager for forward passes that are not part of training.
     """

@@ -25,9 +25,9 @@ class StepTimeModel:
 
     @classmethod
     def fit(cls, small: int, large: int, seconds: Sequence[float]) -> StepTimeModel:
-        """Fit the line to the step times in seconds for `small` and `large` samples.
+        """Fit the model to the measured times, in seconds, of a step with `small` and a step with `large` samples.
 
-        If the slope or the base would be negative, return the line through the origin and the time for `large` samples.
+        If `base` or `per_sample` would be negative, `base` is set to 0 and only the time for `large` samples is used.
         """
         slope = (seconds[1] - seconds[0]) / (large - small)
         base = seconds[0] - slope * small
@@ -40,7 +40,7 @@ class StepTimeModel:
         return self.base + self.per_sample * samples
 
     def rescale_line(self, samples: int, seconds: float) -> StepTimeModel:
-        """Return the line scaled so that a step with `samples` samples takes `seconds` seconds."""
+        """Return the model, scaled so that a step with `samples` samples takes `seconds` seconds."""
         factor = seconds / self.predict_step_seconds(samples)
         return StepTimeModel(self.base * factor, self.per_sample * factor)
 
@@ -54,7 +54,7 @@ def predict_slowest_rank_seconds(speeds: Sequence[StepTimeModel], counts: Sequen
 
 
 def choose_shard_sizes(speeds: Sequence[StepTimeModel], batch: int) -> tuple[int, ...]:
-    """Return the number of samples for each rank that minimizes the step time of the slowest rank.
+    """Return the number of samples of each rank, chosen to minimize the step time of the slowest rank.
 
     Each rank gets at least one sample, because the speed of a rank without samples cannot be measured. Each further
     sample is given to the rank that would finish first with this additional sample.
@@ -70,7 +70,7 @@ def choose_shard_sizes(speeds: Sequence[StepTimeModel], batch: int) -> tuple[int
 
 
 class AutoShards:
-    """Shards that adapt to the speed of the ranks (shards=auto).
+    """Shard sizes that adapt to the speeds of the ranks (shards=auto).
 
     All ranks use the same measurements and therefore choose the same shards.
     """
@@ -78,7 +78,7 @@ class AutoShards:
     def __init__(self, loader: Loader, world: World, speed: StepTimeModel, log_message: Callable[[str], None]) -> None:
         """Choose the first shards. All ranks must create this object at the same step.
 
-        `speed` is the speed of this rank, measured while all ranks were computing.
+        `speed` is the step time model of this rank, measured while all ranks were computing.
         """
         self.loader = loader
         self.world = world
@@ -86,10 +86,10 @@ class AutoShards:
         lines = world.all_gather([speed.base, speed.per_sample])
         self.speeds = [StepTimeModel(*line) for line in lines]
         self.history = [(1, loader.counts)]
-        """Pairs (first step, samples of each rank), one for each division of the batch in this attempt."""
+        """Pairs (first step, number of samples of each rank), one for each set of shards used in this attempt."""
         measured = ", ".join(f"{speed} on rank {rank}" for rank, speed in enumerate(self.speeds))
-        if not self._change_shards_if_faster(1, f"n samples take {measured}"):
-            self.log_message(f"shards=auto: using equal shards, because n samples take {measured}")
+        if not self._change_shards_if_faster(1, f"a step with n samples takes {measured}"):
+            self.log_message(f"shards=auto: using equal shards, because a step with n samples takes {measured}")
 
     @property
     def local_samples(self) -> int:
@@ -129,7 +129,7 @@ class AutoShards:
         return self._change_shards_if_faster(step + 1, f"a step without waiting takes {measured}")
 
     def _change_shards_if_faster(self, step: int, reason: str) -> bool:
-        """Change the shards and report the change, if this makes the slowest rank clearly faster.
+        """Change the shards and log the change, if the slowest rank would become clearly faster.
 
         `step` is the first step with the new shards. Returns True if the shards have changed.
         """
@@ -143,6 +143,6 @@ class AutoShards:
         self.history.append((step, counts))
         self.log_message(
             f"shards=auto: using shards [{','.join(map(str, counts))}] from step {step}, because {reason}; "
-            f"this reduces the step time of the slowest rank to {seconds / current_seconds:.0%}"
+            f"this reduces the step time of the slowest rank to {seconds / current_seconds:.0%} of its previous value"
         )
         return True

@@ -30,7 +30,7 @@ from configs.ddp_multinode import Config
 
 COMPARE_ROUNDS = 3
 COMPARE_STEPS = 5  # number of timed steps per strategy and round
-SPEED_SECONDS = 0.05  # minimum duration of one timing for shards=auto: several time slices of the OS scheduler
+SPEED_SECONDS = 0.05  # minimum duration of one timing for shards=auto, so that it spans several OS time slices
 SPEED_TIMINGS = 8
 MAX_SHARD_LINES = 5
 
@@ -59,7 +59,7 @@ def make_step_function(
 
 
 def time_steps(step: Callable[[], Tensor], device: torch.device, count: int, budget: float = math.inf) -> float:
-    """Return the mean duration in seconds of up to `count` steps, after two warm-up steps.
+    """Return the mean duration of up to `count` steps in seconds, after two warm-up steps.
 
     Timing ends early after `budget` seconds.
     """
@@ -81,14 +81,14 @@ def time_single_rank(run: RunContext, name: str) -> float:
 
 @dataclass(frozen=True)
 class StepVariant:
-    """A way to perform a training step, whose speed is compared with that of other variants."""
+    """One of several ways to perform a training step, whose speeds are compared with each other."""
 
     name: str
     threads: int
     make_model: Callable[[], tuple[Callable[[Tensor], Tensor], nn.Module]]
-    """Returns the callable for the forward pass, and the module whose parameters are trained."""
+    """Function that returns the callable for the forward pass and the module whose parameters are trained."""
     shard: tuple[int, int] | None
-    """Shard (r, n) of each batch on which this rank trains; None if rank 0 alone trains on the whole batch."""
+    """This rank trains on shard r of n of each batch, given as (r, n); None if rank 0 trains alone."""
 
 
 def measure_variant_throughputs(run: RunContext, sides: Sequence[StepVariant]) -> dict[str, list[float]]:
@@ -118,7 +118,7 @@ def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader, model: nn.Modu
     """Prepare this rank's model for unequal shards.
 
     `model` must not be wrapped, for example by DDP. With shards=auto, the step time of each rank is measured within the
-    caller's autocast context, and the shards are chosen accordingly. All ranks must call this function.
+    caller's autocast context, and the shard sizes are chosen from these times. All ranks must call this function.
     """
     if cfg.shards != ["equal"] and sync_batchnorm.list_unsynchronized_norms(model):
         remedy = "; sync_batchnorm=true avoids this" if hasattr(cfg, "sync_batchnorm") else ""
@@ -131,10 +131,11 @@ def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader, model: nn.Modu
 
 
 def measure_rank_speed(run: RunContext, model: nn.Module, batch: int) -> StepTimeModel:
-    """Measure the duration of forward and backward on this rank for two shard sizes.
+    """Fit a step time model to the duration of forward and backward on this rank for two shard sizes.
 
-    The shortest of several timings is used, because other programs affected this timing least. Each timing is long
-    enough to reveal a program that permanently shares the core. All ranks must call this function at the same time.
+    The shortest of several timings is used, because it is the one that other programs have disturbed the least. Each
+    timing is long enough to include the slowdown by a program that runs on the same core all the time. All ranks must
+    call this function at the same time.
     """
     large = max(2, batch // run.world.size)
     small = max(1, large // 4)
@@ -197,7 +198,7 @@ def report_rank_devices(run: RunContext) -> ReportData:
 
 
 def report_shards(run: RunContext) -> ReportData:
-    """Report the shards of all ranks and, with shards=auto, every change of the shards in this attempt."""
+    """Report the number of samples of each rank and, with shards=auto, every change in this attempt."""
     assert run.state is not None and not isinstance(run.state.loader, Rounds)
     history = run.shards.history if run.shards else [(1, run.state.loader.counts)]
     history = [(max(step, run.resumed_after + 1), counts) for step, counts in history]

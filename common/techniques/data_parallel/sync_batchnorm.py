@@ -1,4 +1,4 @@
-"""Synchronized BatchNorm over the batches of all ranks."""
+"""Synchronized BatchNorm, which normalizes over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
     """
 
     waiting_seconds = 0.0
-    """Time in seconds that forward passes have spent in their all-reduce since the last `pop_waiting_seconds`."""
+    """Time in seconds that forward passes have spent in all-reduces since the last call of `pop_waiting_seconds`."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -80,8 +80,8 @@ class SyncBatchNorm2d(nn.BatchNorm2d):
 def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """Convert the BatchNorm layers of a model to synchronized BatchNorm.
 
-    The new layers are torch's SyncBatchNorm with NCCL, and SyncBatchNorm2d with other backends. Parameters and buffers
-    keep their names and values.
+    With NCCL, the new layers are torch's SyncBatchNorm layers; with other backends, they are SyncBatchNorm2d layers.
+    Parameters and buffers keep their names and values.
     """
     if device.type == "cuda" and dist.get_backend() == "nccl":
         return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
@@ -95,7 +95,7 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def convert_batchnorm_layer(layer: nn.BatchNorm2d) -> SyncBatchNorm2d:
-    """Return a synchronized layer that shares the parameters and buffers of a BatchNorm2d."""
+    """Return a SyncBatchNorm2d layer that shares the parameters and buffers of a BatchNorm2d layer."""
     synced = SyncBatchNorm2d(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
     synced.weight = layer.weight
     synced.bias = layer.bias
@@ -117,7 +117,7 @@ def list_unsynchronized_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
 def accept_empty_batches(model: nn.Module) -> nn.Module:
     """Make unsynchronized BatchNorm layers accept empty batches, and return the model.
 
-    An empty batch has no mean, so the layers use their running statistics.
+    An empty batch has no mean, so the layers normalize with their running statistics and do not update them.
     """
 
     def set_mode(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -1,1 +1,1 @@
-"""Elastic runs: coordinator, members, process groups of a generation, supervisor, and recovery of a step."""
+"""Elastic runs: coordinator, members, process group of each generation, supervisor, and recovery."""

@@ -53,13 +53,14 @@ class RankConnection:
     """True if the other ranks cannot continue without this rank."""
     received: bytes = b""
     sign_in: dict[str, Any] | None = None
-    """Request to join the next generation; None if there is no request. `progress` is a list that starts with the
-    number of finished steps, or with -1 if the rank does not have the state. `done` is true if the rank has finished.
-    `together` is true if all ranks leave their generation after the same step."""
+    """Request of the rank to join the next generation; None if there is no request. The entry `progress` is a list that
+    starts with the number of finished steps, or with -1 if the rank does not have the training state. The entry `done`
+    is true if the rank has finished. The entry `together` is true if all ranks leave their generation after the same
+    step."""
     awaited_keys: list[str] = field(default_factory=list)
-    """Keys of the store for which the rank is waiting."""
+    """Keys whose values in the coordinator's store the rank is waiting for."""
     has_left: bool = False
-    """True after an orderly exit. The connection remains open until the process ends."""
+    """True after the rank has left the run in an orderly way, although its connection is still open."""
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message to the rank. Nothing is sent if the rank is unknown or its connection is closed."""
@@ -69,7 +70,7 @@ class RankConnection:
 
 
 class Coordinator:
-    """Coordinator of one run. The launcher must repeatedly call `poll_members`, which does all the work.
+    """Coordinator of one run. The launcher must repeatedly call `poll_members`, which handles all messages.
 
     The run can survive the loss of a rank after all ranks have connected and until all ranks are done. At any other
     time, the launcher ends the run when a rank is lost.
@@ -89,7 +90,7 @@ class Coordinator:
         self.arrived: set[int] = set()
         """Ranks that have connected at least once."""
         self.members: list[int] = []
-        """Live members of the newest generation."""
+        """Members of the newest generation that have not been lost."""
         self.generation_ended = False
         """True from the first failure in a generation until the next generation is formed."""
         self.finished = False
@@ -100,11 +101,11 @@ class Coordinator:
         self.lost: list[int] = []
         """Members lost since the newest generation was formed."""
         self.reasons: dict[int, str] = {}
-        """Reason, for each rank, why its newest process ended itself or was declared lost."""
+        """For each rank, the reason why the newest process of the rank ended itself or was declared lost."""
         self.store: dict[str, str] = {}
         self.polled = time.monotonic()
         self.on_unresponsive: Callable[[int], None] = lambda member: None
-        """Function that is called with the number of a rank that is lost because it is unresponsive."""
+        """Function that is called with the number of a rank that is declared lost because it is unresponsive."""
 
     @property
     def is_active(self) -> bool:
@@ -113,7 +114,7 @@ class Coordinator:
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Ranks without a connection while a generation is training; empty at any other time."""
+        """Ranks that have no connection while a generation is training; empty at any other time."""
         return self.absent_ranks if self.is_active and not self.generation_ended else []
 
     @property
@@ -132,23 +133,23 @@ class Coordinator:
         return {connection.rank for connection in self.connections if connection.joins}
 
     def find_end_reason(self) -> EndReason | None:
-        """Return the reason why a run ends after a rank was killed.
+        """Return why a run ends after a rank was killed, for the message of the launcher.
 
-        The result is None if the loss of a rank would end any run, elastic or not.
+        Return None if the loss of this rank would also have ended a run without elastic=true.
         """
         if self.end_reason or self.finished or not self.generation_number:
             return self.end_reason
         return None if self.members else EndReason.STATE_LOST
 
     def find_process_id(self, member: int) -> int:
-        """Return the process id of a member on its host, or 0 if the member is not connected."""
+        """Return the process ID that a member has on its host, or 0 if the member is not connected."""
         for connection in self.connections:
             if connection.rank == member:
                 return connection.pid
         return 0
 
     def poll_members(self, seconds: float) -> bool:
-        """Wait up to `seconds` for messages, answer them, and then drop unresponsive members.
+        """Wait up to `seconds` seconds for messages, answer all messages, and then drop unresponsive members.
 
         Return whether messages have arrived.
         """
@@ -161,7 +162,7 @@ class Coordinator:
 
         now = time.monotonic()
         timeout = self.settings.timeout
-        was_suspended = now - self.polled > timeout / 2  # this process was suspended, so no rank is late
+        was_suspended = now - self.polled > timeout / 2  # this process was suspended, so heartbeats may still be unread
         self.polled = now
         for connection in list(self.connections):
             if was_suspended:
@@ -184,7 +185,7 @@ class Coordinator:
         return self.is_active
 
     def close(self) -> None:
-        """Close all connections. A forked child that has inherited the connections must also call this method."""
+        """Close all connections. A forked child process, which inherits the connections, must also call this method."""
         for connection in self.connections:
             connection.socket.close()
         self.listener.close()
@@ -250,7 +251,7 @@ class Coordinator:
     def _identify_rank(self, connection: RankConnection, message: dict[str, Any]) -> None:
         """Assign a connection to the rank that identifies itself in the first message.
 
-        Raises ValueError for a wrong key, an invalid rank, or a rank that is already connected.
+        Raises ValueError if the key is wrong, the rank is invalid, or the rank is already connected.
         """
         rank = int(message["hello"])
         pid = int(message["pid"])
@@ -272,7 +273,7 @@ class Coordinator:
             self._start_first_generation()
 
     def _start_first_generation(self) -> None:
-        """Start the first generation after all ranks have connected. Some ranks may have been lost since then."""
+        """Start the first generation once every rank has connected, although some ranks may already be lost."""
         self.generation_number = 1
         self.members = sorted(self.connected_ranks)
         self.lost = self.absent_ranks
@@ -301,8 +302,8 @@ class Coordinator:
     def _remove_member(self, connection: RankConnection, *, failed: bool) -> None:
         """Remove the rank of a connection from the members, if the rank is a member.
 
-        A failure ends the generation, and the failure of an irreplaceable rank ends the run. Removing the same rank
-        twice has no further effect.
+        A failure ends the generation, and the failure of an irreplaceable rank ends the run. Removing the same rank a
+        second time has no effect.
         """
         if failed and connection.irreplaceable and not self.finished:
             self.end_reason = EndReason.SHARD_LOST
@@ -314,7 +315,7 @@ class Coordinator:
         self._form_generation_if_ready()
 
     def _count_rank_as_lost(self, connection: RankConnection) -> None:
-        """Count a rank as lost even though it made an orderly exit while it was handling its failure."""
+        """Count a rank as lost although it has left in an orderly way, because a failure made the rank leave."""
         if connection.has_left and not self.finished:
             connection.has_left = False
             self.lost.append(connection.rank)
@@ -336,7 +337,7 @@ class Coordinator:
     def _end_generation(self) -> None:
         """Notify all members that their generation has ended.
 
-        Without this notification, their collectives would never end.
+        Without this notification, the collectives of the members would never end.
         """
         if self.generation_ended or not self.is_active:
             return
@@ -361,9 +362,9 @@ class Coordinator:
         self._form_generation(sorted([*members, *joined], key=lambda connection: connection.rank))
 
     def _form_generation(self, connections: Sequence[RankConnection]) -> None:
-        """Form a generation, whose ranks then copy the newest state.
+        """Form a generation of the given ranks, which then copy the newest training state.
 
-        If no rank has a state, the run cannot continue, and `end_reason` is set.
+        If no rank has a training state, the run cannot continue, and `end_reason` is set instead.
         """
         progress = [connection.sign_in["progress"] for connection in connections if connection.sign_in]
         newest = max(progress)

@@ -1,4 +1,4 @@
-"""Process group of a generation: formed through the coordinator, and disconnected when the generation ends."""
+"""Process group of a generation, formed through the coordinator and disconnected when the generation ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.ranks.rendezvous import World
 from common.techniques.elastic.member import Member
 
 Connections = list[tuple[int, int]]  # file descriptor and inode of each connection
-CONNECT_FACTOR = 5  # gloo waits for connections for this multiple of the timeout of a group
+CONNECT_FACTOR = 5  # gloo waits for connections for five times the timeout of a process group
 set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # older torch needs the fallback
 LEFT_GROUPS: list[Any] = []
 """Process groups that this rank has left but has not freed yet."""
@@ -48,9 +48,9 @@ def form_process_group(member: Member, timeout: datetime.timedelta, number: int)
     """Leave the current process group, if any, and form the process group of the member's generation.
 
     `timeout` is the time limit of the group's collectives, and `number` is the original rank of this process. A rank
-    that is waiting for a connection cannot be woken up. Therefore, connecting has a short time limit, slightly longer
-    than the time after which the coordinator declares an unresponsive rank lost. Raises RuntimeError if the ranks
-    cannot connect.
+    that is waiting for a connection cannot be woken up. Therefore, the time limit for connecting is only slightly
+    longer than the time after which the coordinator declares an unresponsive rank lost. Raises RuntimeError if the
+    ranks cannot connect.
     """
     if dist.is_initialized():
         leave_process_group()
@@ -71,7 +71,7 @@ def form_process_group(member: Member, timeout: datetime.timedelta, number: int)
 
 
 def leave_process_group() -> None:
-    """Leave the process group, which stays in memory until `free_left_groups` is called."""
+    """Leave the process group, which stays in memory until `free_left_process_groups` is called."""
     LEFT_GROUPS.append(dist.group.WORLD)
     dist.destroy_process_group()
 
@@ -79,8 +79,8 @@ def leave_process_group() -> None:
 def free_left_process_groups() -> None:
     """Free the process groups that this rank has left.
 
-    Call this function when no other object, such as DDP's reducer, uses these groups any longer. The groups are freed
-    in a thread, because freeing a group waits for its collectives, which may never end.
+    Call this function only when no other object, such as DDP's reducer, uses these groups. The groups are freed in a
+    thread, because freeing a group waits for its collectives, which may never end.
     """
     groups = LEFT_GROUPS.copy()
     LEFT_GROUPS.clear()
@@ -113,10 +113,11 @@ def list_connections(*excluded: socket.socket) -> Connections:
 def shut_down_connections(connections: Connections) -> None:
     """Shut down the receiving side of connections, so that waiting collectives fail immediately.
 
-    A collective of gloo cannot be aborted, and its timeout would have to exceed the time of every step, evaluation, and
-    checkpoint. Shutting down both directions would not wake up a collective that has received a part of a message.
+    A collective of gloo cannot be aborted. Its timeout ends the wait too late, because this timeout must exceed the
+    duration of every step, evaluation, and checkpoint. Shutting down both directions would not wake up a collective
+    that has received only a part of a message.
     """
     for fd, inode in connections:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
-            if os.fstat(copy.fileno()).st_ino == inode:  # otherwise, the descriptor belongs to another file by now
+            if os.fstat(copy.fileno()).st_ino == inode:  # otherwise, the descriptor has been reused for another file
                 copy.shutdown(socket.SHUT_RD)

@@ -31,10 +31,10 @@ SEND_SECONDS = 1.0  # time limit for sending the last message of a rank that lea
 
 
 class GenerationEnded(RuntimeError):
-    """Error raised when the current generation has ended.
+    """Raised when the current generation has ended.
 
-    Either a member was lost, so that collectives no longer end, or all members leave the generation because another
-    rank joins.
+    A generation ends when a member is lost, because collectives of the generation can then never finish. A generation
+    also ends when all members leave to let another rank join.
     """
 
 
@@ -44,7 +44,7 @@ class Generation:
 
     number: int = 1
     members: Sequence[int] = ()
-    """Original rank of each member, ordered by rank in this generation."""
+    """Original rank of each member, in the order of the members' ranks in this generation."""
     source: int = 0
     """Rank in this generation that has the newest state."""
     copies: bool = False
@@ -52,9 +52,9 @@ class Generation:
     lost: Sequence[int] = ()
     joined: Sequence[int] = ()
     stops: bool = False
-    """True if the ranks must save and stop, because there are fewer ranks than `elastic.min`."""
+    """True if the ranks must save a checkpoint and stop, because there are fewer ranks than `elastic.min`."""
     done: bool = False
-    """True if the run has finished, so that the members continue without the coordinator."""
+    """True if the run has finished, so that the members no longer need the coordinator."""
 
 
 class Member:
@@ -65,8 +65,8 @@ class Member:
     ) -> None:
         """Connect to the coordinator and start the thread.
 
-        `number` is the original rank. `timeout` is the time in seconds without a heartbeat after which a rank is
-        declared lost. The run ends if an `irreplaceable` rank is lost.
+        `number` is the original rank. A rank is declared lost after `timeout` seconds without a heartbeat. The run ends
+        if an `irreplaceable` rank is lost.
         """
         self.orphan_command: list[str] = json.loads(os.environ.get(ORPHAN_COMMAND_VARIABLE, "[]"))
         """Command that replaces this process if it can no longer reach the coordinator."""
@@ -77,7 +77,7 @@ class Member:
         """Function that the thread calls repeatedly to wake up the main thread, from the end of a generation until the
         main thread calls `sign_in`."""
         self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
-        os.register_at_fork(after_in_child=self.socket.close)  # data workers would keep the socket open
+        os.register_at_fork(after_in_child=self.socket.close)  # otherwise, data workers would keep the socket open
         self.send_lock = threading.Lock()
         self.closed = False
         self.generation_ended = joins
@@ -86,7 +86,7 @@ class Member:
         self.has_waiting_rank = False
         """True if another rank is waiting to join the next generation."""
         self.max_sleep_seconds = timeout + GRACE_SECONDS
-        """Time in seconds for which the main thread may sleep after the end of a generation."""
+        """Time in seconds that the main thread may sleep after the end of a generation before it counts as stuck."""
         self.is_wait_bounded = False
         """True while the main thread is in a wait that has its own time limit."""
         self.last_busy = 0.0
@@ -97,11 +97,11 @@ class Member:
         threading.Thread(target=self._listen, daemon=True, name="elastic").start()
 
     def sign_in(self, progress: Sequence[int], *, done: bool = False, together: bool = False) -> Generation:
-        """Request to join the next generation and wait until this generation is formed.
+        """Request to join the next generation, wait until it is formed, and return it.
 
-        `progress` orders the states of the ranks: the newest state has the greatest value. The request ends the current
-        generation of the other ranks, unless `done` or `together` is true. All members must make a request with `done`
-        or `together` after the same step.
+        The rank with the greatest `progress` has the newest training state. The request ends the current generation of
+        the other ranks, unless `done` or `together` is true. All members must make a request with `done` or `together`
+        after the same step.
         """
         self.has_signed_in = True
         self._send({"sign_in": {"progress": list(progress), "done": done, "together": together}})
@@ -127,7 +127,7 @@ class Member:
         self._send({"set": key, "value": value})
 
     def get_values(self, keys: Sequence[str]) -> list[str]:
-        """Wait until members of this generation have set all keys, and return the values.
+        """Wait until members of this generation have set the values of all `keys`, and return these values.
 
         Raises GenerationEnded if the generation ends first.
         """
@@ -199,9 +199,9 @@ class Member:
     def _leave_if_stuck(self, now: float) -> None:
         """Leave the run if the main thread sleeps instead of signing in, because a gloo collective may never end.
 
-        After a collective has failed in the middle of a message, gloo no longer reads from that connection. Another
-        collective that waits for this connection cannot be woken up. This rank leaves as a lost rank, because a lost
-        rank can be restarted.
+        After a collective has failed in the middle of a message, gloo no longer reads from that connection. A later
+        collective that waits for data from this connection cannot be woken up. This rank then leaves as a lost rank,
+        because a lost rank can be restarted.
         """
         state, ticks = read_main_thread()
         if self.is_wait_bounded or state != SLEEPING_STATE or ticks != self.cpu_ticks:
@@ -229,7 +229,7 @@ class Member:
             self.send_lock.release()
 
     def _end_process(self, reason: str, command: Sequence[str] = (), *, lost: bool = False) -> None:
-        """End this process immediately, or replace it with a command, so that it writes nothing more."""
+        """End this process immediately, or replace it with `command`, so that it cannot write any more files."""
         print(f"this rank leaves the run: {reason}", file=sys.stderr, flush=True)
         try:
             if command:

@@ -1,4 +1,4 @@
-"""Copying of the training state from one rank to other ranks, without using the disk."""
+"""Copying of the training state from one rank to other ranks over the network, without using the disk."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from common.ranks.rendezvous import World
 
 
 def broadcast_state(state: TrainState, source: int, world: World, step: int, *, loads: bool) -> None:
-    """Send the state of rank `source` after step `step` to all ranks. All ranks must call this function.
+    """Send the training state that rank `source` has after step `step` to all ranks.
 
-    A rank that passes `loads=True` loads the state, after it has been received completely. The state contains only
-    tensors and primitives, so loading it cannot execute code.
+    All ranks must call this function. A rank that passes `loads=True` loads the state after the state has been received
+    completely. The state contains only tensors and plain Python values, so loading the state cannot execute code.
     """
     buffer = io.BytesIO()
     if world.rank == source:

@@ -1,4 +1,4 @@
-"""Recovery in elastic runs: each rank discards a failed step and continues with the remaining ranks.
+"""Recovery in elastic runs, in which the remaining ranks discard a failed step and continue training.
 
 A rank whose collective fails signs in with the coordinator. When all living ranks have signed in, they form a new
 generation with a new process group. Some ranks may have completed the step in which the failure occurred. A generation
@@ -52,17 +52,17 @@ class RankChange:
 
 
 class ElasticRecovery:
-    """Recovery of one rank in an elastic run, active from the first step to the end of the last evaluation."""
+    """One rank's part in the recovery of an elastic run, from the first step to the end of the last evaluation."""
 
     def __init__(self, run: RunContext, state: TrainState, settings: Elastic) -> None:
         """Connect to the coordinator. Raises UserError if the run cannot continue after the loss of a rank."""
         world = run.world
         if world.backend != "gloo":
-            raise UserError("elastic=true: ranks on GPUs cannot continue without a lost rank; set launch.device=cpu")
+            raise UserError("elastic=true: ranks on GPUs cannot continue after a rank is lost; set launch.device=cpu")
         if not world.coordinator:
             raise UserError(
                 f"elastic=true: {world.launcher} stops all ranks when one rank is lost; use make exp, start the "
-                "experiment's script directly, or omit elastic"
+                "experiment's script directly, or omit elastic=true"
             )
         assert isinstance(run.metrics, SharedMetricsLog)
         self.run = run
@@ -105,21 +105,21 @@ class ElasticRecovery:
     # ---- steps
 
     def begin_step(self) -> None:
-        """Save the state that a step modifies before its update, so that a failed step can be repeated."""
+        """Copy the buffers and the random state, so that the step can be repeated if it fails."""
         self.step_start = time.perf_counter()
         self.shared = AveragedValues()
         copy_tensors(self.buffers, self.buffers_before)
         self.random_before = torch.get_rng_state()
 
     def start_averaging(self, values: Values) -> None:
-        """Start an asynchronous all-reduce that averages values of a step over the ranks.
+        """Start an asynchronous all-reduce that averages logged values of a step over the ranks.
 
         The all-reduce also determines whether a rank is waiting to join.
         """
         self.shared.start_averaging(values, self.member.has_waiting_rank)
 
     def commit(self) -> dict[str, float]:
-        """Return the means over all ranks of the values that have been logged in this step.
+        """Return the values that have been logged in this step, averaged over all ranks.
 
         All ranks must call this method before the update. Raises RuntimeError if a rank is lost.
         """
@@ -140,7 +140,7 @@ class ElasticRecovery:
 
     @torch.no_grad()
     def discard_step(self) -> None:
-        """Restore the position in the data, the buffers, and the random state to the start of the failed step."""
+        """Reset the data loader, the buffers, and the random state to their states at the start of the failed step."""
         self.discarded = time.perf_counter() - self.step_start
         copy_tensors(self.buffers_before, self.buffers)
         torch.set_rng_state(self.random_before)
@@ -164,7 +164,7 @@ class ElasticRecovery:
             self.member.leave_as_lost(reason)
 
     def finish_run(self) -> bool:
-        """Return True if all ranks have finished the run; otherwise, join the next generation and return False."""
+        """Return True if all ranks have finished the run. Otherwise, join the next generation and return False."""
         generation = self.member.sign_in(self._measure_progress(), done=True)
         if not generation.done:
             self.join_generation(generation)
@@ -179,7 +179,7 @@ class ElasticRecovery:
     # ---- generations
 
     def join_generation(self, generation: Generation | None = None) -> None:
-        """Continue training as a member of `generation`, or of the next generation if it is None.
+        """Form the process group of `generation` (default: the next generation) so that training can continue.
 
         Raises RuntimeError if communication fails repeatedly although no rank is lost.
         """
@@ -234,8 +234,8 @@ class ElasticRecovery:
     def _form_generation(self, generation: Generation, change: RankChange) -> RankChange:
         """Form the process group of a generation, and copy the source rank's state to the other ranks.
 
-        `change` contains the lost and joined ranks known to this rank. Returns the change known to the source rank.
-        Raises RuntimeError if communication fails.
+        `change` contains the lost and joined ranks known to this rank. Returns the change that is known to the source
+        rank. Raises RuntimeError if communication fails.
         """
         run = self.run
         world = run.world
@@ -250,7 +250,7 @@ class ElasticRecovery:
         if generation.copies:
             loads = self._measure_progress() != facts["progress"]
             peer_copy.broadcast_state(self.state, generation.source, world, facts["step"], loads=loads)
-        self._apply_run_facts(facts)  # these must match the copied state even if communication fails below
+        self._apply_run_facts(facts)  # now, to match the copied state even if communication fails below
         self.joining = False
         self.state.enter_group(facts["step"])
         group.free_left_process_groups()
@@ -276,7 +276,7 @@ class ElasticRecovery:
         group.update_world_fields(world, hosts=tuple(hosts), local_rank=local_rank, local_size=hosts.count(host))
 
     def _divide_batches(self, members: Sequence[int]) -> None:
-        """Divide each batch among the members in proportion to the `shards` setting, or equally if not set."""
+        """Divide each batch among the members in proportion to the `shards` setting, or equally if it is not set."""
         loader = self.state.loader
         plan = self.run.cfg.batch_plan
         assert not isinstance(loader, Rounds)
@@ -286,7 +286,7 @@ class ElasticRecovery:
         loader.set_shards(dist.get_rank(), divide_batch(plan.batch // plan.microbatches, weights))
 
     def _collect_run_facts(self, change: RankChange) -> dict[str, Any]:
-        """Return the facts about the run that the source rank sends to all other ranks."""
+        """Return the progress, counters, and unwritten metrics that the source rank sends to all other ranks."""
         run = self.run
         saver = run.saver
         change = dataclasses.replace(change, discarded=self.discarded)
@@ -304,7 +304,7 @@ class ElasticRecovery:
         }
 
     def _apply_run_facts(self, facts: dict[str, Any]) -> None:
-        """Apply the facts received from the source rank to this rank."""
+        """Set this rank's progress, counters, and unwritten metrics to those received from the source rank."""
         run = self.run
         saver = run.saver
         metrics = self.metrics
@@ -323,7 +323,7 @@ class ElasticRecovery:
         metrics.next_flush = run.step + 1
 
     def _record_change(self, generation: Generation, seconds: float, change: RankChange) -> None:
-        """Record a change of ranks in the log and the run folder.
+        """Record a change in the set of ranks in the log and the run folder.
 
         `seconds` is the time from the failure until the new generation was formed.
         """

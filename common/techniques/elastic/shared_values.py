@@ -12,7 +12,7 @@ from common.measure.metrics_log import Values
 
 
 class AveragedValues:
-    """Asynchronous averages over the ranks of the values that a step logs before its update.
+    """Asynchronous averaging, over all ranks, of the values that a step logs before its update.
 
     All ranks must call `start_averaging` and `finish_averaging` in the same order. An all-reduce that starts before
     backward adds almost no time, because the ranks wait for each other during backward anyway.
@@ -20,12 +20,12 @@ class AveragedValues:
 
     def __init__(self) -> None:
         self.started: list[tuple[list[str], Tensor, Any]] = []
-        """Names of the values, tensor of numbers, and work handle of each all-reduce."""
+        """Names of the averaged values, tensor with the flag and the values, and work handle, for each all-reduce."""
 
     def start_averaging(self, values: Values, flag: bool) -> None:
-        """Start to average values over the ranks, and to determine whether `flag` is set on any rank.
+        """Start averaging values over the ranks and determining whether `flag` is set on any rank.
 
-        Raises ValueError if this rank does not know a value, because the ranks would otherwise add up different values.
+        Raises ValueError if a value is None, because every rank must contribute a number to each average.
         """
         numbers = [float(flag)]
         names = sorted(values)
@@ -39,7 +39,7 @@ class AveragedValues:
         self.started.append((names, table, dist.all_reduce(table, async_op=True)))
 
     def finish_averaging(self, ranks: int) -> tuple[dict[str, float], bool]:
-        """Wait for all averages. Return the averages by name, and whether the flag is set on any rank.
+        """Return the averages by name, and whether the flag is set on any rank, after waiting for all averages.
 
         `ranks` is the number of ranks. Raises RuntimeError if communication fails.
         """

@@ -30,7 +30,7 @@ def open_listener(address: str, size: int) -> socket.socket:
 
 
 class Supervisor:
-    """Supervisor with which a launcher manages the ranks of an elastic run.
+    """Supervisor that a launcher uses to manage the ranks of an elastic run.
 
     `kill` ends the process of a rank, and `start` starts a new process for a rank.
     """
@@ -48,9 +48,8 @@ class Supervisor:
     ) -> None:
         """Create the supervisor and its coordinator, which listens on the socket `listener`.
 
-        `key` authenticates the ranks if other users can reach this socket. A restarted rank must connect to the
-        coordinator within `start_timeout` seconds. Otherwise, `give_up_start` ends its process. The default of
-        `give_up_start` is `kill`.
+        `key` authenticates the ranks if other users can connect to this socket. If a restarted rank does not connect to
+        the coordinator within `start_timeout` seconds, `give_up_start` (default: `kill`) ends the process of the rank.
         """
         self.settings = settings
         self.start = start
@@ -66,8 +65,8 @@ class Supervisor:
     def handle_ended_rank(self, rank: int, exit_code: int) -> bool:
         """Handle the end of a rank's process, and return whether the run continues without this rank.
 
-        Only a killed rank counts as lost. A rank that fails in any other way ends the run. A restarted rank that has
-        not joined yet may end in any way.
+        Only a rank that was killed by a signal counts as lost. A rank that fails in any other way ends the run, unless
+        the rank was restarted and has not joined a generation yet.
         """
         is_new = rank in self.joining_ranks
         self.start_times.pop(rank, None)
@@ -83,8 +82,8 @@ class Supervisor:
     def poll_and_restart_ranks(self, lost_ranks: Container[int]) -> None:
         """Answer the messages of the ranks, and restart missing ranks while the other ranks continue.
 
-        Only ranks in `lost_ranks`, which are known to be lost, are restarted. Any other missing rank may have failed by
-        itself, which ends the run.
+        Only ranks in `lost_ranks`, which are known to be lost, are restarted. Any other missing rank may have exited
+        with an error, which ends the run.
         """
         self.coordinator.poll_members(POLL_SECONDS)
         now = time.monotonic()

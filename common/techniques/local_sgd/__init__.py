@@ -1,1 +1,1 @@
-"""Local SGD: workers, exchange of parameters, compression and state."""
+"""Local SGD: workers, exchange of parameters, compression, and training state."""

@@ -25,7 +25,7 @@ class Exchange:
         """Prepare exchanges of vectors that have the length, data type, and device of `like` [n]."""
         self.workers = workers
         self.bytes_sent = 0
-        """Number of bytes that this worker has passed to collectives."""
+        """Total size, in bytes, of the tensors that this worker has passed to collectives."""
         self.works: list[dist.Work] = []
         self.residual = torch.zeros_like(like) if self.lossy else None
         """Compression error [n] that this worker adds to the next vector; None if the exchange is lossless."""
@@ -76,7 +76,7 @@ class Exchange:
         return messages.view(self.workers, -1)
 
     def wait_for_collectives(self) -> None:
-        """Wait until all collectives that this exchange has started are finished."""
+        """Wait for all collectives that this exchange has started."""
         for work in self.works:
             work.wait()
         self.works.clear()
@@ -92,7 +92,7 @@ class Exchange:
         return total.div_(self.workers)
 
     def collect_state(self) -> dict[str, Tensor]:
-        """Return the tensors that must be saved for the next exchange, such as the compression error.
+        """Return the tensors that a checkpoint must contain for the next exchange, such as the compression error.
 
         Call this method only while no exchange is in flight.
         """
@@ -106,9 +106,9 @@ class Exchange:
 
 
 class Bf16Exchange(Exchange):
-    """Exchange of a vector [n] in bfloat16, which sends 2 n bytes.
+    """Exchange of a vector [n] in bfloat16, in which each worker passes 2 n bytes to an all-reduce.
 
-    Error feedback covers the conversion of each vector to bfloat16, but not the rounding of their sum.
+    Error feedback corrects the error from converting each vector to bfloat16, but not the error from rounding the sum.
     """
 
     lossy = True
@@ -132,7 +132,7 @@ class Int8Exchange(Exchange):
     lossy = True
 
     def __init__(self, like: Tensor, workers: int, sizes: list[int]) -> None:
-        """Prepare exchanges of the parameters whose numbers of elements are `sizes`, n in total."""
+        """Prepare exchanges of parameter tensors that have `sizes[i]` elements each, n in total."""
         super().__init__(like, workers)
         self.sizes = sizes
         self.counts = torch.tensor(sizes, device=like.device)
@@ -160,7 +160,8 @@ class Int8Exchange(Exchange):
 class TopkExchange(Exchange):
     """Exchange of the k values of largest magnitude in a vector (Aji and Heafield 2017, arXiv 1704.05021).
 
-    A message contains k values and their positions as int32. It has 8 k bytes, or 12 k bytes with float64.
+    A message contains k values and their positions as int32. The message has 8 k bytes for float32 values, and 12 k
+    bytes for float64 values.
     """
 
     lossy = True

@@ -13,9 +13,9 @@ class PowerSgdExchange(Exchange):
 
     A matrix [a, b] of rank r is approximated by P [a, r] and Q [b, r], so each worker sends (a + b) r values. A
     parameter with more than two dimensions is flattened to a matrix whose rows correspond to the first dimension.
-    Vectors are sent uncompressed, and so are matrices for which P and Q together are not smaller. Each exchange starts
-    from the Q of the previous exchange. `begin_exchange` starts the all-reduce of P; `finish_exchange` performs the
-    all-reduce of Q.
+    Vectors are sent uncompressed. A matrix is also sent uncompressed if P and Q together are not smaller than the
+    matrix. Each exchange starts from the Q of the previous exchange. `begin_exchange` starts the all-reduce of P;
+    `finish_exchange` performs the all-reduce of Q.
     """
 
     lossy = True
@@ -28,7 +28,7 @@ class PowerSgdExchange(Exchange):
         super().__init__(like, workers)
         self.shapes: list[tuple[int, int]] = []
         self.ranks: list[int] = []
-        """Rank r of the approximation of each matrix; 0 if the matrix is sent uncompressed."""
+        """Rank r with which each matrix is approximated; 0 if the matrix is sent uncompressed."""
         self.widths: list[int] = []
         """Number of elements of each matrix Q."""
         for shape in shapes:
@@ -44,7 +44,7 @@ class PowerSgdExchange(Exchange):
         """Elements of all matrices Q, concatenated into one vector."""
 
     def split_q_matrices(self) -> list[Tensor]:
-        """Return the matrices Q [b, r] as views of one vector; [b, 0] for uncompressed parameters."""
+        """Return the matrices Q as views [b, r] of one vector; the shape is [b, 0] for uncompressed parameters."""
         parts = zip(self.right.split(self.widths), self.shapes, self.ranks, strict=True)
         return [part.view(columns, rank) for part, (_, columns), rank in parts]
 

@@ -1,4 +1,4 @@
-"""Training state of local SGD: the mean of the workers' parameters, and each worker's own parameters."""
+"""Training state of local SGD, which contains the mean parameters and the parameters of each worker."""
 
 from __future__ import annotations
 

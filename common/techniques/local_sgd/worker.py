@@ -1,6 +1,7 @@
-"""A local SGD worker: its parameters, the reference parameters shared by all workers, and the exchanges.
+"""Local SGD worker, which exchanges its parameter changes with all other workers.
 
-A vector [n] contains all n parameters of the network, in the order of `network.parameters()`.
+Each vector [n] in this module holds one number per parameter, in the order of `network.parameters()`. The reference is
+the parameter vector that all workers share after an outer step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EXCHANGE_STEP = 2
 
 
 class LocalWorker:
-    """A rank of local SGD, which trains without communication between two exchanges.
+    """A rank that trains with local SGD and does not communicate between two exchanges.
 
     `momentum_of` determines how an exchange treats the optimizer's momentum. With "own", each worker keeps its
     momentum. With "averaged", the momentum is averaged over the workers. With "reset", the whole optimizer state is
@@ -65,7 +66,7 @@ class LocalWorker:
 
     @property
     def awaits_outer_step(self) -> bool:
-        """True from the start of an exchange until the outer step that applies the exchanged difference."""
+        """True from the start of an exchange until the outer step that applies the mean difference."""
         return self.exchange_step > 0
 
     @torch.no_grad()
@@ -75,7 +76,7 @@ class LocalWorker:
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Replace all gradients with their means over all workers, so that the next step equals a step of DDP.
+        """Replace each gradient with its mean over all workers, so that the next step equals a step of DDP.
 
         Missing gradients are treated as zeros, because the vectors of all workers must have the same length. All
         workers must call this method.
@@ -93,7 +94,7 @@ class LocalWorker:
 
     @torch.no_grad()
     def begin_exchange(self, step: int) -> None:
-        """Start to exchange the difference between the reference and this worker's parameters.
+        """Start exchanging the difference between the reference and this worker's parameters.
 
         All workers must call this method after the same `step`.
         """
@@ -135,8 +136,8 @@ class LocalWorker:
     def rebase_onto_reference(self) -> None:
         """Set the parameters to the new reference, plus this worker's local changes since the exchange started.
 
-        If the worker has taken no steps since then, its parameters are bitwise equal to the reference. All workers must
-        call this method after the outer step.
+        If a worker has taken no steps since the exchange started, its parameters are bitwise equal to the reference.
+        All workers must call this method after the outer step.
         """
         local_steps = self.flatten_parameters() - self.sent
         vector_to_parameters(self.reference + local_steps, self.network.parameters())
@@ -148,15 +149,16 @@ class LocalWorker:
                 moment.copy_(mean)
 
     def _find_moments(self) -> list[Tensor]:
-        """Return the moments in the optimizer's state, which are tensors with the shape of a parameter.
+        """Return the moments in the optimizer's state; a moment is a tensor with the shape of its parameter.
 
         A parameter that has never had a gradient has no state. Zeros are returned in place of its moments, so that all
         workers return the same number of tensors; the optimizer's state does not change. The names of the moments are
         gathered from all workers, because a worker without any gradient does not know these names. All workers must
         call this method. Raises UserError on all workers if no worker has any moments.
 
-        Adam's first and second moments are averaged together. Otherwise, a worker that has had no gradient would divide
-        the mean first moment by the root of its own second moment, which is almost zero, and take a huge step.
+        Both of Adam's moments are averaged. If only the first moment were averaged, a worker that has had no gradient
+        would divide the mean first moment by the square root of its own second moment, which is almost zero. This
+        worker would then take a huge step.
         """
         trained = self._list_trainable_parameters()
         local_names: dict[str, None] = {}  # an ordered set
@@ -196,7 +198,7 @@ class LocalWorker:
 
     @torch.no_grad()
     def average_parameters(self) -> Tensor:
-        """Return the mean of the parameters [n] over all workers, without modifying the parameters.
+        """Return the parameters [n] averaged over all workers, without modifying any worker's parameters.
 
         All workers must call this method.
         """
@@ -219,7 +221,7 @@ class LocalWorker:
 
     @property
     def shared_tensors(self) -> dict[str, Tensor]:
-        """Tensors that are identical on all workers; checkpoints save these tensors and load them in place."""
+        """Tensors that are identical on all workers and that checkpoints save and load in place."""
         return {"reference": self.reference, "momentum": self.momentum, "counts": self.counts}
 
     def collect_local_vectors(self) -> dict[str, Any]:
@@ -235,7 +237,7 @@ class LocalWorker:
 
     @torch.no_grad()
     def load_local_vectors(self, saved: dict[str, Any]) -> None:
-        """Load vectors returned by `collect_vectors`."""
+        """Load vectors returned by `collect_local_vectors`."""
         vectors = {name: vector.to(self.reference.device) for name, vector in saved.items()}
         vector_to_parameters(vectors["parameters"], self.network.parameters())
         self.sent = vectors.get("sent", self.sent)

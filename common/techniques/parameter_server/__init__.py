@@ -1,1 +1,1 @@
-"""The parameter server: serving ranks, worker ranks, their state and their report."""
+"""Parameter server: server ranks, worker ranks, their training state, and the report."""

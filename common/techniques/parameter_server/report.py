@@ -1,4 +1,4 @@
-"""Report on a parameter server: pushes, bytes and staleness of each server in this attempt."""
+"""Report on the servers of a parameter server: pushes, bytes transferred, and staleness in this attempt."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MAX_TABLE_STALENESS = 8  # maximum number of staleness values in the table
 
 
 class ServerCounts(NamedTuple):
-    """Number of pushes that one server has applied, and number of bytes received and sent by the server."""
+    """Number of pushes that one server has applied, and number of bytes that it has received and sent."""
 
     pushes: int
     received: int
-    """Bytes of gradients received, including gradients from the server's own rank, which need no message."""
+    """Size of all received gradients in bytes, including those from the server's own rank, which need no message."""
     sent: int
-    """Bytes of parameters sent, including parameters for the server's own rank, which need no message."""
+    """Size of all sent parameters in bytes, including those for the server's own rank, which need no message."""
     staleness: dict[str, int]
     """Number of pushes by staleness. The keys are strings because the counts are sent as JSON."""
 
@@ -55,7 +55,7 @@ class ServerReport:
         return total_staleness / max(1, self.staleness.total())
 
     def compute_staleness_shares(self) -> dict[int, float]:
-        """Return the fraction of pushes (0 to 1) for each staleness from 0 to the maximum."""
+        """Return, for each staleness from 0 to the maximum, the fraction (0 to 1) of pushes that had this staleness."""
         ages = range(max(self.staleness, default=-1) + 1)
         return {age: self.staleness[age] / self.staleness.total() for age in ages}
 

@@ -1,14 +1,14 @@
 """Servers of a parameter server, each of which stores and updates a shard of the parameters.
 
-Parameter servers are described by Li et al. 2014 (OSDI). A server answers pulls with its shard and applies pushed
-gradients with a torch optimizer. Each optimizer step creates a new version of the shard. A gradient is computed from
-pulled parameters. The staleness of a push is the number of versions created between the pull of these parameters and
-the application of the gradient.
+Parameter servers are described by Li et al. 2014 (OSDI). A worker pulls (requests) parameters, computes a gradient, and
+pushes (sends) the gradient to the servers. A server answers a pull with its shard and applies a pushed gradient with a
+torch optimizer. Each optimizer step creates a new version of the shard. The staleness of a push is the number of
+versions that were created after the worker pulled the parameters and before its gradient was applied.
 
-In sync mode, each step has two phases. When all pushes have arrived, the server prepares the step and answers the
-pushes. `take_prepared_step` then applies the step. If a worker has received all answers, every server has received all
-pushes. In an elastic run, a step that one rank has completed can therefore be applied on every server. A step that no
-rank has completed is not applied on any server.
+In sync mode, each step has two phases. When the pushes of all workers have arrived, the server prepares the step and
+answers the pushes. `apply_prepared_step` then applies the step. A worker that has received the answers of all servers
+therefore knows that every server has received all pushes. In an elastic run, a step that one rank has completed can
+therefore be applied on every server. A step that no rank has completed is not applied on any server.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def split_vector_into_shards(length: int, servers: int) -> list[slice]:
-    """Divide a vector into shards of nearly equal length. Raises UserError if a shard would be empty."""
+    """Return slices that divide a vector into shards of nearly equal length. Raises UserError if one is empty."""
     if servers > length:
         raise UserError(f"servers={servers}: the model has only {format_count(length, 'parameter')}; use fewer servers")
     return [slice(length * i // servers, length * (i + 1) // servers) for i in range(servers)]
@@ -51,7 +51,8 @@ class Shard:
     def apply_gradients(self, gradients: Sequence[Tensor], rate: float) -> None:
         """Take one optimizer step with pushed gradients [n] and learning rate `rate`.
 
-        Each gradient belongs to one worker's share of the batch, so their sum is divided by the number of workers.
+        Each gradient is computed from one worker's share of the batch, so the sum of the gradients is divided by the
+        number of workers.
         """
         self.values.grad = functools.reduce(torch.add, gradients) / self.workers
         self.optimizer.param_groups[0]["lr"] = rate
@@ -63,9 +64,9 @@ class Shard:
 class StalenessPolicy:
     """Rules that decide when a pull is answered and when a push is applied.
 
-    In sync mode, the server waits for the pushes of all workers and applies them together. In async mode, the server
-    applies each push immediately. The bounded mode is stale synchronous parallel (Ho et al. 2013), except that the
-    staleness is counted in versions. In this mode, the server answers a pull or applies a push only if every
+    In sync mode, the server waits for the pushes of all workers and applies these pushes together. In async mode, the
+    server applies each push immediately. Bounded mode is the stale synchronous parallel model (Ho et al. 2013), except
+    that staleness is counted in versions. In bounded mode, the server answers a pull or applies a push only if every
     outstanding push can still be applied with a staleness of at most `max_staleness`.
     """
 
@@ -76,12 +77,13 @@ class StalenessPolicy:
     def admits_pull(self, pulled: Collection[int], version: int) -> bool:
         """Return whether a pull may be answered now.
 
-        `pulled` contains the versions that the other workers are computing with. `version` is the current version.
+        `pulled` contains the versions from which the other workers are computing gradients. `version` is the current
+        version.
         """
         return self.mode != "bounded" or self._stays_within_limit([*pulled, version], version)
 
     def choose_pushes(self, waiting: Collection[int], pulled: Mapping[int, int], version: int) -> list[int]:
-        """Return the workers whose pushes are now applied together; empty if all pushes must wait.
+        """Return the workers whose pushes can now be applied together; the list is empty if all pushes must wait.
 
         `waiting` contains the workers whose pushes are waiting, in order of arrival. `pulled` contains the version that
         each worker has pulled, if its push has not been applied yet. `version` is the current version.
@@ -107,9 +109,9 @@ class StalenessPolicy:
 class ShardServer:
     """Server of one shard, which all workers may use concurrently.
 
-    Each worker alternates between `pull` and `push`. Both methods block as long as the policy requires. They raise
-    TimeoutError after `timeout` seconds, and RuntimeError after a call of `fail`. Pulls are answered in order of
-    arrival, so no pull waits forever.
+    Each worker alternates between `pull` and `push`. Both methods block as long as the policy requires. Both methods
+    raise TimeoutError after `timeout` seconds, and RuntimeError after a call of `abort_waiting_calls`. Pulls are
+    answered in order of arrival, so no pull waits forever.
     """
 
     def __init__(
@@ -131,7 +133,8 @@ class ShardServer:
         self.pulled: dict[int, int] = {}
         """Version that each worker has pulled, for workers whose push has not been applied yet."""
         self.tickets: dict[int, tuple[int, float]] = {}
-        """Ticket and learning rate of each worker whose push has not been applied yet."""
+        """Ticket (number of a share of the work) and learning rate of each worker whose push has not been applied
+        yet."""
         self.waiting_pushes: dict[int, Tensor] = {}
         self.answers: dict[int, tuple[int, int]] = {}
         self.failure: BaseException | None = None
@@ -152,7 +155,7 @@ class ShardServer:
     def restart_serving(self, done: int, workers: int) -> None:
         """Start serving `workers` workers after `done` completed steps.
 
-        Pending requests and pushes of a failed step are discarded.
+        Pending requests, and pushes that belong to a failed step, are discarded.
         """
         self.policy = dataclasses.replace(self.policy, workers=workers)
         self.shard.workers = workers
@@ -165,7 +168,7 @@ class ShardServer:
     def pull(self, worker: int, ticket: int, rate: float) -> Tensor:
         """Return the shard's values [n], from which the worker computes the gradient for a ticket.
 
-        The gradient is later applied with the learning rate `rate`.
+        When the worker pushes this gradient, it is applied with the learning rate `rate`.
         """
         with self.changed:
             self.pull_queue.append(worker)
@@ -192,7 +195,7 @@ class ShardServer:
             return self.answers.pop(worker)
 
     def apply_prepared_step(self) -> None:
-        """Apply the prepared step, if there is one. Pulls are then answered again."""
+        """Apply the prepared step, if there is one, and resume answering pulls."""
         with self.changed:
             if self.prepared is not None:
                 self.prepared()
@@ -257,9 +260,9 @@ def replay_recorded_steps(
     """Replay the recorded steps of all servers in this process and return the final parameters [n].
 
     `logs` contains the events of each server, ordered by shard, and `values` [n] are the initial parameters.
-    `compute_gradient` takes a ticket and the parameters [n] that the worker pulled for this ticket. Shards of these
-    parameters may have different versions. With the same number of threads, the result is bit-identical. Raises
-    ValueError if an event is missing from a log.
+    `compute_gradient` takes a ticket and the parameters [n] that the worker pulled for this ticket. The shards of these
+    parameters may have different versions. The result is bitwise equal to the parameters of the run if the number of
+    threads is the same. Raises ValueError if an event is missing from a log.
     """
     parts = split_vector_into_shards(len(values), len(logs))
     shards = [Shard(values[part], make_optimizer, workers) for part in parts]

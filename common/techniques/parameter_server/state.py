@@ -19,8 +19,8 @@ class ServerWorkerState(TrainState):
     """Training state of a parameter-server worker.
 
     Between steps, when all pushes have been applied, the state is equal on all workers. This worker's `optimizer` takes
-    no steps. It holds the learning rate, and while a checkpoint is saved or loaded, the full optimizer state of all
-    servers. The number of servers may therefore differ between attempts.
+    no steps. The `optimizer` holds the learning rate and, only while a checkpoint is saved or loaded, the full
+    optimizer state of all servers. The number of servers may therefore differ between attempts.
     """
 
     optimizer: Optimizer
@@ -62,7 +62,7 @@ class ServerWorkerState(TrainState):
         self.worker.apply_prepared_step()
 
     def leave_group(self, *, together: bool) -> None:
-        """Stop the exchange of messages between workers and servers."""
+        """Stop this rank's exchange of messages between workers and servers."""
         self.worker.stop_serving(together=together)
 
     def enter_group(self, completed_steps: int) -> None:

@@ -1,14 +1,14 @@
-"""Worker of a parameter server: pulls parameters and pushes the computed gradient, shard by shard.
+"""Worker of a parameter server, which pulls parameters and pushes the computed gradient, shard by shard.
 
 Every rank is a worker, and the first ranks are also servers. A server has one thread per remote worker, so that a slow
-connection does not delay other workers. A worker accesses a server on its own rank without messages. Messages are
-tensors, and each kind of message has its own tag. The kinds are request (ticket and learning rate), values, gradient,
-and answer (next ticket and staleness).
+connection does not delay other workers. A worker and a server on the same rank communicate without messages. Messages
+are tensors, and each kind of message has its own tag. The kinds are request (ticket and learning rate), values,
+gradient, and answer (next ticket and staleness).
 
-When a connection ends, gloo wakes a rank that waits for a message of which no byte has been transferred. It does not
-wake a rank that waits for the remainder of a message. In an elastic run, each large message is therefore followed by a
-small message, and a rank always waits for a small message first. A rank that sends a gradient waits for the answer
-first, because the answer implies that the gradient has been sent.
+When a connection ends, gloo wakes a rank that waits for a message of which no byte has been transferred. However, gloo
+does not wake a rank that waits for the remainder of a message. In an elastic run, each large message is therefore
+followed by a small message, and a rank always waits for a small message first. A rank that sends a gradient waits for
+the answer first, because the answer implies that the gradient has been sent.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class ParameterServerRank:
 
     A ticket identifies a share of the work. With p workers, ticket t is share t % p of the batch of step t // p. Server
     0 assigns the tickets. In sync mode, each worker gets the same share of every batch. Otherwise, each worker gets the
-    next free ticket. When all ranks synchronize between steps, no worker has started the next step, so every push has
-    been applied. In sync mode, the workers may change between `stop_serving` and `start_serving`, but the servers may
-    not.
+    next free ticket. If all ranks synchronize between two steps, no worker has started the second step, so all pushes
+    of the first step have been applied. In sync mode, the set of workers may change between `stop_serving` and
+    `start_serving`, but the set of servers may not.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ParameterServerRank:
             thread.start()
 
     def iterate_batch_shares(self, step: int, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the shares (inputs, targets) of a step's batch that are assigned to this worker.
+        """Yield, as pairs (inputs, targets), the shares of a step's batch that are assigned to this worker.
 
         There may be any number of shares, including none. In sync mode, `x` and `y` are already this worker's share;
         otherwise, `x` and `y` are the full batch.
@@ -133,8 +133,8 @@ class ParameterServerRank:
         request = torch.tensor([self.ticket, rate], dtype=torch.float64)
         groups = [list(range(len(self.parts)))]
         if self.policy.mode == "bounded":
-            # Ask one server after the other. Servers of this mode delay pulls, so two workers that ask them in
-            # different orders could block each other.
+            # Ask one server after the other. In bounded mode, servers delay pulls, so two workers that ask the servers
+            # in different orders could block each other.
             groups = [[server] for server in groups[0]]
         for group in groups:
             remote = [server for server in group if server in self.remote_servers]
@@ -150,7 +150,7 @@ class ParameterServerRank:
         """Send the gradient to all servers, wait for their answers and return the maximum staleness.
 
         Each server gets its shard of the gradient. When this call returns, all servers have applied the gradient. In
-        sync mode, the servers have only received the pushes of all workers, and `take_prepared_step` applies the
+        sync mode, the servers have only received the pushes of all workers, and `apply_prepared_step` applies these
         pushes.
         """
         gradient = parameters_to_vector(p.grad for p in self.parameters if p.grad is not None)
@@ -174,8 +174,8 @@ class ParameterServerRank:
     def stop_serving(self, *, together: bool = True) -> None:
         """Stop the threads of this rank's server.
 
-        If `together` is true, all ranks must stop after the same step. Otherwise, the caller must first close the
-        connections, and all waiting calls of the server fail.
+        If `together` is true, all ranks must stop after the same step. If `together` is false, the caller must first
+        close the connections, and all waiting calls of the server fail.
         """
         if together:
             end_request = torch.tensor([END_TICKET, 0.0], dtype=torch.float64)
@@ -183,7 +183,7 @@ class ParameterServerRank:
                 with contextlib.suppress(RuntimeError):  # a closed connection also ends the server's thread
                     self._send(end_request, server, REQUEST).wait()
         elif self.server is not None:
-            self.server.abort_waiting_calls(RuntimeError("its connections have been closed"))
+            self.server.abort_waiting_calls(RuntimeError("the connections between the ranks have been closed"))
         for thread in self.threads:
             thread.join()
         self.remote_servers = []
@@ -199,7 +199,8 @@ class ParameterServerRank:
     def fetch_optimizer_state(self, optimizer: Optimizer) -> None:
         """Copy the optimizer state of all servers into an optimizer of the network.
 
-        The state is split by the parameters of the network. All ranks must call this method.
+        The state of each shard is split into tensors that match the parameters of the network. All ranks must call this
+        method.
         """
         local_state = self.server.shard.optimizer.state[self.server.shard.values] if self.server else {}
         entries = [[key, value.dim() > 0] for key, value in local_state.items()]
@@ -219,7 +220,7 @@ class ParameterServerRank:
                     optimizer.state[parameter][key] = scalar.clone()
 
     def load_server_shard(self, optimizer: Optimizer) -> None:
-        """Load the shard of this rank's server, if any, from the network's parameters and an optimizer's state."""
+        """Load this rank's shard, if any, from the parameters of the network and the state of `optimizer`."""
         if self.server is None:
             return
         shard = self.server.shard
@@ -274,7 +275,7 @@ class ParameterServerRank:
         return works
 
     def _receive_large_message(self, value: Tensor, rank: int, tag: int) -> list[dist.Work]:
-        """Start receiving a large message. The caller must wait for the returned works in the given order."""
+        """Start receiving a large message. The caller must wait for the returned works in the order of the list."""
         works = [self._receive(value, rank, tag)]
         if self.world.coordinator:
             works.insert(0, self._receive(torch.zeros(1), rank, tag + FOLLOWER_OFFSET))
@@ -294,7 +295,7 @@ class ParameterServerRank:
 def wait_for_messages(works: Sequence[dist.Work], timeout: datetime.timedelta | None = None) -> None:
     """Wait for all messages, for at most `timeout` each.
 
-    The default is the timeout of the process group.
+    By default, each wait has the timeout of the process group.
     """
     for work in works:
         if timeout is None:

@@ -1,4 +1,5 @@
 """Pipeline parallelism: partition, schedules, the built-in executor, torch's engine, messages and the report.
 
-A schedule is plain data (`schedules`); `executor` executes it and `p2p` derives its messages.
+The module `schedules` represents a schedule as plain data, `executor` executes the actions of a schedule, and `p2p`
+derives the messages from the schedule.
 """

@@ -1,4 +1,4 @@
-"""Execute one rank's actions of a schedule. Messages overlap computation."""
+"""Built-in pipeline engine, which executes the actions of one rank and overlaps messages with computation."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ Marks = list[tuple[Action, Stamp, Stamp]]
 def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: torch.dtype) -> list[torch.Size]:
     """Return the shape of one sample after each stage, without the batch dimension.
 
-    `sample` is the shape of one input. A sample of zeros passes through the stages in eval mode, so that the statistics
-    of BatchNorm do not change. The meta device would avoid this computation, but importing it takes a second.
+    `sample` is the shape of one input. A sample of zeros passes through the stages, which are in eval mode so that the
+    statistics of BatchNorm do not change. Tensors on the meta device would avoid this computation, but the first use of
+    this device takes a second.
     """
     shapes = []
     activation = torch.zeros(1, *sample, dtype=dtype)
@@ -40,7 +41,7 @@ def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dt
 class PipelineEngine:
     """The built-in engine, which trains the stages of one rank according to a schedule.
 
-    `stages` contains all stages of the model; only this rank's stages (see `list_local_stages`) are moved to its
+    `stages` contains all stages of the model; only this rank's stages (see `list_local_stages`) are moved to the rank's
     device. `loss` must be a mean over samples. The engine divides the loss of each microbatch by the number of
     microbatches, so that the accumulated gradients equal those of the whole batch. `batch` is the number of samples in
     one step of this pipeline, and `sample` is the shape of one input without the batch dimension.
@@ -81,7 +82,7 @@ class PipelineEngine:
 
     @property
     def module(self) -> nn.ModuleList:
-        """All local stages as one module, for example for the optimizer."""
+        """All stages of this rank as one module, from which, for example, the optimizer gets its parameters."""
         return nn.ModuleList(self.local_stages.values())
 
     # ---- one training step
@@ -90,8 +91,8 @@ class PipelineEngine:
         """Run forward and backward for one batch, and add the gradients to the parameters' `.grad`.
 
         The rank with the first stage must pass the inputs x [batch, ...], and the rank with the last stage must pass
-        the targets y [batch]. The rank with the last stage returns the mean loss, a 0-d tensor that the device may
-        still be computing; all other ranks return None. Raises TimeoutError if a message does not arrive in time.
+        the targets y [batch]. The rank with the last stage returns the mean loss, a 0-d tensor whose value the device
+        may still be computing. All other ranks return None. Raises TimeoutError if a message does not arrive in time.
         """
         self.clock.refresh_reference_event()
         self.inputs = self._split_batch(x) if x is not None and self.has_first_stage else ()
@@ -120,8 +121,9 @@ class PipelineEngine:
     def _split_batch(self, batch: Tensor) -> tuple[Tensor, ...]:
         """Return the microbatches of a batch.
 
-        A single microbatch is the batch itself, because a view would be slower. The size of a microbatch is defined by
-        `configs.batch_plan`. The microbatches of gradient accumulation are created by `Loader` instead.
+        If there is only one microbatch, the batch itself is returned, because a view would be slower. The size of a
+        microbatch is defined by `configs.batch_plan`. The microbatches of gradient accumulation are created by `Loader`
+        instead.
         """
         return batch.chunk(self.microbatches) if self.microbatches > 1 else (batch,)
 
@@ -157,8 +159,8 @@ class PipelineEngine:
     def predict(self, x: Tensor | None, count: int) -> Tensor | None:
         """Return the model's output [count, ...] on the rank with the last stage, and None elsewhere.
 
-        All ranks must call this method and must call a collective after the last batch. Each stage sends its output and
-        continues with the next batch while later stages are still computing.
+        All ranks must call this method, and they must call a collective after the last batch. Each stage sends its
+        output to the next stage and continues with the next batch while later stages are still computing.
         """
         if not count:  # the replica's shard of the data may be empty
             return None
@@ -178,7 +180,7 @@ class PipelineEngine:
         return activation if self.has_last_stage else None
 
     def collect_spans(self) -> list[list[Span]]:
-        """Return the spans of this rank's latest steps, oldest step first, with times in seconds."""
+        """Return the spans (actions with start and end times in seconds) of this rank's latest steps, oldest first."""
         seconds = self.clock.to_seconds
         steps = []
         for marks in self.history:

@@ -32,7 +32,7 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
     """Partition a model into pipeline stages, either as set by `split` or with balanced costs.
 
     A partition that is based on measurements is stored in config.yaml. All ranks must call this function. Raises
-    UserError if the model cannot be split this way.
+    UserError if `split` is invalid, there are more stages than layers, or a stage has no parameters.
     """
     sample = torch.randn(run.cfg.batch_plan.microbatch, *run.sample_shape)  # input for timing the layers
     try:
@@ -43,8 +43,8 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
         if not any(True for _ in stage.parameters()):
             layer = next(name for name, _ in stage.named_children())
             raise UserError(
-                f"split: the stage that starts at layer {layer} has no trainable parameters; set split or use fewer "
-                "stages"
+                f"split: the stage that starts at layer {layer} has no trainable parameters; set split to "
+                "other layers or use fewer stages"
             )
     setattr(stages[0], "recipe", get_model_recipe(model))  # noqa: B010 (the recipe describes the whole model)
     return stages
@@ -63,10 +63,11 @@ def choose_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, 
 
 
 def find_or_measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
-    """Return the cached partition for these stages and machines, or measure one and cache it.
+    """Return the cached partition for this model and these machines, or measure a partition and cache it.
 
-    The cache ensures that runs to be compared use the same partition, although measurements vary slightly. To measure
-    again, delete the cache file in the folder `cuts` of data.cache. All ranks must call this function.
+    Because measurements vary slightly, the cache ensures that runs which are compared with each other use the same
+    partition. To repeat the measurement, delete the cache file in the subfolder `cuts` of the folder data.cache. All
+    ranks must call this function.
     """
     world = run.world
     machine = provenance.describe_machine(world.device.type)
@@ -105,7 +106,7 @@ def find_or_measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample:
 def wait_for_lock(file: IO[str], seconds: float) -> None:
     """Wait until no other run measures the same partition, for at most `seconds`.
 
-    The limit must be shorter than the timeout of the ranks that wait for this rank.
+    `seconds` must be shorter than the timeout of the other ranks, which wait for this rank.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -118,8 +119,8 @@ def measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor,
     """Time each layer, and return the partition that minimizes the time of the slowest stage.
 
     All ranks must call this function and measure at the same time, because ranks also compete for memory bandwidth
-    during training. This matters most for layers with large activations. `sample` [N, ...] is an input batch of the
-    first layer.
+    during training. This competition slows down layers with large activations the most. `sample` [N, ...] is an input
+    batch of the first layer.
     """
     world.wait_for_all_ranks("measure the partition")
     costs = world.gather(partition.time_layers(model, sample.to(world.device), repeats=3))
@@ -132,7 +133,7 @@ def measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor,
 
 
 def measure_setting_once(run: RunContext, name: str, measure: Callable[[], list[str]]) -> list[str]:
-    """Measure the value of a setting once per run, and store the value in config.yaml.
+    """Measure the value of the setting `name` once per run, and store the value in config.yaml.
 
     All ranks must call this function, and all ranks call `measure` at the same time. An attempt whose settings differ
     from config.yaml measures a separate value and does not change the file.

@@ -1,4 +1,4 @@
-"""Point-to-point messages of a pipeline, through shared memory within a host and through the network otherwise.
+"""Point-to-point messages of a pipeline, sent through shared memory within a host and through the network otherwise.
 
 A message is identified by the action that consumes it. An activation is consumed by the forward of the next stage, and
 a gradient is consumed by the backward of the previous stage. The schedule determines all messages and the order in
@@ -20,7 +20,7 @@ from common.techniques.pipeline.shared_memory import MessageRoute, SharedMemoryM
 
 
 def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list[MessageRoute]:
-    """Return the routes of all messages between ranks in a step, in sending order.
+    """Return the routes of all messages between ranks in a step, in the order in which each rank sends them.
 
     `shapes` contains the shape of one sample after each stage. `size` is the number of samples in a microbatch.
     """
@@ -67,7 +67,7 @@ class StageMessages:
         self.receives = {action: (self.network.receive(action, buffer), buffer) for action, buffer in self.buffers}
 
     def send(self, consumer: Action, tensor: Tensor) -> None:
-        """Send a tensor (activation or gradient of a microbatch) to the action that consumes it."""
+        """Send a tensor (activation or gradient of a microbatch) to the rank of the action that consumes the tensor."""
         if consumer.stage % self.world.size == self.world.rank:
             self.within_rank[consumer] = tensor
         elif self.memory and consumer in self.in_memory:
@@ -76,7 +76,7 @@ class StageMessages:
             self.network.send(consumer, tensor)
 
     def receive(self, consumer: Action) -> Tensor:
-        """Wait for the tensor that an action consumes. The tensor is valid until the next step."""
+        """Wait for the tensor that an action consumes, and return the tensor, which is valid until the next step."""
         if consumer in self.within_rank:
             return self.within_rank.pop(consumer)
         if self.memory and consumer in self.in_memory:
@@ -93,7 +93,8 @@ class StageMessages:
 class NetworkMessages:
     """Point-to-point messages through torch.distributed.
 
-    gloo matches sends with receives by tag, whereas nccl matches them only by order.
+    gloo matches sends with receives by their tags. nccl ignores tags and matches sends with receives by their order, so
+    nccl needs a separate process group for each channel (see `_find_channel`).
     """
 
     def __init__(self, world: World, microbatches: int) -> None:
@@ -113,7 +114,7 @@ class NetworkMessages:
         self.sends.append((work, tensor))  # keeps the tensor alive until it is sent
 
     def receive(self, consumer: Action, buffer: Tensor) -> dist.Work:
-        """Start receiving into `buffer` the tensor that an action consumes."""
+        """Start receiving the tensor that an action consumes into `buffer`."""
         source_stage = consumer.stage - 1 if consumer.kind == "F" else consumer.stage + 1
         source = self.world.get_global_rank(source_stage % self.world.size)
         group = self.groups.get(self._find_channel(consumer))
@@ -129,21 +130,22 @@ class NetworkMessages:
     def _make_tag(self, consumer: Action) -> int:
         """Return a unique tag for a message.
 
-        Evaluation uses one additional microbatch number per stage.
+        The messages of an evaluation use one additional microbatch number per stage.
         """
         number = consumer.stage * (self.microbatches + 1) + consumer.microbatch
         return 2 * number + 1 if consumer.kind == "F" else 2 * number
 
     def _find_channel(self, consumer: Action) -> tuple[str, bool]:
-        """Return (kind, wraps) of a message; `wraps` is true between the last and the first rank.
+        """Return (kind, wraps) of a message; `wraps` is true if it passes between the last and the first rank.
 
-        If p ranks have several stages each, stage p on rank 0 follows stage p - 1 on rank p - 1.
+        Messages wrap around only if each of the p ranks has several stages, because stage p on rank 0 then follows
+        stage p - 1 on rank p - 1.
         """
         later_stage = consumer.stage if consumer.kind == "F" else consumer.stage + 1
         return consumer.kind, later_stage % self.world.size == 0
 
     def _create_process_groups(self) -> dict[tuple[str, bool], dist.ProcessGroup]:
-        """Create one process group per channel for nccl. Return an empty dict for gloo, which needs none."""
+        """Create one process group per channel for nccl. Return an empty dict for gloo, which needs no such groups."""
         if self.world.backend != "nccl" or self.world.size == 1:
             return {}
         members = list(map(self.world.get_global_rank, range(self.world.size)))
@@ -156,7 +158,7 @@ class NetworkMessages:
         return groups
 
     def _connect_rank_pairs(self) -> None:
-        """Send a first message in each direction with nccl, in the same order on all ranks.
+        """Send a first message between each pair of ranks with nccl, in the same order on all ranks.
 
         nccl connects two ranks when they exchange their first message, and both ranks must call nccl at the same time.
         Within a training step, the two ranks would call nccl at different times.

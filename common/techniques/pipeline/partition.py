@@ -19,9 +19,9 @@ from common.measure.timing import time_calls
 
 
 def keep_input_unchanged(layer: nn.Module) -> None:
-    """Make the first operation of a layer out-of-place.
+    """Make the first operation of a layer out-of-place if it is in-place.
 
-    Autograd does not allow a stage to overwrite its input.
+    This is necessary for the first layer of a stage, because autograd does not allow a stage to overwrite its input.
     """
     first = next(module for module in layer.modules() if not any(module.children()))
     if hasattr(first, "inplace"):
@@ -32,7 +32,8 @@ def split_into_stages(model: nn.Sequential, starts: Sequence[str]) -> list[nn.Se
     """Split a model into stages.
 
     `starts` contains, in order, the names of the layers that begin a new stage. The stages share the model's layers and
-    do not overwrite their inputs. Raises ValueError if a name is not a layer, is the first layer, or is out of order.
+    do not overwrite their inputs. Raises ValueError if `starts` contains the first layer or an unknown layer, or if its
+    layers are out of order.
     """
     layers = list(model.named_children())
     names = [name for name, _ in layers]
@@ -51,9 +52,9 @@ def balance_stages(costs: Mapping[str, float], stages: int) -> list[str]:
     """Return the names of the layers that begin a new stage in the optimal partition.
 
     The optimal partition minimizes the cost of the most expensive stage. `costs` contains the cost of each layer, in
-    order and in any unit. The exact solution of this linear partition problem is found by dynamic programming, as in
-    PipeDream for stages on equal devices (Harlap et al. 2018, arXiv 1806.03377). Raises ValueError if there are more
-    stages than layers.
+    the order of the layers and in any unit. The exact solution of this linear partition problem is computed by dynamic
+    programming, as PipeDream does for stages on equal devices (Harlap et al. 2018, arXiv 1806.03377). Raises ValueError
+    if there are more stages than layers.
     """
     names = list(costs)
     layer_costs = list(costs.values())
@@ -78,7 +79,7 @@ def balance_stages(costs: Mapping[str, float], stages: int) -> list[str]:
 
 
 def count_parameters(model: nn.Sequential) -> dict[str, float]:
-    """Return the number of parameters of each layer, which `balance_stages` can use as costs."""
+    """Return the number of parameters of each layer by name; `balance_stages` can use these numbers as costs."""
     counts: dict[str, float] = {}
     for name, layer in model.named_children():
         counts[name] = float(sum(parameter.numel() for parameter in layer.parameters()))
@@ -86,11 +87,11 @@ def count_parameters(model: nn.Sequential) -> dict[str, float]:
 
 
 def time_layers(model: nn.Sequential, x: Tensor, repeats: int = 10) -> dict[str, float]:
-    """Return the seconds that a forward and backward pass of each layer takes for the input x [N, ...].
+    """Return the time of a forward and backward pass of each layer, in seconds, for the input x [N, ...].
 
-    Each time is the median of `repeats` measurements. As in training, the gradient of `x` itself is not computed. The
-    device of `x` holds a copy of only one layer at a time, so the model may be larger than the device's memory. The
-    model is not modified.
+    Each time is the median of `repeats` measurements. As in training, the gradient of the model's input is not
+    computed. The device of `x` holds a copy of only one layer at a time, so the model may be larger than the device's
+    memory. The model is not modified.
     """
     costs: dict[str, float] = {}
     for number, (name, layer) in enumerate(model.named_children()):

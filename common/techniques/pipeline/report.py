@@ -1,4 +1,4 @@
-"""Report on the ranks of a pipeline: idle shares, and one step as a text diagram and as a picture."""
+"""Report on the ranks of a pipeline: idle shares, and a diagram of one step as text and as an image."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ACTION_STYLES = {  # label of each kind of action, and its colors for even and o
 
 
 def draw_timeline(path: Path, lanes: Mapping[str, Sequence[Span]], title: str = "") -> None:
-    """Draw one lane per stage with one bar per action; gaps are idle time.
+    """Draw a chart with one lane per stage and one bar per action; gaps between bars are idle time.
 
     Each bar is labeled with the number of its microbatch. If a bar is too narrow for the number, the number is drawn
-    above the bar of a forward, and below the bar of any other action. Numbers that would overlap are omitted.
+    above the bar for a forward, and below the bar for any other action. Numbers that would overlap are omitted.
     """
     axes = plots.make_axes(9.0, 1.4 + 0.55 * len(lanes))
     timeline = list(lanes.values())
@@ -68,7 +68,7 @@ def draw_timeline(path: Path, lanes: Mapping[str, Sequence[Span]], title: str = 
 
 
 def compute_idle_shares(steps: Sequence[Timeline]) -> list[float]:
-    """Return the fraction of a step in which each rank is idle, as the median over all steps."""
+    """Return, for each rank, the fraction of a step in which the rank is idle (median over all steps)."""
     shares_of_steps = []
     for step in steps:
         makespan = schedules.compute_makespan(step)
@@ -86,7 +86,7 @@ class PipelineReport:
     """Report on the ranks of a pipeline, computed from the time stamps of all ranks."""
 
     ideal_bubble: float
-    """Idle share (0 to 1) of the schedule for equal stages and messages that take no time."""
+    """Idle share (0 to 1) of the schedule if all stages take equally long and messages take no time."""
     idle_shares: list[float]
     """Measured idle share (0 to 1) of each rank."""
     step: Timeline
@@ -96,7 +96,7 @@ class PipelineReport:
     schedule: str = ""
     """Description of the schedule."""
     lane: str = "rank"
-    """Unit that works independently: `rank`, or `stage` if one process uses several devices."""
+    """Name of the units whose idle shares are reported: `rank`, or `stage` if one process uses several devices."""
     drawing: tuple[Path, str] | None = None
     """File and title of a drawing of one step, or None if no drawing is requested."""
 
@@ -129,8 +129,8 @@ class PipelineReport:
     ) -> PipelineReport:
         """Create a report on all ranks of a group. All ranks of the group must call this method.
 
-        The report is complete only on rank 0 of the group. If `folder` is given, a drawing of one step can be written
-        to timeline.png in this folder. `model` describes the model and the batch in the title of the drawing.
+        The report is complete only on rank 0 of the group. If `folder` is given, `rows` writes a drawing of one step to
+        timeline.png in this folder. `model` describes the model and the batch in the title of the drawing.
         """
         sizes = f"{format_count(cfg.stages, 'stage')}, {format_count(cfg.microbatches, 'microbatch')}"
         schedule = f"{cfg.schedule} ({ENGINES[cfg.engine]}), {sizes}"
@@ -151,7 +151,7 @@ class PipelineReport:
         return dict(sorted(spans_by_stage.items()))
 
     def draw_median_step(self) -> dict[str, str]:
-        """Draw the step with the median duration and return the drawing's row of the final table.
+        """Draw the step with the median duration and return a row of the final table with a link to the drawing.
 
         Return an empty dict if there is no step or no drawing is requested.
         """
@@ -163,7 +163,7 @@ class PipelineReport:
         return {"timeline": path.absolute().as_uri()}
 
     def rows(self) -> dict[str, str]:
-        """Return the rows of the final table and draw the picture."""
+        """Return the rows of the final table. This method also draws the timeline, if a drawing is requested."""
         rows = {}
         if self.schedule:
             rows["schedule"] = self.schedule
@@ -191,7 +191,7 @@ class PipelineReport:
         return "\n".join(lines)
 
     def result(self) -> ReportData:
-        """Return the values for result.json. Times are in seconds since the start of the step."""
+        """Return the values for result.json. Times are given in seconds since the start of the step."""
         step_start = schedules.find_first_start_time(self.step) if self.step else 0.0
         timeline = []
         for rank, spans in enumerate(self.step):

@@ -1,13 +1,13 @@
 """Pipeline schedules as data: an ordered list of actions for each rank. This module does not import torch.
 
-An action is (kind, stage, microbatch). The kind is F (forward) or B (backward). A library may split a backward into I,
-the gradient of the input, and W, the gradient of the weights. A schedule does not contain messages, because they can be
-derived from the actions.
+An action is (kind, stage, microbatch). The kind is F (forward) or B (backward). torch.distributed.pipelining may split
+a backward into I (gradient of the input) and W (gradient of the weights). A schedule does not contain messages, because
+they can be derived from the actions.
 
     python -m common.techniques.pipeline.schedules gpipe 2 4            print GPipe for 2 ranks and 4 microbatches
     python -m common.techniques.pipeline.schedules mine.py:f 2 4 2      print a custom schedule with 2 stages per rank
 
-GPipe is described by Huang et al. 2019 (arXiv 1811.06965). 1F1B is PipeDream-Flush, described by Narayanan et al. 2021
+GPipe is described by Huang et al. 2019 (arXiv 1811.06965). 1F1B is called PipeDream-Flush by Narayanan et al. 2021
 (arXiv 2006.09503), section 2.
 """
 
@@ -71,7 +71,7 @@ def make_naive_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
 
 
 def make_gpipe_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Return the schedule of GPipe: all forwards, then all backwards.
+    """Return the schedule of GPipe, in which all forwards precede all backwards.
 
     The activations of all microbatches must be stored at the same time.
     """
@@ -90,8 +90,8 @@ def make_gpipe_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
 def make_1f1b_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
     """Return the 1F1B schedule, in which each backward starts as soon as it is ready.
 
-    At most `stages - s` microbatches are in flight at stage s. The schedule takes as long as GPipe but needs less
-    memory. It is built by simulating ticks of equal length.
+    At most `stages - s` microbatches are in flight at stage s. 1F1B takes as long as GPipe but needs less memory. This
+    function builds the schedule by simulating ticks of equal length.
     """
     plan: Schedule = [[] for _ in range(ranks)]
     done: set[Action] = set()
@@ -125,7 +125,7 @@ SCHEDULES: dict[str, Maker] = {"naive": make_naive_schedule, "gpipe": make_gpipe
 def find_dependencies(action: Action, stages: int) -> list[Action]:
     """Return the actions that must be complete before an action can start.
 
-    In the result, kind B means either B or I.
+    In the result, an action of kind B is complete as soon as either B or I is complete.
     """
     kind, stage, microbatch = action
     if kind == "F":
@@ -139,7 +139,7 @@ def find_dependencies(action: Action, stages: int) -> list[Action]:
 
 
 def find_missing_dependency(action: Action, stages: int, done: Container[Action]) -> Action | None:
-    """Return an incomplete action that an action must wait for, or None if there is no such action."""
+    """Return an incomplete action on which `action` depends, or None if all its dependencies are complete."""
     for dependency in find_dependencies(action, stages):
         if dependency not in done:
             return dependency
@@ -162,7 +162,8 @@ DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # duration of each kind of
 def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
     """Return the spans of each rank's actions, in units of one forward.
 
-    Messages take no time. Raises ValueError if the schedule deadlocks. The error message names the action.
+    The simulation assumes that messages take no time. Raises ValueError, which names the blocked action, if the
+    schedule deadlocks.
     """
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in plan]
@@ -239,7 +240,7 @@ def compute_bubble(spans: Timeline) -> float:
 
 
 def make_schedule(settings: PipelineConfig) -> Schedule:
-    """Return the schedule of a config. Raises UserError if a custom schedule is invalid."""
+    """Return the schedule that a config selects. Raises UserError if a custom schedule is invalid."""
     name = settings.schedule
     sizes = (settings.processes, settings.stages, settings.microbatches)
     if name in SCHEDULES:
@@ -252,7 +253,8 @@ def make_schedule(settings: PipelineConfig) -> Schedule:
 def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
     """Return the schedule that the custom function `FILE.py:function` defines.
 
-    `sizes` contains the number of ranks, of stages and of microbatches. Raises UserError if the schedule is invalid.
+    `sizes` contains the number of ranks, the number of stages, and the number of microbatches. Raises UserError if the
+    schedule is invalid.
     """
     maker = load_function("schedule", name, ", ".join(SCHEDULES))
     with convert_errors_of_user_file("schedule", name, maker, USAGE):
@@ -267,8 +269,8 @@ def format_timeline(spans: Timeline, width: int = 72) -> list[str]:
     """Return a text diagram with one line per rank.
 
     A digit is a forward, a letter is a backward, and a dot is idle time. Microbatch 0 is shown as 0 and a, microbatch 1
-    as 1 and b, and so on. The symbols repeat after ten microbatches. If the backward is split, a lowercase letter is
-    the gradient of the input, and an uppercase letter is the gradient of the weights.
+    as 1 and b, and so on. The symbols repeat after ten microbatches. If backwards are split, a lowercase letter is the
+    gradient of the input, and an uppercase letter is the gradient of the weights.
     """
     symbols = {"F": "0123456789", "W": "ABCDEFGHIJ"}
     step_start = find_first_start_time(spans)

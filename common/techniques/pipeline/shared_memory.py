@@ -1,13 +1,13 @@
 """Messages between ranks on the same host, each in a separate slot of shared memory.
 
-The latency of a message is one twentieth of that of a gloo socket, which wakes two threads per message. The reader
-does not copy the message. Memory and notifications are provided by links
-(common/ranks/memory_links.py). The entry point is `open_shared_memory`. If it returns None, shared
-memory cannot be used, and messages are sent through gloo.
+The latency of such a message is one twentieth of the latency of a gloo message, which wakes two threads. The reader
+does not copy the message. Links (common/ranks/memory_links.py) provide the memory and the notifications. The entry
+point of this module is `open_shared_memory`. If `open_shared_memory` returns None, shared memory cannot be used, and
+messages are sent through gloo.
 
-A slot is reused in the next step. By then, the reader no longer needs the slot. The sender of an activation continues
-only after it has received the gradient that is computed from this activation. The sender of a gradient continues only
-after it has received the next activation.
+A slot is reused in the next step, when the reader no longer needs the message in this slot. The sender of an activation
+continues only after it has received the gradient that is computed from this activation. The sender of a gradient
+continues only after it has received the next activation.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torc
 
 
 def connect_ranks_of_host(world: World, name: str) -> RankLinks:
-    """Connect all ranks on this host with each other.
+    """Connect all ranks on this host with each other, and return the links of this rank.
 
     The keys of the returned links are ranks in `world`. Raises OSError or UnreachableError.
     """

@@ -15,9 +15,10 @@ from common.techniques.pipeline.stage_tracer import StageTracer
 class SingleProcessPipeline:
     """A pipeline with all stages of a model in this process, each stage on a separate device.
 
-    On a GPU, a call only queues work and returns immediately. In each tick, stages are queued from last to first, so
-    that no GPU waits for the host. The method is GPipe (Huang et al. 2019, arXiv 1811.06965). `loss` must be a mean
-    over samples. A batch consists of `microbatches` microbatches of `size` samples each (see `configs.batch_plan`).
+    On a GPU, calling a stage only queues work and returns immediately. In each tick, the work of the stages is queued
+    from the last stage to the first, so that no GPU waits for the host. The method is GPipe (Huang et al. 2019, arXiv
+    1811.06965). `loss` must be a mean over samples. A batch consists of `microbatches` microbatches of `size` samples
+    each (see `configs.batch_plan`).
     """
 
     has_first_stage = True
@@ -39,7 +40,7 @@ class SingleProcessPipeline:
         """Move each stage to its device.
 
         If `pipelined` is true, all stages work at the same time; otherwise, only one stage works at a time. `schedule`
-        is the name of the schedule from which the report computes the ideal bubble.
+        is the name of the schedule for which the report computes the ideal bubble.
         """
         self.loss = loss
         self.microbatch_size = size
@@ -82,7 +83,7 @@ class SingleProcessPipeline:
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """Run forward and backward for x [N, ...] with targets y [N]; return the mean loss.
 
-        The mean loss is a 0-d tensor. The backward also visits the devices in the order of their dependencies.
+        The mean loss is a 0-d tensor. Autograd runs the backward of each stage on the device of the stage.
         """
         self.tracer.begin_step()
         y = y.to(self.devices[-1])
@@ -107,5 +108,5 @@ class SingleProcessPipeline:
         return self.forward_naive(x).to(x.device)
 
     def collect_spans(self) -> list[list[list[Span]]]:
-        """Return the spans of each stage in the latest steps, oldest step first, with times in seconds."""
+        """Return, for each stage, the spans (in seconds) of the stage in the latest steps, oldest step first."""
         return self.tracer.collect_spans()

@@ -1,4 +1,4 @@
-"""Timeline of the stages of a single process, recorded with asynchronous time stamps."""
+"""Recording of when each stage of a single-process pipeline works, with asynchronous time stamps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from common.techniques.pipeline.schedules import Action, Span
 
 
 class StageTracer:
-    """Recorder of the times at which each stage runs forward and backward of each microbatch.
+    """Recorder of the times at which each stage runs the forward and the backward of each microbatch.
 
-    Each stage is on a separate device. Backward runs inside autograd, so hooks record two times: when backward reaches
-    the output of the stage, and when it has computed the gradient of the stage's input.
+    Each stage is on a separate device. Backward runs inside autograd, so hooks record when backward reaches the output
+    of a stage, and when backward has computed the gradient of the stage's input.
     """
 
     def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
@@ -63,7 +63,7 @@ class StageTracer:
         stamps.append(self.clocks[stage].stamp())
 
     def collect_spans(self) -> list[list[list[Span]]]:
-        """Return the spans of each stage in the latest steps, oldest step first, with times in seconds."""
+        """Return, for each stage, the spans (in seconds) of the stage in the latest steps, oldest step first."""
         stages = range(len(self.stages))
         return [self._collect_stage_spans(stage) for stage in stages]
 

@@ -64,11 +64,11 @@ class TimedStage(pipelining.PipelineStage):
 
 
 class TorchPipelineEngine(PipelineEngine):
-    """A `PipelineEngine` that trains with torch.distributed.pipelining. Evaluation is inherited.
+    """Engine that trains with torch.distributed.pipelining and evaluates like `PipelineEngine`.
 
-    The input and output shapes of each stage are passed to the library. Otherwise, the library would infer them by a
-    forward in train mode, which changes the statistics of BatchNorm. The library has no naive schedule, so this
-    schedule is executed as GPipe with one microbatch at a time.
+    The input and output shapes of each stage are passed to the library. Otherwise, the library would infer the shapes
+    with a forward pass in train mode, which changes the statistics of BatchNorm. The library has no naive schedule, so
+    the naive schedule is executed as GPipe with one microbatch per call.
     """
 
     def __init__(self, settings: PipelineConfig, *args: Any, sample: Sequence[int], **kwargs: Any) -> None:
@@ -111,7 +111,7 @@ class TorchPipelineEngine(PipelineEngine):
         return self.loss(output, target) / self.microbatches
 
     def _read_library_plan(self) -> Schedule:
-        """Return the order of actions in torch.distributed.pipelining as a `Schedule`."""
+        """Return, as a `Schedule`, the order in which torch.distributed.pipelining executes actions."""
         plan = []
         for rank in range(self.world.size):
             actions = []

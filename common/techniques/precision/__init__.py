@@ -1,1 +1,1 @@
-"""Mixed precision and gradient accumulation: the report."""
+"""Report on mixed precision and gradient accumulation."""

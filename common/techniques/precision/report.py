@@ -1,4 +1,4 @@
-"""Report of the amp_accum experiment on the cost of mixed precision and gradient accumulation."""
+"""Report of the amp_accum experiment, which measures the costs of mixed precision and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FINAL_STEPS = 20
 
 @dataclass
 class PrecisionReport:
-    """Report of the bytes sent, the memory used, the steps skipped, and the final loss of a run.
+    """Report on the number of bytes sent, the memory used, the number of skipped steps, and the final loss.
 
-    The numbers are computed from the rows of metrics.jsonl and include earlier attempts of the run.
+    The bytes, the skipped steps, and the loss are computed from metrics.jsonl and include earlier attempts of the run.
     """
 
     cfg: Config
@@ -34,10 +34,10 @@ class PrecisionReport:
 
     @cached_property
     def outcome(self) -> dict[str, Any]:
-        """Values for result.json that a repeated run reproduces.
+        """Values in result.json that are the same if the run is repeated.
 
         The values are the mean number of bytes that a rank sends per step, the number of skipped steps, the precision
-        in which the run was computed, and the final loss.
+        that the device actually used, and the final loss.
         """
         rows = [row for row in self.folder.read_metrics() if "loss" in row]
         losses = [row["loss"] for row in rows[-FINAL_STEPS:] if row["loss"] is not None]

@@ -2,9 +2,9 @@
 
 A mask is a bool tensor that is true for every weight that is kept. Scores are nonnegative, such as the magnitude of a
 weight (Han et al. 2015, arXiv 1506.02626) or its first-order Taylor importance (Molchanov et al. 2019, arXiv
-1906.10771). A weight that is already pruned has the score PRUNED_SCORE, so that it is selected first and stays pruned.
-Scores and masks are lists with one tensor per layer. Each tensor has the shape of the layer's weight: [out, in] or
-[out, in, kernel, kernel].
+1906.10771). A weight that is already pruned has the score PRUNED_SCORE, so that the weight is selected for pruning
+first and stays pruned. Scores and masks are lists with one tensor per layer. Each tensor has the shape of the layer's
+weight: [out, in] or [out, in, kernel, kernel].
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def count_nonzero(tensor: Tensor) -> int:
 def find_kth_smallest(parts: Sequence[Tensor], k: int) -> Tensor:
     """Return the exact k-th smallest of all n numbers in the parts, as a 0-d tensor.
 
-    The parts may have any shapes, and 1 <= k <= n. For a large set, a sorted sample yields a lower and an upper bound.
-    One pass counts the numbers below the lower bound, and only the numbers between the bounds are sorted. If the bounds
-    do not enclose the result, all numbers are sorted.
+    The parts may have any shapes, and k must be from 1 to n. For a large set, a sorted sample yields a lower and an
+    upper bound for the result. One pass counts the numbers below the lower bound, and only the numbers between the
+    bounds are sorted. If the bounds do not enclose the result, all numbers are sorted.
     """
     flat_parts = [part.flatten() for part in parts]
     total = count_elements(parts)
@@ -93,7 +93,7 @@ def select_lowest_scores(parts: Sequence[Tensor], number: int) -> list[Tensor]:
 
 
 def make_global_masks(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-    """Return masks that prune the fraction `sparsity` of all weights, those with the lowest scores in all layers."""
+    """Return masks that prune the weights with the lowest scores of all layers; `sparsity` is the fraction to prune."""
     dropped = select_lowest_scores(scores, round(sparsity * count_elements(scores)))
     return [mask.logical_not_() for mask in dropped]
 
@@ -101,8 +101,8 @@ def make_global_masks(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]
 def make_layer_masks(scores: Sequence[Tensor], sparsity: Sequence[float]) -> list[Tensor]:
     """Return masks that prune the weights with the lowest scores in each layer.
 
-    `sparsity` contains the fraction of weights to prune in each layer. Counts are chosen so that only their total is
-    rounded.
+    `sparsity` contains the fraction of weights to prune in each layer. The numbers of weights to prune per layer are
+    chosen so that rounding affects their total by less than one weight.
     """
     exact_counts = [fraction * score.numel() for score, fraction in zip(scores, sparsity, strict=True)]
     counts = list(map(math.floor, exact_counts))
@@ -113,7 +113,7 @@ def make_layer_masks(scores: Sequence[Tensor], sparsity: Sequence[float]) -> lis
 
 
 def make_channel_masks(scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-    """Return masks that prune the output channels (or units) whose scores have the lowest L2 norms in each layer.
+    """Return masks that prune, in each layer, the output channels (or units) whose scores have the lowest L2 norms.
 
     The last layer, whose units are the classes, is not pruned. Every layer keeps at least one channel.
     """
@@ -132,9 +132,9 @@ def make_channel_masks(scores: Sequence[Tensor], sparsity: float) -> list[Tensor
 def make_group_masks(scores: Sequence[Tensor], sparsity: float, size: int) -> list[Tensor]:
     """Return N:M masks, which prune the weights with the lowest scores in each group of `size` consecutive weights.
 
-    A group is part of a row of the weight matrix [out, rest]. The pattern 2:4 has `size` = 4 and a sparsity of 0.5
-    (Mishra et al. 2021, arXiv 2104.08378). The number of weights to prune per group is rounded down. An incomplete
-    group at the end of a row is not pruned.
+    All weights of a group are in the same row of the weight matrix [out, rest]. The pattern 2:4 has `size` = 4 and a
+    sparsity of 0.5 (Mishra et al. 2021, arXiv 2104.08378). The number of weights to prune per group is rounded down. An
+    incomplete group at the end of a row is not pruned.
     """
     drop_count = math.floor(sparsity * size + SPARSITY_TOLERANCE)
     masks = []
@@ -154,9 +154,9 @@ def make_group_masks(scores: Sequence[Tensor], sparsity: float, size: int) -> li
 def allocate_erdos_renyi_sparsities(shapes: Sequence[torch.Size], sparsity: float) -> list[float]:
     """Return the sparsity of each layer under the Erdos-Renyi-Kernel distribution (Evci et al. 2019, arXiv 1911.11134).
 
-    The density of a layer is proportional to the sum of its dimensions divided by their product, so small layers stay
-    denser. A layer whose density would exceed 1 stays fully dense. `shapes` contains the shapes of the weights, and
-    `sparsity` is the overall fraction of zeros.
+    The density of a layer is proportional to the sum of its dimensions divided by their product, so small layers are
+    pruned less than large ones. A layer whose density would exceed 1 stays fully dense. `shapes` contains the shapes of
+    the weights, and `sparsity` is the overall fraction of zeros.
     """
     nonzero_budget = (1 - sparsity) * sum(shape.numel() for shape in shapes)
     dense_weights = 0
@@ -179,11 +179,12 @@ def allocate_erdos_renyi_sparsities(shapes: Sequence[torch.Size], sparsity: floa
 
 
 class Masks:
-    """The masks of a model's linear and convolutional weights.
+    """Masks of the weights of a model's linear and convolutional layers.
 
     Biases and normalization layers are never pruned. The masks are bool buffers of the layers, named `weight_mask`, and
-    are therefore part of checkpoints. `factors` contains the masks as numbers of the weights' dtype, because
-    multiplying by them takes a tenth of the time. Call `recompute_factors` after changing a buffer.
+    are therefore part of checkpoints. `factors` contains the masks as tensors of the weights' dtype, because
+    multiplying weights by such a tensor takes a tenth of the time of multiplying by a bool tensor. Call
+    `recompute_factors` after changing a buffer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -203,7 +204,7 @@ class Masks:
 
     @torch.no_grad()
     def replace_masks(self, masks: Sequence[Tensor]) -> None:
-        """Replace all masks. The weights change when `apply` is called next."""
+        """Replace all masks. The weights do not change until `apply_to_weights` is called."""
         for buffer, mask in zip(self.masks, masks, strict=True):
             buffer.copy_(mask)
         self.recompute_factors()
@@ -240,7 +241,7 @@ class Masks:
         return digest.hexdigest()
 
     def assert_equal_on_ranks(self) -> str:
-        """Return the digest of the masks, after checking that all ranks have the same masks.
+        """Check that all ranks have the same masks, and return the digest of the masks.
 
         All ranks must call this method. Raises RuntimeError if masks differ between ranks.
         """
@@ -256,10 +257,11 @@ class Masks:
 
 @torch.no_grad()
 def drop_and_grow(masks: Masks, optimizer: Optimizer, share: float) -> None:
-    """Drop the weights with the smallest magnitudes, and grow as many weights with the largest gradients.
+    """Prune the weights with the smallest magnitudes, and regrow as many weights with the largest gradients.
 
-    `share` is the fraction of each layer's remaining weights to drop. Grown weights start at zero and without momentum.
-    The method is that of RigL (Evci et al. 2019, arXiv 1911.11134). `grad` of each weight must be its dense gradient.
+    `share` is the fraction of each layer's remaining weights that is pruned. Regrown weights start at zero and without
+    momentum. The method is RigL (Evci et al. 2019, arXiv 1911.11134). The `grad` of each weight must be the dense
+    gradient, which includes the gradients of pruned weights.
     """
     remaining_masks = []
     grown_masks = []
@@ -282,7 +284,7 @@ def drop_and_grow(masks: Masks, optimizer: Optimizer, share: float) -> None:
 
 @torch.no_grad()
 def soft_threshold(weights: Sequence[Tensor], length: float) -> None:
-    """Move every weight toward zero by `length`; weights of a smaller magnitude become exactly zero.
+    """Move every weight toward zero by `length`; weights whose magnitude is at most `length` become exactly zero.
 
     This is the proximal step of an L1 penalty (ISTA: Beck and Teboulle 2009, doi 10.1137/080716542).
     """

@@ -1,7 +1,7 @@
-"""Measurement of what pruning a model saves: the size of its file and the time of a forward pass.
+"""Measurement of the savings by pruning: the size of the model file and the time of a forward pass.
 
-torch has sparse kernels for linear layers only. These layers are computed in the compressed sparse row (CSR) format;
-convolutions stay dense.
+torch has sparse kernels only for linear layers. The pruned linear layers are stored and computed in the compressed
+sparse row (CSR) format, and convolutions stay dense.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def strip_masks(model: nn.Module) -> nn.Module:
 
 
 def measure_file_sizes(model: nn.Module) -> tuple[int, int]:
-    """Return the size in bytes of the file that torch.save writes, uncompressed and compressed with zlib."""
+    """Return the size, in bytes, of the model file that torch.save writes, before and after compression with zlib."""
     file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns that CSR is in beta
@@ -62,11 +62,11 @@ def measure_file_sizes(model: nn.Module) -> tuple[int, int]:
 
 
 class CsrLinear(nn.Module):
-    """A linear layer whose weight [out, in] is in CSR format.
+    """A linear layer that stores its weight [out, in] in CSR format.
 
-    The layer flattens its input, and it applies ReLU if the original layer does (see common/models/networks.py). It
-    computes (weight @ x.T).T, which is five times as fast as F.linear, because F.linear multiplies by the sparse matrix
-    from the right.
+    The layer flattens its input, and it applies ReLU if the original layer does (see common/models/networks.py). The
+    layer computes (weight @ x.T).T, which is five times as fast as F.linear, because F.linear has the sparse matrix as
+    its right factor.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -102,7 +102,7 @@ def convert_to_csr(model: nn.Module) -> nn.Module:
 def has_two_of_four_sparsity(weight: Tensor) -> bool:
     """Return whether a weight [out, in] has the sparsity pattern 2:4.
 
-    In this pattern, at most two of every four consecutive weights in a row are nonzero.
+    In the pattern 2:4, at most two weights in each group of four consecutive weights of a row are nonzero.
     """
     if weight.size(1) % 4:
         return False
@@ -113,8 +113,9 @@ def has_two_of_four_sparsity(weight: Tensor) -> bool:
 def convert_to_two_of_four(model: nn.Module) -> nn.Module:
     """Return a float16 copy of a model whose 2:4 linear layers use sparse tensor cores.
 
-    NVIDIA GPUs have sparse tensor cores since the Ampere generation. Layers stay dense if they do not have the pattern
-    2:4 (Mishra et al. 2021, arXiv 2104.08378) or if the kernels do not support their shapes.
+    NVIDIA GPUs have had sparse tensor cores since the Ampere generation. A layer stays dense if its weight does not
+    have the pattern 2:4 (Mishra et al. 2021, arXiv 2104.08378) or if the kernels do not support the shape of its
+    weight.
     """
     from torch.sparse import to_sparse_semi_structured
 
@@ -130,9 +131,10 @@ def convert_to_two_of_four(model: nn.Module) -> nn.Module:
 
 
 def time_variants_in_turns(variants: Mapping[str, Callable[[], Tensor]], device: torch.device) -> dict[str, float]:
-    """Return the median seconds of one call of each variant.
+    """Return the median time of one call of each variant, in seconds.
 
-    Each round measures every variant in turn. If the variants are slow, there are fewer rounds.
+    The variants are timed in turn in each of several rounds, so that a change of the machine's speed affects all
+    variants. Slow variants are timed in fewer rounds.
     """
 
     def time_turn(variant: Callable[[], Tensor], count: int) -> float:
@@ -157,7 +159,7 @@ def time_variants_in_turns(variants: Mapping[str, Callable[[], Tensor]], device:
 
 
 def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
-    """Return the seconds that a forward pass for x [N, ...] takes with each variant of a model.
+    """Return the time of a forward pass for x [N, ...] with each variant of a model, in seconds.
 
     The variants are the dense model in float32, the dense model in bf16, and the model with linear layers in CSR
     format. On a GPU with sparse tensor cores, there are two more variants in float16: the dense model and the model
@@ -178,10 +180,10 @@ def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
 
 
 def measure_sizes(model: nn.Module, accuracy: Callable[[nn.Module], float] | None) -> dict[str, Any]:
-    """Return the file sizes of a model without masks, and the size and accuracy of its int8 copy.
+    """Return the file sizes of a model without masks, and the file size and accuracy of an int8 copy of the model.
 
-    `accuracy` is a function that returns the test accuracy of a model. Without `accuracy` or torchao, there is no int8
-    copy.
+    `accuracy` is a function that returns the test accuracy of a model. If `accuracy` is None or torchao is not
+    installed, no int8 copy is measured.
     """
     raw, compressed = measure_file_sizes(model)
     csr, _ = measure_file_sizes(convert_to_csr(model))
@@ -195,9 +197,9 @@ def measure_sizes(model: nn.Module, accuracy: Callable[[nn.Module], float] | Non
 
 
 def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
-    """Export a model, run the exported model in a new process, and compare its outputs with the original outputs.
+    """Export a model, run the exported model in a new process, and compare the outputs of the two models.
 
-    A failure is reported in the result and does not stop the run.
+    If the export fails, the result describes the failure, and the run continues.
     """
     try:
         with torch.no_grad():
@@ -212,7 +214,8 @@ def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any
 def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> dict[str, str]:
     """Return the rows of the final table that describe the savings.
 
-    `facts` contains sizes and measured values. Times are those of a forward pass of `samples` samples.
+    `facts` contains the sizes, times, and accuracies that were measured. The times are those of a forward pass for
+    `samples` samples.
     """
     csr = facts["csr_seconds"]
     fp32 = facts["fp32_seconds"]

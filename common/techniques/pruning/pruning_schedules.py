@@ -6,12 +6,12 @@ from configs.sparse_prune import Config
 
 
 def compute_sparsity(cfg: Config, step: int, total: int) -> float | None:
-    """Return the sparsity (0 to 1) of the new masks after `step` of `total` steps, or None if masks do not change.
+    """Return the sparsity (0 to 1) of the masks that are created after `step` of `total` steps; None for no change.
 
-    oneshot prunes once, at cfg.begin. iterative prunes the same fraction of the remaining weights in each of cfg.rounds
-    rounds (Han et al. 2015, arXiv 1506.02626). cubic follows s (1 - (1 - t)^3), in which t increases from 0 at
-    cfg.begin to 1 at cfg.end (Zhu and Gupta 2017, arXiv 1710.01878). rigl keeps its sparsity and changes the masks
-    every cfg.every steps (Evci et al. 2019, arXiv 1911.11134).
+    The schedule `oneshot` prunes once, at cfg.begin. `iterative` prunes the same fraction of the remaining weights in
+    each of cfg.rounds rounds (Han et al. 2015, arXiv 1506.02626). `cubic` increases the sparsity to s (1 - (1 - t)^3),
+    where s is cfg.sparsity and t increases from 0 at cfg.begin to 1 at cfg.end (Zhu and Gupta 2017, arXiv 1710.01878).
+    `rigl` keeps the sparsity constant and changes the masks every cfg.every steps (Evci et al. 2019, arXiv 1911.11134).
     """
     begin = round(cfg.begin * total)
     end = round(cfg.end * total)

@@ -67,15 +67,16 @@ def test_equally_fast_ranks_keep_equal_shards() -> None:
     run.train(1, 100)
     assert run.counts == (48, 48) and run.auto.history == [(1, (48, 48))]
     lines = "4 + 1 n ms on rank 0, 4.1 + 1.03 n ms on rank 1"
-    assert run.said == [f"shards=auto: using equal shards, because n samples take {lines}"]
+    assert run.said == [f"shards=auto: using equal shards, because a step with n samples takes {lines}"]
 
 
 def test_a_rank_that_is_half_as_fast_gets_about_half_as_much() -> None:
     run = Simulated(QUICK, HALF)
     run.real = [QUICK, HALF]
     assert run.counts == (66, 30) and run.auto.history[-1] == (1, (66, 30))
-    assert run.said[0].startswith("shards=auto: using shards [66,30] from step 1, because n samples take 4 + 1 n ms on")
-    assert run.said[0].endswith("this reduces the step time of the slowest rank to 67%")
+    prefix = "shards=auto: using shards [66,30] from step 1, because a step with n samples takes 4 + 1 n ms on"
+    assert run.said[0].startswith(prefix)
+    assert run.said[0].endswith("this reduces the step time of the slowest rank to 67% of its previous value")
     run.train(1, 100)
     assert len(run.said) == 1
     run.auto.history = [(1, (48, 48)), (11, (66, 30))]
