@@ -109,7 +109,7 @@ def test_a_process_of_another_host_is_judged_by_its_signs_of_life(
 ) -> None:
     elsewhere = identify(other.pid, host="elsewhere", boot="another")
     attempt = folder.claim_attempt({"process": elsewhere})
-    with pytest.raises(RunTakenError, match=r"cannot be checked from this host: last activity 0 s ago.* after 60 s"):
+    with pytest.raises(RunTakenError, match=r"its process is running. The last activity was 0 s ago.* after 60 s"):
         claims.claim_next_attempt(folder)
     claims.mark_ended(attempt)
     second = claims.claim_next_attempt(folder)
@@ -187,13 +187,13 @@ def test_an_attempt_notices_that_its_folder_is_gone_or_a_newer_one_is_there(
     away = folder.path.with_name("away")
     folder.path.rename(away)
     remedy = f"move it back, then resume with: make exp RESUME={folder.path}"
-    words = f"{folder.path} was moved or deleted; stopped after step 7; {remedy}"
+    words = f"{folder.path} was moved or deleted, so training stopped after step 7; {remedy}"
     assert watch.find_stop_reason(7) == words
     threading.Timer(0.2, away.rename, [folder.path]).start()
     assert watch.find_stop_reason(7) == "", "it came back"
     attempt.attempt_folder.rename(away)
     attempt.attempt_folder.mkdir()
-    assert "attempts/0001 was moved or deleted; stopped after step 7" in watch.find_stop_reason(7), (
+    assert "attempts/0001 was moved or deleted, so training stopped after step 7" in watch.find_stop_reason(7), (
         "it is another folder"
     )
     attempt.attempt_folder.rmdir()
