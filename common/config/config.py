@@ -30,7 +30,7 @@ from configs.shared import TRAINING_KEYS, Experiment
 
 
 class CheckedConfig(Protocol):
-    """A config dataclass that can check whether its values are compatible."""
+    """A config dataclass that can check whether its values are compatible with each other."""
 
     def check(self) -> None: ...
 
@@ -38,8 +38,8 @@ class CheckedConfig(Protocol):
 T = TypeVar("T", bound=Experiment)
 S = TypeVar("S", bound=CheckedConfig)
 ROOT = Path(__file__).resolve().parents[2]
-# Keys that cannot change when a run is resumed. The data position, model, optimizer state, measurements or W&B location
-# of the run depends on them.
+# Keys that cannot change when a run is resumed. The run's data position, model, optimizer state, measurements or W&B
+# location depends on these keys.
 FIXED_KEYS = (
     "seed",
     "batch",
@@ -59,7 +59,7 @@ FIXED_KEYS = (
     "wandb.project",
     "wandb.entity",
 )
-RANKS_PER_NODE = "processes_per_node"  # key for the number of ranks in experiments without stages
+RANKS_PER_NODE = "processes_per_node"  # sets the number of ranks in experiments without pipeline stages
 YAML_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the loader of libyaml is eight times faster
 USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=value ...]"
 OPTION_VALUES = {
@@ -80,7 +80,7 @@ def flatten_mapping(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def describe_yaml_position(error: yaml.YAMLError) -> str:
-    """Return the position of a YAML error, such as " at line 2, column 5", or an empty string if unknown."""
+    """Return the position of a YAML error, such as " at line 2, column 5", or an empty string if it is unknown."""
     mark = getattr(error, "problem_mark", None)
     return f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
@@ -138,9 +138,10 @@ class StartedRanks:
 def build_config_for_started_ranks(
     schema: type[T], layers: list[Mapping[str, Any]], user_values: Mapping[str, Any], started: StartedRanks | None
 ) -> T:
-    """Build a config for the number of started ranks if `user_values` does not set the number.
+    """Build a config for the ranks that another launcher has started.
 
-    Raises UserError if the settings are invalid.
+    If `user_values` sets the number of ranks, the config uses that number instead. Raises UserError if the settings are
+    invalid.
     """
     has_key = RANKS_PER_NODE in list_keys(schema)
     is_set = str(user_values.get(RANKS_PER_NODE, "0")) != "0"
@@ -226,9 +227,9 @@ def load_config(
     environ: Mapping[str, str] = os.environ,
     started: StartedRanks | None = None,
 ) -> T:
-    """Return the config of one run. For --help and --print-config, print the text and exit.
+    """Return the config of one run. For --help or --print-config, print the help or the config and exit.
 
-    `started` is the number of ranks that another launcher has started. The run uses this number by default.
+    `started` describes the ranks that another launcher has started. By default, the run has the same number of ranks.
     Raises UserError for an invalid setting, before any rank starts or data is read.
     """
     command_line = parse_command_line(arguments)
@@ -302,7 +303,7 @@ def format_yaml_with_keys_of_file(settings: Experiment, file: Path) -> str:
 
 
 Changes = dict[str, tuple[Any, Any]]  # old and new value by dotted name, as strings or lists of strings
-CHANGES_FILE = "changed.json"  # file of an attempt whose settings differ from config.yaml
+CHANGES_FILE = "changed.json"  # exists in an attempt folder if the attempt's settings differ from config.yaml
 # keys and groups that do not affect training
 UNRELATED_KEYS = ("runs", "data.root", "data.cache", "launch.", "log.", "checkpoint.")
 
@@ -324,13 +325,13 @@ def describe_changes(changed: Changes) -> str:
 
 
 def read_last_changes(run: Path) -> Changes:
-    """Read the settings in which the newest attempt of a run differs from config.yaml."""
+    """Read the settings of a run's newest attempt that differ from config.yaml."""
     attempts = sorted(path for path in run.glob("attempts/[0-9]*") if path.name.isdecimal())
     return read_changes(attempts[-1] / CHANGES_FILE) if attempts else {}
 
 
 def read_changes_of_attempts(run: Path) -> Changes:
-    """Read the training settings in which any attempt of a run differs from config.yaml."""
+    """Read the training settings that differ from config.yaml in any attempt of a run."""
     changes: Changes = {}
     for path in sorted(run.glob(f"attempts/[0-9]*/{CHANGES_FILE}")):
         changes |= read_changes(path)
@@ -360,7 +361,7 @@ def read_changes(path: Path) -> Changes:
         return {}
     except (OSError, ValueError, TypeError, AttributeError):
         raise UserError(
-            f"{path} is damaged: the settings of that attempt are unknown; "
+            f"{path} is damaged, so the settings of its attempt are unknown; "
             "restore the file, or delete it to use the settings of config.yaml"
         ) from None
 

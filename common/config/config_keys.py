@@ -53,7 +53,7 @@ class ConfigKey:
     owner: type
     """The dataclass that declares this field."""
     only: str = ""
-    """The setting that this key depends on, such as `mode=bounded`, or an empty string."""
+    """Another setting that this key requires, such as `mode=bounded`, or an empty string."""
 
     @property
     def doc(self) -> str:
@@ -106,7 +106,7 @@ def read_field_docs(schema: type) -> dict[str, str]:
 
 
 def parse_value(key: ConfigKey, text: Any) -> Any:
-    """Convert text to the type of its key. Raises UserError with the key, the text and the allowed values."""
+    """Convert text to the type of its key. Raises UserError that states the key, the text and the allowed values."""
     try:
         return convert_value(key, text)
     except ValueError as error:
@@ -157,7 +157,7 @@ def suggest_key(name: str, keys: Collection[str]) -> str:
     """Return a remedy for a key that an experiment does not have."""
     if name.partition(".")[0] == "elastic" and not any(key.startswith("elastic.") for key in keys):
         problem = "only ddp_multinode, amp_accum and param_server can continue after losing a rank"
-        return f"{problem}; omit this key: other experiments resume from their last checkpoint"
+        return f"{problem}. Omit this key; other experiments resume from their last checkpoint"
     last_part = name.rpartition(".")[2]
     suggestion = SYNONYMS.get(last_part.lower(), "")
     if suggestion not in keys:

@@ -23,7 +23,7 @@ MODULE = "own_function"  # value of __name__ while the user's file is executed
 def locate_function_file(setting: str, value: str, alternatives: str, kind: str = "function") -> str:
     """Return the file named in `FILE.py:function`. Raises UserError if there is no such file.
 
-    The error message lists `alternatives`, the other values of the setting, and `kind`, which the file must define.
+    `alternatives` lists the other values of the setting. `kind` is what the file must define: function or Class.
     """
     file = value.rpartition(":")[0]
     if Path(file).suffix != ".py":
@@ -57,7 +57,7 @@ def replace_file_with_run_copy(value: str, copy: Path | None) -> str:
 def load_function(setting: str, value: str, alternatives: str, kind: str = "function") -> Callable[..., Any]:
     """Load the function, or the class if `kind` is Class, that `setting=FILE.py:name` specifies.
 
-    Raises UserError if the file does not define it. The message lists `alternatives`, the other values of the setting.
+    Raises UserError if the file does not define `name`. `alternatives` lists the other values of the setting.
     """
     file = locate_function_file(setting, value, alternatives, kind)
     name = value.rpartition(":")[2]

@@ -1,12 +1,12 @@
-"""Claims record which process or SLURM job runs an attempt, and show whether the attempt is alive.
+"""Claims record which process or SLURM job runs an attempt, and show whether the attempt is still running.
 
 attempts/0002/claim.json    host, boot id, pid and start time of the process that controls the attempt; the launcher
-                            that started this process, with its restart count; `ended` after a command has found that
-                            the attempt has ended
+                            that started this process, with its restart count; `ended` is true once a command has
+                            found that the attempt has ended
 
 An attempt is one start of a run. At most one attempt of a run trains at a time, so a new attempt first reads the claim
-of the newest existing attempt. Attempts of older versions have no claim. For these attempts, only meta.json and
-heartbeats show whether they are alive. This module does not import torch.
+of the newest existing attempt. Attempts that older versions of this project started have no claim. Only meta.json and
+heartbeats show whether these attempts are still running. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from common.system.text import format_duration
 STOPPING_SECONDS = 60.0
 """Seconds for which a new attempt waits for an earlier attempt that is stopping."""
 SILENT_SECONDS = 60.0
-"""Seconds without activity after which an attempt is considered ended if this host cannot check its process."""
+"""Seconds without activity after which an attempt is considered ended if this host cannot check the process."""
 SILENT_STOPPING_SECONDS = 15.0
-"""Shorter limit than SILENT_SECONDS for an attempt that is stopping. Such an attempt only saves a checkpoint."""
+"""Limit that replaces SILENT_SECONDS for an attempt that is stopping, because it only has to save a checkpoint."""
 WITHDRAWAL_SECONDS = 1.0
-"""Seconds after which a newer attempt is valid. Until then, the newer attempt withdraws if this attempt is alive."""
+"""Seconds that an attempt waits before a newer attempt supersedes it. Until then, the newer attempt may withdraw."""
 POLL_SECONDS = 0.2
 UNNAMED_LAUNCH = "none"
-"""Default name of a torchrun launch, used if the user does not set a name."""
+"""Name of a torchrun launch if the user has not set a name with --rdzv-id."""
 
 
 class ProcessState(enum.Enum):
@@ -100,7 +100,7 @@ class Claim:
 
 
 def is_process_alive(process: Mapping[str, Any]) -> bool | None:
-    """Return whether a process is running. `process` has the form that `identify_process` returns.
+    """Return whether a process is running. `process` is a dict as returned by `identify_process`.
 
     Returns None if this host cannot check the process.
     """
@@ -109,8 +109,8 @@ def is_process_alive(process: Mapping[str, Any]) -> bool | None:
     is_alive = Process(process.get("pid", 0), process.get("pid_started", 0)).is_alive()
     if process.get("host") == socket.gethostname():
         return is_alive
-    # The host may have been renamed, or this may be another container. If the boot id is the same, a process that is
-    # found here is alive, but a process that is not found here may still be running elsewhere.
+    # The host may have been renamed, or this process may run in another container. If the boot id is the same, a
+    # process that is found here is alive, but a process that is not found here may still be running elsewhere.
     return True if is_alive and process.get("boot") == provenance.read_boot_id() else None
 
 
@@ -201,7 +201,7 @@ def format_live_attempt_remedy(folder: RunFolder) -> str:
 
 
 def raise_if_attempt_is_alive(folder: RunFolder) -> None:
-    """Raise RunTakenError if the newest attempt before `folder.number` is alive.
+    """Raise RunTakenError if the newest attempt before attempt `folder.number` is alive.
 
     If `folder.number` is 0, the newest attempt of the run is checked.
     """
@@ -228,7 +228,7 @@ def raise_if_attempt_is_alive(folder: RunFolder) -> None:
 
 
 def find_earlier_claim(folder: RunFolder) -> Claim | None:
-    """Return the claim of the newest attempt before `folder.number`, or None if that attempt has no claim.
+    """Return the claim of the newest attempt before attempt `folder.number`, or None if there is no claim.
 
     If `folder.number` is 0, the newest attempt of the run is used.
     """
@@ -243,9 +243,9 @@ def find_earlier_claim(folder: RunFolder) -> Claim | None:
 
 
 def find_recorded_process(attempt: RunFolder) -> Claim | None:
-    """Return a claim with the process that meta.json lists for an attempt of an older version.
+    """Return a claim built from meta.json for an attempt that an older version of this project started.
 
-    Returns None if that process is not known to be alive.
+    Returns None if the process listed in meta.json is not known to be alive.
     """
     history = provenance.read_metadata(attempt)["history"]
     process = history[-1] if history else {}
@@ -256,9 +256,9 @@ def find_recorded_process(attempt: RunFolder) -> Claim | None:
 
 
 def read_step_timeout(folder: RunFolder) -> float:
-    """Return how long a step of a run may take without writing a file, in seconds.
+    """Return the maximum time, in seconds, that a step of a run may take without writing a file.
 
-    The value is the setting launch.step_timeout, or 0 if the setting is unknown.
+    The time is the value of launch.step_timeout, or 0 if this setting is unknown.
     """
     try:
         settings = config.read_config_file(folder.path / "config.yaml")
@@ -274,7 +274,7 @@ def is_replaced_by_this_process(claim: Claim) -> bool:
         return False
     if starter == claim.starter:
         return True
-    # A torchrun agent on another host may take over. Both agents have the same launch name if the user has set one.
+    # A torchrun agent on another host may take over. Both agents have the same launch name if the user set it.
     kind, name, *_ = starter.split(" ")
     has_name = kind == "torchrun" and name != UNNAMED_LAUNCH
     is_other_host = claim.process.get("host") != socket.gethostname()
@@ -285,7 +285,7 @@ def is_replaced_by_this_process(claim: Claim) -> bool:
 def is_known_to_have_ended(folder: RunFolder) -> bool:
     """Return whether result.json shows that the attempt has ended.
 
-    `make cancel` writes a result without a reason before the attempt ends. Such a result does not count.
+    `make cancel` writes a result without a reason before the attempt ends, so this function ignores such a result.
     """
     result = folder.result
     if not result:
@@ -302,7 +302,7 @@ def compute_seconds_since_last_write(attempt: RunFolder) -> float:
 
 
 def raise_if_superseded(attempt: RunFolder) -> None:
-    """Raise RunTakenError if a newer attempt has replaced this one."""
+    """Raise RunTakenError if a newer attempt has replaced `attempt`."""
     if not attempt.is_superseded:
         return
     time.sleep(WITHDRAWAL_SECONDS)
@@ -322,7 +322,7 @@ class AttemptWatch:
     """Monitor that checks whether an attempt's folder still exists and whether a newer attempt has started."""
 
     RETURN_SECONDS = 3.0
-    """Seconds to wait for a missing folder. A network disk may be unavailable for a moment."""
+    """Seconds to wait until a missing folder reappears. A network disk may be unavailable for a moment."""
 
     def __init__(self, attempt: RunFolder) -> None:
         self.attempt = attempt
@@ -355,7 +355,7 @@ class AttemptWatch:
         has_run = (self.attempt.path / "config.yaml").exists()
         path = self.attempt.attempt_folder if has_run else self.attempt.path
         remedy = f"move it back, then resume with: make exp RESUME={shlex.quote(self.attempt.reference)}"
-        return f"{path} was moved or deleted; stopped after step {step}; {remedy}"
+        return f"{path} was moved or deleted, so training stopped after step {step}; {remedy}"
 
     def close(self) -> None:
         """Close the folder handle."""

@@ -12,12 +12,12 @@ runs/<name>-<time>-<4 hex>/
     passed_on.json     number of lines of metrics.jsonl and media.jsonl that W&B has received
     world.json         ranks, hosts, device and backend
     logs/rank-0.log    one file per rank
-    heartbeat-0.json   one file per rank: step, time, seconds per step until backward begins, and samples
+    heartbeat-0.json   one file per rank: step, time, seconds per step before backward, and samples
     metrics.jsonl      one JSON object per logged step
     checkpoints/       see common/checkpoint/storage.py
-  .private*/           key for launch.tls=true while ranks connect; local runs store the key in the attempt
+  .private*/           TLS key while ranks connect (launch.tls=true); local runs store the key in the attempt folder
   wandb/               W&B directory; in online runs, journal.jsonl maps the step numbers of W&B to rows
-  result.json          final numbers and the reason why the run ended
+  result.json          final numbers, and why the run ended
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ DISK_REMEDIES = {
     errno.EROFS: "the disk is read-only; choose another folder",
     errno.EACCES: "no permission to write; choose another folder",
     errno.EPERM: "no permission to write; choose another folder",
-    errno.ENOENT: "the folder does not exist or was deleted; choose another one",
+    errno.ENOENT: "the folder does not exist or was deleted; choose another folder",
     errno.ENOTDIR: "part of the path is a file; choose another folder",
 }
 """Description and remedy of each disk problem, by error number."""
@@ -73,7 +73,7 @@ DISK_REMEDIES = {
 
 @contextlib.contextmanager
 def convert_disk_errors(path: Path) -> Iterator[None]:
-    """Convert an error of a full, read-only or protected disk to a UserError with a remedy."""
+    """Convert an OSError caused by a full, read-only or protected disk to a UserError with a remedy."""
     try:
         yield
     except OSError as error:
@@ -151,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def remove_stale_drafts(attempts: Path) -> None:
-    """Delete drafts and withdrawn attempts of killed processes that are older than STALE_DRAFT_SECONDS."""
+    """Delete drafts and withdrawn attempts left by killed processes if they are older than STALE_DRAFT_SECONDS."""
     for path in [*attempts.glob(".new-*"), *attempts.glob(".withdrawn-*")]:
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_ctime > STALE_DRAFT_SECONDS:
@@ -160,16 +160,16 @@ def remove_stale_drafts(attempts: Path) -> None:
 
 @dataclass(frozen=True)
 class AttemptPart:
-    """The part of an attempt whose steps belong to the run."""
+    """The part of an attempt that counts for the run. Steps that a later attempt repeated do not count."""
 
     attempt: RunFolder
     last_step: int | None
     """Step from which a later attempt resumed, or None if all steps of this attempt count."""
     rows: int | None
-    """Number of lines of metrics.jsonl that belong to the run, or None if all lines belong to it."""
+    """Number of lines at the start of metrics.jsonl that count for the run, or None if all lines count."""
 
     def includes_step(self, step: int) -> bool:
-        """Return whether the rows of a step belong to the run."""
+        """Return whether the rows of a step count for the run."""
         return self.last_step is None or step <= self.last_step
 
 
@@ -182,7 +182,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path, name: str, config: str) -> RunFolder:
-        """Create a run folder that contains the resolved config. If this fails, the folder is removed."""
+        """Create a run folder that contains the resolved config. If writing the config fails, the folder is removed."""
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
         while path.exists():
@@ -198,12 +198,12 @@ class RunFolder:
 
     @property
     def reference(self) -> str:
-        """Value for RUN= or RUNS=: the run id, or the path if the run is not in runs/ of the current folder."""
+        """Run id for RUN= or RUNS= in a make command, or the path of a run outside ./runs."""
         path = self.path.absolute()
         return path.name if path.parent == Path("runs").absolute() else str(path)
 
     def claim_attempt(self, claim: Mapping[str, Any] | None = None) -> RunFolder:
-        """Create the folder of the next attempt with its claim. Raises UserError if writing fails.
+        """Create the next attempt's folder, which contains the claim. Raises UserError if writing fails.
 
         A single rename makes the complete folder visible. Concurrent callers get different attempts.
         """
@@ -285,9 +285,9 @@ class RunFolder:
 
     @property
     def parent_record(self) -> tuple[int | None, int] | None:
-        """Parent and step as recorded by `write_parent`, or None if training has not started.
+        """Parent and step as written by `record_parent_attempt`, or None if training has not started.
 
-        A new run has the parent None and the step 0.
+        For a new run, the parent is None and the step is 0.
         """
         record = read_json(self.attempt_folder / "attempt.json")
         parent = record.get("parent", "")
@@ -317,7 +317,7 @@ class RunFolder:
         write_json(self.attempt_folder / f"heartbeat-{rank}.json", beat)
 
     def find_last_write_time(self) -> float:
-        """Return when a rank last wrote a file of this attempt, in seconds since 1970, or 0 if there is none."""
+        """Return when a rank last wrote a file of this attempt, in seconds since 1970, or 0 if no file exists."""
         newest = 0.0
         for pattern in FILES_OF_RANKS:
             for path in self.attempt_folder.glob(pattern):
@@ -328,7 +328,7 @@ class RunFolder:
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return all complete metric rows of the run, oldest first, without repeated steps.
 
-        The rows come from all attempts that belong to the run. A line truncated by a crash is skipped.
+        The rows come from all attempts that count for the run. A line truncated by a crash is skipped.
         """
         return list(self.read_rows())
 
@@ -360,13 +360,13 @@ class RunFolder:
         return (row for row in self.parse_attempt_rows() if row)
 
     def parse_attempt_rows(self) -> Iterator[dict[str, Any] | None]:
-        """Yield the row of each line of this attempt's metrics, or None for a truncated or damaged line."""
+        """Yield the row in each line of this attempt's metrics.jsonl, or None for a truncated or damaged line."""
         with contextlib.suppress(FileNotFoundError), open(self.metrics_file, errors="replace") as file:
             while lines := file.readlines(BLOCK_CHARACTERS):
                 yield from parse_rows(lines)
 
     def find_damaged_lines(self) -> list[int]:
-        """Return the numbers of damaged lines in metrics.jsonl, counted from 1, except a truncated last line."""
+        """Return the line numbers, from 1, of damaged lines in metrics.jsonl, except a truncated last line."""
         damaged = []
         number = 0
         for number, row in enumerate(self.parse_attempt_rows(), 1):

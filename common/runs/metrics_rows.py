@@ -10,7 +10,7 @@ NUMBER_TYPES = {int, float, bool, type(None)}
 
 
 def parse_rows(lines: list[str]) -> list[dict[str, Any] | None]:
-    """Parse lines of metrics.jsonl. The result is None for each truncated or damaged line."""
+    """Parse lines of metrics.jsonl into rows. For a truncated or damaged line, the row is None."""
     try:
         rows = json.loads(f"[{','.join(lines)}]")  # twice as fast as parsing each line separately
     except ValueError:
@@ -21,7 +21,7 @@ def parse_rows(lines: list[str]) -> list[dict[str, Any] | None]:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON text. Return None if the text is damaged."""
+    """Parse JSON text. Return None if the text is not valid JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -31,7 +31,7 @@ def parse_json(text: str) -> Any:
 def is_row(content: Any) -> bool:
     """Return whether a value is a metric row.
 
-    A metric row is a dict that contains a step and in which every value is a number or null.
+    A metric row is a dict that contains an integer step and whose values are all numbers or null.
     """
     return (
         isinstance(content, dict)

@@ -46,7 +46,7 @@ class MetricsWriter:
             self.has_warned = True
 
     def write_buffered_rows(self) -> None:
-        """Write the buffered rows. Raises UserError if writing fails, and leaves no partial line in this case."""
+        """Write the buffered rows. If writing fails, remove partially written lines and raise UserError."""
         if not self.buffered_lines:
             return
         with convert_disk_errors(self.file):

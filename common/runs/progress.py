@@ -9,12 +9,12 @@ from typing import Any
 from common.system.text import format_duration
 from configs.shared import Log
 
-LINE_SECONDS = 10.0  # minimum time between plain progress lines
+LINE_SECONDS = 10.0  # minimum time, in seconds, between plain progress lines
 SPEED_SECONDS = 300  # window of rich's speed estimate; one evaluation batch may exceed the default of 30 s
 
 
 class ProgressDisplay:
-    """Progress bars and lines of one rank. A silent display, as on ranks other than 0, prints nothing."""
+    """Progress bars and lines of one rank. On ranks other than 0, the display is silent and prints nothing."""
 
     def __init__(self, cfg: Log, *, silent: bool) -> None:
         self.kind = cfg.progress
@@ -25,7 +25,7 @@ class ProgressDisplay:
         self.silent = silent
         self.bars: Any = None
         self.tasks: dict[str, Any] = {}
-        self.starts: dict[str, tuple[float, int]] = {}  # time and count at the first call, by name of the work
+        self.starts: dict[str, tuple[float, int]] = {}  # time and count at the first update, by `work`
         self.last_line_time = time.monotonic()
 
     def print_line(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Record the source code, versions, machine and attempts of a run. This module imports neither torch nor wandb."""
+"""Record a run's source code, package versions, machine and attempts. This module imports neither torch nor wandb."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from common.system.processes import Process
 from common.system.text import read_text_or_empty
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
-SOURCE_FOLDERS = ("experiments", "common", "slurm", "configs")  # the source also includes files in the repository root
-PICTURE_SUFFIXES = (".svg", ".png")  # figures of documentation pages, which are not copied
+SOURCE_FOLDERS = ("experiments", "common", "slurm", "configs")  # files in the repository root are also copied
+PICTURE_SUFFIXES = (".svg", ".png")  # figures in the documentation, which are not copied
 CHECKSUMS = "SHA256SUMS"  # file in a run's code/, in the format of the command sha256sum
 GROUPS = ("git", "packages", "machine", "data", "prepared_by", "world", "job")
 ENTRY_TYPES: dict[str, type] = dict.fromkeys(GROUPS, dict) | {"argv": list, "history": list}
@@ -41,9 +41,9 @@ def format_utc_now() -> str:
 
 
 def run_git(*arguments: str) -> str | None:
-    """Return the output of a git command in the source tree.
+    """Run a git command in the source tree and return its output.
 
-    Returns None if the command fails, for example without git or outside a checkout.
+    Returns None if the command fails, for example if git is not installed or the source tree is not a checkout.
     """
     command = ["git", "-C", str(ROOT), *arguments]
     try:
@@ -54,7 +54,7 @@ def run_git(*arguments: str) -> str | None:
 
 
 def list_source_files() -> list[Path]:
-    """Return the paths of the source files, including untracked files, relative to the root.
+    """Return the paths of all source files relative to the repository root, including untracked files.
 
     Figures, caches and files of runs are excluded.
     """
@@ -88,7 +88,7 @@ def read_cpu_model() -> str | None:
 
 
 def describe_machine(device: str) -> str:
-    """Describe the machine of a measurement: processor, cores and, if the device is cuda, the first GPU."""
+    """Describe the machine of a benchmark by its processor, cores and, if the device is cuda, its first GPU."""
     name = f"{read_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
     if device == "cuda":
         import torch
@@ -124,7 +124,7 @@ def has_uncommitted_changes() -> bool | None:
 
 
 def copy_function_file(kind: str, value: str, code: Path, *, overwrite: bool = False) -> None:
-    """Copy the file of `FILE.py:function` into a run's source if the copy does not exist.
+    """Copy the file named in `FILE.py:function` to a run's `code/` folder if the copy does not exist.
 
     If `overwrite` is true, an existing copy is replaced. Values that do not name a file are ignored. Ranks that start
     at the same time see either the complete file or no file. Raises UserError if writing fails.
@@ -148,7 +148,7 @@ def copy_custom_files(settings: Any, code: Path, *, overwrite: Container[str] = 
 
 
 def copy_source(folder: RunFolder) -> None:
-    """Copy the source files into `code/` and store their checksums there."""
+    """Copy the source files to the run's `code/` folder and store their checksums there."""
     code = folder.path / "code"
     checksums = []
     with convert_disk_errors(code):
@@ -163,7 +163,7 @@ def copy_source(folder: RunFolder) -> None:
 def check_source(folder: RunFolder) -> None:
     """Raise UserError if a file in a run's `code/` is missing or has changed since it was copied.
 
-    If a run has no checksums, only Python files with syntax errors are detected.
+    If the run stored no checksums, only Python files with syntax errors are detected.
     """
     code = folder.path / "code"
     damaged = []
@@ -180,8 +180,8 @@ def check_source(folder: RunFolder) -> None:
         if len(damaged) > MAX_DAMAGED_FILES:
             names += ", ..."
         raise UserError(
-            f"the run's source is damaged: {names} in {code}; restore the files or start a new run; "
-            f"if the changes were intentional, delete {code / CHECKSUMS}"
+            f"the run's copy of the source code is damaged: {names} in {code}; restore the files or start a new run. "
+            f"If the changes were intentional, delete {code / CHECKSUMS}"
         )
 
 
@@ -197,7 +197,10 @@ def find_unparsable_files(code: Path) -> list[str]:
 
 
 def write_metadata(folder: RunFolder, arguments: list[str], data: dict[str, Any]) -> None:
-    """Write the source, versions, machine, arguments and data of a run to meta.json. Raises UserError."""
+    """Write a run's git commit, package versions, machine, command line and data set to meta.json.
+
+    Raises UserError if writing fails.
+    """
     git = {
         "sha": (run_git("rev-parse", "HEAD") or "").strip() or None,
         "dirty": has_uncommitted_changes(),
@@ -239,7 +242,7 @@ def read_metadata(folder: RunFolder) -> dict[str, Any]:
 
 
 def record_attempt_start(folder: RunFolder) -> None:
-    """Add this attempt to the history in meta.json. Raises UserError if writing fails."""
+    """Add the attempt `folder.number` to the history in meta.json. Raises UserError if writing fails."""
     prefixes = ("SLURM_JOB", "SLURM_RESTART")
     slurm = {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
     attempt = {"attempt": folder.number, "start": format_utc_now(), "end": None, "state": "running"}
@@ -284,9 +287,9 @@ def read_pid_namespace() -> str:
 
 
 def identify_launcher() -> str | None:
-    """Return an id of the SLURM job or, without SLURM, of the torchrun launch that started this process.
+    """Return an id of the SLURM job or torchrun launch that started this process.
 
-    Returns None if neither SLURM nor torchrun started this process.
+    In a SLURM job, the id always identifies the job. Returns None if neither SLURM nor torchrun started this process.
     """
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ.get('SLURM_CLUSTER_NAME')} {os.environ['SLURM_JOB_ID']}"
@@ -299,7 +302,7 @@ def identify_launcher() -> str | None:
 def find_run_of_same_launch(runs: Path, name: str, arguments: list[str]) -> RunFolder | None:
     """Return the run that an earlier attempt of the same SLURM job or torchrun launch created.
 
-    The command line must be the same. Returns None if there is no such run.
+    The run must have been started with the same command-line `arguments`. Returns None if there is no such run.
     """
     launcher = identify_launcher()
     if launcher is None:
@@ -329,9 +332,9 @@ def record_attempt_end(folder: RunFolder, state: str) -> None:
 
 
 def format_new_run_command(folder: RunFolder) -> str:
-    """Return the command that starts a new run after an error in the source code of a run.
+    """Return a message with the command for a new run after the user has fixed an error in the source code.
 
-    Resuming the run would execute the old source code again.
+    Resuming the failed run would execute its copy of the old source code again.
     """
     command = f'make exp NAME={folder.experiment} ARGS="..."'
     warning = f"RESUME= would use the old source in {folder.path}/code"

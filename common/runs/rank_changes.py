@@ -1,4 +1,4 @@
-"""Rank changes of an elastic run: ranks that were lost or have joined.
+"""Rank changes of an elastic run: the ranks that were lost and the ranks that joined.
 
 Each attempt stores its rank changes in generations.json. This module does not import torch.
 """
@@ -33,7 +33,7 @@ def read_rank_changes(attempt: RunFolder) -> list[dict[str, Any]]:
 
 
 def read_earlier_rank_changes(attempt: RunFolder) -> list[dict[str, Any]]:
-    """Read the rank changes of all earlier attempts, each with the number of its attempt.
+    """Read the rank changes of all earlier attempts, and add the attempt number to each change.
 
     Damaged files are skipped.
     """

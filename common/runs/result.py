@@ -1,8 +1,8 @@
 """The result of a run, as stored in result.json. The names are the same for all experiments.
 
 format         2, the only format that this version reads
-state          finished, failed, cancelled or preempted; stored with exit_status
-reason         why the run did not finish; stored with last_step
+state          finished, failed, cancelled or preempted; stored together with exit_status
+reason         why the run did not finish; stored together with last_step
 data           name of the data set that was actually used
 scores         values of the last evaluation: test_loss (mean over samples), test_accuracy (0 to 1), test_samples
 timings        samples_per_second and step_seconds (means), excluding the first steps and evaluations
@@ -29,7 +29,7 @@ Values = Mapping[str, Any]
 
 
 class Report(Protocol):
-    """Report of a technique at the end of a run.
+    """Report that a training technique creates at the end of a run.
 
     A report adds rows to the final table and values to result.json.
     """
@@ -76,7 +76,7 @@ class Result:
     def with_reports(self, reports: Iterable[ReportData]) -> Result:
         """Return this result with the values of reports added.
 
-        The memory values of a report replace those of the ranks.
+        If a report contains memory values, they replace the peak memory of the ranks.
         """
         outcome = dict(self.outcome)
         measured = dict(self.measured)
@@ -110,7 +110,7 @@ class Result:
         """Return the share of time (0 to 1) that ranks spend waiting.
 
         Ranks wait while they are idle in a pipeline, or for communication that does not overlap with computation.
-        Returns None if the run has not measured either of these.
+        Returns None if the run measured neither idle time nor communication time.
         """
         idle_shares = self.measured.get("idle_share")
         if isinstance(idle_shares, list) and idle_shares and None not in map(to_finite_number, idle_shares):
@@ -124,7 +124,7 @@ class Result:
         return communication * exposed_share / step_seconds
 
     def format_partition(self) -> str | None:
-        """Return the names of the first layers of all pipeline stages except stage 0.
+        """Return the name of the first layer of each pipeline stage except stage 0, separated by commas.
 
         Returns None if the run has only one stage.
         """
@@ -150,7 +150,7 @@ class Result:
         return max((peak / 1e6 for peak in peaks if peak is not None), default=None)
 
     def list_columns(self) -> dict[str, Any]:
-        """Return single numbers and strings for tables and the W&B summary.
+        """Return the numbers and strings of this result for tables and the W&B summary.
 
         Each element of a list becomes a separate column.
         """

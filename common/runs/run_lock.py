@@ -1,4 +1,4 @@
-"""Lock of a run, which lets only one process on this machine start, submit or control an attempt at a time.
+"""Lock that allows only one process at a time on this machine to start, submit or control an attempt of a run.
 
 This module does not import torch.
 """
@@ -13,16 +13,16 @@ from common.runs import claims
 from common.runs.folder import RunFolder
 from common.system.errors import RunTakenError
 
-LOCK_SECONDS = 1.0  # time that the ranks of a killed process may take to exit
+LOCK_SECONDS = 1.0  # maximum time to wait until the ranks of a killed process have exited
 POLL_SECONDS = 0.05
 
 
 def lock_run(folder: RunFolder) -> IO[str]:
     """Prevent other processes on this machine from starting an attempt of a run.
 
-    Waits for an attempt that is stopping. Returns the open file that holds the lock. Raises RunTakenError if another
-    process holds the lock. This lock is not used on a cluster, because an old attempt behind a broken network could
-    hold the lock forever.
+    If an attempt is stopping, this function first waits until that attempt has ended. Returns the open file that holds
+    the lock. Raises RunTakenError if another process holds the lock. This lock is not used on a cluster, because an old
+    attempt on a disconnected host could hold the lock forever.
     """
     claims.wait_for_earlier_attempt(folder)
     deadline = time.monotonic() + LOCK_SECONDS
@@ -42,7 +42,7 @@ def try_to_lock(folder: RunFolder) -> IO[str] | None:
     Returns the locked file, or None if another process holds the lock. On a disk that does not support locks, the file
     is returned without a lock.
     """
-    file = open(folder.path / "config.yaml")  # noqa: SIM115 (closing it releases the lock)
+    file = open(folder.path / "config.yaml")  # noqa: SIM115 (closing the file releases the lock)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

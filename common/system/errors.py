@@ -1,4 +1,4 @@
-"""User-facing errors and exit statuses. This module imports no third-party library, so every command can use it."""
+"""User-facing errors and exit statuses. This module imports no third-party library, so all commands can import it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class UserError(Exception):
 
 
 class UnreachableError(UserError):
-    """A rank or host does not respond. On a cluster, another attempt may get a different host."""
+    """Error of a rank or host that does not respond. On a cluster, another attempt may run on a different host."""
 
 
 class MachineError(RuntimeError):
@@ -53,7 +53,7 @@ class RunTakenError(UserError):
 def summarize_error(error: BaseException) -> str:
     """Return a one-line summary of an error.
 
-    The summary of an OSError is its message and file. For other errors, it is the first line of the message.
+    The summary of an OSError is its message and file. The summary of any other error is the first line of its message.
     """
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
@@ -67,14 +67,14 @@ def is_timeout(error: BaseException) -> bool:
     gloo reports a timeout in two ways: "Timed out waiting ..." for the operation that waited, and "Application timeout
     caused pair closure" for operations that were queued behind it on the same connection.
     """
-    if isinstance(error, MachineError):  # its message may contain a setting such as launch.step_timeout
+    if isinstance(error, MachineError):  # the message may contain the word timeout, as in launch.step_timeout
         return False
     return isinstance(error, TimeoutError) or bool(re.search("timed out|timeout", str(error), re.IGNORECASE))
 
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Print errors that have a remedy as one line on stderr, and exit.
+    """Print a UserError or MachineError without a traceback on stderr, and exit.
 
     The exit status is 2 for a UserError, 1 for a MachineError, and 130 for Ctrl-C.
     """

@@ -32,7 +32,7 @@ def check_host_memory(settings: Experiment) -> None:
 
 
 def measure_available_memory() -> tuple[int, str]:
-    """Return the number of bytes that a new process can allocate, and the name of the limit."""
+    """Return the number of bytes that a new process can allocate, and a description of the limit."""
     limits = [(read_free_memory(), "memory of the host"), *read_cgroup_limits()]
     slurm_limit = read_slurm_limit()
     if slurm_limit is not None:
@@ -47,7 +47,7 @@ def read_free_memory() -> int:
 
 
 def read_slurm_limit() -> int | None:
-    """Return the memory per host of a SLURM job in bytes, or None if there is no job or no limit."""
+    """Return the memory, in bytes, that SLURM allocated to the job on each host, or None if there is no limit."""
     per_host = parse_count(os.environ.get("SLURM_MEM_PER_NODE", ""))
     if per_host:
         return per_host * 2**20
@@ -64,7 +64,7 @@ def parse_count(text: str) -> int:
 
 
 def read_cgroup_limits() -> list[tuple[int, str]]:
-    """Return the remaining bytes in each control group of this process, with a description of the limit.
+    """Return how many bytes each memory control group of this process can still allocate, with a description.
 
     Both versions of control groups, 1 and 2, are supported.
     """

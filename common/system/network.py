@@ -19,13 +19,13 @@ from common.system.errors import UnreachableError, UserError
 from common.system.text import read_text_or_empty
 
 T = TypeVar("T")
-UNREACHABLE_SECONDS = 10.0  # limit for reaching the host of rank 0, so that a job fails within 15 s
+UNREACHABLE_SECONDS = 10.0  # time limit for reaching rank 0's host, so that a job fails within 15 s
 SIOCGIFADDR = 0x8915  # from linux/sockios.h
 PORTS = range(20_000, 60_000)
 
 
 def explain_unreachable_url(url: str, seconds: float) -> str:
-    """Return why a server did not respond within `seconds`.
+    """Return why the server at `url` did not respond within `seconds`.
 
     Returns an empty string if the server sent any HTTP response.
     """
@@ -45,7 +45,7 @@ def explain_unreachable_url(url: str, seconds: float) -> str:
 
 
 def call_with_timeout(seconds: float, function: Callable[[], T]) -> T | None:
-    """Return the result of `function`, or None on timeout. An error of the function is raised again here.
+    """Return the result of `function`, or None on timeout. Raises any exception that the function raises.
 
     The function runs in a daemon thread that may outlive this call, because libraries may block for longer than the
     timeout that is passed to them.
@@ -74,14 +74,15 @@ def resolve_ipv4(host: str) -> str:
 
 
 def resolve_for_other_hosts(host: str, role: str, hosts: int) -> str:
-    """Return the IPv4 address at which the other hosts can reach this host. Raises UserError if there is none.
+    """Return the IPv4 address at which the other hosts can reach this host. Raises UserError if no address is found.
 
-    `host` is the name of this host, `role` describes it in messages, and `hosts` is the number of all hosts.
+    `host` is the name of this host, `role` describes it in messages, and `hosts` is the total number of hosts.
     """
     try:
         address = resolve_ipv4(host)
     except OSError as error:
-        raise UserError(f"{host}, {role}, cannot resolve its own name: {error}; add it to /etc/hosts or DNS") from None
+        problem = f"{host}, {role}, cannot resolve its own name: {error}"
+        raise UserError(f"{problem}; add the name to /etc/hosts or DNS") from None
     if hosts > 1 and address.startswith("127."):
         raise UserError(
             f"{host}, {role}, resolves to {address}, which other hosts cannot reach; in /etc/hosts, map the name to "
@@ -135,7 +136,7 @@ def find_interface(address: str) -> str:
 
 
 def read_sent_bytes(name: str) -> int:
-    """Return the number of bytes that an interface has sent, or 0 if unknown. Packet headers are included.
+    """Return the number of bytes that an interface has sent, including packet headers, or 0 if it is unknown.
 
     /sys/class/net is not used, because it does not show the counters of a separate network namespace.
     """
@@ -177,8 +178,8 @@ def connect_to_rank0(host: str, candidates: Sequence[int], connect: Callable[[in
     """Call `connect(port)` until rank 0 responds, and return the result.
 
     `connect` returns None if another program has responded. This function fails after 10 s if the host cannot be
-    resolved or reached. A host that refuses connections is running, so rank 0 then has `patience` seconds to open its
-    port. Raises UnreachableError with the host, address, interface and ports.
+    resolved or reached. If the host refuses connections, the host is running, and rank 0 has `patience` seconds to open
+    a port. Raises UnreachableError with the host, address, interface and ports.
     """
     start = time.monotonic()
     address = "?"

@@ -52,11 +52,11 @@ def is_failed_fork(error: BlockingIOError) -> bool:
 
 
 def explain_exit_from_log(log: str, exit_code: int) -> str:
-    """Describe the shortage of threads or processes that ended a process, according to its log.
+    """Explain the exit of a process if its log reports a shortage of threads or processes.
 
     Returns an empty string if the log reports no shortage. `exit_code` is negative if a signal ended the process.
-    Libraries that cannot start a thread abort the process or let it exit. After any other signal, the log does not
-    contain the cause.
+    Libraries that cannot start a thread abort the process (SIGABRT) or let the process exit. If any other signal ended
+    the process, the log does not contain the cause.
     """
     if exit_code == -signal.SIGABRT:
         return describe_thread_shortage() if ABORT_MESSAGES.search(log) else ""

@@ -1,7 +1,7 @@
 """Seeds for all random choices. Each purpose has a named stream, and all streams are derived from one seed.
 
-Different purposes never share a stream, as could happen with `seed + rank`. A new purpose does not change existing
-streams. This module imports neither torch nor other modules of `common`.
+Different purposes never share a stream, whereas seeds such as `seed + rank` can coincide. A new purpose does not change
+existing streams. This module imports neither torch nor other modules of `common`.
 """
 
 from __future__ import annotations

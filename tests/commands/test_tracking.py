@@ -326,7 +326,7 @@ def test_a_tracker_that_breaks_only_says_so(tmp_path: Path, monkeypatch: pytest.
     assert "tracking is incomplete: the tracking process failed with exit status 1, see " in said
     assert "No space left" in (folder.attempt_folder / "logs" / "tracker.log").read_text()
     fake.write_text("import time\ntime.sleep(1.2)\nraise OSError(28, 'No space left on device')\n")
-    with pytest.raises(UserError, match=r"are missing in W&B; .* the tracking process failed with exit status 1; see "):
+    with pytest.raises(UserError, match=r"missing from W&B; .* the tracking process failed with exit status 1; see "):
         send_missing_rows(folder)  # wandb.finish_timeout, here 1 s, is not for make sync
 
 

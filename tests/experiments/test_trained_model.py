@@ -165,7 +165,7 @@ def test_a_model_is_measured_with_the_settings_of_its_newest_start(finished: Mak
     assert done.returncode == 0 and " of 100 " in done.stdout and "not compared" in done.stdout, done.stdout
     changes.write_text('{"data.test_limit": 3}')
     done = evaluate(folder)
-    assert done.returncode == 2 and "changed.json is damaged: the settings of that attempt are unknown" in done.stderr
+    assert done.returncode == 2 and "changed.json is damaged, so the settings of its attempt are unknown" in done.stderr
     told = inside.run_verb("rerun", "--", str(folder.path))
     assert told.returncode == 2 and "changed.json is damaged" in told.stderr
     done = resume(REPLICATED, folder, "steps=50")

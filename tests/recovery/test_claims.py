@@ -58,7 +58,7 @@ def test_a_run_whose_folder_was_moved_stops_within_seconds(tmp_path: Path, quick
         out, err = process.communicate(PATIENCE)
     assert process.returncode == 2, out + err
     (line,) = err.strip().splitlines()
-    assert line.startswith(f"error: {folder.path} was moved or deleted; stopped after step ")
+    assert line.startswith(f"error: {folder.path} was moved or deleted, so training stopped after step ")
     assert line.endswith(f"; move it back, then resume with: make exp RESUME={folder.path}")
     assert list(runs.iterdir()) == [] and "WARNING" not in out
     away.rename(folder.path)

@@ -1,1 +1,1 @@
-"""The table and the page that compare runs. Imports no torch."""
+"""The text table and the HTML page that compare runs. This package does not import torch."""

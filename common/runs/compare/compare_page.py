@@ -1,4 +1,4 @@
-"""Build one HTML page that compares several runs by their curves and in a table.
+"""Build an HTML page that compares several runs in charts and in a table.
 
 The page works without a network connection. compare_page.html is the Jinja2 template, and compare_page.css is the style
 sheet. compare_page.js draws the curves, and sorts and filters the table. This module does not import torch.
@@ -30,7 +30,7 @@ DISTINCT_COLOURS = (
     *("#8a6d3b", "#c2a000", "#0f9aa8", "#c92a2a", "#6b7684"),
 )  # for light pages; the style sheet lightens these colors on dark pages
 LINE_DASHES = {"finished": "", "running": "2 3", "pending": "2 3"}
-UNFINISHED_DASHES = "7 4"  # line style of runs that ended before they finished
+UNFINISHED_DASHES = "7 4"  # dash pattern for runs that failed or were stopped
 FIRST_TESTS = ("test_accuracy", "test_loss")  # the evaluation metrics that are shown first
 MAX_LABEL_WIDTH = 34  # maximum width of a label in characters
 
@@ -91,7 +91,7 @@ class DrawnRun:
 
 
 BAR_MAXIMA = {"accuracy": 1.0, "efficiency": 1.0, "waiting": 1.0, "test loss": None, "samples/s": None, "peak MB": None}
-"""Value of a full bar for each column with bars. None means the largest value in the column."""
+"""Value at which the bars of each column are full. None means the largest value in the column."""
 
 
 def choose_curve_colors(count: int) -> list[str]:
@@ -121,7 +121,7 @@ def round_numbers(numbers: Numbers, format_spec: str = ".5g") -> list[float | No
 def encode_curve(run_number: int, curve: Curve) -> dict[str, Any]:
     """Convert a curve to types that JSON supports.
 
-    Minima and maxima are included only for a thinned curve.
+    Minima and maxima are included only if the points of the curve are means of several steps.
     """
     steps, samples, seconds = curve.positions.T
     positions = [round_numbers(steps, ".12g"), round_numbers(samples, ".12g"), round_numbers(seconds, ".6g")]
@@ -134,7 +134,7 @@ def encode_curve(run_number: int, curve: Curve) -> dict[str, Any]:
 def build_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     """Return the charts in which at least one curve has several points.
 
-    Single points are shown only in the table.
+    Metrics that have only single points are shown only in the table.
     """
     charts: list[dict[str, Any]] = []
 
@@ -157,7 +157,7 @@ def build_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
 
 
 def make_setting_cell(run: ComparedRun, key: str) -> TableCell:
-    """Return the table cell of a setting. Numeric settings are sorted by number."""
+    """Return the table cell of a setting. A numeric setting gets a number, by which the table sorts it."""
     text = run.settings.get(key, MISSING)
     try:
         return TableCell(text, float(text))
@@ -174,7 +174,7 @@ def list_columns(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def compute_bar_maxima(runs: Sequence[ComparedRun]) -> dict[str, float]:
-    """Return the value of a full bar for each column with bars."""
+    """Return the value at which the bars of each column are full."""
     maxima: dict[str, float] = {}
     for title, maximum in BAR_MAXIMA.items():
         numbers = [run.columns[title].value or 0 for run in runs if title in run.columns]
@@ -183,7 +183,7 @@ def compute_bar_maxima(runs: Sequence[ComparedRun]) -> dict[str, float]:
 
 
 def allow_line_breaks(text: str) -> Markup:
-    """Return text as HTML that allows line breaks after punctuation, such as in setting names."""
+    """Return text as HTML that allows line breaks after punctuation, for example in setting names."""
     return Markup("<wbr>").join(re.split("(?<=[=_.:/,])", text))
 
 
@@ -203,7 +203,7 @@ def render_page(runs: Sequence[ComparedRun], settings: Sequence[str], experiment
     """Return the comparison page as HTML.
 
     `settings` are the settings that differ within an experiment, with the most distinctive setting first.
-    `experiment_settings` differ only between experiments.
+    `experiment_settings` are the settings that differ only between experiments.
     """
     runs = sort_by_experiment(runs)
     colours = choose_curve_colors(len(runs))

@@ -1,4 +1,4 @@
-"""Compute the curves of a run's metrics, thinned to the resolution of a screen. This module does not import torch.
+"""Compute the curves of a run's metrics, with few enough points for a chart. This module does not import torch.
 
 Each point of a training curve is the mean of a group of consecutive steps, with the minimum and maximum of the group.
 """
@@ -24,7 +24,7 @@ class Curve:
     """The values of one metric during a run. All arrays have the same length."""
 
     positions: Numbers
-    """Step, samples and seconds of each point, with shape [points, 3]."""
+    """Step, number of samples and time in seconds of each point, with shape [points, 3]."""
     value: Numbers
     low: Numbers
     high: Numbers
@@ -35,7 +35,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class RunCurves:
-    """The curves of loss, speed and evaluations of a run."""
+    """The loss, speed and evaluation curves of a run."""
 
     loss: Curve
     speed: Curve
@@ -47,9 +47,9 @@ class RunCurves:
 def read_curves(rows: Iterable[dict[str, Any]], last_steps: Collection[int] = ()) -> RunCurves:
     """Compute the curves of a run from its metric rows. Malformed rows are skipped.
 
-    `last_steps` contains the last step of each attempt from which another attempt resumed.
+    `last_steps` contains the steps from which later attempts of the run resumed.
     """
-    steps: list[tuple[float, ...]] = []  # step, samples, time, loss, whether an evaluation or restart precedes
+    steps: list[tuple[float, ...]] = []  # step, samples, time, loss, whether it follows an evaluation or restart
     tests: dict[str, list[tuple[float, ...]]] = {}
     is_interrupted = True
     for row in rows:

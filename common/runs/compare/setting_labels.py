@@ -30,7 +30,7 @@ def list_keys(runs: Sequence[Settings]) -> list[str]:
 
 
 def list_differing_settings(runs: Sequence[Settings]) -> list[str]:
-    """Return the keys of the settings whose values differ between runs. Runs without a setting are ignored."""
+    """Return the keys of the settings whose values differ between the runs that have the setting."""
     differing = []
     for key in list_keys(runs):
         is_irrelevant = any(matches_setting(key, name) for name in IRRELEVANT_SETTINGS)
@@ -41,9 +41,9 @@ def list_differing_settings(runs: Sequence[Settings]) -> list[str]:
 
 
 def compute_label_priority(key: str) -> int:
-    """Return the position of a setting in labels, from 0.
+    """Return the priority of a setting in labels. Settings with smaller numbers come first.
 
-    Settings of a single experiment come first, then general settings, and then settings of reports.
+    Settings of specific experiments come first, then general settings, and then settings for reports.
     """
     for position, name in enumerate((*GENERAL_SETTINGS, *REPORT_SETTINGS), 1):
         if matches_setting(key, name):
@@ -52,7 +52,7 @@ def compute_label_priority(key: str) -> int:
 
 
 def sort_differing_settings(runs: Sequence[Settings]) -> list[str]:
-    """Return the settings in which runs differ, with the most distinctive setting first."""
+    """Return the settings that differ between runs, with the most distinctive setting first."""
     return sorted(list_differing_settings(runs), key=compute_label_priority)
 
 
@@ -73,7 +73,7 @@ def choose_distinctive_settings(runs: Sequence[Settings], limit: int) -> list[st
 
 
 def shorten_keys(keys: Sequence[str], runs: Sequence[Settings]) -> list[str]:
-    """Shorten the name of each setting to its last part. Ambiguous settings keep the full name."""
+    """Shorten the name of each setting to its last part. Names whose last part is ambiguous are not shortened."""
     last_parts = [key.rpartition(".")[2] for key in list_keys(runs)]
     names = []
     for key in keys:

@@ -1,1 +1,1 @@
-"""Weights & Biases: the tracking process, and the conversion of offline runs. Imports no torch."""
+"""W&B tracking: the tracking process, and the conversion to offline runs. This package does not import torch."""

@@ -31,10 +31,10 @@ def read_requested_mode(cfg: Experiment) -> str:
 
 
 def find_missing_account() -> str:
-    """Return why there is no W&B account, or an empty string if an account was found.
+    """Return a message if no W&B account is configured, or an empty string if an account was found.
 
-    This function checks the same places as wandb. It does not import wandb, which would slow down training. An account
-    found there may still be invalid.
+    This function checks the same files and environment variables as wandb, but does not import wandb, because the
+    import would slow down training. An account that was found may still be invalid.
     """
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return ""
@@ -67,13 +67,13 @@ def choose_mode(requested_mode: str) -> tuple[str, str]:
     try:
         settings = wandb.setup().settings
         if settings.mode != "online":
-            return "offline", f"W&B is set to {settings.mode} on this machine"
+            return "offline", f"W&B is set to {settings.mode} mode on this machine"
         if not wandb.login(prompt=False, verify=False):
             return "offline", NO_ACCOUNT
         problem = network.explain_unreachable_url(settings.base_url, HOST_TIMEOUT)
         if problem:
             return "offline", f"{settings.base_url} does not respond: {problem}"
-        wandb.Api(timeout=round(HOST_TIMEOUT))  # raises unless the host accepts the key
+        wandb.Api(timeout=round(HOST_TIMEOUT))  # raises an error unless the host accepts the API key
     except Exception as error:  # noqa: BLE001 (an invalid key or unreadable netrc must not stop training)
         return "offline", f"could not log in to W&B: {summarize_error(error)}"
     return "online", ""

@@ -3,11 +3,11 @@
     python -m common.runs.tracking.wandb_process RUN_FOLDER ATTEMPT online SECONDS     follow a run until stdin closes
     python -m common.runs.tracking.wandb_process RUN_FOLDER ATTEMPT offline SECONDS    convert a run that has ended
 
-The process exits at most SECONDS after stdin has closed or after a conversion has started, even if its owner was
-killed. In online mode, it exits with status NO_HOST if W&B cannot be reached. The run is then converted after its end,
-as in offline mode. A conversion takes effect when its folder is moved to the final path, so an interrupted conversion
-leaves no rows behind. The account and the host are checked before wandb.init, because a failing online init takes 90
-seconds. This module does not import torch.
+The process exits at most SECONDS after stdin has closed or after a conversion has started, even if the process that
+started it was killed. In online mode, the tracking process exits with status NO_HOST if W&B cannot be reached. In this
+case, the run is converted after training has ended, as in offline mode. A conversion takes effect when its folder is
+moved to the final path, so an interrupted conversion leaves no rows behind. The account and the host are checked before
+wandb.init, because a failing online init takes 90 seconds. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ from common.system.processes import adopt_orphans, kill_children
 POLL_SECONDS = 0.3  # time between two reads of the metrics file
 TAIL_BYTES = 65_536  # size of the last part of the metrics file, which contains at least one complete row
 TIMED_OUT = 3  # exit status if the time limit was exceeded
-NO_HOST = 4  # exit status if the run must be converted after its end
-MAX_RESTARTS = 5  # restarts after the W&B client was killed; a scheduler may kill this client together with the ranks
+NO_HOST = 4  # exit status if the run must be converted after training has ended
+MAX_RESTARTS = 5  # maximum number of restarts; a scheduler may kill the W&B client together with the ranks
 SERVICE = "WANDB_SERVICE"  # environment variable that identifies a W&B helper process started earlier
 LOST_CLIENT_ERRORS = ("CommError", "HandleAbandonedError", "MailboxClosedError", "WandbServiceConnectionError")
 """Names of the exceptions that wandb raises after its client was killed, in addition to ConnectionError."""
 
 
 class RowForwarder:
-    """Sender of the rows of a run that W&B has not received, from the oldest attempt to the newest."""
+    """Sender of all rows that W&B has not received from a run, starting with the oldest attempt."""
 
     def __init__(self, folder: RunFolder, run: Any, journal: Journal | None) -> None:
         """Prepare to send rows to the W&B run `run`. Raises UserError if the run folder cannot be written.
 
-        If there is a `journal`, the run is online, and `run` has resumed the run on the W&B host.
+        If `journal` is not None, the run is online, and `run` continues the run that exists on the W&B host.
         """
         self.folder = folder
         self.run = run
@@ -79,7 +79,7 @@ class RowForwarder:
         self.media: dict[int, MediaReader] = {}
 
     def forward_ended_attempts(self) -> None:
-        """Send the rows that belong to the run from all attempts that have ended."""
+        """Send the rows of all ended attempts, except the rows of steps that a later attempt repeated."""
         for part in self.folder.list_attempt_parts():
             attempt = part.attempt
             note = self.notes.get(attempt.number)
@@ -109,8 +109,8 @@ class RowForwarder:
     def forward_row(self, attempt: RunFolder, number: int, row: dict[str, Any], start_time: float | None) -> None:
         """Send a row if W&B has not received it.
 
-        If a later attempt repeats a step with an identical row, this row is not sent again. `start_time` is the time,
-        in seconds since 1970, at which the clock of the row was 0. Without `start_time`, the row gets the current time.
+        If a later attempt repeats a step with an identical row, the repeated row is not sent. `start_time` is the start
+        of the row's clock in seconds since 1970. Without `start_time`, the row gets the current time.
         """
         note = self.notes[attempt.number]
         if number <= note.rows:
@@ -139,7 +139,7 @@ class RowForwarder:
         note.media = reader.lines
 
     def forward_growing_attempt(self, lines: Iterator[str | None]) -> None:
-        """Send the rows of the training attempt while these rows are being written."""
+        """Send the rows of the current attempt while rank 0 writes them."""
         attempt = self.folder
         self.begin_attempt(attempt)
         note = self.notes[attempt.number]
@@ -176,9 +176,10 @@ class RowForwarder:
 
 
 def find_start_time(attempt: RunFolder) -> float | None:
-    """Return the time, in seconds since 1970, at which the clock of the rows was 0.
+    """Return the time, in seconds since 1970, at which `time` was 0 in the rows of an attempt.
 
-    The last row is assumed to be as old as the last change of the file. Returns None if there is no complete row.
+    The last row is assumed to have been written when metrics.jsonl was last modified. Returns None if metrics.jsonl
+    contains no complete row.
     """
     try:
         with open(attempt.metrics_file, "rb") as file:
@@ -202,7 +203,7 @@ def parse_row(line: str) -> dict[str, Any] | None:
 def follow_lines(path: Path, closed: threading.Event) -> Iterator[str | None]:
     """Yield the lines of a growing file until `closed` is set.
 
-    Yields None after all lines that are currently available.
+    Yields None each time all currently available lines have been yielded.
     """
     position = 0
     text = ""
@@ -221,7 +222,7 @@ def follow_lines(path: Path, closed: threading.Event) -> Iterator[str | None]:
 
 
 def track_online(folder: RunFolder, closed: threading.Event) -> int:
-    """Send the rows of a run while the run trains. Return the exit status of this process."""
+    """Send the rows of a run while the run is training. Return the exit status of this process."""
     while not folder.metrics_file.exists() and not closed.wait(POLL_SECONDS):
         pass  # importing wandb must not slow down the first step
     note = read_note(folder)
@@ -253,7 +254,7 @@ def track_online(folder: RunFolder, closed: threading.Event) -> int:
 
 
 def record_offline_reason(folder: RunFolder, reason: str) -> None:
-    """Record the reason why a run is offline. Raises UserError if writing fails."""
+    """Record why a run is tracked offline. Raises UserError if writing fails."""
     status = read_json(folder.path / "wandb" / "status.json")
     write_json(folder.path / "wandb" / "status.json", status | {"mode": "offline", "reason": reason})
 
@@ -283,7 +284,7 @@ def convert_to_offline_run(folder: RunFolder) -> int:
 
 
 class Deadline:
-    """Time limit of this process. The time starts when the owner of the process exits or closes stdin."""
+    """Time limit of the tracking process, counted from when the process that started it exits or closes stdin."""
 
     def __init__(self, folder: RunFolder, end_time: float) -> None:
         """`end_time` is a time of the monotonic clock, or 0 if it is not known yet."""
@@ -293,7 +294,10 @@ class Deadline:
         self.closed = threading.Event()
 
     def exit_after_owner(self, seconds: float, *, follow: bool) -> None:
-        """Set `closed` when stdin closes, and exit this process `seconds` later."""
+        """Set `closed` when stdin closes, and exit this process `seconds` later.
+
+        If `follow` is false, `closed` is set immediately.
+        """
         if follow:
             sys.stdin.read()
             if not self.folder.result:  # the owner was killed; its ranks may still write until they exit

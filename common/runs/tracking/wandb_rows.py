@@ -1,9 +1,9 @@
 """Select the rows of a run that are sent to W&B, and record which rows W&B has received.
 
-W&B stores rows in order of arrival, so W&B always has the first rows of a run, up to a certain row. A note in each
-attempt counts the lines that W&B has received. The journal of an online run maps the step numbers of W&B to these
-lines. If the W&B client was killed, W&B reports how many steps it has, and the journal shows which lines are missing.
-This module imports neither torch nor wandb.
+W&B stores rows in order of arrival, so the rows that W&B has received are always the first rows of a run. A note in
+each attempt folder counts the lines that W&B has received. The journal of an online run maps the step numbers of W&B to
+these lines. If the W&B client was killed, W&B reports how many steps it has, and the journal shows which lines are
+missing. This module imports neither torch nor wandb.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class RowSelection:
     """Selection of the rows of an attempt that are sent to W&B.
 
     At most ten rows per second are selected for the same metric names, and fewer in long runs. A row is selected if,
-    for at least one of its names, no value was sent during the interval. Evaluations and other rare values are
-    therefore always sent. The selection depends only on the rows.
+    for at least one of its metrics, no value was sent during the current interval. Evaluations and other rare values
+    are therefore always sent. The selection depends only on the rows.
     """
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ def choose_rows(attempt: RunFolder) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def make_row_key(row: dict[str, Any]) -> RowKey:
-    """Return the names and values of a row, without its time.
+    """Return the names and values of a row, without its time, to identify rows that W&B has received.
 
     The values of a step usually change if the step is repeated with other settings.
     """
     return tuple(sorted((name, number) for name, number in row.items() if name != "time"))
 
 
-# ---- records of the rows that W&B has
+# ---- records of the rows that W&B has received
 
 
 @dataclass
@@ -112,8 +112,8 @@ def write_note(attempt: RunFolder, note: TrackingNote) -> None:
 def read_notes(folder: RunFolder) -> dict[int, TrackingNote]:
     """Read the notes of all attempts up to the newest tracked attempt, by attempt number.
 
-    Earlier attempts without a note get an empty note. If `folder` names an attempt, later attempts are skipped, because
-    each of them has a separate tracking process.
+    Earlier attempts without a note get an empty note. If `folder` selects an attempt, later attempts are skipped,
+    because each later attempt has a separate tracking process.
     """
     notes: dict[int, TrackingNote] = {}
     untracked: list[int] = []
@@ -136,12 +136,12 @@ def count_lines(path: Path) -> int:
 
 
 def list_incomplete_notes(folder: RunFolder) -> list[TrackingNote]:
-    """Return the notes of attempts that are incomplete in W&B, up to the attempt that `folder` names."""
+    """Return the notes of attempts that are incomplete in W&B, up to the attempt that `folder` selects."""
     return [note for note in read_notes(folder).values() if not note.complete]
 
 
 def restore_notes_of_offline_folders(folder: RunFolder) -> None:
-    """Write missing notes for finished offline folders whose tracking process was killed before writing them."""
+    """Restore notes from offline folders whose tracking process was killed before it wrote the notes."""
     for path in folder.path.glob(f"wandb/offline-run-*/{NOTE_FILE}"):
         for number, content in read_json(path).items():
             attempt = RunFolder(folder.path, int(number))
@@ -169,7 +169,7 @@ def list_known_rows(folder: RunFolder, notes: dict[int, TrackingNote]) -> set[Ro
 
 @dataclass(frozen=True)
 class JournalMark:
-    """Line of the journal that describes the content of the W&B history, starting at a step."""
+    """Line of the journal that describes which rows the W&B history contains from a step on."""
 
     step: int
     """First step that this mark describes, in the numbering of W&B."""
@@ -179,7 +179,7 @@ class JournalMark:
     media: int
     """Number of lines of the attempt's media.jsonl that were sent before this step."""
     items: int = 0
-    """Number of images and histograms that are sent from this step on, before the rows."""
+    """Number of images and histograms that are sent from this step on, before any metric rows."""
 
 
 class Journal:
@@ -202,7 +202,7 @@ class Journal:
         write_atomic(self.path, "")
 
     def append_mark(self, mark: JournalMark) -> None:
-        """Append a mark to the journal. Call this before sending the content that the mark describes."""
+        """Append a mark to the journal. Call this method before sending what the mark describes."""
         with contextlib.suppress(OSError), open(self.path, "a") as file:
             file.write(json.dumps(asdict(mark)) + "\n")
 

@@ -77,7 +77,7 @@ def init_wandb_run(folder: RunFolder, mode: str, wandb_folder: Path) -> Any:
 def log_model_artifact(run: Any, folder: RunFolder) -> None:
     """Add the trained model to the W&B run as an artifact.
 
-    The artifact refers to the files of the run until these files are uploaded.
+    The artifact refers to the files in the run folder, without copying them, until the files are uploaded.
     """
     import wandb
 
@@ -89,12 +89,12 @@ def log_model_artifact(run: Any, folder: RunFolder) -> None:
     metadata = {key: facts.get(key) for key in ("class", "step", "scores")}
     artifact = wandb.Artifact(f"{folder.path.name}-model", type="model", metadata=metadata)
     for file in files:
-        artifact.add_file(str(file), policy="immutable", skip_cache=True)  # creates no second copy on this disk
+        artifact.add_file(str(file), policy="immutable", skip_cache=True)  # does not copy the file
     run.log_artifact(artifact)
 
 
 class MediaReader:
-    """Reader of the images and histograms that media.jsonl of an attempt lists."""
+    """Reader of the images and histograms that an attempt's media.jsonl lists."""
 
     def __init__(self, attempt: RunFolder, lines: int) -> None:
         """Start reading after the first `lines` lines of media.jsonl."""
@@ -102,7 +102,7 @@ class MediaReader:
         self.lines = lines
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the W&B rows of new lines.
+        """Return a W&B row for each new line of media.jsonl.
 
         A truncated last line is left for a later call. A damaged line is skipped.
         """
@@ -118,7 +118,7 @@ class MediaReader:
         return rows
 
     def make_wandb_object(self, media: dict[str, Any]) -> Any:
-        """Return the W&B image or histogram for the content of a line of media.jsonl."""
+        """Convert the content of a line of media.jsonl to a W&B image or histogram."""
         import wandb
 
         file = self.attempt.attempt_folder / "media" / Path(media["file"]).name

@@ -1,8 +1,8 @@
 """Temporary state of a tracking process: a lock, a temporary folder, and the folder of an unfinished offline run.
 
 If the W&B client is killed, it leaves temporary folders and sockets behind. Each tracking process therefore uses a
-separate temporary folder, which is recorded in the run folder. This folder is removed by the tracking process, by its
-owner, or by the next tracking process.
+separate temporary folder, whose path is recorded in the run folder. The temporary folder is removed by the tracking
+process, by the process that started it, or by the next tracking process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREFIX = "wandb-run-"  # prefix of folder names; it is short because a socket pa
 def get_staging_folder(folder: RunFolder) -> Path:
     """Return the folder in which an offline W&B run is created.
 
-    The content of this folder is incomplete until it is moved to its final path.
+    An offline run is complete only after it has been moved from this folder to its final path.
     """
     return folder.path / "wandb" / "unfinished"
 
@@ -69,7 +69,8 @@ def open_temporary_folder(folder: RunFolder) -> Path:
 def record_client_processes(folder: RunFolder) -> None:
     """Record the processes of the W&B client.
 
-    If the tracking process is killed, these processes continue to send data for several seconds.
+    If the tracking process is killed, these processes continue to send data for several seconds, unless
+    `remove_temporary_state` kills them.
     """
     processes = []
     for pid in list_children():
@@ -79,7 +80,7 @@ def record_client_processes(folder: RunFolder) -> None:
 
 
 def remove_temporary_state(folder: RunFolder) -> None:
-    """Remove the processes, temporary folder and unfinished offline run left by an ended tracking process."""
+    """Kill the processes and delete the folders that an ended tracking process has left behind."""
     record = read_json(_record_file(folder))
     # This host cannot access the processes and temporary folders of other hosts.
     is_this_host = record.get("host") == os.uname().nodename

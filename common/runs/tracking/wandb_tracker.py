@@ -1,9 +1,9 @@
-"""Start and stop the tracking process of a run, which sends its metrics to Weights & Biases.
+"""Start and stop the tracking process of a run, which sends the run's metrics to Weights & Biases.
 
 Training never waits for W&B and never fails because of W&B. In online mode, a separate process follows metrics.jsonl
-while the run trains. In offline mode, W&B does not run until training has ended. A process then converts metrics.jsonl.
-If a tracking process is killed, the next attempt or `make sync` sends the missing rows. This module does not import
-torch.
+while the run trains. In offline mode, W&B does not run until training has ended. A separate process then converts
+metrics.jsonl to an offline W&B run. If a tracking process is killed, the next attempt or `make sync` sends the missing
+rows. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SYNC_SECONDS = 3600.0
 
 
 class Tracker:
-    """Tracking of a run, as controlled by the process that owns the run."""
+    """Handle with which the process that controls a run starts and ends the tracking of the run."""
 
     def __init__(self, folder: RunFolder, process: subprocess.Popen[bytes] | None) -> None:
         """`process` is the tracking process that follows the run, or None in offline mode."""
@@ -99,7 +99,7 @@ class Tracker:
         quoted_reference = shlex.quote(shlex.quote(self.folder.reference))
         sync = f"make sync RUNS={quoted_reference}"
         if status["mode"] == "online" and problem:
-            return f"W&B: {status['url']}; {problem}, see {log}; upload the remaining rows with: {sync}"
+            return f"W&B: {status['url']}; {problem}, see {log}. Upload the remaining rows with: {sync}"
         if status["mode"] == "online":
             return f"W&B: {status['url']}"
         reason = f" ({status['reason']})" if status.get("reason") else ""
@@ -110,9 +110,9 @@ class Tracker:
 def start_tracking_process(folder: RunFolder, mode: str, stdin: int, seconds: float) -> subprocess.Popen[bytes]:
     """Start the tracking process of an attempt. Raises OSError if the process cannot be started.
 
-    The process exits at most `seconds` after `stdin` closes. In offline mode, the time starts immediately.
+    The process exits at most `seconds` after `stdin` closes. In offline mode, the time limit starts immediately.
     """
-    # The error reporting of W&B is telemetry. It takes ten seconds at the end of a run if the host does not respond.
+    # W&B's error reporting is telemetry that delays the end of a run by ten seconds if the host does not respond.
     environ = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"} | os.environ
     for name in ("WANDB_MODE", SERVICE):
         environ.pop(name, None)
@@ -175,7 +175,7 @@ def is_tracked_now(folder: RunFolder) -> bool:
 
 
 def has_missing_online_rows(folder: RunFolder) -> bool:
-    """Return whether rows of an online run are missing on the W&B host."""
+    """Return whether rows of an online run are missing from the W&B host."""
     return any(note.online for note in list_incomplete_notes(folder))
 
 
@@ -197,4 +197,4 @@ def send_missing_rows(folder: RunFolder) -> None:
     problem = describe_incomplete_tracking(status, SYNC_SECONDS)
     if problem:
         log = newest.attempt_folder / "logs" / "tracker.log"
-        raise UserError(f"rows of {folder.path.name} are missing in W&B; {problem}; see {log}")
+        raise UserError(f"rows of {folder.path.name} are missing from W&B; {problem}; see {log}")

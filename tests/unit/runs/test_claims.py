@@ -160,7 +160,7 @@ def test_a_process_that_cannot_be_judged_by_its_pid_counts_by_its_signs_of_life(
     other.kill()
     other.wait()
     folder.claim_attempt({"process": process, "starter": "slurm cluster 17"})
-    with pytest.raises(RunTakenError, match="cannot be checked from this host"):
+    with pytest.raises(RunTakenError, match="this host cannot check whether its process is running"):
         claims.claim_next_attempt(folder)  # an elastic job continues without the rank that claimed the attempt
     (folder.path / "attempts/0001/claim.json").unlink()
     write_json(folder.path / "attempts/0001/claim.json", {"process": process | {"pid_namespace": "pid:[1]"}})
@@ -188,13 +188,13 @@ def test_an_attempt_notices_that_its_folder_is_gone_or_a_newer_one_is_there(
     away = folder.path.with_name("away")
     folder.path.rename(away)
     remedy = f"move it back, then resume with: make exp RESUME={folder.path}"
-    words = f"{folder.path} was moved or deleted; stopped after step 7; {remedy}"
+    words = f"{folder.path} was moved or deleted, so training stopped after step 7; {remedy}"
     assert watch.find_stop_reason(7) == words
     threading.Timer(0.2, away.rename, [folder.path]).start()
     assert watch.find_stop_reason(7) == "", "it came back"
     attempt.attempt_folder.rename(away)
     attempt.attempt_folder.mkdir()
-    assert "attempts/0001 was moved or deleted; stopped after step 7" in watch.find_stop_reason(7), (
+    assert "attempts/0001 was moved or deleted, so training stopped after step 7" in watch.find_stop_reason(7), (
         "it is another folder"
     )
     attempt.attempt_folder.rmdir()

@@ -34,7 +34,8 @@ def test_a_torn_file_is_named(verb: str, has_checksums: bool, folder: RunFolder)
     os.truncate(code / TORN, text.index('"""', text.index("def ")))
     with pytest.raises(UserError) as caught:
         main([word.format(folder.path) for word in verb.split()])
-    assert f"the run's source is damaged: {TORN} in {code}; restore the files or start a new run" in str(caught.value)
+    problem = f"the run's copy of the source code is damaged: {TORN} in {code}; restore the files or start a new run"
+    assert problem in str(caught.value)
 
 
 def test_a_file_that_is_gone_is_named_and_changes_on_purpose_are_possible(folder: RunFolder) -> None:
