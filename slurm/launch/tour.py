@@ -1,4 +1,4 @@
-"""The verb `tour`: run every experiment with small settings, then compare the runs."""
+"""The verb `tour`: run every experiment briefly at a small scale, then compare the runs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SMALLEST_SETTINGS: dict[str, tuple[str, ...]] = {
     "sparse_prune": ("batch=16", "optim.warmup=0", "every=5", "export=false", "int8=false"),
     "collectives": ("sizes=[4,1K]", "rounds=10", "plot=false"),
 }
-"""Small settings for each experiment. An experiment without an entry runs with its defaults for a few steps."""
+"""Settings that make each experiment small. An experiment that is not listed here uses its default settings."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run every experiment with small settings, compare the runs, and return the exit status."""
+    """Run every experiment briefly at a small scale, compare the runs, and return the exit status."""
     root = Path(config.parse_command_line(args.words).values.get("runs", "runs"))
     old_paths = {folder.path for folder in selection.list_runs(root)}
     start = time.monotonic()
