@@ -93,7 +93,7 @@ VERBS = {
     "logs": Verb("slurm.reports.logs", "print the log of rank 0 of a run", (RUN, FOLLOW, RUNS_FOLDER)),
     "cancel": Verb("slurm.reports.cancel", "stop a run after it has saved a checkpoint", (RUN, RUNS_FOLDER)),
     "compare": Verb("slurm.reports.compare", "compare runs in a table and on an HTML page", (
-        *CHOICE, SWEEP, Setting("PAGE", "--page", "path of the HTML page (default: runs/compare.html)"), JSON, RUNS_FOLDER)),
+        *CHOICE, SWEEP, Setting("PAGE", "--page", "path of the page (default: runs/compare.html)"), JSON, RUNS_FOLDER)),
     "sync": Verb("slurm.reports.wandb_sync", "upload runs that were tracked offline to W&B", (
         *CHOICE, SWEEP, DRY_RUN, RUNS_FOLDER)),
     "dashboard": Verb("slurm.reports.wandb_dashboard", "create a W&B workspace for comparing runs", (
@@ -133,7 +133,9 @@ def make_parser() -> argparse.ArgumentParser:
         if RUNS_FOLDER in verb.settings:
             old_spelling = "--pick" if CHOICE[0] in verb.settings else "--runs"
             parser.add_argument(old_spelling, default="", help=argparse.SUPPRESS)
-    verbs.add_parser("cluster", help="start, stop, or break a local SLURM cluster on this machine", add_help=False)
+    verbs.add_parser(
+        "cluster", help="start or stop a SLURM cluster on this machine, or simulate failures in it", add_help=False
+    )
     return top
 
 

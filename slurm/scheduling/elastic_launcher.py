@@ -278,8 +278,8 @@ class JobLauncher:
     def choose_restart_host(self, rank: int) -> str:
         """Return the host on which a lost rank is restarted.
 
-        A rank is restarted on its last host. If the last host may be lost, the rank is restarted on its first host or on
-        a spare host, whichever has the fewest ranks.
+        A rank is restarted on its last host. If the last host may be lost, the rank is restarted on its first host or
+        on a spare host, whichever has the fewest ranks.
         """
         last_host = self.host_of[rank]
         if rank not in self.silent:
