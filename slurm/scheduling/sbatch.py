@@ -182,7 +182,7 @@ def make_executor(
     path = str(folder.path)
     if not SAFE_PATH.fullmatch(path):
         raise UserError(
-            f"the path {path!r} is not allowed in a job script; set runs to a path with only letters, digits, and _.,:=@/+-"
+            f"the path {path!r} is not allowed in a job script; use only letters, digits, and _.,:=@/+- in runs"
         )
     launcher = ""
     if elastic:
