@@ -2,7 +2,7 @@
 
     python -m slurm --help           list the verbs
     python -m slurm exp --help       list the settings of a verb
-    python -m slurm --make exp       execute a verb with the variables of make's command line as settings
+    python -m slurm --make exp       execute a verb with the variables on make's command line as settings
 
 Each verb imports only the modules that it needs, and imports torch as late as possible.
 """
@@ -23,7 +23,7 @@ from slurm.arguments import split_words, suggest_nearest
 
 
 class Setting(NamedTuple):
-    """A setting of a verb, which is available as a variable of make and as a command-line argument."""
+    """A setting of a verb. The setting can be passed as a make variable or as a command-line argument."""
 
     variable: str
     """Name of the make variable, or an empty string if make does not have this setting."""
@@ -33,7 +33,7 @@ class Setting(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """A verb of the command line, which the `main` function of a module executes."""
+    """A verb of the command line. The function `main` of the module `module` executes the verb."""
 
     module: str
     help: str
@@ -41,7 +41,7 @@ class Verb(NamedTuple):
 
 
 NAME = Setting("NAME", "name", "name of the experiment: a file in experiments/, such as mnist_pipeline")
-RUN = Setting("RUN", "run", "id of the run, the last four characters of the id, or the path of the run folder")
+RUN = Setting("RUN", "run", "id of the run, last four characters of the id, or path of the run folder")
 NODES = Setting("NODES", "--nodes", "number of hosts (default: 1)")
 ARGS = Setting("ARGS", "--args", '"key=value ...": settings of the experiment, or of the cluster as cluster.key=value')
 LAUNCH = Setting(
@@ -52,16 +52,16 @@ LAUNCH = Setting(
 )
 CLUSTER = Setting("CLUSTER", "--cluster", "cluster profile: name of a file in configs/cluster/ (default: default)")
 FOLLOW = Setting("FOLLOW", "--follow", "1: print the log of rank 0 until the run ends")
-DRY_RUN = Setting("DRY_RUN", "--dry-run", "1: print what would be done, without doing it")
+DRY_RUN = Setting("DRY_RUN", "--dry-run", "1: print the actions without performing them")
 JSON = Setting("JSON", "--json", "1: print JSON for other programs")
-RUNS_FOLDER = Setting("", "--runs-folder", "folder that contains the runs (default: runs)")
+RUNS_FOLDER = Setting("", "--runs-folder", "folder that contains the run folders (default: runs)")
 CHOICE = (
     Setting("RUNS", "--runs", '"ID ID ...": select runs by id, last four characters of the id, or path'),
     Setting("NAME", "--name", "select the runs of this experiment"),
-    Setting("LAST", "--last", "select this many of the newest runs"),
+    Setting("LAST", "--last", "number of newest runs to select"),
     Setting("WHERE", "--where", 'select the runs with these settings, such as "strategy=ddp optim.lr>=0.01"'),
 )
-SWEEP = Setting("SWEEP", "--sweep", "select the runs of this sweep, given by its name or folder")
+SWEEP = Setting("SWEEP", "--sweep", "name or folder of a sweep: select the runs of this sweep")
 CLUSTER_NAME = Setting("NAME", "--name", "name of the local cluster (default: local)")
 
 VERBS = {
@@ -73,27 +73,27 @@ VERBS = {
         Setting("NAME", "name", "name of the new experiment, such as my_mlp"),)),
     "check-optimizer": Verb("slurm.launch.check_optimizer", "test a custom optimizer before a run uses it", (
         Setting("FILE", "file", "file and class, such as lion.py:Lion, or the name of a built-in optimizer"),)),
-    "rerun": Verb("slurm.launch.rerun", "repeat a run with its settings and source, and compare the results bitwise", (
+    "rerun": Verb("slurm.launch.rerun", "repeat a run with the same settings and source, and compare bitwise", (
         RUN, ARGS, LAUNCH, CLUSTER)),
     "evaluate": Verb("slurm.reports.trained_model", "evaluate the trained model of a finished run again", (
-        RUN, Setting("ARGS", "--args", 'settings: "data.root=... data.test_limit=1000"; also eval_batch and log.*'))),
+        RUN, Setting("ARGS", "--args", 'settings to change: data.root, data.test_limit, eval_batch, or log.*'))),
     "export": Verb("slurm.reports.trained_model", "export the trained model for use in other programs", (
         RUN, Setting("FORMAT", "--format", "safetensors, torch.export, or onnx (default: safetensors)"))),
     "sweep": Verb("slurm.launch.sweep", "run all points of a grid that have not been run yet", (
         Setting("GRID", "grid", "sweep file, such as configs/sweeps/mnist_pipeline_rates.yaml"),
         ARGS, LAUNCH, CLUSTER,
-        Setting("FAILED", "--failed", "1: run the failed points again with the current source"),
+        Setting("FAILED", "--failed", "1: run the failed points again with the current source code"),
         FOLLOW, DRY_RUN)),
     "doctor": Verb("slurm.reports.doctor", "check all hosts before a long job, or find out why a run failed or hangs", (
         NODES, Setting("ARGS", "--args", "settings of the job: runs, data.cache, launch.mixed, and cluster.key=value"),
         LAUNCH, CLUSTER, Setting("RUN", "--run", "run to diagnose, instead of checking hosts"), JSON)),
     "status": Verb("slurm.reports.status", "print the state of the newest runs, or of one run", (
-        RUN, Setting("WAIT", "--wait", "maximum time in seconds to wait for the run to end"),
-        Setting("ALL", "--all", "1: list all runs, not only the newest 20; JSON=1 implies this"), JSON, RUNS_FOLDER)),
+        RUN, Setting("WAIT", "--wait", "maximum time, in seconds, to wait for the run to end"),
+        Setting("ALL", "--all", "1: list all runs, not only the newest 20; JSON=1 implies ALL=1"), JSON, RUNS_FOLDER)),
     "logs": Verb("slurm.reports.logs", "print the log of rank 0 of a run", (RUN, FOLLOW, RUNS_FOLDER)),
     "cancel": Verb("slurm.reports.cancel", "stop a run after it has saved a checkpoint", (RUN, RUNS_FOLDER)),
     "compare": Verb("slurm.reports.compare", "compare runs in a table and on an HTML page", (
-        *CHOICE, SWEEP, Setting("PAGE", "--page", "file of the page (default: runs/compare.html)"), JSON, RUNS_FOLDER)),
+        *CHOICE, SWEEP, Setting("PAGE", "--page", "path of the page (default: runs/compare.html)"), JSON, RUNS_FOLDER)),
     "sync": Verb("slurm.reports.wandb_sync", "upload runs that were tracked offline to W&B", (
         *CHOICE, SWEEP, DRY_RUN, RUNS_FOLDER)),
     "dashboard": Verb("slurm.reports.wandb_dashboard", "create a W&B workspace for comparing runs", (
@@ -105,7 +105,7 @@ VERBS = {
         Setting("", "words", "settings that apply to all runs"),)),
 }  # fmt: skip
 REPORTS = ("compare", "doctor", "logs", "status")
-"""Read-only verbs, which exit with 0 even if a program such as head does not read their whole output."""
+"""Read-only verbs. They exit with 0 even if a program such as `head` reads only part of their output."""
 TARGETS: dict[str, tuple[Setting, ...]] = {
     **{name: verb.settings for name, verb in VERBS.items()},
     "cluster-up": (
@@ -117,9 +117,9 @@ TARGETS: dict[str, tuple[Setting, ...]] = {
     ),
     **dict.fromkeys(("cluster-down", "cluster-status", "cluster-shell"), (CLUSTER_NAME,)),
     "test": (Setting("TESTS", "tests", "tests to run"),),
-    "bench": (NAME, Setting("MINUTES", "--minutes", "total time in minutes for all measurements")),
+    "bench": (NAME, Setting("MINUTES", "--minutes", "total time, in minutes, for all measurements")),
 }
-"""Settings of each target of the Makefile that has settings."""
+"""Settings of each Makefile target that accepts settings."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -145,7 +145,7 @@ def add_setting(parser: argparse.ArgumentParser, setting: Setting) -> None:
     if setting.option == "words":
         parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=setting.help)
     elif setting.option.startswith("--"):
-        # In contrast to a missing RUN or RESUME, an empty one is an error.
+        # RUN and RESUME may be omitted, but an empty value is an error.
         default = None if setting.option in ("--run", "--resume") else ""
         parser.add_argument(setting.option, default=default, metavar=metavar, help=setting.help)
     else:
@@ -158,10 +158,10 @@ def accept_old_spellings(args: argparse.Namespace) -> None:
     Their current names are `--runs IDS` and `--runs-folder FOLDER`.
     """
     runs = getattr(args, "runs", "")
-    # os.path is used because methods of Path raise an error if a name is too long.
+    # os.path is used because methods of Path raise an error if a file name is too long.
     is_folder = os.path.isdir(runs) and not os.path.isfile(f"{runs}/config.yaml")  # noqa: PTH112, PTH113
     if runs and (is_folder or CHOICE[0] not in VERBS[args.verb].settings):
-        print(f"note: to name the folder of the runs, use --runs-folder={runs} instead of --runs", file=sys.stderr)
+        print(f"note: --runs no longer sets the folder of the runs; use --runs-folder={runs}", file=sys.stderr)
         args.runs_folder = runs
         args.runs = ""
     if getattr(args, "pick", ""):
@@ -170,7 +170,7 @@ def accept_old_spellings(args: argparse.Namespace) -> None:
 
 
 def check_make_variables(goals: list[str], environ: Mapping[str, str]) -> None:
-    """Raise UserError for a make variable that no requested target accepts, or for a missing path in TESTS."""
+    """Raise UserError if no requested target accepts a make variable, or if a path in TESTS does not exist."""
     given_names = environ.get("GIVEN", "").split()
     valid_names = ["PYTHON"]
     for goal in goals:
@@ -184,7 +184,7 @@ def check_make_variables(goals: list[str], environ: Mapping[str, str]) -> None:
 
 
 def check_test_paths(arguments: list[str]) -> None:
-    """Raise UserError if a path in tests/ does not exist. Patterns and options are left to pytest."""
+    """Raise UserError if a path in tests/ does not exist. Patterns and options are not checked."""
     for argument in arguments:
         path = argument.partition("::")[0]
         if path.startswith("tests/") and "*" not in path and not Path(path).exists():
@@ -193,7 +193,7 @@ def check_test_paths(arguments: list[str]) -> None:
 
 
 def translate_target(target: str, environ: Mapping[str, str]) -> list[str]:
-    """Translate a make target and its variables to arguments of this command line.
+    """Translate a make target and its variables into arguments of this command line.
 
     Raises UserError for an unknown variable.
     """
@@ -232,7 +232,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_verb(arguments: list[str]) -> int:
-    """Execute a verb as `main` does, but exit silently on a broken pipe, such as one closed by `head`."""
+    """Execute a verb as `main` does, but exit silently if a program such as `head` closes the output pipe."""
     try:
         try:
             return main(arguments)

@@ -13,23 +13,23 @@ EXPERIMENT_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 def check_experiment_name(name: str) -> str:
-    """Return `name` if it is an existing experiment.
+    """Return `name` if an experiment with this name exists.
 
-    Otherwise raises UserError, which suggests the most similar name.
+    Otherwise, raises UserError, which suggests the most similar name.
     """
-    from common.config import config  # deferred, because it imports OmegaConf, which the local cluster does not need
+    from common.config import config  # deferred: it imports OmegaConf, which the local cluster does not need
 
     experiments = config.list_experiments()
     listing = f"(experiments: {', '.join(experiments)})"
     if not name:
-        raise UserError(f"NAME is missing; write, for example, make exp NAME={experiments[0]} {listing}")
+        raise UserError(f"NAME is missing; run, for example, make exp NAME={experiments[0]} {listing}")
     if not EXPERIMENT_NAME.fullmatch(name) or name not in experiments:
         raise UserError(f"unknown experiment {name!r}{suggest_nearest(name, experiments)} {listing}")
     return name
 
 
 def suggest_nearest(word: str, candidates: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the most similar candidate, or an empty string if none is similar."""
+    """Return `; did you mean X?` for the most similar candidate, or "" if no candidate is similar."""
     matches = difflib.get_close_matches(word, list(candidates), n=1)
     return f"; did you mean {matches[0]}?" if matches else ""
 
@@ -42,7 +42,7 @@ def parse_count(name: str, text: str, maximum: int = 99_999) -> int:
 
 
 def split_words(name: str, text: str) -> list[str]:
-    """Split the value of a setting into words as a shell does, but without expansions.
+    """Split the value of a setting into words as a shell does, but without expanding variables or patterns.
 
     Raises UserError if a quotation mark is not closed.
     """

@@ -1,4 +1,4 @@
-"""The verb `check-optimizer`: test a custom optimizer with schedules, checkpoints, and sharding."""
+"""The verb `check-optimizer`: test that a custom optimizer works with schedules, checkpoints, and sharding."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from configs.shared import Optim
 
 
 def main(args: argparse.Namespace) -> int:
-    """Test an optimizer, print each requirement that it meets, and return the exit status. Raises UserError."""
+    """Test an optimizer, print each requirement that the optimizer meets, and return the exit status.
+
+    Raises UserError if the optimizer is missing or its settings are invalid.
+    """
     if not args.file:
-        raise UserError("FILE is missing; write, for example, FILE=my_optimizer.py:Lion")
+        raise UserError("FILE is missing; set, for example, FILE=my_optimizer.py:Lion")
     optim = Optim(name=args.file)
     try:
         optim.check()

@@ -2,8 +2,8 @@
 
     python -m slurm.launch.experiment_sweep NAME [KEY=VALUE ...]
 
-The grid is defined in configs/sweeps/NAME.py. In contrast to `make sweep`, the program always runs all points of the
-grid. This module does not import torch.
+The grid is defined in configs/sweeps/NAME.py. `make sweep` skips points that have been run. In contrast, this program
+always runs all points of the grid. This module does not import torch.
 
 runs/sweeps/<name>-<time>-<4 hex>/
   sweep.json     W&B group, and the settings, folder name, and state of each run
@@ -42,9 +42,9 @@ QUIET = ("log.level=warning", "log.progress=none")
 def plan_points(
     grid: SweepGrid[Experiment], name: str, cfg: Experiment, arguments: Sequence[str], gpus: int
 ) -> list[SweepPoint]:
-    """Return the points of all repeats with checked settings.
+    """Check the settings of each point in all repeats, and return the points.
 
-    Raises UserError, which names the point, if its settings are invalid.
+    Raises UserError, which names the point, if the settings of a point are invalid.
     """
     points: list[SweepPoint] = []
     for repeat, cell in itertools.product(range(cfg.repeats), grid.points(cfg, gpus)):  # type: ignore[attr-defined]
@@ -60,14 +60,14 @@ def plan_points(
 
 
 def copy_measured_settings(names: Sequence[str], folder: RunFolder, settings: Experiment) -> None:
-    """Copy settings that a run has measured to the settings of a later run that does not set them."""
+    """Copy the values that a run has measured to the settings of a later run, unless the later run sets them."""
     measured = config.read_config_file(folder.path / "config.yaml")
     for name in names:
         setattr(settings, name, getattr(settings, name) or measured.get(name) or [])
 
 
 class ResultTable:
-    """Table of the results of a sweep, which is written to table.csv."""
+    """Table of a sweep's results. The table is written to table.csv in the folder of the sweep."""
 
     def __init__(self, sweep_folder: sweep.SweepFolder, grid: SweepGrid[Experiment]) -> None:
         self.sweep = sweep_folder
@@ -77,10 +77,10 @@ class ResultTable:
         self.rows: list[RunRow] = []
 
     def add_run(self, point: SweepPoint, folder: RunFolder) -> None:
-        """Add the result of a run and write the table, so that an interrupted sweep has a table too.
+        """Add the result of a run and write the table, so that even an interrupted sweep has a table.
 
-        If the run failed with an error before its first attempt, its folder is removed and UserError is raised with
-        that error.
+        If the run failed before its first attempt, the run folder is removed. The error of the run is then raised as a
+        UserError.
         """
         log = read_end_of_file(folder.path / "screen.log")
         if not folder.result and not folder.list_attempts() and "error: " in log:

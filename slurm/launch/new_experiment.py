@@ -1,6 +1,7 @@
 """The verb `new-experiment`: create an experiment that trains and passes its tests without any changes.
 
-The templates of its files are in the folder `templates/`. This module does not import torch.
+The files of the experiment are created from the templates in the folder `templates/`. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FILES = {
     "configs/my_experiment.yaml": ("values.yaml.txt", "values that differ from the defaults"),
     "experiments/my_experiment.md": ("page.md.txt", "page: question, method, commands, and measurements"),
 }
-"""Template and purpose of each new file, by the file's path relative to the root of the project."""
+"""Template and purpose of each new file. The keys are the paths of the files relative to the root of the project."""
 RESERVED_PATHS = ("experiments/my_experiment", "configs/my_experiment", "tests/benchmarks/my_experiment.py")
 README_ROW = re.compile(r"\| \[\w+\]\(experiments/\w+\.py\) \|.*\n")
 
@@ -35,11 +36,11 @@ README_ROW = re.compile(r"\| \[\w+\]\(experiments/\w+\.py\) \|.*\n")
 def check_new_name(name: str) -> None:
     """Raise UserError if `name` is not a valid name for a new experiment."""
     if not name:
-        raise UserError("NAME is missing; write, for example, make new-experiment NAME=my_mlp")
+        raise UserError("NAME is missing; run, for example, make new-experiment NAME=my_mlp")
     if not EXPERIMENT_NAME.fullmatch(name) or keyword.iskeyword(name):
         raise UserError(
-            f"NAME={name!r} is invalid; use a name such as my_mlp: at most 64 lowercase letters, digits, and "
-            "underscores, starting with a letter, and not a Python keyword"
+            f"NAME={name!r} is invalid; use at most 64 lowercase letters, digits, and underscores, starting with a "
+            "letter (for example, my_mlp); Python keywords are not allowed"
         )
     for sample_path in (*FILES, *RESERVED_PATHS):
         path = sample_path.replace(SAMPLE_NAME, name)
@@ -47,15 +48,15 @@ def check_new_name(name: str) -> None:
             raise UserError(f"NAME={name}: {path} already exists; choose another name")
     if name in sys.stdlib_module_names or is_importable(name):
         raise UserError(
-            f"NAME={name}: an installed module or a module of this project has the same name, and the new script "
-            f"would hide it; choose another name, such as my_{name}"
+            f"NAME={name}: the new script would hide an installed module, or a module of this project, with the same "
+            f"name; choose another name, such as my_{name}"
         )
 
 
 def is_importable(name: str) -> bool:
     """Return whether a module with this name can be imported.
 
-    A folder of the checkout that is not a package, such as runs, does not count.
+    Python would also find a folder of the checkout that is not a package, such as runs. These folders are ignored.
     """
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is not None:
@@ -69,7 +70,7 @@ def fill_template(file_name: str, name: str) -> str:
 
 
 def add_readme_row(readme: str, name: str) -> str:
-    """Return the text of the README with a row for the experiment at the end of its table.
+    """Return the text of the README with a new row for the experiment at the end of the table of experiments.
 
     A README without a table of experiments is returned unchanged.
     """
@@ -81,7 +82,7 @@ def add_readme_row(readme: str, name: str) -> str:
 
 
 def write_all_or_none(new_texts: Mapping[Path, str], changed_texts: Mapping[Path, str]) -> None:
-    """Create new files, then rewrite changed ones. After an error, the created files are removed.
+    """Create the new files, then rewrite the changed files. If an error occurs, remove the new files.
 
     Raises UserError if a new file already exists or cannot be written.
     """

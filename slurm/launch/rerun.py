@@ -1,11 +1,11 @@
 """The verb `rerun`: repeat a run in a new run folder and compare the two runs.
 
-The new run uses the settings and source of the old run. Before it starts, the command prints all differences between
-the runs in settings, packages, machine, ranks, and data. At the end, it prints whether losses and final numbers are
-bitwise equal, or by how much they differ. Times and memory are not compared.
+The new run uses the settings and source code of the old run. Before the new run starts, the command prints every
+difference in settings, packages, machine, ranks, and data. After the new run has ended, the command prints whether the
+losses and final results are bitwise equal, or by how much they differ. Times and memory usage are not compared.
 
 The exit status is 0 if the runs are equal, 3 if they differ, and 2 if the run cannot be repeated. If the new run does
-not finish, the exit status is that of the new run. This module does not import torch.
+not finish, the command exits with the exit status of the new run. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DIFFERENT = 3
 PATH_KEYS = ("runs", "data.root", "data.cache")
 """Settings that do not affect the results of a run."""
 Comparisons = Iterator[tuple[str, Any, Any]]
-"""Iterator over items to compare: the name, the old value, and the new value of each."""
+"""Iterator over the items to compare. Each item consists of a name, an old value, and a new value."""
 
 
 def find_repeatable_run(run: str) -> RunFolder:
@@ -53,9 +53,9 @@ def find_repeatable_run(run: str) -> RunFolder:
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
     if state not in status.FINAL_STATES:
-        raise UserError(f"{folder.path.name} is {state}; wait for it to end first: make status RUN={run} WAIT=600")
+        raise UserError(f"{folder.path.name} is {state}; wait until the run has ended (make status RUN={run} WAIT=600)")
     if not (folder.path / "code" / "experiments" / f"{folder.experiment}.py").is_file():
-        raise UserError(f"{folder.path} no longer has its source in code/ and cannot be repeated; start a new run")
+        raise UserError(f"{folder.path} no longer has its source code in code/ and cannot be repeated; start a new run")
     provenance.check_source(folder)
     unknown = result.describe_unknown_format(folder.result)
     if unknown:
@@ -72,7 +72,8 @@ def find_repeatable_run(run: str) -> RunFolder:
 def resolve_settings(old: RunFolder, overrides: list[str]) -> str:
     """Return the settings of the new run as YAML. Raises UserError.
 
-    The source of the old run checks them, because its keys may differ from those of the current source.
+    The settings are checked by the old run's copy of the source code. The settings in the current source code may have
+    different names.
     """
     check_source_version(old)
     arguments = ["--config", str(old.path / "config.yaml"), *overrides, "--print-config"]
@@ -81,7 +82,7 @@ def resolve_settings(old: RunFolder, overrides: list[str]) -> str:
         command, env=submit.make_source_environment(old), capture_output=True, text=True, check=False
     )
     if process.returncode:
-        errors = process.stderr.strip().splitlines() or ["the source of the run cannot be imported"]
+        errors = process.stderr.strip().splitlines() or ["the run's copy of the source code cannot be imported"]
         raise UserError(errors[-1].removeprefix("error: "))
     return process.stdout
 
@@ -92,7 +93,7 @@ def parse_settings_text(text: str) -> dict[str, Any]:
 
 
 def build_config_from_known_keys(name: str, text: str) -> Experiment:
-    """Build a config from the YAML settings `text`, without settings that the current source does not know."""
+    """Build a config from the YAML settings `text`, without settings that the current source code lacks."""
     schema = config.import_schema(name)
     keys = config_keys.list_keys(schema)
     settings = {key: value for key, value in parse_settings_text(text).items() if key in keys}
@@ -102,7 +103,7 @@ def build_config_from_known_keys(name: str, text: str) -> Experiment:
 def create_rerun_folder(
     old: RunFolder, text: str, settings: Experiment, dataset: PreparedDataset, *, overridden: Container[str] = ()
 ) -> RunFolder:
-    """Create a new run folder with the source of the old run.
+    """Create a new run folder with the source code of the old run.
 
     Custom files that the settings in `overridden` refer to are copied from their paths. All others are copied from the
     old run.
@@ -125,7 +126,7 @@ def create_rerun_folder(
 def list_differences(
     old: RunFolder, text: str, settings: Experiment, dataset: PreparedDataset, scheduler: Scheduler | None
 ) -> Comparisons:
-    """Yield every item that can differ between the old and the new run: its name, old value, and new value."""
+    """Yield the name, old value, and new value of every item that can differ between the old and the new run."""
     old_settings = parse_settings_text((old.path / "config.yaml").read_text())
     new_settings = parse_settings_text(text)
     for key in new_settings | old_settings:
@@ -168,7 +169,7 @@ def print_differences(comparisons: Comparisons) -> int:
 
 
 def run_locally(new: RunFolder, settings: Experiment) -> int:
-    """Execute a run on this machine, wait until it ends, and return its exit status."""
+    """Execute a run on this machine, wait for the run to end, and return the exit status of the run."""
     submit.print_simulated_hosts(settings)
     with subprocess.Popen(submit.make_resume_command(new), env=submit.make_source_environment(new)) as process:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run itself receives Ctrl-C and saves a checkpoint
@@ -177,7 +178,7 @@ def run_locally(new: RunFolder, settings: Experiment) -> int:
 
 
 def run_on_cluster(new: RunFolder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> int:
-    """Submit a run to a cluster, follow its log until it ends, and return its exit status."""
+    """Submit a run to a cluster, print its log until the run ends, and return the exit status of the run."""
     with submit.remove_folder_on_error(new):
         job = submit.submit_prepared_run(new, settings, text, profile, scheduler)
     submit.print_job(new, settings, job, scheduler)
@@ -188,12 +189,12 @@ def run_on_cluster(new: RunFolder, settings: Experiment, text: str, profile: Pro
 
 
 def read_losses(folder: RunFolder) -> dict[int, float | None]:
-    """Return the loss of each step, which is None for NaN or infinity."""
+    """Return the loss of each step. A loss that is NaN or infinite is returned as None."""
     return {row["global_step"]: row["loss"] for row in folder.read_rows() if "loss" in row}
 
 
 def compute_distance(a: Any, b: Any) -> float:
-    """Return |a - b| for two numbers. For other values, return 0 if they are equal and infinity if not."""
+    """Return |a - b| for two numbers. For other values, return 0 if the values are equal and infinity otherwise."""
     if isinstance(a, int | float) and isinstance(b, int | float):
         return float(abs(a - b))
     return 0.0 if a == b else math.inf
@@ -202,7 +203,7 @@ def compute_distance(a: Any, b: Any) -> float:
 def compare_losses(old: RunFolder, new: RunFolder) -> bool:
     """Print and return whether the losses of two runs are bitwise equal.
 
-    If the old run did not finish, only the steps of the old run are compared.
+    If the old run did not finish, later steps of the new run are ignored.
     """
     old_losses = read_losses(old)
     new_losses = read_losses(new)
@@ -254,7 +255,7 @@ def compare_runs(old: RunFolder, new: RunFolder) -> bool:
 
 
 def compare_worlds(old: RunFolder, new: RunFolder) -> Comparisons:
-    """Yield the items that are known only after the ranks have formed a process group."""
+    """Yield the items to compare whose values are known only after the ranks have formed a process group."""
     old_world = provenance.read_metadata(old).get("world") or {}
     new_world = provenance.read_metadata(new).get("world") or {}
     for key in ("launched_by", "nodes", "device", "backend", "threads"):

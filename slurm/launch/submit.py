@@ -1,7 +1,8 @@
 """The verb `exp`: check settings, then start an experiment on this machine or submit it to SLURM.
 
-This module does not import torch, so invalid settings are reported immediately. On a login node, importing torch from
-a network disk can take half a minute. Arguments in ARGS that begin with `cluster.` are settings of the cluster profile.
+This module does not import torch, so it reports invalid settings immediately. On a login node, importing torch
+from a network disk can take half a minute. Arguments in ARGS that begin with `cluster.` are settings of the cluster
+profile.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
 
 def make_source_environment(folder: RunFolder) -> dict[str, str]:
-    """Return an environment in which Python imports the source from `code/` in the run folder."""
+    """Return an environment in which Python imports modules from the source code in `code/` of the run folder."""
     return dict(os.environ) | {"PYTHONPATH": str(folder.path / "code"), "PYTHONSAFEPATH": "1"}
 
 
 def make_resume_command(folder: RunFolder) -> list[str]:
-    """Return the command that starts or resumes a run on this machine with the source of the run."""
+    """Return the command that starts or resumes a run on this machine with the run's copy of the source code."""
     script = folder.path / "code" / "experiments" / f"{folder.experiment}.py"
     return [sys.executable, str(script), "--resume", str(folder.path)]
 
@@ -87,12 +88,12 @@ def print_simulated_hosts(settings: Experiment) -> None:
 def exec_script(name: str, settings: Experiment, arguments: list[str], resumed: RunFolder | None) -> None:
     """Replace this process with the script of the experiment. Raises UserError.
 
-    A resumed run uses the script in its own copy of the source.
+    A resumed run uses the script in the run's copy of the source code.
     """
     source = resumed.path / "code" if resumed else ROOT
     script = source / "experiments" / f"{name}.py"
     if resumed and not script.is_file():
-        raise UserError(f"{resumed.path} no longer has its source in code/ and cannot be resumed; start a new run")
+        raise UserError(f"{resumed.path} no longer has its source code in code/ and cannot be resumed; start a new run")
     print_simulated_hosts(settings)
     environ = make_source_environment(resumed) if resumed else dict(os.environ)
     os.execve(sys.executable, [sys.executable, str(script), *arguments], environ)
@@ -101,9 +102,9 @@ def exec_script(name: str, settings: Experiment, arguments: list[str], resumed: 
 def prepare_run_folder(
     name: str, settings: Experiment, scheduler: Scheduler | None, shown_notices: set[str]
 ) -> RunFolder:
-    """Prepare the data, and create a run folder with the settings, source, and metadata of the run.
+    """Prepare the data, and create a run folder with the settings, source code, and metadata of the run.
 
-    A notice about the data is printed only once. `shown_notices` contains the notices that have been printed.
+    Each notice about the data is printed only once. `shown_notices` contains the notices that have been printed.
     """
     fallback = scheduler is None or scheduler.local is not None
     dataset = prepare.prepare_dataset(settings.data, fallback, log=settings.log)
@@ -129,10 +130,10 @@ def prepare_run_folder(
 def find_resumable_run(run: str, name: str) -> RunFolder:
     """Return the folder of a run that can be resumed. Raises UserError.
 
-    `name` must be empty or the experiment of the run.
+    `name` must be empty or the name of the run's experiment.
     """
     if not run:
-        raise UserError("RESUME is empty; write RESUME=<id>, or omit it to start a new run")
+        raise UserError("RESUME is empty; set RESUME=<id>, or omit RESUME to start a new run")
     folder = selection.find_run(run, Path("runs"))
     state, _ = status.read_state(folder)
     if name and name != folder.experiment:
@@ -140,7 +141,7 @@ def find_resumable_run(run: str, name: str) -> RunFolder:
     if state not in status.FINAL_STATES:
         claim = claims.find_newest_claim(folder) if state == "RUNNING" else None
         place = f" ({claim.describe()})" if claim is not None else ""
-        remedy = f"to resume it elsewhere, first use make cancel RUN={shlex.quote(run)}"
+        remedy = f"to resume the run elsewhere, first run make cancel RUN={shlex.quote(run)}"
         raise UserError(f"{folder.path.name} is {state}{place}; {remedy}")
     provenance.check_source(folder)
     return folder
@@ -151,7 +152,7 @@ def submit_run(
 ) -> tuple[RunFolder, str]:
     """Submit a run, and return its folder and job id.
 
-    If the submission of a new run fails, its folder is removed.
+    If the submission of a new run fails, the new run folder is removed.
     """
     if resumed:
         with submission.lock_run_for_submission(resumed):
@@ -163,7 +164,7 @@ def submit_run(
 
 
 def check_run_has_ended(folder: RunFolder, settings: Experiment) -> None:
-    """Raise RunTakenError if another command has started, submitted, or finished a run since it was selected."""
+    """Raise RunTakenError if another command has started, submitted, or finished the run in the meantime."""
     state, detail = status.read_state(folder)
     if state == "FINISHED" and not extension.config_adds_steps(folder, settings):
         raise RunTakenError(f"{folder.path.name} has just finished; see make status")
@@ -173,7 +174,7 @@ def check_run_has_ended(folder: RunFolder, settings: Experiment) -> None:
 
 
 def describe_owner_of_run(folder: RunFolder, fallback: str) -> str:
-    """Describe the process or job that is executing a run. Return `fallback` if neither is known."""
+    """Describe the process or job that is executing a run. Return `fallback` if no process or job is known."""
     claim = claims.find_newest_claim(folder)
     if claim is not None and not claim.job and claim.check_process() is claims.ProcessState.ALIVE:
         return claim.describe()  # meta.json may still name an earlier job
@@ -207,7 +208,7 @@ def submit_prepared_run(
 def make_run_executor(
     folder: RunFolder, name: str, settings: Experiment, profile: Profile, scheduler: Scheduler | None
 ) -> sbatch.Executor:
-    """Create the executor that submits a run of the experiment `name`."""
+    """Create the Submitit executor that submits a run of the experiment `name`."""
     nodes = settings.launch.nodes
     elastic = get_enabled_elastic_settings(settings)
     per_node = settings.processes // nodes
@@ -229,9 +230,9 @@ def print_job(folder: RunFolder, settings: Experiment, job: str, scheduler: Sche
 
 
 def resolve_processes_per_node(settings: Experiment, profile: Profile) -> None:
-    """If the settings do not specify the number of ranks per host, use the number in the profile.
+    """If the settings do not specify the number of ranks per host, use the number in the cluster profile.
 
-    Raises UserError if the other settings are incompatible with that number.
+    Raises UserError if other settings are incompatible with the number in the profile.
     """
     if getattr(settings, "processes_per_node", None) == 0:
         settings.processes_per_node = profile.ranks_per_node  # type: ignore[attr-defined]
@@ -242,7 +243,7 @@ def resolve_processes_per_node(settings: Experiment, profile: Profile) -> None:
 
 
 def check_step_timeout(settings: Experiment, profile: Profile) -> None:
-    """Raise UserError if a hanging job could not save a checkpoint before its time limit."""
+    """Raise UserError if a hanging job could not save a checkpoint before the job reaches its time limit."""
     if settings.launch.step_timeout >= profile.signal_seconds:
         raise UserError(
             f"launch.step_timeout={settings.launch.step_timeout:g} must be less than cluster.signal_seconds="
@@ -256,7 +257,7 @@ def check_source_knows_settings(folder: RunFolder, arguments: list[str]) -> None
     unknown = [name for name in config.parse_command_line(arguments).values if name not in known_settings]
     if unknown:
         names = ", ".join(unknown)
-        raise UserError(f"the source of {folder.path.name} has no setting {names}; omit it from ARGS")
+        raise UserError(f"the source code saved with {folder.path.name} has no setting {names}; remove it from ARGS")
 
 
 def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
@@ -268,7 +269,7 @@ def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
 
 
 def load_checked_settings(name: str, arguments: list[str], resumed: RunFolder | None) -> Experiment:
-    """Load and check the settings of a run, including the files that they name. Raises UserError."""
+    """Load and check the settings of a run and the files that the settings refer to. Raises UserError."""
     settings = config.load_config(config.import_schema(name), arguments)
     code = resumed.path / "code" if resumed else None
     custom_code.check_custom_settings(settings, code)
@@ -281,9 +282,9 @@ def load_checked_settings(name: str, arguments: list[str], resumed: RunFolder | 
 
 
 def exec_sweep(name: str, arguments: list[str], launch: str) -> None:
-    """Replace this process with the sweep of an experiment on this machine. Raises UserError."""
+    """Replace this process with a program that runs the sweep of an experiment here. Raises UserError."""
     if launch.partition(":")[0] == "slurm":
-        raise UserError("sweep=true runs on this machine, one run after another; omit LAUNCH=slurm, or use make sweep")
+        raise UserError("sweep=true executes all runs on this machine; omit LAUNCH=slurm, or use make sweep")
     command = [sys.executable, "-m", "slurm.launch.experiment_sweep", name, *arguments]
     os.execve(sys.executable, command, dict(os.environ))
 
@@ -320,7 +321,7 @@ def main(args: argparse.Namespace) -> int:
     scheduler = choose_scheduler(args.launch or "auto")
     if scheduler is None:
         if resumed:
-            check_run_has_ended(resumed, settings)  # while this command waited, another one may have started the run
+            check_run_has_ended(resumed, settings)  # another command may have started the run
         exec_script(name, settings, arguments, resumed)
         return 0
     if resumed:

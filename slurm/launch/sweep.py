@@ -1,8 +1,8 @@
 """The verb `sweep`: run each point of a grid, as a SLURM job array or on this machine.
 
 The file runs/sweeps/<name of the sweep file>/sweep.json lists the run of each point. If the command is repeated, it
-starts only the points that have no run, and resumes canceled and lost points. FAILED=1 runs failed points again with
-the current source. This module does not import torch.
+starts only points that have not been run yet, and resumes canceled, preempted, and lost runs. FAILED=1 runs failed
+points again with the current source code. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RESUMABLE_STATES = ("CANCELLED", "PREEMPTED", "LOST")
 POLL_SECONDS = 2.0
 """Time in seconds between two queries of the states of all points."""
 PointRun = tuple[SweepPoint, RunFolder | None]
-"""A point to start, and the folder of the run to resume; None starts a new run."""
+"""A point to run, and the folder of the run to resume. If the folder is None, a new run is started."""
 
 
 class SweepFolder:
@@ -52,14 +52,14 @@ class SweepFolder:
         self.runs = path.parent.parent
         self.shown_notices: set[str] = set()
         self.cells: dict[str, dict[str, Any]] = {}
-        """Settings, run, and state of each point as in sweep.json, by the key of the point."""
+        """Entry of each point in sweep.json (settings, run, and state), by the key of the point."""
         content = selection.read_sweep(path / "sweep.json")
         check_same_sweep(content, plan)
         for cell in content.get("cells", []):
             self.cells[sweep_file.make_point_key(cell["values"], cell.get("repeat", 0))] = cell
 
     def find_run_folder(self, point: SweepPoint) -> RunFolder | None:
-        """Return the run folder of a point, or None if the point has no run or its run was never started."""
+        """Return the run folder of a point, or None if no run of the point has been started."""
         run = self.cells.get(point.key, {}).get("run")
         if not run or not (self.runs / run / "config.yaml").is_file():
             return None
@@ -72,7 +72,7 @@ class SweepFolder:
         return "MISSING" if folder is None else status.read_state(folder)[0]
 
     def record_run(self, point: SweepPoint, folder: RunFolder, state: str) -> None:
-        """Record the run of a point. If it replaces another run, that run is listed as an earlier one."""
+        """Record the run of a point. If the point already had another run, list that run under `earlier`."""
         old_cell = self.cells.get(point.key, {})
         earlier = old_cell.get("earlier", [])
         if old_cell.get("run") not in (None, folder.path.name):
@@ -83,7 +83,7 @@ class SweepFolder:
         self.cells[point.key] = cell
 
     def forget_run(self, point: SweepPoint) -> None:
-        """Remove the entry of a run that could not be started, and restore the run that it replaced."""
+        """Remove the entry of a run that could not be started, and restore the entry of the previous run."""
         cell = self.cells.pop(point.key)
         if cell.get("earlier"):
             *earlier, run = cell["earlier"]
@@ -126,7 +126,7 @@ def check_same_sweep(content: dict[str, Any], plan: SweepPlan) -> None:
         raise UserError(f"the sweep {plan.name} was started with {text}; {remedy}, {new_name}")
     if added:
         text = format_settings(added)
-        raise UserError(f"the sweep {plan.name} was started without {text}; omit it, {new_name}")
+        raise UserError(f"the sweep {plan.name} was started without {text}; omit {text}, {new_name}")
 
 
 def format_settings(settings: Mapping[str, str]) -> str:
@@ -144,12 +144,12 @@ def lock_sweep(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"another make sweep is using {path}; wait for it to end, or stop it") from None
+            raise UserError(f"another make sweep is using {path}; wait until that command ends, or stop it") from None
         yield
 
 
 def choose_points(sweep: SweepFolder, states: dict[str, str], retry_failed: bool) -> list[PointRun]:
-    """Return the points to start: failed ones if `retry_failed`, else missing and resumable ones."""
+    """Return the points to run: failed points if `retry_failed` is true, else missing and resumable points."""
     point_runs: list[PointRun] = []
     for point in sweep.plan.points:
         state = states[point.key]
@@ -191,13 +191,13 @@ def reject_elastic_points(plan: SweepPlan) -> None:
 
 
 def count_hosts_and_ranks_per_host(point_run: PointRun) -> tuple[int, int]:
-    """Return the number of hosts and the number of ranks per host, which all jobs of an array share."""
+    """Return the number of hosts and ranks per host of a point. All jobs of an array have the same numbers."""
     settings = point_run[0].settings
     return settings.launch.nodes, settings.processes // settings.launch.nodes
 
 
 def submit_points(sweep: SweepFolder, point_runs: list[PointRun], profile: Profile, scheduler: Scheduler) -> None:
-    """Submit points as job arrays, one array for each combination of hosts and ranks per host."""
+    """Submit points as job arrays, one array for each combination of host count and ranks per host."""
     for point, _ in point_runs:
         submit.resolve_processes_per_node(point.settings, profile)
         submit.check_step_timeout(point.settings, profile)
@@ -216,7 +216,7 @@ def submit_points_as_array(
     profile: Profile,
     scheduler: Scheduler,
 ) -> None:
-    """Submit points that need the same number of hosts and ranks as one job array.
+    """Submit points as one job array. All points need the same number of hosts and ranks.
 
     If the submission fails, the new run folders are removed.
     """
@@ -250,7 +250,7 @@ def submit_points_as_array(
     parallel = min(sweep.plan.parallel, len(folders))
     job = jobs[0].partition("_")[0]
     print(
-        f"  job {job} on {scheduler.name}: array of {len(folders)}, at most {parallel} at a time, "
+        f"  job {job} on {scheduler.name}: array of {len(folders)} jobs, at most {parallel} at a time, "
         f"{format_count(nodes, 'node')} and {format_count(nodes * per_node, 'rank')} each",
         flush=True,
     )
@@ -278,7 +278,7 @@ def follow_sweep(sweep: SweepFolder) -> int:
 
 
 def start_local_run_of_point(folder: RunFolder) -> subprocess.Popen[bytes]:
-    """Start the run of a point on this machine. The output is written to screen.log in the run folder."""
+    """Start the run of a point on this machine. The run writes its output to screen.log in the run folder."""
     command = submit.make_resume_command(folder)
     environ = submit.make_source_environment(folder)
     with convert_disk_errors(folder.path), open(folder.path / "screen.log", "ab") as log:
@@ -292,11 +292,11 @@ def run_points_locally(
     *,
     stops_with_run: bool = False,
 ) -> int:
-    """Run points on this machine and return the exit status. The plan sets how many run in parallel.
+    """Run points on this machine and return the exit status. The plan limits the number of parallel runs.
 
-    `on_end` is called after each run, with the point and the run folder. After Ctrl-C, SIGTERM, or SIGUSR2, the runs
-    save a checkpoint and stop. If `stops_with_run` is true, a run that is stopped, for example by `make cancel`, also
-    stops the sweep. The exit status is then that of the stopped run.
+    `on_end` is called after each run with the point and the run folder as arguments. After Ctrl-C, SIGTERM, or SIGUSR2,
+    the runs save a checkpoint and stop. If `stops_with_run` is true, a run that is stopped, for example by
+    `make cancel`, also stops the sweep. The exit status of the stopped run is then returned.
     """
     waiting = list(point_runs)
     running: dict[subprocess.Popen[bytes], SweepPoint] = {}

@@ -1,10 +1,10 @@
-"""Reader of sweep files. A sweep file names an experiment, settings, and a grid or list of points.
+"""Reader of sweep files. A sweep file specifies an experiment, its settings, and a grid or a list of points.
 
     experiment: mnist_pipeline
-    settings: {epochs: 1}             settings that all points share
-    grid: {optim.lr: [0.01, 0.1]}     every combination of these values is a point
+    settings: {epochs: 1}             settings for all points
+    grid: {optim.lr: [0.01, 0.1]}     each combination of these values is a point
     points: [{batch: 32}]             additional points
-    repeats: 1                        runs of each point; each repeat increases the seed by 1
+    repeats: 1                        number of runs of each point; each repeat increases the seed by 1
     parallel: 1                       maximum number of points that run at the same time
     nodes: 1                          number of hosts of each point
 
@@ -91,7 +91,7 @@ def read_sweep_file(path: str, overrides: list[str]) -> SweepPlan:
     name = Path(path).stem
     tree = read_python_grid(name, overrides) if is_python_grid(Path(path)) else read_yaml_tree(Path(path))
     if not NAME.fullmatch(name):
-        raise UserError(f"GRID={path}: a sweep is named after its file; use only letters, digits, and ._- in the name")
+        raise UserError(f"GRID={path}: the file name is the name of the sweep; use only letters, digits, and ._-")
     for key in tree:
         if key not in KEYS:
             hint = suggest_nearest(key, KEYS) or f"; valid keys are {', '.join(KEYS)}"
@@ -103,7 +103,7 @@ def read_sweep_file(path: str, overrides: list[str]) -> SweepPlan:
 
 
 def build_plan(name: str, tree: Mapping[str, Any], overrides: Mapping[str, str]) -> SweepPlan:
-    """Build the plan of a sweep from its parsed file, and check all points. Raises UserError."""
+    """Build the plan of a sweep from the parsed sweep file, and check all points. Raises UserError."""
     if not tree.get("experiment"):
         raise UserError(f"experiment is missing; add a line such as experiment: {config.list_experiments()[0]}")
     experiment = check_experiment_name(require_single_string(tree["experiment"], "experiment"))
@@ -124,7 +124,7 @@ def build_plan(name: str, tree: Mapping[str, Any], overrides: Mapping[str, str])
     keys: set[str] = set()
     for point in points:
         if point.key in keys:
-            raise UserError(f"the point {point.label} occurs more than once; remove the duplicate")
+            raise UserError(f"the point {point.label} is listed more than once; remove the duplicate")
         keys.add(point.key)
     return SweepPlan(name, experiment, settings, points, counts["parallel"])
 
@@ -144,7 +144,7 @@ def load_grid(experiment: str) -> SweepGrid[Experiment]:
 def read_python_grid(experiment: str, overrides: list[str]) -> dict[str, Any]:
     """Return the Python grid of an experiment in the form of a parsed sweep file.
 
-    The points are those for a machine without GPUs.
+    The grid is expanded as for a machine without GPUs.
     """
     cfg = config.load_config(config.import_schema(experiment), overrides)
     grid = load_grid(experiment)
@@ -184,7 +184,7 @@ def flatten_settings(tree: Any, key: str) -> dict[str, str]:
 
 
 def expand_grid_and_points(tree: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return every combination of the grid, followed by the single points. Raises UserError."""
+    """Return each combination of the values under `grid`, then the items of `points`. Raises UserError."""
     grid = tree.get("grid") or {}
     single_points = tree.get("points") or []
     if not isinstance(grid, dict) or not isinstance(single_points, list):
@@ -199,14 +199,14 @@ def expand_grid_and_points(tree: Mapping[str, Any]) -> list[dict[str, str]]:
     cells += [flatten_settings(point, "points") for point in single_points]
     if not cells or len(cells) > MAX_POINTS:
         size = format_count(len(cells), "point")
-        raise UserError(f"the sweep has {size}; list at least 1 and at most {MAX_POINTS:,} under grid or points")
+        raise UserError(f"the sweep has {size}; specify 1 to {MAX_POINTS:,} points under grid or points")
     return cells
 
 
 def make_point(
     name: str, experiment: str, common_settings: dict[str, str], cell: dict[str, str], repeat: int
 ) -> SweepPoint:
-    """Create a point and check its settings like those of a single run.
+    """Create a point, and check its settings in the same way as the settings of a single run.
 
     Raises UserError, which names the point, if a setting is invalid.
     """
@@ -217,7 +217,7 @@ def make_point(
             settings.seed += repeat
             cell = cell | {"seed": str(settings.seed)}
         if getattr(settings, "sweep", False):
-            raise UserError("sweep=true would start another sweep; omit it")
+            raise UserError("sweep=true would start another sweep; omit sweep")
         if settings.runs != common_settings.get("runs", settings.runs):
             raise UserError("runs must be the same for all points; set it under settings")
         custom_code.check_custom_settings(settings)

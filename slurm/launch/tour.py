@@ -24,7 +24,7 @@ SMALLEST_SETTINGS: dict[str, tuple[str, ...]] = {
     "sparse_prune": ("batch=16", "optim.warmup=0", "every=5", "export=false", "int8=false"),
     "collectives": ("sizes=[4,1K]", "rounds=10", "plot=false"),
 }
-"""Small settings for each experiment. An experiment without an entry runs with its defaults for a few steps."""
+"""Settings that make each experiment small. An experiment that is not listed here uses its default settings."""
 
 
 def main(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Simulation of slow cables: tc(8) sets the data rate and delay at both ends of each cable.
 
-A rate is implemented by a token bucket (tc-tbf(8)). A delay is implemented by netem (tc-netem(8)), which is missing in
-some kernels. Packets between two hosts pass through two cables: that of the sender and that of the receiver.
+A token bucket (tc-tbf(8)) limits the rate. The kernel module netem (tc-netem(8)), which some kernels lack, adds the
+delay. Packets between two hosts pass through two cables: the cable of the sender and the cable of the receiver.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MIN_RATE = 100e3  # bits per second
 MAX_RATE = 100e9
 MIN_DELAY = 1e-6  # seconds
 MAX_DELAY = 1.0
-BUCKET_SECONDS = 0.005  # maximum size of a burst, expressed as seconds of traffic at the data rate
+BUCKET_SECONDS = 0.005  # maximum duration of a burst at the data rate
 MIN_BUCKET_BYTES = 4096
 QUEUE_TIME = "400ms"  # maximum time that a packet waits in the token bucket's queue before it is dropped
 QUEUE_PACKETS = "100000"  # maximum number of packets in the netem queue; further packets are dropped
 
 
 class Shape(NamedTuple):
-    """Data rate and delay of a cable in each direction."""
+    """Data rate and delay of a cable. Both apply to each direction."""
 
     rate: float = 0.0
     """Data rate in bits per second; 0 means unlimited."""
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 def parse_rate_and_delay(rate: str, delay: str) -> Shape:
     """Parse a rate such as `200mbit` and a delay such as `5ms`. Raises UserError.
 
-    An empty text means an unlimited rate or no delay.
+    An empty string means an unlimited rate or no delay.
     """
     return Shape(
         parse_number_with_unit(
@@ -63,7 +63,7 @@ def parse_rate_and_delay(rate: str, delay: str) -> Shape:
 def parse_number_with_unit(
     name: str, text: str, units: dict[str, float], low: float, high: float, expected: str
 ) -> float:
-    """Parse a number with a unit. An empty text means 0.
+    """Parse a number with a unit. An empty string means 0.
 
     Raises UserError if the number is not between `low` and `high`.
     """
@@ -84,7 +84,7 @@ def format_number_with_unit(number: float, units: dict[str, float]) -> str:
 
 
 def check_shaping_support(shape: Shape) -> None:
-    """Raise UserError if this machine cannot simulate such a cable. The check does not change the machine."""
+    """Raise UserError if this machine cannot simulate cables with this rate and delay."""
     if not (shape.rate or shape.delay):
         return
     if not find_program("tc"):
@@ -98,7 +98,7 @@ def check_shaping_support(shape: Shape) -> None:
 def check_kernel_module(setting: str, module: str, probe: Shape) -> None:
     """Raise UserError if the kernel lacks a module that tc requires.
 
-    The check applies `probe` to a device in a new network namespace.
+    The check sets the rate and delay of `probe` on a device in a new network namespace, which is then deleted.
     """
     user = ["--user", "--map-root-user"] if os.getuid() else []
     for command in list_tc_commands("lo", probe):
@@ -106,12 +106,12 @@ def check_kernel_module(setting: str, module: str, probe: Shape) -> None:
         if process.returncode:
             raise UserError(
                 f"{setting} requires the kernel module sch_{module}, which is missing ({process.stderr.strip()}); "
-                f"load it as root: modprobe sch_{module}, or omit {setting}"
+                f"run modprobe sch_{module} as root, or omit {setting}"
             )
 
 
 def list_tc_commands(device: str, shape: Shape) -> list[list[str]]:
-    """Return the tc commands that set the rate and delay of packets that a network device sends."""
+    """Return the tc commands that limit the rate, and add the delay, of packets sent by a network device."""
     replace = ["tc", "qdisc", "replace", "dev", device]
     commands = []
     parent = ["root", "handle", "1:"]
@@ -125,12 +125,12 @@ def list_tc_commands(device: str, shape: Shape) -> list[list[str]]:
 
 
 def run_program(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a program and capture its output."""
+    """Run a program, and capture its standard output and standard error."""
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def shape_device(device: str, shape: Shape) -> None:
-    """Set the rate and delay of packets that a network device of this namespace sends. Raises UserError."""
+    """Set the rate and delay of packets sent by a network device in this network namespace. Raises UserError."""
     for command in list_tc_commands(device, shape):
         process = run_program(*command)
         if process.returncode:
@@ -138,7 +138,7 @@ def shape_device(device: str, shape: Shape) -> None:
 
 
 def read_shapes() -> dict[str, Shape]:
-    """Return the rate and delay of each network device of this namespace, as reported by the kernel."""
+    """Return the rate and delay of each network device in this network namespace, as reported by tc."""
     if not find_program("tc"):
         return {}
     process = subprocess.run(["tc", "-json", "qdisc", "show"], capture_output=True, text=True, check=True)

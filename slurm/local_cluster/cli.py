@@ -1,18 +1,19 @@
-"""Real SLURM cluster on one machine: real daemons, and hosts with their own names, addresses, and processes.
+"""Real SLURM cluster on one machine, with real daemons and with hosts that have their own names and addresses.
 
     python -m slurm cluster up [--nodes 2] [--cpus N] [--rate 200mbit] [--delay 5ms] [--db] [--conf Key=Value ...]
     python -m slurm cluster status | shell | exec CMD... | node N CMD... | down
     python -m slurm cluster cut N | join N | power-off N | power-on N | preempt [JOB] | requeue JOB
 
 The cluster requires Linux and the Debian or Ubuntu packages slurm-wlm and iproute2. It requires neither
-root nor changes to the machine. The controller is named `ctl`, and the hosts are named `node1`, `node2`,
-and so on. All of them share the files of the machine. They can reach each other, but not the internet. Jobs
-run as the calling user. The default partition is `main`, whose jobs can be preempted by partition `high`.
-Every verb accepts --name NAME. Clusters with different names are independent.
+root access nor changes to the machine. The controller is named `ctl`, and the hosts are named `node1`, `node2`,
+and so on. All hosts share the files of the machine. The hosts can reach each other, but not the internet. Jobs
+run as the calling user. The default partition is `main`. Jobs in partition `high` preempt jobs in `main`.
+Every verb accepts --name NAME. Clusters with different names are independent of each other.
 
-`--conf` sets a line of slurm.conf, such as KillWait=30, SlurmdTimeout=10, GraceTime=5 (of partition main),
-or SlurmctldParameters=preempt_send_user_signal. All files of a cluster are in one folder. This folder is
-in CLUSTER_DIR if that variable is set, else in XDG_RUNTIME_DIR, else in /tmp.
+`--conf` sets a line of slurm.conf, such as KillWait=30, SlurmdTimeout=10, or
+SlurmctldParameters=preempt_send_user_signal. GraceTime=5 applies to partition `main`. All files of a cluster
+are in one folder. The parent of this folder is CLUSTER_DIR if this variable is set, else XDG_RUNTIME_DIR,
+else /tmp.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def lock_cluster_folder(name: str) -> Iterator[Path]:
 
 
 def start_cluster(args: argparse.Namespace) -> None:
-    """Start a cluster and wait until its hosts are idle."""
+    """Start a cluster, and wait until all hosts of the cluster are idle."""
     nodes = parse_count("NODES", args.nodes or "2", slurm_conf.MAX_NODES)
     cpus = parse_count("--cpus", args.cpus or str(max(2, os.cpu_count() or 1)), MAX_CPUS)
     settings = slurm_conf.parse_slurm_conf_settings(args.conf)
@@ -95,7 +96,7 @@ def start_cluster(args: argparse.Namespace) -> None:
         daemons.fork_cluster(plan)
         try:
             wait_until_hosts_are_idle(plan)
-        except BaseException:  # including Ctrl-C, because an incomplete cluster is useless
+        except BaseException:  # including Ctrl-C, because a partly started cluster is useless
             kill_cluster_processes(folder)
             raise
     hosts = f"{format_count(nodes, 'host')} with {format_count(cpus, 'CPU')} each"
@@ -105,7 +106,7 @@ def start_cluster(args: argparse.Namespace) -> None:
 
 
 def check_running_cluster_matches(plan: Plan, nodes: int, shape: Shape) -> None:
-    """Raise UserError if the hosts or cables of a running cluster differ from the requested ones."""
+    """Raise UserError if the number of hosts or the cables of a running cluster differ from those requested."""
     running_shape = Shape(plan.rate, plan.delay)
     if nodes == plan.nodes and (not any(shape) or shape == running_shape):
         return
@@ -119,7 +120,7 @@ def check_running_cluster_matches(plan: Plan, nodes: int, shape: Shape) -> None:
 def wait_until_hosts_are_idle(plan: Plan) -> None:
     """Wait until all hosts of a cluster are idle.
 
-    If the cluster does not start in time, raises UserError with the error message of a daemon.
+    Raises UserError, with the error message of a daemon, if the cluster does not start in time.
     """
     timeout = 30 + plan.nodes
     if plan.database:
@@ -141,7 +142,7 @@ def wait_until_hosts_are_idle(plan: Plan) -> None:
 
 
 def find_startup_error(logs: Path) -> str:
-    """Return the logged error that ended a daemon, else the one that prevented the start of the cluster."""
+    """Return the logged error that ended a daemon, else the error that kept the cluster from starting."""
     lines: list[str] = []
     for log in sorted(logs.glob("*.log")):
         lines += log.read_text(errors="replace").splitlines()
@@ -152,7 +153,7 @@ def find_startup_error(logs: Path) -> str:
     for line in lines:
         if line.startswith("error: "):
             return line.removeprefix("error: ")
-    return "its hosts did not become idle in time"
+    return "the hosts did not become idle in time"
 
 
 def kill_cluster_processes(folder: Path) -> None:
@@ -164,7 +165,7 @@ def kill_cluster_processes(folder: Path) -> None:
 
 
 def stop_cluster(args: argparse.Namespace) -> None:
-    """Stop a cluster. Its logs are kept until the next `up`."""
+    """Stop a cluster. The logs of the cluster are kept until the next `up`."""
     if not find_running_cluster(args.name):
         if args.has_default_name:
             print(f"cluster {args.name} is not up")
@@ -176,11 +177,11 @@ def stop_cluster(args: argparse.Namespace) -> None:
         kill_cluster_processes(folder)
         for name in set(slurm_conf.FOLDERS) - {"log"}:
             shutil.rmtree(folder / name, ignore_errors=True)
-    print(f"cluster {args.name} is down; its logs are in {folder}/log")
+    print(f"cluster {args.name} is down; the logs are in {folder}/log")
 
 
 def print_status(args: argparse.Namespace) -> None:
-    """Print the first process and folder of a cluster, and the state of every host."""
+    """Print the folder of a cluster, the pid of its first process, and the state of each host."""
     cluster = require_running_cluster(args.name)
     plan = cluster.plan
     print(f"cluster {plan.name} is up: first process {cluster.process.pid}, files in {plan.folder}", flush=True)
@@ -190,7 +191,7 @@ def print_status(args: argparse.Namespace) -> None:
 
 
 def exec_in_cluster(args: argparse.Namespace) -> None:
-    """Run a command inside a cluster, in the current folder. The command replaces this process."""
+    """Run a command inside a cluster, in the current folder. The command replaces the calling process."""
     cluster = require_running_cluster(args.name)
     number = parse_host(cluster, args.node) if args.verb == "node" else 0
     if number:
@@ -201,7 +202,7 @@ def exec_in_cluster(args: argparse.Namespace) -> None:
         programs = "sbatch, srun, squeue, and sinfo"
         print(f"shell on the controller of cluster {args.name} with {programs}; type exit to leave", file=sys.stderr)
     if not argv:
-        raise UserError(f"{args.verb}: the command is missing; write, for example, exec sinfo")
+        raise UserError(f"{args.verb}: the command is missing; run, for example, exec sinfo")
     command = cluster.build_command(argv, node=number)
     os.execvp(command[0], command)
 
@@ -212,7 +213,7 @@ def parse_host(cluster: Cluster, text: str) -> int:
 
 
 def cut_or_restore_host(args: argparse.Namespace) -> None:
-    """Cut or restore the cable or power of a host."""
+    """Connect or disconnect the cable or power of a host."""
     cluster = require_running_cluster(args.name)
     number = parse_host(cluster, args.node)
     cluster.run_as_root(lambda: daemons.VERBS[args.verb](cluster.plan, number))
@@ -220,7 +221,7 @@ def cut_or_restore_host(args: argparse.Namespace) -> None:
 
 
 def preempt_job(args: argparse.Namespace) -> None:
-    """Submit a short high-priority job to the hosts of one job, or to all hosts."""
+    """Preempt one job or all jobs by submitting a short high-priority job to their hosts."""
     cluster = require_running_cluster(args.name)
     if args.job:
         nodes = cluster.run("squeue", "--noheader", "--states=running", f"--jobs={args.job}", "--format=%N")
@@ -238,7 +239,7 @@ def preempt_job(args: argparse.Namespace) -> None:
 
 
 def requeue_job(args: argparse.Namespace) -> None:
-    """Put a running job back into the queue, as an administrator would."""
+    """Put a running job back in the queue, as an administrator can do."""
     require_running_cluster(args.name).run("scontrol", "requeue", args.job)
 
 
@@ -250,13 +251,13 @@ POSITIONALS = {
 
 
 def describe_verb(function: Callable[..., object]) -> str:
-    """Return the first line of a function's docstring for help texts, without the errors that it raises."""
+    """Return the first line of a function's docstring for help texts, without the sentence about errors."""
     first_line = (function.__doc__ or "").partition("\n")[0]
     return first_line.partition(" Raises ")[0]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Create the parser of all verbs for local clusters."""
+    """Create the parser of all verbs of `python -m slurm cluster`."""
     top = argparse.ArgumentParser(
         prog="python -m slurm cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -306,6 +307,6 @@ def main(arguments: list[str]) -> None:
         running = None if args.verb == "up" else choose_running_cluster()
         args.name = running.plan.name if running else DEFAULT_NAME
     if os.environ.get("SLURM_CONF") == str(find_cluster_folder(args.name) / "slurm.conf"):
-        raise UserError(f"this shell is inside cluster {args.name}, where process ids differ; leave the shell first")
+        raise UserError(f"this shell is inside cluster {args.name}, where process ids differ; exit the shell first")
     os.environ["PATH"] = slurm_conf.make_search_path()  # includes the folders of ip, slurmctld, and slurmd
     args.function(args)

@@ -1,4 +1,4 @@
-"""Access to running local clusters: finding a cluster, and running programs inside it."""
+"""Functions for finding a running local cluster and for running programs inside the cluster."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Cluster:
 
     plan: Plan
     process: Process
-    """First process of the cluster. All other processes of the cluster end with it."""
+    """First process of the cluster. When this process ends, all other processes of the cluster end."""
 
     def build_command(self, argv: Sequence[str], node: int = 0, cwd: str | Path = "") -> list[str]:
         """Return the command that executes `argv` inside the cluster as the calling user.
 
-        `node` is the number of a host, or 0 for the controller. The default of `cwd` is the current folder.
+        `node` is the number of a host, or 0 for the controller. By default, `cwd` is the current folder.
         """
         namespaces = ["--net", "--uts", "--mount", "--pid", "--"]
         user = ["--user", "--preserve-credentials"] if self.plan.uid else []
@@ -43,14 +43,14 @@ class Cluster:
         return [*prefix, *daemons.make_caller_prefix(self.plan), *env, *argv]
 
     def run(self, *argv: str, check: bool = True) -> str:
-        """Run a program on the controller and return its output. Raises UserError with the program's error."""
+        """Run a program on the controller, and return its output. If the program fails, raises UserError."""
         process = subprocess.run(self.build_command(argv), capture_output=True, text=True, check=False)
         if check and process.returncode:
             raise UserError(f"{argv[0]}: {process.stderr.strip().rpartition('error: ')[2] or process.returncode}")
         return process.stdout.strip()
 
     def run_as_root(self, function: Callable[[], object]) -> None:
-        """Run a function as root inside the cluster. If the function fails, exit with its status."""
+        """Run a function as root inside the cluster. If the function fails, exit with the function's status."""
         status = run_in_namespaces(self.process, function)
         if status:
             sys.exit(status)  # the function has already printed the reason
@@ -63,9 +63,9 @@ def find_cluster_folder(name: str, environ: Mapping[str, str] = os.environ) -> P
 
 
 def find_running_cluster(name: str = DEFAULT_NAME) -> Cluster | None:
-    """Return the cluster with this name, or None if it is not up.
+    """Return the cluster with this name, or None if the cluster is not up.
 
-    Inside a cluster, the result is also None, because sbatch can be used there directly.
+    Inside a cluster, None is also returned, because programs inside a cluster can run sbatch directly.
     """
     folder = find_cluster_folder(name)
     process = Process.load(folder / "holder")
@@ -73,7 +73,7 @@ def find_running_cluster(name: str = DEFAULT_NAME) -> Cluster | None:
 
 
 def is_owned_by_this_user(path: Path) -> bool:
-    """Return whether a folder belongs to this user. In /tmp, other users can create folders too."""
+    """Return whether a folder belongs to this user. In /tmp, other users can also create folders."""
     try:
         return path.lstat().st_uid == os.getuid()
     except FileNotFoundError:  # the cluster is being stopped
@@ -108,7 +108,7 @@ def choose_running_cluster() -> Cluster | None:
 
 
 def require_running_cluster(name: str) -> Cluster:
-    """Return the cluster with this name. Raises UserError if it is not up."""
+    """Return the cluster with this name. Raises UserError if the cluster is not up."""
     cluster = find_running_cluster(name)
     if not cluster:
         setting = "" if name == DEFAULT_NAME else f" NAME={name}"

@@ -1,6 +1,6 @@
-"""Daemons of a local cluster: starting the controller and hosts, and cutting cables or power of hosts.
+"""Functions that start the daemons of a local cluster and that disconnect the cable or power of a host.
 
-Every function runs as root in the namespaces of the cluster, except `fork_cluster`, which creates the namespaces.
+All functions except `fork_cluster` run as root in the namespaces of the cluster. `fork_cluster` creates the namespaces.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from slurm.local_cluster.slurm_conf import (
 )
 
 BRIDGE = "switch"
-PORT_TIMEOUT = 20.0  # maximum time in seconds until a service listens on its port
+PORT_TIMEOUT = 20.0  # maximum time, in seconds, for a service to start listening on its port
 
 
 def fork_cluster(plan: Plan) -> None:
-    """Start the first process of a cluster, which runs independently of the caller, and record its pid."""
+    """Start the first process of a cluster in the background, and record the pid of the process."""
 
     def start_first_process() -> None:
         if plan.uid:
@@ -62,14 +62,14 @@ def run_first_process(plan: Plan) -> None:
     if plan.database:
         start_database(plan)
     start_daemon(plan, "slurmctld")
-    # If slurmd is started before the controller, it waits a second before it tries to connect again.
+    # If slurmd is started before slurmctld, slurmd waits a second before it tries to connect again.
     wait_for_port("slurmctld", CONTROLLER_ADDRESS, CONTROLLER_PORT)
     for number in range(1, plan.nodes + 1):
         child = namespaces.fork_child(lambda number=number: start_host(plan, number))  # type: ignore[misc]
         if namespaces.wait_for_child(child):
             raise UserError(f"{format_host_name(number)} did not start")
     record = plan.folder / "holder"
-    namespaces.serve_as_init(record.exists)  # the cluster ends if its folder is deleted
+    namespaces.serve_as_init(record.exists)  # the cluster ends if the record is deleted
 
 
 def start_host(plan: Plan, number: int) -> None:
@@ -100,9 +100,9 @@ def start_host(plan: Plan, number: int) -> None:
 
 
 def locate_host_process_record(plan: Plan, number: int) -> Path:
-    """Return the file that records the first process of a host.
+    """Return the path of the file that records the first process of a host.
 
-    The file contains the pid in the process table of the cluster.
+    The file contains the pid that the process has inside the cluster.
     """
     return plan.folder / "hosts" / format_host_name(number)
 
@@ -110,7 +110,7 @@ def locate_host_process_record(plan: Plan, number: int) -> Path:
 def make_caller_prefix(plan: Plan) -> list[str]:
     """Return a command prefix that executes a program as the user who started the cluster.
 
-    Inside the cluster, an ordinary user is root. As root, daemons would request rights that the namespace cannot grant.
+    Inside the cluster, this user is mapped to root. Daemons run as root would request rights that the namespace lacks.
     """
     if not plan.uid:
         return []
@@ -123,7 +123,7 @@ def make_daemon_environment(plan: Plan) -> dict[str, str]:
 
 
 def start_daemon(plan: Plan, *argv: str) -> None:
-    """Start a program that moves itself to the background. Raises UserError if it fails."""
+    """Start a program that moves itself to the background. Raises UserError if the program fails."""
     command = [*make_caller_prefix(plan), *argv]
     environment = make_daemon_environment(plan)
     process = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False)
@@ -132,7 +132,7 @@ def start_daemon(plan: Plan, *argv: str) -> None:
 
 
 def start_munge(plan: Plan) -> None:
-    """Start a private munged, whose socket is in a folder that all hosts share."""
+    """Start a private MUNGE daemon (munged). All hosts share the folder of the daemon's socket."""
     run = plan.folder / "run"
     key = run / "munge.key"
     key.write_bytes(os.urandom(128))
@@ -171,7 +171,7 @@ def start_database(plan: Plan) -> None:
 
 
 def wait_for_port(name: str, address: str, port: int, seconds: float = PORT_TIMEOUT) -> None:
-    """Wait until a service listens on a port. Raises UserError after `seconds`."""
+    """Wait until a service listens on a port. Raises UserError after `seconds` seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -201,9 +201,9 @@ def cut_cable(plan: Plan, number: int) -> None:
 def join_cable(plan: Plan, number: int) -> None:
     """Reconnect the cable of a host.
 
-    SLURM contacts a host that is down only in every 20th round. It may therefore take up to seven times SlurmdTimeout
-    until SLURM uses the host again. `exec scontrol update nodename=nodeN state=resume` makes SLURM contact the host
-    immediately.
+    SLURM contacts a host that is down in only one of 20 ping rounds. SLURM may therefore need up to seven times
+    SlurmdTimeout to use the host again. To make SLURM contact the host immediately, run
+    `python -m slurm cluster exec scontrol update nodename=nodeN state=resume`.
     """
     find_running_host_process(plan, number)
     namespaces.run_ip(f"link set {format_host_name(number)} up")
@@ -222,7 +222,7 @@ def power_off(plan: Plan, number: int) -> None:
 
 
 def power_on(plan: Plan, number: int) -> None:
-    """Start a host that is powered off. Raises UserError if it is already on."""
+    """Start a host that is powered off. Raises UserError if the host is already on."""
     if Process.load(locate_host_process_record(plan, number)):
         raise UserError(f"{format_host_name(number)} is already on")
     start_host(plan, number)
@@ -237,9 +237,9 @@ VERBS: dict[str, Callable[[Plan, int], None]] = {
 
 
 def print_hosts(plan: Plan, states: dict[str, str]) -> None:
-    """Print the address, cable, rate, delay, and SLURM state of each host.
+    """Print the address, cable state, rate, delay, and SLURM state of each host.
 
-    The cable is `in`, `cut`, or `off` if the host has no power.
+    The cable state is `in`, `cut`, or, if the host is powered off, `off`.
     """
     is_connected = namespaces.read_cable_states()
     shapes = cables.read_shapes()

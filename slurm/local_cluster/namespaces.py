@@ -1,7 +1,7 @@
-"""Processes, namespaces, and cables that simulate several hosts on one machine. Independent of SLURM.
+"""Processes, namespaces, and cables that simulate several hosts on one machine. This module does not use SLURM.
 
-A host is a process with its own network, mounts, host name, and process table. All hosts are processes in the process
-table of the controller, so they all end with the first process of the controller.
+A host is a process with its own network, mounts, host name, and process table. All hosts are also in the process table
+of the controller. Therefore, all hosts end when the first process of the controller ends.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from common.system.errors import UserError, exit_on_user_error
 from common.system.processes import Process
 
 NAMESPACE_FLAGS = {"user": 0x10000000, "pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
-"""Flags CLONE_NEW* of linux/sched.h, by the name of the namespace in /proc/PID/ns."""
+"""CLONE_NEW* flags from linux/sched.h, by the name of the namespace in /proc/PID/ns."""
 
-# Flags MS_* of linux/mount.h
+# MS_* flags from linux/mount.h
 NOSUID = 0x2
 NODEV = 0x4
 NOEXEC = 0x8
@@ -46,14 +46,14 @@ ROOT_REMEDY = "root is not allowed to create namespaces here; if this is a conta
 
 
 def call_libc(name: str, *arguments: object) -> None:
-    """Call a function of libc. Raises OSError, which names the function, if it fails."""
+    """Call a libc function. If the function fails, raises OSError with the name of the function."""
     if getattr(LIBC, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def unshare_namespaces(*kinds: str) -> None:
-    """Move this process to new namespaces of these kinds. Raises UserError if this is not permitted."""
+    """Move this process to new namespaces of these kinds. Raises UserError if the system does not permit it."""
     try:
         call_libc("unshare", sum(NAMESPACE_FLAGS[kind] for kind in kinds))
     except OSError as error:
@@ -62,12 +62,12 @@ def unshare_namespaces(*kinds: str) -> None:
 
 
 def is_single_user_namespace() -> bool:
-    """Return whether root in this user namespace is a single ordinary user of the system."""
+    """Return whether this user namespace contains only root, which is mapped to one user of the system."""
     return Path("/proc/self/uid_map").read_text().split()[2] == "1"
 
 
 def look_up_daemon_user_name(uid: int) -> str:
-    """Return the name of the user with this id, under whom all daemons and jobs run. Raises UserError."""
+    """Return the name of the user with this id. All daemons and jobs run as this user. Raises UserError."""
     if uid == 0 and is_single_user_namespace():
         raise UserError(
             "root in this user namespace is actually an ordinary user, which SLURM rejects; run this command as "
@@ -93,7 +93,7 @@ def become_root_in_new_namespace(uid: int, gid: int) -> None:
 
 
 def enter_namespaces(pid: int) -> None:
-    """Enter the namespaces of a process. The process table changes only for children of this process."""
+    """Enter the namespaces of another process. Only new children of the caller enter the pid namespace."""
     namespace_fds = []
     for kind in NAMESPACE_FLAGS:
         namespace = Path(f"/proc/{pid}/ns/{kind}")
@@ -105,9 +105,9 @@ def enter_namespaces(pid: int) -> None:
 
 
 def fork_child(function: Callable[[], object]) -> int:
-    """Fork a child that runs `function`, and return the pid of the child.
+    """Fork a child process that runs `function`, and return the pid of the child.
 
-    The child exits with status 0 if the function returns.
+    The child exits with status 0 if the function returns normally.
     """
     sys.stdout.flush()
     pid = os.fork()
@@ -146,7 +146,7 @@ def run_in_namespaces(holder: Process, function: Callable[[], object]) -> int:
 def detach_process(log: Path, keep: socket.socket | None = None) -> None:
     """Detach this process from the terminal, folder, and open files of the caller.
 
-    The output is appended to the file `log`. The socket `keep` remains open.
+    The output of the process is appended to the file `log`. The socket `keep` remains open.
     """
     os.setsid()
     os.chdir("/")
@@ -163,9 +163,9 @@ def detach_process(log: Path, keep: socket.socket | None = None) -> None:
 
 
 def serve_as_init(is_needed: Callable[[], bool]) -> None:
-    """Run as the first process of a process table, so that no child remains a zombie.
+    """Reap ended child processes, as the first process of a process table must do.
 
-    Returns once `is_needed` returns False.
+    The function returns once `is_needed` returns False.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with contextlib.suppress(ChildProcessError):
@@ -185,10 +185,10 @@ def mount_path(source: str, target: str, kind: str | None, flags: int) -> None:
 
 
 def create_private_mounts(etc: Path | None = None) -> None:
-    """Make the mounts of this namespace private, and mount its own /proc.
+    """Make the mounts of this mount namespace private, and mount a /proc for this process table.
 
-    If `etc` is given, the files in this folder replace those of /etc. Otherwise, the namespace belongs to a host, which
-    gets its own shared memory.
+    If the folder `etc` is given, its files replace the files with the same names in /etc. Otherwise, the namespace
+    belongs to a host, and the host gets its own shared memory.
     """
     mount_path("none", "/", None, RECURSIVE | PRIVATE)
     mount_path("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
@@ -200,12 +200,12 @@ def create_private_mounts(etc: Path | None = None) -> None:
         target = Path("/etc", file.name).resolve()
         if target.exists():
             mount_path(str(file), str(target), None, BIND)
-    if Path("/run/nscd").is_dir():  # the name cache of the machine would answer before these files are read
+    if Path("/run/nscd").is_dir():  # nscd, the name cache of the machine, would be used instead of these files
         mount_path("none", "/run/nscd", "tmpfs", NOSUID | NODEV)
 
 
 def run_ip(*lines: str) -> None:
-    """Run ip(8) commands in one process. Raises UserError if a command fails."""
+    """Run several ip(8) commands in one process. Raises UserError if a command fails."""
     batch = "\n".join(lines)
     process = subprocess.run(["ip", "-batch", "-"], input=batch, capture_output=True, text=True, check=False)
     if process.returncode:
@@ -213,7 +213,7 @@ def run_ip(*lines: str) -> None:
 
 
 def read_cable_states() -> dict[str, bool]:
-    """Return whether each cable at the switch is connected, by the name of the host."""
+    """Return whether the cable of each host is connected to the switch. The keys are host names."""
     process = subprocess.run(["ip", "-json", "link"], capture_output=True, text=True, check=True)
     cables = [link for link in json.loads(process.stdout) if "link_netnsid" in link]
     return {cable["ifname"]: "UP" in cable["flags"] for cable in cables}
@@ -222,8 +222,8 @@ def read_cable_states() -> dict[str, bool]:
 def create_host(name: str, bridge: str, record: Path, run_host: Callable[[socket.socket], None]) -> None:
     """Create the first process, cable, and process record of a host. Raises UserError.
 
-    The first process calls `run_host` with a socket. On this socket, `run_host` must send a byte when the host has a
-    network. It receives a byte when the cable is connected.
+    The first process calls `run_host` with a socket. `run_host` must send a byte on this socket when the host has a
+    network. `run_host` then receives a byte when the cable is connected.
     """
     socket_here, socket_of_host = socket.socketpair()
     unshare_namespaces("pid")

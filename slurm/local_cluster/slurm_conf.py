@@ -13,7 +13,7 @@ from pathlib import Path
 from common.system.errors import UserError
 
 MAX_NODES = 64
-MAX_FOLDER_LENGTH = 67  # maximum number of characters in the path of a cluster's folder
+MAX_FOLDER_LENGTH = 67  # maximum length of the path of a cluster's folder, in characters
 CONTROLLER_ADDRESS = "10.77.0.254"  # address of the controller in the private network of every cluster
 CONTROLLER_PORT = 16817
 DATABASE_DAEMON_PORT = 16819
@@ -29,8 +29,8 @@ DATABASE_PACKAGES = {"mariadb-server": ("mariadbd", "mariadb-install-db"), "slur
 MUNGE_PACKAGES = {"munge": ("munged",)}
 
 SACCT_SCRIPT = r"""#!/bin/sh
-# Replacement for sacct without accounting. It prints the jobs that the controller remembers in the format of
-# `sacct --parsable2 -o JobID,State,NodeList`.
+# Replacement for sacct on clusters without accounting. This script prints the jobs that the controller remembers, in
+# the format of `sacct --parsable2 -o JobID,State,NodeList`.
 jobs=
 while [ $# -gt 0 ]; do
   case $1 in
@@ -59,7 +59,7 @@ else scontrol -o show job; fi | awk '
 
 @dataclass(frozen=True)
 class Plan:
-    """Properties of a local cluster, which do not change after its start."""
+    """Properties of a local cluster. The properties do not change after the cluster has started."""
 
     name: str
     folder: Path
@@ -76,7 +76,7 @@ class Plan:
     database: bool
     first_job: int
     settings: dict[str, str]
-    """Values of slurm.conf that replace or extend the default values, by key."""
+    """Values for slurm.conf, by key. These values replace or extend the default values."""
     rate: float = 0.0
     """Data rate of each cable in each direction, in bits per second; 0 means unlimited."""
     delay: float = 0.0
@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables SLURM_CONF and PATH, which a program needs to find this cluster and its tools."""
+        """Environment variables (SLURM_CONF and PATH) that a program needs to find the cluster and its tools."""
         path = f"{self.folder / 'bin'}:{make_search_path()}"
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
@@ -115,9 +115,9 @@ def format_host_address(number: int) -> str:
 
 
 def check_cluster_name(text: str) -> str:
-    """Return `text` if it is a valid name of a cluster. Raises UserError otherwise.
+    """Return `text` if it is a valid name for a cluster. Otherwise, raises UserError.
 
-    A valid name can be used in folder names, in slurm.conf, and as part of the names of database tables.
+    A valid name can be used in slurm.conf and as part of the names of folders and database tables.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", text):
         raise UserError(f"NAME={text} is invalid; use at most 31 characters (a-z, 0-9, _), starting with a letter")
@@ -138,9 +138,9 @@ def parse_slurm_conf_settings(lines: list[str]) -> dict[str, str]:
 
 
 def check_cluster_folder(folder: Path) -> Path:
-    """Return `folder` if its path is valid in slurm.conf. Raises UserError otherwise.
+    """Return `folder` if its path is valid in slurm.conf. Otherwise, raises UserError.
 
-    The path of a socket has at most 107 bytes. The longest path of a socket in the folder is
+    Linux limits the path of a socket to 107 bytes. The longest path of a socket, relative to the folder, is
     /spool/node64/node64_<job, 8 digits>.<step, 10 digits>.
     """
     if not re.fullmatch(r"/[\w.+/-]+", str(folder), re.ASCII) or len(str(folder)) > MAX_FOLDER_LENGTH:
@@ -151,7 +151,7 @@ def check_cluster_folder(folder: Path) -> Path:
 
 
 def check_programs(auth: str, database: bool) -> None:
-    """Raise UserError, which names the packages to install, if a program is missing."""
+    """Raise UserError with the names of the packages to install if a program is missing."""
     if sys.platform != "linux":
         raise UserError(
             "a local cluster requires Linux (network namespaces); use a Linux machine, container, or virtual machine"
@@ -170,14 +170,14 @@ def check_programs(auth: str, database: bool) -> None:
 
 
 def find_program(name: str) -> str | None:
-    """Return the path of a program in PATH or in the folders of administration programs, or None."""
+    """Return the path of a program in PATH or ADMIN_PATH, or None if the program is not found."""
     return shutil.which(name, path=make_search_path())
 
 
 def choose_auth() -> str:
     """Return the authentication method: `none` if SLURM was built with it, else `munge`.
 
-    The method `none` saves a daemon. It is sufficient because the network is private.
+    The method `none` requires no daemon. This method is sufficient because the network of the cluster is private.
     """
     daemon = find_program("slurmctld")
     if not daemon:
@@ -190,9 +190,9 @@ def choose_auth() -> str:
 
 
 def choose_first_job_id(last: int, now: float) -> int:
-    """Return a first job id that exceeds all earlier job ids, even if the state folder was deleted.
+    """Return a first job id that exceeds all earlier job ids, even if the state folder has been deleted.
 
-    Result files and logs are found by job id, so a job with a repeated id would show old results.
+    Commands find result files and logs by job id, so old results would be shown for a job with a reused id.
     """
     since_2025 = now - 1735689600
     return max(last + 1000, int(since_2025) // 10)
@@ -233,7 +233,7 @@ def make_default_slurm_conf_values(plan: Plan) -> dict[str, str]:
         "FirstJobId": str(plan.first_job),
         "MinJobAge": "86400",  # the replacement for sacct lists only jobs that the controller remembers
         "JobRequeue": "1",
-        "ReturnToService": "2",  # SLURM uses a returning host again without action by an administrator
+        "ReturnToService": "2",  # SLURM uses a host again as soon as the host returns
         "SlurmdTimeout": "10",
         "KillWait": "5",
         "MailProg": "/bin/true",
@@ -270,7 +270,7 @@ def make_slurm_conf(plan: Plan) -> str:
 
 
 def make_slurmdbd_conf(plan: Plan) -> str:
-    """Return the text of slurmdbd.conf. The database needs no password because its network is private."""
+    """Return the text of slurmdbd.conf. The database needs no password because it is in a private network."""
     rows = [
         f"AuthType=auth/{plan.auth}",
         "DbdHost=ctl",

@@ -2,9 +2,9 @@
 
     python -m slurm.scheduling.elastic_launcher RUN_FOLDER srun [OPTIONS] -- COMMAND
 
-The job script executes the launcher on the first host. The launcher outlives the ranks because it hosts their
-coordinator. When a rank exits or a host is lost, srun keeps the other ranks running. The launcher therefore terminates
-them when a rank fails on its own. This module does not import torch.
+The job script executes the launcher on the first host. The launcher also runs the coordinator, which tracks the ranks.
+The launcher therefore outlives the ranks. When a rank exits or a host is lost, srun keeps the other ranks running. When
+a rank fails on its own, the launcher therefore terminates the other ranks. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from configs.shared import Experiment
 from slurm.scheduling.scheduler import Scheduler
 
 GRACE_SECONDS = 5.0
-"""Time in seconds that srun may take to exit after its last rank has ended or after a signal."""
+"""Maximum time, in seconds, for srun to exit after its last rank has ended or after a signal."""
 KILLED = 128 + signal.SIGKILL
 ALL_RANKS = ("--no-kill", "--wait=0")
-"""Options of srun for continuing without a lost rank or host."""
+"""Options with which srun continues after the loss of a rank or host."""
 ONE_RANK = ("--overlap", "--open-mode=append", "--nodes=1", "--ntasks=1")
 REPLACED = -1
-"""Entry in the ranks of a job step for a rank that was restarted in another step."""
+"""Value in `JobStep.ranks` for a rank that was restarted in another step."""
 HOST_LOST = re.compile(r"error: Node failure on (\S+)")
 TASKS_ENDED = re.compile(r"error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|\w+)")
 
@@ -61,15 +61,15 @@ class JobStep:
     """Rank of each task of the step, in the order of the tasks."""
     start_time: float = field(default_factory=time.monotonic)
     unread: bytes = b""
-    """First part of a message from srun that has not arrived completely."""
+    """Beginning of a message from srun whose end has not been received yet."""
     lost_hosts: set[str] = field(default_factory=set)
-    """Hosts that SLURM has removed from the job, according to the messages from srun."""
+    """Hosts that SLURM has removed from the job, as reported by srun."""
 
     def read_ended_ranks(self) -> Iterator[tuple[int, int]]:
         """Yield each rank that has ended since the last call, and the exit status of the rank.
 
-        The status is KILLED for every signal. srun reports only ranks with a nonzero status. The messages of srun are
-        copied to the job log.
+        If a signal ended the rank, the status is KILLED. srun reports only ranks with a nonzero exit status. The
+        messages from srun are copied to the job log.
         """
         assert self.process.stderr is not None
         with contextlib.suppress(BlockingIOError):
@@ -110,7 +110,7 @@ class JobLauncher:
     def __init__(self, folder: RunFolder, cfg: Experiment, command: list[str]) -> None:
         """Create the launcher of a run.
 
-        `command` consists of srun and its options for all ranks, `--`, and the command of a rank.
+        `command` consists of the srun command with the options for all ranks, `--`, and the command of a rank.
         """
         settings = get_enabled_elastic_settings(cfg)
         assert settings is not None
@@ -150,16 +150,16 @@ class JobLauncher:
         self.killers: list[tuple[float, subprocess.Popen[bytes]]] = []
         """Start time and process of each command that kills an unresponsive rank."""
         self.host_of: dict[int, str] = {}
-        """Host of each rank, which may be a spare host."""
+        """Host of each rank. The host may be a spare host."""
         self.silent: set[int] = set()
-        """Ranks that did not answer or could not be restarted, and whose hosts may therefore be lost."""
+        """Ranks that did not answer or could not be restarted. The hosts of these ranks may be lost."""
         self.lost: set[int] = set()
         """Ranks whose processes are lost, in contrast to ranks that failed on their own."""
         self.tracker: Tracker | None = None
         self.tracker_was_started = False
-        """True once the launcher has tried to start the tracker, even if the start failed."""
+        """True once the launcher has tried to start the W&B tracker, even if the attempt failed."""
         self.failed_status = 0
-        """Exit status of the first rank that failed on its own or whose loss ends the run. 0 if there is none."""
+        """Exit status of the first rank that failed on its own or whose loss ends the run; 0 if no rank did."""
         self.stopped = False
         """True once a rank has stopped on request."""
         self.leaving = False
@@ -193,13 +193,13 @@ class JobLauncher:
         return 0 if self.folder.result else KILLED
 
     def start_tracker(self) -> None:
-        """Start the tracker if the ranks have formed a process group and no earlier call has started it."""
+        """Start the W&B tracker if the ranks have formed a process group and the tracker has not been started."""
         if not self.tracker_was_started and self.coordinator.is_active:
             self.tracker_was_started = True
             self.tracker = Tracker.start(self.cfg, self.folder.list_attempts()[-1])
 
     def finish_tracker(self, status: int) -> None:
-        """Wait until the tracker has sent the remaining metrics."""
+        """Wait until the tracker has sent the remaining metrics to W&B."""
         if self.tracker is None:
             return
         if self.tracker.folder.is_superseded:
@@ -214,8 +214,8 @@ class JobLauncher:
     def is_over(self) -> bool:
         """True once a rank has failed or no process of a rank remains.
 
-        When the SLURM daemon of a host dies, SLURM considers the host lost and srun considers its ranks ended. Because
-        these ranks may still be running, the connections to the coordinator are checked first.
+        When the SLURM daemon of a host dies, SLURM considers the host lost, and srun considers the host's ranks ended.
+        These ranks may still be running, so their connections to the coordinator are checked first.
         """
         if self.failed_status:
             return True
@@ -226,7 +226,7 @@ class JobLauncher:
         return all(step.process.poll() is not None for step in self.steps)
 
     def get_first_host(self, rank: int) -> str:
-        """Return the host on which a rank is started at the beginning of the job."""
+        """Return the host on which a rank runs at the start of the job."""
         return self.hosts[rank * len(self.hosts) // self.cfg.processes]
 
     def start_all_ranks(self) -> None:
@@ -251,7 +251,7 @@ class JobLauncher:
         self.steps.append(JobStep(process, ranks))
 
     def restart_rank(self, rank: int) -> None:
-        """Restart a lost rank on its last host, or on another host if the last one may be lost."""
+        """Restart a lost rank on its last host, or on another host if the last host may be lost."""
         for step in self.steps:
             step.ranks = [REPLACED if other == rank else other for other in step.ranks]
         host = self.choose_restart_host(rank)
@@ -260,7 +260,7 @@ class JobLauncher:
         self.silent.discard(rank)
         print(f"restarting rank {rank} on {host}", flush=True)
         # With --unbuffered, srun gives a rank a terminal unless each task has its own output file. Python runs with -u,
-        # so the option is not needed.
+        # so --unbuffered is not needed.
         options = [option.replace("%t", str(rank)) for option in self.options if option != "--unbuffered"]
         self.start_job_step([rank], options, [*ONE_RANK, f"--nodelist={host}"], {REPLACED_RANK_VARIABLE: str(rank)})
 
@@ -278,8 +278,8 @@ class JobLauncher:
     def choose_restart_host(self, rank: int) -> str:
         """Return the host on which a lost rank is restarted.
 
-        This is the last host of the rank. If that host may be lost, it is the host with the fewest ranks among the
-        first host of the rank and the spare hosts.
+        A rank is restarted on its last host. If the last host may be lost, the rank is restarted on its first host or
+        on a spare host, whichever has the fewest ranks.
         """
         last_host = self.host_of[rank]
         if rank not in self.silent:
@@ -289,7 +289,7 @@ class JobLauncher:
         return min(hosts or [last_host], key=lambda host: load[host])
 
     def kill_unresponsive_rank(self, rank: int) -> None:
-        """Kill a rank that does not answer, because it could continue later and write files."""
+        """Kill a rank that does not answer, because the rank could continue later and write files."""
         print(f"rank {rank} has not answered for {self.settings.timeout:g} s; killing it", flush=True)
         self.silent.add(rank)
         self.lost.add(rank)
@@ -299,7 +299,7 @@ class JobLauncher:
         self.killers.append((time.monotonic(), killer))
 
     def reap_kill_commands(self, timeout: float) -> None:
-        """Remove kill commands that have ended, and kill those that have waited `timeout` seconds for a host."""
+        """Remove kill commands that have ended, and stop kill commands that have run for `timeout` seconds."""
         for start_time, killer in list(self.killers):
             if killer.poll() is None and time.monotonic() - start_time > timeout:
                 killer.kill()
@@ -331,8 +331,8 @@ class JobLauncher:
     def handle_ended_rank(self, rank: int, status: int) -> None:
         """Handle a rank that has ended with a nonzero exit status.
 
-        The rank has stopped on request, has failed on its own, or is lost. A rank is lost if a signal ended it. A
-        restarted rank that has not joined the others is lost regardless of its status.
+        The rank has stopped on request, has failed on its own, or is lost. A rank is lost if a signal ended the rank. A
+        restarted rank that has not joined the other ranks is lost regardless of its exit status.
         """
         if status == EXIT_RESUMABLE:
             self.stopped = True
@@ -346,9 +346,9 @@ class JobLauncher:
             self.failed_status = self.failed_status or status
 
     def allow_retry_of_failed_restarts(self) -> None:
-        """Allow another restart of ranks whose last restart ended before they connected.
+        """Allow another restart of ranks whose last restart ended before the ranks connected.
 
-        The next restart is allowed no earlier than one heartbeat timeout after the last one.
+        The next restart is allowed no earlier than one heartbeat timeout after the last restart.
         """
         for step in self.steps[1:]:
             if step.process.poll() is None or time.monotonic() - step.start_time < self.settings.timeout:
@@ -370,7 +370,7 @@ class JobLauncher:
             self.handle_srun_messages()
             time.sleep(0.05)
         self.handle_srun_messages()
-        for step in self.steps:  # terminate all steps before waiting for any: SLURM's KillWait may have begun
+        for step in self.steps:  # SLURM may kill them after KillWait seconds, so terminate all before waiting
             step.process.terminate()
         for step in self.steps:  # the exit statuses of their ranks are ignored
             step.terminate()

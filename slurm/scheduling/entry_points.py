@@ -1,7 +1,8 @@
-"""Names of modules that commands and job scripts execute from the source of a run.
+"""Names of modules that commands and job scripts execute from a run's copy of the source code.
 
-A run executes the copy of the source in `code/` of the run folder. This copy may differ from the source of the command
-that resumes or repeats the run. The file `slurm/entry_points.json` in the copy contains the version of these names.
+A run executes the copy of the source code in `code/` of the run folder. A command that resumes or repeats the run may
+belong to a different version of the project. The file `slurm/entry_points.json` in the copy contains the version of
+these names.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ VERSION = 4
 JOB_MODULE = "slurm.scheduling.job"
 """Module that defines the class Job, which each SLURM task of a job executes."""
 REQUEUE_MODULE = "slurm.scheduling.requeue"
-"""Module that the job script executes after its tasks, with the run folder and the tasks' exit status."""
+"""Module that the job script executes after its tasks. Its arguments are the run folder and the exit status."""
 ELASTIC_LAUNCHER_MODULE = "slurm.scheduling.elastic_launcher"
 """Module that starts the ranks of an elastic run. Its arguments are the run folder and the srun command."""
 CHECK_COMMAND = ("slurm", "exp")
@@ -25,7 +26,7 @@ CHECK_COMMAND = ("slurm", "exp")
 
 
 def check_source_version(folder: RunFolder) -> None:
-    """Raise UserError if the source of a run has a different version of the entry points."""
+    """Raise UserError if the run's copy of the source code has a different version of the entry points."""
     if read_json(folder.path / "code" / "slurm" / "entry_points.json").get("version") != VERSION:
         raise UserError(
             f"{folder.path} was created by another version of this project; use that version, or start a new run"
@@ -33,7 +34,7 @@ def check_source_version(folder: RunFolder) -> None:
 
 
 class ModuleReference:
-    """Reference to a module by name, which is unpickled as the module itself."""
+    """Reference to a module by its name. Unpickling the reference imports and returns the module."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -43,9 +44,9 @@ class ModuleReference:
 
 
 class JobReference:
-    """Reference to a run folder, which is unpickled as `Job(folder)`.
+    """Reference to a run folder. Unpickling the reference returns `Job(folder)`.
 
-    `Job` is imported from the source that the unpickling process uses. That source does not need JobReference.
+    `Job` is imported from the source code that the unpickling process uses. That code need not define JobReference.
     """
 
     def __init__(self, folder: str) -> None:

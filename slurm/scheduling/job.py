@@ -1,7 +1,7 @@
-"""Task of a job, which is a small picklable object that contains the path of the run folder.
+"""Task that each rank of a job executes. The task is a small picklable object with the path of the run folder.
 
-Submitit pickles the task by reference, so a job imports this module when it starts. The job script puts `code/` of the
-run folder first on the import path. All attempts of a job therefore execute the source as it was submitted.
+Submitit pickles the task by reference, so a job imports this module when the job starts. The job script puts `code/` of
+the run folder first on the import path. All attempts of a job therefore execute the source code that was submitted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from common.training.entry_point import LaunchedRank
 
 CONNECTION_ATTEMPTS = 4
-"""Number of connection attempts before the coordinator is considered lost, because a network can drop packets."""
+"""Number of failed connections after which the coordinator is considered lost. A network can drop packets."""
 
 
 class Job:
@@ -70,14 +70,14 @@ class Job:
                 exit_without_cleanup(end.code)
 
     def checkpoint(self) -> DelayedSubmission:
-        """Return the same task for Submitit to requeue. All progress is stored in the run folder."""
+        """Return this task, which Submitit then requeues. All progress is stored in the run folder."""
         return DelayedSubmission(self)
 
 
 def exit_resumable(number: int, frame: object) -> None:
-    """Exit with the status of a resumable run.
+    """Exit with the exit status of a resumable run.
 
-    Raising an exception instead could abort the process while a library is being imported.
+    An exception raised here instead could abort the process while a library is being imported.
     """
     os._exit(EXIT_RESUMABLE)
 
@@ -136,7 +136,7 @@ def replace_rank_if_coordinator_is_lost(rank: LaunchedRank | None, reason: str) 
         return
     print(f"this rank is leaving the run: the coordinator is unreachable ({reason})", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    # The new program inherits this: a preemption must not end the only process that can requeue the job.
+    # The new program inherits this setting. Preemption must not end the only process that can requeue the job.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     os.execvp(command[0], command)
 
@@ -145,8 +145,8 @@ def may_be_reachable_in_next_attempt(rank: LaunchedRank | None) -> bool:
     """Return whether another attempt may reach the rank or host that did not answer.
 
     A restarted job may get different hosts. Ranks that receive a stop request may exit before they have connected to
-    all others. At the first start of a job, the cause is a wrong host name or a network problem, which the user must
-    fix.
+    all others. If ranks cannot be reached when a job first starts, the user must fix a wrong host name or a network
+    problem.
     """
     is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     return is_restart or (rank is not None and rank.stop.wait_for_request())

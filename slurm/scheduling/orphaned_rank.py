@@ -2,10 +2,10 @@
 
     python -m slurm.scheduling.orphaned_rank RUN_FOLDER FIRST_HOST
 
-The process of the rank executes this program. With --no-kill, SLURM removes a lost host from a job and continues the
-job. This also applies to the first host, which runs the job script and the launcher. If it is lost, only a rank on
-another host can requeue the job. If only the host of this rank was disconnected, the other ranks continue and this
-program exits. This module does not import torch.
+The rank's process executes this program instead of its own. With --no-kill, SLURM removes a lost host from a job and
+continues the job. SLURM may also remove the first host, which runs the job script and the launcher. If the first host
+is lost, only a rank on another host can requeue the job. If only the host of this rank was disconnected, the other
+ranks continue and this program exits. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KILLED = 128 + signal.SIGKILL
 def reaches_coordinator(address: str) -> bool:
     """Return whether the coordinator is reachable.
 
-    If it is, it has removed this rank, and the other ranks continue.
+    A reachable coordinator has removed this rank from the run, and the other ranks continue.
     """
     host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT):
@@ -54,8 +54,8 @@ def is_attempt_over(scheduler: Scheduler, job: str, host: str) -> bool:
 
 
 def main(path: str, first_host: str) -> int:
-    """Requeue the job if it loses its first host. Return 0 when the coordinator answers or the job ends."""
-    # A preemption must not end the only process that can requeue the job.
+    """Requeue the job if the first host is lost. Return 0 when the coordinator answers or the job ends."""
+    # Preemption must not end the only process that can requeue the job.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     folder = RunFolder(Path(path))
     job = os.environ["SLURM_JOB_ID"]

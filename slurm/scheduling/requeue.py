@@ -1,10 +1,11 @@
-"""Requeue policy, which the job script executes after its tasks have ended.
+"""Program that requeues a job after its tasks have ended. The job script executes the program.
 
     python -m slurm.scheduling.requeue RUN_FOLDER EXIT_STATUS
 
-The program runs outside the job step, so it survives the failure of any rank, including rank 0. A run that crashed or
-was stopped on request is requeued and resumes. A run is not requeued if the user must fix the problem. Examples are an
-invalid setting, a loss that is NaN or infinite, and several attempts in a row without a new checkpoint.
+The program runs outside the job step, so it survives the failure of any rank, including rank 0. The job
+of a run that crashed or was stopped on request is requeued, and the run then resumes. A job is not requeued if the user
+must fix a problem, such as an invalid setting, a loss that is NaN or infinite, or repeated failures without a new
+checkpoint.
 This module does not import torch.
 """
 
@@ -30,16 +31,16 @@ from slurm.scheduling.scheduler import Scheduler, parse_job_fields
 EXIT_FAILED = EXIT_RESUMABLE + 1
 """Exit status of a rank that failed on its own.
 
-srun reports the highest exit status of all ranks. This status must therefore exceed 75, the exit status of ranks that
-were stopped because of the failure.
+srun reports the highest exit status of all ranks. EXIT_FAILED must therefore exceed 75 (EXIT_RESUMABLE), the exit
+status of ranks that were stopped because another rank failed.
 """
 CONTROLLER_TIMEOUT = 600.0
-"""Maximum time in seconds to wait for a SLURM controller that does not answer, because it may be restarting."""
+"""Maximum time, in seconds, to wait for an unresponsive SLURM controller, which may be restarting."""
 RETRY_SECONDS = 5.0
 
 
 def record_start_error(folder: RunFolder, rank: int, reason: str, *, is_taken: bool = False) -> None:
-    """Record why a rank of this attempt could not start, if only the user can fix the problem.
+    """Record why a rank of this attempt could not start. The job is then not requeued.
 
     If `is_taken` is true, the run belongs to another attempt, and this job must not change the result of the run.
     """
@@ -54,7 +55,7 @@ def read_start_errors(folder: RunFolder) -> list[dict[str, object]]:
 
 
 def read_first_start_error(folder: RunFolder) -> str:
-    """Read the start error of the lowest rank that recorded one, or return "" if there is none.
+    """Read the start error of the lowest rank that recorded an error. Return "" if no rank recorded an error.
 
     Higher ranks may have recorded only that another rank failed.
     """
@@ -63,9 +64,9 @@ def read_first_start_error(folder: RunFolder) -> str:
 
 
 def describe_other_owner_of_run(folder: RunFolder) -> str:
-    """Return why the run does not belong to this job, or "" if it does.
+    """Return why the run does not belong to this job, or "" if the run belongs to this job.
 
-    If it does not, this job must not change the result of the run.
+    A job must not change the result of a run that belongs to another job.
     """
     for refusal in read_start_errors(folder):
         if refusal.get("is_taken"):
@@ -82,7 +83,7 @@ def make_attempt_name() -> str:
 def record_rank_failure(folder: RunFolder) -> None:
     """Record that a rank has failed.
 
-    The exit status of srun may not show the failure, because srun kills the other ranks afterward.
+    The exit status of srun may be that of another rank, because srun kills the other ranks after a failure.
     """
     with contextlib.suppress(UserError):  # the disk may be full; srun still reports an exit status
         write_json(locate_rank_failure_file(folder), {"exit_status": 1})
@@ -118,9 +119,9 @@ def count_failures_without_checkpoint(folder: RunFolder) -> int:
 
 
 def find_reason_not_to_requeue(folder: RunFolder, status: int) -> str:
-    """Return the reason not to requeue the job, or "" if it should be requeued.
+    """Return why the job should not be requeued, or "" if the job should be requeued.
 
-    If the job was not stopped on request, its failure is recorded.
+    A job that was not stopped on request is recorded as a failure.
     """
     refusal = read_first_start_error(folder)
     if refusal:
@@ -129,7 +130,7 @@ def find_reason_not_to_requeue(folder: RunFolder, status: int) -> str:
         return "a rank could not start; see the log"
     job = provenance.read_metadata(folder).get("job") or {}
     if not job.get("profile", {}).get("requeue", True):
-        return "requeueing is disabled by cluster.requeue=false in the profile"
+        return "cluster.requeue=false in the cluster profile disables requeueing"
     settings = config.read_config_file(folder.path / "submit" / "config.yaml")
     cfg = config.build_config(config.import_schema(folder.experiment), [settings])
     max_restarts = cfg.checkpoint.max_restarts
@@ -142,8 +143,8 @@ def find_reason_not_to_requeue(folder: RunFolder, status: int) -> str:
 def is_latest_restart(scheduler: Scheduler, job: str) -> bool:
     """Return whether the job is running and this process belongs to its latest restart.
 
-    SLURM restarts or requeues a job if it considers this host lost, for example after a network failure. If the
-    controller does not answer, the query is repeated. Raises UserError after CONTROLLER_TIMEOUT seconds.
+    SLURM requeues the job if SLURM considers this host lost, for example after a network failure. If the controller
+    does not answer, the query is repeated. Raises UserError if there is no answer within CONTROLLER_TIMEOUT seconds.
     """
     deadline = time.monotonic() + CONTROLLER_TIMEOUT
     while True:
@@ -159,7 +160,7 @@ def is_latest_restart(scheduler: Scheduler, job: str) -> bool:
 def is_restart_of_this_process(fields: Mapping[str, str]) -> bool:
     """Return whether a job is running and has not been restarted since this process started.
 
-    `fields` are those that `scontrol show job` prints.
+    `fields` contains the fields that `scontrol show job` prints.
     """
     return fields.get("JobState") == "RUNNING" and fields.get("Restarts") == os.environ.get("SLURM_RESTART_COUNT", "0")
 
@@ -181,7 +182,7 @@ def requeue_job_or_record_failure(folder: RunFolder, scheduler: Scheduler, job: 
 
 
 def main(path: str, status: int) -> int:
-    """Requeue a job whose tasks have ended, or record why it is not requeued. Return the exit status of the job."""
+    """Requeue a job whose tasks have ended, or record why the job is not requeued. Return the job's exit status."""
     folder = RunFolder(Path(path))
     job = os.environ["SLURM_JOB_ID"]
     scheduler = Scheduler("SLURM")

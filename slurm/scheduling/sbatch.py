@@ -1,4 +1,4 @@
-"""Creation of job scripts from a cluster profile, and their submission through Submitit."""
+"""Creation of job scripts from a cluster profile, and submission of the job scripts with Submitit."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ def make_submitit_parameters(
 ) -> dict[str, Any]:
     """Return Submitit's parameters for a job or job array.
 
-    Empty values are omitted, so that the defaults of the cluster apply. For an array, `tasks` is a file that lists the
-    run folder of each task, one per line. Otherwise, `folder` is the run folder.
+    Empty values are omitted, so that the defaults of the cluster apply. For a job array, `tasks` is a file that lists
+    the run folders of the array tasks, one per line. For a single job, `folder` is the run folder.
     """
     run_folder = shlex.quote(str(folder))
     setup = []
     if tasks:
         run_folder = '"$RUN"'
         setup.append(f'RUN="$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(tasks))})"')
-    # The job executes the source as it was submitted. `python -m` must not import modules from the current folder.
+    # The job executes the source code that was submitted. `python -m` must not import modules from the current folder.
     setup.append(f"export PYTHONPATH={run_folder}/code PYTHONSAFEPATH=1")
     # The teardown command runs outside the job step, so it survives the failure of any rank.
     teardown = f"{shlex.quote(sys.executable)} -m {entry_points.REQUEUE_MODULE} {run_folder} $?"
@@ -109,7 +109,7 @@ def make_submitit_parameters(
 
 
 def make_host_and_gpu_options(profile: Profile) -> dict[str, str]:
-    """Return the sbatch and srun options for those host and GPU settings that the profile specifies."""
+    """Return the sbatch and srun options for the host and GPU settings that the profile specifies."""
     options = {key: getattr(profile, key) for key in ("partition", "account", "qos", "constraint", "exclude")}
     if profile.gpus:
         prefix = "gpu:" if profile.gpus_as == "gres" else ""
@@ -119,7 +119,7 @@ def make_host_and_gpu_options(profile: Profile) -> dict[str, str]:
 
 
 class Executor(SlurmExecutor):
-    """Submitit executor for a given SLURM cluster, which also writes the job script into the run folder."""
+    """Submitit executor that submits to the chosen SLURM cluster and writes the job script to the run folder."""
 
     def __init__(self, folder: RunFolder, scheduler: Scheduler | None, launcher: str = "") -> None:
         """Create the executor of a run folder.
@@ -140,9 +140,9 @@ class Executor(SlurmExecutor):
         return str(self._make_submission_file_text(self._submitit_command_str, ""))
 
     def submit_tasks(self, jobs: list[Any]) -> list[str]:
-        """Submit all jobs as one array, and return the ids of its tasks.
+        """Submit all jobs as one job array, and return the job ids of the array tasks.
 
-        Submitit's own method for arrays would not use this class and would therefore ignore the chosen cluster.
+        Submitit's own method for job arrays would not use this class and would therefore ignore the chosen cluster.
         """
         paths = []
         for job in jobs:
@@ -181,7 +181,9 @@ def make_executor(
     """Create the executor of a run folder. Raises UserError."""
     path = str(folder.path)
     if not SAFE_PATH.fullmatch(path):
-        raise UserError(f"the path {path!r} is not allowed in a job script; set runs to a path of letters and digits")
+        raise UserError(
+            f"the path {path!r} is not allowed in a job script; use only letters, digits, and _.,:=@/+- in runs"
+        )
     launcher = ""
     if elastic:
         launcher = shlex.join([sys.executable, "-m", entry_points.ELASTIC_LAUNCHER_MODULE, path])
@@ -201,7 +203,7 @@ def prepare_runs_for_array(
     scheduler: Scheduler,
     parallel: int,
 ) -> Executor:
-    """Prepare run folders for an array with one job per run, and return the executor. Raises UserError.
+    """Prepare run folders for a job array with one task per run, and return the executor. Raises UserError.
 
     `sweep` is the folder of the sweep. `parallel` is the maximum number of jobs that run at the same time.
     """
@@ -218,9 +220,9 @@ def prepare_runs_for_array(
 
 
 def write_settings_and_retire_result(folder: RunFolder, text: str) -> Path | None:
-    """Write the settings of a job as YAML, and move the result of an earlier attempt away.
+    """Write the settings of a job as YAML, and move the result of an earlier attempt into its attempt folder.
 
-    Returns the new path of that result, or None if nothing was moved. Raises UserError.
+    Returns the new path of the result, or None if there was no result. Raises UserError.
     """
     with convert_disk_errors(folder.path):
         (folder.path / "submit").mkdir(exist_ok=True)
@@ -229,27 +231,27 @@ def write_settings_and_retire_result(folder: RunFolder, text: str) -> Path | Non
 
 
 def submit_array(executor: Executor, folders: list[RunFolder]) -> list[str]:
-    """Submit a job array, and return the job ids of its tasks. Raises UserError with the message of sbatch."""
+    """Submit a job array, and return the job ids of its tasks. Raises UserError with the message from sbatch."""
     with convert_sbatch_errors(executor):
         return executor.submit_tasks([make_job_reference(folder) for folder in folders])
 
 
 def make_job_reference(folder: RunFolder) -> Any:
-    """Return an object that each task of a job unpickles and executes with the source of the run."""
+    """Return an object that each task of a job unpickles and executes with the run's copy of the source code."""
     return JobReference(str(folder.path))
 
 
 def submit_job(executor: Executor) -> str:
-    """Submit a run, and return the job id. Raises UserError with the message of sbatch."""
+    """Submit a run, and return the job id. Raises UserError with the message from sbatch."""
     with convert_sbatch_errors(executor):
         return str(executor.submit(make_job_reference(executor.run_folder)).job_id)
 
 
 @contextlib.contextmanager
 def convert_sbatch_errors(executor: Executor) -> Iterator[None]:
-    """Convert errors of sbatch to UserErrors inside the block.
+    """Convert errors from sbatch to UserErrors inside the block.
 
-    Environment variables of an allocation that contains this process are hidden from sbatch.
+    If this process runs inside a SLURM allocation, the environment variables of the allocation are hidden from sbatch.
     """
     assert executor.scheduler is not None
     environ = dict(os.environ)

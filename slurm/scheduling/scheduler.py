@@ -19,21 +19,21 @@ LOCAL_CLUSTER_NAME = "the local cluster"
 COMMAND_TIMEOUT = 15.0
 """Default timeout in seconds of a SLURM command."""
 STATUS_TIMEOUT = 4.0
-"""Timeout in seconds of a query by a report, which may make several queries."""
+"""Timeout in seconds of a query by a report command. The command may make several queries."""
 RETRY_SECONDS = 0.5
-"""Timeout in seconds of queries that follow a failed query, if the requested timeout is at most STATUS_TIMEOUT."""
+"""Timeout in seconds of each query after a failed query, if the requested timeout is at most STATUS_TIMEOUT."""
 PING_AFTER_SECONDS = 1.2
-"""Time in seconds without an answer after which `scontrol ping` checks the controller."""
+"""If a query is not answered within this many seconds, `scontrol ping` checks the controller."""
 CONTROLLER_COMMANDS = ("squeue", "scontrol")
-"""Commands that query the controller. If one of them gets no answer, the other one would not get an answer either."""
+"""Commands that query the controller. If one of these commands gets no answer, the other is not tried."""
 QUEUE_CACHE_SECONDS = 1.0
-"""Time in seconds for which a listing of the queue is reused."""
+"""Time, in seconds, for which the output of squeue is reused."""
 SLOW_FAILURE_SECONDS = 1.0
-"""A failure that takes at least this many seconds is slow. The command is then not repeated for COOLDOWN_SECONDS."""
+"""If a query fails after more than this many seconds, it is not repeated for COOLDOWN_SECONDS."""
 COOLDOWN_SECONDS = 15.0
 CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
 ENDED_JOB_STATES = {"COMPLETED": "LOST", "CANCELLED": "CANCELLED"}
-"""State of a run that has no result, by the state of its ended job. For all other job states, the run has FAILED."""
+"""State of a run without a result, by the state of its ended job. For other job states, the state is FAILED."""
 PENDING_JOB_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING")
 RUNNING_JOB_STATES = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING")
 ALLOCATION_VARIABLE_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "TORCHELASTIC_", "SUBMITIT_")
@@ -48,7 +48,7 @@ LAUNCHER_VARIABLES = (
     "MASTER_PORT",
 )
 
-# These caches serve commands that query many runs one by one. The key is the argv prefix of a SLURM command.
+# Commands that query many runs one by one use these caches. The key is the argv prefix of a SLURM command.
 QUEUE_CACHE: dict[tuple[str, ...], tuple[float, dict[str, str]]] = {}
 """Time at which the queue was listed, and the state and reason of each job in it."""
 FAILURE_CACHE: dict[tuple[str, ...], tuple[float, str]] = {}
@@ -81,8 +81,8 @@ class Scheduler:
     def run_command(self, *command: str, timeout: float | None = None, doubt: float | None = None) -> str:
         """Run a SLURM command and return its output.
 
-        Raises UserError with SLURM's message if the command fails or times out. If there is no answer after `doubt`
-        seconds and the controller is down, the command is stopped, because SLURM commands retry for a long time.
+        Raises UserError with SLURM's message if the command fails or times out. SLURM commands retry for a long time.
+        The command is therefore stopped if it has not ended after `doubt` seconds and the controller is down.
         """
         timeout = timeout or COMMAND_TIMEOUT
         doubt = timeout if doubt is None else min(doubt, timeout)
@@ -112,7 +112,7 @@ class Scheduler:
         return stdout
 
     def wait_for_output(self, process: subprocess.Popen[str], timeout: float, doubt: float) -> tuple[str, str]:
-        """Wait for a command, and return its output and errors.
+        """Wait for a command to end, and return its standard output and standard error.
 
         Raises TimeoutExpired after `timeout` seconds, or UserError if the controller is down.
         """
@@ -136,7 +136,7 @@ class Scheduler:
     def run_query(self, *command: str, timeout: float = COMMAND_TIMEOUT) -> str:
         """Run a query and return its output. Raises UserError if the query fails.
 
-        After a slow failure, queries are not run for COOLDOWN_SECONDS, and UserError is raised immediately.
+        After a slow failure, queries are skipped for COOLDOWN_SECONDS, and UserError is raised immediately.
         """
         asks_controller = command[0] in CONTROLLER_COMMANDS
         start = time.monotonic()
@@ -149,15 +149,15 @@ class Scheduler:
             return self.run_command(*command, timeout=min(timeout, COMMAND_TIMEOUT / 3), doubt=doubt)
         except UserError as error:
             is_slow = time.monotonic() - start > min(SLOW_FAILURE_SECONDS, 0.9 * timeout)
-            if is_slow and "Invalid job id" not in str(error):  # that error concerns only a single job
+            if is_slow and "Invalid job id" not in str(error):  # this error does not mean that the controller is slow
                 for name in CONTROLLER_COMMANDS if asks_controller else command[:1]:
                     FAILURE_CACHE[tuple(self.build_command(name))] = time.monotonic(), str(error)
             raise
 
     def read_queue(self, timeout: float = COMMAND_TIMEOUT) -> dict[str, str]:
-        """Return `STATE|REASON` of each queued job of the user, by job id.
+        """Return `STATE|REASON` of each of the user's jobs in the queue, by job id.
 
-        A listing of the queue is reused for QUEUE_CACHE_SECONDS.
+        The output of squeue is reused for QUEUE_CACHE_SECONDS.
         """
         key = tuple(self.build_command("squeue"))
         read_at, jobs = QUEUE_CACHE.get(key, (0.0, {}))

@@ -1,9 +1,9 @@
 """Exclusive submission of a run, and the check that the run belongs to a job.
 
-A command that submits a run holds the lock of the run. It also creates a file in `submit/`, which can exist only once,
-even if several hosts submit the run. The command reads the state of the run after it has the lock and the file. It
-keeps them until the job id is in meta.json. A job that starts or is requeued checks whether the run still belongs to
-the job. This module does not import torch.
+A command that submits a run holds the lock of the run. The command also creates the submission file in `submit/`. Only
+one command can create the file, even if commands on several hosts submit the run. The command then reads the state of
+the run. The command keeps the lock and the file until it has written the job id to meta.json. A job that starts or is
+requeued checks whether the run still belongs to the job. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from common.runs.run_lock import try_to_lock
 from common.system.errors import RunTakenError
 
 STALE_SECONDS = 120.0
-"""Age in seconds at which a submission is considered abandoned if its process cannot be checked from this machine."""
+"""Age, in seconds, at which a submission by a process that this machine cannot check is considered abandoned."""
 RECORDING_SECONDS = 60.0
-"""Maximum time in seconds that a started job waits for the submitting command to record the job id."""
+"""Maximum time, in seconds, for which a started job waits for the submitting command to record the job id."""
 UNANNOUNCED_SECONDS = 5.0
-"""Maximum time in seconds that a started job waits for its id if there is no submission file.
+"""Maximum time, in seconds, for which a started job waits for its id if there is no submission file.
 
-Commands of older versions do not write such a file.
+Older versions of the project do not write a submission file.
 """
 POLL_SECONDS = 0.1
 
@@ -55,7 +55,7 @@ def is_being_submitted(folder: RunFolder) -> bool:
 
 
 def wait_for_submission(folder: RunFolder, seconds: float = RECORDING_SECONDS) -> None:
-    """Wait until no other process is submitting the run, but at most `seconds`."""
+    """Wait until no other process is submitting the run, but for at most `seconds` seconds."""
     deadline = time.monotonic() + seconds
     while is_being_submitted(folder) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
@@ -128,7 +128,7 @@ def list_ids_of_this_job() -> list[str]:
 def describe_other_owner(folder: RunFolder) -> str:
     """Describe the other job or attempt that the run belongs to. Return "" if the run belongs to this job.
 
-    A run without a recorded job belongs to this job, because the submitting command was stopped too early.
+    If no job is recorded, the submitting command was stopped too early, and the run belongs to this job.
     """
     meta = provenance.read_metadata(folder)
     if "job" not in meta:

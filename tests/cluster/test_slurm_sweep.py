@@ -27,7 +27,7 @@ def test_a_sweep_finishes_though_a_host_loses_its_power(site: Site) -> None:
     file.write_text(yaml.safe_dump(tree | {"settings": dict(word.split("=", 1) for word in words)}))
     done = site.call("slurm", "sweep", "--", str(file))
     assert "6 points of mnist_pipeline (6 missing); 6 to run now" in done.stdout
-    assert "array of 6, at most 3 at a time" in done.stdout
+    assert "array of 6 jobs, at most 3 at a time" in done.stdout
     assert "_[" in site.inside("squeue", "-h", "-o", "%i").stdout, "an array, as a person expects it"
     assert "0 to run now" in site.call("slurm", "sweep", "--", str(file)).stdout, "all are submitted"
     on_2 = until("a task on node2", lambda: [f for f in started(site) if hosts(f) == ["node2"] and f.read_metrics()])

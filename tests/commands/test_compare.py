@@ -107,7 +107,7 @@ def test_a_result_of_a_newer_format_is_named_and_the_others_are_listed(tmp_path:
 
 
 def test_the_options_of_older_versions_are_taken_with_a_notice(made: Path) -> None:
-    moved = f"note: to name the folder of the runs, use --runs-folder={made} instead of --runs\n"
+    moved = f"note: --runs no longer sets the folder of the runs; use --runs-folder={made}\n"
     renamed = "note: the option --pick has been renamed to --runs\n"
     for words, notice in (((), moved), (("--pick=0003",), moved + renamed)):
         old = inside.run_verb("compare", f"--runs={made}", *words, "--json=1")

@@ -173,7 +173,7 @@ def test_the_verbs_of_a_local_cluster_are_explained_without_what_their_functions
 
 def test_an_empty_resume_starts_no_new_run(tmp_path: Path) -> None:
     message = refused_inside(tmp_path, "exp", "--resume=", "--dry-run=1", "--", "mnist_pipeline")
-    assert "RESUME is empty; write RESUME=<id>, or omit it to start a new run" in message
+    assert "RESUME is empty; set RESUME=<id>, or omit RESUME to start a new run" in message
 
 
 @pytest.mark.parametrize("minutes", ["-1", "0", "nan", "inf", "x"])

@@ -195,7 +195,7 @@ def test_how_far_losses_lead_apart_is_told(tmp_path: Path, capsys: pytest.Captur
         (["--args=--help", "{old}"], "ARGS: --help is not a setting; expected key=value"),
         (["--args=seed=1 --print-config", "{old}"], "ARGS: --print-config is not a setting"),
         (["--launch=nowhere", "{old}"], "LAUNCH=nowhere is unknown"),
-        (["{bare}"], "no longer has its source in code/"),
+        (["{bare}"], "no longer has its source code in code/"),
     ],
 )
 def test_what_cannot_be_repeated_is_refused(tmp_path: Path, words: list[str], message: str) -> None:
@@ -216,10 +216,10 @@ def test_what_cannot_be_repeated_is_refused(tmp_path: Path, words: list[str], me
 def test_a_run_that_goes_on_is_neither_repeated_nor_resumed(tmp_path: Path) -> None:
     run = Made("mnist_pipeline", state="running").write(tmp_path).path
     repeated = inside.run_verb("rerun", "--", str(run))
-    remedy = f"wait for it to end first: make status RUN={run} WAIT=600"
+    remedy = f"wait until the run has ended (make status RUN={run} WAIT=600)"
     assert repeated.returncode == 2 and repeated.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
     resumed = inside.run_verb("exp", f"--resume={run}")
-    remedy = f"to resume it elsewhere, first use make cancel RUN={run}"
+    remedy = f"to resume the run elsewhere, first run make cancel RUN={run}"
     assert resumed.returncode == 2 and resumed.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
     assert list(tmp_path.iterdir()) == [run]
 

@@ -60,7 +60,7 @@ def test_a_failed_point_is_run_only_when_asked(tmp_path: Path, cache: Path) -> N
         ({"grid": {"batch": "64"}}, "grid: batch: expected a list of values"),
         ({"grid": {"bath": ["64"]}}, "point bath=64: unknown key bath; did you mean batch?"),
         ({"grid": {"batch": ["64", "x"]}}, "point batch=x: batch=x: expected an integer"),
-        ({"points": [{"batch": "4"}, {"batch": "4"}]}, "the point batch=4 occurs more than once"),
+        ({"points": [{"batch": "4"}, {"batch": "4"}]}, "the point batch=4 is listed more than once"),
         ({"points": [{"batch": "4"}], "repeats": "0"}, "repeats must be an integer from 1"),
         ({"points": [{"seed": "1"}], "repeats": "2"}, "repeats=2 cannot be combined with points that set seed"),
         ({"points": ["batch"]}, "points: expected `key: value`"),
@@ -113,7 +113,7 @@ def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
     done = inside.run_verb("sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, **fake.environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "(2 missing); 2 to run now" in done.stdout
-    assert "job 4711 on SLURM: array of 2, at most 2 at a time, 1 node and 1 rank each" in done.stdout
+    assert "job 4711 on SLURM: array of 2 jobs, at most 2 at a time, 1 node and 1 rank each" in done.stdout
     told = [line.split()[0] for line in done.stdout.splitlines() if "  batch=" in line]
     assert told == ["RUNNING", "PENDING", "FINISHED", "FINISHED"], done.stdout
     for number, cell in enumerate(cells(file)):
@@ -159,7 +159,7 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
             ("--args=epochs=2",),
             "started with steps=7 clip=2; use ARGS='steps=7 clip=2' without epochs=2, or",
         ),
-        (plan.settings, ("--args=epochs=2",), "was started without epochs=2; omit it, or rename the sweep file"),
+        (plan.settings, ("--args=epochs=2",), "was started without epochs=2; omit epochs=2, or rename the sweep file"),
     ):
         other = {"experiment": "mnist_pipeline", "settings": settings, "cells": []}
         (folder / "sweep.json").write_text(json.dumps(other))

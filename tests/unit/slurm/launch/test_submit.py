@@ -568,5 +568,5 @@ def test_a_run_of_another_source_is_neither_submitted_nor_given_settings_that_it
         submit_prepared_run(folder, mnist_pipeline.Config(), text, Profile(), scheduler.Scheduler("SLURM"))
     assert not (folder.path / "submit").exists()
     (folder.path / "config.yaml").write_text("epochs: 1\n")
-    with pytest.raises(UserError, match=r"has no setting wandb.model; omit it from ARGS"):
+    with pytest.raises(UserError, match=r"has no setting wandb.model; remove it from ARGS"):
         check_source_knows_settings(folder, ["epochs=2", "wandb.model=false"])

@@ -89,7 +89,7 @@ def test_a_service_is_waited_for_until_it_listens() -> None:
 @pytest.mark.parametrize(
     ("logs", "complaint"),
     [
-        ({}, "its hosts did not become idle in time"),
+        ({}, "the hosts did not become idle in time"),
         ({"ctl": "slurmctld: started\nerror: node1 did not start\n"}, "node1 did not start"),
         ({"ctl": "error: node1 did not start\n", "node1": "slurmd: fatal: no memory\n"}, "no memory"),
         (

@@ -104,7 +104,7 @@ def test_commands_run_on_the_controller_or_on_a_host_that_is_on(up: Up) -> None:
     targets = [line.split()[1] for line in up.asked("nsenter")[1:]]
     assert targets == [f"--target={process.pid}" for process in (up.hosts[0], up.hosts[2])]
     assert "node3 is powered off" in up.tool("node", "3", "true", status=2)
-    assert up.tool("exec", status=2) == "error: exec: the command is missing; write, for example, exec sinfo"
+    assert up.tool("exec", status=2) == "error: exec: the command is missing; run, for example, exec sinfo"
 
 
 def test_a_preemption_asks_for_the_hosts_of_the_job_or_for_all(up: Up) -> None:
@@ -155,7 +155,7 @@ def test_a_cluster_that_is_up_stays_as_it_is(up: Up) -> None:
 def test_the_end_of_a_cluster_leaves_its_logs_alone(up: Up) -> None:
     (up.folder / "log" / "ctl.log").write_text("it began\n")
     done = inside.run_verb("cluster", "down", CLUSTER_DIR=str(up.folder.parent))
-    assert done.stdout == f"cluster local is down; its logs are in {up.folder}/log\n", done.stderr
+    assert done.stdout == f"cluster local is down; the logs are in {up.folder}/log\n", done.stderr
     assert up.hosts[0].wait(timeout=5) == -9
     assert sorted(path.name for path in up.folder.iterdir() if path.is_dir()) == ["log"]
     assert "cluster local is not up" in up.tool("status", status=2)
