@@ -222,8 +222,8 @@ def raise_if_attempt_is_alive(folder: RunFolder) -> None:
     if silent_seconds < limit:
         age = format_duration(silent_seconds)
         raise RunTakenError(
-            f"{problem}; its process cannot be checked from this host. The last activity was {age} ago; the attempt is "
-            f"considered ended after {limit:.0f} s without activity"
+            f"{problem}; this host cannot check whether its process is running. The last activity was {age} ago; "
+            f"the attempt is considered ended after {limit:.0f} s without activity"
         )
 
 
