@@ -269,7 +269,7 @@ def test_hostile_words_about_runs_are_refused(tmp_path: Path, words: tuple[str, 
 
 
 def test_missing_name_lists_the_experiments(place: Path) -> None:
-    assert "write, for example, make exp NAME=" in refused(make(place, "exp"), place)
+    assert "run, for example, make exp NAME=" in refused(make(place, "exp"), place)
 
 
 def test_help_and_print_config(place: Path) -> None:

@@ -82,8 +82,8 @@ def write_in(root: Path, name: str) -> tuple[subprocess.CompletedProcess[str], d
     ("name", "told"),
     [
         ("", "NAME is missing; run, for example, make new-experiment NAME="),
-        *((name, "use a name such as") for name in ("../x", "x; id", "X", "9x", "exp-x", "x" * 65, "\udcff", "lambda")),
-        *((name, "has the same name") for name in ("json", "winreg", "torch", "numpy", "wandb", "common", "tests")),
+        *((name, "is invalid; use") for name in ("../x", "x; id", "X", "9x", "exp-x", "x" * 65, "\udcff", "lambda")),
+        *((name, "would hide an") for name in ("json", "winreg", "torch", "numpy", "wandb", "common", "tests")),
         *((name, "already exists") for name in ("taken", "shared", "figures", "cluster", "tools")),
     ],
 )

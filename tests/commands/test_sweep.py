@@ -56,7 +56,7 @@ def test_a_failed_point_is_run_only_when_asked(tmp_path: Path, cache: Path) -> N
         ({"grdi": {}}, "unknown key grdi; did you mean grid?"),
         ({"experiment": ""}, "experiment is missing; add a line such as experiment: amp_accum"),
         ({"experiment": "mnist_pipelin"}, "unknown experiment 'mnist_pipelin'; did you mean mnist_pipeline?"),
-        ({}, "the sweep has 0 points; list at least 1"),
+        ({}, "the sweep has 0 points; specify 1 to 10,000 points"),
         ({"grid": {"batch": "64"}}, "grid: batch: expected a list of values"),
         ({"grid": {"bath": ["64"]}}, "point bath=64: unknown key bath; did you mean batch?"),
         ({"grid": {"batch": ["64", "x"]}}, "point batch=x: batch=x: expected an integer"),
