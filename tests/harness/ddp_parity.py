@@ -142,7 +142,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: PreparedDataset, fo
     if mistake == "torchs_dropout":
         changes.append((SampleDropout, "forward", lambda layer, x: F.dropout(x, layer.rate, layer.training)))
     if mistake == "equal_buffers":
-        changes.append((TrainState, "weight", 1.0))
+        changes.append((TrainState, "shard_weight", 1.0))
     found = train_script(
         ddp_multinode,
         run,
