@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated
 from configs.optional import InitialWeights
@@ -13,6 +13,8 @@ from configs.shared import at_least, between
 @dataclass
 class Config(Replicated, InitialWeights):
     """Settings for local SGD."""
+
+    ranks_have_separate_models: ClassVar[bool] = True
 
     model: Literal["mlp", "convnet", "resnet18"] = "convnet"
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions. resnet18

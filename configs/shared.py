@@ -212,6 +212,9 @@ class Experiment:
     can_mix_devices: ClassVar[bool] = False
     """Whether ranks on GPUs and ranks on CPUs can train together."""
 
+    ranks_have_separate_models: ClassVar[bool] = False
+    """Whether a checkpoint contains a model per rank, so that only the same number of ranks can resume from it."""
+
     seed: int = at_least(0, 0)
     """Seed of all random choices: initialization, data order and generated data."""
     epochs: int = at_least(1, 1)

@@ -1,4 +1,4 @@
-"""Continuation of a finished run for more steps. This module does not import torch."""
+"""Checks of the settings with which a run is resumed. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from common.checkpoint import storage
 from common.config import config
 from common.runs.folder import MODEL_FACTS_FILE, RunFolder, read_json
 from common.system.errors import UserError
+from common.system.text import format_count
 from configs.shared import Experiment
 
 
@@ -41,6 +42,31 @@ def config_adds_steps(folder: RunFolder, cfg: Experiment) -> bool:
 def has_checkpoint_of_step(folder: RunFolder, step: int) -> bool:
     """Return True if a run has a checkpoint that was saved after a given step."""
     return any(checkpoint.step == step for checkpoint in storage.list_resumable_checkpoints(folder))
+
+
+def check_resume(folder: RunFolder, cfg: Experiment) -> None:
+    """Raise UserError if a run cannot be resumed with the settings of `cfg`."""
+    check_settings_of_finished_run(folder, cfg)
+    if not cfg.ranks_have_separate_models:
+        return
+    for checkpoint in storage.list_resumable_checkpoints(folder):
+        try:
+            saved_ranks = storage.read_manifest(checkpoint).processes
+        except storage.InvalidCheckpoint:
+            continue
+        check_number_of_ranks(saved_ranks, cfg.processes)
+        return
+
+
+def check_number_of_ranks(saved_ranks: int, ranks: int) -> None:
+    """Raise UserError if a checkpoint with separate parameters for each rank cannot be loaded by `ranks` ranks."""
+    if ranks == saved_ranks:
+        return
+    saved = format_count(saved_ranks, "rank")
+    raise UserError(
+        f"the checkpoint contains separate parameters for {saved}, but this run has {ranks}; resume with {saved}, "
+        "or start a new run from the mean parameters with weights=CHECKPOINT_FOLDER"
+    )
 
 
 def check_settings_of_finished_run(folder: RunFolder, cfg: Experiment) -> None:

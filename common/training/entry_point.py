@@ -78,7 +78,7 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
         private_folder.check_tls(cfg.launch, rank_info)
         wandb_account.read_requested_mode(cfg)
         if run_to_resume is not None:
-            extension.check_settings_of_finished_run(run_to_resume, cfg)
+            extension.check_resume(run_to_resume, cfg)
         elif rank_info is None or not rank_info.is_restart:  # a restarted launch resumes its earlier run
             initial_weights.check_weights_of_config(cfg)
         if getattr(cfg, "sweep", False) and (run_to_resume is not None or rank_info is not None):

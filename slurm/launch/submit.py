@@ -276,7 +276,7 @@ def load_checked_settings(name: str, arguments: list[str], resumed: RunFolder | 
     if resumed is None:
         initial_weights.check_weights_of_config(settings)
     else:
-        extension.check_settings_of_finished_run(resumed, settings)
+        extension.check_resume(resumed, settings)
     wandb_account.read_requested_mode(settings)
     return settings
 

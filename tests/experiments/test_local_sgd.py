@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from common.api import networks
 from common.checkpoint import storage
 from common.config import config
+from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.local_sgd import Config
 from tests.harness.processes import Done
@@ -19,6 +21,7 @@ from tests.harness.resuming import cut_off, resume
 from tests.harness.shared import run_once
 
 STEPS, EVERY, START = 30, 8, 5
+SEPARATE_MODELS = "the checkpoint contains separate parameters for 2 ranks, but this run has 1; resume with 2 ranks"
 N = sum(p.numel() for p in networks.build_network("mlp", (28, 28), 10).parameters())
 
 
@@ -49,17 +52,24 @@ def test_a_checkpoint_has_each_worker_s_own_parameters_and_their_mean(trained: D
     assert found == {True, False}, "checkpoints at exchanges, and between them"
 
 
-def test_another_number_of_ranks_and_another_start_are_refused(trained: Done, tmp_path: Path) -> None:
+def test_other_ranks_and_another_start_are_refused(trained: Done, tmp_path: Path) -> None:
     folder = cut_off(trained.folder, 15, tmp_path)
     done = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert (
-        "the checkpoint contains separate parameters for 2 ranks, but this run has 1; resume with 2 ranks"
-        in done.stderr
-    )
-    assert "are restored" not in done.stdout
+    assert done.returncode == 2
+    assert SEPARATE_MODELS in done.stderr and "Traceback" not in done.stderr
     again = resume(BY_NAME["local_sgd"], folder, "start=20")
-    assert again.returncode == 2 and "start cannot change when a run is resumed: it was 5" in again.stderr
+    assert again.returncode == 2
+    assert "start cannot change when a run is resumed: it was 5" in again.stderr
+
+
+def test_a_finished_run_stays_finished_if_other_ranks_extend_it(trained: Done, tmp_path: Path) -> None:
+    folder = RunFolder(Path(shutil.copytree(trained.folder.path, tmp_path / trained.folder.path.name)))
+    attempts = len(folder.list_attempts())
+    done = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1", f"steps={STEPS + 4}")
+    assert done.returncode == 2
+    assert SEPARATE_MODELS in done.stderr and "Traceback" not in done.stderr
+    assert len(folder.list_attempts()) == attempts, "the refused attempt was opened"
+    assert folder.result["state"] == "finished"
 
 
 @pytest.mark.parametrize(

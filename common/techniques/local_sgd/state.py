@@ -8,12 +8,10 @@ import torch
 from torch.nn.utils import vector_to_parameters
 from torch.optim import Optimizer
 
-from common.checkpoint import state_dicts
+from common.checkpoint import extension, state_dicts
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
 from common.checkpoint.train_state import TrainState
 from common.data.loader import Loader
-from common.system.errors import UserError
-from common.system.text import format_count
 from common.techniques.local_sgd.worker import LocalWorker
 
 
@@ -51,13 +49,7 @@ class LocalState(TrainState):
 
     def check_number_of_ranks(self, loaded: LoadedCheckpoint) -> None:
         """Raise UserError if the checkpoint was saved by a different number of ranks."""
-        if not loaded.resumes_exactly:
-            saved = format_count(loaded.processes, "rank")
-            raise UserError(
-                f"the checkpoint contains separate parameters for {saved}, but this run has "
-                f"{self.worker.world.size}; resume with {saved}, or start a new run from the mean parameters with "
-                "weights=CHECKPOINT_FOLDER"
-            )
+        extension.check_number_of_ranks(loaded.processes, self.worker.world.size)
 
     def load(self, loaded: LoadedCheckpoint) -> None:
         """Load a checkpoint saved by the same number of ranks.
