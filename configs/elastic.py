@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from configs.optional import RanksPerNode
 from configs.ranges import at_least, between
 
+SUPERVISOR = "common.techniques.elastic.supervisor:open_local_supervisor"
+"""Import path of the function that opens the supervisor of local ranks."""
+
 
 @dataclass
 class Elastic:

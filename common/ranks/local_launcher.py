@@ -15,9 +15,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
+from typing import Protocol
 
+from common.config.lookup import import_object
 from common.ranks.rank_info import RankInfo
 from common.ranks.rendezvous_dir import create_rendezvous_dir
 from common.runs.folder import convert_disk_errors
@@ -26,9 +28,7 @@ from common.system.errors import EXIT_REFUSED, EXIT_RESUMABLE, MachineError, Use
 from common.system.process_limits import explain_exit_from_log
 from common.system.processes import exit_without_cleanup, kill_with_parent
 from common.system.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
-from common.techniques.elastic.coordinator import EndReason
-from common.techniques.elastic.supervisor import Supervisor, open_listener
-from configs.elastic import Elastic
+from configs.elastic import SUPERVISOR, Elastic
 
 POLL_SECONDS = 0.01
 SHOW_CURSOR = "\x1b[?25h"
@@ -79,9 +79,9 @@ def run_ranks(
     try:
         supervisor = None
         if elastic:
-            listener = open_listener(coordinator, size)
-            supervisor = Supervisor(
-                listener, size, elastic, forker.kill_rank, forker.fork_replacement, start_timeout=setup_timeout
+            open_supervisor = import_object(SUPERVISOR)
+            supervisor = open_supervisor(
+                coordinator, size, elastic, forker.kill_rank, forker.fork_replacement, setup_timeout
             )
         for rank in range(size):
             forker.fork(rank)
@@ -266,6 +266,29 @@ def redirect_output(log: Path, *, keep_stdout: bool) -> None:
 # ---- waiting for ranks
 
 
+class RankSupervisor(Protocol):
+    """Supervisor of a run in which ranks may be lost and restarted."""
+
+    @property
+    def joining_ranks(self) -> set[int]:
+        """Restarted ranks that have not joined the other ranks yet."""
+
+    def handle_ended_rank(self, rank: int, exit_code: int) -> bool:
+        """Handle the end of a rank's process, and return whether the run continues without this rank."""
+
+    def poll_and_restart_ranks(self, lost_ranks: Container[int]) -> None:
+        """Answer the messages of the ranks, and restart those of the lost ranks that may be restarted."""
+
+    def find_problem_without_failed_rank(self) -> str:
+        """Return why the run must end although no rank has failed; an empty string if it can continue."""
+
+    def explain_loss(self, rank: int) -> str:
+        """Return why a rank ended itself or was declared lost; an empty string if the reason is unknown."""
+
+    def explain_end(self) -> str:
+        """Return why the run ends after a rank was killed; an empty string if there is no further reason."""
+
+
 @dataclasses.dataclass
 class RankMonitor:
     """Monitor that waits for forked ranks and reports the first failure."""
@@ -276,7 +299,7 @@ class RankMonitor:
     read_log: Callable[[int], str]
     oom_kills: int
     """Result of `host_memory.count_oom_kills` before the ranks started."""
-    supervisor: Supervisor | None
+    supervisor: RankSupervisor | None
     """Supervisor of an elastic run, in which ranks may be lost; None for other runs."""
 
     def wait_for_ranks(self) -> int:
@@ -298,8 +321,9 @@ class RankMonitor:
                 return self._report_failure(self._find_first_failure(failed))
 
             if supervisor is not None:
-                if supervisor.coordinator.end_reason is EndReason.STATE_LOST:  # there is no failed rank to report
-                    self._report(EndReason.STATE_LOST.value)
+                problem = supervisor.find_problem_without_failed_rank()
+                if problem:
+                    self._report(problem)
                     return 128 + signal.SIGKILL
                 alive = [child for child in self.children if child.is_running]
                 if supervisor.joining_ranks.issuperset(child.rank for child in alive):
@@ -357,15 +381,15 @@ class RankMonitor:
         problem = f"was killed by {signal.Signals(number).name}"
         if cause:
             problem += f": {cause}"
-        end = None
+        end_reason = ""
         if self.supervisor is not None:
-            problem = self.supervisor.coordinator.reasons.get(child.rank, problem)
-            end = self.supervisor.coordinator.find_end_reason()
+            problem = self.supervisor.explain_loss(child.rank) or problem
+            end_reason = self.supervisor.explain_end()
         print(f"error: rank {child.rank} (pid {child.pid}) {problem}{self._describe_other_ranks()}", file=sys.stderr)
         reason = f"rank {child.rank} {problem}"
-        if end is not None:
-            print(end.value, file=sys.stderr)
-            reason += f"; {end.value}"
+        if end_reason:
+            print(end_reason, file=sys.stderr)
+            reason += f"; {end_reason}"
         self.report_reason(reason)
 
     def _report(self, problem: str, addition: str = "") -> None:
