@@ -364,8 +364,8 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         if is_timeout(error):
             silent = describe_silent_ranks(world, max(2.0, 2 * run.step_seconds()))
         run.log_failure(silent or error)
-        if isinstance(error, DataWorkerError):
-            run.exit_if_others_can_continue(str(error))
+        if isinstance(error, DataWorkerError) and run.recovery is not None:
+            run.recovery.exit_if_others_can_continue(str(error))
         if silent:
             raise TimeoutError(silent) from error
         if error is not raised:

@@ -6,9 +6,9 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,11 +27,12 @@ from common.runs.folder import RunFolder, write_json
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.progress import ProgressDisplay
 from common.system.errors import MachineError, UserError
-from common.techniques.data_parallel.shards import AutoShards
+from common.training.hooks import RecoveryHook, StepHook
 from configs.elastic import get_enabled_elastic_settings
 from configs.shared import Experiment
 
 HEARTBEAT_SECONDS = 5.0
+H = TypeVar("H", bound=StepHook)
 
 
 class RunContext:
@@ -59,8 +60,9 @@ class RunContext:
         self.pace = StepDurations()
         self.times: StepTimer | None = None
         """Timestamps within this rank's steps; None unless every rank trains the same model."""
-        self.shards: AutoShards | None = None
-        """Chooses the size of each rank's shard; None unless shards=auto."""
+        self.hooks: list[StepHook] = []
+        self.recovery: RecoveryHook | None = None
+        """Hook that recovers from the loss of a rank; None unless the run is elastic."""
         self.metrics: MetricsLog | None = None
         self.state: TrainState | None = None
         self.step = 0
@@ -80,8 +82,6 @@ class RunContext:
         self.finished = False
         self.generations: list[dict[str, Any]] = []
         """Lost and joined ranks of an elastic run, one entry per change (see training/elastic/recovery)."""
-        self.exit_if_others_can_continue: Callable[[str], None] = lambda reason: None
-        """In an elastic run, exits this rank for the given reason if the other ranks can continue."""
         if world.is_main:
             write_json(folder.attempt_folder / "world.json", describe_world(world))
 
@@ -196,6 +196,22 @@ class RunContext:
             self.folder.record_parent_attempt(parent, self.step, rows)
         return self.step
 
+    def add_hook(self, hook: StepHook) -> None:
+        """Add work between the steps of this run. All ranks must add the same hooks in the same order."""
+        self.hooks.append(hook)
+
+    def add_recovery(self, recovery: RecoveryHook) -> None:
+        """Add the hook that recovers from the loss of a rank."""
+        self.recovery = recovery
+        self.hooks.append(recovery)
+
+    def find_hook(self, kind: type[H]) -> H | None:
+        """Return the first hook of a class, or None if there is none."""
+        for hook in self.hooks:
+            if isinstance(hook, kind):
+                return hook
+        return None
+
     def open_metrics_log(self, state: TrainState, source: int) -> None:
         """Start logging the values of training steps to metrics.jsonl.
 
@@ -272,8 +288,6 @@ class RunContext:
     @property
     def local_samples_if_unequal(self) -> int | None:
         """Number of this rank's samples in a full batch; None if all ranks have equal shards."""
-        if self.shards is not None:
-            return self.shards.local_samples
         loader = self.state.loader if self.state else None
         if loader is None or isinstance(loader, Rounds) or not self.cfg.batch_plan.weights:
             return None

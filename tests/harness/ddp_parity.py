@@ -29,6 +29,7 @@ from common.models import networks
 from common.models.sample_dropout import SampleDropout, add_dropout
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
+from common.techniques.data_parallel.shards import AutoShards
 from common.training import evaluate
 from common.training.run import Run
 from configs.ddp_multinode import Config
@@ -154,7 +155,8 @@ def train(cfg: Config, mistake: str, world: World, prepared: PreparedDataset, fo
     assert run.times is not None
     ranks, sums = step_timing.gather_step_times(world, run.times), sums_of_ranks(found["state"])
     slow = step_timing.ScalingReport(ranks, world.hosts, 0.0).straggler if mistake == "slow_rank" else None
-    shards = run.shards.history if run.shards else []
+    auto_shards = run.find_hook(AutoShards)
+    shards = auto_shards.history if auto_shards else []
     named = {"sums": sums, "before": before, "straggler": slow, "shards": shards}
     rows = [row for row in folder.read_attempt_rows() if "shard_0" in row] if world.is_main else []
     written = [(row["global_step"] + 1, tuple(row[f"shard_{rank}"] for rank in range(world.size))) for row in rows]

@@ -22,9 +22,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from common.backend.tls import TlsSocket
 from common.ranks import backend_setup, local_launcher, objects, rendezvous
 from common.ranks.rank_info import RankInfo
-from common.ranks.socket_stream import TlsSocket
 from common.system.errors import UserError
 from configs.launch import Launch
 

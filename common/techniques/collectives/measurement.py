@@ -31,7 +31,7 @@ from common.backend.cost import MessageTimeLine, fit_message_time_line
 from common.backend.process_group import BuiltinBackend
 from common.backend.registration import register_backend
 from common.backend.setup import make_transport_settings
-from common.ranks.memory_links import MemoryStream
+from common.ranks.links.memory_stream import MemoryStream
 from common.ranks.rank_info import RankInfo
 from common.ranks.rendezvous import World
 from common.system import network

@@ -34,6 +34,7 @@ from common.system.errors import UserError, is_timeout
 from common.techniques.elastic import group, peer_copy
 from common.techniques.elastic.member import Generation, GenerationEnded, Member
 from common.techniques.elastic.shared_values import AveragedValues
+from common.training.hooks import RecoveryHook
 from common.training.run_context import RunContext
 from configs.batch_plan import divide_batch
 from configs.elastic import Elastic
@@ -51,7 +52,7 @@ class RankChange:
     """Duration of the failed step in seconds; 0 if the source rank of the new generation completed the step."""
 
 
-class ElasticRecovery:
+class ElasticRecovery(RecoveryHook):
     """One rank's part in the recovery of an elastic run, from the first step to the end of the last evaluation."""
 
     def __init__(self, run: RunContext, state: TrainState, settings: Elastic) -> None:
@@ -68,7 +69,6 @@ class ElasticRecovery:
         self.run = run
         self.state = state
         self.metrics = run.metrics
-        run.exit_if_others_can_continue = self.exit_if_others_can_continue
         group.update_world_fields(world, started_as_rank=world.original_rank)
         self.joining = world.is_joining
         self.writes_metrics = world.is_main
@@ -104,7 +104,7 @@ class ElasticRecovery:
 
     # ---- steps
 
-    def begin_step(self) -> None:
+    def before_step(self) -> None:
         """Copy the buffers and the random state, so that the step can be repeated if it fails."""
         self.step_start = time.perf_counter()
         self.shared = AveragedValues()
@@ -129,12 +129,12 @@ class ElasticRecovery:
         self.empty_generations = 0
         return means
 
-    def leave_if_rank_joins(self) -> None:
+    def between_steps(self, number: int) -> None:
         """Raise GenerationEnded on all ranks if a rank is waiting to join.
 
-        All ranks must call this method between two steps.
+        After the last step of an epoch, the evaluation comes first.
         """
-        if self.join_agreed:
+        if self.join_agreed and number % self.state.loader.steps and number < self.run.total:
             self.leaving = True
             raise GenerationEnded("a rank is waiting to join")
 
@@ -169,10 +169,10 @@ class ElasticRecovery:
         if not generation.done:
             self.join_generation(generation)
             return False
-        self.close()
+        self.on_end()
         return True
 
-    def close(self) -> None:
+    def on_end(self) -> None:
         """Disconnect from the coordinator."""
         self.member.close()
 
