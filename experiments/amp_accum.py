@@ -31,10 +31,11 @@ doubled after `growth_interval` steps without overflow (Micikevicius et al. 2017
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, UserError, build_optimizer, ddp, networks, score_test_set, start
+from common.api import ResNet, Run, TrainState, UserError, build_network, build_optimizer, score_test_set, start
 from common.measure.memory import MemoryMeter
 from common.models.sample_dropout import add_dropout, exclude_dropout_from_compiling
 from common.ranks.averaging import average_buffers
+from common.techniques.data_parallel import ddp
 from common.techniques.data_parallel.single_process_baseline import report_rank_differences, set_up_shards
 from common.techniques.precision.report import PrecisionReport
 from common.training.loop import Step
@@ -59,9 +60,9 @@ MIN_LOSS_SCALE = 2.0**-14
 def build_model(cfg: Config, run: Run) -> nn.Module:
     """Build the model. All ranks use the same seed, so the weights are equal on every rank."""
     if cfg.model in ("resnet18", "resnet50"):
-        model: nn.Sequential = networks.ResNet(cfg.model, run.sample_shape, run.classes)
+        model: nn.Sequential = ResNet(cfg.model, run.sample_shape, run.classes)
     else:
-        model = networks.build_network(cfg.model, run.sample_shape, run.classes)
+        model = build_network(cfg.model, run.sample_shape, run.classes)
     add_dropout(model, cfg.dropout, cfg.seed)  # dropout masks depend on samples, not on microbatches
     layout = torch.channels_last if cfg.channels_last else torch.preserve_format
     return model.to(run.device, run.dtype).to(memory_format=layout)

@@ -26,7 +26,8 @@ rank, all-gathers each layer before it is used, and reduce-scatters the layer's 
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, build_optimizer, ddp, init_network, score_replicated, start, sync_batchnorm
+from common.api import Run, TrainState, build_optimizer, init_network, score_replicated, start
+from common.techniques.data_parallel import ddp, sync_batchnorm
 from common.techniques.data_parallel.single_process_baseline import report_scaling, set_up_shards
 from configs.ddp_multinode import Config
 

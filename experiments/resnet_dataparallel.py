@@ -23,10 +23,11 @@ may not divide evenly and may have fewer samples than there are devices. In this
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, build_optimizer, ddp, init_network, score_replicated, start, sync_batchnorm
+from common.api import Run, TrainState, build_optimizer, init_network, score_replicated, start
 from common.measure.device_report import report_devices
 from common.ranks.rendezvous import World
 from common.system.text import format_count
+from common.techniques.data_parallel import ddp, sync_batchnorm
 from common.techniques.data_parallel.single_process_baseline import StepVariant, measure_variant_throughputs
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 

@@ -33,8 +33,9 @@ measured at the end.
 
 from __future__ import annotations
 
-from common.api import ReportData, Run, TrainState, build_optimizer, ddp, networks, score_replicated, start
+from common.api import ReportData, Run, TrainState, build_network, build_optimizer, score_replicated, start
 from common.system import seeds
+from common.techniques.data_parallel import ddp
 from common.techniques.pruning import pruning_masks, pruning_savings, pruning_schedules
 from common.techniques.pruning.pruning_masks import Masks
 from common.training.evaluate import measure_accuracy
@@ -145,7 +146,7 @@ def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimize
 
 
 def main(cfg: Config, run: Run) -> None:
-    inner_model: nn.Module = networks.build_network(cfg.model, run.sample_shape, run.classes)
+    inner_model: nn.Module = build_network(cfg.model, run.sample_shape, run.classes)
     inner_model.to(run.device, run.dtype)
     masks = Masks(inner_model)
     model = inner_model
