@@ -1,7 +1,7 @@
-"""Attempts of a run: each attempt is one start of the run and has its own folder.
+"""Attempts of a run.
 
-If torchrun or srun started the ranks, rank 0 manages the attempt. If the ranks were forked, their parent process
-manages the attempt.
+An attempt is one start of the run and has its own folder. If torchrun or srun started the ranks, rank 0 manages the
+attempt. If the ranks were forked, their parent process manages the attempt.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Attempt:
 
     @contextlib.contextmanager
     def delete_new_run_folder_on(self, *errors: type[BaseException]) -> Iterator[None]:
-        """Delete the folder of a new run if one of `errors` is raised in the `with` block."""
+        """Delete the folder of a new run if the `with` block raises one of `errors`."""
         try:
             yield
         except errors:

@@ -1,4 +1,4 @@
-"""Custom optimizers and learning rate decays: functions that check and use the files of the user.
+"""Custom optimizers and learning rate decays: functions that check and use the user's files.
 
 This module does not import torch.
 """
@@ -25,15 +25,19 @@ DECAY_USAGE = "function(step, total) must return a finite number >= 0, by which 
 
 
 def check_optimizer_of_config(settings: Experiment) -> None:
-    """Raise UserError if a custom file is missing or a custom decay returns an invalid factor.
+    """Check the custom optimizer and the custom decay of a config, if any.
 
-    The class of a custom optimizer is checked by `optimizer_contract.check_optimizer_of_run`, which imports torch.
+    Raises UserError if a custom file is missing or a custom decay returns an invalid factor. The class of a custom
+    optimizer is checked by `optimizer_contract.check_optimizer_of_run`, which imports torch.
     """
     check_custom_optimizer(settings.optim)
 
 
 def check_custom_optimizer(optim: Optim) -> None:
-    """Raise UserError if the file of a custom optimizer is missing or a custom decay returns an invalid factor."""
+    """Check the file of a custom optimizer and the factors of a custom decay.
+
+    Raises UserError if the file is missing or a factor is invalid.
+    """
     if ":" in optim.name:
         locate_function_file("optim.name", optim.name, BUILTIN_NAMES["name"], "Class")
     if ":" in optim.decay:
@@ -42,7 +46,7 @@ def check_custom_optimizer(optim: Optim) -> None:
 
 
 def register_file_copies(optim: Optim, run_optim: Optim) -> None:
-    """Make this process use the custom files of `run_optim` instead of the custom files of `optim`."""
+    """Make this process use the custom files of `run_optim` instead of those of `optim`."""
     FILES_OF_RUN[optim.name] = run_optim.name
     FILES_OF_RUN[optim.decay] = run_optim.decay
 

@@ -1,4 +1,4 @@
-"""Entry point of experiments: parses the command line, sets up the run, and trains on all ranks.
+"""Entry point of experiments: parses the command line and trains on all ranks.
 
 Every experiment script ends with a call to `start`. Ranks are forked by this module, or started by torchrun or srun.
 Each rank calls the experiment's `main(cfg, run)`.
@@ -54,10 +54,7 @@ Main = Callable[[T, Run], None]
 
 
 def start(main: Main[T], schema: type[T]) -> None:
-    """Run an experiment, or a sweep of the experiment if `sweep=true`, and exit the process.
-
-    The settings are read from the command line.
-    """
+    """Run an experiment, or a sweep of the experiment if `sweep=true`, and exit the process."""
     rank_info = None
     try:
         with exit_on_user_error():
@@ -94,7 +91,6 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
                 "sweep=true starts one run after another and cannot be combined with srun, torchrun, RESUME, or "
                 "--resume; to run a sweep on a cluster, use make sweep"
             )
-
         ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
     if getattr(cfg, "sweep", False):
         replace_process_with_sweep(config.get_experiment_name(schema))
@@ -103,7 +99,7 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
 
 
 def replace_process_with_sweep(name: str) -> None:
-    """Replace this process with the sweep command, which starts one process for each run of the experiment `name`."""
+    """Replace this process with the sweep command, which starts a process for each run."""
     environ = os.environ | {"PYTHONPATH": str(config.ROOT), "PYTHONSAFEPATH": "1"}
     os.execve(sys.executable, [sys.executable, "-m", "slurm.launch.experiment_sweep", name, *sys.argv[1:]], environ)
 
@@ -155,7 +151,7 @@ def run_experiment(
 
 
 def has_finished_run(attempt: RunFolder) -> bool:
-    """Return True if an attempt has finished the run and is not superseded by a newer attempt."""
+    """Return True if an attempt has finished the run and has not been superseded."""
     return attempt.result.get("state") == "finished" and not attempt.is_superseded
 
 
@@ -172,7 +168,10 @@ class TrainingOutcome:
 
 
 class ForkedRanks:
-    """Ranks that this process forks. The parent process opens the attempt and records how the attempt ended."""
+    """Ranks that this process forks.
+
+    The parent process opens the attempt and records how the attempt ended.
+    """
 
     is_main = True
 
@@ -182,12 +181,12 @@ class ForkedRanks:
 
     @contextlib.contextmanager
     def acquire_run(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Iterator[RunFolder | None]:
-        """Lock and yield the run to resume, if any. Raises UserError if another process holds the lock."""
+        """Lock and yield the run to resume, if any. Raises UserError if already locked."""
         with lock_run(run_to_resume) if run_to_resume is not None else contextlib.nullcontext():
             yield run_to_resume
 
     def open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | int:
-        """Adapt the config to this machine's devices and claim a new attempt. Raises UserError if this fails."""
+        """Adapt the config to this machine's devices and claim a new attempt. Raises UserError."""
         gpus = provenance.count_visible_gpus()
         cfg.fit_devices(gpus)
         if cfg.launch.device == "cuda":
@@ -210,7 +209,7 @@ class ForkedRanks:
         return attempt
 
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> TrainingOutcome:
-        """Fork the ranks, record the attempt while they start, and wait until they exit. Raises UserError."""
+        """Fork the ranks, record the attempt, and wait until the ranks exit. Raises UserError."""
         folder = attempt.folder
         elastic = get_enabled_elastic_settings(cfg)
 
@@ -245,10 +244,13 @@ class ForkedRanks:
 
 
 class LaunchedRank:
-    """A rank started by torchrun or srun. Rank 0 also opens the attempt and records how the attempt ended."""
+    """A rank started by torchrun or srun.
+
+    Rank 0 also opens the attempt and records how the attempt ended.
+    """
 
     def __init__(self, rank_info: RankInfo, cfg: Experiment) -> None:
-        """Raise UserError if torchrun or SLURM did not start the number of ranks that the config requires."""
+        """Raise UserError if the number of launched ranks does not match the config."""
         if rank_info.size != cfg.processes and not rank_info.is_joining:
             remedy = f"srun -n {cfg.processes}"
             if rank_info.launcher == "torchrun":
@@ -286,7 +288,7 @@ class LaunchedRank:
             yield run_to_resume
 
     def _find_run_of_same_launch(self, cfg: Experiment) -> RunFolder | None:
-        """Return the run that the previous attempt of this launch created. All ranks must call this method."""
+        """Return the run of this launch's previous attempt. All ranks must call this method."""
         earlier = None
         if self.is_main:
             name = config.get_experiment_name(type(cfg))
@@ -295,7 +297,7 @@ class LaunchedRank:
         return RunFolder(Path(path)) if path else None
 
     def open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | int:
-        """Return the attempt that rank 0 opens, or an exit status if no attempt was opened.
+        """Return the attempt that rank 0 opens, or an exit status if opening fails.
 
         If rank 0 cannot open the attempt, UserError is raised on rank 0, and other ranks return EXIT_REFUSED. A rank
         that joins an elastic run returns the newest attempt. All other ranks must call this method together.
@@ -389,7 +391,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
 
 
 def listen_for_stop_signals(cfg: Experiment, log: IO[str]) -> StopRequest:
-    """Install the handlers for stop signals. Stack traces are written to `log` if the grace time runs out."""
+    """Install the stop signal handlers. Stack traces are written to `log` after the grace time."""
     stop = StopRequest(cfg.checkpoint.grace, log)
     stop.start_listening()
     return stop

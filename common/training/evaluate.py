@@ -1,4 +1,4 @@
-"""Exact evaluation: each test sample is scored exactly once, for any batch size and number of ranks."""
+"""Exact evaluation, which scores each test sample once for any batch size and rank count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Predict = Callable[[Tensor | None, int], Tensor | None]
 
 
 def slice_batches(count: int, size: int) -> Iterable[slice]:
-    """Return consecutive slices of length `size` that cover `count` samples. The last slice may be shorter."""
+    """Return consecutive slices of length `size` (the last may be shorter) that cover `count` samples."""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
@@ -37,11 +37,11 @@ def score_test_set(
 ) -> dict[str, float]:
     """Return the mean loss and the accuracy over all test samples, identical on every rank.
 
-    `predict(x, n)` receives inputs [n, ...], or None if `inputs` is False. It returns logits [n, classes] on the ranks
-    that have logits, and None on all other ranks. `shard` (r, n) selects the r-th of n shards of the samples; by
-    default, this rank evaluates all samples. The losses of all samples are summed before the mean is computed, so that
-    batches of unequal size have the correct weight. Stop requests are handled between two batches. All ranks must call
-    this function.
+    `predict(x, n)` receives inputs [n, ...], or None if `inputs` is False. `predict` returns logits [n, classes] on
+    the ranks that have logits, and None on all other ranks. `shard` (r, n) selects the r-th of n shards of the samples;
+    by default, this rank evaluates all samples. The losses of all samples are summed before the mean is computed, so
+    that batches of unequal size have the correct weight. Stop requests are handled between two batches. All ranks must
+    call this function.
     """
 
     def report_progress(done: int, total: int) -> None:
@@ -64,10 +64,11 @@ def score_test_set(
 
 
 def score_replicated(model: nn.Module, run: RunContext) -> dict[str, float]:
-    """Return the test scores of a model that is replicated on all ranks. Each rank evaluates one shard.
+    """Return the test scores of a model that is replicated on all ranks.
 
-    The running statistics of BatchNorm are averaged first, because each rank has trained on different samples. In the
-    average, the weight of a rank is the size of its shard. All ranks must call this function.
+    Each rank evaluates one shard. The running statistics of BatchNorm are averaged first, because each rank has trained
+    on different samples. In the average, the weight of a rank is the size of its shard. All ranks must call this
+    function.
     """
     average_buffers(model, weight=run.state.shard_weight if run.state else 1.0)
     return score_test_set(lambda x, _: model(x), run, shard=run.shard)

@@ -1,4 +1,4 @@
-"""Final report of a run, written by rank 0: result.json, the trained model, and a table on the terminal."""
+"""Final report of a run, written by rank 0: result.json, trained model, and printed table."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def measure_timings(run: RunContext) -> dict[str, float]:
 
 
 def report_rank_changes(changes: Sequence[dict[str, Any]]) -> list[Report]:
-    """Report the ranks that an elastic run lost and regained, and the time that was lost.
+    """Report the ranks that an elastic run lost and regained, and the lost time.
 
     Returns an empty list if the ranks did not change.
     """
@@ -108,7 +108,7 @@ def format_score_rows(run: RunContext) -> dict[str, str]:
 
 
 def format_folder_rows(run: RunContext) -> dict[str, str]:
-    """Return the last rows of the final table: paths of the results, and the command that repeats the run."""
+    """Return the last table rows: result paths, and the command that repeats the run."""
     path = run.folder.path
     command = f"make rerun RUN={shlex.quote(run.folder.reference)}"
     try:
@@ -127,7 +127,7 @@ def format_folder_rows(run: RunContext) -> dict[str, str]:
 
 
 def save_trained_model(run: RunContext) -> None:
-    """Write the trained model to the run folder, with the metadata needed to rebuild and evaluate the model.
+    """Write the trained model and the metadata needed to rebuild and evaluate the model.
 
     Raises UserError if the model cannot be written.
     """

@@ -95,9 +95,9 @@ def resolve_host_address() -> str:
 
 
 def measure_free_disk_gb(folder: Path) -> float | None:
-    """Return the free space in GB on the disk of a folder, or None if the disk is not accessible.
+    """Return the free disk space in GB, or None if the disk is not accessible.
 
-    The folder does not have to exist.
+    `folder` is a folder on the disk. The folder does not have to exist.
     """
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -200,9 +200,9 @@ def measure_disk_write_speed(folder: Path) -> HostFacts:
 
 
 def collect_data_checksums(cache: Path) -> HostFacts:
-    """Return the expected checksums of the prepared data sets in a folder, and all damaged files.
+    """Return the expected checksums of the prepared data sets, and all damaged files.
 
-    A file is damaged if it is missing or its checksum does not match.
+    `cache` is the folder of the prepared data sets. A file is damaged if it is missing or its checksum does not match.
     """
     checksums = {}
     damaged = []
@@ -236,10 +236,10 @@ def collect_all_host_facts(world: World, runs: Path, cache: Path) -> HostFacts:
 
 
 def find_problems(facts: Sequence[HostFacts], hosts: int, *, mixed: bool = False) -> list[str]:
-    """Find problems in the facts of all ranks. Return one line per problem, which names the host.
+    """Return one line for each problem in the facts of all ranks.
 
-    `hosts` is the number of different hosts. A check is skipped if its facts were not collected. If `mixed` is True,
-    ranks may have different devices.
+    Every line names the host that has the problem. `hosts` is the number of different hosts. A check is skipped if its
+    facts were not collected. If `mixed` is True, ranks may have different devices.
     """
     problems = find_version_and_data_differences(facts)
     if not mixed:
@@ -255,7 +255,7 @@ def format_host(facts: HostFacts) -> str:
 
 
 def find_version_and_data_differences(facts: Sequence[HostFacts]) -> list[str]:
-    """Return one line per rank whose package versions or data differ from those of the other ranks."""
+    """Return one line per rank whose package versions or data differ from other ranks."""
     problems = []
     for package in facts[0]["versions"]:
         versions = [rank_facts["versions"].get(package) for rank_facts in facts]
@@ -286,14 +286,14 @@ def find_unusual_devices(facts: Sequence[HostFacts]) -> list[str]:
 
 
 def find_unusual_values(facts: Sequence[HostFacts], values: Sequence[Any]) -> list[tuple[str, Any, Any]]:
-    """Return (host, value, most common value) for each rank whose value is not the most common one."""
+    """Return (host, value, most common value) for each rank with a different value."""
     usual, _ = Counter(values).most_common(1)[0]
     pairs = zip(facts, values, strict=True)
     return [(format_host(rank_facts), value, usual) for rank_facts, value in pairs if value != usual]
 
 
 def find_host_problems(facts: HostFacts, hosts: int) -> list[str]:
-    """Return the problems of one host that can be detected without the facts of other hosts."""
+    """Return the problems of a host that can be found without comparing hosts."""
     host = format_host(facts)
     problems = []
     if not facts["address"]:
@@ -325,7 +325,7 @@ def find_host_problems(facts: HostFacts, hosts: int) -> list[str]:
 
 
 def compute_median_of_other_ranks(rates: Sequence[tuple[str, float]], rank: int) -> float:
-    """Return the median rate of the ranks that have the same device as `rank`, excluding `rank`.
+    """Return the median rate of the other ranks with the same device as `rank`.
 
     Returns 0 if no other rank has the same device. `rates` contains the device and the rate of every rank. The rates
     can have any unit.
@@ -336,7 +336,7 @@ def compute_median_of_other_ranks(rates: Sequence[tuple[str, float]], rank: int)
 
 
 def find_speed_problems(facts: Sequence[HostFacts]) -> list[str]:
-    """Return one line per rank that computes much more slowly than other ranks with the same device."""
+    """Return one line per rank that is much slower than ranks with the same device."""
     problems = []
     measured = [rank_facts for rank_facts in facts if "gflop_per_s" in rank_facts]
     rates = [(rank_facts["device"], rank_facts["gflop_per_s"]) for rank_facts in measured]

@@ -32,7 +32,7 @@ def compute_norm(values: Tensor) -> Tensor:
 
 
 def divide_norms(upper: Tensor, lower: Tensor) -> Tensor:
-    """Return the ratio `upper / lower` of two norms, or 1 if either norm is 0.
+    """Return the ratio of two norms, or 1 if either norm is 0.
 
     With a ratio of 0, weights that are all zero would never change.
     """

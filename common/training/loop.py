@@ -1,4 +1,4 @@
-"""The training loop: an iterator over optimizer steps, and the work between steps, such as evaluation."""
+"""Training loop: iterator over optimizer steps, and work between steps, such as evaluation."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Step:
 
     @property
     def x(self) -> Any:
-        """Inputs [N, ...] of this rank's N samples; None if this rank does not need inputs."""
+        """Inputs [N, ...] of this rank's N samples, or None on ranks without inputs."""
         return self.batch[0]
 
     @property
     def y(self) -> Any:
-        """Targets [N] of this rank's N samples; None if this rank does not need targets."""
+        """Targets [N] of this rank's N samples, or None on ranks without targets."""
         return self.batch[1]
 
     @property
@@ -149,7 +149,10 @@ def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source
 def iterate_until_evaluation(
     run: RunContext, state: TrainState, evaluate: Evaluate, recovery: ElasticRecovery | None
 ) -> Iterator[Step]:
-    """Yield the steps up to the next evaluation, and evaluate the model. The last evaluation completes the run."""
+    """Yield the steps up to the next evaluation, and evaluate the model.
+
+    The last evaluation completes the run.
+    """
     if run.step < run.total and not run.saver.unevaluated:
         yield from iterate_epoch(run, state, recovery)
     scores = evaluate_epoch(run, state, evaluate)
@@ -168,7 +171,7 @@ def iterate_until_evaluation(
 
 
 def iterate_epoch(run: RunContext, state: TrainState, recovery: ElasticRecovery | None) -> Iterator[Step]:
-    """Yield the remaining steps of the current epoch, up to the last step of the run."""
+    """Yield the remaining steps of the current epoch, or fewer if the run ends."""
     cfg = run.cfg
     epoch_steps = state.loader.steps
     for part in state.parts:
@@ -201,7 +204,7 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: ElasticRecovery 
 
 
 def adapt_shards(run: RunContext, number: int) -> None:
-    """If shards=auto, adapt the shards to the latest step times of the ranks, every WINDOW steps."""
+    """If shards=auto, adapt the shards to the latest step times every WINDOW steps."""
     if run.shards is None or run.times is None or number % WINDOW or number == run.total:
         return
     seconds = run.times.measure_seconds_to_last_gradient(WINDOW)
@@ -235,7 +238,7 @@ def record_step(run: RunContext, step: Step) -> None:
 
 
 def synchronize_gpus_if_due(run: RunContext, state: TrainState, number: int) -> None:
-    """Synchronize the GPUs before the first timed step, and before any work other than a step.
+    """Synchronize the GPUs before the first timed step and before work between steps.
 
     A step only queues work on the GPUs. Without synchronization, the step time would cover only the queueing, and the
     work itself would be attributed to an evaluation or a checkpoint.

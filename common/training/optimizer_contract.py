@@ -69,7 +69,7 @@ class OptimizerTrial:
 
 
 def find_differing_parameter(first: OptimizerTrial, second: OptimizerTrial, tolerance: float = 0.0) -> str | None:
-    """Return the name of a parameter that differs between two trials, or None if all parameters are equal.
+    """Return the name of a parameter that differs between two trials, if any.
 
     `tolerance` is relative to the largest absolute value of the parameter. NaN differs from every value.
     """
@@ -142,7 +142,7 @@ def check_steps_after_resume(optim: Optim) -> None:
 
 
 def check_skipped_step(optim: Optim) -> None:
-    """Check that a step that GradScaler skips has no effect, even if it is the first step."""
+    """Check that a step skipped by GradScaler has no effect, even the first step."""
     trial = OptimizerTrial(optim)
     scaler = GradScaler("cpu")
     scaler.scale(torch.zeros(()))  # initializes the scale
@@ -163,7 +163,7 @@ def check_zero_gradients(optim: Optim) -> None:
 
 
 def check_missing_gradient(optim: Optim) -> None:
-    """Check that a parameter without a gradient does not change, and that all other parameters change."""
+    """Check that a step changes all parameters except those without a gradient."""
     trial = OptimizerTrial(optim)
     before = trial.copy_parameters()
     name, parameter = trial.parameters[0]
@@ -213,7 +213,7 @@ CHECKS: dict[str, Callable[[Optim], None]] = {
 
 
 def check_optimizer(optim: Optim, passed: Callable[[str], object] = lambda name: None) -> None:
-    """Check an optimizer in this process, and call `passed` with the name of each passed check.
+    """Check an optimizer, and call `passed` with the name of each passed check.
 
     Do not call this function in a process that forks, because the user's file is executed and may start threads. Raises
     UserError if a check fails.

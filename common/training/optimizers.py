@@ -113,12 +113,12 @@ def group_parameters_by_weight_decay(parameters: Iterable[nn.Parameter]) -> list
 
 
 def compute_learning_rate(cfg: Optim, step: int, total: int, batch: int) -> float:
-    """Return the learning rate of a step, counted from 0, in a run of `total` steps.
+    """Return the learning rate of a step in a run of `total` steps.
 
-    Each step has `batch` samples. If optim.base_batch is set, the learning rate is proportional to the batch size. The
-    learning rate increases linearly during the warm-up (Goyal et al. 2017, arXiv 1706.02677). The cosine decay follows
-    Loshchilov and Hutter 2016 (arXiv 1608.03983), without restarts. The step decay follows He et al. 2015 (arXiv
-    1512.03385). Raises UserError if a custom decay returns an invalid factor.
+    `step` is counted from 0. Each step has `batch` samples. If optim.base_batch is set, the learning rate is
+    proportional to the batch size. The learning rate increases linearly during the warm-up (Goyal et al. 2017, arXiv
+    1706.02677). The cosine decay follows Loshchilov and Hutter 2016 (arXiv 1608.03983), without restarts. The step
+    decay follows He et al. 2015 (arXiv 1512.03385). Raises UserError if a custom decay returns an invalid factor.
     """
     peak = cfg.lr * batch / cfg.base_batch if cfg.base_batch else cfg.lr
     if step < cfg.warmup:

@@ -35,7 +35,10 @@ HEARTBEAT_SECONDS = 5.0
 
 
 class RunContext:
-    """State of a run on one rank. The subclass `Run` adds the methods that train the model and finish the run."""
+    """State of a run on one rank.
+
+    The subclass `Run` adds the methods that train the model and finish the run.
+    """
 
     def __init__(
         self,
@@ -120,7 +123,7 @@ class RunContext:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Index of this rank's shard of a batch, and number of shards, if all ranks train the same model."""
+        """Shard index of this rank and number of shards in data-parallel training."""
         return self.world.rank, self.world.size
 
     def batches(
@@ -181,7 +184,7 @@ class RunContext:
     # ---- training
 
     def resume(self, state: TrainState) -> int:
-        """Load the newest checkpoint of the run, if any, and return the number of completed steps.
+        """Load the newest checkpoint, if any, and return the number of completed steps.
 
         All ranks must call this method.
         """
@@ -277,7 +280,7 @@ class RunContext:
 
     @property
     def local_samples_if_unequal(self) -> int | None:
-        """Number of this rank's samples in a full batch; None if all ranks have equal shards."""
+        """Number of this rank's samples per full batch, or None if shards are equal."""
         if self.shards is not None:
             return self.shards.local_samples
         loader = self.state.loader if self.state else None
@@ -318,7 +321,7 @@ class RunContext:
             media.write_histogram(self.folder, step, name, values)
 
     def compute_step_seconds(self) -> float:
-        """Return the mean duration of a step in seconds, or 0 if no step has been timed.
+        """Return the mean step duration in seconds, or 0 if no step was timed.
 
         The first steps and the time spent in evaluations are excluded.
         """
