@@ -75,7 +75,7 @@ def check_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> int:
     def examine_rank(rank_info: RankInfo) -> None:
         launch = Launch(setup_timeout=SETUP_TIMEOUT, step_timeout=SETUP_TIMEOUT, mixed=mixed)
         with rendezvous.join_world(rank_info, launch) as world:
-            hosts = world.gather(host_checks.collect_thorough_facts(world, runs, cache))
+            hosts = world.gather(host_checks.collect_all_host_facts(world, runs, cache))
             if world.is_main:
                 problems = host_checks.find_problems(hosts, len(set(world.hosts)), mixed=mixed)
                 mode = wandb_account.read_requested_mode(Experiment())

@@ -86,7 +86,7 @@ def train(shards: str, begins: int | None, world: World, prepared: PreparedDatas
         run.close()
         os.sched_setaffinity(0, allowed)
     if not begins:
-        return run.step_seconds()
+        return run.compute_step_seconds()
     assert run.shards is not None
     answers = [step for step, (first, second) in run.shards.history if step > begins and second < FEWER * first]
     return float(answers[0] - begins) if answers else float(cfg.steps)

@@ -231,5 +231,5 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
         *report_rank_differences(cfg, run),
         report_state_bytes(run.state.optimizer, run.world),
         ReportData({"peak memory": describe_peak_memory(run.memory, run.device)}),
-        ScalingReport(times, run.world.hosts, run.step_seconds(), communication, single_rank_seconds),
+        ScalingReport(times, run.world.hosts, run.compute_step_seconds(), communication, single_rank_seconds),
     ]
