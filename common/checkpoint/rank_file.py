@@ -1,6 +1,6 @@
 """Reading and writing of one rank's file in a checkpoint.
 
-A checksum is computed while the file is written. Reading a file never executes code from it.
+A checksum is computed while the file is written. Code in a checkpoint file is never executed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTS = ("model", "optimizer", "common", "local")
 
 
 def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:
-    """Write a rank's file, flush it to the disk, and return its size and checksum.
+    """Write a rank's file, flush the file to the disk, and return its size and checksum.
 
     Raises OSError if the file cannot be written.
     """

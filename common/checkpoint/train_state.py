@@ -1,4 +1,4 @@
-"""Training state of one rank, as saved in a checkpoint: parts of the model, optimizer, and data position."""
+"""Training state of one rank, as saved in a checkpoint: parts of the model, optimizer and data position."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TrainState:
         BatchNorm statistics of such ranks differ, so each rank also saves its own statistics.
     `peers`: the ranks that hold the same parts as this rank, such as the replicas of a pipeline stage. Pass this
         argument only if other ranks hold different parts.
-    `scaler`: gradient scaler of the loss, whose state is the same on all ranks.
+    `scaler`: gradient scaler. Its state must be the same on all ranks.
     `tensors`: named tensors that the run updates in place, such as measurements. Rank 0's tensors are saved.
     `replica`: the model wrapped in DDP. If DDP uses PowerSGD, each rank saves its own PowerSGD state. An elastic run
         wraps the model again when its ranks change.
@@ -90,13 +90,14 @@ class TrainState:
     def irreplaceable(self) -> bool:
         """True if an elastic run cannot continue without this rank.
 
-        This is the case if no other rank holds a part of this rank's state.
+        A rank is irreplaceable if it holds a part of the state that no other rank holds. In this base class, the value
+        is always False.
         """
         return False
 
     @torch.no_grad()
     def snapshot_buffers(self) -> None:
-        """Copy the buffers before an evaluation, which may replace them with means over the ranks.
+        """Copy the buffers before an evaluation, which may replace the buffers with means over the ranks.
 
         Until `drop_buffer_snapshot` is called, `collect_state` returns these copies.
         """
@@ -119,8 +120,10 @@ class TrainState:
 
         Only the first of the `peers` saves the model. The saved buffers are the means over all peers.
         """
+        # Only the first peer keeps the gathered tensors. The other peers participate in the collectives.
         is_first = peers is None or peers.is_main
         model = state_dicts.gather_full_tensors(self.parameters, is_first)
+
         buffers = dict(self.buffers)
         if self.buffer_copies is not None:
             buffers = dict(zip(buffers, self.buffer_copies, strict=True))
@@ -128,6 +131,7 @@ class TrainState:
         if peers is not None and peers.size > 1:
             floating = [mean for mean in means.values() if mean.is_floating_point()]
             average_tensors(floating, peers.group, self.shard_weight)
+
         optimizer: dict[str, dict[str, Any]] = {}
         if self.optimizer is not None:
             optimizer = state_dicts.collect_optimizer_state(self.optimizer, self.parameters, is_first)
@@ -144,9 +148,10 @@ class TrainState:
         return CheckpointState(model | means if is_first else {}, optimizer, common, local)
 
     def _select_local_buffers(self, loaded: LoadedCheckpoint) -> dict[str, Tensor]:
-        """Return the buffers that this rank has saved itself, or {} if those saved with the model must be used.
+        """Return the buffers that this rank saved, or {} if the buffers saved with the model must be used.
 
-        The latter is the case if the number of ranks has changed, or if this rank now holds other parts of the model.
+        The buffers saved with the model are used if the number of ranks has changed, if this rank now holds other parts
+        of the model, or if no other rank holds the same parts.
         """
         if self.peers is None or self.peers.size == 1 or not loaded.local:
             return {}
@@ -172,7 +177,7 @@ class TrainState:
         scaler_state = loaded.common.get("scaler")  # None or {} if the saving attempt did not use a gradient scaler
         if self.scaler is not None and self.scaler.is_enabled() and scaler_state:
             self.scaler.load_state_dict(scaler_state)
-        if not loaded.local:
+        if not loaded.local:  # saved by a different number of ranks
             return
         if self.compression and "compression" in loaded.local:
             _, parameter = self.parameters[0]
@@ -184,14 +189,15 @@ class TrainState:
     def load_peer_state(self, loaded: LoadedCheckpoint) -> None:
         """Load the state that `collect_local_state` returned on another rank.
 
-        That rank may be one step ahead of this rank.
+        The other rank may be one step ahead of this rank.
         """
         self.load(loaded)
 
     def leave_group(self, *, together: bool) -> None:
         """Stop background communication in the process group, before this rank leaves the group.
 
-        If `together` is True, all ranks leave the group after the same step. Otherwise the connections are cut.
+        If `together` is True, all ranks must leave the group after the same step. If `together` is False, the caller
+        must first close the connections of the group.
         """
 
     def enter_group(self, completed_steps: int) -> None:
