@@ -44,7 +44,7 @@ def read_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) ->
     content = storage.read_verified_rank_file(checkpoint, manifest, rank)
     try:
         part = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError:  # torch's message is hidden: it suggests an option that can execute code
+    except pickle.UnpicklingError:  # torch's message suggests an option that can execute code
         raise InvalidCheckpoint(f"{name} is damaged, or contains data other than tensors, numbers and text") from None
     except Exception as error:  # noqa: BLE001 (torch raises many types of exceptions for unreadable files)
         raise InvalidCheckpoint(f"{name} cannot be read: {summarize_error(error)}") from None

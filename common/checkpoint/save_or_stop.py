@@ -111,7 +111,7 @@ class SaveOrStopVote:
     def _choose_interval(self, count: int, now: float) -> int:
         """Return the number of steps or calls until the next vote.
 
-        `count` is the number of steps or calls since the previous vote. The result is at most four times this number.
+        `count` is the number of steps or calls since the previous vote. The result is at most `4 * count`.
         """
         # If ranks have waited for a long time, vote less often: waiting should not exceed MAX_WAIT_SHARE of the time.
         seconds = min(max(POLL_SECONDS, self.max_wait / MAX_WAIT_SHARE), MAX_POLL_SECONDS)

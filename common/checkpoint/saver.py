@@ -23,7 +23,7 @@ from configs.shared import Experiment
 
 
 class Saver:
-    """Saves and loads a run's checkpoints, and stops the run after a stop request to any rank.
+    """Saves and loads checkpoints, and stops the run when a rank receives a stop request.
 
     Unless documented otherwise, all ranks must call each method after the same step.
     """
@@ -73,7 +73,7 @@ class Saver:
         return loaded
 
     def start_silence_watch(self, log_failure: Callable[[str], None]) -> None:
-        """Start watching for ranks that do not respond, and report them before NCCL's timeout kills this process."""
+        """Start to report ranks that do not respond, before NCCL's timeout kills this process."""
         timeout = self.cfg.launch.step_timeout
         self.silence_watch = SilentRankWatchdog(self.world, 0.7 * timeout, 0.1 * timeout, log_failure)
 

@@ -93,7 +93,8 @@ def strip_wrapper_prefix(saved: Mapping[str, T]) -> dict[str, T]:
 def load_tensors(tensors: NamedTensors, saved: Mapping[str, Tensor]) -> None:
     """Copy saved full tensors into this rank's parameters or buffers, which may be sharded.
 
-    The saved names may all have the prefix `module.`. Raises UserError if a name is missing or a shape differs.
+    If all saved names have the prefix `module.`, the prefix is ignored. Raises UserError if a name is missing or a
+    shape differs.
     """
     saved = strip_wrapper_prefix(saved)
     for name, tensor in tensors:

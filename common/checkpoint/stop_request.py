@@ -1,4 +1,4 @@
-"""Stop requests: signals that ask a run to save a checkpoint and exit.
+"""Stop requests: signals after which a run saves a checkpoint and exits.
 
 A stop signal only sets a flag. Between two steps, all ranks vote on their flags (`save_or_stop.SaveOrStopVote`).
 
@@ -27,8 +27,8 @@ from common.system.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
 class StopRequested(SystemExit):
     """Exception that ends the process with status 75, so that the next attempt resumes from the saved checkpoint.
 
-    If `together` is True, all ranks exit after the same vote. Otherwise this rank exits alone, and other ranks may be
-    waiting for its messages.
+    If `together` is True, all ranks exit after the same vote. If `together` is False, this rank exits alone, and other
+    ranks may be waiting for its messages.
     """
 
     def __init__(self, together: bool = True) -> None:
@@ -41,7 +41,7 @@ class StopRequest:
 
     Signals are received by a separate thread, because the main thread may be blocked in a collective, during which no
     Python signal handler can run. `grace` is the time in seconds within which the process must exit after a request.
-    Otherwise, the stack traces of all threads are written to `log`, and the process is terminated.
+    After the grace time, the stack traces of all threads are written to `log`, and the process is terminated.
     """
 
     def __init__(self, grace: float, log: IO[str]) -> None:
@@ -92,7 +92,7 @@ class StopRequest:
     def wait_for_request(self) -> bool:
         """Wait up to one second for a stop request; return True if one has been received.
 
-        The ranks of a run may receive the same request at slightly different times.
+        A short wait is necessary, because the ranks of a run may receive the same request at slightly different times.
         """
         deadline = time.monotonic() + 1.0
         while not self.signal_number and time.monotonic() < deadline:
@@ -125,8 +125,8 @@ class StopRequest:
 def synchronize_before_exit() -> None:
     """Wait until all ranks are ready to exit, so that each rank reports its own exit status.
 
-    All ranks must call this function. Otherwise, srun and torchrun terminate the remaining ranks as soon as one rank
-    has exited, and then report a signal instead of the exit status.
+    All ranks must call this function. Without this synchronization, srun and torchrun would terminate the remaining
+    ranks as soon as one rank has exited, and would then report a signal instead of the exit status.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.barrier()

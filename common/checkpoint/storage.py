@@ -60,7 +60,7 @@ class Manifest:
     def from_content(cls, content: Mapping[str, Any]) -> Manifest:
         """Create a manifest from its JSON object.
 
-        Raises ValueError, TypeError, KeyError or OverflowError if the object is malformed.
+        Raises ValueError, TypeError, KeyError or OverflowError if the JSON object is malformed.
         """
         files = {}
         for name, entry in content["files"].items():
@@ -111,7 +111,7 @@ def make_rank_file_name(rank: int) -> str:
 def hash_manifest(content: Mapping[str, Any]) -> str:
     """Return the SHA-256 checksum of a manifest.
 
-    The checksum covers all entries except itself, and does not depend on whitespace.
+    `content` contains all entries except the checksum. The checksum does not depend on whitespace.
     """
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -132,7 +132,7 @@ def list_checkpoints(attempt: RunFolder) -> list[CheckpointPath]:
 
 
 def list_resumable_checkpoints(folder: RunFolder) -> list[CheckpointPath]:
-    """Return all checkpoints from which a new attempt may resume, best candidate first."""
+    """Return all checkpoints from which a new attempt may resume, newest first."""
     resumable: list[CheckpointPath] = []
     for attempt, last_step in folder.trace_attempts():
         for checkpoint in reversed(list_checkpoints(attempt)):
@@ -302,12 +302,12 @@ def rename_for_deletion(checkpoint: CheckpointPath) -> Path:
 def retire_old_checkpoints(attempt: RunFolder, keep: int, best: int | None) -> list[Path]:
     """Rename checkpoints that are no longer needed, and return the folders that can be deleted.
 
-    These checkpoints are kept: the newest `keep` complete checkpoints of the run, but at least 2; all incomplete
-    checkpoints that are newer; and the checkpoint of step `best`. Until this attempt has a best checkpoint, the best
-    checkpoint of an earlier attempt is kept instead. If a newer attempt exists, all checkpoints are kept, because that
-    attempt may have resumed from any of them. Raises OSError if a rename fails.
+    The following checkpoints are kept: the newest `keep` complete checkpoints of the run, but at least 2; incomplete
+    checkpoints that are newer than any of these; and the checkpoint of step `best`. Until this attempt has a best
+    checkpoint, the best checkpoint of an earlier attempt is kept instead. If a newer attempt exists, all checkpoints
+    are kept, because the newer attempt may have resumed from any of them. Raises OSError if a rename fails.
     """
-    if attempt.is_superseded or attempt.parent_record is None:  # an attempt without this record is never resumed
+    if attempt.is_superseded or attempt.parent_record is None:  # an attempt without parent record is never resumed
         return []
     attempts = [other for other in attempt.list_attempts() if other.number <= attempt.number]
     folders: list[Path] = []
@@ -327,9 +327,10 @@ def retire_old_checkpoints(attempt: RunFolder, keep: int, best: int | None) -> l
         if complete < max(2, keep):
             kept_paths.add(candidate.path)
             complete += is_complete_checkpoint(candidate)
-    if complete < max(2, keep):
+    if complete < max(2, keep):  # all checkpoints are still needed
         return folders
 
+    # Rename all other checkpoints.
     for other in attempts:
         for checkpoint in list_checkpoints(other):
             if checkpoint.path not in kept_paths:

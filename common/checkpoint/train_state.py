@@ -39,11 +39,11 @@ class TrainState:
 
     `parts`: modules of this rank, whose parameters have the names of the full model; empty if this rank has none.
     `optimizer`: the optimizer, or None if this rank has none.
-    `replicated`: True if every rank holds the full model, as in data parallelism. Rank 0 then saves the model. The
-        BatchNorm statistics of such ranks differ, so each rank also saves its own statistics.
-    `peers`: the ranks that hold the same parts as this rank, such as the replicas of a pipeline stage. Pass this
-        argument only if other ranks hold different parts.
-    `scaler`: gradient scaler. Its state must be the same on all ranks.
+    `replicated`: True if every rank holds the full model, as in data parallelism, and rank 0 saves the model. The
+        BatchNorm statistics of replicas differ, so each rank also saves its own statistics.
+    `peers`: the ranks that hold the same parts as this rank, such as the replicas of a pipeline stage. Pass
+        `peers` only if other ranks hold different parts.
+    `scaler`: gradient scaler, whose state must be the same on all ranks.
     `tensors`: named tensors that the run updates in place, such as measurements. Rank 0's tensors are saved.
     `replica`: the model wrapped in DDP. If DDP uses PowerSGD, each rank saves its own PowerSGD state. An elastic run
         wraps the model again when its ranks change.
@@ -99,7 +99,7 @@ class TrainState:
     def snapshot_buffers(self) -> None:
         """Copy the buffers before an evaluation, which may replace the buffers with means over the ranks.
 
-        Until `drop_buffer_snapshot` is called, `collect_state` returns these copies.
+        Until `drop_buffer_snapshot` is called, `collect_state` returns the copies of the buffers.
         """
         self.buffer_copies = [buffer.clone() for _, buffer in self.buffers]
 
@@ -108,7 +108,7 @@ class TrainState:
         self.buffer_copies = None
 
     def collect_state(self) -> CheckpointState:
-        """Return the state to save. All ranks must call this method."""
+        """Return the state that this rank saves. All ranks must call this method."""
         return self._collect_state_among(self.peers)
 
     def collect_local_state(self) -> CheckpointState:
@@ -116,9 +116,10 @@ class TrainState:
         return self._collect_state_among(None)
 
     def _collect_state_among(self, peers: World | None) -> CheckpointState:
-        """Return the state to save.
+        """Return the state that this rank saves.
 
-        Only the first of the `peers` saves the model. The saved buffers are the means over all peers.
+        `peers` are the ranks that hold the same parts as this rank. Only the first of the `peers` saves the model. The
+        saved buffers are the means over all peers.
         """
         # Only the first peer keeps the gathered tensors. The other peers participate in the collectives.
         is_first = peers is None or peers.is_main
@@ -161,7 +162,8 @@ class TrainState:
     def check_number_of_ranks(self, loaded: LoadedCheckpoint) -> None:
         """Raise UserError if the checkpoint cannot be loaded with the current number of ranks.
 
-        This base class accepts any number of ranks. A subclass may require the number that saved the checkpoint.
+        This base class accepts any number of ranks. A subclass may require the number of ranks that saved the
+        checkpoint.
         """
 
     @torch.no_grad()

@@ -185,6 +185,7 @@ def decode_images(folder: Path, samples: list[LabelledFile], side: int) -> Itera
     transform = v2.Compose([v2.PILToTensor(), v2.Resize(side, antialias=True), v2.CenterCrop(side)])
 
     def decode_image(path: Path) -> DecodedImage:
+        """Return the pixels of an image, or a description of the error."""
         try:
             if not path.is_file():  # a broken link, or a pipe, which would block when opened
                 raise OSError("not a regular file")

@@ -60,10 +60,6 @@ class Images:
 
         Only the first `limit` samples are used; 0 uses all samples.
         """
-        """Map the arrays of `part`, "train" or "test", into memory.
-
-        Only the first `limit` samples are used if `limit` is nonzero.
-        """
         images = torch.from_numpy(prepared.map_array(f"{part}_images"))
         labels = torch.from_numpy(prepared.map_array(f"{part}_labels")).long()
         self.class_count = int(labels.max()) + 1
@@ -137,14 +133,14 @@ class Loader:
     `shard`: a pair (r, n), which selects slice r of the n slices of each batch. The slices of all ranks together form
         the same batches that a single rank would get.
     `weights`: relative sizes of the slices, which are equal by default. A partial batch is divided in the same
-        proportions, rounded to whole samples. A slice may be empty.
-    `microbatches`: if nonzero, yield a list of this many batches for each optimizer step. Each batch is a microbatch of
+        proportions, rounded to whole samples. The slice of a rank may be empty.
+    `microbatches`: if nonzero, yield a list of this many microbatches for each optimizer step. Each microbatch has
         `batch` samples. The last list of an epoch may be shorter. Pipelines do not use this option, because a pipeline
         engine splits its batches itself.
     `workers`: number of processes that prepare blocks in advance. Iterating raises DataWorkerError if a worker exits or
         returns no block within `worker_timeout` seconds. If `stop_requested()` becomes true while the rank waits for a
-        block, the rank prepares the remaining batches of the epoch itself. The step can then complete, and a checkpoint
-        can be saved.
+        block, the rank prepares the remaining batches of the epoch itself, so that the current step can complete and a
+        checkpoint can be saved.
     `drop_last`: skip a partial last batch of an epoch. The skipped samples differ between epochs.
     `augment`: value of data.augment (see `Augment`).
 
@@ -279,7 +275,7 @@ class Loader:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Move to the epoch and position in `state`. May be called between two steps of an iteration."""
+        """Move to the epoch and position in `state`. An iteration in progress continues at the new position."""
         self.epoch = state["epoch"]
         self.position = state["position"]
         self.is_stale = True

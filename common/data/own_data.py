@@ -1,4 +1,4 @@
-"""Custom data sets: checks and stores the arrays that a function in the user's file returns."""
+"""Custom data sets: validation and storage of the arrays that a user's function returns."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def compute_pixel_statistics(images: np.ndarray) -> tuple[Any, Any]:
     """Return the mean and the standard deviation of the pixels of uint8 images, scaled to [0, 1].
 
     The mean and the standard deviation are single numbers, or for color images lists with one number per channel. Both
-    are computed from a histogram of the 256 pixel values, and therefore do not depend on the order of the images.
+    values are computed from a histogram of the 256 pixel values, so they do not depend on the order of the images.
     """
     if images.ndim == 4:
         channels = [compute_pixel_statistics(images[:, channel]) for channel in range(images.shape[1])]

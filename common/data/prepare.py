@@ -120,7 +120,7 @@ def prepare_dataset(
 
     If MNIST is missing and cannot be downloaded, the built-in digits are used instead, provided that both `fallback`
     and the settings allow it. The progress of a long preparation is displayed according to `log`, or hidden if `log` is
-    None. If a run is being resumed, `code` is its source folder, from which the user's file of a custom data set is
+    None. If a run is resumed, `code` is the run's source folder, from which the user's file of a custom data set is
     read.
 
     Raises UserError, with a remedy, if files are missing or damaged, or if the data set cannot be written to the disk.
@@ -317,7 +317,7 @@ def read_prepared_dataset(name: str, path: Path) -> PreparedDataset | None:
 
 
 def write_prepared_dataset(path: Path, write: Callable[[Path], str]) -> None:
-    """Write all arrays to a temporary folder, then rename it to `path` atomically.
+    """Write all arrays to a temporary folder, then rename the folder to `path` atomically.
 
     The caller must hold the lock of the cache folder.
     """
@@ -327,7 +327,7 @@ def write_prepared_dataset(path: Path, write: Callable[[Path], str]) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     with convert_disk_errors(path):
         temporary = Path(tempfile.mkdtemp(prefix=f".{name}-{host}-", dir=path.parent))
-    folder = path.parent / temporary.name  # stays relative if `path` is; since Python 3.12, mkdtemp's path is absolute
+    folder = path.parent / temporary.name  # relative like `path`; mkdtemp returns an absolute path since 3.12
     try:
         notice = write(folder)
         with convert_disk_errors(path):

@@ -1,4 +1,4 @@
-"""Iteration over the points of a measurement, with the interface of a data loader."""
+"""Iteration over the points of a measurement, such as message sizes, with the interface of a data loader."""
 
 from __future__ import annotations
 

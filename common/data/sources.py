@@ -177,6 +177,7 @@ def list_files(folder: Path) -> list[str]:
     """
 
     def raise_user_error(error: OSError) -> None:
+        """Convert an error of os.walk to a UserError."""
         name = make_printable(str(error.filename))
         raise UserError(f"cannot list the files in {name} ({error.strerror}); repair or remove this folder")
 
@@ -239,6 +240,7 @@ def call_in_subprocess(
         sender.send(("progress", (done, total)))
 
     def call_and_send_result() -> None:
+        """Call the function, send its value or its error to the parent process, and exit."""
         kill_with_parent()
         reporters = () if show is None else (report_progress,)
         try:

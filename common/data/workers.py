@@ -1,8 +1,8 @@
 """Data workers: processes that prepare blocks of batches for a rank in advance.
 
-A rank and its workers exchange blocks through shared anonymous memory. This memory needs no space in /dev/shm, and the
-kernel frees the memory even if the processes are killed. Workers are forked at the start of an epoch. With n workers,
-each worker prepares every n-th block. If a worker hangs or exits, its rank raises an error.
+A rank and its workers exchange blocks through shared anonymous memory. Anonymous memory needs no space in /dev/shm,
+and the kernel frees the memory even if the processes are killed. Workers are forked at the start of an epoch. With n
+workers, each worker prepares every n-th block. If a worker hangs or exits, its rank raises an error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DataWorkerError(MachineError):
 
 
 class DataWorker:
-    """A rank's handle of a forked data worker process.
+    """Handle through which a rank controls a forked data worker process.
 
     The worker prepares every `stride`-th block of `indices`, starting with block `number`.
     """
