@@ -18,7 +18,7 @@ from typing import IO, TypeVar
 
 from common.backend import algorithm_choice
 from common.checkpoint import extension, state_dicts, storage
-from common.checkpoint.stop_request import StopRequest, StopRequested, wait_for_all_ranks_to_exit
+from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_before_exit
 from common.config import config, custom_code
 from common.data.loader import DataWorkerError
 from common.models import initial_weights
@@ -144,7 +144,7 @@ def run_experiment(
                 attempt.record_end(outcome.status, cfg, submitted=submitted, reason=outcome.reason)
 
         if outcome.is_agreed:
-            wait_for_all_ranks_to_exit()
+            synchronize_before_exit()
         elif has_finished_run(attempt.folder):  # a stop request after the last step has no effect
             return attempt.folder, 0
         return attempt.folder, outcome.status
@@ -314,7 +314,7 @@ class LaunchedRank:
             raise
         self.stop.can_stop_immediately = False
         if content is None:
-            wait_for_all_ranks_to_exit()
+            synchronize_before_exit()
             if isinstance(opened, UserError):
                 raise opened
             return EXIT_REFUSED

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.checkpoint.stop_request import wait_for_all_ranks_to_exit
+from common.checkpoint.stop_request import synchronize_before_exit
 from common.data import prepare
 from common.measure.timing import time_calls
 from common.ranks.rendezvous import World
@@ -82,7 +82,7 @@ def check_hosts(world: World, folder: Path, *, mixed: bool) -> None:
     if world.is_main:
         problems = find_problems(facts, len(set(world.hosts)), mixed=mixed)
     if world.broadcast(bool(problems)):
-        wait_for_all_ranks_to_exit()
+        synchronize_before_exit()
         raise UserError("; ".join(problems) or "another host has a problem; see the error message of rank 0")
 
 
