@@ -558,7 +558,7 @@ def test_a_run_folder_without_settings_is_named(fake: Fake, tmp_path: Path) -> N
     (tmp_path / "runs" / "sweeps").mkdir()
     done = call(fake, "slurm", "status", f"--runs-folder={tmp_path / 'runs'}")
     assert sound.path.name in done.stdout and broken.path.name not in done.stdout
-    assert done.stderr == f"not listed (no config.yaml): {broken.path.name}\n"
+    assert done.stderr == f"not listed because config.yaml is missing: {broken.path.name}\n"
 
 
 def test_a_run_of_another_source_is_neither_submitted_nor_given_settings_that_it_lacks(tmp_path: Path) -> None:
