@@ -205,12 +205,12 @@ def format_column_head(name: str) -> str:
 
 
 def format_column_value(row: dict[str, Any], name: str) -> str:
-    """Return a run's value for one table column as text, or a dash if the value is missing."""
+    """Return a run's value for one table column as text, or a dash if missing."""
     return setting_labels.MISSING if row[name] is None else COLUMN_FORMATS[name].format(row[name])
 
 
 def list_nonempty_columns(runs: list[RunFacts]) -> list[str]:
-    """Return the names of the table columns in which at least one run has a value.
+    """Return the names of the columns in which at least one run has a value.
 
     The column `restarts` is included only if at least one run was restarted.
     """
@@ -380,7 +380,7 @@ def main(args: argparse.Namespace) -> int:
         rows = []
         for run in runs:
             settings = {key: run.settings.get(key) for key in differing}
-            rows.append(run.to_dict() | {"settings": settings})
+            rows.append(run.to_table_row() | {"settings": settings})
         print(json.dumps({"differing": differing, "runs": rows}, indent=2))
         return 0
     print(format_run_table(runs, get_terminal_width()), flush=True)

@@ -332,7 +332,7 @@ def choose_resume_command(folder: RunFolder, cause: str) -> str:
 
 
 def print_rank_facts(facts: dict[str, Any]) -> None:
-    """Print the newest heartbeat of a rank and, if known, the code line where the rank was stuck."""
+    """Print a rank's newest heartbeat and, if known, the line where the rank was stuck."""
     age = f"{format_duration(facts['age'])} ago"
     line = f"  rank {facts['rank']:<3}  {facts['host']:<12}  heartbeat at step {facts['step']:>7}  {age:>10}"
     if facts["before_backward"]:

@@ -51,7 +51,7 @@ def read_heartbeats(attempt: RunFolder) -> list[Heartbeat]:
 
 
 def describe_shards(ranks: Sequence[Heartbeat]) -> str:
-    """Return the shard sizes of ranks as text, or an empty string if all shards are equal."""
+    """Return the ranks' shard sizes as text, or an empty string if all are equal."""
     samples = [str(rank.samples) for rank in ranks if rank.samples]
     return f"shards {'+'.join(samples)}" if samples else ""
 

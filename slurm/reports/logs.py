@@ -91,7 +91,7 @@ def is_still_writing(folder: RunFolder) -> bool:
 
 
 def find_exit_status(folder: RunFolder) -> int:
-    """Return the exit status of an ended run, as read from the result or from SLURM.
+    """Return the exit status of an ended run from its result or from SLURM.
 
     If SLURM reports that a signal ended the job, the exit status is 128 plus the signal number. Returns 1 if the run
     has no result and SLURM reports neither a nonzero exit status nor a signal.

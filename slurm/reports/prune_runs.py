@@ -55,7 +55,7 @@ def list_protected_checkpoints(folder: RunFolder, attempt: RunFolder) -> list[Pa
 
 
 def measure_size(path: Path) -> int:
-    """Return the size of a file or folder on disk in bytes. Links are not followed."""
+    """Return the size of a file or folder in bytes. Links are not followed."""
     paths = [path]
     if path.is_dir() and not path.is_symlink():
         paths += path.rglob("*")
@@ -112,7 +112,7 @@ def parse_delete_switch(delete: str, dry_run: str) -> bool:
 
 
 def main(args: argparse.Namespace) -> int:
-    """List or delete the files that ended runs no longer need, and return the exit status."""
+    """List or delete files that ended runs no longer need, and return the exit status."""
     delete = parse_delete_switch(args.delete, args.dry_run)
     criteria = RunFilter(args.runs, args.name, args.last, args.where)
     folders = selection.select_runs(criteria, Path(args.runs_folder or "runs"), newest=0)

@@ -44,7 +44,7 @@ class RunFilter:
 
 
 def find_run(name: str, runs: Path) -> RunFolder:
-    """Find a run folder by run id, by the end of the id, or by path.
+    """Find a run folder by id, by the end of the id, or by path.
 
     The end of an id consists of the last four characters. Raises UserError if no run or more than one run matches.
     """
@@ -213,7 +213,7 @@ def filter_runs_by_settings(folders: list[RunFolder], text: str) -> list[RunFold
 
 
 def matches_short_name(short: str, full: str) -> bool:
-    """Return whether `short`, such as `lr`, is a name of the setting `full`, such as `optim.lr`."""
+    """Return whether `short`, such as `lr`, matches the setting `full`, such as `optim.lr`."""
     return full == short or full.endswith(f".{short}")
 
 

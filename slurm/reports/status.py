@@ -223,7 +223,7 @@ def read_final_state(content: dict[str, Any]) -> tuple[str, str]:
 
 
 def infer_state_from_last_write(folder: RunFolder, process: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the state of a run whose process this host cannot see, and a short explanation.
+    """Return the state of a run whose process this host cannot see, and an explanation.
 
     The run is LOST if the ranks have not written a file for a long time. Otherwise, the run is RUNNING.
     """
@@ -237,7 +237,7 @@ def infer_state_from_last_write(folder: RunFolder, process: Mapping[str, Any]) -
 
 
 def infer_state_of_unstarted_run(folder: RunFolder, preparer: dict[str, Any]) -> tuple[str, str]:
-    """Return the state of a run without an attempt or a job, and a short explanation.
+    """Return the state of a run without an attempt or job, and a short explanation.
 
     `preparer` describes the process that created the run folder and that may still be preparing the folder.
     """
@@ -322,7 +322,7 @@ def warn_about_unlisted_folders(runs: Path) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the status of the newest runs or of one run, and return the exit status.
+    """Print the status of the newest runs or one run, and return the exit status.
 
     Raises UserError for invalid arguments.
     """

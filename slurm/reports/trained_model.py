@@ -165,7 +165,10 @@ def find_run_device(folder: RunFolder) -> str:
 
 
 def has_same_samples(folder: RunFolder, test_limit: str | None, cfg: Any, data: prepare.PreparedDataset) -> bool:
-    """Return whether the test samples in `data` are the samples on which the run was evaluated."""
+    """Return whether this evaluation uses the same test samples as the run.
+
+    The value of data.test_limit and the checksums of the test files are compared.
+    """
     checksums = (provenance.read_metadata(folder).get("data") or {}).get("sha256") or {}
     if str(cfg.data.test_limit) != test_limit:
         return False
@@ -173,7 +176,7 @@ def has_same_samples(folder: RunFolder, test_limit: str | None, cfg: Any, data: 
 
 
 def print_score_comparison(scores: dict[str, float], expected: dict[str, float], tolerance: float) -> int:
-    """Print the scores, compare the scores with those of the run, and return the exit status.
+    """Print the scores, compare them with the run's scores, and return the exit status.
 
     `expected` contains the scores recorded by the run, or is empty if the run used different samples.
     """

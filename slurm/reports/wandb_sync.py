@@ -58,7 +58,7 @@ def describe_pending_writes(folder: RunFolder) -> str:
 
 
 def send_runs_to_wandb(folders: list[RunFolder], dry: bool) -> int:
-    """Send the unsent data of runs to W&B, or only list the data if `dry` is true.
+    """Send unsent data of runs to W&B, or list the data if `dry` is true.
 
     Returns the exit status. Raises UserError if there is no W&B account or W&B does not accept the data.
     """
@@ -100,7 +100,7 @@ def send_runs_to_wandb(folders: list[RunFolder], dry: bool) -> int:
 
 
 def link_tracked_attempts(folders: list[RunFolder], merged: Path) -> int:
-    """Create links to the W&B logs of runs in the folder `merged`, and return the number of links.
+    """Link the W&B logs of runs into the folder `merged`, and return the link count.
 
     W&B's viewer reads a single folder. The viewer lists the subfolders named run-<time>-<W&B id>, and reads the file
     run-<W&B id>.wandb in each subfolder. In the names of the links, the short run id, the experiment and the number of
