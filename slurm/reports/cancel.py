@@ -57,7 +57,7 @@ def cancel_run(folder: RunFolder) -> str:
 def cancel_jobs(folder: RunFolder, meta: dict[str, Any]) -> list[str]:
     """Cancel all jobs that may train a run, and return a message about each job.
 
-    Raises UserError if SLURM rejects a cancellation.
+    Raises UserError if scancel fails.
     """
     scheduler = find_scheduler(meta)
     if scheduler is None:  # the local cluster is down, so its jobs have ended
@@ -92,7 +92,7 @@ def find_local_processes(folder: RunFolder) -> list[Mapping[str, Any]]:
 def list_jobs_of_run(folder: RunFolder, recorded_job: str) -> list[str]:
     """Return the ids of the jobs that may train a run.
 
-    These jobs are the job in meta.json and the jobs that claimed attempts and may still be running.
+    The list contains the job in meta.json, and the jobs that claimed an attempt and may still be running.
     """
     jobs = [recorded_job]
     if "_" in recorded_job:  # a task of a job array; claims contain a different id for the same job
@@ -124,7 +124,7 @@ def wait_for_metadata(folder: RunFolder) -> dict[str, Any]:
     file = folder.path / "meta.json"
     deadline = time.monotonic() + METADATA_SECONDS
     while folder.list_attempts() and time.monotonic() < deadline:
-        if file.exists() and read_json(file).get("history") != []:
+        if file.exists() and read_json(file).get("history") != []:  # the history lists the recorded attempts
             break
         time.sleep(0.1)
     return provenance.read_metadata(folder)

@@ -139,7 +139,7 @@ def find_first_error(log: str) -> tuple[str, str]:
     """Return the time and text of the first error in a log.
 
     The time is an empty string if unknown. Both strings are empty if there is no error. Warnings and messages from W&B
-    are not errors.
+    do not count as errors.
     """
     match = LOGGED_ERROR.search(log)
     if match:
@@ -158,8 +158,8 @@ def find_first_error(log: str) -> tuple[str, str]:
 def find_stack_position(log: str) -> str:
     """Return the code lines that the main thread was executing in the newest stack dump.
 
-    The lines are those of the innermost stack frame and of the two innermost frames of this project. Returns an empty
-    string if the log contains no stack dump.
+    The text contains the innermost stack frame and the two innermost frames of this project, such as `p2p.py:81 send`.
+    Returns an empty string if the log contains no stack dump.
     """
     dumps = STACK_DUMP.findall(log)
     if not dumps:
@@ -336,7 +336,7 @@ def print_rank_facts(facts: dict[str, Any]) -> None:
     age = f"{format_duration(facts['age'])} ago"
     line = f"  rank {facts['rank']:<3}  {facts['host']:<12}  heartbeat at step {facts['step']:>7}  {age:>10}"
     if facts["before_backward"]:
-        line += f"  {facts['before_backward'] * 1e3:.1f} ms until backward"
+        line += f"  backward starts after {facts['before_backward'] * 1e3:.1f} ms"
     print(line)
     if facts["stands"]:
         print(f"            stuck at {facts['stands']}")

@@ -136,7 +136,7 @@ def describe_down_hosts(scheduler: Scheduler, nodes: int, partition: str) -> lis
 def list_job_hosts(scheduler: Scheduler, job_name: str) -> list[str]:
     """Return the hosts that SLURM has allocated to a job.
 
-    Returns an empty list if the job has no hosts yet or SLURM does not answer.
+    Returns an empty list if the job has no hosts yet or a SLURM command fails.
     """
     with contextlib.suppress(UserError):
         names = scheduler.run_command("squeue", "-h", f"--name={job_name}", "-o", "%N").split()

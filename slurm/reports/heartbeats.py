@@ -71,5 +71,5 @@ def describe_slow_rank(ranks: Sequence[Heartbeat]) -> str:
     if slow is None or slow.before_backward is None:
         return ""
     other_times = [rank.before_backward for rank in ranks if rank is not slow and rank.before_backward]
-    times = f"{slow.before_backward * 1e3:.1f} ms until backward, {median(other_times) * 1e3:.1f} ms on the other ranks"
-    return f"rank {slow.rank} on {slow.host} is slow: {times}"
+    times = f"{slow.before_backward * 1e3:.1f} ms, compared with {median(other_times) * 1e3:.1f} ms on the other ranks"
+    return f"rank {slow.rank} on {slow.host} is slow: backward starts after {times}"

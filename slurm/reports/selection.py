@@ -1,4 +1,4 @@
-"""Selection of the runs on which a command acts: by id, experiment, settings or sweep, or the newest runs."""
+"""Select the runs on which a command acts, by id, experiment, settings or sweep. By default, select the newest runs."""
 
 from __future__ import annotations
 
@@ -132,6 +132,7 @@ def is_sweep_point(point: Any) -> bool:
     earlier_runs = point.get("earlier", [])
     if not isinstance(earlier_runs, list) or not isinstance(point.get("repeat", 0), int):
         return False
+    # A run name must be a file name, not a path. A point that has not started has no run name.
     names = [point.get("run") or "none yet", *earlier_runs]
     return all(isinstance(name, str) and Path(name).name == name for name in names)
 

@@ -79,7 +79,7 @@ def list_trained_attempts(folder: RunFolder) -> list[RunFolder]:
 
 
 def read_last_metrics_rows(attempts: list[RunFolder], size: int) -> list[dict[str, Any]]:
-    """Return the metric rows in the last `size` bytes of metrics.jsonl of the first attempt.
+    """Return the metric rows in the last `size` bytes of the first attempt's metrics.jsonl.
 
     Truncated and malformed rows are skipped. Returns an empty list if `attempts` is empty.
     """

@@ -1,8 +1,8 @@
 """The `evaluate` and `export` commands: evaluate the trained model of a run, or export the model for other programs.
 
 `evaluate` builds the model in one process, and prints the test scores of the model and the scores recorded by the run.
-The exit status is 3 if these scores differ. The exit status is 0 if these scores are equal, or if the evaluation used
-other test samples or another type of device than the run.
+The exit status is 3 if the scores of the model differ from the recorded scores. Otherwise, the exit status is 0. The
+scores are not compared if the evaluation uses other test samples or another type of device than the run.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def send_runs_to_wandb(folders: list[RunFolder], dry: bool) -> int:
     return process.returncode
 
 
-def link_tracked_attempts(folders: list[RunFolder], merged: Path) -> int:
+def link_wandb_logs(folders: list[RunFolder], merged: Path) -> int:
     """Link the W&B logs of runs into the folder `merged`, and return the link count.
 
     W&B's viewer reads a single folder. The viewer lists the subfolders named run-<time>-<W&B id>, and reads the file
@@ -131,7 +131,7 @@ def open_wandb_viewer(folders: list[RunFolder]) -> int:
         if wandb_rows.list_incomplete_notes(folder) and not needs_server and not describe_pending_writes(folder):
             wandb_tracker.send_missing_rows(folder)
     with tempfile.TemporaryDirectory() as merged:
-        if not link_tracked_attempts(folders, Path(merged)):
+        if not link_wandb_logs(folders, Path(merged)):
             raise UserError(
                 "W&B has no record of these runs because they ran with WANDB_MODE=disabled or have not ended yet; "
                 "to compare the runs without W&B: make compare"
