@@ -65,7 +65,7 @@ def score_weights(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: i
         case "magnitude":
             scores = [weight.abs() for weight in weights]
         case "random":
-            scores = draw_scores(cfg, weights, step)
+            scores = draw_random_scores(cfg, weights, step)
         case "gradient" | "taylor" as criterion:
             scores = [torch.zeros_like(weight) for weight in weights]
             for gradients in compute_gradients(cfg, run, model, masks, step):
@@ -77,7 +77,7 @@ def score_weights(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: i
     return masks.mark_pruned_scores(scores)
 
 
-def draw_scores(cfg: Config, weights: Sequence[Tensor], step: int) -> list[Tensor]:
+def draw_random_scores(cfg: Config, weights: Sequence[Tensor], step: int) -> list[Tensor]:
     """Draw random scores, which are the same on every rank."""
     generator = torch.Generator().manual_seed(seeds.derive_seed(cfg.seed, "scores", step))
     return [torch.rand(weight.shape, generator=generator).to(weight) for weight in weights]
@@ -118,7 +118,7 @@ def draw_initial_masks(cfg: Config, masks: Masks) -> list[Tensor]:
     sparsities = [cfg.sparsity] * len(shapes)
     if cfg.scope == "global":
         sparsities = pruning_masks.allocate_erdos_renyi_sparsities(shapes, cfg.sparsity)
-    return pruning_masks.make_layer_masks(draw_scores(cfg, masks.weights, 0), sparsities)
+    return pruning_masks.make_layer_masks(draw_random_scores(cfg, masks.weights, 0), sparsities)
 
 
 def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimizer: Optimizer, step: int) -> None:

@@ -55,7 +55,7 @@ class SweepGrid(Generic[T]):
 
     points: Callable[[T, int], list[PointSettings]]
     """Function that maps the config and the number of visible GPUs to the points, in execution order."""
-    summarise: Callable[[T, int, list[RunRow]], Summary]
+    summarize: Callable[[T, int, list[RunRow]], Summary]
     """Function that maps the config, the number of visible GPUs and the finished runs to table lines and plots."""
     new_seeds: bool = False
     """Whether repeats of a point use different seeds, as is necessary for accuracies. Sweeps that measure times repeat

@@ -35,7 +35,7 @@ def has_enough_gpus(cfg: Config, gpus: int) -> bool:
         gpus = 0
     for mode in MODES:
         mode_cfg = replace(cfg, mode=mode)
-        mode_cfg.fit_devices(gpus)
+        mode_cfg.adapt_to_gpus(gpus)
         if mode_cfg.processes > gpus:
             return False
     return True

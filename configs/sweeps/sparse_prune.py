@@ -54,7 +54,7 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
     levels = {"dense": fmean(row["error"] for row in groups["dense"])} if "dense" in groups else {}
     title = f"{cfg.model} on {rows[0]['data']}"
     plot = Curves("sparsity.png", series, "remaining weights, %", "test error, %", levels, title=title)
-    return Summary({"medians": format_medians(groups), "CSR": report_csr_speed(groups)}, [plot])
+    return Summary({"medians": format_medians(groups), "CSR": describe_csr_speed(groups)}, [plot])
 
 
 COLUMNS = {  # columns of a sweep's table: heading and number format of each result
@@ -85,7 +85,7 @@ def format_medians(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def report_csr_speed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def describe_csr_speed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Report for which groups sparse kernels are slower than dense kernels, and for which groups repeats disagree."""
     clauses = []
     for dtype in ("fp32", "bf16"):
