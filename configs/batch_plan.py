@@ -57,7 +57,7 @@ def list_divisors(number: int) -> list[int]:
 
 
 def format_nearest_multiples(number: int, factor: int) -> str:
-    """Format the positive multiples of `factor` that are closest to a number, for example "62 or 64"."""
+    """Format the positive multiples of `factor` next to a number, for example "62 or 64"."""
     lower = number // factor * factor
     higher = lower + factor
     return f"{lower} or {higher}" if lower else str(higher)

@@ -71,7 +71,7 @@ class Config(Replicated, InitialWeights):
             )
 
     def check_rounds(self, steps: int) -> None:
-        """Raise ValueError if a run of `steps` steps is too short for a full round of local steps."""
+        """Raise ValueError if `steps` steps are too few for a full round of local steps."""
         local_steps = steps - self.start
         if local_steps < 1:
             raise ValueError(

@@ -74,7 +74,7 @@ class Data:
 
     @property
     def train_samples(self) -> int | None:
-        """Number of training samples, or None if it depends on the files of the data set."""
+        """Number of training samples, or None if the number depends on files of the data set."""
         samples = self.samples if self.name in ("generated", "vectors") else TRAIN_SAMPLES.get(self.name)
         if samples and self.train_limit:
             return min(samples, self.train_limit)
@@ -269,7 +269,7 @@ class Experiment:
         return self.estimated_parameters * (8 if self.dtype == "float64" else 4)
 
     def compute_total_steps(self, epoch_steps: int) -> int:
-        """Return the number of optimizer steps of the run; `epoch_steps` is the number of steps per epoch."""
+        """Return the number of optimizer steps of the run, from the number of steps per epoch."""
         total = self.epochs * epoch_steps
         return min(self.steps or total, total)
 

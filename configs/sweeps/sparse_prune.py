@@ -14,9 +14,9 @@ BY = ("criterion", "sparsity")
 
 
 def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
-    """Return the dense model, and every criterion at every sparsity.
+    """Return one point for the dense model, and one for every criterion at every sparsity.
 
-    scope=n:m fixes the sparsity; schedule=rigl fixes the criterion.
+    With scope=n:m, the only sparsity is that of the pattern. With schedule=rigl, the only criterion is magnitude.
     """
     criteria = ["magnitude"] if cfg.schedule == "rigl" else cfg.criteria
     sparsities = [cfg.sparsity] if cfg.scope == "n:m" else [float(level) for level in cfg.levels]
@@ -29,7 +29,7 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
 
 
 def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
-    """Report the test error by the share of remaining weights, and medians of all measurements."""
+    """Plot the test error against the share of remaining weights, and report medians."""
     dense_accuracies = {row["cell"]["seed"]: row["test_accuracy"] for row in rows if "criterion" not in row["cell"]}
     groups: dict[str, list[RunRow]] = {}
     pruned = []
@@ -46,11 +46,11 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
             pruned.append(row)
         groups.setdefault(name, []).append(row)
 
-    left = average_rows(pruned, BY, "left")
+    remaining = average_rows(pruned, BY, "left")
     series: dict[str, list[tuple[float, float, float]]] = {}
     for point, error in average_rows(pruned, BY, "error").items():
         criterion = point[0]
-        series.setdefault(criterion, []).append((left[point].mean, error.mean, error.deviation))
+        series.setdefault(criterion, []).append((remaining[point].mean, error.mean, error.deviation))
     levels = {"dense": fmean(row["error"] for row in groups["dense"])} if "dense" in groups else {}
     title = f"{cfg.model} on {rows[0]['data']}"
     plot = Curves("sparsity.png", series, "remaining weights, %", "test error, %", levels, title=title)
@@ -86,7 +86,10 @@ def format_medians(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def describe_csr_speed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Report for which groups sparse kernels are slower than dense kernels, and for which groups repeats disagree."""
+    """Describe for which groups CSR kernels are slower than dense kernels.
+
+    A group is inconclusive if CSR kernels are slower in some of its runs and faster in others.
+    """
     clauses = []
     for dtype in ("fp32", "bf16"):
         slower = []
