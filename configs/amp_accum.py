@@ -30,7 +30,8 @@ class Config(Sweep, ElasticRanks, Sharded):
     number of microbatches in an epoch is not a multiple of `accumulate`, the last step of the epoch has fewer
     microbatches."""
     no_sync: bool = True
-    """All-reduce gradients once per step instead of after every microbatch. This setting does not change the result."""
+    """All-reduce gradients once per step instead of after every microbatch. Both values of no_sync give the same
+    result."""
     channels_last: bool = False
     """Store images and filters in the channels_last memory format, which speeds up convolutions."""
     compile: bool = False

@@ -27,7 +27,7 @@ class Elastic:
     """Maximum number of restarts per lost rank. A restarted rank joins between two steps with a copy of another rank's
     state."""
     spares: int = between(0, 64, 0)
-    """Number of spare hosts that a SLURM job requests to replace lost hosts. Local runs ignore this setting."""
+    """Number of spare hosts that a SLURM job requests to replace lost hosts. Local runs have no spare hosts."""
 
 
 @dataclass

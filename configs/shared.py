@@ -34,9 +34,9 @@ class Data:
     """Data set: mnist, digits, cifar10, imagefolder, generated, vectors, or a custom data set. imagefolder reads
     root/train/<class>/* and root/val/<class>/*. generated contains random pixels and labels, for measuring throughput
     only. vectors contains samples of 10 numbers in 5 classes. FILE.py:function is a custom data set: function(root)
-    returns train images, train labels, test images and test labels as NumPy arrays. Images are uint8 [N, H, W] or
-    [N, 3, H, W], vectors are uint8 [N, D], and labels start at 0. After a fallback, this setting names the data set
-    that was used."""
+    returns train images, train labels, test images and test labels as NumPy arrays. Images are uint8 [N, H, W] or [N,
+    3, H, W], vectors are uint8 [N, D], and labels start at 0. After a fallback, `name` is the name of the data set that
+    was used."""
     root: str = "data"
     """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
     With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
@@ -50,7 +50,7 @@ class Data:
     """Height and width, in pixels, of the color images of imagefolder and generated. The images of imagefolder are
     resized and cropped once, during preparation."""
     samples: int = between(5, 10_000_000, 10_000)
-    """Number of training samples of generated and vectors. The number of test samples is a fifth of this value."""
+    """Number of training samples of generated and vectors. The number of test samples is a fifth of `samples`."""
     classes: int = between(2, 10_000, 10)
     """Number of classes of the generated data set."""
     download_timeout: float = between(0, 600, 10)
@@ -142,7 +142,7 @@ class Log:
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of messages that the terminal shows. The log files in attempts/*/logs contain all messages."""
     seconds: float = between(0.05, 60, 0.5)
-    """Seconds between two writes to metrics.jsonl. The file gets a row for every step regardless of this value."""
+    """Seconds between two writes to metrics.jsonl. The file contains a row for every step, regardless of `seconds`."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 
@@ -153,7 +153,7 @@ class Wandb:
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """W&B mode. auto is online if an account is configured and reachable, otherwise offline. The environment variable
-    WANDB_MODE overrides this value."""
+    WANDB_MODE overrides `mode`."""
     project: str = "distributed-experiments"
     """W&B project of the run."""
     entity: str = ""
@@ -165,8 +165,8 @@ class Wandb:
     model: bool = True
     """Upload the trained model to W&B as an artifact. The run folder always contains the model."""
     finish_timeout: float = between(1, 3600, 60)
-    """Maximum seconds to wait for W&B after training. Data that is not uploaded in this time stays on disk for
-    `make sync`."""
+    """Maximum seconds to wait for W&B after training. Data that has not been uploaded by then stays on disk for `make
+    sync`."""
 
     def check(self) -> None:
         """Raise ValueError for names that W&B rejects."""
@@ -199,8 +199,8 @@ class Checkpoint:
     `checkpoint.grace` seconds terminates itself. The value must exceed the time of a step or an evaluation batch plus
     the time of a checkpoint."""
     max_restarts: int = at_least(0, 3)
-    """On a cluster, the maximum number of consecutive failed attempts without a new checkpoint. If this number is
-    exceeded, the job ends."""
+    """On a cluster, the maximum number of consecutive failed attempts without a new checkpoint. If more attempts fail,
+    the job ends."""
 
 
 @dataclass

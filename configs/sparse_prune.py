@@ -45,11 +45,11 @@ class Config(Sweep, Replicated):
     """Final fraction of the layers' weights that are zero; biases and normalization layers are not counted. With
     scope=structured, `sparsity` is the fraction of channels that are zero."""
     begin: float = between(0, 1, 0.1)
-    """Fraction of all steps before the first pruning. schedule=rigl ignores this value, because the model is sparse
-    from the start."""
+    """Fraction of all steps before the first pruning. schedule=rigl ignores `begin`, because the model is sparse from
+    the start."""
     end: float = between(0, 1, 0.6)
-    """Fraction of all steps after which the masks are fixed and the model is fine-tuned. schedule=oneshot ignores this
-    value."""
+    """Fraction of all steps after which the masks are fixed and the model is fine-tuned. schedule=oneshot ignores
+    `end`."""
     rounds: int = between(1, 1000, 5)
     """Number of pruning rounds of the iterative schedule."""
     every: int = at_least(1, 50)
@@ -60,8 +60,8 @@ class Config(Sweep, Replicated):
     score_batches: int = between(1, 10_000, 8)
     """Number of batches whose gradients determine the scores, for criterion=gradient and criterion=taylor."""
     l1: float = between(0, 10, 0)
-    """Strength of the L1 penalty. After each step, every weight moves toward zero by the learning rate times this value
-    and stops at zero. The penalty creates exact zeros without masks."""
+    """Strength of the L1 penalty. After each step, every weight moves toward zero by the learning rate times `l1` and
+    stops at zero. The penalty creates exact zeros without masks."""
     int8: bool = True
     """After training, quantize the model to int8 with torchao, and report the accuracy and size of the int8 model."""
     export: bool = True

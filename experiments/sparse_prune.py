@@ -1,4 +1,4 @@
-"""Pruning: how many weights can be removed before accuracy drops, and what that saves in practice.
+"""Pruning: how many weights can be removed before accuracy drops, and what pruning saves.
 
     python experiments/sparse_prune.py                                          removes 92 % of the weights
     python experiments/sparse_prune.py model=lenet5 sparsity=0.97 criterion=taylor
@@ -56,9 +56,9 @@ MAX_TIMED_SAMPLES = 256  # maximum batch size of the forward passes that are tim
 
 
 def score_weights(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: int) -> list[Tensor]:
-    """Return a score for each weight, as one tensor per layer in the shape of the layer's weight.
+    """Return the scores of all weights. Pruned weights have the lowest score.
 
-    Pruned weights have the lowest score.
+    The scores of a layer are a tensor of the same shape as the layer's weights.
     """
     weights = [weight.detach() for weight in masks.weights]
     match cfg.criterion:
@@ -84,9 +84,9 @@ def draw_random_scores(cfg: Config, weights: Sequence[Tensor], step: int) -> lis
 
 
 def compute_gradients(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: int) -> Iterator[list[Tensor]]:
-    """Yield the gradients of the masked weights for several random batches, averaged over all ranks by DDP.
+    """Yield the gradients of the masked weights for each of several random batches.
 
-    The gradients are overwritten when the next batch is computed.
+    DDP averages the gradients over all ranks. The gradients are overwritten when the next batch is computed.
     """
     model.eval()  # keeps BatchNorm's running statistics unchanged
     for x, y in run.draw_random_batches(cfg.score_batches, seeds.derive_seed(cfg.seed, "scores", step)):
@@ -113,7 +113,10 @@ def choose_masks(cfg: Config, scores: list[Tensor], sparsity: float) -> list[Ten
 
 
 def draw_initial_masks(cfg: Config, masks: Masks) -> list[Tensor]:
-    """Draw the first masks of RigL. The layers' sparsities follow ERK, or they are equal with scope=layer."""
+    """Draw the first masks of RigL.
+
+    With scope=layer, all layers have the same sparsity. With scope=global, the sparsities follow ERK.
+    """
     shapes = [weight.shape for weight in masks.weights]
     sparsities = [cfg.sparsity] * len(shapes)
     if cfg.scope == "global":
@@ -132,9 +135,8 @@ def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimize
     if cfg.schedule != "rigl":
         scores = score_weights(cfg, run, model, masks, step)
         new_masks = choose_masks(cfg, scores, sparsity)
-        masks.replace_masks(
-            [old & new for old, new in zip(masks.masks, new_masks, strict=True)]
-        )  # pruned weights stay pruned
+        # A weight is kept only if it is in both masks, so pruned weights stay pruned.
+        masks.replace_masks([old & new for old, new in zip(masks.masks, new_masks, strict=True)])
     elif step:
         progress = step / (cfg.end * run.total)
         share = cfg.drop / 2 * (1 + math.cos(math.pi * progress))
