@@ -35,8 +35,8 @@ class Data:
     root/train/<class>/* and root/val/<class>/*. generated contains random pixels and labels, for measuring throughput
     only. vectors contains samples of 10 numbers in 5 classes. FILE.py:function is a custom data set: function(root)
     returns train images, train labels, test images and test labels as NumPy arrays. Images are uint8 [N, H, W] or [N,
-    3, H, W], vectors are uint8 [N, D], and labels start at 0. After a fallback, `name` is the name of the data set that
-    was used."""
+    3, H, W], vectors are uint8 [N, D], and labels start at 0. After a fallback, `data.name` is the name of the data set
+    that was used."""
     root: str = "data"
     """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
     With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
@@ -142,7 +142,8 @@ class Log:
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of messages that the terminal shows. The log files in attempts/*/logs contain all messages."""
     seconds: float = between(0.05, 60, 0.5)
-    """Seconds between two writes to metrics.jsonl. The file contains a row for every step, regardless of `seconds`."""
+    """Seconds between two writes to metrics.jsonl. The file contains a row for every step, regardless of
+    `log.seconds`."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 
@@ -152,8 +153,8 @@ class Wandb:
     """Settings for Weights & Biases (W&B)."""
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """W&B mode. auto is online if an account is configured and reachable, otherwise offline. The environment variable
-    WANDB_MODE overrides `mode`."""
+    """W&B mode. auto is online if an account is configured and the W&B server is reachable, and otherwise offline. The
+    environment variable WANDB_MODE overrides `wandb.mode`."""
     project: str = "distributed-experiments"
     """W&B project of the run."""
     entity: str = ""
