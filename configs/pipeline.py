@@ -75,6 +75,7 @@ class PipelineConfig(Stages):
         if batch % self.microbatches:
             problem = f"batch={batch} is not divisible by microbatches={self.microbatches}"
             divisors = list_divisors(batch)
+            # the valid numbers of microbatches that are closest to the configured number
             lower = max(d for d in divisors if d <= self.microbatches)
             higher = min(d for d in divisors if d >= min(self.microbatches, batch))
             counts = str(lower) if lower == higher else f"{lower} or {higher}"
@@ -115,6 +116,7 @@ class PipelineConfig(Stages):
                 )
             return
         if self.schedule in ("1f1b", "interleaved_1f1b", "zero_bubble"):
+            # torch divides the microbatches into this number of rounds of equal size
             rounds = max(1, count // self.processes)
             if count % rounds:
                 problem = f"with engine=torch schedule={self.schedule}, microbatches={count} must be a multiple of"

@@ -57,7 +57,7 @@ class Profile:
         if self.signal_seconds >= 60 * self.time:
             problem = f"signal_seconds={self.signal_seconds} must be less than time={self.time} minutes"
             raise ValueError(
-                f"{problem}; otherwise, the job receives a stop request at its start; "
+                f"{problem}; otherwise, the job receives a stop request when it starts; "
                 "raise time or lower signal_seconds"
             )
         if self.gpus and self.processes > self.gpus:

@@ -126,6 +126,8 @@ def create_variants(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
     """
     world = run.world
     count_interface = partial(measurement.count_interface_bytes, world)
+
+    # the library, or the built-in backend and gloo if the run itself uses the built-in backend
     library = CollectiveVariant(make_library_operations(world), count_interface_bytes=count_interface)
     if world.backend == "builtin":
         builtin = measurement.add_builtin_counters(library, None)._replace(link_variant="builtin")
@@ -135,12 +137,14 @@ def create_variants(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
     else:
         variants = {world.backend: library}
 
+    # the ring of sends and receives; the all-reduce of the ring corresponds to the algorithm `ring`
     ring = build_algorithms_by_size("ring", world.size)
     count_sent = variants[world.backend].count_sent_bytes
     variants["isend ring"] = CollectiveVariant(
         make_ring_operations(world), count_sent, count_interface, ring, world.backend
     )
 
+    # the built-in backend, with each transport and algorithm
     if world.device.type == "cpu" and cfg.algorithms:
         make_operations = partial(make_library_operations, world)
         for transport in cfg.transports:

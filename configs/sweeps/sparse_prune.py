@@ -37,7 +37,7 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
         cell = row["cell"]
         accuracy = row["test_accuracy"]
         row["error"] = 100 * (1 - accuracy)
-        row["left"] = 100 * row["nonzero"] / row["weights"]
+        row["left"] = 100 * row["nonzero"] / row["weights"]  # percentage of remaining weights
         # percentage points below the dense model that was trained with the same seed
         row["below"] = 100 * (dense_accuracies.get(cell["seed"], math.nan) - accuracy)
         name = "dense"
