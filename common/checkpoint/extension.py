@@ -29,7 +29,7 @@ def config_adds_steps(folder: RunFolder, cfg: Experiment) -> bool:
     Raises UserError if the run cannot be extended because the checkpoint of its last step is missing.
     """
     steps, epoch_steps = read_step_counts(folder)
-    if not epoch_steps or cfg.total_steps(epoch_steps) <= steps:
+    if not epoch_steps or cfg.compute_total_steps(epoch_steps) <= steps:
         return False
     if not has_checkpoint_of_step(folder, steps):
         raise UserError(

@@ -238,7 +238,7 @@ def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, Pr
         print(f"resumed with settings that differ from config.yaml: {config.describe_changes(changed)}", flush=True)
     if was_finished:
         done, epoch_steps = extension.read_step_counts(run_to_resume)
-        total = cfg.total_steps(epoch_steps)
+        total = cfg.compute_total_steps(epoch_steps)
         print(f"extending the run after step {done}; the learning rate schedule now covers {total} steps", flush=True)
     folder.move_result_of_previous_attempt()
     return folder, prepared

@@ -188,7 +188,7 @@ class ForkedRanks:
     def open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | int:
         """Adapt the config to this machine's devices and claim a new attempt. Raises UserError."""
         gpus = provenance.count_visible_gpus()
-        cfg.fit_devices(gpus)
+        cfg.adapt_to_gpus(gpus)
         if cfg.launch.device == "cuda":
             rendezvous.check_gpus(cfg.processes, gpus)  # reports missing GPUs before any rank is forked
         check_memory(cfg)

@@ -189,7 +189,7 @@ class RunContext:
         All ranks must call this method.
         """
         self.state = state
-        self.total = self.cfg.total_steps(state.loader.steps)
+        self.total = self.cfg.compute_total_steps(state.loader.steps)
         parent = None
         rows = 0
         loaded = self.saver.load(state)
