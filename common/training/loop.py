@@ -178,7 +178,7 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: ElasticRecovery 
         for layer in dropout:
             if isinstance(state.loader, Rounds):
                 raise TypeError("SampleDropout requires a loader from run.batches or run.microbatches")
-            layer.begin_step(step.epoch, state.loader.list_sample_positions(run.step % epoch_steps))
+            layer.set_positions(step.epoch, state.loader.list_sample_positions(run.step % epoch_steps))
 
         yield step
         if step.failure is not None:
