@@ -95,7 +95,10 @@ def read_model(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def explain_missing_model(folder: RunFolder) -> str:
-    """Return the reason why a run has no model, and a remedy, for an error message."""
+    """Return the reason why a run has no model, and a remedy.
+
+    The text is the end of an error message that starts with the path of the run.
+    """
     state = folder.result.get("state")
     run = folder.reference
     if state == "failed":

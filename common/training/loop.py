@@ -238,7 +238,7 @@ def synchronize_gpus_if_due(run: RunContext, state: TrainState, number: int) -> 
     """
     if not state.gpus:
         return
-    begins_steady = run.pace.is_next_step_steady(run.total - number)
+    begins_steady = run.pace.is_next_step_first_steady(run.total - number)
     ends_epoch = number == run.total or number % state.loader.steps == 0
     if begins_steady or ends_epoch or run.saver.vote.is_vote_due(number):
         for gpu in state.gpus:
