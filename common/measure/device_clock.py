@@ -1,4 +1,4 @@
-"""Clock that records timestamps of work on a device without waiting for the device."""
+"""A clock that records timestamps of work on a device without waiting for the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ a 32-bit float, whose resolution is about 1 us for a time of 10 seconds."""
 
 
 class TimedEvent(NamedTuple):
-    """Timestamp on a GPU: a CUDA event, and an earlier event as time reference."""
+    """A timestamp on a GPU: a CUDA event, and an earlier event as time reference."""
 
     event: torch.cuda.Event
     zero: torch.cuda.Event
@@ -30,7 +30,7 @@ Stamp = float | TimedEvent
 
 
 class DeviceClock:
-    """Clock whose timestamps are comparable between the ranks of a host.
+    """A clock whose timestamps are comparable between the ranks of a host.
 
     On a GPU, a timestamp is an event on the current CUDA stream. On a CPU, a timestamp is a value of
     time.perf_counter().
@@ -71,7 +71,10 @@ class DeviceClock:
         return TimedEvent(self.record_event(), self.zero, self.origin)
 
     def has_reached_stamp(self, stamp: Stamp) -> bool:
-        """Return whether the device has reached a timestamp. Does not wait for the device."""
+        """Return whether the device has reached a timestamp.
+
+        This method does not wait for the device.
+        """
         return not isinstance(stamp, TimedEvent) or stamp.event.query()
 
     def set_origin_now(self) -> None:

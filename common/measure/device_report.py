@@ -55,7 +55,8 @@ def report_devices(
         peaks += rank_peaks
 
     rates = compare()  # after reading the peaks, because the comparison also uses memory
-    mean_rates = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # 0 on ranks other than 0
+    # On ranks other than 0, all mean rates are 0.
+    mean_rates = {name: mean(values) if values else 0.0 for name, values in rates.items()}
     single_rate = next(iter(mean_rates.values()), 0.0)
     strategy_rate = mean_rates.get(cfg.strategy, 0.0)
     hosts = world.hosts if cfg.strategy == "ddp" else world.hosts * devices
@@ -129,7 +130,7 @@ def describe_devices(
 
 @dataclass(frozen=True)
 class StrategyComparison:
-    """Report of a comparison of strategies by their throughput."""
+    """A report that compares the throughput of strategies."""
 
     rates: Mapping[str, list[float]]
     """Samples per second in each round, by strategy."""
@@ -147,7 +148,8 @@ class StrategyComparison:
         first_rate = next(iter(heights.values()))[0]
         rows: dict[str, str] = {}
         for name, (rate, deviation) in heights.items():
-            rows[name] = f"{rate:,.0f} samples/s ± {deviation:.0f}, {rate / first_rate:.2f} times the first strategy"
+            speedup = f"{rate / first_rate:.2f} times the rate of the first strategy"
+            rows[name] = f"{rate:,.0f} samples/s ± {deviation:.0f}, {speedup}"
         if "data_parallel" not in self.rates:
             rows["data_parallel"] = ONE_DEVICE_MESSAGE.format(self.gpus)
         path = self.folder / "compare.png"

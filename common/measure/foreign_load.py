@@ -41,7 +41,7 @@ class CpuUse:
 
 
 class ForeignLoadMeter:
-    """Meter of the CPU time that other processes use on the hosts of all ranks."""
+    """A meter of the CPU time that other processes use on all hosts."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -70,7 +70,7 @@ class ForeignLoadMeter:
 def read_busy_seconds() -> dict[str, float]:
     """Return the busy time in seconds of each CPU that this process may use.
 
-    The times are counted from the start of the machine. The dict is empty if the times are unknown.
+    Busy time is counted since the start of the machine. The dict is empty if the busy times are unknown.
     """
     allowed = os.sched_getaffinity(0)
     ticks_per_second = os.sysconf("SC_CLK_TCK")
@@ -93,7 +93,7 @@ def compute_foreign_shares(uses: Sequence[CpuUse]) -> dict[str, float]:
 
     shares: dict[str, float] = {}
     for machine_uses in machines.values():
-        busy: dict[str, float] = {}  # counts each CPU once, even if several ranks may use the CPU
+        busy: dict[str, float] = {}  # each CPU is counted once, even if several ranks may use the CPU
         for use in machine_uses:
             busy |= use.busy
         foreign = sum(busy.values()) - sum(use.rank_seconds for use in machine_uses)
@@ -107,8 +107,8 @@ def compute_foreign_shares(uses: Sequence[CpuUse]) -> dict[str, float]:
 def report_foreign_shares(shares: Mapping[str, float]) -> ReportData:
     """Create a report of the CPU time that other processes used.
 
-    `shares` contains the fraction of the CPU time by host name. The largest fraction is stored in result.json. The
-    final table contains a note for each fraction of at least NOTED_SHARE.
+    `shares` contains the fraction of the CPU time that other processes used, by host name. The largest fraction is
+    stored in result.json. The final table contains a note for each fraction of at least NOTED_SHARE.
     """
     notes = [
         f"other processes used {share:.0%} of the CPU time on {hosts}; measured times are longer than on an idle host"

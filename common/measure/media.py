@@ -1,7 +1,6 @@
 """Images and histograms that a run logs.
 
-Each image or histogram is stored as a file in the run folder. The W&B tracker reads media.jsonl, the list of these
-files.
+Each image or histogram is stored as a file in the run folder. media.jsonl lists the files for the W&B tracker.
 
 attempts/0001/
   media.jsonl               one line per file: step, name, kind, file

@@ -30,7 +30,7 @@ OUT_OF_MEMORY_MESSAGES = (
 
 
 class MemoryMeter:
-    """Meter of the growth of this process's memory since the meter was created.
+    """A meter of the growth of this process's memory since the meter was created.
 
     `peak_bytes` is the maximum in bytes over all calls of `record_peak`. On a CPU, the private memory pages of this
     process are counted, without mapped files. On a GPU, the tensors that PyTorch has allocated are counted.
@@ -127,7 +127,7 @@ def report_state_bytes(optimizer: Optimizer, world: World) -> ReportData:
     totals = {f"rank {rank}": sum(kinds.values()) for rank, kinds in enumerate(ranks)}
     text = format_megabytes(totals) + "of parameters, gradients and optimizer state"
     if full_bytes > max(totals.values()):
-        text += f"; with strategy=ddp {full_bytes / 1e6:,.1f} MB per rank"
+        text += f"; strategy=ddp would need {full_bytes / 1e6:,.1f} MB per rank"
 
     bytes_by_kind: dict[str, list[int]] = {}
     for kind in local_bytes:

@@ -1,4 +1,4 @@
-"""Log of the values of training steps, such as the loss.
+"""A log of the values of training steps, such as the loss.
 
 Rank 0 gathers the values from the ranks that know them, and writes the values to metrics.jsonl.
 """
@@ -29,7 +29,7 @@ POSITION_FIELDS = ("global_step", "samples", "time")
 
 
 class SampleCounter(Protocol):
-    """Interface of a loader that provides the steps per epoch and the sample counts."""
+    """The interface of a loader that provides the steps per epoch and the sample counts."""
 
     @property
     def steps(self) -> int: ...
@@ -76,7 +76,7 @@ def average_over_ranks(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     for name in list_value_names(rows):
         values = [row[name] for row in rows if name in row]
         parts = [value / len(values) for value in values]
-        means[name] = functools.reduce(operator.add, parts)  # not sum(), which rounds differently since Python 3.12
+        means[name] = functools.reduce(operator.add, parts)  # sum() would round differently since Python 3.12
     return means
 
 
@@ -94,12 +94,12 @@ def get_row_position(row: dict[str, Any]) -> tuple[int, bool]:
 
 
 class MetricsLog:
-    """Log that collects the values of training steps, and writes them to metrics.jsonl in batches.
+    """A log that collects the values of steps, and writes them in batches.
 
-    The log is flushed about every `seconds` seconds. Adding values does not synchronize ranks or devices. `source` is
-    the rank that knows the values, or MEAN. For example, only the rank of the last stage of a pipeline knows the loss.
-    `batches` is the loader, which counts the samples of each step. All ranks must add values after the same steps and
-    flush after the same steps.
+    The values are written to metrics.jsonl about every `seconds` seconds. Adding values does not synchronize ranks or
+    devices. `source` is the rank that knows the values, or MEAN. For example, only the rank of the last stage of a
+    pipeline knows the loss. `batches` is the loader, which counts the samples of each step. All ranks must add values
+    after the same steps and flush after the same steps.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class MetricsLog:
         start_time: float | None = None,
         show: Callable[[int, dict[str, float]], None] = lambda step, newest: None,
     ) -> None:
-        """Create a log.
+        """Create a metrics log.
 
         The times in metrics.jsonl are relative to `start_time`, a value of time.perf_counter(). After every flush, rank
         0 calls `show` with the number and the values of the newest step.
@@ -220,7 +220,7 @@ class MetricsLog:
         for step, row in zip(steps, rows, strict=True):
             if self.divergence or math.isfinite(row.get("loss", 0.0)) or row.get("skipped"):
                 continue
-            # Find the positions within the epoch of the samples of this step.
+            # Convert the sample counts of the run to positions within the epoch.
             epoch = (step - 1) // self.batches.steps
             epoch_start = self.batches.count_samples(epoch * self.batches.steps)
             first = self.batches.count_samples(step - 1) - epoch_start
@@ -232,7 +232,7 @@ class MetricsLog:
 
 
 class SharedMetricsLog(MetricsLog):
-    """Log of values that are equal on all ranks, for elastic runs.
+    """A log of values that are equal on all ranks, for elastic runs.
 
     A flush needs no communication. Each rank keeps the rows that rank 0 may not have written yet, so that another rank
     can continue the metrics file if rank 0 is lost.
@@ -288,7 +288,7 @@ class SharedMetricsLog(MetricsLog):
     def drop_unwritten_rows(self) -> None:
         """Discard the stored rows.
 
-        Call this method only after a vote of all ranks. At that time, rank 0 has written all rows.
+        Call this method only after a vote of all ranks, when rank 0 has written all rows.
         """
         self.unwritten_rows = []
 

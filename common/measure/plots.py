@@ -17,7 +17,7 @@ def make_axes(width: float = 7.0, height: float = 4.2) -> Any:
     """Return the axes of a new figure. Width and height are in inches."""
     import matplotlib
 
-    matplotlib.use("Agg")  # draws without a display
+    matplotlib.use("Agg")  # the Agg backend needs no display
     from matplotlib import pyplot
 
     return pyplot.subplots(figsize=(width, height), layout="constrained")[1]
@@ -106,8 +106,8 @@ def draw_bar_chart(path: Path, heights: Mapping[str, tuple[float, float]], y: st
 def draw_times_by_size(folder: Path, curves: Mapping[str, tuple[Mapping[str, Points], Mapping[str, Points]]]) -> None:
     """Plot time in microseconds against size in bytes, in one or more figures.
 
-    `curves` contains, for each title of a figure, the measured curves and the fitted lines. Both have the format of the
-    arguments `series` and `computed` of `draw_curves`.
+    `curves` contains, for each title of a figure, the measured curves and the fitted lines. The curves and
+    the lines have the format of the arguments `series` and `computed` of `draw_curves`.
     """
     for name, (measured, fitted) in curves.items():
         path = folder / f"{name.replace(' ', '_')}.png"

@@ -1,8 +1,8 @@
 """Timing of data-parallel steps: times of each rank, stragglers, and exposed communication.
 
 The all-reduce makes the steps of all ranks equally long, so the step time cannot identify a slow rank. Instead, ranks
-are compared by the time from the start of a step to the start of backward. Ranks do not wait for each other during this
-time.
+are compared by the time from the start of a step to the start of backward. Before backward, ranks do not wait for each
+other.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RankTimes:
     """Number of measured steps."""
     rank: int = 0
     exposed: Sequence[float] = ()
-    """Time from the last gradient to the end of backward in each step. Only communication takes place in this time."""
+    """Time of communication in each step between the last gradient and the end of backward."""
     samples: float | None = None
     """Mean number of this rank's samples per batch if the shards are unequal; None if the shards are equal."""
 
@@ -91,9 +91,9 @@ class StepDurations:
         return self.durations[min(WARM_UP, len(self.durations) // 3) :]
 
     def compute_mean_duration(self) -> float:
-        """Return the mean step duration in seconds, without the steps at the start of the run.
+        """Return the mean step duration in seconds, without the first steps.
 
-        The excluded steps are those that `list_steady_durations` excludes. The result is 0 if there are no other steps.
+        The method `list_steady_durations` excludes the first steps. The result is 0 if there are no other steps.
         """
         return fmean(self.list_steady_durations() or [0.0])
 
@@ -110,7 +110,7 @@ class StepTimestamps(NamedTuple):
 
 
 class StepTimer:
-    """Recorder of timestamps within the steps of one rank."""
+    """A recorder of timestamps within the steps of one rank."""
 
     def __init__(self, model: nn.Module, device: torch.device, sharded: Iterable[nn.Module] = ()) -> None:
         """Install hooks in the model that record timestamps.
@@ -346,8 +346,8 @@ class ScalingReport:
         if slowest is not None:
             median_of_others = median(rank.before_backward for rank in self.ranks if rank is not slowest)
             rows["straggler"] = (
-                f"rank {slowest.rank} on {self.hosts[slowest.rank]}: {slowest.before_backward * 1e3:.2f} ms before "
-                f"backward (median of the other ranks: {median_of_others * 1e3:.2f} ms)"
+                f"rank {slowest.rank} on {self.hosts[slowest.rank]}: {slowest.before_backward * 1e3:.2f} ms from "
+                f"step start to backward (median of the other ranks: {median_of_others * 1e3:.2f} ms)"
             )
 
         exposed = self.exposed_fraction
@@ -382,9 +382,9 @@ class ScalingReport:
 
 
 def pop_total_waiting_seconds(model: nn.Module) -> float:
-    """Return and reset the total time that layers have waited for other ranks.
+    """Return and reset the total seconds that layers have waited for other ranks.
 
-    The time is in seconds. Layers that wait for other ranks in the forward pass, such as synchronized BatchNorm, have a
+    Layers that wait for other ranks in the forward pass, such as synchronized BatchNorm, have a
     method `pop_waiting_seconds`.
     """
     seconds = 0.0

@@ -33,7 +33,7 @@ def find_straggler(seconds: Sequence[float | None], samples: Sequence[float | No
     if slowest_seconds <= max(MIN_RATIO * median_seconds, median_seconds + MIN_SECONDS):
         return None
 
-    # A rank with more samples is a straggler only if its time per sample also exceeds the median by MIN_RATIO.
+    # If the shards are unequal, the time per sample of a straggler must also exceed MIN_RATIO times the median.
     counts = {rank: count for rank, count in enumerate(samples) if count}
     per_sample = [value / counts[rank] for rank, value in rank_seconds.items() if rank in counts]
     if slowest in counts and per_sample and slowest_seconds / counts[slowest] <= MIN_RATIO * median(per_sample):

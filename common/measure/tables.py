@@ -1,4 +1,4 @@
-"""Tables in plain text."""
+"""Formatting of tables as plain text."""
 
 from __future__ import annotations
 

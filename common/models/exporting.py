@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from common.system.errors import UserError
 
-PROCESS_TIMEOUT = 300  # seconds; importing torch from a slow disk takes a long time
+PROCESS_TIMEOUT = 300  # in seconds; importing torch from a slow disk takes a long time
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 PROJECT_PACKAGES = ("common", "configs", "experiments", "slurm")
 
@@ -88,7 +88,7 @@ def write_and_run_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
     of samples N. Raises UserError if one of the packages ONNX_PACKAGES is missing.
     """
     try:
-        # All packages are imported to find out whether one is missing. The last one is onnxruntime.
+        # All packages are imported to find out whether one is missing. The last package is onnxruntime.
         runtime: Any = [importlib.import_module(name) for name in ONNX_PACKAGES][-1]
     except ImportError as error:
         command = f".venv/bin/python -m pip install {' '.join(ONNX_PACKAGES)}"

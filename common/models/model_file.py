@@ -45,7 +45,8 @@ def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, 
             tensors[name] = tensor.detach().cpu().contiguous()
 
     if recipe["arguments"] is not None and recipe["class"] in networks.KINDS:
-        rebuilt = build_model(recipe, torch.device("meta")).state_dict()  # shapes only, without memory for the values
+        # Tensors on the meta device have a shape but no data.
+        rebuilt = build_model(recipe, torch.device("meta")).state_dict()
         if get_tensor_shapes(rebuilt) != get_tensor_shapes(tensors):
             recipe = {"class": None, "arguments": None}
 
@@ -121,7 +122,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a safetensors file ({error})") from None
+        raise UserError(f"{file} cannot be read as a safetensors file ({error})") from None
 
 
 def build_model(recipe: Mapping[str, Any], device: torch.device | None = None) -> nn.Module:
@@ -205,7 +206,7 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
     file or folder does not exist or cannot be read.
     """
     path = find_initial_weights(text, runs)
-    if (path / "config.yaml").is_file():  # the folder of a run
+    if (path / "config.yaml").is_file():  # `path` is the folder of a run
         _, tensors = read_model(RunFolder(path.absolute()))
         return tensors
     if path.is_dir():

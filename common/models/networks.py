@@ -27,7 +27,7 @@ Recipe = dict[str, Any]
 def make_recipe(kind: str, **arguments: Any) -> Recipe:
     """Return a dict with the class name and the constructor arguments of a network.
 
-    The arguments must be JSON types.
+    The arguments must have types that JSON supports.
     """
     return {"class": kind, "arguments": arguments}
 
@@ -55,8 +55,9 @@ class FlatLinearReLU(LinearReLU):
 class SimpleNN(nn.Sequential):
     """A multilayer perceptron, by default the 784-128-64-10 network for MNIST.
 
-    The network has `depth` hidden layers of `width` units. With several hidden layers, the last one has half as many
-    units. Layers are named fc1, fc2, and so on. The network maps inputs [N, *shape] to logits [N, classes].
+    The network has `depth` hidden layers of `width` units. If there are several hidden layers, the last hidden layer
+    has half as many units. Layers are named fc1, fc2, and so on. The network maps inputs [N, *shape] to logits [N,
+    classes].
     """
 
     def __init__(self, width: int = 128, depth: int = 2, shape: Sequence[int] = (28, 28), classes: int = 10) -> None:
@@ -86,7 +87,8 @@ class Toy(nn.Sequential):
 def count_channels(shape: Sequence[int]) -> int:
     """Return the number of channels of images with the given shape.
 
-    The number is C for the shape [C, H, W], and 1 for [H, W]. Raises UserError for the shape of a vector.
+    The number of channels is C for the shape [C, H, W], and 1 for the shape [H, W]. Raises UserError for the shape of a
+    vector.
     """
     if len(shape) < 2:
         raise UserError(f"the network needs images, got vectors of {shape[0]} numbers; use another network")
@@ -161,8 +163,8 @@ class LeNet5(nn.Sequential):
 def count_features(layers: nn.Sequential, shape: Sequence[int]) -> int:
     """Return the number of values that the layers output for one image.
 
-    The number is determined by a forward pass with a tensor of zeros [1, *shape]. Raises UserError if images of this
-    shape are too small for the layers.
+    A forward pass with a tensor of zeros [1, *shape] determines the number of values. Raises UserError if images of the
+    given shape are too small for the layers.
     """
     try:
         return layers(torch.zeros(1, *shape)).numel()
@@ -173,7 +175,8 @@ def count_features(layers: nn.Sequential, shape: Sequence[int]) -> int:
 def make_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
     """Return the shortcut of a residual block.
 
-    The shortcut is the identity if the block keeps the shape, and otherwise a 1x1 convolution with BatchNorm.
+    The shortcut is the identity if the block keeps the shape of its input. Otherwise, the shortcut is a 1x1 convolution
+    followed by BatchNorm.
     """
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
@@ -204,7 +207,7 @@ class Bottleneck(nn.Module):
     """The bottleneck block of a ResNet: 1x1, 3x3 and 1x1 convolutions, and a shortcut.
 
     The last convolution has four times as many output channels as the other two. As in torchvision (ResNet v1.5), the
-    3x3 convolution has the stride.
+    3x3 convolution applies the stride.
     """
 
     expansion = 4
@@ -270,9 +273,9 @@ class ResNet(nn.Sequential):
             self.maxpool = nn.MaxPool2d(3, 2, 1)
         channels = width
         for group, depth in enumerate(depths):
-            group_width = width << group  # doubles in every group
+            group_width = width << group  # the width doubles from group to group
             for number in range(depth):
-                # The first block of every group except the first group halves height and width.
+                # In every group except the first group, the first block halves the height and width of the image.
                 stride = 2 if group and not number else 1
                 self.add_module(f"layer{group + 1}_{number}", kind(channels, group_width, stride))
                 channels = group_width * kind.expansion
@@ -311,7 +314,8 @@ KINDS: dict[str, Callable[..., nn.Sequential]] = {
 def convert_parameter_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict with tensors renamed as in the networks of common/models/networks.py.
 
-    The prefix layer1.0 of torchvision becomes layer1_0, and the prefix module. of DistributedDataParallel is removed.
+    Prefixes of torchvision such as "layer1.0." become "layer1_0.", and DistributedDataParallel's prefix "module." is
+    removed.
     """
     unwrapped = strip_wrapper_prefix(state)
     return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", name): tensor for name, tensor in unwrapped.items()}
@@ -320,9 +324,9 @@ def convert_parameter_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], file: str) -> None:
     """Copy the tensors `weights` of a state dict into a model.
 
-    State dicts from old versions of PyTorch lack the buffer num_batches_tracked of BatchNorm. In this case, the model
-    keeps its own value of the buffer. Raises UserError if the state dict does not match the model; `file` is the file
-    name in the error message.
+    If the state dict lacks BatchNorm's buffer num_batches_tracked, as in old versions of PyTorch, the model keeps its
+    own value of the buffer. Raises UserError if the state dict does not match the model; `file` is the file name in the
+    error message.
     """
     expected = model.state_dict()
     state = {name: tensor for name, tensor in expected.items() if name.endswith(".num_batches_tracked")}

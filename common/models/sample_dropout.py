@@ -18,8 +18,8 @@ class SampleDropout(nn.Module):
     """A dropout layer whose masks depend on the positions of the samples in the epoch.
 
     Dropout was introduced by Hinton et al. 2012, arXiv 1207.0580. Each sample gets the mask that a single process would
-    draw, regardless of how a batch is divided into shards and microbatches. The masks of `torch.nn.Dropout`, however,
-    depend on the order in which a process computes samples, because all masks are drawn from one generator.
+    draw, regardless of how a batch is divided into shards and microbatches. The masks of `torch.nn.Dropout` depend on
+    the order in which a process computes samples, because all masks are drawn from one generator.
     """
 
     def __init__(self, rate: float, seed: int, name: str = "dropout") -> None:
@@ -64,7 +64,7 @@ class SampleDropout(nn.Module):
     def draw_mask(self, positions: range, size: int) -> Tensor:
         """Draw the masks of n samples at consecutive positions.
 
-        The result is a bool tensor [n, size], where `size` is the number of inputs per sample. The value is True for
+        The result is a bool tensor [n, size], where `size` is the number of inputs per sample. The mask is True for
         each input that dropout does not set to zero.
         """
         # The random numbers of all samples of an epoch are one sequence, with `size` numbers per sample.
