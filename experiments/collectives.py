@@ -221,7 +221,7 @@ def main(cfg: Config, run: Run) -> None:
                     step.log(**{f"{point.name} {name}": slowest})
             step.log(bytes=float(point.nbytes))
 
-    load_facts = load_meter.report()
+    load_facts = load_meter.report_foreign_load()
     report = CollectiveReport(points, variants, table, links)
     if cfg.plot and world.is_main:
         plots.draw_times_by_size(run.folder.path, report.list_curves())

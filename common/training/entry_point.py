@@ -357,7 +357,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         is_new_run = attempt.is_new and not world.is_joining
         optimizer_contract.check_optimizer_of_run(cfg.optim, attempt.folder.path / "code", is_new_run=is_new_run)
         algorithm_choice.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
-        initial_weights.clear_replaced_weights(cfg, attempt.folder)
+        initial_weights.reset_weights_setting_on_resume(cfg, attempt.folder)
         main(cfg, run)
         if world.is_main and not run.finished:
             raise RuntimeError("main() did not call run.report(...); add this call after the training loop")

@@ -185,7 +185,7 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: ElasticRecovery 
         for layer in dropout:
             if isinstance(state.loader, Rounds):
                 raise TypeError("SampleDropout requires a loader from run.batches or run.microbatches")
-            layer.begin_step(step.epoch, state.loader.list_sample_positions(run.step % epoch_steps))
+            layer.set_positions(step.epoch, state.loader.list_sample_positions(run.step % epoch_steps))
 
         yield step
         if step.failure is not None:
@@ -245,7 +245,7 @@ def synchronize_gpus_if_due(run: RunContext, state: TrainState, number: int) -> 
     """
     if not state.gpus:
         return
-    begins_steady = run.pace.is_next_step_steady(run.total - number)
+    begins_steady = run.pace.is_next_step_first_steady(run.total - number)
     ends_epoch = number == run.total or number % state.loader.steps == 0
     if begins_steady or ends_epoch or run.saver.vote.is_vote_due(number):
         for gpu in state.gpus:
