@@ -22,22 +22,23 @@ class Config(Sweep, ElasticRanks, Sharded):
     results."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
     """Numeric precision of matrix products and convolutions. bf16 and fp16 use autocast with float32 parameters; fp16
-    also scales the loss. tf32 stores float32 but lets NVIDIA GPUs compute products in TF32; on a CPU it is the same as
-    fp32."""
+    also scales the loss. tf32 stores tensors in float32 but lets NVIDIA GPUs compute products in TF32. On a CPU, tf32
+    is the same as fp32."""
     accumulate: int = at_least(1, 4)
-    """Number of microbatches per optimizer step. `batch` is still the global batch size of a step, so each rank
-    processes batch / accumulate / ranks samples at a time. At the end of an epoch, only a partial microbatch is
-    dropped. If the number of microbatches in an epoch is not a multiple of this value, the last step of the epoch has
-    fewer microbatches."""
+    """Number of microbatches per optimizer step. `batch` is the global batch size of a step, so each rank processes
+    batch / accumulate / ranks samples at a time. At the end of an epoch, only a partial microbatch is dropped. If the
+    number of microbatches in an epoch is not a multiple of `accumulate`, the last step of the epoch has fewer
+    microbatches."""
     no_sync: bool = True
-    """All-reduce gradients once per step instead of after every microbatch. The result is the same either way."""
+    """All-reduce gradients once per step instead of after every microbatch. Both values of no_sync give the same
+    result."""
     channels_last: bool = False
     """Store images and filters in the channels_last memory format, which speeds up convolutions."""
     compile: bool = False
     """Compile the model with torch.compile, which needs a C++ compiler and delays the first step by up to a minute."""
     clip: float = between(0, 1e6, 0)
-    """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm of the unscaled gradient of the whole
-    batch, over all parameters."""
+    """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm over the gradients of all parameters,
+    for the whole batch and without the loss scale."""
     init_scale: float = between(1e-3, 1e9, 65536)
     """Initial loss scale for precision=fp16. The scale is halved when a gradient overflows (arXiv 1710.03740)."""
     growth_interval: int = at_least(1, 2000)
@@ -51,8 +52,8 @@ class Config(Sweep, ElasticRanks, Sharded):
         super().check()
         if self.dtype == "float64" and self.precision in ("bf16", "fp16"):
             raise ValueError(
-                f"dtype=float64 cannot be combined with precision={self.precision}, which converts only float32; "
-                "use precision=fp32"
+                f"dtype=float64 cannot be combined with precision={self.precision}, because autocast converts only "
+                "float32 tensors; use precision=fp32"
             )
         if self.model == "mlp" and self.channels_last:
             raise ValueError("channels_last=true requires convolutions, but model=mlp has none; use model=convnet")

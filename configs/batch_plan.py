@@ -11,8 +11,8 @@ from dataclasses import dataclass
 class BatchPlan:
     """The sizes of the shards and microbatches of one optimizer step.
 
-    `Loader` creates the shards and microbatches of a rank. A pipeline engine is an exception: its `step` method splits
-    a batch into microbatches itself.
+    `Loader` creates the shards and microbatches of a rank. In pipeline parallelism, the `step` method of the pipeline
+    engine creates the microbatches instead.
     """
 
     batch: int
@@ -20,7 +20,7 @@ class BatchPlan:
     replicas: int = 1
     """Number of model replicas (ranks or pipelines). Each replica processes one shard of the batch."""
     microbatches: int = 1
-    """Number of microbatches per shard. Microbatches are processed in sequence with summed gradients."""
+    """Number of microbatches per shard. Microbatches are processed in sequence, and their gradients are summed."""
     weights: tuple[int, ...] = ()
     """Relative shard sizes, one per replica; an empty tuple means equal shards."""
 
@@ -38,12 +38,12 @@ class BatchPlan:
 def divide_batch(batch: int, weights: Sequence[int]) -> tuple[int, ...]:
     """Return the number of samples of each rank, in proportion to the ranks' weights.
 
-    Counts are rounded down. The remaining samples are given to the ranks with the largest remainders (Hamilton's
-    method). Among equal remainders, lower ranks come first.
+    Each number is first rounded down. The remaining samples are given to the ranks with the largest remainders
+    (Hamilton's method). Among ranks with equal remainders, lower ranks have priority.
     """
     total = sum(weights)
     counts = [batch * weight // total for weight in weights]
-    by_remainder = sorted(range(len(weights)), key=lambda rank: -(batch * weights[rank] % total))
+    by_remainder = sorted(range(len(weights)), key=lambda rank: -(batch * weights[rank] % total))  # largest first
     missing = batch - sum(counts)
     for rank in by_remainder[:missing]:
         counts[rank] += 1
@@ -57,7 +57,7 @@ def list_divisors(number: int) -> list[int]:
 
 
 def format_nearest_multiples(number: int, factor: int) -> str:
-    """Format the positive multiples of `factor` that are closest to a number, for example "62 or 64"."""
+    """Format the positive multiples of `factor` next to a number, for example "62 or 64"."""
     lower = number // factor * factor
     higher = lower + factor
     return f"{lower} or {higher}" if lower else str(higher)

@@ -19,7 +19,7 @@ class Replicated(RanksPerNode):
         ranks = self.processes
         microbatches = self.batch_plan.microbatches
         if self.batch_plan.weights or self.batch % (ranks * microbatches) == 0:
-            return
+            return  # unequal shards can divide a batch of any size
         problem = f"batch={self.batch} cannot be divided evenly among {ranks} ranks"
         remedy = f"use batch={format_nearest_multiples(self.batch, ranks * microbatches)}"
         if microbatches > 1:
@@ -90,7 +90,7 @@ class Sharded(Replicated):
 
 @dataclass
 class DataParallel(Replicated, InitialWeights):
-    """Settings for DDP and the strategies that it is compared with."""
+    """Settings for DDP and for the strategies that are compared with DDP."""
 
     model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; resnet18

@@ -22,17 +22,18 @@ class Config(ElasticRanks, Sharded, DataParallel):
     powersgd_rank: int = at_least(1, 2, only="communication=powersgd")
     """Rank of PowerSGD's low-rank matrices. Compression starts after ten steps."""
     bucket_mb: float = between(0.01, 10_000, 25)
-    """Size of DDP's gradient buckets in MB. A bucket is all-reduced as soon as backward has filled it."""
+    """Size of DDP's gradient buckets in MB. A bucket is all-reduced as soon as the backward pass has filled the
+    bucket."""
     gradient_as_bucket_view: bool = True
     """Use views of DDP's buckets as gradients, which saves memory and a copy."""
     static_graph: bool = False
     """Declare to DDP that every step uses the same parameters in the same order."""
     find_unused_parameters: bool = False
-    """Make DDP search every step for parameters without a gradient. The search takes time and is needed only for models
-    that do not use all of their parameters in every step."""
+    """In every step, let DDP search for parameters that get no gradient. The search takes time. Only models that do not
+    use all of their parameters in every step need the search."""
     clip: float = between(0, 1e6, 0)
-    """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm of the gradient of the whole batch,
-    over all parameters."""
+    """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm over the gradients of all parameters,
+    for the whole batch."""
     compare: bool = False
     """After training, time the same step in a single process and report the parallel efficiency."""
 

@@ -26,13 +26,13 @@ class Elastic:
     """Seconds without a heartbeat after which a rank is considered lost. A separate thread sends the heartbeats, so
     slow steps, evaluations and checkpoints do not interrupt them. A killed rank is detected immediately."""
     min: int = at_least(1, 1)
-    """Minimum number of ranks. If fewer ranks remain, they save a checkpoint and exit with status 75. The run can then
-    be resumed with all ranks."""
+    """Minimum number of ranks. If fewer ranks remain, the remaining ranks save a checkpoint and exit with status 75.
+    The run can then be resumed with all ranks."""
     rejoin: int = at_least(0, 3)
     """Maximum number of restarts per lost rank. A restarted rank joins between two steps with a copy of another rank's
     state."""
     spares: int = between(0, 64, 0)
-    """Number of spare hosts that a SLURM job requests to replace lost hosts. Local runs ignore this setting."""
+    """Number of spare hosts that a SLURM job requests to replace lost hosts. Local runs have no spare hosts."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class ElasticRanks(RanksPerNode):
             raise ValueError("elastic=true requires at least two ranks; use processes_per_node=2 or elastic=false")
         if self.elastic.min > ranks:
             raise ValueError(
-                f"elastic.min={self.elastic.min} exceeds the {ranks} ranks of the run; set it to at most {ranks}"
+                f"elastic.min={self.elastic.min} exceeds the {ranks} ranks of the run; use at most elastic.min={ranks}"
             )
         if getattr(self, "shards", []) == ["auto"]:
             raise ValueError(
@@ -67,6 +67,6 @@ class ElasticRanks(RanksPerNode):
 
 
 def get_enabled_elastic_settings(cfg: object) -> Elastic | None:
-    """Return the elastic settings of a config, or None if they are missing or turned off."""
+    """Return the elastic settings of a config, or None if the run is not elastic."""
     settings = getattr(cfg, "elastic", None)
     return settings if isinstance(settings, Elastic) and settings.on else None

@@ -27,9 +27,9 @@ class Launch:
     (which sends the fewest bytes between hosts). Algorithms can be combined by message size: tree<65536<ring uses tree
     for small messages and ring for messages of at least 65,536 bytes. auto measures the links once, chooses such a
     combination and stores it in config.yaml. With more than 256 ranks, auto excludes ring and sharded_star, because
-    they have too many transfers to simulate. FILE.py:function is a custom algorithm: for each rank, function(ranks)
-    returns a list of tuples (action, chunk, peer), in which the action is 'send', 'receive' or 'add'.
-    `python -m common.backend.algorithms` prints an algorithm."""
+    these algorithms have too many transfers to simulate. FILE.py:function is a custom algorithm: for each rank,
+    function(ranks) returns a list of tuples (action, chunk, peer), in which the action is 'send', 'receive' or 'add'.
+    The command `python -m common.backend.algorithms` prints the transfers of an algorithm."""
     transport: Literal["auto", "network"] = "auto"
     """Transport of the built-in backend between ranks of the same host. auto uses shared memory; network uses
     sockets."""
@@ -41,17 +41,19 @@ class Launch:
     """Train with ranks on GPUs and ranks on CPUs together. On each host, the first ranks get one GPU each, and the
     remaining ranks use the CPU. gloo communicates through host memory, so GPUs of different vendors can be combined."""
     nodes: int = at_least(1, 1)
-    """Number of hosts. On a single machine, the ranks are divided among this number of simulated hosts."""
+    """Number of hosts. A run on a single machine simulates this number of hosts and divides the ranks among the
+    simulated hosts."""
     threads: int = between(0, 1024, 0)
     """Number of CPU threads per rank. 0 uses the number of CPUs that SLURM assigned to the rank or, without SLURM, the
     number of allowed cores divided by the number of ranks on the host."""
     interface: str = ""
-    """Network interface for communication between hosts. If empty, hosts use the interface with the route to rank 0."""
+    """Network interface for communication between hosts. If no interface is set, hosts use the interface with the route
+    to rank 0."""
     setup_timeout: float = between(1, 3600, 60)
     """Maximum seconds that a rank may take to connect. The limit also applies to ranks that an elastic run restarts."""
     step_timeout: float = between(1, 3600, 120)
-    """Maximum duration of one message or collective during training, in seconds. A data worker may use half of this
-    time to prepare a block of batches."""
+    """Maximum duration of one message or collective during training, in seconds. A data worker may use half of
+    launch.step_timeout to prepare a block of batches."""
 
     @property
     def excludes_gpus(self) -> bool:
@@ -66,7 +68,7 @@ class Launch:
             )
         if self.mixed and (self.device != "auto" or self.backend != "auto"):
             setting = f"launch.device={self.device}" if self.device != "auto" else f"launch.backend={self.backend}"
-            raise ValueError(f"launch.mixed=true sets the devices and the gloo backend itself; omit {setting}")
+            raise ValueError(f"launch.mixed=true determines the devices and uses the gloo backend; omit {setting}")
         if self.backend == "builtin":
             return
         builtin_defaults = {"algorithm": "ring", "transport": "auto", "tls": False}

@@ -20,8 +20,8 @@ class Config(Replicated, InitialWeights):
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions. resnet18
     has the CIFAR stem; each worker has its own BatchNorm statistics, which are averaged for evaluation."""
     every: int = at_least(1, 8)
-    """Number of optimizer steps that each worker takes between two exchanges. The last step of a run is also followed
-    by an exchange."""
+    """Number of optimizer steps that each worker takes between two exchanges. The workers also exchange after the last
+    step of a run."""
     start: int = at_least(0, 0)
     """Number of initial steps in which gradients are averaged, as in DDP (post-local SGD, arXiv 1808.07217)."""
     outer: Literal["mean", "nesterov"] = "mean"
@@ -53,7 +53,7 @@ class Config(Replicated, InitialWeights):
             raise ValueError("momentum_of=averaged requires optim.momentum > 0; set optim.momentum or omit momentum_of")
         samples = self.data.train_samples
         if samples:
-            self.check_rounds(self.total_steps(samples // self.batch))
+            self.check_rounds(self.compute_total_steps(samples // self.batch))
 
     def check_exchange(self) -> None:
         """Raise ValueError if settings of the exchange are incompatible."""
@@ -73,7 +73,7 @@ class Config(Replicated, InitialWeights):
             )
 
     def check_rounds(self, steps: int) -> None:
-        """Raise ValueError if a run of `steps` steps is too short for a full round of local steps."""
+        """Raise ValueError if `steps` steps are too few for a full round of local steps."""
         local_steps = steps - self.start
         if local_steps < 1:
             raise ValueError(

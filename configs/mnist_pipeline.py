@@ -27,7 +27,7 @@ class Config(PipelineConfig, Experiment):
     def estimated_parameters(self) -> float:
         last_hidden = self.width // 2 if self.depth > 1 else self.width
         sizes = [28 * 28, *[self.width] * (self.depth - 1), last_hidden, 10]
-        return sum((inputs + 1) * outputs for inputs, outputs in pairwise(sizes))
+        return sum((inputs + 1) * outputs for inputs, outputs in pairwise(sizes))  # weights and biases
 
     def check(self) -> None:
         self.check_pipeline(self.batch)

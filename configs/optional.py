@@ -13,7 +13,8 @@ class RanksPerNode(Experiment):
 
     processes_per_node: int = at_least(0, 0)
     """Number of ranks per host. 0 uses the number in the cluster profile, or the number that torchrun or srun started.
-    If neither is available, 0 means two ranks on a single host, or one rank on each of several hosts."""
+    Without a cluster profile and without torchrun or srun, 0 means two ranks on a single host, or one rank on each of
+    several hosts."""
 
     @property
     def processes(self) -> int:
@@ -44,5 +45,5 @@ class Sweep:
     sweep: bool = False
     """Run a grid of settings with one run per point, then write a table, a CSV file and a plot."""
     repeats: int = between(1, 100, 3)
-    """Number of runs per point of a sweep. Each round runs every point once, so that disturbances affect all points
-    equally."""
+    """Number of runs per point of a sweep. Each round of a sweep runs every point once, so that disturbances affect all
+    points equally."""

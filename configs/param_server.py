@@ -26,18 +26,18 @@ class Config(ElasticRanks, Replicated):
     creates between a worker's pull and the application of its push. At most staleness + 1 workers compute at the same
     time; with 0, workers compute one after another."""
     servers: int = at_least(1, 1)
-    """Number of servers. Starting with rank 0, this number of ranks each serve one shard of the parameters. Every rank
-    is also a worker."""
+    """Number of servers. The first `servers` ranks each serve one shard of the parameters. Every rank is also a
+    worker."""
     damp: bool = False
     """Divide the learning rate of a push by its staleness (arXiv 1511.05950). `damp` is not available with
     mode=sync."""
     record: bool = False
-    """At the end, write the requests that each server processed, in order, to served-<rank>.json in the attempt
-    folder."""
+    """At the end of the run, write the requests that each server processed, in order, to served-<rank>.json in the
+    attempt folder."""
     compare: bool = False
-    """After training, time the same steps with DDP on the same ranks and report the samples/s for comparison."""
+    """After training, time the same steps with DDP on the same ranks, and report the samples/s of DDP."""
     plot: bool = True
-    """At the end, plot how often each staleness value occurred."""
+    """At the end of the run, plot how often each staleness value occurred."""
 
     def check(self) -> None:
         ranks = self.processes

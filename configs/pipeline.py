@@ -27,8 +27,8 @@ class Stages:
     stages_per_process: int = between(1, 64, 1)
     """Number of stages per rank. Stage s is placed on rank s modulo the number of ranks."""
     split: list[str] = field(default_factory=list)
-    """Names of the layers that start a new stage, such as [fc2]. If empty, the stages are balanced according to
-    `balance`."""
+    """Names of the layers that start a new stage, such as [fc2]. If the list is empty, the stages are balanced
+    according to `balance`."""
     balance: Literal["parameters", "time"] = "parameters"
     """Quantity that an automatic split balances across stages: parameter counts or the measured times of layers."""
     plot: bool = False
@@ -38,10 +38,10 @@ class Stages:
     @property
     def memory_bytes(self) -> float:
         """Estimated memory per host in bytes. Each rank builds the whole model, then keeps only its own stages."""
-        cfg: Any = self
-        built = cfg.processes // cfg.launch.nodes * cfg.parameter_bytes
-        trained = getattr(cfg, "replicas", 1) * cfg.parameter_bytes * cfg.optim.tensors_per_parameter
-        return max(built, trained / cfg.launch.nodes)
+        cfg: Any = self  # the experiment's config, which combines this class with `Experiment`
+        while_building = cfg.processes // cfg.launch.nodes * cfg.parameter_bytes
+        all_replicas = getattr(cfg, "replicas", 1) * cfg.parameter_bytes * cfg.optim.tensors_per_parameter
+        return max(while_building, all_replicas / cfg.launch.nodes)
 
     def make_pipeline_config(self) -> PipelineConfig:
         """Return the settings of the pipeline engine."""
@@ -75,6 +75,7 @@ class PipelineConfig(Stages):
         if batch % self.microbatches:
             problem = f"batch={batch} is not divisible by microbatches={self.microbatches}"
             divisors = list_divisors(batch)
+            # the valid numbers of microbatches that are closest to the configured number
             lower = max(d for d in divisors if d <= self.microbatches)
             higher = min(d for d in divisors if d >= min(self.microbatches, batch))
             counts = str(lower) if lower == higher else f"{lower} or {higher}"
@@ -115,6 +116,7 @@ class PipelineConfig(Stages):
                 )
             return
         if self.schedule in ("1f1b", "interleaved_1f1b", "zero_bubble"):
+            # torch divides the microbatches into this number of rounds of equal size
             rounds = max(1, count // self.processes)
             if count % rounds:
                 problem = f"with engine=torch schedule={self.schedule}, microbatches={count} must be a multiple of"

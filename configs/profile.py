@@ -13,11 +13,11 @@ class Profile:
     """Settings for a SLURM cluster and for the resources that a job requests on it."""
 
     partition: str = ""
-    """SLURM partition. For this setting and those below, an empty value means the default of the cluster."""
+    """SLURM partition of the job. An empty value selects the default partition of the cluster."""
     account: str = ""
-    """SLURM account that is charged for the job."""
+    """SLURM account that is charged for the job. An empty value selects the default account of the user."""
     qos: str = ""
-    """SLURM quality of service (QOS) of the job."""
+    """SLURM quality of service (QOS) of the job. An empty value selects the default QOS."""
     constraint: str = ""
     """SLURM features that the hosts of the job must have."""
     exclude: str = ""
@@ -37,11 +37,11 @@ class Profile:
     gpus_as: Literal["gpus-per-node", "gres"] = "gpus-per-node"
     """SLURM option for requesting GPUs on this cluster."""
     gpu_type: str = ""
-    """GPU type to request, such as a100."""
+    """GPU type to request, such as a100. An empty value accepts any type."""
     requeue: bool = True
     """Allow SLURM to requeue the job after preemption or a node failure."""
     signal_seconds: int = between(1, 3600, 240)
-    """The job receives a stop request this number of seconds before its time limit."""
+    """Number of seconds before the time limit at which the job receives a stop request."""
     setup: list[str] = field(default_factory=list)
     """Shell commands that run before the ranks start, such as [module load cuda]."""
     container: list[str] = field(default_factory=list)
@@ -57,7 +57,8 @@ class Profile:
         if self.signal_seconds >= 60 * self.time:
             problem = f"signal_seconds={self.signal_seconds} must be less than time={self.time} minutes"
             raise ValueError(
-                f"{problem}, or the job receives a stop request when it starts; raise time or lower signal_seconds"
+                f"{problem}; otherwise, the job receives a stop request when it starts; "
+                "raise time or lower signal_seconds"
             )
         if self.gpus and self.processes > self.gpus:
             raise ValueError(

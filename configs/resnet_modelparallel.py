@@ -30,8 +30,8 @@ class Config(Sweep, Stages, InitialWeights):
     """Training loss. mse is available for model=toy only: it is the mean squared difference from random targets, one
     target vector per class. Evaluation always reports cross-entropy and accuracy."""
     mode: Literal["single", "naive", "pipelined"] = "pipelined"
-    """single trains the unsplit model; naive runs one stage at a time; pipelined runs all stages in parallel according
-    to `schedule`."""
+    """Execution of the stages. single trains the unsplit model; naive runs one stage at a time; pipelined runs all
+    stages in parallel according to `schedule`."""
     split_size: int = at_least(0, 0)
     """Number of samples per microbatch. 0 uses the whole batch in single and naive mode, and a quarter of the batch in
     pipelined mode."""
@@ -40,14 +40,14 @@ class Config(Sweep, Stages, InitialWeights):
     torch.distributed.pipelining. auto uses the built-in engine if that engine supports the schedule, and otherwise
     torch."""
     devices: list[str] = field(default_factory=lambda: ["auto"])
-    """One device per stage, such as [cuda:0,cuda:1], all of which are used by one process. [] uses one rank per stage.
-    In a local run with GPUs, auto uses all visible GPUs from one process (if there is only one GPU, it holds all
-    stages). Otherwise, auto uses one rank per stage."""
+    """One device per stage, such as [cuda:0,cuda:1]. A single process then uses all listed devices. [] uses one rank
+    per stage. For one pipeline with mode=naive or schedule=gpipe in a local run with GPUs, auto uses all visible GPUs
+    from one process; a single GPU holds all stages. In all other cases, auto uses one rank per stage."""
     split_sizes: list[str] = field(default_factory=lambda: ["4", "8", "16", "32"])
     """Values of split_size that a sweep (sweep=true) measures in pipelined mode."""
     replicas: int = between(1, 4096, 1)
     """Number of copies of the pipeline. Each copy is trained on its own shard of the batch, and all stages of a copy
-    are on one host. The total number of ranks is the number of ranks per pipeline times this value."""
+    are on one host. The total number of ranks is the number of ranks per pipeline times `replicas`."""
     memory_cap: int = at_least(0, 0)
     """Maximum memory in MB that each rank may allocate for training, beyond what it uses after startup; 0 sets no
     limit. The limit applies to writable address space on a CPU and to tensors on a GPU."""
@@ -96,7 +96,7 @@ class Config(Sweep, Stages, InitialWeights):
     def estimated_parameters(self) -> float:
         return RESNETS.get(self.model, 0) * (self.width / 64) ** 2
 
-    def fit_devices(self, gpus: int) -> None:
+    def adapt_to_gpus(self, gpus: int) -> None:
         if self.devices != ["auto"] or not gpus or self.launch.excludes_gpus or self.mode == "single":
             return
         is_one_pipeline = self.launch.nodes == self.stages_per_process == self.replicas == 1
@@ -121,15 +121,15 @@ class Config(Sweep, Stages, InitialWeights):
         shard = self.batch_plan.shard
         if shard % self.microbatch:
             raise ValueError(
-                f"batch={shard} cannot be divided evenly into microbatches of split_size={self.microbatch}; "
+                f"batch={shard} cannot be divided evenly into microbatches of split_size={self.microbatch} samples; "
                 f"valid sizes are {format_divisors(shard)}"
             )
         if self.loss == "mse" and self.model != "toy":
             raise ValueError(f"loss=mse is not available for model={self.model}; use model=toy or loss=cross_entropy")
         if self.channels_last and self.width < 16 and self.model in RESNETS:  # avoids a bug in oneDNN
             raise ValueError(
-                f"channels_last=true with width={self.width} is unsafe: oneDNN (CPU) writes out of bounds in gradients "
-                "of 1x1 convolutions with stride 2 and few channels; use width=16 or more"
+                f"channels_last=true with width={self.width} is unsafe: on CPUs, oneDNN writes out of bounds when it "
+                "computes gradients of 1x1 convolutions with stride 2 and few channels; use width=16 or more"
             )
         sizes = self.split_sizes
         if self.sweep and not (sizes and all(size.isdecimal() and int(size) for size in sizes)):

@@ -34,8 +34,8 @@ class Data:
     """Data set: mnist, digits, cifar10, imagefolder, generated, vectors, or a custom data set. imagefolder reads
     root/train/<class>/* and root/val/<class>/*. generated contains random pixels and labels, for measuring throughput
     only. vectors contains samples of 10 numbers in 5 classes. FILE.py:function is a custom data set: function(root)
-    returns train images, train labels, test images and test labels as NumPy arrays. Images are uint8 [N, H, W] or
-    [N, 3, H, W], vectors are uint8 [N, D], and labels start at 0. After a fallback, this setting names the data set
+    returns train images, train labels, test images and test labels as NumPy arrays. Images are uint8 [N, H, W] or [N,
+    3, H, W], vectors are uint8 [N, D], and labels start at 0. After a fallback, `data.name` is the name of the data set
     that was used."""
     root: str = "data"
     """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
@@ -50,7 +50,7 @@ class Data:
     """Height and width, in pixels, of the color images of imagefolder and generated. The images of imagefolder are
     resized and cropped once, during preparation."""
     samples: int = between(5, 10_000_000, 10_000)
-    """Number of training samples of generated and vectors. The number of test samples is a fifth of this value."""
+    """Number of training samples of generated and vectors. The number of test samples is a fifth of `samples`."""
     classes: int = between(2, 10_000, 10)
     """Number of classes of the generated data set."""
     download_timeout: float = between(0, 600, 10)
@@ -65,16 +65,16 @@ class Data:
     skips these files."""
     workers: int = between(0, 64, 0)
     """Number of data worker processes per rank, which gather and normalize batches in advance. With 0, the rank itself
-    prepares its batches. A data worker has failed if it is killed or needs more than half of launch.step_timeout for a
-    block of batches. A failed data worker ends the run; with `elastic=true`, only the rank of this worker is lost."""
+    prepares its batches. A data worker fails if it is killed or needs more than half of launch.step_timeout for a block
+    of batches. A failed data worker ends the run; with `elastic=true`, only the rank of this worker is lost."""
     train_limit: int = at_least(0, 0)
-    """Use only this number of training samples, from the start of the set; 0 uses all samples."""
+    """Use only this number of training samples, from the start of the data set; 0 uses all samples."""
     test_limit: int = at_least(0, 0)
-    """Use only this number of test samples, from the start of the set; 0 uses all samples."""
+    """Use only this number of test samples, from the start of the data set; 0 uses all samples."""
 
     @property
     def train_samples(self) -> int | None:
-        """Number of training samples, or None if it depends on the files of the data set."""
+        """Number of training samples, or None if the number depends on files of the data set."""
         samples = self.samples if self.name in ("generated", "vectors") else TRAIN_SAMPLES.get(self.name)
         if samples and self.train_limit:
             return min(samples, self.train_limit)
@@ -110,8 +110,8 @@ class Optim:
     excludes biases and the scales of normalization layers."""
     trust: float = between(0, 1, 0.001)
     """LARS coefficient: the maximum step of a layer relative to the norm of the layer's weights, at a learning rate of
-    1. Biases and the scales of normalization layers take SGD steps at the full learning rate. If this rate is too high
-    for them, raise the coefficient and lower `lr` by the same factor. The steps of all other parameters do not
+    1. Biases and the scales of normalization layers take SGD steps at the full learning rate. If `lr` is too high for
+    these parameters, raise `trust` and lower `lr` by the same factor. Then only the steps of these parameters
     change."""
     warmup: int = at_least(0, 0)
     """Number of steps during which the learning rate increases linearly to its peak."""
@@ -142,7 +142,8 @@ class Log:
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of messages that the terminal shows. The log files in attempts/*/logs contain all messages."""
     seconds: float = between(0.05, 60, 0.5)
-    """Seconds between two writes to metrics.jsonl. The file gets a row for every step regardless of this value."""
+    """Seconds between two writes to metrics.jsonl. The file contains a row for every step, regardless of
+    `log.seconds`."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 
@@ -152,8 +153,8 @@ class Wandb:
     """Settings for Weights & Biases (W&B)."""
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """W&B mode. auto is online if an account is configured and reachable, otherwise offline. The environment variable
-    WANDB_MODE overrides this value."""
+    """W&B mode. auto is online if an account is configured and the W&B server is reachable, and otherwise offline. The
+    environment variable WANDB_MODE overrides `wandb.mode`."""
     project: str = "distributed-experiments"
     """W&B project of the run."""
     entity: str = ""
@@ -163,10 +164,10 @@ class Wandb:
     tags: list[str] = field(default_factory=list)
     """Additional W&B tags. The experiment, the data set and the world size are always added as tags."""
     model: bool = True
-    """Upload the trained model to W&B as an artifact. The run folder always contains the model, too."""
+    """Upload the trained model to W&B as an artifact. The run folder always contains the model."""
     finish_timeout: float = between(1, 3600, 60)
-    """Maximum seconds to wait for W&B after training. Data that is not uploaded in this time stays on disk for
-    `make sync`."""
+    """Maximum seconds to wait for W&B after training. Data that has not been uploaded by then stays on disk for `make
+    sync`."""
 
     def check(self) -> None:
         """Raise ValueError for names that W&B rejects."""
@@ -195,11 +196,12 @@ class Checkpoint:
     retries: int = between(0, 10, 1)
     """Number of retries after a disk error. If all retries fail, training continues without the checkpoint."""
     grace: float = between(1, 3600, 60)
-    """Maximum seconds between a stop request and the exit of a process. A process that has not saved and exited by then
-    terminates itself. The value must exceed the time of a step or an evaluation batch plus the time of a checkpoint."""
+    """Maximum seconds between a stop request and the exit of a process. A process that does not exit within
+    `checkpoint.grace` seconds terminates itself. The value must exceed the time of a step or an evaluation batch plus
+    the time of a checkpoint."""
     max_restarts: int = at_least(0, 3)
-    """On a cluster, the maximum number of consecutive failed attempts without a new checkpoint. If this number is
-    exceeded, the job ends."""
+    """On a cluster, the maximum number of consecutive failed attempts without a new checkpoint. If more attempts fail,
+    the job ends."""
 
 
 @dataclass
@@ -207,7 +209,7 @@ class Experiment:
     """Settings that every experiment has."""
 
     trains: ClassVar[bool] = True
-    """False for a pure measurement, which has neither a model nor data and ignores the settings for training."""
+    """Whether the experiment trains a model. A pure measurement has no model and ignores the settings for training."""
 
     can_mix_devices: ClassVar[bool] = False
     """Whether ranks on GPUs and ranks on CPUs can train together."""
@@ -229,8 +231,8 @@ class Experiment:
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of parameters and computation. float64 is intended for tests that compare results."""
     profile: int = at_least(0, 0)
-    """Number of steps to profile. Each rank writes a Chrome trace and lists the ten most expensive operations; 0
-    disables profiling."""
+    """Number of steps to profile; 0 disables profiling. Each rank writes a Chrome trace and lists the ten most
+    expensive operations."""
     runs: str = "runs"
     """Folder that contains all run folders."""
     data: Data = field(default_factory=Data)
@@ -270,8 +272,8 @@ class Experiment:
         """Estimated size of the parameters in bytes."""
         return self.estimated_parameters * (8 if self.dtype == "float64" else 4)
 
-    def total_steps(self, epoch_steps: int) -> int:
-        """Return the number of optimizer steps of the run; `epoch_steps` is the number of steps per epoch."""
+    def compute_total_steps(self, epoch_steps: int) -> int:
+        """Return the number of optimizer steps of the run, from the number of steps per epoch."""
         total = self.epochs * epoch_steps
         return min(self.steps or total, total)
 
@@ -285,11 +287,14 @@ class Experiment:
         """Return the files and folders that settings refer to, by the dotted name of the setting."""
         return {"runs": self.runs, "data.root": self.data.root, "data.cache": self.data.cache}
 
-    def fit_devices(self, gpus: int) -> None:
-        """Set values that depend on the GPUs of a local run. Called before the run folder is created."""
+    def adapt_to_gpus(self, gpus: int) -> None:
+        """Set values that depend on the number of GPUs.
+
+        A local run calls this method before the run folder is created.
+        """
 
     def check(self) -> None:
-        """Raise ValueError if settings are incompatible; its message includes a remedy."""
+        """Raise ValueError if settings are incompatible. The error message includes a remedy."""
         ranks = self.processes
         if ranks % self.launch.nodes:
             raise ValueError(
@@ -308,7 +313,7 @@ class Experiment:
             self.check_data()
 
     def check_data(self) -> None:
-        """Raise ValueError if data, model and batch are incompatible; its message includes a remedy."""
+        """Raise ValueError if data, model and batch are incompatible. The error message includes a remedy."""
         data = self.data
         data.check()
         self.optim.check()

@@ -38,18 +38,18 @@ class Config(Sweep, Replicated):
     """Pattern for scope=n:m, which keeps n of every m weights. The sparse tensor cores of NVIDIA GPUs support 2:4."""
     schedule: Literal["none", "oneshot", "iterative", "cubic", "rigl"] = "cubic"
     """Pruning schedule. none trains a dense model. oneshot prunes once, at `begin`. iterative prunes an equal fraction
-    of the remaining weights in each of `rounds` rounds. cubic (arXiv 1710.01878) prunes quickly at first, then more and
-    more slowly. rigl (arXiv 1911.11134) is sparse from the first step to the last and replaces the smallest weights
+    of the remaining weights in each of `rounds` rounds. cubic (arXiv 1710.01878) prunes quickly at first and then at a
+    decreasing rate. rigl (arXiv 1911.11134) is sparse from the first step to the last and replaces the smallest weights
     with the weights that have the largest gradients."""
     sparsity: float = between(0, 0.9999, 0.92)
     """Final fraction of the layers' weights that are zero; biases and normalization layers are not counted. With
-    scope=structured, it is the fraction of channels that are zero."""
+    scope=structured, `sparsity` is the fraction of channels that are zero."""
     begin: float = between(0, 1, 0.1)
-    """Fraction of all steps before the first pruning. schedule=rigl ignores this value, because it is sparse from the
-    start."""
+    """Fraction of all steps before the first pruning. schedule=rigl ignores `begin`, because the model is sparse from
+    the start."""
     end: float = between(0, 1, 0.6)
-    """Fraction of all steps after which the masks are fixed and the model is fine-tuned. schedule=oneshot ignores this
-    value."""
+    """Fraction of all steps after which the masks are fixed and the model is fine-tuned. schedule=oneshot ignores
+    `end`."""
     rounds: int = between(1, 1000, 5)
     """Number of pruning rounds of the iterative schedule."""
     every: int = at_least(1, 50)
@@ -60,12 +60,12 @@ class Config(Sweep, Replicated):
     score_batches: int = between(1, 10_000, 8)
     """Number of batches whose gradients determine the scores, for criterion=gradient and criterion=taylor."""
     l1: float = between(0, 10, 0)
-    """Strength of the L1 penalty. After each step, every weight moves toward zero by the learning rate times this value
-    and stops at zero. The penalty creates exact zeros without masks."""
+    """Strength of the L1 penalty. After each step, every weight moves toward zero by the learning rate times `l1` and
+    stops at zero. The penalty creates exact zeros without masks."""
     int8: bool = True
-    """At the end, quantize the model to int8 with torchao and report the accuracy and size of the quantized model."""
+    """After training, quantize the model to int8 with torchao, and report the accuracy and size of the int8 model."""
     export: bool = True
-    """At the end, export the model with torch.export and run it in a process that does not import this project."""
+    """After training, export the model with torch.export and run it in a process that does not import this project."""
 
     levels: list[str] = field(default_factory=lambda: ["0.8", "0.92", "0.97", "0.99"])
     """Sparsities to measure in a sweep (sweep=true)."""

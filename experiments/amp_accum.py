@@ -12,9 +12,9 @@ available, the built-in digits are used instead.
 
 `batch` is the global batch size of an optimizer step. accumulate=N splits a batch into N microbatches. Each backward
 pass adds to the gradients, and the optimizer then takes a single step, so only the activations of one microbatch are in
-memory at a time. All microbatches have the same number of samples M, so the mean loss of the batch is the mean of the
-microbatch losses. Each of p ranks divides the summed loss of its shard by M / p, for both equal and unequal `shards`.
-One step consists of these operations:
+memory at a time. Over all ranks, every microbatch has the same number of samples M, so the mean loss of the batch is
+the mean of the microbatch losses. Each of p ranks divides the summed loss of its shard by M / p, for both equal and
+unequal `shards`. One step consists of these operations:
 
     for each microbatch                     inside no_sync except for the last one (Li et al. 2020, arXiv 2006.15704):
         loss / number of microbatches, forward and backward
@@ -24,9 +24,10 @@ One step consists of these operations:
     update the scale
 
 Autocast computes products in bf16 or fp16 and keeps parameters, sums and losses in float32. bf16 has the same range as
-float32. The largest number in fp16 is 65504, and numbers below 6e-8 become zero. The loss is therefore multiplied by a
-scale that lifts small gradients into this range. The scale is dynamic: it is halved when a gradient overflows and
-doubled after `growth_interval` steps without overflow (Micikevicius et al. 2017, arXiv 1710.03740).
+float32. The largest number in fp16 is 65504, and numbers below 3e-8 are rounded to zero. With fp16, the loss is
+therefore multiplied by a scale, so that small gradients do not become zero. The scale is dynamic: it is halved when a
+gradient overflows and doubled after `growth_interval` steps without overflow (Micikevicius et al. 2017, arXiv
+1710.03740).
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Starting at 65536, the scale falls below this value after 31 skipped steps in a row. Below it, only an infinite
-# gradient can overflow.
+# A scale that starts at 65536 is lower than this limit after 31 skipped steps in a row. With such a low scale, only an
+# infinite gradient can overflow.
 MIN_LOSS_SCALE = 2.0**-14
 
 
 def build_model(cfg: Config, run: Run) -> nn.Module:
-    """Build the model. All ranks use the same seed, so the weights are equal on every rank."""
+    """Build the model. All ranks use the same seed and therefore have equal weights."""
     if cfg.model in ("resnet18", "resnet50"):
         model: nn.Sequential = ResNet(cfg.model, run.sample_shape, run.classes)
     else:
@@ -69,7 +70,10 @@ def build_model(cfg: Config, run: Run) -> nn.Module:
 
 
 def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
-    """Wrap the model in DDP, which averages gradients over all ranks; a single rank needs no wrapper."""
+    """Compile the model if configured, and wrap the model in DDP.
+
+    DDP averages the gradients over all ranks. A single rank needs no DDP unless the run is elastic.
+    """
     if cfg.compile:
         exclude_dropout_from_compiling(model)  # dropout layers cannot be compiled
         model.compile()  # compiles in place, so parameters keep their names
@@ -79,30 +83,33 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
 
 
 def make_autocast(cfg: Config, device: torch.device) -> torch.autocast:
-    """Create the context that computes products in 16 bits; parameters, sums and losses stay in float32."""
+    """Create the autocast context, which computes products in 16 bits for bf16 and fp16."""
     return torch.autocast(device.type, HALF_DTYPES.get(cfg.precision), enabled=cfg.precision in HALF_DTYPES)
 
 
 def make_scaler(cfg: Config, device: torch.device) -> GradScaler:
     """Create the loss scaler, which is enabled for fp16 only.
 
-    If it is disabled, `scale` and `unscale_` change nothing.
+    The methods `scale` and `unscale_` of a disabled scaler have no effect.
     """
     is_fp16 = cfg.precision == "fp16"
     return GradScaler(device.type, cfg.init_scale, growth_interval=cfg.growth_interval, enabled=is_fp16)
 
 
 def apply_channels_last(cfg: Config, images: Tensor) -> Tensor:
-    """Convert color images [N, C, H, W] to channels_last if configured. Grayscale images [N, H, W] are unchanged."""
+    """Convert color images [N, C, H, W] to channels_last if configured.
+
+    Grayscale images [N, H, W] are returned unchanged.
+    """
     if cfg.channels_last and images.dim() == 4:
         return images.contiguous(memory_format=torch.channels_last)
     return images
 
 
 def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step: Step, footprint: MemoryMeter) -> int:
-    """Accumulate the gradient of the mean loss over a step's microbatches, and log the loss.
+    """Accumulate the gradients of a step's microbatches, and log the mean loss of the step.
 
-    Returns the number of all-reduces.
+    Returns the number of times that DDP all-reduced the gradients.
     """
     microbatches: list[tuple[Tensor, Tensor]] = step.batch
     device = microbatches[0][0].device
@@ -112,7 +119,7 @@ def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step
         is_last = number == len(microbatches)
         is_local = cfg.no_sync and not is_last  # no all-reduce after this microbatch
 
-        # no_sync includes the forward pass, because DDP decides there whether the backward pass will all-reduce
+        # no_sync includes the forward pass, in which DDP decides whether the backward pass will all-reduce
         with model.no_sync() if is_local and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
             with make_autocast(cfg, device):
                 outputs = model(apply_channels_last(cfg, x))
@@ -123,7 +130,7 @@ def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step
             step_loss = step_loss + loss.detach()
             if is_last:
                 step.log(loss=step_loss)
-            if all_reduces == 0:  # no rank has waited for another rank in this step yet
+            if all_reduces == 0:  # until the first all-reduce of a step, no rank waits for another rank
                 step.mark("backward")
             scaler.scale(loss).backward()
         if not is_local:
@@ -132,10 +139,10 @@ def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step
 
 
 def update_weights(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> bool:
-    """Take the optimizer step, and return whether it was skipped because a gradient is inf or NaN.
+    """Take the optimizer step, and return whether the scaler skipped the step.
 
-    Steps are skipped with fp16 only. The all-reduce propagates inf and NaN to every rank, so all ranks skip the same
-    step.
+    With fp16, the scaler skips the step if any gradient is inf or NaN. The all-reduce propagates inf and NaN to every
+    rank, so all ranks skip the same steps.
     """
     scaler.unscale_(optimizer)  # once per step, before clipping
     if cfg.clip:
@@ -147,7 +154,10 @@ def update_weights(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: 
 
 
 def set_float32_precision(cfg: Config, run: Run) -> None:
-    """Set how the device computes float32 products, and report settings that have no benefit on this device."""
+    """Set the precision of float32 products, and report settings that do not suit the device.
+
+    Raises UserError if compile=true is set but no C++ compiler is installed.
+    """
     if run.device.type == "cuda":
         products = "tf32" if cfg.precision == "tf32" else "ieee"  # the default for convolutions is tf32
         torch.backends.cuda.matmul.fp32_precision = products

@@ -1,4 +1,4 @@
-"""Collectives: the time of an all-reduce by size and algorithm, and a line that is fitted to the measured times.
+"""Collectives: the time of an all-reduce by size and algorithm, with fitted lines.
 
     python experiments/collectives.py                                          two ranks on this machine
     python experiments/collectives.py processes_per_node=4 algorithms=[ring,tree,star] sizes=[4,1M]
@@ -17,8 +17,8 @@ A link needs alpha + beta n seconds to send n bytes (Hockney 1994, doi:10.1016/S
 each rank of a ring sends 2 (p - 1) messages of n / p bytes, so an all-reduce takes 2 (p - 1) alpha + 2 (p - 1) / p beta
 n seconds. No algorithm sends fewer bytes from each rank (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
 Other algorithms send fewer messages, which is faster for small n (Thakur, Rabenseifner and Gropp 2005,
-doi:10.1177/1094342005051521). The bus bandwidth of nccl-tests (doc/PERFORMANCE.md) is n / t times 2 (p - 1) / p. For
-any p, this value can be compared with the bandwidth of a link.
+doi:10.1177/1094342005051521). The bus bandwidth of nccl-tests (doc/PERFORMANCE.md) is n / t times 2 (p - 1) / p, for
+an all-reduce that takes the time t. For any p, the bus bandwidth can be compared with the bandwidth of a link.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from torch import Tensor
 
 
 def shift_in_ring(sent: Tensor, received: Tensor, world: World, group: dist.ProcessGroup | None = None) -> None:
-    """Send a tensor to the next rank of the ring while receiving one from the previous rank.
+    """Send a tensor to the next rank of the ring, and receive one from the previous rank.
 
-    Both operations must overlap: if every rank completed its send before it received, the ring would deadlock.
+    The send and the receive overlap. If every rank waited for its send before it received, the ring would deadlock.
     """
     next_rank = (world.rank + 1) % world.size
     previous_rank = (world.rank - 1) % world.size
@@ -62,7 +62,7 @@ def shift_in_ring(sent: Tensor, received: Tensor, world: World, group: dist.Proc
 
 
 def reduce_scatter_in_ring(chunks: Sequence[Tensor], world: World) -> None:
-    """Pass every chunk once around the ring, and add the values of each rank to it.
+    """Pass every chunk once around the ring, and add the values of each rank.
 
     At the end, rank r holds the complete sum of chunk r.
     """
@@ -76,7 +76,10 @@ def reduce_scatter_in_ring(chunks: Sequence[Tensor], world: World) -> None:
 
 
 def all_gather_in_ring(chunks: Sequence[Tensor], world: World) -> None:
-    """Pass every chunk once around the ring, so that each rank gets a copy; chunk r starts at rank r."""
+    """Pass every chunk once around the ring, so that each rank gets a copy.
+
+    At the beginning, rank r holds chunk r.
+    """
     for step in range(world.size - 1):
         outgoing = chunks[(world.rank - step) % world.size]
         incoming = chunks[(world.rank - step - 1) % world.size]
@@ -116,35 +119,43 @@ def make_library_operations(world: World, group: dist.ProcessGroup | None = None
 
 
 def create_variants(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
-    """Create all variants: the library, the ring, and the built-in backend for each transport and algorithm."""
+    """Create all variants of the collectives, by name.
+
+    The variants are the library, the ring, and the built-in backend with each transport and algorithm. If the run
+    itself uses the built-in backend, gloo is added as a library.
+    """
     world = run.world
     count_interface = partial(measurement.count_interface_bytes, world)
+
+    # the library, or the built-in backend and gloo if the run itself uses the built-in backend
     library = CollectiveVariant(make_library_operations(world), count_interface_bytes=count_interface)
     if world.backend == "builtin":
         builtin = measurement.add_builtin_counters(library, None)._replace(link_variant="builtin")
         gloo_group = measurement.create_group_of_all_ranks(world, "gloo")
         gloo = CollectiveVariant(make_library_operations(world, gloo_group), count_interface_bytes=count_interface)
-        sides = {"builtin": builtin, "gloo": gloo}
+        variants = {"builtin": builtin, "gloo": gloo}
     else:
-        sides = {world.backend: library}
+        variants = {world.backend: library}
 
+    # the ring of sends and receives; the all-reduce of the ring corresponds to the algorithm `ring`
     ring = build_algorithms_by_size("ring", world.size)
-    count_sent = sides[world.backend].count_sent_bytes
-    sides["isend ring"] = CollectiveVariant(
+    count_sent = variants[world.backend].count_sent_bytes
+    variants["isend ring"] = CollectiveVariant(
         make_ring_operations(world), count_sent, count_interface, ring, world.backend
     )
 
+    # the built-in backend, with each transport and algorithm
     if world.device.type == "cpu" and cfg.algorithms:
         make_operations = partial(make_library_operations, world)
         for transport in cfg.transports:
-            sides |= measurement.open_builtin_variants(world, cfg.launch, transport, cfg.algorithms, make_operations)
-    for note in measurement.list_variant_notes(sides, cfg.transports):
+            variants |= measurement.open_builtin_variants(world, cfg.launch, transport, cfg.algorithms, make_operations)
+    for note in measurement.list_variant_notes(variants, cfg.transports):
         run.log_message(note)
-    return sides
+    return variants
 
 
 def measure_variants(
-    sides: Mapping[str, CollectiveVariant],
+    variants: Mapping[str, CollectiveVariant],
     first: int,
     point: CollectivePoint,
     vectors: measurement.BenchmarkVectors,
@@ -152,31 +163,31 @@ def measure_variants(
 ) -> dict[str, list[list[float]]]:
     """Measure every variant that has the operation, starting with variant `first`, and check all results.
 
-    On rank 0, returns the following for each variant and rank: seconds, bytes sent, and bytes that left the network
+    On rank 0, returns three values for each variant and rank: seconds, bytes sent, and bytes that left the network
     interface.
     """
     measurements: dict[str, list[list[float]]] = {}
     token = torch.zeros(1, device=world.device)
-    names = list(sides)
+    names = list(variants)
     for name in names[first:] + names[:first]:
-        side = sides[name]
-        if point.op not in side.operations:
+        variant = variants[name]
+        if point.op not in variant.operations:
             continue
-        operation = side.operations[point.op]
+        operation = variant.operations[point.op]
 
-        # The bytes of the first call are counted. The call is not timed, because other variants have run before it.
-        sent_before = side.count_sent_bytes()
-        interface_before = side.count_interface_bytes()
+        # Count the bytes of the first call. The first call is not timed, because other variants ran before the call.
+        sent_before = variant.count_sent_bytes()
+        interface_before = variant.count_interface_bytes()
         dist.barrier()
         operation(*vectors.make_tensors(point))
         dist.barrier()  # waits for the bytes that other ranks still have to send
-        sent = side.count_sent_bytes() - sent_before
-        through_interface = side.count_interface_bytes() - interface_before
+        sent = variant.count_sent_bytes() - sent_before
+        through_interface = variant.count_interface_bytes() - interface_before
 
         x, out = vectors.make_tensors(point)
-        # Ranks synchronize by this variant's all-reduce: dist.barrier would warm up only the library's connections.
-        meet = partial(side.operations["all_reduce"], token, token)
-        (seconds,) = time_calls(partial(operation, x, out), world.device, 1, warm_up=0, prepare=meet)
+        # Ranks synchronize with the variant's all-reduce, because dist.barrier warms up only the library's connections.
+        synchronize = partial(variant.operations["all_reduce"], token, token)
+        (seconds,) = time_calls(partial(operation, x, out), world.device, 1, warm_up=0, prepare=synchronize)
         vectors.check_result(point, x, out, name)
         measurements[name] = world.gather([seconds, sent, through_interface])
     return measurements
@@ -184,15 +195,16 @@ def measure_variants(
 
 def main(cfg: Config, run: Run) -> None:
     world = run.world
-    sides = create_variants(cfg, run)
+    variants = create_variants(cfg, run)
     points = measurement.list_benchmark_points(cfg.ops, cfg.dtypes, cfg.parse_sizes(), world.size)
     vectors = measurement.BenchmarkVectors(cfg.seed, world, run.device)
-    table = torch.zeros(cfg.rounds, len(points), len(sides), world.size, 3, dtype=torch.float64)
+    # The last dimension holds seconds, bytes sent, and bytes that left the network interface.
+    table = torch.zeros(cfg.rounds, len(points), len(variants), world.size, 3, dtype=torch.float64)
     state = TrainState([], None, Rounds(points), world, tensors={"measured": table})
 
     # Run every operation once, because the first message opens a connection.
     for point in measurement.list_benchmark_points(cfg.ops, cfg.dtypes[:1], [64], world.size):
-        measure_variants(sides, 0, point, vectors, world)
+        measure_variants(variants, 0, point, vectors, world)
     links = measurement.fit_link_lines(world)
     load_meter = ForeignLoadMeter(world)
 
@@ -200,17 +212,17 @@ def main(cfg: Config, run: Run) -> None:
         point = step.batch
         point_index = (step.number - 1) % len(points)
         with step:
-            measurements = measure_variants(sides, step.epoch % len(sides), point, vectors, world)
-            for side_index, name in enumerate(sides):
+            measurements = measure_variants(variants, step.epoch % len(variants), point, vectors, world)
+            for variant_index, name in enumerate(variants):
                 if world.is_main and name in measurements:
                     by_rank = measurements[name]
-                    table[step.epoch, point_index, side_index] = torch.tensor(by_rank, dtype=torch.float64)
+                    table[step.epoch, point_index, variant_index] = torch.tensor(by_rank, dtype=torch.float64)
                     slowest = max(seconds for seconds, _, _ in by_rank)
                     step.log(**{f"{point.name} {name}": slowest})
             step.log(bytes=float(point.nbytes))
 
-    load_facts = load_meter.report()
-    report = CollectiveReport(points, sides, table, links)
+    load_facts = load_meter.report_foreign_load()
+    report = CollectiveReport(points, variants, table, links)
     if cfg.plot and world.is_main:
         plots.draw_times_by_size(run.folder.path, report.list_curves())
     run.report(report, load_facts)

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank trains the same model on its shard of each batch, and gradients are averaged.
+"""Data parallelism: all ranks train the same model on shards of each batch and average gradients.
 
     python experiments/ddp_multinode.py                                        two ranks on this machine
     python experiments/ddp_multinode.py processes_per_node=4 compare=true      four ranks, compared with one process
@@ -76,7 +76,7 @@ def main(cfg: Config, run: Run) -> None:
             loss = F.cross_entropy(model(step.x), step.y, reduction="sum") / step.mean_shard
             step.log(loss=loss.detach())
             step.mark("backward")
-            loss.backward()  # gradients are now averaged over the ranks (with FSDP, one shard per rank)
+            loss.backward()  # also averages gradients over the ranks; with FSDP, each rank keeps one shard
             step.mark("end of backward")
             if cfg.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)

@@ -26,8 +26,8 @@ with its own parameters.
 
 `communication` selects the compression of messages. The compression error is added to the worker's next difference
 (error feedback, Basu et al. 2019, arXiv 1906.02367). With `delay` = D, workers keep training during the exchange and
-take the outer step D steps later: x_i <- x + (x_i - x_i at the beginning of the exchange). Thus, no local step is lost
-or applied twice (overlapped exchanges: Douillard et al. 2025, arXiv 2501.18512; Kale et al. 2025, arXiv 2502.12996).
+take the outer step D steps later: x_i <- x + (x_i - x_i at the beginning of the exchange). No local step is lost or
+applied twice (overlapped exchanges: Douillard et al. 2025, arXiv 2501.18512; Kale et al. 2025, arXiv 2502.12996).
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ from torch import nn
 
 
 def create_exchange(cfg: Config, network: nn.Module, workers: int) -> Exchange:
-    """Create the exchange that cfg.communication selects, for vectors that contain all parameters of a network."""
+    """Create the exchange that cfg.communication selects.
+
+    Workers exchange vectors that contain all parameters of the network.
+    """
     parameters = list(network.parameters())
     vector = torch.cat([p.detach().flatten() for p in parameters])
     match cfg.communication:
@@ -64,14 +67,17 @@ def create_exchange(cfg: Config, network: nn.Module, workers: int) -> Exchange:
 
 
 def ends_round(cfg: Config, step: int, total: int) -> bool:
-    """Return whether an exchange follows a step. The last round of a run may have fewer than `every` steps."""
+    """Return whether a step is the last one of a round.
+
+    A round has `every` local steps; the last round of a run may have fewer.
+    """
     local_steps = step - cfg.start
     return local_steps > 0 and (local_steps % cfg.every == 0 or step == total)
 
 
 @torch.no_grad()
 def take_outer_step(cfg: Config, worker: LocalWorker) -> None:
-    """Move the reference by the workers' mean difference, and continue from the new reference."""
+    """Finish the exchange, update the reference, and continue from the new reference."""
     mean_difference = worker.finish_exchange()
     if cfg.outer == "nesterov":
         worker.momentum.mul_(cfg.outer_momentum).add_(mean_difference)
@@ -81,7 +87,7 @@ def take_outer_step(cfg: Config, worker: LocalWorker) -> None:
 
 
 def exchange_differences(cfg: Config, worker: LocalWorker, step: int, total: int) -> None:
-    """Begin an exchange at the end of a round, and take the outer step `delay` steps later."""
+    """Begin an exchange at the end of a round; take the outer step `delay` steps later."""
     is_last = step == total
     if worker.awaits_outer_step:
         is_due = step >= worker.exchange_step + cfg.delay
@@ -94,7 +100,10 @@ def exchange_differences(cfg: Config, worker: LocalWorker, step: int, total: int
 
 
 def report_exchanges(cfg: Config, worker: LocalWorker, run: Run) -> ReportData:
-    """Report the exchanges of the whole run and the bytes that a worker sent, including synchronous steps."""
+    """Report the number of exchanges and the bytes that each worker sent in the run.
+
+    The bytes include those of the synchronous steps.
+    """
     exchanges, sent_bytes, _ = worker.counts.tolist()
     delay = f", applied {format_count(cfg.delay, 'step')} later" if cfg.delay else ""
     synchronous = f" after {format_count(cfg.start, 'synchronous step')}" if cfg.start else ""

@@ -15,7 +15,8 @@ Each rank holds one stage. A batch is split into m microbatches; while stage 1 p
 microbatch 1. The loss of a microbatch is weighted by its share of the batch, so the summed gradients equal those of the
 unsplit model. With p stages of equal cost, each rank is idle for (p - 1) / (m + p - 1) of a step, which is called the
 bubble (GPipe: Huang et al. 2019, arXiv 1811.06965). A schedule is a list of forward and backward passes for each rank.
-It is defined in common/techniques/pipeline/schedules.py and executed by `pipe.step` (executor.py in the same folder).
+Schedules are defined in common/techniques/pipeline/schedules.py and executed by `pipe.step` (executor.py in the same
+folder).
 The schedule 1f1b stores fewer activations (Harlap et al. 2018, arXiv 1806.03377). The schedules interleaved_1f1b and
 zero_bubble have smaller bubbles (Narayanan et al. 2021, arXiv 2104.04473; Qi et al. 2023, arXiv 2401.10241).
 """

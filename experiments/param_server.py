@@ -56,7 +56,7 @@ DDP_STEPS = 20
 def report_servers(cfg: Config, run: Run, worker: ParameterServerRank) -> ServerReport:
     """Report the work of the servers in this attempt.
 
-    The records and the plot are written if they are configured.
+    If configured, this function also writes the processed requests (`record`) and plots the staleness (`plot`).
     """
     server = worker.server
     if server is not None and cfg.record:
@@ -70,7 +70,10 @@ def report_servers(cfg: Config, run: Run, worker: ParameterServerRank) -> Server
 
 
 def time_ddp(cfg: Config, run: Run) -> ReportData:
-    """Measure the time of DDP steps with a new model. All ranks must call this function after training."""
+    """Measure the samples/s of DDP steps with a new model.
+
+    All ranks must call this function after training.
+    """
     network = build_model(cfg, run)
     step = make_step_function(run, ddp.wrap_ddp(network, run.device), network, run.shard)
     rate = cfg.batch / time_steps(step, run.device, DDP_STEPS)
@@ -78,7 +81,7 @@ def time_ddp(cfg: Config, run: Run) -> ReportData:
 
 
 def build_model(cfg: Config, run: Run) -> nn.Sequential:
-    """Build the network. All ranks use the same seed, so the weights are equal on every rank."""
+    """Build the model. All ranks use the same seed and therefore have equal weights."""
     return build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
 
 
@@ -93,13 +96,13 @@ def main(cfg: Config, run: Run) -> None:
         damp=cfg.damp,
         record=cfg.record,
     )
-    optimizer = build_optimizer(network.parameters(), cfg.optim)  # holds the learning rate; the servers take the steps
+    optimizer = build_optimizer(network.parameters(), cfg.optim)  # only provides the learning rate of a step
     # Outside of sync mode, each worker loads whole batches, because it may claim any share.
     loaded_shard = run.shard if cfg.mode == "sync" else (0, 1)
     state = ServerWorkerState(worker, optimizer, run.batches(shard=loaded_shard))
 
     def evaluate() -> dict[str, float]:
-        worker.fetch_parameters()  # until now, this rank holds the parameters of its last pull
+        worker.fetch_parameters()  # replaces the parameters of the rank's last pull
         return score_replicated(network, run)
 
     worker.start_serving(run.resume(state))
@@ -107,9 +110,8 @@ def main(cfg: Config, run: Run) -> None:
         with step:
             losses = []
             staleness = []
-            for x, y in worker.iterate_batch_shares(
-                step.number, step.x, step.y
-            ):  # in sync mode, only this worker's share
+            # In sync mode, the only share is that of this worker.
+            for x, y in worker.iterate_batch_shares(step.number, step.x, step.y):
                 worker.pull(step.rate)
                 network.zero_grad()
                 loss = F.cross_entropy(network(x), y, reduction="sum") / (cfg.batch / run.world.size)

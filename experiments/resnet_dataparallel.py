@@ -18,7 +18,7 @@ optimizer state, so it needs more memory than the other GPUs. The GIL lets only 
 The BatchNorm statistics of the copies are discarded, except those of the first GPU. With DDP (Li et al. 2020, arXiv
 2006.15704), each device has a rank that keeps its own model. Only gradients are communicated, while backward is still
 running. The BatchNorm buffers of every rank persist and are averaged before an evaluation. The last batch of an epoch
-may not divide evenly and may have fewer samples than there are devices. In this case, some devices get no samples.
+may be partial. Some devices get no samples if a partial batch has fewer samples than there are devices.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def build_model(cfg: Config, run: Run) -> nn.Module:
-    """Build the model. All ranks use the same seed, so the weights are equal on every rank."""
+    """Build the model. All ranks use the same seed and therefore have equal weights."""
     return init_network(cfg, run.sample_shape, run.classes).to(run.device, run.dtype)
 
 
 def list_gpus(world: World) -> list[int]:
-    """Return the indices of the GPUs that one process can use, which are DataParallel's devices."""
+    """Return the indices of the GPUs that one process can use. DataParallel uses all of these GPUs."""
     return list(range(torch.cuda.device_count())) if world.device.type == "cuda" else []
 
 
@@ -68,7 +68,11 @@ def wrap_model(cfg: Config, model: nn.Module, world: World) -> nn.Module:
 
 
 def choose_forward(cfg: Config, model: nn.Module, world: World) -> Forward:
-    """Return the forward function: the wrapped model, or data_parallel() of the unwrapped model if functional=true."""
+    """Return the function that computes the outputs of the model.
+
+    The function is the wrapped model itself. With functional=true, it is nn.parallel.data_parallel, applied to the
+    unwrapped model.
+    """
     gpus = list_gpus(world)
     if cfg.strategy == "data_parallel" and cfg.functional and gpus:  # data_parallel() fails without GPUs
         return partial(nn.parallel.data_parallel, ddp.unwrap_ddp(model), device_ids=gpus)
@@ -117,7 +121,7 @@ def main(cfg: Config, run: Run) -> None:
         if step.number % batches.steps == 0:  # end of an epoch
             running.zero_()
 
-    compare = partial(compare_strategies, cfg, run) if has_comparison else dict
+    compare = partial(compare_strategies, cfg, run) if has_comparison else dict  # dict() returns no strategies
     samples = len(run.train_set)
     run.report(*report_devices(cfg, world, run.times, compare, run.folder.path, gpu_count, samples, run.total))
 
@@ -125,8 +129,8 @@ def main(cfg: Config, run: Run) -> None:
 def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:
     """Return the samples/s of each strategy in each round. All ranks must call this function.
 
-    Strategies are measured in alternation. Rank 0 measures a single process with the threads of one rank and with the
-    threads of all ranks, while the other ranks wait.
+    In every round, the strategies are measured one after another. Rank 0 measures a single process, with the threads of
+    one rank and with the threads of all ranks of a host, while the other ranks wait.
     """
     world = run.world
     thread_counts = {world.threads}

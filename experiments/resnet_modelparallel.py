@@ -1,4 +1,4 @@
-"""Model parallelism: a ResNet partitioned into stages on several devices, which run one at a time or as a pipeline.
+"""Model parallelism: a ResNet partitioned into stages, which run one at a time or as a pipeline.
 
     python experiments/resnet_modelparallel.py                                   two stages, GPipe
     python experiments/resnet_modelparallel.py mode=naive                        one stage at a time
@@ -10,8 +10,9 @@
     python experiments/resnet_modelparallel.py model=toy data.name=vectors loss=mse      10-10-5, random targets
     python experiments/resnet_modelparallel.py sweep=true                        all modes and microbatch sizes
 
-A run takes about half a minute on 2 CPU cores; the sweep takes six minutes. Expect the pipelined mode to take less time
-than the naive mode, but more than half of it. A single process that uses both cores is hard to beat.
+A run takes about half a minute on 2 CPU cores; the sweep takes six minutes. With two stages, expect the pipelined
+mode to take less time than the naive mode, but more than half of the naive mode's time. A single process that uses
+both cores may be equally fast.
 
 A batch is split into microbatches of `split_size` samples. In naive mode, a microbatch passes forward and backward
 through all stages before the next one starts, so only one of p stages computes at a time. In a pipeline (GPipe: Huang
@@ -61,7 +62,7 @@ from torch import nn
 
 
 def build_model(cfg: Config, run: Run) -> nn.Sequential:
-    """Build the unsplit model. All ranks use the same seed, so the weights are equal on every rank."""
+    """Build the unsplit model. All ranks use the same seed and therefore have equal weights."""
     model: nn.Sequential
     if cfg.model == "toy":
         model = Toy(run.sample_shape, run.classes)
@@ -72,7 +73,10 @@ def build_model(cfg: Config, run: Run) -> nn.Sequential:
 
 
 def build_loss(cfg: Config, run: Run) -> LossFunction:
-    """Return the loss function: mean cross-entropy, or mean squared difference from a random vector per class."""
+    """Return the loss function: cross-entropy, or the mean squared error for random targets.
+
+    Each class has one random target vector.
+    """
     if cfg.loss == "cross_entropy":
         return F.cross_entropy
     generator = torch.Generator().manual_seed(derive_seed(cfg.seed, "targets"))
@@ -81,7 +85,11 @@ def build_loss(cfg: Config, run: Run) -> LossFunction:
 
 
 def build_pipeline(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> Any:
-    """Build the pipeline: all stages on the devices of this process, or this rank's stages in the group `pp`."""
+    """Build the pipeline engine.
+
+    The engine holds all stages if a single process uses all devices. Otherwise, the engine holds this rank's stages and
+    communicates with the other ranks of `pp`.
+    """
     pipeline = cfg.make_pipeline_config()
     stages = model_split.split_model(pipeline, model, run)
     loss = build_loss(cfg, run)
@@ -175,7 +183,10 @@ def describe_microbatches(cfg: Config) -> str:
 
 
 def report_pipeline(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineReport:
-    """Report the idle shares and one step of the first replica. All ranks must call this function."""
+    """Report the idle shares and the timeline of one step of the first replica.
+
+    All ranks must call this function.
+    """
     model = f"{cfg.model}, {cfg.mode}, batch {cfg.batch}"
     folder = run.folder.path if cfg.plot else None
     if not cfg.in_one_process:

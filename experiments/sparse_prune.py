@@ -1,4 +1,4 @@
-"""Pruning: how many weights can be removed before accuracy drops, and what that saves in practice.
+"""Pruning: how many weights can be removed before accuracy drops, and what pruning saves.
 
     python experiments/sparse_prune.py                                          removes 92 % of the weights
     python experiments/sparse_prune.py model=lenet5 sparsity=0.97 criterion=taylor
@@ -57,16 +57,16 @@ MAX_TIMED_SAMPLES = 256  # maximum batch size of the forward passes that are tim
 
 
 def score_weights(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: int) -> list[Tensor]:
-    """Return a score for each weight, as one tensor per layer in the shape of the layer's weight.
+    """Return the scores of all weights. Pruned weights have the lowest score.
 
-    Pruned weights have the lowest score.
+    The scores of a layer are a tensor of the same shape as the layer's weights.
     """
     weights = [weight.detach() for weight in masks.weights]
     match cfg.criterion:
         case "magnitude":
             scores = [weight.abs() for weight in weights]
         case "random":
-            scores = draw_scores(cfg, weights, step)
+            scores = draw_random_scores(cfg, weights, step)
         case "gradient" | "taylor" as criterion:
             scores = [torch.zeros_like(weight) for weight in weights]
             for gradients in compute_gradients(cfg, run, model, masks, step):
@@ -78,16 +78,16 @@ def score_weights(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: i
     return masks.mark_pruned_scores(scores)
 
 
-def draw_scores(cfg: Config, weights: Sequence[Tensor], step: int) -> list[Tensor]:
+def draw_random_scores(cfg: Config, weights: Sequence[Tensor], step: int) -> list[Tensor]:
     """Draw random scores, which are the same on every rank."""
     generator = torch.Generator().manual_seed(seeds.derive_seed(cfg.seed, "scores", step))
     return [torch.rand(weight.shape, generator=generator).to(weight) for weight in weights]
 
 
 def compute_gradients(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: int) -> Iterator[list[Tensor]]:
-    """Yield the gradients of the masked weights for several random batches, averaged over all ranks by DDP.
+    """Yield the gradients of the masked weights for each of several random batches.
 
-    The gradients are overwritten when the next batch is computed.
+    DDP averages the gradients over all ranks. The gradients are overwritten when the next batch is computed.
     """
     model.eval()  # keeps BatchNorm's running statistics unchanged
     for x, y in run.draw_random_batches(cfg.score_batches, seeds.derive_seed(cfg.seed, "scores", step)):
@@ -114,12 +114,15 @@ def choose_masks(cfg: Config, scores: list[Tensor], sparsity: float) -> list[Ten
 
 
 def draw_initial_masks(cfg: Config, masks: Masks) -> list[Tensor]:
-    """Draw the first masks of RigL. The layers' sparsities follow ERK, or they are equal with scope=layer."""
+    """Draw the first masks of RigL.
+
+    With scope=layer, all layers have the same sparsity. With scope=global, the sparsities follow ERK.
+    """
     shapes = [weight.shape for weight in masks.weights]
     sparsities = [cfg.sparsity] * len(shapes)
     if cfg.scope == "global":
         sparsities = pruning_masks.allocate_erdos_renyi_sparsities(shapes, cfg.sparsity)
-    return pruning_masks.make_layer_masks(draw_scores(cfg, masks.weights, 0), sparsities)
+    return pruning_masks.make_layer_masks(draw_random_scores(cfg, masks.weights, 0), sparsities)
 
 
 def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimizer: Optimizer, step: int) -> None:
@@ -133,9 +136,8 @@ def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimize
     if cfg.schedule != "rigl":
         scores = score_weights(cfg, run, model, masks, step)
         new_masks = choose_masks(cfg, scores, sparsity)
-        masks.replace_masks(
-            [old & new for old, new in zip(masks.masks, new_masks, strict=True)]
-        )  # pruned weights stay pruned
+        # A weight is kept only if it is in both masks, so pruned weights stay pruned.
+        masks.replace_masks([old & new for old, new in zip(masks.masks, new_masks, strict=True)])
     elif step:
         progress = step / (cfg.end * run.total)
         share = cfg.drop / 2 * (1 + math.cos(math.pi * progress))

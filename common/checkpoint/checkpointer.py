@@ -1,8 +1,8 @@
 """Atomic checkpoints: each rank writes one file, and a single rename publishes all files together.
 
 All files are flushed to the disk before the checkpoint is published. When a checkpoint is loaded, each file is compared
-with the checksum that was computed while the file was written. If any rank cannot write or read the checkpoint, it is
-invalid for all ranks.
+with the checksum that was computed while the file was written. If any rank cannot write its file, the checkpoint is not
+published. If any rank cannot read a checkpoint, all ranks reject the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from common.system.text import format_count
 from configs.shared import Checkpoint
 
 MAX_NAMES_IN_MESSAGE = 10
-RETRY_SECONDS = 0.5  # pause between two attempts to write a checkpoint
-FACT_TYPES = str | int | float | bool | None  # common values of these types are also copied into the manifest
+RETRY_SECONDS = 0.5  # pause before a failed write is repeated
+FACT_TYPES = str | int | float | bool | None  # values in `common` of these types are also in the manifest
 
 
 @dataclass
@@ -39,13 +39,13 @@ class CheckpointState:
 
     model: dict[str, Tensor]
     """Parameters and buffers by fully qualified name. The dicts of all ranks are merged when a checkpoint is loaded. If
-    several ranks hold the same tensor, only the first of these ranks saves it."""
+    several ranks hold the same tensor, only the first of these ranks saves the tensor."""
     optimizer: dict[str, dict[str, Any]]
-    """Optimizer state of each parameter, by fully qualified name. The dicts of all ranks are merged on loading."""
+    """Optimizer state of each parameter, by fully qualified name, merged like `model` when a checkpoint is loaded."""
     common: dict[str, Any]
     """Values that are equal on all ranks, such as the epoch and the data position. Only rank 0 saves these values."""
     local: dict[str, Any] = field(default_factory=dict)
-    """Values that belong to this rank alone, such as its random states and its BatchNorm statistics."""
+    """Values that are specific to this rank, such as its random states and its BatchNorm statistics."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class LoadedCheckpoint:
     optimizer: dict[str, dict[str, Any]]
     common: dict[str, Any]
     local: dict[str, Any] | None
-    """The local values of this rank; None if the checkpoint was saved by a different number of ranks."""
+    """The local values of this rank, or None if the checkpoint was saved by a different number of ranks."""
 
     @property
     def resumes_exactly(self) -> bool:
@@ -70,9 +70,9 @@ class LoadedCheckpoint:
 
 
 class Checkpointer:
-    """Reader and writer of the checkpoints of one run.
+    """Saves and loads the checkpoints of one run.
 
-    All ranks must call each method at the same step.
+    All ranks must call each method after the same step.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Checkpointer:
         """Create a checkpointer.
 
         `log_message` is called with messages for the user, which are identical on all ranks. `find_stop_reason` is
-        called on rank 0 after a write has failed. It returns the reason why the attempt must stop, or an empty string
-        if the attempt may continue.
+        called on rank 0 after a failed write, and returns the reason why the attempt must stop, or an empty string if
+        the attempt may continue.
         """
         self.folder = folder
         self.world = world
@@ -99,7 +99,7 @@ class Checkpointer:
         self.best_step: int | None = None
         """Step of the best checkpoint that this attempt has saved."""
         self.problem = ""
-        """The reason why the newest checkpoint could not be written; empty if it was written."""
+        """The reason why the newest checkpoint could not be written; empty if the newest checkpoint was written."""
         self.deletion: threading.Thread | None = None
 
     # ---- saving
@@ -107,18 +107,21 @@ class Checkpointer:
     def save(self, step: int, state: CheckpointState, *, best: bool = False) -> bool:
         """Save the state after `step` steps; return False if the checkpoint could not be written.
 
-        If `best` is True, the checkpoint is kept until a better one is saved. The metrics up to this step must already
-        be on disk. A write error is reported to the user but not raised, so that training can continue. Raises
-        TypeError for a value that could not be loaded again. Raises ValueError if two ranks save the same name.
+        If `best` is True, the checkpoint is kept until a better checkpoint is saved. The metrics up to this step must
+        already be on disk. A write error is reported to the user but not raised, so that training can continue. Raises
+        TypeError if the state contains a value that could not be loaded again. Raises ValueError if two ranks save a
+        model tensor with the same name.
         """
         content = self._collect_rank_content(step, state)
         problem: str | None = None
         for retries_left in range(self.settings.retries, -1, -1):
+            # A checkpoint of the same step is not written twice, for example if the final model is also the best.
             problem = None if step == self.saved_step else self._try_write_checkpoint(step, state, content)
             if problem is None:
                 break
             if retries_left:
                 time.sleep(RETRY_SECONDS)
+
         if problem is not None:
             self.report_failed_save(step, problem)
             return False
@@ -128,7 +131,8 @@ class Checkpointer:
         self.saved_step = step
         if best:
             self.best_step = step
-        problem = self._run_on_main(self._remove_old_checkpoints)
+
+        problem = self._run_on_main(self._update_pointers_and_delete_old)
         if problem is not None:
             self.log_message(f"WARNING: cannot delete old checkpoints: {problem}")
         return True
@@ -174,13 +178,15 @@ class Checkpointer:
         if problem is not None:
             return problem
 
-        # Each rank sends its manifest entry (or an error message) and the names of its model tensors to rank 0.
+        # Write the file of this rank.
         path = staging.path / storage.make_rank_file_name(self.world.rank)
         report: dict[str, Any] | str
         try:
             report = asdict(write_rank_file(path, content))
         except OSError as error:
             report = f"rank {self.world.rank} on {self.world.hosts[self.world.rank]}: {summarize_error(error)}"
+
+        # Each rank sends its manifest entry (or an error message) and the names of its model tensors to rank 0.
         reports = self.world.gather([report, list(state.model)])
         files: dict[str, ManifestEntry] = {}
         problems: list[str] = []
@@ -205,15 +211,16 @@ class Checkpointer:
     def _publish_or_discard(
         self, staging: StagingDir, files: dict[str, ManifestEntry], problems: list[str], state: CheckpointState
     ) -> None:
-        """Publish the written files as a checkpoint, or delete them if there are problems.
+        """Publish the written files as a checkpoint, or delete the files if `problems` is not empty.
 
-        Only rank 0 calls this method.
+        Raises OSError if the checkpoint cannot be published, or RunTakenError if a newer attempt has started. Only rank
+        0 calls this method.
         """
         try:
             if problems:
                 raise OSError("; ".join(problems))
             if self.folder.metrics_file.exists():
-                fsync_path(self.folder.metrics_file)  # the next attempt does not write these rows again
+                fsync_path(self.folder.metrics_file)  # a resumed attempt does not write these rows again
             facts = {name: value for name, value in state.common.items() if isinstance(value, FACT_TYPES)}
             manifest = Manifest(staging.target.step, self.folder.number, self.world.size, files, facts)
             staging.publish(manifest)
@@ -221,13 +228,13 @@ class Checkpointer:
             staging.discard()
             raise
 
-    def _remove_old_checkpoints(self) -> None:
+    def _update_pointers_and_delete_old(self) -> None:
         """Update the files `latest` and `best`, and delete old checkpoints. Only rank 0 calls this method."""
         assert self.saved_step is not None
         try:
-            self._write_pointer("latest", self.saved_step)
+            self._write_pointer_file("latest", self.saved_step)
             if self.best_step is not None:
-                self._write_pointer("best", self.best_step)
+                self._write_pointer_file("best", self.best_step)
         except UserError as error:
             raise OSError(str(error)) from error
         finally:
@@ -236,7 +243,8 @@ class Checkpointer:
                 self.deletion = threading.Thread(target=storage.delete_folders, args=(old,))
                 self.deletion.start()
 
-    def _write_pointer(self, name: str, step: int) -> None:
+    def _write_pointer_file(self, name: str, step: int) -> None:
+        """Write the name of the checkpoint of a step to the file `latest` or `best`."""
         checkpoint = CheckpointPath(self.folder, step)
         write_atomic(checkpoint.path.with_name(name), f"{checkpoint.name}\n")
 
@@ -281,7 +289,7 @@ class Checkpointer:
             loaded, problem = self._try_read_checkpoint(checkpoint)
             if problem is None:
                 break
-            self.log_message(f"ignoring {checkpoint}: {problem}")
+            self.log_message(f"ignoring checkpoint {checkpoint}: {problem}")
         else:
             self._report_no_checkpoint(candidates)
             return None
@@ -289,15 +297,16 @@ class Checkpointer:
         check(loaded)
         if not loaded.resumes_exactly:
             self.log_message(
-                f"saved by {format_count(loaded.processes, 'rank')}, resumed by {self.world.size}: model, optimizer "
-                "and data position are restored, but random states are not; results will match only up to rounding"
+                f"the checkpoint was saved by {format_count(loaded.processes, 'rank')} and is resumed by "
+                f"{self.world.size}: model, optimizer and data position are restored, but random states are not; "
+                "results will match an uninterrupted run only up to rounding"
             )
         return loaded
 
     def _try_read_checkpoint(self, checkpoint: CheckpointPath) -> tuple[LoadedCheckpoint | None, str | None]:
-        """Read a checkpoint; return what this rank has loaded and an error message.
+        """Read a checkpoint; return the content loaded by this rank, and an error message.
 
-        The error message is the same on all ranks, and None if the checkpoint is valid.
+        The error message is the same on all ranks. If the checkpoint is valid, the error message is None.
         """
         content: dict[str, Any] | None = None
         problem: str | None = None
@@ -324,7 +333,7 @@ class Checkpointer:
         """Report that no checkpoint can be loaded, and raise UserError if training must not start at step 0.
 
         A run that has saved checkpoints never restarts from step 0 by itself. Therefore UserError is raised if all
-        checkpoints are invalid or missing. If the run has only incomplete checkpoints, they are reported and ignored.
+        checkpoints are invalid or missing. If the run has only incomplete checkpoints, their number is reported.
         """
         lost = storage.list_lost_checkpoints(self.folder) if self.world.is_main and not rejected else []
         missing = self.world.broadcast([str(checkpoint) for checkpoint in lost])
@@ -347,7 +356,7 @@ class Checkpointer:
 
 
 def read_checkpoint(checkpoint: CheckpointPath, manifest: Manifest, world: World) -> LoadedCheckpoint:
-    """Read the files of all ranks and merge their contents. Raises InvalidCheckpoint if a file is invalid."""
+    """Read and merge the files of all ranks in a checkpoint. Raises InvalidCheckpoint if a file is invalid."""
     loaded = LoadedCheckpoint(manifest.step, manifest.attempt, manifest.processes, {}, {}, {}, None)
     for rank in range(manifest.processes):
         part = read_rank_file(checkpoint, manifest, rank)
@@ -380,7 +389,8 @@ def read_full_model(checkpoint: CheckpointPath) -> dict[str, Tensor]:
 def describe_first_problem(problems: list[str | None], world: World) -> str | None:
     """Return the problem that all ranks report, or None if no rank reports a problem.
 
-    If the ranks report different problems, return the first problem together with its rank and host.
+    If the ranks report different problems, or only some ranks report a problem, return the first problem together with
+    its rank and host.
     """
     if len(set(problems)) < 2:
         return problems[0] if problems else None

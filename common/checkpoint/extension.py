@@ -26,10 +26,10 @@ def read_step_counts(folder: RunFolder) -> tuple[int, int]:
 def config_adds_steps(folder: RunFolder, cfg: Experiment) -> bool:
     """Return True if a config has more steps than the finished run.
 
-    Raises UserError if the run cannot be extended because its last checkpoint is missing.
+    Raises UserError if the run cannot be extended because the checkpoint of its last step is missing.
     """
     steps, epoch_steps = read_step_counts(folder)
-    if not epoch_steps or cfg.total_steps(epoch_steps) <= steps:
+    if not epoch_steps or cfg.compute_total_steps(epoch_steps) <= steps:
         return False
     if not has_checkpoint_of_step(folder, steps):
         raise UserError(
@@ -73,12 +73,13 @@ def check_settings_of_finished_run(folder: RunFolder, cfg: Experiment) -> None:
     """Raise UserError if the run is finished and the config changes settings without adding steps."""
     if folder.result.get("state") != "finished" or config_adds_steps(folder, cfg):
         return
-    # Compare the config with the settings of the newest attempt: those in config.yaml, updated by later changes.
+    # `changes` compares the config with config.yaml. The newest attempt may have used other settings than config.yaml,
+    # so the config is also compared with the settings of the newest attempt.
     changes = config.find_changes(folder.path / "config.yaml", cfg)
     ineffective = dict(changes)
     for name, (original, newest) in config.read_last_changes(folder.path).items():
-        _, value = changes.get(name, (original, original))
-        ineffective[name] = (newest, value)
+        _, requested = changes.get(name, (original, original))
+        ineffective[name] = (newest, requested)
     ineffective = {name: pair for name, pair in ineffective.items() if pair[0] != pair[1]}
     if ineffective:
         raise UserError(
@@ -88,7 +89,7 @@ def check_settings_of_finished_run(folder: RunFolder, cfg: Experiment) -> None:
 
 
 def explain_finished_run(folder: RunFolder, cfg: Experiment) -> str:
-    """Return a message that says that a run is finished and explains how to extend it."""
+    """Return a message that states that a run is finished and explains how to extend the run."""
     message = f"{folder.path} is finished; see {folder.path / 'result.json'}"
     steps, epoch_steps = read_step_counts(folder)
     if not steps or not has_checkpoint_of_step(folder, steps):

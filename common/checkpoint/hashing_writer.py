@@ -1,4 +1,4 @@
-"""A file writer that hashes data while writing it, and bypasses the page cache if the disk supports it.
+"""A file writer that hashes the data it writes, and bypasses the page cache if possible.
 
 This module does not import torch.
 """
@@ -21,14 +21,14 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)  # exists on Linux only
 
 
 class HashingWriter:
-    """A file object for torch.save that hashes the data while writing it.
+    """A file object for torch.save that hashes the data while writing the data to a file.
 
     The data is copied into chunks. One thread writes the chunks to the file, and another thread hashes them.
 
-    Chunks are written directly to the disk (O_DIRECT). The page cache has no benefit here: the file is not read again,
-    and training would have to wait while the kernel frees memory for the cache. The size of a direct write must be a
-    multiple of the page size. Therefore the last chunk is padded, and the file is truncated at the end. If the disk
-    does not support direct writes, ordinary writes are used instead.
+    Chunks are written directly to the disk (O_DIRECT), without the page cache. The page cache has no benefit, because
+    the file is not read again, and training would have to wait while the kernel frees memory for the cache. The size of
+    a direct write must be a multiple of the page size. Therefore, the last chunk is padded, and the padding is removed
+    from the file at the end. If the disk does not support direct writes, ordinary writes are used instead.
     """
 
     def __init__(self, file: io.FileIO) -> None:
@@ -36,7 +36,7 @@ class HashingWriter:
         self.size = 0
         self.digest = hashlib.sha256()
         self.error: OSError | None = None
-        """The first error that occurred while writing. The caller must raise this error."""
+        """The first error that occurred while writing, or None. The caller must raise this error."""
         self.chunks = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(CHUNKS)]
         self.pending: list[list[Future[Any]]] = [[] for _ in self.chunks]
         self.index = 0
@@ -83,7 +83,7 @@ class HashingWriter:
 
     def _submit_chunk(self) -> None:
         """Submit the current chunk for writing and hashing, and wait until the next chunk is free."""
-        padded = -(-self.filled // mmap.PAGESIZE) * mmap.PAGESIZE
+        padded = -(-self.filled // mmap.PAGESIZE) * mmap.PAGESIZE  # rounded up to whole pages
         view = memoryview(self.chunks[self.index])
         writing = self.writer.submit(self._write_chunk, view[:padded])
         hashing = self.hasher.submit(self.digest.update, view[: self.filled])
@@ -93,6 +93,7 @@ class HashingWriter:
         self._wait_for_chunk(self.index)
 
     def _wait_for_chunk(self, index: int) -> None:
+        """Wait until a chunk has been written and hashed, and store the first error in `error`."""
         for future in self.pending[index]:
             try:
                 future.result()
@@ -101,18 +102,19 @@ class HashingWriter:
         self.pending[index] = []
 
     def _write_chunk(self, remaining: memoryview) -> None:
+        """Write a chunk to the file. Use ordinary writes if the disk does not support direct writes."""
         while remaining:
             try:
                 remaining = remaining[os.write(self.file.fileno(), remaining) :]
             except OSError as error:
-                # EINVAL: the disk does not support direct writes. Try again with an ordinary write.
+                # EINVAL: the disk does not support direct writes. Disable direct writes and repeat the write.
                 if error.errno != errno.EINVAL or not self._set_direct_writes(0):
                     raise
 
     def _set_direct_writes(self, direct: int) -> bool:
-        """Enable direct writes if `direct` is O_DIRECT, or disable them if it is 0.
+        """Enable direct writes if `direct` is O_DIRECT; disable direct writes if `direct` is 0.
 
-        Returns True if the flags of the file have changed.
+        Returns True if the status flags of the file have changed.
         """
         fd = self.file.fileno()
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)

@@ -1,6 +1,6 @@
 """Reading and writing of one rank's file in a checkpoint.
 
-A checksum is computed while the file is written. Reading a file never executes code from it.
+A checksum is computed while the file is written. Code in a checkpoint file is never executed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARTS = ("model", "optimizer", "common", "local")
 
 
 def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:
-    """Write a rank's file, flush it to the disk, and return its size and checksum.
+    """Write a rank's file, flush the file to the disk, and return its size and checksum.
 
     Raises OSError if the file cannot be written.
     """
@@ -44,7 +44,7 @@ def read_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) ->
     content = storage.read_verified_rank_file(checkpoint, manifest, rank)
     try:
         part = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError:  # torch's message is hidden: it suggests an option that can execute code
+    except pickle.UnpicklingError:  # torch's message suggests an option that can execute code
         raise InvalidCheckpoint(f"{name} is damaged, or contains data other than tensors, numbers and text") from None
     except Exception as error:  # noqa: BLE001 (torch raises many types of exceptions for unreadable files)
         raise InvalidCheckpoint(f"{name} cannot be read: {summarize_error(error)}") from None

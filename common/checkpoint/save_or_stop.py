@@ -15,7 +15,7 @@ from configs.shared import Checkpoint
 
 POLL_SECONDS = 0.5  # usual time between two votes; a vote costs one all-reduce
 MAX_POLL_SECONDS = 2.0  # longest time between two votes, used if ranks wait a long time for each other
-MAX_WAIT_SHARE = 0.05  # largest fraction of the time that a rank should spend waiting at votes
+MAX_WAIT_SHARE = 0.05  # maximum fraction of its time that a rank should spend waiting at votes
 
 
 class Decision(NamedTuple):
@@ -29,14 +29,15 @@ class Decision(NamedTuple):
 
 
 class Ballot(NamedTuple):
-    """Votes of one rank. The result of the vote is the maximum of each field over all ranks."""
+    """Votes of one rank. The result of a vote is the maximum of each field over the ballots of all ranks."""
 
     stop: int
     save: int = 0
     diverged: int = 0
     run_taken: int = 0
     next_vote: int = 0
-    """The step after which the ranks vote next. During an evaluation, the number of calls until the next vote."""
+    """The step after which the ranks vote next. During an evaluation, `next_vote` is the number of calls of
+    `vote_in_evaluation` until the next vote."""
     wait_us: int = 0
     """Time in microseconds that this rank waited for other ranks at the previous vote."""
 
@@ -51,9 +52,10 @@ class Ballot(NamedTuple):
 class SaveOrStopVote:
     """Vote of all ranks, between two steps, on saving a checkpoint and on stopping the run.
 
-    This class only determines the decision; `Saver` saves and stops. A vote costs an all-reduce, so the ranks do not
-    vote after every step. They vote every `checkpoint.every_steps` steps, and about every POLL_SECONDS by rank 0's
-    clock. If a rank waits a long time for other ranks at a vote, the interval grows up to MAX_POLL_SECONDS.
+    This class only determines the decision. The class `Saver` then saves the checkpoint or stops the run. A vote costs
+    an all-reduce, so the ranks do not vote after every step. The ranks vote every `checkpoint.every_steps` steps, and
+    about every POLL_SECONDS by rank 0's clock. If a rank waits a long time for other ranks at a vote, the time between
+    two votes grows up to MAX_POLL_SECONDS.
     """
 
     def __init__(self, world: World, settings: Checkpoint, stop_request: StopRequest) -> None:
@@ -85,10 +87,11 @@ class SaveOrStopVote:
         return step >= self.next_step or self._is_save_step(step)
 
     def _is_save_step(self, step: int) -> bool:
+        """Return True if `checkpoint.every_steps` requires a checkpoint after this step."""
         return bool(self.settings.every_steps) and step % self.settings.every_steps == 0
 
     def vote_in_evaluation(self, find_stop_reason: Callable[[], str]) -> Decision:
-        """Vote during an evaluation on whether to stop; return the decision.
+        """Vote during an evaluation on whether to stop, and return the decision.
 
         All ranks must call this method the same number of times. Most calls return immediately without a vote. In a
         vote, rank 0 calls `find_stop_reason`, which returns the reason why the attempt must stop, or an empty string.
@@ -108,18 +111,20 @@ class SaveOrStopVote:
     def _choose_interval(self, count: int, now: float) -> int:
         """Return the number of steps or calls until the next vote.
 
-        `count` is the number of steps or calls since the previous vote. The result is at most four times this number.
+        `count` is the number of steps or calls since the previous vote. The result is at most `4 * count`.
         """
+        # If ranks have waited for a long time, vote less often: waiting should not exceed MAX_WAIT_SHARE of the time.
         seconds = min(max(POLL_SECONDS, self.max_wait / MAX_WAIT_SHARE), MAX_POLL_SECONDS)
         interval = int(count * seconds / max(now - self.voted_at, 1e-6))
         self.voted_at = now
         return min(max(1, interval), 4 * count)
 
     def vote_after_step(self, step: int, diverged: bool, wait_start: float, *, run_taken: bool = False) -> Decision:
-        """Vote after a step on saving and stopping; return the decision. All ranks must call this method.
+        """Vote after a step on saving and stopping, and return the decision.
 
-        `diverged` and `run_taken` are used on rank 0 only, and rank 0's clock determines when to save. `wait_start` is
-        the time.perf_counter() value at which this rank started to wait for the other ranks.
+        All ranks must call this method. `diverged` and `run_taken` are used on rank 0 only, and rank 0's clock
+        determines when to save. `wait_start` is the time.perf_counter() value at which this rank started to wait for
+        the other ranks.
         """
         now = time.perf_counter()
         is_save_due = 0 < self.settings.every_seconds <= now - self.saved_at

@@ -1,4 +1,4 @@
-"""Saving of checkpoints: at regular intervals, after the best evaluation, and before the run stops."""
+"""Saving of checkpoints: at regular intervals, after each best evaluation, and before the run stops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from configs.shared import Experiment
 
 
 class Saver:
-    """Manager of a run's checkpoints, which also stops the run if any rank has received a stop request.
+    """Saves and loads checkpoints, and stops the run when a rank receives a stop request.
 
     Unless documented otherwise, all ranks must call each method after the same step.
     """
@@ -44,7 +44,7 @@ class Saver:
         self.vote = SaveOrStopVote(world, cfg.checkpoint, self.stop_request)
         self.attempt_watch = AttemptWatch(folder)
         self.step = 0
-        """The newest step after which the ranks voted or saved a checkpoint."""
+        """The latest step after which the ranks have voted or saved a checkpoint."""
         self.stop_reason = ""
         """On rank 0, the reason why this attempt must stop without saving, or an empty string. An attempt must stop if
         another attempt has taken over the run or if its folder was deleted."""
@@ -55,9 +55,9 @@ class Saver:
         self.start_time = time.perf_counter()
         """Start of the run as a time.perf_counter() value, moved back by the duration of earlier attempts."""
         self.best_score: float | None = None
-        """The best value so far of the score that `checkpoint.best` names; None before the first evaluation."""
+        """The best value so far of the score that `checkpoint.best` selects; None before the first evaluation."""
         self.unevaluated = False
-        """True while an evaluation is due or running; False once it has finished."""
+        """True while an evaluation is due or running; False once the evaluation has finished."""
 
     def load(self, state: TrainState) -> LoadedCheckpoint | None:
         """Load the newest valid checkpoint of the run into `state`; return None if the run has no checkpoint."""
@@ -73,7 +73,7 @@ class Saver:
         return loaded
 
     def start_silence_watch(self, log_failure: Callable[[str], None]) -> None:
-        """Start watching for ranks that do not respond, and report them before NCCL's timeout kills this process."""
+        """Start to report ranks that do not respond, before NCCL's timeout kills this process."""
         timeout = self.cfg.launch.step_timeout
         self.silence_watch = SilentRankWatchdog(self.world, 0.7 * timeout, 0.1 * timeout, log_failure)
 
@@ -90,9 +90,9 @@ class Saver:
     def checkpoint_or_stop(self, step: int, *, now: bool = False) -> bool:
         """Save a checkpoint if one is due; if any rank has received a stop request, save and stop.
 
-        Returns True if a checkpoint was due. If `now` is True, the ranks vote even if no vote is due. Raises
-        StopRequested once the checkpoint of a stop request has been saved. Raises UserError if that checkpoint cannot
-        be written, or if the loss is NaN or infinite.
+        Returns True if a checkpoint was due. If `now` is True, the ranks vote even if no vote is due. After a stop
+        request, raises StopRequested if the checkpoint has been saved, or UserError if the checkpoint cannot be
+        written. Also raises UserError if the loss is NaN or infinite.
         """
         if not now and not self.vote.is_vote_due(step):
             return False
@@ -147,6 +147,7 @@ class Saver:
         raise RunTakenError(self.world.broadcast(self.stop_reason))
 
     def _raise_stop_requested(self, step: int, saved: bool) -> NoReturn:
+        """Raise StopRequested if the checkpoint has been saved, or UserError otherwise."""
         if not saved:
             raise UserError(
                 f"stopped on request, but the checkpoint of step {step} could not be saved: "
@@ -169,16 +170,19 @@ class Saver:
         assert self.state is not None and self.metrics is not None
         self.step = step
         writer = self.metrics.writer
-        if self.world.broadcast(bool(writer.buffered_lines)):  # after a resume, these rows would be lost
+        # Rows of metrics that cannot be written to the disk would be missing after a resume from this checkpoint.
+        if self.world.broadcast(bool(writer.buffered_lines)):
             if self.world.broadcast(self.world.is_main and bool(self._find_stop_reason())):
                 self._raise_run_taken()
             problem = f"cannot write {self.folder.metrics_file}; free disk space"
             self.checkpointer.report_failed_save(step, problem, is_known=True)
             return False
+
         state = self.state.collect_state()
         is_finite = all(bool(tensor.isfinite().all()) for tensor in state.model.values())
         if not self.world.broadcast(all(self.world.gather(is_finite))):
             raise UserError(f"parameters contain NaN or infinity after step {step}; lower optim.lr")
+
         state.common["rows"] = writer.written
         state.common["seconds"] = time.perf_counter() - self.start_time
         state.common["wandb"] = read_json(self.folder.path / "wandb" / "id.json").get("id")
@@ -214,7 +218,7 @@ class Saver:
         problem = f"the final model (step {step}) could not be saved: {self._describe_failed_save()}"
         if self.world.is_main:
             assert self.metrics is not None
-            try:
+            try:  # if the metrics cannot be written either, report that error instead
                 self.metrics.writer.write_buffered_rows()
             except UserError as error:
                 problem = str(error)

@@ -73,16 +73,17 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
 
 
 def gather_full_tensors(tensors: NamedTensors, keep: bool = True) -> dict[str, Tensor]:
-    """Return the full parameters or buffers by name. All ranks must call this function.
+    """Return the full parameters or buffers by name.
 
-    With `keep=False`, the rank only participates in the collectives, and an empty dict is returned.
+    All ranks must call this function. With `keep=False`, the rank only participates in the collectives, and an empty
+    dict is returned.
     """
     full = {name: gather_full_tensor(tensor.detach()) for name, tensor in tensors}
     return full if keep else {}
 
 
 def strip_wrapper_prefix(saved: Mapping[str, T]) -> dict[str, T]:
-    """Remove the prefix `module.`, which DataParallel adds, if all names have it."""
+    """Remove the prefix `module.`, which DataParallel adds, if all names have this prefix."""
     if not all(name.startswith(WRAPPER_PREFIX) for name in saved):
         return dict(saved)
     return {name.removeprefix(WRAPPER_PREFIX): value for name, value in saved.items()}
@@ -92,7 +93,8 @@ def strip_wrapper_prefix(saved: Mapping[str, T]) -> dict[str, T]:
 def load_tensors(tensors: NamedTensors, saved: Mapping[str, Tensor]) -> None:
     """Copy saved full tensors into this rank's parameters or buffers, which may be sharded.
 
-    The saved names may all have the prefix `module.`. Raises UserError if a name is missing or a shape differs.
+    If all saved names have the prefix `module.`, the prefix is ignored. Raises UserError if a name is missing or a
+    shape differs.
     """
     saved = strip_wrapper_prefix(saved)
     for name, tensor in tensors:
@@ -130,7 +132,8 @@ def load_optimizer_state(
 ) -> None:
     """Restore the optimizer state of each parameter.
 
-    The settings of the parameter groups, such as the learning rate, do not change.
+    The settings of the parameter groups, such as the learning rate, do not change. Parameters without a saved state
+    have no state afterward.
     """
     names = {parameter: name for name, parameter in parameters}
     saved = strip_wrapper_prefix(saved)
@@ -147,7 +150,7 @@ def load_optimizer_state(
 
 
 def clone_optimizer_value(value: Any, parameter: Tensor) -> Any:
-    """Copy a value of the optimizer state; shard the copy like the parameter if both have the same shape."""
+    """Copy a value of the optimizer state. A tensor with the shape of the parameter is sharded like the parameter."""
     if not isinstance(value, Tensor):
         return value
     return shard_like(value, parameter).clone() if value.shape == parameter.shape else value.clone()
@@ -178,7 +181,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore the random states that `capture_rng_state` has returned."""
+    """Restore the states of the random number generators that `capture_rng_state` returned."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

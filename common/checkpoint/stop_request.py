@@ -1,10 +1,11 @@
-"""Stop requests: signals that ask a run to save a checkpoint and exit.
+"""Stop requests: signals after which a run saves a checkpoint and exits.
 
-A signal only sets a flag. Between two steps, all ranks vote on their flags (`save_or_stop.SaveOrStopVote`).
+A stop signal only sets a flag. Between two steps, all ranks vote on their flags (`save_or_stop.SaveOrStopVote`).
 
 SIGUSR2 is sent when a time limit is near or when SLURM preempts the job. SIGTERM is sent when the job is requeued, or
-when a site preempts jobs without SIGUSR2. SIGINT is sent by Ctrl-C. A rank exits immediately if it receives a second
-signal, or if it has not exited within the grace time.
+when SLURM preempts the job at a site that does not send SIGUSR2. SIGINT is sent by Ctrl-C. A rank exits immediately
+after a second SIGINT, or after any stop signal that arrives more than REPEATED_SIGNAL_SECONDS after the first one. A
+rank that has not exited within the grace time is terminated.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from common.system.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
 class StopRequested(SystemExit):
     """Exception that ends the process with status 75, so that the next attempt resumes from the saved checkpoint.
 
-    If `together` is True, all ranks exit after the same vote. Otherwise this rank exits alone, and other ranks may be
-    waiting for its messages.
+    If `together` is True, all ranks exit after the same vote. If `together` is False, this rank exits alone, and other
+    ranks may be waiting for its messages.
     """
 
     def __init__(self, together: bool = True) -> None:
@@ -40,7 +41,7 @@ class StopRequest:
 
     Signals are received by a separate thread, because the main thread may be blocked in a collective, during which no
     Python signal handler can run. `grace` is the time in seconds within which the process must exit after a request.
-    Otherwise, the stack traces of all threads are written to `log`, and the process is terminated.
+    After the grace time, the stack traces of all threads are written to `log`, and the process is terminated.
     """
 
     def __init__(self, grace: float, log: IO[str]) -> None:
@@ -56,27 +57,30 @@ class StopRequest:
     def start_listening(self) -> None:
         """Install the signal handlers and start the thread that sets the flag.
 
-        If SIGINT is ignored, it stays ignored, because the launcher forwards Ctrl-C to its ranks.
+        A signal that is already ignored stays ignored, such as SIGINT in ranks to which the launcher forwards Ctrl-C.
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
+                signal.signal(number, self._handle_signal)
         threading.Thread(target=self._read_signals, args=(reader,), daemon=True, name="stop-request").start()
 
-    def _on_signal(self, number: int, frame: object) -> None:
+    def _handle_signal(self, number: int, frame: object) -> None:
+        """Raise StopRequested in the main thread if there is no unsaved state; otherwise, do nothing."""
         if self.can_stop_immediately:
             self.can_stop_immediately = False  # the same request may be received twice
             raise StopRequested(together=False)
 
     def _read_signals(self, reader: int) -> None:
+        """Read the signal numbers that Python writes to a pipe, and record stop requests."""
         while byte := os.read(reader, 1):
             if byte[0] in STOP_SIGNALS:
                 self._record_signal(byte[0])
 
     def _record_signal(self, number: int) -> None:
+        """Record the first stop request and start the grace time; exit immediately after a second request."""
         now = time.monotonic()
         if not self.signal_number:
             self.signal_number = number
@@ -88,7 +92,7 @@ class StopRequest:
     def wait_for_request(self) -> bool:
         """Wait up to one second for a stop request; return True if one has been received.
 
-        The ranks of a run may receive the same request at slightly different times.
+        A short wait is necessary, because the ranks of a run may receive the same request at slightly different times.
         """
         deadline = time.monotonic() + 1.0
         while not self.signal_number and time.monotonic() < deadline:
@@ -98,7 +102,8 @@ class StopRequest:
     def dump_stacks_after(self, seconds: float | None) -> None:
         """Start a timer that writes the stack traces of all threads to the log after `seconds` seconds.
 
-        Each call restarts the timer; None cancels it. After a stop request, the timer of the grace time runs instead.
+        Each call restarts the timer, and `seconds=None` cancels the timer. After a stop request, the timer of the grace
+        time runs instead.
         """
         if not self.signal_number and seconds is None:
             faulthandler.cancel_dump_traceback_later()
@@ -108,19 +113,20 @@ class StopRequest:
             self._start_watchdog(self.grace, exits=True)
 
     def _start_watchdog(self, seconds: float, *, exits: bool) -> None:
+        """Start a timer that writes stack traces and, if `exits` is True, terminates the process."""
         with contextlib.suppress(RuntimeError):  # if no thread can be started, continue without a watchdog
             faulthandler.dump_traceback_later(seconds, exit=exits, file=self.log)
 
     def cancel_watchdog(self) -> None:
-        """Cancel the timer that writes stack traces, and the exit after the grace time."""
+        """Cancel the timer that writes stack traces and the timer of the grace time."""
         faulthandler.cancel_dump_traceback_later()
 
 
-def wait_for_all_ranks_to_exit() -> None:
+def synchronize_before_exit() -> None:
     """Wait until all ranks are ready to exit, so that each rank reports its own exit status.
 
-    All ranks must call this function. Otherwise, srun and torchrun terminate the remaining ranks as soon as one rank
-    has exited, and then report a signal instead of the exit status.
+    All ranks must call this function. Without this synchronization, srun and torchrun would terminate the remaining
+    ranks as soon as one rank has exited, and would then report a signal instead of the exit status.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.barrier()

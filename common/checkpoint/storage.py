@@ -60,7 +60,7 @@ class Manifest:
     def from_content(cls, content: Mapping[str, Any]) -> Manifest:
         """Create a manifest from its JSON object.
 
-        Raises ValueError, TypeError, KeyError or OverflowError if the object is malformed.
+        Raises ValueError, TypeError, KeyError or OverflowError if the JSON object is malformed.
         """
         files = {}
         for name, entry in content["files"].items():
@@ -81,7 +81,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """Path of a checkpoint, which need not exist."""
+    """Path of a checkpoint. The checkpoint need not exist."""
 
     attempt: RunFolder
     step: int
@@ -111,7 +111,7 @@ def make_rank_file_name(rank: int) -> str:
 def hash_manifest(content: Mapping[str, Any]) -> str:
     """Return the SHA-256 checksum of a manifest.
 
-    The checksum covers all entries except itself, and does not depend on whitespace.
+    `content` contains all entries except the checksum. The checksum does not depend on whitespace.
     """
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -120,7 +120,7 @@ def hash_manifest(content: Mapping[str, Any]) -> str:
 
 
 def list_checkpoints(attempt: RunFolder) -> list[CheckpointPath]:
-    """Return the checkpoints of an attempt, oldest first. Their contents are not checked."""
+    """Return the checkpoints of an attempt, oldest first. The contents of the checkpoints are not checked."""
     checkpoints = []
     for path in get_checkpoints_dir(attempt).glob("step-*"):
         if not STEP_NAME.fullmatch(path.name):
@@ -132,7 +132,7 @@ def list_checkpoints(attempt: RunFolder) -> list[CheckpointPath]:
 
 
 def list_resumable_checkpoints(folder: RunFolder) -> list[CheckpointPath]:
-    """Return all checkpoints from which a new attempt may resume, best candidate first."""
+    """Return all checkpoints from which a new attempt may resume, newest first."""
     resumable: list[CheckpointPath] = []
     for attempt, last_step in folder.trace_attempts():
         for checkpoint in reversed(list_checkpoints(attempt)):
@@ -144,7 +144,8 @@ def list_resumable_checkpoints(folder: RunFolder) -> list[CheckpointPath]:
 def list_lost_checkpoints(folder: RunFolder) -> list[CheckpointPath]:
     """Return a list with the newest checkpoint of the run if its folder is missing, otherwise an empty list.
 
-    Older checkpoints are not considered, because newer ones may have replaced them (`checkpoint.keep`).
+    Older checkpoints are not considered, because they may have been deleted after newer checkpoints were saved (see
+    `checkpoint.keep`).
     """
     for attempt, _ in folder.trace_attempts():
         name = read_pointer_file(attempt, "latest") or ""
@@ -182,7 +183,7 @@ def open_owned_path(path: str | Path, flags: int, label: str, parent_fd: int | N
     try:
         owner = os.fstat(fd).st_uid
         if owner not in (os.geteuid(), 0):
-            raise InvalidCheckpoint(f"{label} belongs to user {owner}, not to you ({os.geteuid()})")
+            raise InvalidCheckpoint(f"{label} belongs to user ID {owner}; the current user ID is {os.geteuid()}")
         yield fd
     finally:
         os.close(fd)
@@ -195,7 +196,7 @@ def read_owned_file(checkpoint: CheckpointPath, name: str, size: int | None = No
     contain exactly `size` bytes, or at most MAX_MANIFEST_BYTES if `size` is None.
     """
     with (
-        open_owned_path(checkpoint.path, os.O_DIRECTORY, "the folder") as folder_fd,
+        open_owned_path(checkpoint.path, os.O_DIRECTORY, "the checkpoint folder") as folder_fd,
         open_owned_path(name, 0, name, folder_fd) as fd,
     ):
         status = os.fstat(fd)
@@ -229,7 +230,7 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
         content = json.loads(raw)
         if content["format"] != FORMAT:
             file_format = str(content["format"])[:20]
-            raise InvalidCheckpoint(f"{MANIFEST} has format {file_format}, but this version of the code reads {FORMAT}")
+            raise InvalidCheckpoint(f"{MANIFEST} has format {file_format}, but this version reads format {FORMAT}")
         if content.pop("sha256") != hash_manifest(content):
             raise InvalidCheckpoint(f"{MANIFEST} does not match its checksum")
         manifest = Manifest.from_content(content)
@@ -249,7 +250,7 @@ def read_manifest(checkpoint: CheckpointPath) -> Manifest:
 class StagingDir:
     """Folder in which a checkpoint is written before it is published.
 
-    Only rank 0 calls the methods. They raise OSError if the disk reports an error.
+    Only rank 0 calls the methods. The methods `create` and `publish` raise OSError if the disk reports an error.
     """
 
     def __init__(self, attempt: RunFolder, step: int) -> None:
@@ -258,7 +259,7 @@ class StagingDir:
         self.path = self.parent / f".{self.target.name}.new"
 
     def create(self) -> None:
-        """Create the staging folder, and delete hidden checkpoint folders that earlier failures left behind."""
+        """Create the staging folder, and delete hidden checkpoint folders that remain from earlier failures."""
         if not self.parent.exists():
             self.parent.mkdir()
             fsync_path(self.parent.parent)
@@ -281,7 +282,7 @@ class StagingDir:
         fsync_path(self.path)
         raise_if_superseded(self.target.attempt)
         if self.target.path.exists():  # an earlier call failed after the rename
-            shutil.rmtree(rename_to_tombstone(self.target))
+            shutil.rmtree(rename_for_deletion(self.target))
         self.path.rename(self.target.path)
         fsync_path(self.parent)
 
@@ -290,8 +291,8 @@ class StagingDir:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def rename_to_tombstone(checkpoint: CheckpointPath) -> Path:
-    """Rename a checkpoint that will be deleted, so that it is never loaded half-deleted.
+def rename_for_deletion(checkpoint: CheckpointPath) -> Path:
+    """Rename a checkpoint that will be deleted, so that a partially deleted checkpoint is never loaded.
 
     Returns the new path. Raises OSError if the rename fails.
     """
@@ -301,18 +302,19 @@ def rename_to_tombstone(checkpoint: CheckpointPath) -> Path:
 def retire_old_checkpoints(attempt: RunFolder, keep: int, best: int | None) -> list[Path]:
     """Rename checkpoints that are no longer needed, and return the folders that can be deleted.
 
-    These checkpoints are kept: the newest `keep` complete checkpoints of the run, but at least 2; all incomplete
-    checkpoints that are newer; and the checkpoint of step `best`. Until this attempt has a best checkpoint, the best
-    checkpoint of an earlier attempt is kept instead. If a newer attempt exists, all checkpoints are kept, because that
-    attempt may have resumed from any of them. Raises OSError if a rename fails.
+    The following checkpoints are kept: the newest `keep` complete checkpoints of the run, but at least 2; incomplete
+    checkpoints that are newer than any of these; and the checkpoint of step `best`. Until this attempt has a best
+    checkpoint, the best checkpoint of an earlier attempt is kept instead. If a newer attempt exists, all checkpoints
+    are kept, because the newer attempt may have resumed from any of them. Raises OSError if a rename fails.
     """
-    if attempt.is_superseded or attempt.parent_record is None:  # an attempt without this record is never resumed
+    if attempt.is_superseded or attempt.parent_record is None:  # an attempt without parent record is never resumed
         return []
     attempts = [other for other in attempt.list_attempts() if other.number <= attempt.number]
     folders: list[Path] = []
     for earlier in attempts[:-1]:
         folders += get_checkpoints_dir(earlier).glob(".step-*")  # left behind by killed ranks
 
+    # Find the checkpoints to keep.
     candidates = list_resumable_checkpoints(attempt)
     best_checkpoints = [
         checkpoint for checkpoint in candidates if read_pointer_file(checkpoint.attempt, "best") == checkpoint.name
@@ -320,25 +322,26 @@ def retire_old_checkpoints(attempt: RunFolder, keep: int, best: int | None) -> l
     kept_paths = {checkpoint.path for checkpoint in best_checkpoints[:1]}
     if best is not None:
         kept_paths = {CheckpointPath(attempt, best).path}
-    complete = 0
+    complete = 0  # number of complete checkpoints among the newest ones
     for candidate in candidates:
         if complete < max(2, keep):
             kept_paths.add(candidate.path)
             complete += is_complete_checkpoint(candidate)
-    if complete < max(2, keep):
+    if complete < max(2, keep):  # all checkpoints are still needed
         return folders
 
+    # Rename all other checkpoints.
     for other in attempts:
         for checkpoint in list_checkpoints(other):
             if checkpoint.path not in kept_paths:
-                folders.append(rename_to_tombstone(checkpoint))
+                folders.append(rename_for_deletion(checkpoint))
     return folders
 
 
 def is_complete_checkpoint(checkpoint: CheckpointPath) -> bool:
-    """Return True if all files exist and have the sizes listed in the manifest.
+    """Return True if all files of a checkpoint exist and have the sizes listed in the manifest.
 
-    Their contents are not read.
+    The contents of the ranks' files are not read.
     """
     try:
         for name, entry in read_manifest(checkpoint).files.items():

@@ -1,4 +1,4 @@
-"""Training state of one rank, as saved in a checkpoint: parts of the model, optimizer, and data position."""
+"""Training state of one rank, as saved in a checkpoint: parts of the model, optimizer and data position."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class TrainState:
 
     `parts`: modules of this rank, whose parameters have the names of the full model; empty if this rank has none.
     `optimizer`: the optimizer, or None if this rank has none.
-    `replicated`: True if every rank holds the full model, as in data parallelism. Rank 0 then saves the model. The
-        BatchNorm statistics of such ranks differ, so each rank also saves its own statistics.
-    `peers`: the ranks that hold the same parts as this rank, such as the replicas of a pipeline stage. Pass this
-        argument only if other ranks hold different parts.
-    `scaler`: gradient scaler of the loss, whose state is the same on all ranks.
+    `replicated`: True if every rank holds the full model, as in data parallelism, and rank 0 saves the model. The
+        BatchNorm statistics of replicas differ, so each rank also saves its own statistics.
+    `peers`: the ranks that hold the same parts as this rank, such as the replicas of a pipeline stage. Pass
+        `peers` only if other ranks hold different parts.
+    `scaler`: gradient scaler, whose state must be the same on all ranks.
     `tensors`: named tensors that the run updates in place, such as measurements. Rank 0's tensors are saved.
     `local_parts`: further state by name, such as the errors of a gradient compression. Each rank saves its own.
     """
@@ -88,15 +88,16 @@ class TrainState:
     def irreplaceable(self) -> bool:
         """True if an elastic run cannot continue without this rank.
 
-        This is the case if no other rank holds a part of this rank's state.
+        A rank is irreplaceable if it holds a part of the state that no other rank holds. In this base class, the value
+        is always False.
         """
         return False
 
     @torch.no_grad()
     def snapshot_buffers(self) -> None:
-        """Copy the buffers before an evaluation, which may replace them with means over the ranks.
+        """Copy the buffers before an evaluation, which may replace the buffers with means over the ranks.
 
-        Until `drop_buffer_snapshot` is called, `collect_state` returns these copies.
+        Until `drop_buffer_snapshot` is called, `collect_state` returns the copies of the buffers.
         """
         self.buffer_copies = [buffer.clone() for _, buffer in self.buffers]
 
@@ -105,7 +106,7 @@ class TrainState:
         self.buffer_copies = None
 
     def collect_state(self) -> CheckpointState:
-        """Return the state to save. All ranks must call this method."""
+        """Return the state that this rank saves. All ranks must call this method."""
         return self._collect_state_among(self.peers)
 
     def collect_local_state(self) -> CheckpointState:
@@ -113,12 +114,15 @@ class TrainState:
         return self._collect_state_among(None)
 
     def _collect_state_among(self, peers: World | None) -> CheckpointState:
-        """Return the state to save.
+        """Return the state that this rank saves.
 
-        Only the first of the `peers` saves the model. The saved buffers are the means over all peers.
+        `peers` are the ranks that hold the same parts as this rank. Only the first of the `peers` saves the model. The
+        saved buffers are the means over all peers.
         """
+        # Only the first peer keeps the gathered tensors. The other peers participate in the collectives.
         is_first = peers is None or peers.is_main
         model = state_dicts.gather_full_tensors(self.parameters, is_first)
+
         buffers = dict(self.buffers)
         if self.buffer_copies is not None:
             buffers = dict(zip(buffers, self.buffer_copies, strict=True))
@@ -126,6 +130,7 @@ class TrainState:
         if peers is not None and peers.size > 1:
             floating = [mean for mean in means.values() if mean.is_floating_point()]
             average_tensors(floating, peers.group, self.shard_weight)
+
         optimizer: dict[str, dict[str, Any]] = {}
         if self.optimizer is not None:
             optimizer = state_dicts.collect_optimizer_state(self.optimizer, self.parameters, is_first)
@@ -142,9 +147,10 @@ class TrainState:
         return CheckpointState(model | means if is_first else {}, optimizer, common, local)
 
     def _select_local_buffers(self, loaded: LoadedCheckpoint) -> dict[str, Tensor]:
-        """Return the buffers that this rank has saved itself, or {} if those saved with the model must be used.
+        """Return the buffers that this rank saved, or {} if the buffers saved with the model must be used.
 
-        The latter is the case if the number of ranks has changed, or if this rank now holds other parts of the model.
+        The buffers saved with the model are used if the number of ranks has changed, if this rank now holds other parts
+        of the model, or if no other rank holds the same parts.
         """
         if self.peers is None or self.peers.size == 1 or not loaded.local:
             return {}
@@ -154,7 +160,8 @@ class TrainState:
     def check_number_of_ranks(self, loaded: LoadedCheckpoint) -> None:
         """Raise UserError if the checkpoint cannot be loaded with the current number of ranks.
 
-        This base class accepts any number of ranks. A subclass may require the number that saved the checkpoint.
+        This base class accepts any number of ranks. A subclass may require the number of ranks that saved the
+        checkpoint.
         """
 
     @torch.no_grad()
@@ -170,7 +177,7 @@ class TrainState:
         scaler_state = loaded.common.get("scaler")  # None or {} if the saving attempt did not use a gradient scaler
         if self.scaler is not None and self.scaler.is_enabled() and scaler_state:
             self.scaler.load_state_dict(scaler_state)
-        if not loaded.local:
+        if not loaded.local:  # saved by a different number of ranks
             return
         for name, part in self.local_parts.items():
             part.load_state_dict(loaded.local.get(name, {}))
@@ -181,14 +188,15 @@ class TrainState:
     def load_peer_state(self, loaded: LoadedCheckpoint) -> None:
         """Load the state that `collect_local_state` returned on another rank.
 
-        That rank may be one step ahead of this rank.
+        The other rank may be one step ahead of this rank.
         """
         self.load(loaded)
 
     def leave_group(self, *, together: bool) -> None:
         """Stop background communication in the process group, before this rank leaves the group.
 
-        If `together` is True, all ranks leave the group after the same step. Otherwise the connections are cut.
+        If `together` is True, all ranks must leave the group after the same step. If `together` is False, the caller
+        must first close the connections of the group.
         """
 
     def enter_group(self, completed_steps: int) -> None:

@@ -1,5 +1,5 @@
-"""Data sets: their preparation, batches for each rank, data worker processes, and shards of unequal size.
+"""Data sets: preparation, batches for each rank, augmentation, and data worker processes.
 
-`prepare` finds or creates a data set once per machine. `loader` yields batches. `shards` divides each batch among ranks
-of unequal speed.
+The module `prepare` finds or creates a data set once per machine. The module `loader` yields the
+batches of a rank, and `workers` prepares batches in separate processes.
 """

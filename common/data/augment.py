@@ -14,8 +14,8 @@ class Augment:
     """Random transform of uint8 images, based on torchvision's v2 transforms.
 
     Each image has its own random stream, derived from the seed, the epoch and the position of the image in the epoch.
-    The result therefore does not depend on the rank or block that contains the image. A resumed run augments images
-    exactly like an uninterrupted run. The global random state of PyTorch does not change.
+    The augmented image therefore does not depend on the rank or block that contains the image. A resumed run augments
+    images exactly like an uninterrupted run. The global random state of PyTorch does not change.
     """
 
     def __init__(self, kind: str, size: Sequence[int], seed: int) -> None:
@@ -31,7 +31,7 @@ class Augment:
     def __call__(self, images: Tensor, epoch: int, positions: Tensor) -> Tensor:
         """Return augmented copies of uint8 images [n, H, W] or [n, 3, H, W].
 
-        `positions` int64 [n] contains the position of each image in the epoch.
+        `positions` is an int64 tensor [n] with the position of each image in the epoch.
         """
         is_grey = images.dim() == 3
         augmented = torch.empty_like(images)

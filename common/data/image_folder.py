@@ -1,6 +1,6 @@
 """Conversion of an image folder to uint8 arrays.
 
-The folder has the layout of torchvision's ImageFolder: train/<class>/* and val/<class>/*.
+The image folder has the layout of torchvision's ImageFolder: train/<class>/* and val/<class>/*.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write_folder_as_arrays(
     `report(done, total)` is called after each file.
 
     Returns a notice about skipped files. Files without an image extension are always skipped. Files that cannot be
-    decoded are skipped if `unreadable` is "skip", and raise UserError if it is "refuse". If more than
+    decoded are skipped if `unreadable` is "skip", and raise UserError if `unreadable` is "refuse". If more than
     MAX_FILES_IN_MESSAGE files are skipped for the same reason, all skipped files are listed in SKIPPED_FILE.
 
     Raises UserError if train and val have different classes, if there is only one class, if a class has no images, or
@@ -61,12 +61,15 @@ def write_folder_as_arrays(
     counter = itertools.count(1)
     broken: list[str] = []
     for part, array_part, samples in (("train", "train", train_samples), ("val", "test", val_samples)):
+        # Write the samples of this part in random order.
         order = seeds.make_generator(seed, "imagefolder", part).permutation(len(samples))
         shuffled = [samples[index] for index in order]
         labels, problems = write_dataset_part(
             root / part, shuffled, folder, array_part, side, lambda: report(next(counter), total)
         )
         broken += [f"{part}/{problem}" for problem in problems]
+
+        # Every class needs at least one image that can be decoded.
         empty = sorted(set(range(len(classes))) - set(labels))
         if empty and unreadable == "skip":
             class_folder = root / part / classes[empty[0]]
@@ -81,7 +84,7 @@ def write_folder_as_arrays(
 def write_dataset_part(
     source: Path, samples: list[LabelledFile], folder: Path, array_part: str, side: int, report: Callable[[], None]
 ) -> tuple[list[int], list[str]]:
-    """Write the images and labels of one part into `folder`, and call `report` after each file.
+    """Write the images and labels of one part to `folder`, and call `report` after each file.
 
     Returns the labels of the written images, and a list of the files that cannot be decoded, each with the reason in
     parentheses. Raises UserError if the disk is full.
@@ -98,15 +101,15 @@ def write_dataset_part(
             file.write(pixels.data)
             labels.append(label)
         file.seek(0)
-        write_npy_header(file, (len(labels), 3, side, side))  # has the same size as the first header
+        write_npy_header(file, (len(labels), 3, side, side))  # same size as the first header, but final sample count
         np.save(folder / f"{array_part}_labels.npy", np.asarray(labels, np.int32))
     return labels, problems
 
 
 def record_skipped_files(folder: Path, reasons: dict[str, list[str]]) -> str:
-    """Return a notice about the skipped files, and list them in SKIPPED_FILE if there are too many for a notice.
+    """Return a notice about skipped files, and write SKIPPED_FILE if the notice cannot name all skipped files.
 
-    `reasons` contains the skipped files for each reason. Raises UserError if the disk is full.
+    `reasons` contains a list of the skipped files for each reason. Raises UserError if the disk is full.
     """
     lines = []
     notes = []
@@ -123,8 +126,8 @@ def record_skipped_files(folder: Path, reasons: dict[str, list[str]]) -> str:
 def list_samples(folder: Path) -> tuple[list[str], list[LabelledFile], list[str]]:
     """Return the classes, the samples, and the files without an image extension.
 
-    The classes are the sorted names of the subfolders. Raises UserError if there are fewer than two classes, or if a
-    class has no image.
+    The classes are the sorted names of the subfolders of `folder`. Raises UserError if there are fewer than two
+    classes, or if a class has no image.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -165,7 +168,7 @@ def check_disk_space(root: Path, cache: Path, count: int, side: int) -> None:
 def write_npy_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
     """Write the header of a .npy file with uint8 data.
 
-    NumPy pads the header, so its size does not change when the final number of samples is written later.
+    NumPy pads the header, so the header can be overwritten with the final number of samples later.
     """
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
 
@@ -182,6 +185,7 @@ def decode_images(folder: Path, samples: list[LabelledFile], side: int) -> Itera
     transform = v2.Compose([v2.PILToTensor(), v2.Resize(side, antialias=True), v2.CenterCrop(side)])
 
     def decode_image(path: Path) -> DecodedImage:
+        """Return the pixels of an image, or a description of the error."""
         try:
             if not path.is_file():  # a broken link, or a pipe, which would block when opened
                 raise OSError("not a regular file")
@@ -191,6 +195,7 @@ def decode_images(folder: Path, samples: list[LabelledFile], side: int) -> Itera
         except Exception as error:  # noqa: BLE001 (Pillow raises many types of exceptions for unreadable files)
             return None, describe_decoding_error(error, path)
 
+    # Decode at most 4 * cores images ahead, so that the decoded images do not fill the memory.
     cores = len(os.sched_getaffinity(0))
     pending: collections.deque[Future[DecodedImage]] = collections.deque()
     with ThreadPoolExecutor(cores) as pool:
@@ -203,7 +208,7 @@ def decode_images(folder: Path, samples: list[LabelledFile], side: int) -> Itera
 
 
 def summarize_files(files: list[str]) -> str:
-    """Return a text with the number of files and the names of the first few files."""
+    """Return the number of files and the names of the first few files as text."""
     names = ", ".join(sorted(files)[:MAX_FILES_IN_MESSAGE])
     hidden = len(files) - MAX_FILES_IN_MESSAGE
     suffix = f" and {hidden} more" if hidden > 0 else ""
@@ -211,7 +216,7 @@ def summarize_files(files: list[str]) -> str:
 
 
 def describe_decoding_error(error: Exception, path: Path) -> str:
-    """Return the first line of an error message, without the path, which the caller adds."""
+    """Return the first line of the message of a decoding error, without the path of the image."""
     from PIL import UnidentifiedImageError
 
     if isinstance(error, UnidentifiedImageError):

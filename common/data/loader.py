@@ -1,7 +1,7 @@
-"""Loader of a prepared data set: the order of the samples depends only on seed, epoch and position.
+"""Loader of a prepared data set. The order of the samples depends only on the seed and the epoch.
 
 Images are stored as uint8 in memory that all ranks on a host share. The loader gathers several batches at a time, moves
-them to the device and normalizes them in one vectorized operation. It then returns views of the individual batches.
+them to the device and normalizes them in one vectorized operation. The loader then returns views of single batches.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ STATISTICS: dict[str, tuple[Any, Any]] = {
 def get_pixel_statistics(prepared: PreparedDataset) -> tuple[Any, Any]:
     """Return the mean and the standard deviation of the training pixels.
 
-    Each is a single number, or a list with one number per color channel. Raises UserError if the file that contains
-    the statistics is missing.
+    The mean and the standard deviation are single numbers, or lists with one number per color channel. Raises UserError
+    if the file that contains the statistics is missing.
     """
     statistics = prepared.statistics or STATISTICS.get(prepared.name)
     if statistics is None:
         raise UserError(
-            f"{prepared.path} is damaged: the file with the statistics is missing; delete this folder and start again"
+            f"{prepared.path} is damaged: the statistics file is missing; delete this folder and start the run again"
         )
     return statistics
 
@@ -113,7 +113,7 @@ def to_channel_tensor(statistic: Any) -> Any:
 def draw_sample_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """Draw the order of the samples in an epoch, as a permutation int64 [count].
 
-    The order does not depend on the number of ranks.
+    The order of the samples does not depend on the number of ranks.
     """
     return seeds.make_generator(seed, "order", epoch).permutation(count)
 
@@ -123,24 +123,25 @@ class Loader:
     """Iterable over the training batches (x, y) of one epoch, which can start at any position in the epoch.
 
     x is [n, H, W] or [n, 3, H, W], and y is int64 [n]. The attributes `epoch` and `position` (number of samples of this
-    epoch that have been returned) are the entire state. `size` is the number of samples in the newest batch, over all
-    ranks.
+    epoch that have been returned) are the entire state of the loader. The attribute `size` is the number of samples in
+    the newest batch, over all ranks.
 
     `batch`: number of samples in a batch, over all ranks.
     `block`: number of batches that are gathered in one operation.
-    `inputs`, `targets`: False returns None instead of x or y. In a pipeline, only the first stage needs x, and only the
-        last stage needs y.
-    `shard`: (r, n) returns slice r of the n slices of each batch. The slices of all ranks together form the same
-        batches that a single rank would get.
+    `inputs`, `targets`: if False, None is returned instead of x or y. In a pipeline, only the first stage needs x, and
+        only the last stage needs y.
+    `shard`: a pair (r, n), which selects slice r of the n slices of each batch. The slices of all ranks together form
+        the same batches that a single rank would get.
     `weights`: relative sizes of the slices, which are equal by default. A partial batch is divided in the same
-        proportions, rounded to whole samples. A slice may be empty.
-    `microbatches`: if nonzero, yield a list of this many batches for each optimizer step. Each batch is a microbatch of
-        `batch` samples. The last list of an epoch may be shorter. (A pipeline engine splits its batches itself.)
+        proportions, rounded to whole samples. The slice of a rank may be empty.
+    `microbatches`: if nonzero, yield a list of this many microbatches for each optimizer step. Each microbatch has
+        `batch` samples. The last list of an epoch may be shorter. Pipelines do not use this option, because a pipeline
+        engine splits its batches itself.
     `workers`: number of processes that prepare blocks in advance. Iterating raises DataWorkerError if a worker exits or
         returns no block within `worker_timeout` seconds. If `stop_requested()` becomes true while the rank waits for a
-        block, the rank prepares the remaining batches of the epoch itself. The step can then complete, and a checkpoint
-        can be saved.
-    `drop_last`: skip the last batch of an epoch if it is partial. The skipped samples differ between epochs.
+        block, the rank prepares the remaining batches of the epoch itself, so that the current step can complete and a
+        checkpoint can be saved.
+    `drop_last`: skip a partial last batch of an epoch. The skipped samples differ between epochs.
     `augment`: value of data.augment (see `Augment`).
 
     Raises UserError if the data set has fewer samples than a batch, or if augmentation is requested for vectors. Also
@@ -274,7 +275,7 @@ class Loader:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Move to the epoch and position in `state`. This is allowed between two steps of an iteration."""
+        """Move to the epoch and position in `state`. An iteration in progress continues at the new position."""
         self.epoch = state["epoch"]
         self.position = state["position"]
         self.is_stale = True
@@ -288,9 +289,10 @@ class Loader:
         return self._group_microbatches(batches) if self.microbatches else batches
 
     def _iterate_batches(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the remaining batches of the current epoch, and update `epoch`, `position` and `size`."""
         while self.position < self.epoch_samples:
             self.is_stale = False
-            for batch in self._read_batches():
+            for batch in self._iterate_shards():
                 self.size = min(self.batch, len(self.data) - self.position)
                 self.position += self.size
                 yield batch
@@ -306,7 +308,7 @@ class Loader:
             yield list(itertools.islice(batches, min(self.microbatches, batches_left)))
         next(batches, None)  # moves to the next epoch, once the last microbatches have been used
 
-    def _read_batches(self) -> Iterator[tuple[Any, Any]]:
+    def _iterate_shards(self) -> Iterator[tuple[Any, Any]]:
         """Yield this rank's shards of the remaining batches of the epoch."""
         for x, y, (count, shard_samples) in self._iterate_blocks():
             for number in range(count):
@@ -321,10 +323,12 @@ class Loader:
         blocks = list(self._iterate_block_indices())
         finished = 0
         if self.workers:
-            pool = WorkerPool(self._load_on_cpu, blocks, self.workers, self._make_empty_samples(), self.worker_timeout)
+            example = self._make_empty_samples()
+            pool = WorkerPool(self._load_samples_on_cpu, blocks, self.workers, example, self.worker_timeout)
             for x, y in pool.iterate_blocks(self.device, self.stop_requested):
                 yield x, y, blocks[finished].shape[1:]
                 finished += 1
+        # Without workers, or after a stop request, this rank prepares the remaining blocks.
         for indices in blocks[finished:]:
             yield *self._load_samples(indices, self.device), indices.shape[1:]
 
@@ -367,14 +371,14 @@ class Loader:
         y = self.data.load_targets(rows, device) if self.targets else None
         return x, y
 
-    def _load_on_cpu(self, indices: np.ndarray) -> Samples:
+    def _load_samples_on_cpu(self, indices: np.ndarray) -> Samples:
         return self._load_samples(indices, torch.device("cpu"))
 
 
 def slice_rank_shard(batches: np.ndarray, rank: int, counts: Sequence[int]) -> np.ndarray:
     """Return one rank's slice of batches [..., sum(counts)].
 
-    `counts` contains the number of samples in each slice; the slices are in the order of the ranks.
+    `counts` contains the number of samples in each rank's slice. The slices are in the order of the ranks.
     """
     first = sum(counts[:rank])
     return batches[..., first : first + counts[rank]]

@@ -1,4 +1,4 @@
-"""Custom data sets: check and store the arrays that a function in the user's file returns."""
+"""Custom data sets: validation and storage of the arrays that a user's function returns."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def write_custom_arrays(function_name: str, root: Path, files: Sequence[Path]) -
     """Call the user's function and write the four arrays that it returns to `files`.
 
     `function_name` is `FILE.py:function`. The function is called with `root` (data.root). The arrays are written in the
-    order of ARRAY_NAMES. The user's file and the statistics of the training images are stored in the same folder.
-    Returns an empty string, because there is no notice for the user. Raises UserError, with file and line, if the
-    function fails or if the arrays are unsuitable for training.
+    order of ARRAY_NAMES. The user's file and the statistics of the training images are stored in the same folder as the
+    arrays. Returns an empty string, because a custom data set has no notice for the user. Raises UserError, with file
+    and line, if the function fails or if the arrays are unsuitable for training.
     """
     folder = files[0].parent
     function = load_function("data.name", function_name, SET_NAMES)
     with convert_errors_of_user_file("data.name", function_name, function, USAGE):
         arrays = check_arrays(function(root))
-    mean, std = compute_statistics(arrays[0])
+    mean, std = compute_pixel_statistics(arrays[0])
     with convert_disk_errors(folder.parent):
         for file, array in zip(files, arrays, strict=True):
             np.save(file, np.ascontiguousarray(array))
@@ -47,7 +47,7 @@ def write_custom_arrays(function_name: str, root: Path, files: Sequence[Path]) -
 
 
 def check_arrays(arrays: Any) -> list[np.ndarray]:
-    """Check the four arrays and return them, with labels converted to int32.
+    """Check the four arrays of a custom data set, convert the labels to int32, and return the arrays.
 
     Raises ValueError or TypeError if the arrays are unsuitable for training.
     """
@@ -71,13 +71,13 @@ def check_arrays(arrays: Any) -> list[np.ndarray]:
 
 
 def check_images_and_labels(part: str, images: np.ndarray, labels: np.ndarray) -> None:
-    """Raise ValueError if the images or labels have an invalid type, shape or value."""
+    """Raise ValueError if the images or labels of a part have an invalid type, shape or value."""
     if images.dtype != np.uint8:
         raise ValueError(f"the {part} images have dtype {images.dtype}; return uint8 values from 0 to 255")
-    is_colour = images.ndim == 4 and images.shape[1] == 3
-    if images.ndim not in (2, 3) and not is_colour:
-        has_colours_last = images.ndim == 4 and images.shape[3] == 3
-        hint = "; .transpose(0, 3, 1, 2) moves the colors to the second axis" if has_colours_last else ""
+    is_color = images.ndim == 4 and images.shape[1] == 3
+    if images.ndim not in (2, 3) and not is_color:
+        has_colors_last = images.ndim == 4 and images.shape[3] == 3
+        hint = "; .transpose(0, 3, 1, 2) moves the colors to the second axis" if has_colors_last else ""
         raise ValueError(f"the {part} images have shape {list(images.shape)}; return {SHAPES}{hint}")
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         problem = f"the {part} labels have dtype {labels.dtype} and shape {list(labels.shape)}"
@@ -101,15 +101,15 @@ def describe_type(value: Any) -> str:
     return f"a value of type {type(value).__name__}"
 
 
-def compute_statistics(images: np.ndarray) -> tuple[Any, Any]:
+def compute_pixel_statistics(images: np.ndarray) -> tuple[Any, Any]:
     """Return the mean and the standard deviation of the pixels of uint8 images, scaled to [0, 1].
 
-    Each is a single number, or for color images a list with one number per channel. Both are computed from a histogram
-    of the 256 pixel values, so they do not depend on the order of the images.
+    The mean and the standard deviation are single numbers, or for color images lists with one number per channel. Both
+    values are computed from a histogram of the 256 pixel values, so they do not depend on the order of the images.
     """
     if images.ndim == 4:
-        colours = [compute_statistics(images[:, colour]) for colour in range(images.shape[1])]
-        return [mean for mean, _ in colours], [std for _, std in colours]
+        channels = [compute_pixel_statistics(images[:, channel]) for channel in range(images.shape[1])]
+        return [mean for mean, _ in channels], [std for _, std in channels]
     counts = np.zeros(256, np.int64)
     for image in images:  # one image at a time, because bincount needs eight bytes per pixel
         counts += np.bincount(image.ravel(), minlength=256)

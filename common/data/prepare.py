@@ -1,8 +1,8 @@
 """Preparation of a data set as uint8 arrays, which all ranks later map into memory.
 
 A data set is prepared once, before any rank starts. torchvision is imported only to read or download raw files, and
-only in a subprocess. Using a prepared data set therefore does not need this import, and a download that hangs can be
-killed.
+only in a subprocess. Therefore, a prepared data set can be used without importing torchvision, and a download that
+hangs can be killed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/train-labels-idx1-
 CIFAR_MIRROR = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 CIFAR_FOLDER = "cifar-10-batches-py"
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
-DATA_SEED = 0  # seed of generated data sets; the setting `seed` affects only initialization and order of the samples
+DATA_SEED = 0  # seed of all generated data sets; independent of the setting `seed`
 # Increase a version number whenever a code change alters the arrays that the same settings and files produce.
 DIGITS_VERSION = 1
 FOLDER_VERSION = 2
@@ -49,7 +49,7 @@ READ_TIMEOUT = 24 * 3600.0  # maximum time in seconds for reading an image folde
 class PreparedDataset:
     """A prepared data set on disk.
 
-    `sha256` contains the checksum of each array. `notice` is shown to the user in every run with this data set.
+    `sha256` contains the checksum of each array. `notice` is a message that is shown in every run with this data set.
     """
 
     name: str
@@ -58,7 +58,7 @@ class PreparedDataset:
     notice: str = ""
 
     def map_array(self, part: str) -> np.ndarray:
-        """Map one of the arrays (see PARTS) into memory. sources.py documents the shapes.
+        """Map one of the arrays listed in PARTS into memory (see sources.py for the shapes).
 
         The ranks on a host share the memory pages. A rank that changes the array gets private copies of the changed
         pages.
@@ -78,7 +78,7 @@ class PreparedDataset:
     def statistics(self) -> tuple[Any, Any] | None:
         """Mean and standard deviation of the training pixels; None if the data set does not store them.
 
-        Each is a single number, or a list with one number per color channel.
+        The mean and the standard deviation are single numbers, or lists with one number per color channel.
         """
         statistics = read_json(self.path / own_data.STATISTICS_FILE)
         if statistics.keys() >= {"mean", "std"}:
@@ -88,7 +88,7 @@ class PreparedDataset:
     def copy_user_data_file(self, code: Path) -> None:
         """Copy the user's file of a custom data set into the source folder `code` of a run.
 
-        Raises UserError if the disk cannot be written.
+        Raises UserError if the file cannot be written to the disk.
         """
         source = self.path / own_data.SOURCE_FILE
         if source.is_file():
@@ -102,7 +102,7 @@ class PreparedDataset:
         for part, expected in self.sha256.items():
             file = self.path / f"{part}.npy"
             if hash_file(file) != expected:
-                raise UserError(f"{file} is damaged (checksum differs); delete {self.path} and start again")
+                raise UserError(f"{file} is damaged (checksum differs); delete {self.path} and start the run again")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entries of meta.json that describe this data set."""
@@ -120,10 +120,10 @@ def prepare_dataset(
 
     If MNIST is missing and cannot be downloaded, the built-in digits are used instead, provided that both `fallback`
     and the settings allow it. The progress of a long preparation is displayed according to `log`, or hidden if `log` is
-    None. If a run is being resumed, `code` is its source folder, from which the user's file of a custom data set is
+    None. If a run is resumed, `code` is the run's source folder, from which the user's file of a custom data set is
     read.
 
-    Raises UserError, with a remedy, if files are missing or damaged, or if the disk cannot be written.
+    Raises UserError, with a remedy, if files are missing or damaged, or if the data set cannot be written to the disk.
     """
     match data.name:
         case "none":
@@ -152,14 +152,14 @@ def check_model_fits_data(cfg: Experiment, prepared: PreparedDataset) -> None:
 def prepare_mnist(data: Data, fallback: bool) -> PreparedDataset:
     """Find or prepare MNIST, and download it if it is missing. Raises UserError if MNIST is not available.
 
-    The built-in digits replace a missing MNIST only if data.root has its default value. Any other folder that does not
-    contain MNIST is most likely a typing error.
+    The built-in digits replace a missing MNIST only if data.root has its default value. If the user has changed
+    data.root, a missing MNIST is most likely due to a wrong path.
     """
     root = Path(data.root)
     cache = Path(data.cache)
     is_default_root = data.root in (Data.root, os.environ.get("DATA_ROOT"))
     if not is_default_root and not root.is_dir():
-        remedy = "name a folder with MNIST/raw, create this folder to download MNIST into it, or set data.name=digits"
+        remedy = "use a folder with MNIST/raw, create this folder to download MNIST into it, or set data.name=digits"
         raise UserError(f"data.root={root}: the folder does not exist; {remedy}")
     raw = root / "MNIST" / "raw"
     if not any((raw / name).exists() for name in sources.MNIST_FILES):
@@ -178,16 +178,16 @@ def prepare_mnist(data: Data, fallback: bool) -> PreparedDataset:
 def prepare_digits(cache: Path) -> PreparedDataset:
     """Find or generate the built-in digits: 60,000 training samples and 10,000 test samples, as in MNIST."""
 
-    def draw() -> Arrays:
+    def generate_arrays() -> Arrays:
         train = synthetic_digits.generate_digits(60_000, DATA_SEED, "train")
         test = synthetic_digits.generate_digits(10_000, DATA_SEED, "test")
         return *train, *test
 
-    return find_or_store_arrays(cache, "digits", f"seed {DATA_SEED} version {DIGITS_VERSION}", draw)
+    return find_or_store_arrays(cache, "digits", f"seed {DATA_SEED} version {DIGITS_VERSION}", generate_arrays)
 
 
 def prepare_generated_dataset(data: Data) -> PreparedDataset:
-    """Find or generate `data.samples` images with random pixels, or the same number of random vectors."""
+    """Find or generate a training set of `data.samples` random images or vectors, and a smaller test set."""
     cache = Path(data.cache)
     if data.name == "vectors":
         state = f"seed {DATA_SEED} samples {data.samples}"
@@ -233,7 +233,7 @@ def prepare_image_folder(data: Data, log: Log) -> PreparedDataset:
     if data.unreadable == "skip":  # part of the state, so that a change of this setting reads the files again
         state += " skip"
 
-    def write(folder: Path) -> str:
+    def write_arrays(folder: Path) -> str:
         with contextlib.closing(ProgressDisplay(log, silent=False)) as screen:
             show = functools.partial(screen.show_progress, "preparation")
             show(0, 0)  # displayed until the files have been counted
@@ -241,7 +241,7 @@ def prepare_image_folder(data: Data, log: Log) -> PreparedDataset:
             settings = (root, folder, data.image_size, data.unreadable, DATA_SEED)
             return str(sources.call_in_subprocess(function, *settings, limit=READ_TIMEOUT, show=show))
 
-    prepared = find_or_prepare_dataset(Path(data.cache), "imagefolder", state, write)
+    prepared = find_or_prepare_dataset(Path(data.cache), "imagefolder", state, write_arrays)
     skipped = prepared.path / image_folder.SKIPPED_FILE
     if not skipped.exists():
         return prepared
@@ -260,39 +260,40 @@ def prepare_custom_dataset(data: Data, code: Path | None) -> PreparedDataset:
     with convert_errors_of_user_file("data.name", function):
         state = f"{hash_file(file)} {function.rpartition(':')[2]} {root.resolve()}"
 
-    def write(folder: Path) -> str:
+    def write_arrays(folder: Path) -> str:
         files = [folder / f"{part}.npy" for part in PARTS]
         return str(sources.call_in_subprocess(own_data.write_custom_arrays, function, root, files, limit=READ_TIMEOUT))
 
-    prepared = find_or_prepare_dataset(Path(data.cache), "own", state, write)
+    prepared = find_or_prepare_dataset(Path(data.cache), "own", state, write_arrays)
     return dataclasses.replace(prepared, name=data.name)
 
 
 def find_or_store_arrays(cache: Path, name: str, state: str, make_arrays: Callable[[], Arrays]) -> PreparedDataset:
     """Find a prepared data set, or store the arrays that `make_arrays` returns.
 
-    `state` is a string that identifies the content of the source. Raises UserError if the disk cannot be written.
+    `state` is a string that identifies the content of the source. Raises UserError if the arrays cannot be written to
+    the disk.
     """
 
-    def write(folder: Path) -> str:
+    def write_arrays(folder: Path) -> str:
         for part, array in zip(PARTS, make_arrays(), strict=True):
             with convert_disk_errors(folder.parent):
                 np.save(folder / f"{part}.npy", array)
         return ""
 
-    return find_or_prepare_dataset(cache, name, state, write)
+    return find_or_prepare_dataset(cache, name, state, write_arrays)
 
 
 def find_or_prepare_dataset(cache: Path, name: str, state: str, write: Callable[[Path], str]) -> PreparedDataset:
-    """Find a prepared data set, or prepare it while holding a lock.
+    """Find a prepared data set, or prepare the data set while holding a lock.
 
-    `state` is a string that identifies the content of the source. `write` saves an array for each of PARTS in a folder,
-    and returns a notice that every run with this data set displays.
+    `state` is a string that identifies the content of the source. `write` saves one array for each name in PARTS to a
+    folder, and returns a notice that every run with this data set displays.
     """
     path = cache / f"{name}-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"
     if read_prepared_dataset(name, path) is None:
         with sources.hold_folder_lock(cache):
-            if read_prepared_dataset(name, path) is None:  # another run may have prepared it while this run was waiting
+            if read_prepared_dataset(name, path) is None:  # another run may have prepared it in the meantime
                 write_prepared_dataset(path, write)
     prepared = read_prepared_dataset(name, path)
     assert prepared is not None
@@ -300,7 +301,7 @@ def find_or_prepare_dataset(cache: Path, name: str, state: str, write: Callable[
 
 
 def read_prepared_dataset(name: str, path: Path) -> PreparedDataset | None:
-    """Return the prepared data set in a folder, or None if it is missing or incomplete."""
+    """Return the prepared data set in a folder, or None if the data set is missing or incomplete."""
     manifest = read_json(path / "manifest.json")
     sizes = manifest.get("bytes")
     hashes = manifest.get("sha256")
@@ -316,7 +317,7 @@ def read_prepared_dataset(name: str, path: Path) -> PreparedDataset | None:
 
 
 def write_prepared_dataset(path: Path, write: Callable[[Path], str]) -> None:
-    """Write all arrays to a temporary folder, then rename it to `path` atomically.
+    """Write all arrays to a temporary folder, then rename the folder to `path` atomically.
 
     The caller must hold the lock of the cache folder.
     """
@@ -326,7 +327,7 @@ def write_prepared_dataset(path: Path, write: Callable[[Path], str]) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     with convert_disk_errors(path):
         temporary = Path(tempfile.mkdtemp(prefix=f".{name}-{host}-", dir=path.parent))
-    folder = path.parent / temporary.name  # stays relative if `path` is; since Python 3.12, mkdtemp's path is absolute
+    folder = path.parent / temporary.name  # relative like `path`; mkdtemp returns an absolute path since 3.12
     try:
         notice = write(folder)
         with convert_disk_errors(path):

@@ -1,4 +1,4 @@
-"""Iteration over the points of a measurement, with the interface of a data loader."""
+"""Iteration over the points of a measurement, such as message sizes, with the interface of a data loader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Rounds(Generic[T]):
     """Iterable over the points of a measurement, with the interface of a `Loader`.
 
     Each step measures one point, and each epoch is a round over all points. The attributes `epoch` and `position`
-    (number of points of this round that have been returned) are the entire state.
+    (number of points of this round that have been returned) are the entire state of the iteration.
     """
 
     points: Sequence[T]
@@ -29,7 +29,7 @@ class Rounds(Generic[T]):
         return len(self.points)
 
     def count_samples(self, steps: int) -> int:
-        """Return the number of points in the first `steps` steps, which equals `steps`."""
+        """Return the number of points in the first `steps` steps, which is `steps`."""
         return steps
 
     def state_dict(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Sources of data sets: files in torchvision's formats, downloads, and random number generators.
+"""Sources of data sets: files in torchvision's formats, downloads, and generated random data.
 
 A function that reads or generates a data set returns four arrays: train images, train labels, test images and test
 labels. Images are uint8 [N, H, W] or [N, 3, H, W], vectors are uint8 [N, D], and labels are integers [N].
@@ -34,7 +34,8 @@ MNIST_FILES = {  # uncompressed size of each file in bytes
     "t10k-images-idx3-ubyte": 7_840_016,
     "t10k-labels-idx1-ubyte": 10_008,
 }
-MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}  # uint8 data with three dimensions, or with one
+# First four bytes of a file, which encode the data type (uint8) and the number of dimensions.
+MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}
 EXIT_TIMEOUT = 5.0  # seconds to wait for a subprocess to exit after it has sent its result
 
 
@@ -44,13 +45,13 @@ def generate_images(count: int, side: int, classes: int, seed: int) -> Arrays:
     The test part has count // 5 samples, but at least one.
     """
 
-    def draw(part: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+    def generate_part(part: str, size: int) -> tuple[np.ndarray, np.ndarray]:
         rng = seeds.make_generator(seed, "generated", part)
         images = rng.integers(0, 256, (size, 3, side, side), dtype=np.uint8)
         labels = np.arange(size, dtype=np.int32) % classes  # each class occurs about equally often
         return images, rng.permutation(labels)
 
-    return *draw("train", count), *draw("test", max(1, count // 5))
+    return *generate_part("train", count), *generate_part("test", max(1, count // 5))
 
 
 def generate_vectors(count: int, seed: int) -> Arrays:
@@ -61,12 +62,12 @@ def generate_vectors(count: int, seed: int) -> Arrays:
     """
     directions = seeds.make_generator(seed, "vectors", "directions").standard_normal((10, 5))
 
-    def draw(part: str, size: int) -> tuple[np.ndarray, np.ndarray]:
+    def generate_part(part: str, size: int) -> tuple[np.ndarray, np.ndarray]:
         vectors = seeds.make_generator(seed, "vectors", part).integers(0, 256, (size, 10), dtype=np.uint8)
         labels = ((vectors - 127.5) @ directions).argmax(1)
         return vectors, labels.astype(np.int32)
 
-    return *draw("train", count), *draw("test", max(1, count // 5))
+    return *generate_part("train", count), *generate_part("test", max(1, count // 5))
 
 
 def download_dataset(name: str, root: Path, timeout: float) -> None:
@@ -145,7 +146,7 @@ def check_mnist(raw: Path) -> None:
 
 
 def fingerprint_mnist(raw: Path) -> str:
-    """Return a string that changes whenever a raw file is replaced."""
+    """Return a string that changes whenever a raw file of MNIST is replaced."""
     parts = [str(raw.resolve())]
     for name in MNIST_FILES:
         status = (raw / name).stat()
@@ -160,12 +161,12 @@ def read_cifar10(root: Path) -> Arrays:
     """
     from torchvision.datasets import CIFAR10
 
-    def read(train: bool) -> tuple[np.ndarray, np.ndarray]:
+    def read_part(train: bool) -> tuple[np.ndarray, np.ndarray]:
         part = CIFAR10(str(root), train=train)
         images = np.ascontiguousarray(part.data.transpose(0, 3, 1, 2))
         return images, np.asarray(part.targets, np.uint8)
 
-    return *read(train=True), *read(train=False)
+    return *read_part(train=True), *read_part(train=False)
 
 
 def list_files(folder: Path) -> list[str]:
@@ -175,17 +176,18 @@ def list_files(folder: Path) -> list[str]:
     counts as a file, including broken links. Raises UserError if a folder cannot be listed.
     """
 
-    def refuse(error: OSError) -> None:
+    def raise_user_error(error: OSError) -> None:
+        """Convert an error of os.walk to a UserError."""
         name = make_printable(str(error.filename))
         raise UserError(f"cannot list the files in {name} ({error.strerror}); repair or remove this folder")
 
     relative_paths: list[str] = []
     real_parents = {str(folder): [os.path.realpath(folder)]}  # real paths of each pending folder and of its parents
-    for path, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+    for path, folders, files in os.walk(folder, followlinks=True, onerror=raise_user_error):
         parents = real_parents.pop(path)
         for name in list(folders):
             real_path = os.path.realpath(f"{path}/{name}")
-            if any(is_inside(parent, real_path) for parent in parents):
+            if any(is_inside(parent, real_path) for parent in parents):  # os.walk would follow this link forever
                 folders.remove(name)
             else:
                 real_parents[f"{path}/{name}"] = [*parents, real_path]
@@ -214,7 +216,7 @@ def fingerprint_folder(folder: Path) -> str:
 
 
 def make_printable(text: str) -> str:
-    """Escape the bytes of a file name that are not valid text, so that the name can be printed."""
+    """Escape the bytes of a file name that are not valid text, so that the file name can be printed."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -226,19 +228,21 @@ def call_in_subprocess(
 ) -> Any:
     """Call a function in a forked process and return its value.
 
-    Modules that the function imports and threads that it starts do not affect this process. If `show` is given, the
-    function gets one more argument: a function `report(done, total)`. Each call of `report` calls `show` with the same
-    arguments in this process. Raises UserError if the function fails or takes longer than `limit` seconds.
+    Modules that the function imports and threads that the function starts do not affect this process. If `show` is
+    given, the function receives an additional argument: a function `report_progress(done, total)`, which calls `show`
+    with the same arguments in this process. Raises UserError if the function fails or takes longer than `limit`
+    seconds.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)  # each message is a tuple (kind, content)
 
-    def report(done: int, total: int) -> None:
+    def report_progress(done: int, total: int) -> None:
         sender.send(("progress", (done, total)))
 
     def call_and_send_result() -> None:
+        """Call the function, send its value or its error to the parent process, and exit."""
         kill_with_parent()
-        reporters = () if show is None else (report,)
+        reporters = () if show is None else (report_progress,)
         try:
             sender.send(("value", function(*arguments, *reporters)))
         except UserError as error:

@@ -1,8 +1,8 @@
 """Data workers: processes that prepare blocks of batches for a rank in advance.
 
-A rank and its workers exchange blocks through shared anonymous memory. This memory needs no space in /dev/shm, and the
-kernel frees it even if the processes are killed. Workers are forked at the start of an epoch. With n workers, each
-worker prepares every n-th block. If a worker hangs or exits, its rank raises an error.
+A rank and its workers exchange blocks through shared anonymous memory. Anonymous memory needs no space in /dev/shm,
+and the kernel frees the memory even if the processes are killed. Workers are forked at the start of an epoch. With n
+workers, each worker prepares every n-th block. If a worker hangs or exits, its rank raises an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Samples = tuple[Tensor | None, Tensor | None]  # inputs [n, ...] and targets [n]
 LoadSamples = Callable[[np.ndarray], Samples]  # the argument is a block of indices, int64 [2, batches, samples]
 
 POLL_SECONDS = 0.5  # time between two checks for a stop request while a rank waits for a block
-SLOTS = 2  # number of blocks that a worker prepares in advance
+SLOTS = 2  # maximum number of blocks that a worker prepares in advance
 JOIN_TIMEOUT = 5.0  # seconds to wait for a killed worker to exit; a worker that is blocked by a disk exits later
 PROCESS_STATES = {  # description of each state letter in /proc/PID/stat
     "T": "is stopped (SIGSTOP)",
@@ -44,9 +44,9 @@ class DataWorkerError(MachineError):
 
 
 class DataWorker:
-    """A rank's handle of a forked data worker process.
+    """Handle through which a rank controls a forked data worker process.
 
-    The worker prepares every `stride`-th block, starting with block `number`.
+    The worker prepares every `stride`-th block of `indices`, starting with block `number`.
     """
 
     def __init__(
@@ -97,7 +97,8 @@ class DataWorker:
         inputs, targets = self.slots[self.received % SLOTS]
         block = copy_samples(inputs, samples, device), copy_samples(targets, samples, device)
         self.received += 1
-        with contextlib.suppress(OSError):  # the worker may have exited after its last block
+        # Notify the worker that the slot is free. The worker may already have exited after its last block.
+        with contextlib.suppress(OSError):
             self.connection.send_bytes(b"")
         return block
 
@@ -110,6 +111,7 @@ class DataWorker:
         return PROCESS_STATES.get(letter, "has exited")
 
     def _describe_exit(self) -> str:
+        """Describe how the worker process has ended, such as "exited with status 1"."""
         self.process.join(JOIN_TIMEOUT)
         code = self.process.exitcode
         if code == -signal.SIGKILL:
@@ -119,7 +121,7 @@ class DataWorker:
         return f"exited with status {code}; its last output is in the log of this rank"
 
     def kill_process(self) -> None:
-        """Kill the worker process."""
+        """Kill the worker process and close the connection."""
         self.process.kill()
         self.process.join(JOIN_TIMEOUT)
         self.connection.close()
@@ -133,9 +135,9 @@ class WorkerPool:
     ) -> None:
         """Start the workers.
 
-        `load` prepares the samples of one element of `indices` on the CPU. `example` contains an empty tensor [0, ...]
-        with the type and sample shape of the inputs, and another one for the targets. The rank waits at most `timeout`
-        seconds for each block.
+        Each element of `indices` describes one block, and `load` prepares the samples of a block on the CPU. `example`
+        contains two empty tensors [0, ...] with the types and sample shapes of the inputs and of the targets. The rank
+        waits at most `timeout` seconds for each block.
         """
         self.indices = indices
         self.timeout = timeout
@@ -190,7 +192,7 @@ class WorkerPool:
 def prepare_blocks(
     load: LoadSamples, indices: Sequence[np.ndarray], slots: Sequence[Samples], connection: Connection
 ) -> None:
-    """Run in the worker process: prepare each block of the worker as soon as a slot is free."""
+    """Prepare each block of a worker as soon as a slot is free; called in the worker process."""
     ignore_stop_signals()  # the rank handles stop requests
     kill_with_parent()
     torch.set_num_threads(1)
@@ -201,7 +203,7 @@ def prepare_blocks(
             for samples, slot in zip(load(block), slots[number % SLOTS], strict=True):
                 if samples is not None and slot is not None:
                     slot[: len(samples)].copy_(samples)
-            connection.send_bytes(b"")
+            connection.send_bytes(b"")  # an empty message means that the block is ready
     except Exception:  # noqa: BLE001 (the rank reports the error)
         connection.send_bytes(traceback.format_exc().encode())
 

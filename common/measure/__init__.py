@@ -1,1 +1,1 @@
-"""Measurement of training steps: timing, memory and profiles, and the plots and tables that show the results."""
+"""Measurement and logging of training steps: time, memory, metrics, profiles, plots and tables."""

@@ -21,7 +21,7 @@ NO_COMPARISON = "skipped: the training set has {} samples, fewer than one batch 
 BATCHNORM_STATISTICS = {
     "single": "computed on one device, from all samples",
     "data_parallel": "only the first GPU's statistics (from {} samples) are kept; those of other GPUs are discarded",
-    "ddp": "each rank has its own statistics (from {} samples per step), averaged before evaluations and saves",
+    "ddp": "each rank has its own statistics (from {} samples per step), averaged before an evaluation or a checkpoint",
     "synchronized": "the same on all ranks: each rank uses the statistics of the whole batch",
 }
 
@@ -38,21 +38,25 @@ def report_devices(
 ) -> list[Report]:
     """Report memory, shards, BatchNorm and speed of all devices.
 
-    All ranks must call this function. It returns reports on rank 0 and an empty list on all other ranks.
+    All ranks must call this function. The function returns reports on rank 0 and an empty list on all other ranks.
 
-    `compare` returns samples/s by strategy and round, or {} if strategies are not compared. `gpus` is the number of
-    GPUs that one process can use, `samples` is the size of the training set, and `total` is the number of steps.
+    The function `compare` returns the samples per second in each round by strategy, or {} if strategies are not
+    compared. `gpus` is the number of GPUs that one process can use, `samples` is the size of the training set, and
+    `total` is the number of steps of the run.
     """
     in_one_process = cfg.strategy == "data_parallel"
     devices = max(1, gpus) if in_one_process else world.size
+
+    # Rank 0 gets the peak memory of all devices.
     local_devices = [torch.device("cuda", index) for index in range(gpus)] if in_one_process else []
     local_peaks = [read_peak_memory(device) for device in local_devices or [world.device]]
     peaks: list[int] = []
     for rank_peaks in world.gather(local_peaks):
         peaks += rank_peaks
 
-    rates = compare()  # called after the peaks were read, because the comparison also uses memory
-    mean_rates = {name: mean(values) if values else 0.0 for name, values in rates.items()}  # 0 on all other ranks
+    rates = compare()  # after reading the peaks, because the comparison also uses memory
+    # On ranks other than 0, all mean rates are 0.
+    mean_rates = {name: mean(values) if values else 0.0 for name, values in rates.items()}
     single_rate = next(iter(mean_rates.values()), 0.0)
     strategy_rate = mean_rates.get(cfg.strategy, 0.0)
     hosts = world.hosts if cfg.strategy == "ddp" else world.hosts * devices
@@ -65,14 +69,16 @@ def report_devices(
         return []
 
     last_batch = None
-    has_full_epoch = total >= -(-samples // cfg.batch)
+    has_full_epoch = total >= -(-samples // cfg.batch)  # the number of batches in the training set, rounded up
     if cfg.last_batch == "keep" and samples % cfg.batch and has_full_epoch:
         last_batch = count_samples_per_device(cfg, samples % cfg.batch, devices)
+
     seconds = [rank.before_backward for rank in scaling.ranks]
     imbalance = {"memory": compute_imbalance(peaks), "before_backward": compute_imbalance(seconds)}
     rows = describe_devices(cfg, devices, peaks, imbalance, last_batch)
     if cfg.compare and devices > 1 and samples < cfg.batch:
         rows["comparison"] = NO_COMPARISON.format(samples, cfg.batch)
+
     kind = "device" if local_devices else "rank"
     memory = {f"{kind} {number}": peak for number, peak in enumerate(peaks)}
     outcome = {"strategy": cfg.strategy, "devices": devices, "last_batch": last_batch}
@@ -83,9 +89,10 @@ def report_devices(
 
 
 def count_samples_per_device(cfg: Config, count: int, devices: int) -> list[int]:
-    """Return how many of `count` samples each device gets.
+    """Return the number of samples per device for a batch of `count` samples.
 
-    DataParallel divides a batch into chunks of equal size, of which the last one may be smaller.
+    DataParallel divides a batch into chunks of equal size, except that the last chunk may be smaller. All other
+    strategies divide a batch into shards whose sizes differ by at most one.
     """
     if cfg.strategy == "data_parallel":
         sizes = [len(chunk) for chunk in torch.arange(count).chunk(devices)]
@@ -98,8 +105,9 @@ def describe_devices(
 ) -> dict[str, str]:
     """Return the rows of the final table about shards, memory and BatchNorm.
 
-    `peaks` contains the peak memory of each device in bytes. `last_batch` contains the number of samples that each
-    device gets of a partial last batch, or is None if there is no such batch.
+    `peaks` contains the peak memory of each device in bytes. `imbalance` contains, for each measured quantity, the
+    fraction by which the maximum over the devices exceeds the mean. `last_batch` contains the number of samples per
+    device in a partial last batch, or is None if there is no partial last batch.
     """
     statistics = "single"
     if devices > 1:
@@ -110,7 +118,7 @@ def describe_devices(
         "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {format_sizes_as_sum(sizes)}",
         "memory": f"peak of each device: {megabytes} MB",
         "BatchNorm": BATCHNORM_STATISTICS[statistics].format(sizes[0]),
-        "checkpoints": "parameter names have no prefix module., regardless of the strategy",
+        "checkpoints": "parameter names do not start with module., regardless of the strategy",
     }
     if last_batch:
         rows["last batch"] = f"{sum(last_batch)} = {format_sizes_as_sum(last_batch)}"
@@ -122,7 +130,7 @@ def describe_devices(
 
 @dataclass(frozen=True)
 class StrategyComparison:
-    """Report of a comparison of strategies by their throughput."""
+    """A report that compares the throughput of strategies."""
 
     rates: Mapping[str, list[float]]
     """Samples per second in each round, by strategy."""
@@ -133,14 +141,15 @@ class StrategyComparison:
     """Title of the plot."""
 
     def rows(self) -> dict[str, str]:
-        """Draw the plot and return the rows of the final table."""
+        """Write the plot compare.png, and return the report's rows of the final table."""
         if not self.rates:
             return {}
         heights = {name: (mean(values), stdev(values)) for name, values in self.rates.items()}
         first_rate = next(iter(heights.values()))[0]
         rows: dict[str, str] = {}
         for name, (rate, deviation) in heights.items():
-            rows[name] = f"{rate:,.0f} samples/s ± {deviation:.0f}, {rate / first_rate:.2f} times the first strategy"
+            speedup = f"{rate / first_rate:.2f} times the rate of the first strategy"
+            rows[name] = f"{rate:,.0f} samples/s ± {deviation:.0f}, {speedup}"
         if "data_parallel" not in self.rates:
             rows["data_parallel"] = ONE_DEVICE_MESSAGE.format(self.gpus)
         path = self.folder / "compare.png"
@@ -149,10 +158,13 @@ class StrategyComparison:
         return rows
 
     def result(self) -> ReportData:
-        """Return the values that are stored in result.json."""
+        """Return the measured samples per second for result.json."""
         return ReportData(measured={"compare": dict(self.rates)})
 
 
 def format_sizes_as_sum(sizes: list[int]) -> str:
-    """Format sizes as a sum, such as "8 + 8". Of more than eight sizes, only the first and the last are shown."""
+    """Format sizes as a sum, such as "8 + 8".
+
+    If there are more than eight sizes, the sum contains only the first and the last size.
+    """
     return " + ".join(map(str, sizes)) if len(sizes) <= 8 else f"{sizes[0]} + ... + {sizes[-1]}"

@@ -1,6 +1,7 @@
-"""CPU time that other processes use during a measurement, which makes the measured times too long.
+"""Measurement of the CPU time that other processes use while a run measures times.
 
-The times are read from /proc/stat on Linux. They include the time that a hypervisor gives to other virtual machines.
+Other processes on the same host make the measured times longer. CPU times are read from /proc/stat on Linux, and
+include the time that a hypervisor gives to other virtual machines.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from common.runs.result import ReportData
 from common.system.text import read_text_or_empty
 
 NOTED_SHARE = 0.1
-"""Fraction of the CPU time from which the final table contains a note about other processes."""
+"""Minimum fraction of the CPU time used by other processes for which the final table contains a note."""
 CPU_LINE = re.compile(r"^cpu(\d+) (\d+) (\d+) (\d+) \d+ \d+ (\d+) (\d+) (\d+)", re.MULTILINE)
-"""Pattern of the line of one CPU in /proc/stat (see proc_stat(5)). The idle times are not captured."""
+"""Pattern of the line of one CPU in /proc/stat, see proc_stat(5). Idle time and I/O wait time are not captured."""
 
 
 @dataclass(frozen=True)
 class CpuUse:
-    """CPU time used during an interval in seconds, as measured by one rank."""
+    """CPU time used during an interval, as measured by one rank."""
 
     machine: str
     """Unique id of the machine. One machine may have several host names."""
@@ -36,11 +37,11 @@ class CpuUse:
     busy: Mapping[str, float]
     """Busy time in seconds of each CPU that the rank may use, by CPU number."""
     rank_seconds: float
-    """CPU time in seconds that the rank itself has used."""
+    """CPU time in seconds that the process of the rank has used."""
 
 
 class ForeignLoadMeter:
-    """Meter of the CPU time that other processes use on the hosts of the ranks."""
+    """A meter of the CPU time that other processes use on all hosts."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -49,7 +50,7 @@ class ForeignLoadMeter:
         self.busy_start = read_busy_seconds()
 
     def measure_cpu_use(self) -> CpuUse:
-        """Return the CPU time used since this meter was created, as measured by this rank."""
+        """Return the CPU time that this rank has measured since the meter was created."""
         now = read_busy_seconds()
         cpus = self.busy_start.keys() & now.keys()
         busy = {cpu: now[cpu] - self.busy_start[cpu] for cpu in cpus}
@@ -57,7 +58,7 @@ class ForeignLoadMeter:
         rank_seconds = time.process_time() - self.rank_start
         return CpuUse(read_boot_id(), socket.gethostname(), elapsed, busy, rank_seconds)
 
-    def report(self) -> ReportData:
+    def report_foreign_load(self) -> ReportData:
         """Report the largest fraction of a host's CPU time that other processes have used.
 
         All ranks must call this method.
@@ -67,9 +68,9 @@ class ForeignLoadMeter:
 
 
 def read_busy_seconds() -> dict[str, float]:
-    """Return the busy time in seconds of each CPU that this process may use, since the machine was started.
+    """Return the busy time in seconds of each CPU that this process may use.
 
-    Returns an empty dict if the times are unknown.
+    Busy time is counted since the start of the machine. The dict is empty if the busy times are unknown.
     """
     allowed = os.sched_getaffinity(0)
     ticks_per_second = os.sysconf("SC_CLK_TCK")
@@ -83,15 +84,16 @@ def read_busy_seconds() -> dict[str, float]:
 def compute_foreign_shares(uses: Sequence[CpuUse]) -> dict[str, float]:
     """Return the fraction of the CPU time that other processes used on each machine.
 
-    `uses` contains the measurement of each rank. Keys of the result are the host names of a machine, separated by
-    commas.
+    `uses` contains the measurements of all ranks. Each key of the returned dict consists of the host names of a
+    machine, separated by commas.
     """
     machines: dict[str, list[CpuUse]] = {}
     for use in uses:
         machines.setdefault(use.machine, []).append(use)
+
     shares: dict[str, float] = {}
     for machine_uses in machines.values():
-        busy: dict[str, float] = {}
+        busy: dict[str, float] = {}  # each CPU is counted once, even if several ranks may use the CPU
         for use in machine_uses:
             busy |= use.busy
         foreign = sum(busy.values()) - sum(use.rank_seconds for use in machine_uses)
@@ -103,7 +105,11 @@ def compute_foreign_shares(uses: Sequence[CpuUse]) -> dict[str, float]:
 
 
 def report_foreign_shares(shares: Mapping[str, float]) -> ReportData:
-    """Create a report with the largest share for result.json, and notes on large shares for the final table."""
+    """Create a report of the CPU time that other processes used.
+
+    `shares` contains the fraction of the CPU time that other processes used, by host name. The largest fraction is
+    stored in result.json. The final table contains a note for each fraction of at least NOTED_SHARE.
+    """
     notes = [
         f"other processes used {share:.0%} of the CPU time on {hosts}; measured times are longer than on an idle host"
         for hosts, share in shares.items()

@@ -1,9 +1,9 @@
 """Images and histograms that a run logs.
 
-Each image or histogram is stored as a file in the run folder and listed in media.jsonl, which the W&B tracker reads.
+Each image or histogram is stored as a file in the run folder. media.jsonl lists the files for the W&B tracker.
 
 attempts/0001/
-  media.jsonl               one line for each file: step, name, kind, file
+  media.jsonl               one line per file: step, name, kind, file
   media/NAME-00000100.png   an image
   media/NAME-00000200.json  a histogram: the counts and the edges of the bins
 """
@@ -27,14 +27,14 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 
 def make_media_path(folder: RunFolder, step: int, name: str, kind: str) -> Path:
-    """Return the path of a new file, and create its folder.
+    """Return the path of a new image or histogram, and create its folder.
 
-    Raises ValueError if the name is invalid, and UserError if the disk cannot be written.
+    Raises ValueError if the name is invalid, and UserError if the folder cannot be created.
     """
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"invalid name {name!r}: use at most 64 letters, digits, underscores, dots and hyphens, starting with a "
-            "letter or digit"
+            f"invalid name {name!r}: use at most 64 letters, digits, underscores, dots and hyphens, and start with "
+            "a letter or digit"
         )
     media = folder.attempt_folder / FOLDER
     with convert_disk_errors(media):
@@ -43,7 +43,7 @@ def make_media_path(folder: RunFolder, step: int, name: str, kind: str) -> Path:
 
 
 def write_image(folder: RunFolder, step: int, name: str, pixels: Tensor) -> None:
-    """Write an image as a PNG file.
+    """Write an image to a PNG file, and add the file to media.jsonl.
 
     `pixels` is a tensor [H, W] or [3, H, W], with uint8 values or with floating-point values from 0 to 1. Raises
     ValueError for any other shape.
@@ -56,7 +56,7 @@ def write_image(folder: RunFolder, step: int, name: str, pixels: Tensor) -> None
     if values.is_floating_point():
         values = values.mul(255).round().clamp(0, 255)
     values = values.to(torch.uint8)
-    if values.dim() == 3:
+    if values.dim() == 3:  # Pillow expects [H, W, 3]
         values = values.permute(1, 2, 0).contiguous()
     file = make_media_path(folder, step, name, "png")
     with convert_disk_errors(file):
@@ -65,9 +65,10 @@ def write_image(folder: RunFolder, step: int, name: str, pixels: Tensor) -> None
 
 
 def write_histogram(folder: RunFolder, step: int, name: str, values: Tensor, bins: int = 64) -> None:
-    """Write a histogram of the finite values in a tensor of any shape.
+    """Write a histogram of the finite values in a tensor to a JSON file.
 
-    The histogram has `bins` bins of equal width from the minimum to the maximum.
+    The file is added to media.jsonl. The tensor may have any shape. The histogram has `bins` bins of equal width from
+    the minimum to the maximum.
     """
     flat = values.detach().double().flatten().cpu()
     counts, edges = np.histogram(flat[flat.isfinite()].numpy(), bins)
@@ -77,7 +78,7 @@ def write_histogram(folder: RunFolder, step: int, name: str, values: Tensor, bin
 
 
 def append_media_entry(folder: RunFolder, step: int, name: str, kind: str, file: Path) -> None:
-    """Append a line that describes a file to media.jsonl."""
+    """Append one line to media.jsonl: the step, name, kind and path of a file."""
     entry: dict[str, Any] = {"global_step": step, "name": name, "kind": kind, "file": f"{FOLDER}/{file.name}"}
     path = folder.attempt_folder / LIST
     with convert_disk_errors(path), open(path, "a") as stream:

@@ -1,4 +1,4 @@
-"""Measurement of the memory that a process uses for training, and a limit on this memory."""
+"""Measurement and limitation of the memory that a process uses for training."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ OUT_OF_MEMORY_MESSAGES = (
 
 
 class MemoryMeter:
-    """Meter of the additional memory in bytes that this process uses since the meter was created.
+    """A meter of the growth of this process's memory since the meter was created.
 
-    The maximum over all calls of `record_peak` is stored. On a CPU, the private memory pages of this process are
-    counted, without mapped files. On a GPU, the tensors that PyTorch has allocated are counted.
+    `peak_bytes` is the maximum in bytes over all calls of `record_peak`. On a CPU, the private memory pages of this
+    process are counted, without mapped files. On a GPU, the tensors that PyTorch has allocated are counted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,14 +41,18 @@ class MemoryMeter:
         if device.type != "cuda":
             with contextlib.suppress(OSError, AttributeError):  # only glibc has malloc_trim
                 ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the operating system
-        self.start = self._read_bytes()
+        self.start = self._read_memory_bytes()
         self.peak_bytes = 0
 
     def record_peak(self) -> None:
-        """Update the maximum. Call this method when most memory is in use, between forward and backward."""
-        self.peak_bytes = max(self.peak_bytes, self._read_bytes() - self.start)
+        """Update `peak_bytes` with the current memory.
 
-    def _read_bytes(self) -> int:
+        Call this method between forward and backward, when most memory is in use.
+        """
+        self.peak_bytes = max(self.peak_bytes, self._read_memory_bytes() - self.start)
+
+    def _read_memory_bytes(self) -> int:
+        """Return the memory in bytes that this process currently uses on the device."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
         with open("/proc/self/statm", "rb") as file:
@@ -57,21 +61,21 @@ class MemoryMeter:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the maximum that `read_peak_memory` returns, if the system supports this.
+    """Reset the maximum that `read_peak_memory` returns, if the system supports a reset.
 
-    On Linux, see proc_pid_clear_refs(5).
+    For a CPU, the reset uses the file clear_refs of Linux, see proc_pid_clear_refs(5).
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
+        file.write("5")  # resets the peak of the resident memory
 
 
 def read_peak_memory(device: torch.device) -> int:
     """Return the peak memory of this process in bytes.
 
-    On a GPU, only tensors are counted. On a CPU, all memory of the process is counted.
+    On a GPU, only tensors are counted. On a CPU, the entire resident memory of the process is counted.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -88,15 +92,18 @@ def describe_peak_memory(peaks: Mapping[str, int], device: torch.device) -> str:
 
 
 def format_megabytes(sizes: Mapping[str, int]) -> str:
-    """Format the bytes of each rank or device, as in "rank 0: 12.1 MB  rank 1: 8.0 MB  "."""
+    """Format the bytes of each rank or device in MB (1e6 bytes).
+
+    An example of the result is "rank 0: 12.1 MB  rank 1: 8.0 MB  ", with spaces at the end.
+    """
     return "".join(f"{name}: {size / 1e6:,.1f} MB  " for name, size in sizes.items())
 
 
 def report_state_bytes(optimizer: Optimizer, world: World) -> ReportData:
-    """Report the memory that parameters, gradients and optimizer state need on each rank, in bytes.
+    """Report the bytes of parameters, gradients and optimizer state on each rank.
 
-    If these tensors are sharded, the report also contains the memory that they would need without sharding, as with
-    DDP. All ranks must call this function.
+    If the tensors are sharded, the report also contains the bytes of the full tensors, which DDP would store on every
+    rank. All ranks must call this function.
     """
     parameters: list[Tensor] = []
     for group in optimizer.param_groups:
@@ -112,13 +119,16 @@ def report_state_bytes(optimizer: Optimizer, world: World) -> ReportData:
     for kind, tensors in (("parameters", parameters), ("gradients", gradients), ("optimizer", state)):
         local_bytes[kind] = sum(get_local_shard(tensor).nbytes for tensor in tensors)
         full_bytes += sum(tensor.nbytes for tensor in tensors)
+
     ranks = world.gather(local_bytes)
-    if not ranks:
+    if not ranks:  # only rank 0 creates the report
         return ReportData()
+
     totals = {f"rank {rank}": sum(kinds.values()) for rank, kinds in enumerate(ranks)}
     text = format_megabytes(totals) + "of parameters, gradients and optimizer state"
     if full_bytes > max(totals.values()):
-        text += f"; with strategy=ddp {full_bytes / 1e6:,.1f} MB per rank"
+        text += f"; strategy=ddp would need {full_bytes / 1e6:,.1f} MB per rank"
+
     bytes_by_kind: dict[str, list[int]] = {}
     for kind in local_bytes:
         bytes_by_kind[kind] = [kinds[kind] for kinds in ranks]
@@ -127,7 +137,7 @@ def report_state_bytes(optimizer: Optimizer, world: World) -> ReportData:
 
 
 def get_local_shard(tensor: Any) -> Tensor:
-    """Return the part of a tensor that this rank holds, which is the entire tensor unless it is a DTensor."""
+    """Return the local shard of a DTensor, and any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -136,11 +146,12 @@ def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[di
     """Limit the memory that this process may use within the `with` block.
 
     Within the block, the process may use `megabytes` MB (1e6 bytes) more than at the start; 0 means no limit. On GPUs,
-    tensors are limited. On CPUs, the writable address space is limited, without the 64 MB that malloc reserves per
-    thread.
+    the memory that PyTorch reserves for tensors is limited. On CPUs, the writable address space is limited, without the
+    64 MB that malloc reserves per thread.
 
-    Yields a dict that is filled at the end of the block. The dict then contains the additional bytes of each device:
-    the peak on a GPU, and the value at the end of the block on a CPU. Raises UserError if the limit is too low.
+    Yields a dict that is filled at the end of the block. The dict then contains the growth of memory on each device
+    since the start of the block, in bytes: the peak on a GPU, and the value at the end of the block on a CPU. Raises
+    UserError if the limit is too low.
     """
     old_limits = resource.getrlimit(resource.RLIMIT_DATA)
     bytes_by_device: dict[str, int] = {}
@@ -163,7 +174,8 @@ def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[di
         restore_memory_limits(devices, old_limits)
         raise UserError(
             f"memory_cap={megabytes}: the model with its gradients, optimizer state and activations does not fit into "
-            f"{megabytes} MB; split it into more stages (stages=, mode=pipelined), lower batch, or raise memory_cap"
+            f"{megabytes} MB; split the model into more stages (stages=, mode=pipelined), lower batch, "
+            "or raise memory_cap"
         ) from None
     finally:
         restore_memory_limits(devices, old_limits)
@@ -180,13 +192,14 @@ def restore_memory_limits(devices: Sequence[torch.device], old_limits: tuple[int
 def read_limited_bytes(device: torch.device) -> int:
     """Return the number of bytes that `limit_memory` counts.
 
-    On a GPU, this is the peak of the memory that PyTorch has reserved. On a CPU, this is the writable address space.
+    On a GPU, the result is the peak of the memory that PyTorch has reserved. On a CPU, the result is the size of the
+    writable address space.
     """
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else read_writable_bytes()
 
 
 def read_writable_bytes() -> int:
-    """Return the size of the private writable address space in bytes, which RLIMIT_DATA limits."""
+    """Return the size in bytes of the private writable address space, which RLIMIT_DATA limits."""
     match = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match
     return int(match[1]) * 1024

@@ -1,6 +1,6 @@
-"""Log of the values of training steps, such as the loss.
+"""A log of the values of training steps, such as the loss.
 
-The values are gathered from the ranks that know them, and rank 0 writes them to metrics.jsonl.
+Rank 0 gathers the values from the ranks that know them, and writes the values to metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from common.ranks.rendezvous import World
 from common.runs.metrics_writer import MetricsWriter
 
 MEAN = -1
-"""Value of `source` if every rank knows the values of its own shard; the means over all ranks are then written."""
+"""Value of the argument `source` if every rank knows the values of its own shard and the log writes the means."""
 Values = dict[str, Tensor | float | None]
+"""Values of one step by name. A value is None on a rank that does not know the value."""
 POSITION_FIELDS = ("global_step", "samples", "time")
+"""Fields of a row of metrics.jsonl that are not values of the step."""
 
 
 class SampleCounter(Protocol):
-    """The part of the interface of a loader that the log uses."""
+    """The interface of a loader that provides the steps per epoch and the sample counts."""
 
     @property
     def steps(self) -> int: ...
@@ -36,7 +38,7 @@ class SampleCounter(Protocol):
 
 
 def list_value_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of all values in the rows, in the order in which the names first occur."""
+    """Return the distinct names of all values in the rows, in order of first occurrence."""
     names: dict[str, None] = {}
     for row in rows:
         names |= dict.fromkeys(row)
@@ -46,16 +48,18 @@ def list_value_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def fetch_values(rows: Sequence[Values]) -> list[dict[str, float]]:
     """Convert the values of several steps to numbers, and omit values that are None.
 
-    All values with the same name are transferred from a GPU together, so that the CPU waits only once for each name.
+    Values with the same name are transferred from the GPU together, so that the CPU waits only once for each name.
     """
     fetched: list[dict[str, float]] = [{} for _ in rows]
     for name in list_value_names(rows):
+        # Collect the values with this name, and the rows of the result to which the values belong.
         numbers: list[Any] = []
         targets: list[dict[str, float]] = []
         for row, target in zip(rows, fetched, strict=True):
             if row.get(name) is not None:
                 numbers.append(row[name])
                 targets.append(target)
+
         if numbers and all(isinstance(number, Tensor) for number in numbers):
             numbers = torch.stack(numbers).tolist()
         for target, number in zip(targets, numbers, strict=True):
@@ -64,15 +68,15 @@ def fetch_values(rows: Sequence[Values]) -> list[dict[str, float]]:
 
 
 def average_over_ranks(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each value of a step over the ranks that know this value.
+    """Return the mean of each value over the ranks that know the value.
 
-    `rows[r]` contains the values of rank r.
+    `rows[r]` contains the values of rank r in one step.
     """
     means: dict[str, float] = {}
     for name in list_value_names(rows):
         values = [row[name] for row in rows if name in row]
         parts = [value / len(values) for value in values]
-        means[name] = functools.reduce(operator.add, parts)  # not sum(), which rounds differently since Python 3.12
+        means[name] = functools.reduce(operator.add, parts)  # sum() would round differently since Python 3.12
     return means
 
 
@@ -82,19 +86,20 @@ def is_evaluation(row: dict[str, Any]) -> bool:
 
 
 def get_row_position(row: dict[str, Any]) -> tuple[int, bool]:
-    """Return a key by which the rows of metrics.jsonl are ordered.
+    """Return the sort key of a row of metrics.jsonl.
 
-    The row of a step comes before the row of the evaluation after this step.
+    The row of a training step comes before the row of the evaluation after the same step.
     """
     return row["global_step"], is_evaluation(row)
 
 
 class MetricsLog:
-    """Log that collects the values of steps and writes them in batches, about every `seconds` seconds.
+    """A log that collects the values of steps, and writes them in batches.
 
-    Adding values does not synchronize ranks or devices. `source` is the rank that knows the values, or MEAN; in a
-    pipeline, only the last stage knows the loss. `batches` is the loader, which counts the samples of each step. All
-    ranks must add values after the same steps and flush after the same steps.
+    The values are written to metrics.jsonl about every `seconds` seconds. Adding values does not synchronize ranks or
+    devices. `source` is the rank that knows the values, or MEAN. For example, only the rank of the last stage of a
+    pipeline knows the loss. `batches` is the loader, which counts the samples of each step. All ranks must add values
+    after the same steps and flush after the same steps.
     """
 
     def __init__(
@@ -108,10 +113,10 @@ class MetricsLog:
         start_time: float | None = None,
         show: Callable[[int, dict[str, float]], None] = lambda step, newest: None,
     ) -> None:
-        """Create a log.
+        """Create a metrics log.
 
         The times in metrics.jsonl are relative to `start_time`, a value of time.perf_counter(). After every flush, rank
-        0 calls `show` with the newest step and its values.
+        0 calls `show` with the number and the values of the newest step.
         """
         self.world = world
         self.writer = writer
@@ -129,20 +134,30 @@ class MetricsLog:
         """On rank 0, a message that training has diverged, or an empty string."""
 
     def add_step(self, step: int, now: float, values: Values) -> None:
-        """Store the values of a step until the next flush. The names of the values may differ between steps."""
+        """Store the values of a step until the next flush.
+
+        `now` is the current value of time.perf_counter(). The names of the values may differ between steps.
+        """
         self.rows.append((step, now, values))
 
     @property
     def is_flush_due(self) -> bool:
-        """True if a flush is due. The value is the same on all ranks."""
+        """True if the log should be flushed after the newest step.
+
+        The value is the same on all ranks.
+        """
         return bool(self.rows) and self.rows[-1][0] >= self.next_flush
 
     def flush(self) -> None:
-        """Write the collected rows. All ranks must call this method after the same step."""
+        """Write the values of all steps since the last flush.
+
+        All ranks must call this method after the same step.
+        """
         if not self.rows:
             return
         rows = self.rows
         self.rows = []
+
         step, now, _ = rows[-1]
         interval = self._choose_interval(len(rows), now)
         local_values = fetch_values([values for _, _, values in rows])
@@ -150,6 +165,7 @@ class MetricsLog:
         self.next_flush = step + gathered[self.source][1]  # all ranks use the interval of the same rank
         if not self.world.is_main:
             return
+
         step_values = gathered[self.source][0]
         if self.is_averaged:
             by_rank = [rank_values for rank_values, _ in gathered]
@@ -159,27 +175,28 @@ class MetricsLog:
         self.show(step, step_values[-1])
 
     def _choose_interval(self, count: int, now: float) -> int:
-        """Return the number of steps until the next flush.
+        """Return the number of steps until the next flush, at most 4 * count.
 
-        `count` is the number of steps since the previous flush. The result is at most four times this number.
+        `count` is the number of steps since the previous flush. The duration of these steps determines the interval.
         """
         interval = int(count * self.seconds / max(now - self.last_flush, 1e-6))
         self.last_flush = now
         return min(max(1, interval), 4 * count)
 
     def drop_unwritten_rows(self) -> None:
-        """Do nothing. The subclass `SharedMetricsLog` discards the rows that rank 0 has written."""
+        """Do nothing. The subclass SharedMetricsLog discards the rows that rank 0 has written."""
 
     def write_values(self, step: int, values: dict[str, float]) -> None:
-        """Write the collected rows, and then a row with `values`, such as the scores of an evaluation.
+        """Flush the log, and write a row with `values`, such as test scores.
 
         All ranks must call this method. The values of rank 0 are written.
         """
         self.flush()
         if self.world.is_main:
-            self.writer.add_rows([self._make_row(step, time.perf_counter()) | values])
+            self.writer.add_rows([self._make_position_fields(step, time.perf_counter()) | values])
 
-    def _make_row(self, step: int, now: float) -> dict[str, Any]:
+    def _make_position_fields(self, step: int, now: float) -> dict[str, Any]:
+        """Return the fields POSITION_FIELDS of a row: step, number of samples, and time in seconds."""
         return {
             "global_step": step,
             "samples": self.batches.count_samples(step),
@@ -189,17 +206,21 @@ class MetricsLog:
     def _make_rows(
         self, rows: Sequence[tuple[int, float, Values]], step_values: Sequence[dict[str, float]]
     ) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl for the collected steps, which have the values `step_values`."""
-        return [self._make_row(step, now) | values for (step, now, _), values in zip(rows, step_values, strict=True)]
+        """Return the rows of metrics.jsonl for collected steps, whose values are `step_values`."""
+        file_rows = []
+        for (step, now, _), values in zip(rows, step_values, strict=True):
+            file_rows.append(self._make_position_fields(step, now) | values)
+        return file_rows
 
     def _record_divergence(self, steps: Sequence[int], rows: Sequence[dict[str, float]]) -> None:
-        """Store a message about the first step whose loss is NaN or infinite, and about its samples.
+        """Store a message about the first step whose loss is NaN or infinite.
 
         A step that was skipped because its gradients are too large for fp16 does not count as divergence.
         """
         for step, row in zip(steps, rows, strict=True):
             if self.divergence or math.isfinite(row.get("loss", 0.0)) or row.get("skipped"):
                 continue
+            # Convert the sample counts of the run to positions within the epoch.
             epoch = (step - 1) // self.batches.steps
             epoch_start = self.batches.count_samples(epoch * self.batches.steps)
             first = self.batches.count_samples(step - 1) - epoch_start
@@ -211,23 +232,23 @@ class MetricsLog:
 
 
 class SharedMetricsLog(MetricsLog):
-    """Log of values that are equal on all ranks, for elastic runs.
+    """A log of values that are equal on all ranks, for elastic runs.
 
-    A flush needs no communication. Each rank keeps the rows that rank 0 may not have written yet, so that any other
-    rank can continue the file if rank 0 is lost.
+    A flush needs no communication. Each rank keeps the rows that rank 0 may not have written yet, so that another rank
+    can continue the metrics file if rank 0 is lost.
     """
 
     unwritten_rows: list[dict[str, Any]]
     """Rows that rank 0 may not have written yet."""
     last_written: tuple[int, bool] = (0, True)
-    """Position of the last row that rank 0 has written: its step, and whether it belongs to an evaluation."""
+    """Sort key (see `get_row_position`) of the last row that rank 0 has written."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.unwritten_rows = []
 
     def collect_unwritten_rows(self) -> list[dict[str, Any]]:
-        """Return the rows that rank 0 may not have written yet, including the rows of the newest steps."""
+        """Return all rows that rank 0 may not have written yet, including the newest steps."""
         rows = self.rows
         self.rows = []
         step_values = fetch_values([values for _, _, values in rows])
@@ -235,16 +256,16 @@ class SharedMetricsLog(MetricsLog):
         return self.unwritten_rows
 
     def flush(self) -> None:
-        """Write the collected rows on rank 0, without communication."""
+        """Write the values of all steps since the last flush on rank 0, without communication."""
         if self.rows:
             step, now, _ = self.rows[-1]
             self.next_flush = step + self._choose_interval(len(self.rows), now)
         self.write_rows(self.collect_unwritten_rows())
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write the rows that are not in the file yet. Only rank 0 writes.
+        """Write the rows that are not in metrics.jsonl yet, on rank 0 only.
 
-        Rows that are already in the file, for example because an evaluation was repeated, are skipped.
+        Rows that are already in metrics.jsonl, for example because an evaluation was repeated, are skipped.
         """
         if not self.world.is_main:
             return
@@ -254,6 +275,7 @@ class SharedMetricsLog(MetricsLog):
             if position > self.last_written:
                 new_rows.append(row)
                 self.last_written = position
+
         step_rows = [row for row in new_rows if not is_evaluation(row)]
         self._record_divergence([row["global_step"] for row in step_rows], step_rows)
         if new_rows:
@@ -264,23 +286,27 @@ class SharedMetricsLog(MetricsLog):
             self.show(last_row["global_step"], logged)
 
     def drop_unwritten_rows(self) -> None:
-        """Discard the stored rows. Call this method only after a vote, because rank 0 has then written all rows."""
+        """Discard the stored rows.
+
+        Call this method only after a vote of all ranks, when rank 0 has written all rows.
+        """
         self.unwritten_rows = []
 
     def write_values(self, step: int, values: dict[str, float]) -> None:
-        """Write the values of an evaluation, which are equal on all ranks.
+        """Flush the log, and write a row with the values of an evaluation.
 
-        If the evaluation is repeated, the values are written only once.
+        The values are equal on all ranks. If the evaluation is repeated, the values are written only once.
         """
         self.flush()
-        row = self._make_row(step, time.perf_counter()) | values
+        row = self._make_position_fields(step, time.perf_counter()) | values
         self.unwritten_rows.append(row)
         self.write_rows([row])
 
-    def take_over_file(self) -> None:
-        """Continue the metrics file of the previous rank 0, which was lost. Call this method on the new rank 0.
+    def take_over_metrics_file(self) -> None:
+        """Prepare the new rank 0 to continue the metrics file of the previous rank 0.
 
-        An incomplete last line of the file is removed.
+        Call this method on the new rank 0 after the previous rank 0 was lost. An incomplete last line of the file is
+        removed.
         """
         path = self.writer.file
         content = path.read_bytes() if path.exists() else b""

@@ -8,23 +8,26 @@ from pathlib import Path
 from typing import Any
 
 Points = Sequence[tuple[float, float, float]]
-"""Points of a curve, each with x, the mean of y, and the standard deviation of y."""
+"""Points of a curve. A point consists of x, the mean of y, and the standard deviation of y."""
 MAX_TICKS = 8
-"""Maximum number of x values for which each value has its own tick."""
+"""Maximum number of x values for which the x-axis has one tick per value."""
 
 
 def make_axes(width: float = 7.0, height: float = 4.2) -> Any:
-    """Return the axes of a new figure, which needs no display. Width and height are in inches."""
+    """Return the axes of a new figure. Width and height are in inches."""
     import matplotlib
 
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # the Agg backend needs no display
     from matplotlib import pyplot
 
     return pyplot.subplots(figsize=(width, height), layout="constrained")[1]
 
 
 def save_figure(axes: Any, path: Path) -> None:
-    """Write a figure as PNG or SVG and close it. The title is also stored as metadata of the file."""
+    """Write a figure to a PNG or SVG file, and close the figure.
+
+    The title of the figure is also stored in the metadata of the file.
+    """
     from matplotlib import pyplot
 
     axes.figure.savefig(path, dpi=150, metadata={"Title": axes.get_title()})
@@ -32,7 +35,7 @@ def save_figure(axes: Any, path: Path) -> None:
 
 
 def save_with_legend(axes: Any, path: Path) -> None:
-    """Add a grid and a legend to a figure, write it to a file, and close it."""
+    """Add a grid and a legend to a figure, write the figure, and close it."""
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(axes, path)
@@ -52,9 +55,9 @@ def draw_curves(
 ) -> None:
     """Draw curves through measured points with error bars, and write the plot to `path`.
 
-    `computed` contains curves without measured points; they are drawn as dashed lines. `levels` contains the heights of
-    horizontal lines. `log` scales the x-axis by powers of 2, with a tick at each measured x if there are at most
-    MAX_TICKS. `loglog` scales both axes by powers of 10.
+    `series` contains the measured points by label, and `computed` contains the points of dashed curves by label.
+    `levels` contains the heights of horizontal lines by label. `log` selects a logarithmic x-axis with base 2, and with
+    a tick at each measured x if there are at most MAX_TICKS of them. `loglog` selects logarithmic axes with base 10.
     """
     axes = make_axes()
     ticks: set[float] = set()
@@ -62,12 +65,14 @@ def draw_curves(
         x_values, means, deviations = zip(*sorted(points), strict=True)
         axes.errorbar(x_values, means, deviations, marker="o", capsize=3, label=label)
         ticks |= {round(value, 3) for value in x_values}
+
     for label, points in (computed or {}).items():
         x_values, heights, _ = zip(*sorted(points), strict=True)
         axes.plot(x_values, heights, linestyle="--", label=label)
     line_styles = itertools.cycle(("--", ":", "-."))
     for label, height in (levels or {}).items():
         axes.axhline(height, linestyle=next(line_styles), color="0.35", label=label)
+
     if log:
         axes.set_xscale("log", base=2)
         if 0 < len(ticks) <= MAX_TICKS:
@@ -82,16 +87,16 @@ def draw_curves(
 
 
 def draw_bar_chart(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, title: str = "") -> None:
-    """Draw a bar chart with error bars, and write it to `path`.
+    """Draw a bar chart with error bars, and write the chart to `path`.
 
-    `heights` contains mean and standard deviation for each label. Each mean is also written above its bar.
+    `heights` contains the mean and the standard deviation of y for each label. The number above a bar is the mean.
     """
     axes = make_axes()
     means, deviations = zip(*heights.values(), strict=True)
     bars = axes.bar(list(heights), means, yerr=deviations, capsize=4, color="#4878a8")
     axes.bar_label(bars, fmt=lambda mean: f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}", padding=3)
     axes.set(ylabel=y, title=title)
-    axes.margins(y=0.12)
+    axes.margins(y=0.12)  # space for the numbers above the bars
     if len(heights) > 5:  # horizontal labels would overlap
         for label in axes.get_xticklabels():
             label.set(rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
@@ -99,9 +104,10 @@ def draw_bar_chart(path: Path, heights: Mapping[str, tuple[float, float]], y: st
 
 
 def draw_times_by_size(folder: Path, curves: Mapping[str, tuple[Mapping[str, Points], Mapping[str, Points]]]) -> None:
-    """Plot time in microseconds against size in bytes, in one figure for each name.
+    """Plot time in microseconds against size in bytes, in one or more figures.
 
-    `curves` contains, for each figure, the measured curves and the fitted lines by label (see `draw_curves`).
+    `curves` contains, for each title of a figure, the measured curves and the fitted lines. The curves and
+    the lines have the format of the arguments `series` and `computed` of `draw_curves`.
     """
     for name, (measured, fitted) in curves.items():
         path = folder / f"{name.replace(' ', '_')}.png"

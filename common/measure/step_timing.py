@@ -1,7 +1,8 @@
-"""Timing of data-parallel steps: times of each rank, stragglers, and the communication that delays a step.
+"""Timing of data-parallel steps: times of each rank, stragglers, and exposed communication.
 
-The all-reduce makes the steps of all ranks equally long, so the step time cannot identify a slow rank. Instead, the
-times from the start of a step to the start of backward are compared, during which ranks do not wait for each other.
+The all-reduce makes the steps of all ranks equally long, so the step time cannot identify a slow rank. Instead, ranks
+are compared by the time from the start of a step to the start of backward. Before backward, ranks do not wait for each
+other.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from common.runs.result import ReportData
 
 T = TypeVar("T")
 HISTORY = 1000
-"""Number of steps whose timestamps are stored; older steps are discarded."""
+"""Maximum number of steps whose timestamps are stored. Older timestamps are discarded."""
 NEWEST_STEPS = 50
-"""Number of the newest steps that determine the current speed of a rank."""
+"""Number of newest steps that determine the current speed of a rank."""
 WARM_UP = 10
 """Number of steps at the start of a run that are excluded from measurements."""
 MIN_STEPS = 10
@@ -41,16 +42,16 @@ class RankTimes:
     data: float
     """Mean time spent waiting for a batch."""
     before_backward: float
-    """Time from the start of a step to the start of backward, without waiting for other ranks."""
+    """Time from the start of a step to the start of backward, excluding the time spent waiting for other ranks."""
     step: float
     """Mean duration of the entire step."""
     steps: int
     """Number of measured steps."""
     rank: int = 0
     exposed: Sequence[float] = ()
-    """Time from the last gradient to the end of backward in each step, during which communication is not overlapped."""
+    """Time of communication in each step between the last gradient and the end of backward."""
     samples: float | None = None
-    """Mean number of this rank's samples per batch if the shards are unequal; None if they are equal."""
+    """Mean number of this rank's samples per batch if the shards are unequal; None if the shards are equal."""
 
 
 class StepDurations:
@@ -61,7 +62,7 @@ class StepDurations:
 
     def __init__(self) -> None:
         self.durations: list[float] = []  # in seconds
-        self.mark: float | None = None
+        self.mark: float | None = None  # value of time.perf_counter() from which the next step is measured
 
     def record_step_end(self, now: float) -> None:
         """Record the end of a step. `now` is the current value of time.perf_counter()."""
@@ -70,26 +71,30 @@ class StepDurations:
         self.mark = now
 
     def exclude_pause(self) -> None:
-        """Exclude the time since the end of the last step, which was not spent on training."""
+        """Exclude the time since the last step from the duration of the next step."""
         self.mark = time.perf_counter()
 
-    def is_next_step_steady(self, left: int) -> bool:
+    def is_next_step_first_steady(self, left: int) -> bool:
         """Return whether the next step is the first step that counts toward the mean duration.
 
-        `left` is the number of steps that remain in the run.
+        `left` is the number of steps that remain in the run. The mean duration does not include the first WARM_UP
+        steps. In a short run, only the first third of the steps is excluded.
         """
-        done = len(self.durations) + (self.mark is not None)
+        done = len(self.durations) + (self.mark is not None)  # the first step only sets the mark
         return done == min(WARM_UP, (done + left) // 3)
 
     def list_steady_durations(self) -> list[float]:
-        """Return the durations in seconds of all steps except the first WARM_UP steps.
+        """Return the durations in seconds of all steps after the first WARM_UP steps.
 
         In a short run, only the first third of the steps is excluded.
         """
         return self.durations[min(WARM_UP, len(self.durations) // 3) :]
 
     def compute_mean_duration(self) -> float:
-        """Return the mean duration in seconds of the steps that `list_steady` returns; 0 if there are none."""
+        """Return the mean step duration in seconds, without the first steps.
+
+        The method `list_steady_durations` excludes the first steps. The result is 0 if there are no other steps.
+        """
         return fmean(self.list_steady_durations() or [0.0])
 
 
@@ -105,34 +110,39 @@ class StepTimestamps(NamedTuple):
 
 
 class StepTimer:
-    """Recorder of the timestamps of one rank's steps."""
+    """A recorder of timestamps within the steps of one rank."""
 
     def __init__(self, model: nn.Module, device: torch.device, sharded: Iterable[nn.Module] = ()) -> None:
         """Install hooks in the model that record timestamps.
 
-        `sharded` contains the layers that gather their parameters in the forward pass. Only the time in which these
-        layers compute counts as forward time, without the time in which they wait for parameters.
+        `sharded` contains the layers that gather their parameters in the forward pass. If there are such layers, the
+        forward time is the sum of their computing times, without the time spent waiting for parameters.
         """
         self.model = model
         self.clock = DeviceClock(device)
         self.layer_starts: list[Stamp] = []
         self.layer_spans: list[tuple[Stamp, Stamp]] = []
-        for layer in sharded:  # fully_shard has already installed its own hooks
+        # The hooks of fully_shard gather the parameters before these hooks record the start, and free the parameters
+        # after these hooks have recorded the end.
+        for layer in sharded:
             layer.register_forward_pre_hook(lambda *_: self.layer_starts.append(self.clock.stamp()))
-            layer.register_forward_hook(self._record_forward, prepend=True)
+            layer.register_forward_hook(self._record_layer_span, prepend=True)
         self.history: deque[StepTimestamps] = deque(maxlen=HISTORY)
         self.marks: dict[str, Stamp] = {}
         self.steps_to_skip = WARM_UP
+
         # Backward computes the gradient of the first parameter last.
         next(model.parameters()).register_hook(lambda _: self.record_mark("last gradient"))
 
-    def _record_forward(self, *_: object) -> None:
+    def _record_layer_span(self, *_: object) -> None:
+        """Store the start and the end of the forward pass of a sharded layer."""
         self.layer_spans.append((self.layer_starts.pop(), self.clock.stamp()))
 
     def record_mark(self, name: str) -> None:
         """Record the current time under a name.
 
-        Call this method with "backward" before backward starts, and with "end of backward" after it has finished.
+        Call this method with the name "backward" before backward starts, and with the name "end of backward" after
+        backward has finished.
         """
         self.marks[name] = self.clock.stamp()
 
@@ -156,7 +166,8 @@ class StepTimer:
             self._store_step()
 
     def _store_step(self) -> None:
-        waited = sum_waiting_seconds(self.model)
+        """Store the timestamps of the finished step, except for the first WARM_UP steps."""
+        waited = pop_total_waiting_seconds(self.model)
         if "backward" not in self.marks:  # the experiment does not mark the start of backward
             return
         if self.steps_to_skip:
@@ -167,7 +178,7 @@ class StepTimer:
     def _measure_step(self, step: StepTimestamps) -> dict[str, float]:
         """Return the durations of the parts of a step in seconds, by name.
 
-        The duration of the forward pass does not include waiting for other ranks.
+        The duration of the forward pass does not include the time spent waiting for other ranks.
         """
         to_seconds = self.clock.to_seconds
         times = {name: to_seconds(stamp) for name, stamp in step.marks.items()}
@@ -187,20 +198,20 @@ class StepTimer:
         return seconds
 
     def measure_seconds_to_last_gradient(self, steps: int) -> float | None:
-        """Return the median time in seconds from the start of a step to its last gradient.
+        """Return the median time in seconds from step start to last gradient.
 
-        During this time a rank does not wait for other ranks, except in synchronized BatchNorm. The median is computed
-        over the newest `steps` steps; None is returned if fewer steps are stored. On a GPU, this method waits until the
-        GPU has finished these steps.
+        A rank does not wait for other ranks before the last gradient, except in synchronized BatchNorm. The median is
+        computed over the newest `steps` steps. Returns None if fewer steps are stored. On a GPU, this method waits
+        until the GPU has finished the newest steps.
         """
         newest = [self._measure_step(step) for step in list(self.history)[-steps:]]
         return median(step["to last gradient"] for step in newest) if len(newest) == steps else None
 
     def estimate_seconds_to_backward(self) -> float | None:
-        """Return the median time in seconds from the start of a step to the start of backward.
+        """Return the median time in seconds from step start to backward.
 
-        Returns None if fewer than MIN_STEPS steps have been measured. On a GPU, only finished steps are used, so that
-        this method never waits for the GPU.
+        The median is computed over the NEWEST_STEPS newest steps. Returns None if fewer than MIN_STEPS steps have been
+        measured. On a GPU, only finished steps are used, so that this method never waits for the GPU.
         """
         finished = [step for step in self.history if self.clock.has_reached_stamp(step.marks["end"])]
         if len(finished) < MIN_STEPS:
@@ -209,7 +220,7 @@ class StepTimer:
         return median(step["data"] + step["forward"] for step in newest)
 
     def summarize_steps(self) -> RankTimes | None:
-        """Return the typical times over all stored steps; None if no steps are stored."""
+        """Return typical times over all stored steps; None if no steps are stored."""
         if not self.history:
             return None
         steps = [self._measure_step(step) for step in self.history]
@@ -221,21 +232,22 @@ class StepTimer:
 
 
 def gather_step_times(world: World, times: StepTimer | None, samples: float | None = None) -> list[RankTimes]:
-    """Return the step times of all ranks on rank 0, and an empty list on all other ranks.
+    """Gather the step times of all ranks on rank 0.
 
-    All ranks must call this function. Ranks that have recorded no step times are omitted. `samples` is the mean number
-    of this rank's samples per batch if the shards are unequal, otherwise None.
+    All ranks must call this function. On ranks other than 0, the function returns an empty list. Ranks that have
+    recorded no step times are omitted. `samples` is the mean number of this rank's samples per batch if the shards are
+    unequal, otherwise None.
     """
     summary = times.summarize_steps() if times else None
     gathered = world.gather(asdict(summary) | {"samples": samples} if summary else None)
     return [RankTimes(**fields | {"rank": rank}) for rank, fields in enumerate(gathered) if fields]
 
 
-def time_communication(model: nn.Module, bucket_mb: float, size: int, repeats: int = 5) -> float | None:
-    """Return the time in seconds that it takes to all-reduce the gradients of a step, without computation.
+def time_gradient_all_reduce(model: nn.Module, bucket_mb: float, size: int, repeats: int = 5) -> float | None:
+    """Return the median time in seconds of an all-reduce of all gradients, without computation.
 
     All ranks must call this function. Returns None if there is only one rank. The gradients are sent in buckets of
-    `bucket_mb` MiB, as numbers of `size` bytes each.
+    `bucket_mb` MiB, as floating-point numbers of `size` bytes.
     """
     if dist.get_world_size() == 1:
         return None
@@ -245,17 +257,20 @@ def time_communication(model: nn.Module, bucket_mb: float, size: int, repeats: i
     flat = torch.zeros(count, dtype=dtype, device=parameters[0].device)
     buckets = flat.split(max(1, int(bucket_mb * 2**20) // size))
 
-    def reduce_all() -> None:
+    def all_reduce_buckets() -> None:
         works = [dist.all_reduce(bucket, async_op=True) for bucket in buckets]
         for work in works:
             assert work is not None
             work.wait()
 
-    return median(time_calls(reduce_all, flat.device, repeats, prepare=dist.barrier))
+    return median(time_calls(all_reduce_buckets, flat.device, repeats, prepare=dist.barrier))
 
 
 def compute_imbalance(values: Sequence[float]) -> float | None:
-    """Return the fraction by which the maximum exceeds the mean; None if there is only one value."""
+    """Return the fraction by which the maximum of the values exceeds their mean.
+
+    Returns None if there is at most one value.
+    """
     return max(values) / fmean(values) - 1 if len(values) > 1 else None
 
 
@@ -277,10 +292,11 @@ class ScalingReport:
     def exposed_fraction(self) -> float | None:
         """The fraction of the communication that does not overlap with backward.
 
-        In each step, the shortest wait of all ranks is used, because the waits of the other ranks also include waiting
-        for slower ranks.
+        In each step, the rank that waited for the shortest time is used, because the other ranks have also waited for
+        slower ranks. The value is None if the communication was not measured.
         """
-        newest_first = [rank.exposed[::-1] for rank in self.ranks]  # a rank that has joined later has fewer steps
+        # A rank that has joined the run later has fewer steps, so the steps are aligned at the newest step.
+        newest_first = [rank.exposed[::-1] for rank in self.ranks]
         steps = list(zip(*newest_first, strict=False))
         if not steps or not self.communication_seconds or len(self.ranks) == 1:
             return None
@@ -288,7 +304,10 @@ class ScalingReport:
 
     @property
     def efficiency(self) -> float | None:
-        """The scaling efficiency, which is 1 if p ranks are p times as fast as one rank."""
+        """The scaling efficiency: 1.0 if p ranks are p times as fast as one.
+
+        The value is None if the step time of a single rank was not measured.
+        """
         return (
             self.single_rank_seconds / self.step_seconds / len(self.hosts)
             if self.single_rank_seconds and self.step_seconds
@@ -297,11 +316,15 @@ class ScalingReport:
 
     @property
     def straggler(self) -> int | None:
-        """The rank that is clearly slower than the others before backward; None if there is no such rank."""
+        """The rank that is clearly slower than the others before backward, or None."""
         slowest = self._find_straggler_times()
         return None if slowest is None else slowest.rank
 
     def _find_straggler_times(self) -> RankTimes | None:
+        """Return the times of the straggler.
+
+        Returns None if there is no straggler, or if a rank has measured fewer than MIN_STEPS steps.
+        """
         if not self.ranks or min(rank.steps for rank in self.ranks) < MIN_STEPS:
             return None
         seconds = [rank.before_backward for rank in self.ranks]
@@ -318,17 +341,20 @@ class ScalingReport:
                 for rank in self.ranks
             ]
             rows["ms per step"] = "\n".join(lines)
+
         slowest = self._find_straggler_times()
         if slowest is not None:
             median_of_others = median(rank.before_backward for rank in self.ranks if rank is not slowest)
             rows["straggler"] = (
-                f"rank {slowest.rank} on {self.hosts[slowest.rank]}: {slowest.before_backward * 1e3:.2f} ms before "
-                f"backward (median of the other ranks: {median_of_others * 1e3:.2f} ms)"
+                f"rank {slowest.rank} on {self.hosts[slowest.rank]}: {slowest.before_backward * 1e3:.2f} ms from "
+                f"step start to backward (median of the other ranks: {median_of_others * 1e3:.2f} ms)"
             )
+
         exposed = self.exposed_fraction
         if exposed is not None and self.communication_seconds is not None:
             milliseconds = self.communication_seconds * 1e3
             rows["communication"] = f"{milliseconds:.2f} ms per step, {exposed:.0%} not overlapped with backward"
+
         if self.efficiency is not None:
             rows["efficiency"] = (
                 f"{self.efficiency:.0%} of the ideal {len(self.hosts)}-fold speedup "
@@ -338,7 +364,7 @@ class ScalingReport:
         return rows
 
     def result(self) -> ReportData:
-        """Return the values that are stored in result.json. Times are in seconds."""
+        """Return the values that this report adds to result.json. Times are in seconds."""
         ranks = []
         for rank in self.ranks:
             fields = asdict(rank)
@@ -355,10 +381,11 @@ class ScalingReport:
         return ReportData(measured={name: value for name, value in measured.items() if value is not None})
 
 
-def sum_waiting_seconds(model: nn.Module) -> float:
-    """Return and reset the time in seconds that layers have waited for other ranks in their forward passes.
+def pop_total_waiting_seconds(model: nn.Module) -> float:
+    """Return and reset the total seconds that layers have waited for other ranks.
 
-    Such layers have a method `pop_waiting_seconds`.
+    Layers that wait for other ranks in the forward pass, such as synchronized BatchNorm, have a
+    method `pop_waiting_seconds`.
     """
     seconds = 0.0
     for module in model.modules():

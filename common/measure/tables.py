@@ -1,4 +1,4 @@
-"""Tables in plain text."""
+"""Formatting of tables as plain text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 
 def format_table(rows: Mapping[str, str]) -> str:
-    """Return a text table with a column of names and a column of values.
+    """Format names and values as a text table with two columns.
 
-    A value may have several lines, all of which are placed in the second column.
+    The lines of a value with several lines are placed below one another in the second column.
     """
     width = max(map(len, rows))
     lines = []

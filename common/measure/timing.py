@@ -1,4 +1,4 @@
-"""Measurement of the wall-clock time of function calls, including the work that they queue on a device."""
+"""Measurement of the wall-clock time of function calls, including queued work on a device."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ def time_calls(
     prepare: Callable[[], object] | None = None,
     budget: float = math.inf,
 ) -> list[float]:
-    """Return the durations in seconds of `repeats` calls, including the work that they queue on the device.
+    """Time `repeats` calls of a function, and return the durations in seconds.
 
-    `warm_up` calls that are not timed come first. `prepare`, such as a barrier, is called before each call and is not
-    timed. Once `budget` seconds have passed, no more calls are made, but at least one call is timed.
+    A duration includes the work that the call queues on the device. Before the timed calls, the function is called
+    `warm_up` times. The function `prepare`, such as a barrier, is called before each call and is not timed. After
+    `budget` seconds, no more calls are made, but at least one call is timed.
     """
     times: list[float] = []
     time_limit = time.perf_counter() + budget
-    for number in range(-warm_up, repeats):
+    for number in range(-warm_up, repeats):  # negative numbers are calls that are not timed
         if number > 0 and time.perf_counter() >= time_limit:
             break
         if prepare is not None:
@@ -40,6 +41,6 @@ def time_calls(
 
 
 def synchronize_device(device: torch.device) -> None:
-    """Wait until the device has finished all queued work. Does nothing for a CPU."""
+    """Wait until a GPU has finished all queued work. On a CPU, do nothing."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

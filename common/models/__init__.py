@@ -1,1 +1,1 @@
-"""Networks, their partition into stages, pruning, and the files and exports of trained models."""
+"""Networks, dropout, initial weights, and the files and exports of trained models."""

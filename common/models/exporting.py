@@ -1,4 +1,7 @@
-"""Exports of trained models for other programs, with a check that the exported files work."""
+"""Export of trained models to files for other programs.
+
+The functions in WRITERS also run the exported file and return its outputs, so that the caller can check the outputs.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from torch import Tensor, nn
 
 from common.system.errors import UserError
 
-PROCESS_TIMEOUT = 300  # seconds; the new process may have to import torch from a slow disk
+PROCESS_TIMEOUT = 300  # in seconds; importing torch from a slow disk takes a long time
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 PROJECT_PACKAGES = ("common", "configs", "experiments", "slurm")
 
-# Program of the new process. It imports torch, but nothing from this project.
+# Program that runs an exported model in a new process. The program imports torch, but nothing from this project.
 RUN_PROGRAM = f"""
 import sys, torch
 program_file, input_file, output_file = sys.argv[1:]
@@ -32,10 +35,10 @@ sys.exit(f"the exported program imports {{sorted(imported)}}" if imported else 0
 
 
 def write_and_run_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tensor:
-    """Export a model in eval mode with torch.export, and return the exported model's outputs for x [n, ...].
+    """Export a model with torch.export, and return the exported model's outputs for x [n, ...].
 
-    The exported model accepts inputs [N, ...] with any number of samples N. A new process computes the outputs from the
-    file alone. Raises RuntimeError if the new process fails.
+    The model must be in eval mode. The exported model is written to `path` and accepts inputs [N, ...] with any number
+    of samples N. A new process loads the file and computes the outputs. Raises RuntimeError if the new process fails.
     """
     program = torch.export.export(model.cpu(), **make_export_arguments(x))
     torch.export.save(program, path)
@@ -43,10 +46,10 @@ def write_and_run_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tenso
 
 
 def make_export_arguments(x: Tensor) -> dict[str, Any]:
-    """Return the arguments for exporting a model that accepts inputs [N, ...] with any number of samples N.
+    """Return arguments for exporting a model with a variable number of samples.
 
-    The other dimensions and the dtype are those of x [n, ...]. The example input has two samples, because an export
-    with one sample would fix N at 1.
+    The exported model accepts inputs [N, ...] with any number of samples N. The dtype and all other dimensions are
+    those of x [n, ...]. The example input has two samples, because an export with one sample would fix N at 1.
     """
     zeros = torch.zeros(2, *x.shape[1:], dtype=x.dtype)
     samples = torch.export.Dim("samples", min=1)
@@ -65,7 +68,8 @@ def run_exported_program_in_new_process(path: Path, x: Tensor) -> Tensor:
     command = [sys.executable, "-P", "-c", RUN_PROGRAM, *map(str, files)]
     try:
         torch.save(x.cpu().clone(), input_file)
-        completed = subprocess.run(  # runs outside this project's folder
+        # The new process runs in the folder of the exported file.
+        completed = subprocess.run(
             command, cwd=path.parent, capture_output=True, text=True, timeout=PROCESS_TIMEOUT, check=False
         )
         if completed.returncode:
@@ -78,18 +82,19 @@ def run_exported_program_in_new_process(path: Path, x: Tensor) -> Tensor:
 
 
 def write_and_run_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
-    """Export a model in eval mode to ONNX, and return onnxruntime's outputs for x [n, ...].
+    """Export a model to ONNX, and return ONNX Runtime's outputs for x [n, ...].
 
-    The exported model accepts inputs [N, ...] with any number of samples N. Raises UserError if the optional packages
-    are missing.
+    The model must be in eval mode. The exported model is written to `path` and accepts inputs [N, ...] with any number
+    of samples N. Raises UserError if one of the packages ONNX_PACKAGES is missing.
     """
     try:
+        # All packages are imported to find out whether one is missing. The last package is onnxruntime.
         runtime: Any = [importlib.import_module(name) for name in ONNX_PACKAGES][-1]
     except ImportError as error:
         command = f".venv/bin/python -m pip install {' '.join(ONNX_PACKAGES)}"
         raise UserError(f"FORMAT=onnx needs the package {error.name}; install it with {command}") from None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warnings concern the exporter itself
+        warnings.simplefilter("ignore")  # the warnings concern the exporter, not the model
         program = torch.onnx.export(
             model.cpu(), **make_export_arguments(x), dynamo=True, input_names=["images"], verbose=False
         )

@@ -1,4 +1,7 @@
-"""Search for a model's initial weights in a file, a checkpoint folder or a run. This module does not import torch."""
+"""Search for the file, checkpoint folder or run that contains a model's initial weights.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.optional import InitialWeights
 
-SHORT_ID_LENGTH = 4  # number of characters at the end of a run id
+SHORT_ID_LENGTH = 4  # a short id consists of the last characters of a run id
 
 
 def find_initial_weights(text: str, runs: Path) -> Path:
@@ -17,14 +20,14 @@ def find_initial_weights(text: str, runs: Path) -> Path:
 
     `text` is a path, the id of a run, or the last four characters of a run's id. Raises UserError if there is no match.
     """
-    name = Path(text).name  # in the settings of a job, a run id is an absolute path
+    name = Path(text).name  # the settings of a job contain an absolute path instead of a run id
     is_short_id = len(name) == SHORT_ID_LENGTH and name.isalnum()
     short_id_matches = runs.glob(f"*-{name}") if is_short_id else ()
     for path in (Path(text), runs / name, *short_id_matches):
         if path.exists():
             return path
     raise UserError(
-        f"weights={text}: no such file, checkpoint folder or run; use a file of tensors, the id of a run, or none"
+        f"weights={text}: no such file, checkpoint folder or run; set weights to a file of tensors, a run id, or none"
     )
 
 
@@ -34,10 +37,10 @@ def check_weights_of_config(settings: object) -> None:
         find_initial_weights(settings.weights, Path(settings.runs))
 
 
-def clear_replaced_weights(settings: object, run: RunFolder) -> None:
-    """Set `weights` to none if the run has a checkpoint, which replaces the initial weights.
+def reset_weights_setting_on_resume(settings: object, run: RunFolder) -> None:
+    """Set the setting `weights` to none if the run has a checkpoint to resume from.
 
-    The file with the initial weights may no longer exist when the run is resumed.
+    A resumed run does not need the file with the initial weights, and the file may no longer exist.
     """
     if isinstance(settings, InitialWeights) and storage.list_resumable_checkpoints(run):
         settings.weights = "none"

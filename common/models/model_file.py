@@ -1,8 +1,8 @@
-"""The trained model of a run, in two files that can be read without this project: model.safetensors and model.json.
+"""Reading and writing of a run's trained model: model.safetensors and model.json.
 
-model.safetensors contains parameters and buffers under the names of the unsplit model, regardless of the stages, shards
-and replicas that were used for training. model.json contains the model's class and constructor arguments, the
-normalization of the inputs, and the test scores.
+Other programs can read both files without this project. model.safetensors contains parameters and buffers under the
+names of the unsplit model, regardless of the stages, shards and replicas that were used for training. model.json
+contains the model's class and constructor arguments, the normalization of the inputs, and the test scores.
 """
 
 from __future__ import annotations
@@ -30,22 +30,27 @@ REQUIRED_FACTS = {"class", "arguments", "step", "shape", "dtype", "precision", "
 
 
 def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, facts: Mapping[str, Any]) -> None:
-    """Write model.safetensors and model.json, each atomically, without boolean buffers, which are masks.
+    """Write a run's model to model.safetensors and model.json, each atomically.
 
-    The recipe is omitted if the model that it builds has different tensors, for example because a layer was added.
-    Raises OSError if a file cannot be written.
+    Boolean tensors are omitted, because they are masks that only training needs. The recipe is omitted from model.json
+    if a model that is built from the recipe has other tensors than `state`, for example because the experiment has
+    added a layer. Raises OSError if a file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if tensor.dtype != torch.bool:  # a boolean tensor is a mask, which training needs and the model does not
+        if tensor.dtype != torch.bool:  # a boolean tensor is a mask
             tensors[name] = tensor.detach().cpu().contiguous()
+
     if recipe["arguments"] is not None and recipe["class"] in networks.KINDS:
+        # Tensors on the meta device have a shape but no data.
         rebuilt = build_model(recipe, torch.device("meta")).state_dict()
-        if list_tensor_shapes(rebuilt) != list_tensor_shapes(tensors):
+        if get_tensor_shapes(rebuilt) != get_tensor_shapes(tensors):
             recipe = {"class": None, "arguments": None}
+
+    # Write a new file first, and rename it when it is complete.
     draft = folder.path / f".{MODEL_FILE}.new"
     try:
         try:
@@ -62,13 +67,13 @@ def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, 
         draft.unlink(missing_ok=True)
 
 
-def list_tensor_shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """Return the shape of each tensor in a state dict, by name."""
+def get_tensor_shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shapes of the tensors in a state dict, by name."""
     return {name: tensor.shape for name, tensor in state.items()}
 
 
 def read_model(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the content of model.json and the tensors of a run's model.
+    """Return the content of model.json and the tensors of model.safetensors.
 
     Raises UserError if the files are missing or damaged.
     """
@@ -79,29 +84,34 @@ def read_model(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise UserError(f"{folder.path} has no {MODEL_FILE}{explain_missing_model(folder)}")
     is_complete = isinstance(facts.get("scores"), dict) and facts.keys() >= REQUIRED_FACTS
     if facts.get("format") != FORMAT or not is_complete:
-        raise UserError(f"{facts_file} is missing, damaged or from another version; restore it")
+        raise UserError(f"{facts_file} is missing, damaged or from another version of this project; restore the file")
     try:
         if hash_file(file) != facts.get("sha256"):
-            raise UserError(f"{file} is damaged: its checksum differs from the one in {MODEL_FACTS_FILE}; restore it")
+            raise UserError(
+                f"{file} is damaged: its checksum differs from the checksum in {MODEL_FACTS_FILE}; restore the file"
+            )
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     return facts, read_safetensors(file)
 
 
 def explain_missing_model(folder: RunFolder) -> str:
-    """Return the reason why a run has no model, and a remedy."""
+    """Return the reason why a run has no model, and a remedy.
+
+    The text is the end of an error message that starts with the path of the run.
+    """
     state = folder.result.get("state")
     run = folder.reference
     if state == "failed":
         return f": the run failed; find the cause with make doctor RUN={run}, then resume with make exp RESUME={run}"
     if state != "finished":
         return (
-            f" yet: the run has not finished; check its state with make status RUN={run}; "
-            f"if it has stopped, resume with make exp RESUME={run}"
+            f" yet: the run has not finished; check the state of the run with make status RUN={run}; "
+            f"if the run has stopped, resume with make exp RESUME={run}"
         )
     if not folder.result.get("scores"):
         return f": {folder.experiment} does not train a model; use another run"
-    return f": the run is from an older version; resume it with make exp RESUME={folder.path.name}"
+    return f": the run is from an older version of this project; resume it with make exp RESUME={folder.path.name}"
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
@@ -112,7 +122,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a safetensors file ({error})") from None
+        raise UserError(f"{file} cannot be read as a safetensors file ({error})") from None
 
 
 def build_model(recipe: Mapping[str, Any], device: torch.device | None = None) -> nn.Module:
@@ -123,12 +133,12 @@ def build_model(recipe: Mapping[str, Any], device: torch.device | None = None) -
     if kind is None:
         raise UserError(
             f"the network {name or 'of this run'} is not in common/models/networks.py; "
-            "add it there and to KINDS to evaluate or export it"
+            "to evaluate or export it, add its class to this file and to KINDS"
         )
     if not isinstance(arguments, dict):
         raise UserError(
             f"{MODEL_FACTS_FILE} lacks the constructor arguments of {name}; "
-            'add them, such as "arguments": {"width": 128}'
+            'add them, for example "arguments": {"width": 128}'
         )
     try:
         with device or torch.device("cpu"):
@@ -140,7 +150,7 @@ def build_model(recipe: Mapping[str, Any], device: torch.device | None = None) -
 def load_model(folder: RunFolder) -> tuple[dict[str, Any], nn.Module]:
     """Return the content of model.json and the trained model of a run.
 
-    The model is in eval mode and has the dtype of training. Raises UserError if the model cannot be loaded.
+    The model is in eval mode and has the same dtype as during training. Raises UserError if the model cannot be loaded.
     """
     facts, state = read_model(folder)
     model = build_model(facts, torch.device("meta"))
@@ -156,9 +166,10 @@ def load_model(folder: RunFolder) -> tuple[dict[str, Any], nn.Module]:
 
 
 def load_initial_weights(model: nn.Sequential, weights: str, runs: str) -> None:
-    """Load the weights that the setting `weights` refers to into a model, unless the setting is none.
+    """Load the weights that the setting `weights` refers to into a model.
 
-    The model may be on any device and have any dtype. Raises UserError if the weights are invalid or do not match.
+    If the setting is none, the model is unchanged. The model may be on any device and have any dtype. Raises UserError
+    if the weights are invalid or do not match.
     """
     if weights != "none":
         networks.load_weights(model, read_weights(weights, Path(runs)), weights)
@@ -180,8 +191,8 @@ class ModelSettings(Protocol):
 def init_network(cfg: ModelSettings, shape: Sequence[int], classes: int) -> nn.Sequential:
     """Build the network cfg.model and load the initial weights that cfg.weights refers to.
 
-    `shape` is the shape of one image: [H, W] or [C, H, W]. If cfg has `dropout`, a layer before the last one drops its
-    inputs by masks that depend on the samples. Raises UserError if the weights do not match the network.
+    `shape` is the shape of one image: [H, W] or [C, H, W]. If cfg.dropout exists and is not 0, a SampleDropout layer is
+    inserted before the last layer. Raises UserError if the weights do not match the network.
     """
     model = networks.build_network(cfg.model, shape, classes)
     load_initial_weights(model, cfg.weights, cfg.runs)
@@ -192,10 +203,10 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
     """Return the state dict that the setting `weights` refers to.
 
     `text` is a run, a checkpoint folder, a safetensors file, or a file written by torch.save. Raises UserError if the
-    state dict does not exist or cannot be read.
+    file or folder does not exist or cannot be read.
     """
     path = find_initial_weights(text, runs)
-    if (path / "config.yaml").is_file():
+    if (path / "config.yaml").is_file():  # `path` is the folder of a run
         _, tensors = read_model(RunFolder(path.absolute()))
         return tensors
     if path.is_dir():
@@ -205,7 +216,7 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
     problem = f"weights={text}: not a state dict"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # noqa: BLE001 (torch raises many types of errors and recommends unsafe loading)
+    except Exception:  # noqa: BLE001 (torch raises many types of errors, and their messages recommend unsafe loading)
         raise UserError(f"{problem}: expected a file written by torch.save that contains only tensors") from None
     if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise UserError(f"{problem}: expected a mapping from names to tensors")
@@ -213,7 +224,7 @@ def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
 
 
 def read_model_of_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
-    """Return the state dict of the model in a checkpoint folder.
+    """Return the state dict of the full model in a checkpoint folder.
 
     `path` is a folder such as runs/<id>/attempts/0001/checkpoints/step-00000100. Raises UserError if the folder is not
     a valid checkpoint. `text` is the setting `weights`, for error messages.
@@ -225,6 +236,6 @@ def read_model_of_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
         attempt = RunFolder(path.parents[3], attempt_number)
         return checkpointer.read_full_model(CheckpointPath(attempt, step))
     except (ValueError, IndexError):
-        raise UserError(f"weights={text} must be a run folder or a checkpoint folder of a run") from None
+        raise UserError(f"weights={text} must be a run folder or a checkpoint folder inside a run folder") from None
     except InvalidCheckpoint as reason:
         raise UserError(f"weights={text}: invalid checkpoint: {reason}") from None

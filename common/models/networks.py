@@ -1,7 +1,8 @@
-"""Networks for classification. Each network is an `nn.Sequential` of named layers that can be split into stages.
+"""Networks for classification, each an `nn.Sequential` that can be split into stages.
 
-All networks accept images [N, H, W] (grayscale) or [N, C, H, W] and return logits [N, classes]. `shape` is the shape of
-one image, without N. `recipe` contains the class and the arguments that build the network again.
+All networks accept images [N, H, W] (grayscale) or [N, C, H, W] and return logits [N, classes]. The argument `shape` is
+the shape of one image, without the batch dimension N. The attribute `recipe` contains the class and the constructor
+arguments from which an identical network can be built.
 """
 
 from __future__ import annotations
@@ -19,18 +20,22 @@ from torch import Tensor, nn
 from common.checkpoint.state_dicts import strip_wrapper_prefix
 from common.system.errors import UserError
 
-Recipe = dict[str, Any]  # the class of a network ("class") and its constructor arguments ("arguments")
+Recipe = dict[str, Any]
+"""The class name of a network under the key "class", and its constructor arguments under the key "arguments"."""
 
 
 def make_recipe(kind: str, **arguments: Any) -> Recipe:
-    """Return the recipe of a network: its class and its constructor arguments, as JSON types."""
+    """Return a dict with the class name and the constructor arguments of a network.
+
+    The arguments must have types that JSON supports.
+    """
     return {"class": kind, "arguments": arguments}
 
 
 class LinearReLU(nn.Linear):
-    """A linear layer followed by a ReLU, from [N, in] to [N, out].
+    """A linear layer followed by a ReLU, with inputs [N, in] and outputs [N, out].
 
-    Both operations form one layer, so that no stage boundary separates them.
+    The linear layer and the ReLU form one module, so that both are always in the same pipeline stage.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -38,7 +43,10 @@ class LinearReLU(nn.Linear):
 
 
 class FlatLinearReLU(LinearReLU):
-    """A linear layer followed by a ReLU, which first flattens its input [N, ...]."""
+    """A linear layer followed by a ReLU, applied to flattened inputs.
+
+    Inputs [N, ...] are flattened to [N, in] first.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.flatten(1))
@@ -47,8 +55,9 @@ class FlatLinearReLU(LinearReLU):
 class SimpleNN(nn.Sequential):
     """A multilayer perceptron, by default the 784-128-64-10 network for MNIST.
 
-    The network has `depth` hidden layers of `width` units. With several hidden layers, the last one has half as many
-    units. Layers are named fc1, fc2, and so on. The network maps inputs [N, *shape] to logits [N, classes].
+    The network has `depth` hidden layers of `width` units. If there are several hidden layers, the last hidden layer
+    has half as many units. Layers are named fc1, fc2, and so on. The network maps inputs [N, *shape] to logits [N,
+    classes].
     """
 
     def __init__(self, width: int = 128, depth: int = 2, shape: Sequence[int] = (28, 28), classes: int = 10) -> None:
@@ -76,24 +85,28 @@ class Toy(nn.Sequential):
 
 
 def count_channels(shape: Sequence[int]) -> int:
-    """Return the number of channels of an image: C for the shape [C, H, W], or 1 for [H, W].
+    """Return the number of channels of images with the given shape.
 
-    Raises UserError for the shape of a vector.
+    The number of channels is C for the shape [C, H, W], and 1 for the shape [H, W]. Raises UserError for the shape of a
+    vector.
     """
     if len(shape) < 2:
-        raise UserError(f"this network needs images, got vectors of {shape[0]} numbers; use another network")
+        raise UserError(f"the network needs images, got vectors of {shape[0]} numbers; use another network")
     return shape[0] if len(shape) == 3 else 1
 
 
 class ImageConv2d(nn.Conv2d):
-    """A convolution that also accepts grayscale images [N, H, W], which it treats as [N, 1, H, W]."""
+    """A 2D convolution that also accepts grayscale images without a channel dimension.
+
+    Images [N, H, W] are treated as [N, 1, H, W].
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input if input.dim() == 4 else input.unsqueeze(1))
 
 
 class ConvReLU(ImageConv2d):
-    """A convolution followed by a ReLU, as one layer."""
+    """A 2D convolution followed by a ReLU, combined in one module."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
@@ -102,8 +115,8 @@ class ConvReLU(ImageConv2d):
 class ConvNet(nn.Sequential):
     """A small convolutional network.
 
-    Its layers are 3x3 convolutions with 32 and 64 channels, 2x2 average pooling, a linear layer of 100 units, and a
-    linear layer with one unit per class.
+    The network consists of two 3x3 convolutions with 32 and 64 channels, 2x2 average pooling, a linear layer with 100
+    units, and a linear layer with one unit per class.
     """
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
@@ -117,7 +130,7 @@ class ConvNet(nn.Sequential):
 
 
 class LeNet300(nn.Sequential):
-    """LeNet-300-100 (LeCun et al. 1998), with 266,610 parameters for images [N, 28, 28] of 10 classes."""
+    """LeNet-300-100 (LeCun et al. 1998), with 266,610 parameters for 28x28 images and 10 classes."""
 
     def __init__(self, shape: Sequence[int] = (28, 28), classes: int = 10) -> None:
         super().__init__()
@@ -130,8 +143,8 @@ class LeNet300(nn.Sequential):
 class LeNet5(nn.Sequential):
     """Caffe's variant of LeNet-5, which is common in papers on pruning.
 
-    Its layers are 5x5 convolutions with 20 and 50 channels, each followed by 2x2 max pooling, a linear layer of 500
-    units, and a linear layer with one unit per class. The network has 431,080 parameters for 28x28 pixels and 10
+    The network consists of two 5x5 convolutions with 20 and 50 channels, each followed by 2x2 max pooling, and of two
+    linear layers with 500 units and one unit per class. The network has 431,080 parameters for 28x28 images and 10
     classes.
     """
 
@@ -150,7 +163,8 @@ class LeNet5(nn.Sequential):
 def count_features(layers: nn.Sequential, shape: Sequence[int]) -> int:
     """Return the number of values that the layers output for one image.
 
-    The number is determined by a forward pass of zeros [1, *shape]. Raises UserError if the image is too small.
+    A forward pass with a tensor of zeros [1, *shape] determines the number of values. Raises UserError if images of the
+    given shape are too small for the layers.
     """
     try:
         return layers(torch.zeros(1, *shape)).numel()
@@ -159,7 +173,11 @@ def count_features(layers: nn.Sequential, shape: Sequence[int]) -> int:
 
 
 def make_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
-    """Return the shortcut of a residual block: the identity if shapes match, otherwise a 1x1 convolution."""
+    """Return the shortcut of a residual block.
+
+    The shortcut is the identity if the block keeps the shape of its input. Otherwise, the shortcut is a 1x1 convolution
+    followed by BatchNorm.
+    """
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     projection = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
@@ -188,8 +206,8 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """The bottleneck block of a ResNet: 1x1, 3x3 and 1x1 convolutions, and a shortcut.
 
-    The last convolution has four times as many channels as the other two. As in torchvision, the stride is in the 3x3
-    convolution (ResNet v1.5).
+    The last convolution has four times as many output channels as the other two. As in torchvision (ResNet v1.5), the
+    3x3 convolution applies the stride.
     """
 
     expansion = 4
@@ -216,21 +234,28 @@ RESNETS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] 
     "resnet50": (Bottleneck, (3, 4, 6, 3)),
     "resnet101": (Bottleneck, (3, 4, 23, 3)),
 }
+"""Type of the residual blocks and number of blocks in each of the four groups, by model name."""
 MIN_IMAGENET_PIXELS = 64
+"""Minimum height or width of images for which a ResNet has the ImageNet stem."""
 SIZE_REMEDY = (
-    f"ResNets have ImageNet's 7x7 stem for images of at least {MIN_IMAGENET_PIXELS} pixels, otherwise a 3x3 stem; "
-    "change data.image_size"
+    f"the first convolution of a ResNet is 7x7 for images of at least {MIN_IMAGENET_PIXELS} pixels, and 3x3 for "
+    "smaller images; change data.image_size"
 )
-RESNET18_REMEDY = "in this experiment, resnet18 always has a 3x3 stem; use model=resnet50 or resnet_modelparallel"
-OTHER_REMEDY = "use the same number of classes, color channels and width as the model in the file"
+RESNET18_REMEDY = (
+    "in this experiment, the first convolution of resnet18 is always 3x3; "
+    "use model=resnet50 or the experiment resnet_modelparallel"
+)
+OTHER_REMEDY = "use the same number of classes and color channels and the same width as the model in the file"
 
 
 class ResNet(nn.Sequential):
-    """A ResNet (He et al. 2015, arXiv 1512.03385) with one layer per block, named layer1_0, layer1_1, and so on.
+    """A ResNet (He et al. 2015, arXiv 1512.03385).
 
-    For images below 64 pixels, the network has the CIFAR stem, a 3x3 convolution without pooling. For larger images, it
-    has the ImageNet stem, a 7x7 convolution with stride 2 and max pooling. `large` overrides this choice. `width` is
-    the number of channels in the first group of blocks.
+    Each residual block is one layer of the nn.Sequential, named layer1_0, layer1_1, and so on. For images smaller than
+    64 pixels, the network has the CIFAR stem, a 3x3 convolution without pooling. For all other images, the network has
+    the ImageNet stem, a 7x7 convolution with stride 2 and max pooling. The argument `large` selects the ImageNet stem
+    (True) or the CIFAR stem (False) regardless of the image size. `width` is the number of channels in the first group
+    of blocks.
     """
 
     def __init__(
@@ -248,8 +273,9 @@ class ResNet(nn.Sequential):
             self.maxpool = nn.MaxPool2d(3, 2, 1)
         channels = width
         for group, depth in enumerate(depths):
-            group_width = width << group
+            group_width = width << group  # the width doubles from group to group
             for number in range(depth):
+                # In every group except the first group, the first block halves the height and width of the image.
                 stride = 2 if group and not number else 1
                 self.add_module(f"layer{group + 1}_{number}", kind(channels, group_width, stride))
                 channels = group_width * kind.expansion
@@ -271,7 +297,7 @@ class ResNet18(ResNet):
 
 
 def build_network(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
-    """Build the network with the given name for images of shape [H, W] or [C, H, W]."""
+    """Build the network `name` for images of shape [H, W] or [C, H, W]."""
     if name == "mlp":
         return SimpleNN(shape=shape, classes=classes)
     if name == "resnet50":
@@ -286,30 +312,34 @@ KINDS: dict[str, Callable[..., nn.Sequential]] = {
 
 
 def convert_parameter_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict with the parameter names of this module.
+    """Return a state dict with tensors renamed as in the networks of common/models/networks.py.
 
-    Torchvision's layer1.0 becomes layer1_0, and DDP's prefix is removed.
+    Prefixes of torchvision such as "layer1.0." become "layer1_0.", and DistributedDataParallel's prefix "module." is
+    removed.
     """
     unwrapped = strip_wrapper_prefix(state)
     return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", name): tensor for name, tensor in unwrapped.items()}
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], file: str) -> None:
-    """Copy the state dict of a file into a model.
+    """Copy the tensors `weights` of a state dict into a model.
 
-    Old files lack BatchNorm's num_batches_tracked; for such files, the model keeps its own value. Raises UserError with
-    the name of a tensor that does not match.
+    If the state dict lacks BatchNorm's buffer num_batches_tracked, as in old versions of PyTorch, the model keeps its
+    own value of the buffer. Raises UserError if the state dict does not match the model; `file` is the file name in the
+    error message.
     """
     expected = model.state_dict()
     state = {name: tensor for name, tensor in expected.items() if name.endswith(".num_batches_tracked")}
     state |= convert_parameter_names(weights)
     missing = expected.keys() - state.keys()
     unexpected = state.keys() - expected.keys()
+
     for problem, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             raise UserError(
                 f"weights={file}: {problem} tensor {min(names)} ({len(names)} in total); the file is from another model"
             )
+
     for name, tensor in expected.items():
         shape = state[name].shape
         if shape == tensor.shape:
@@ -318,4 +348,5 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], file: str) -> 
         if name == "conv1.weight" and shape[2:] != tensor.shape[2:]:
             remedy = RESNET18_REMEDY if isinstance(model, ResNet18) else SIZE_REMEDY
         raise UserError(f"weights={file}: {name} has shape {tuple(shape)}, expected {tuple(tensor.shape)}; {remedy}")
+
     model.load_state_dict(state)

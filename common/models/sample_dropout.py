@@ -1,4 +1,7 @@
-"""Dropout with masks that depend on a sample's position in the epoch, not on the sample's rank or batch."""
+"""Dropout that gives a sample the same mask on any rank and in any batch.
+
+The mask depends on the seed, the name of the layer, the epoch, and the position of the sample in the epoch.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from common.system import seeds
 
 
 class SampleDropout(nn.Module):
-    """A dropout layer (Hinton et al. 2012, arXiv 1207.0580) whose masks depend on the samples' positions in the epoch.
+    """A dropout layer whose masks depend on the positions of the samples in the epoch.
 
-    Each sample gets the mask that a single process would draw, regardless of how a batch is divided into shards and
-    microbatches. In contrast, the masks of torch's dropout depend on the order in which a process computes samples,
-    because all masks are drawn from one generator.
+    Dropout was introduced by Hinton et al. 2012, arXiv 1207.0580. Each sample gets the mask that a single process would
+    draw, regardless of how a batch is divided into shards and microbatches. The masks of `torch.nn.Dropout` depend on
+    the order in which a process computes samples, because all masks are drawn from one generator.
     """
 
     def __init__(self, rate: float, seed: int, name: str = "dropout") -> None:
-        """Create a layer that sets the fraction `rate` of its inputs to zero.
+        """Create a layer that sets a random fraction `rate` of its inputs to zero.
 
         The remaining inputs are divided by 1 - rate. Layers with different names draw different masks.
         """
@@ -32,8 +35,8 @@ class SampleDropout(nn.Module):
         self.microbatches: deque[range] = deque()
         """Positions of the samples of each remaining microbatch in the current step."""
 
-    def begin_step(self, epoch: int, microbatches: Iterable[range]) -> None:
-        """Set the positions of the samples in each microbatch of the next step.
+    def set_positions(self, epoch: int, microbatches: Iterable[range]) -> None:
+        """Set the epoch and the sample positions of each microbatch of the next step.
 
         Positions are counted from 0 within the epoch. Each subsequent call of the layer processes one microbatch.
         """
@@ -41,29 +44,31 @@ class SampleDropout(nn.Module):
         self.microbatches = deque(microbatches)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply dropout to the inputs [n, ...] of the next microbatch in training mode; otherwise return the inputs.
+        """Apply dropout to the inputs [n, ...] of the next microbatch.
 
-        Outside of steps, the masks are those of the first n samples of the epoch. Raises ValueError if the microbatch
-        does not have n samples.
+        In eval mode, the inputs are returned unchanged. If no microbatch remains, the masks of the first n samples of
+        the epoch are used. Raises ValueError if the next microbatch does not have n samples.
         """
         if not self.training:
             return input
         positions = self.microbatches.popleft() if self.microbatches else range(len(input))
         if len(positions) != len(input):
             raise ValueError(
-                f"dropout got {len(input)} samples for a microbatch of {len(positions)}; call the model once for each "
-                "microbatch of the step, with all samples of the microbatch"
+                f"dropout got {len(input)} samples for a microbatch of {len(positions)} samples; call the model once "
+                "for each microbatch of the step, with all samples of the microbatch"
             )
         size = input[0].numel() if len(input) else 0
         mask = self.draw_mask(positions, size).to(input.device).view_as(input)
         return input * mask / (1 - self.rate)
 
     def draw_mask(self, positions: range, size: int) -> Tensor:
-        """Draw the mask of samples at consecutive positions, as a bool tensor [n, size].
+        """Draw the masks of n samples at consecutive positions.
 
-        The mask is true for every input that is kept.
+        The result is a bool tensor [n, size], where `size` is the number of inputs per sample. The mask is True for
+        each input that dropout does not set to zero.
         """
-        earlier_draws = positions.start * size  # one draw per input of the preceding samples
+        # The random numbers of all samples of an epoch are one sequence, with `size` numbers per sample.
+        earlier_draws = positions.start * size
         generator = seeds.make_generator(self.seed, self.name, self.epoch, skip=earlier_draws)
         draws = generator.random((len(positions), size))
         return torch.from_numpy(draws >= self.rate)
@@ -76,9 +81,10 @@ class SampleDropout(nn.Module):
 def add_dropout(network: nn.Sequential, rate: float, seed: int) -> nn.Sequential:
     """Insert a dropout layer before the last layer of a network, and return the network.
 
-    Parameters keep their names. A rate of 0 changes nothing.
+    The names of all parameters stay the same. If `rate` is 0, the network is returned unchanged.
     """
     if rate:
+        # Children of nn.Sequential run in the order in which they were added.
         name, last_layer = list(network.named_children())[-1]
         delattr(network, name)
         network.add_module("dropout", SampleDropout(rate, seed))
@@ -93,7 +99,7 @@ def exclude_dropout_from_compiling(network: nn.Module) -> None:
 
 
 def list_dropout_layers(parts: Sequence[nn.Module]) -> list[SampleDropout]:
-    """Return the dropout layers of a model's parts."""
+    """Return all SampleDropout layers in the parts of a model."""
     layers: list[SampleDropout] = []
     for part in parts:
         layers += [layer for layer in part.modules() if isinstance(layer, SampleDropout)]

@@ -1,6 +1,7 @@
-"""Attempts of a run: each attempt is one start of the run and has its own folder.
+"""Attempts of a run.
 
-With torchrun and srun, rank 0 manages the attempt. Otherwise, the parent process of the forked ranks does so.
+An attempt is one start of the run and has its own folder. If torchrun or srun started the ranks, rank 0 manages the
+attempt. If the ranks were forked, their parent process manages the attempt.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from configs.shared import Experiment
 
 @dataclass
 class Attempt:
-    """An attempt of a run: the folder of the attempt, and the data on which it trains."""
+    """An attempt of a run: the folder of the attempt, and the prepared data set."""
 
     folder: RunFolder
     prepared: PreparedDataset
@@ -50,7 +51,8 @@ class Attempt:
     def open(cls, cfg: Experiment, run_to_resume: RunFolder | None, *, fallback: bool) -> Attempt:
         """Claim the next attempt of an existing run, or set up a new run.
 
-        With `fallback`, built-in data may replace missing data. If UserError is raised, no new folder is left behind.
+        If `fallback` is True, built-in data may replace missing data. Raises UserError if the data or the folder cannot
+        be prepared; in this case, no new run folder remains.
         """
         folder, prepared = resume_run(cfg, run_to_resume) if run_to_resume else set_up_run(cfg, fallback)
         return cls(folder, prepared, run_to_resume is None)
@@ -85,8 +87,8 @@ class Attempt:
     def record_provenance(self, cfg: Experiment) -> None:
         """Record the source, package versions, machine, and data of the run.
 
-        This method also records the start of this attempt and verifies the checksums of the data. Raises UserError if
-        the data is damaged or a file cannot be written.
+        This method also records the start time of the attempt and verifies the checksums of the data. Raises UserError
+        if the data is damaged or a file cannot be written.
         """
         code = self.folder.path / "code"
         if not (self.folder.path / "meta.json").exists():
@@ -99,7 +101,7 @@ class Attempt:
 
     @contextlib.contextmanager
     def delete_new_run_folder_on(self, *errors: type[BaseException]) -> Iterator[None]:
-        """Delete the folder of a new run if one of `errors` is raised in the `with` block."""
+        """Delete the folder of a new run if the `with` block raises one of `errors`."""
         try:
             yield
         except errors:
@@ -112,9 +114,9 @@ class Attempt:
         return self.folder.parent_record is not None
 
     def delete_new_run_folder(self) -> None:
-        """Delete the run folder if this attempt has created it.
+        """Delete the run folder if this attempt has created the folder.
 
-        The folder is kept if another attempt has superseded this one.
+        The folder is kept if a newer attempt has superseded this attempt.
         """
         if self.tracker is not None:
             self.tracker.kill()
@@ -124,18 +126,19 @@ class Attempt:
     def record_end(self, status: int, cfg: Experiment, *, submitted: bool, reason: str) -> None:
         """Record how the attempt ended, and print the command that resumes the run.
 
-        Tracking with W&B is also finished. Nothing is recorded or printed if another attempt has superseded this one.
-        For a `submitted` run, the SLURM job writes the result, because the job outlives its ranks.
+        This method also finishes tracking with W&B. Nothing is recorded or printed if a newer attempt has superseded
+        this attempt. If `submitted` is True, the SLURM job writes the result, because the job outlives its ranks.
         """
         if not self.folder.attempt_folder.exists():  # the run folder was moved or deleted
-            self._clean_up_old_folder()
+            self._stop_tracking_moved_run()
             return
         if not self._is_current():
             if self.tracker is not None:  # the newer attempt sends the remaining data of this attempt to W&B
                 self.tracker.kill()
             return
+
         try:
-            result = make_final_result(self.folder, status, reason)
+            result = make_unfinished_result(self.folder, status, reason)
             if not self.folder.result and not submitted:
                 with contextlib.suppress(UserError):  # a full disk has already been reported
                     result.write_once(self.folder)
@@ -146,6 +149,8 @@ class Attempt:
                     print(f"resume with: {command}", file=sys.stderr)
                 elif status:
                     print(f"no checkpoint found; to restart from step 0: {command}", file=sys.stderr)
+
+            # The result of a finished run already exists and has priority.
             state = self.folder.result.get("state", result.state)
             world = read_json(self.folder.attempt_folder / "world.json") or None
             with contextlib.suppress(UserError):
@@ -161,30 +166,31 @@ class Attempt:
                 claims.mark_ended(self.folder)  # other hosts cannot check whether this process has ended
 
     def _is_current(self) -> bool:
+        """Return True unless a newer attempt has superseded this attempt."""
         try:
             claims.raise_if_superseded(self.folder)
         except RunTakenError:
             return False
         return True
 
-    def _clean_up_old_folder(self) -> None:
+    def _stop_tracking_moved_run(self) -> None:
         """Stop tracking a run whose folder was moved or deleted.
 
-        Files that W&B has written to the old path since then are deleted.
+        If W&B has created the folder again at the old path, the folder is deleted.
         """
         if self.tracker is None:
             return
         self.tracker.kill()
         path = self.folder.path
-        if path.exists() and list(path.iterdir()) == [path / "wandb"]:  # W&B has created the folder again
+        if path.exists() and list(path.iterdir()) == [path / "wandb"]:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def is_run_finished(folder: RunFolder | None, cfg: Experiment, *, report: bool) -> bool:
     """Return True if a run is finished and the config does not extend it.
 
-    With `report`, also print a message. Raises UserError if the config has more steps than the finished run, but the
-    last checkpoint is missing.
+    If `report` is True, also print a message about the finished run. Raises UserError if the config has more steps than
+    the finished run, but the last checkpoint is missing.
     """
     if folder is None or folder.result.get("state") != "finished" or extension.config_adds_steps(folder, cfg):
         return False
@@ -194,7 +200,11 @@ def is_run_finished(folder: RunFolder | None, cfg: Experiment, *, report: bool) 
 
 
 def set_up_run(cfg: Experiment, fallback: bool) -> tuple[RunFolder, PreparedDataset]:
-    """Prepare the data, set its name in the config, and create a run folder with a first attempt."""
+    """Prepare the data and create a run folder with a first attempt.
+
+    `cfg.data.name` is set to the name of the prepared data set. Raises UserError if the data is missing or does not fit
+    the model.
+    """
     prepared = prepare.prepare_dataset(cfg.data, fallback, log=cfg.log)
     prepare.check_model_fits_data(cfg, prepared)
     cfg.data.name = prepared.name
@@ -215,7 +225,8 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[RunFolder, PreparedData
 def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, PreparedDataset]:
     """Prepare the data and claim the next attempt of an existing run.
 
-    Raises UserError if the data has changed, and RunTakenError if another attempt is running.
+    Settings that differ from config.yaml are printed and recorded in the folder of the attempt. Raises UserError if the
+    data has changed, and RunTakenError if another attempt is running.
     """
     prepared = prepare_data_of_run(cfg, run_to_resume)
     warn_of_damaged_metrics(run_to_resume)
@@ -227,7 +238,7 @@ def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, Pr
         print(f"resumed with settings that differ from config.yaml: {config.describe_changes(changed)}", flush=True)
     if was_finished:
         done, epoch_steps = extension.read_step_counts(run_to_resume)
-        total = cfg.total_steps(epoch_steps)
+        total = cfg.compute_total_steps(epoch_steps)
         print(f"extending the run after step {done}; the learning rate schedule now covers {total} steps", flush=True)
     folder.move_result_of_previous_attempt()
     return folder, prepared
@@ -248,7 +259,7 @@ def prepare_data_of_run(cfg: Experiment, run_folder: RunFolder) -> PreparedDatas
 
 
 def warn_of_damaged_metrics(run_folder: RunFolder) -> None:
-    """Print a warning for damaged lines in the metrics of all attempts, which readers of the metrics ignore."""
+    """Print a warning about damaged lines in the metrics files of all attempts."""
     for attempt in run_folder.list_attempts():
         damaged = attempt.find_damaged_lines()
         if damaged:
@@ -262,7 +273,7 @@ def warn_of_damaged_metrics(run_folder: RunFolder) -> None:
 def format_resume_command(folder: RunFolder, cfg: Experiment, reason: str) -> str:
     """Return the command that resumes a run.
 
-    The command is adapted if the run would otherwise fail again for the same reason.
+    If an unchanged run would fail again for the same `reason`, the command contains a remedy or starts a new run.
     """
     if re.search(SOURCE_ERROR_PATTERN, reason):
         return provenance.format_new_run_command(folder)
@@ -276,7 +287,7 @@ def format_resume_command(folder: RunFolder, cfg: Experiment, reason: str) -> st
     return command
 
 
-def make_final_result(folder: RunFolder, status: int, reason: str) -> Result:
+def make_unfinished_result(folder: RunFolder, status: int, reason: str) -> Result:
     """Return the result of an attempt that did not finish the run.
 
     `status` is the exit status of the attempt, and `reason` is the cause of a failure.

@@ -1,4 +1,4 @@
-"""Custom optimizers and learning rate decays: functions that check, copy, and use the user's files.
+"""Custom optimizers and learning rate decays: functions that check and use the user's files.
 
 This module does not import torch.
 """
@@ -20,21 +20,24 @@ from configs.shared import DECAYS, OPTIMIZERS, Experiment, Optim
 BUILTIN_NAMES = {"name": ", ".join(OPTIMIZERS), "decay": ", ".join(DECAYS)}
 KINDS = {"name": "optimizer", "decay": "decay"}  # for each `optim` setting, the kind of object that its file defines
 FILES_OF_RUN: dict[str, str] = {}
-"""Maps `FILE.py:NAME` in a setting to `COPY.py:NAME`, where COPY.py is the copy of the file in the run folder."""
-DECAY_USAGE = "function(step, total) must return the factor of the peak learning rate, a finite number of at least 0"
+"""Map from `FILE.py:NAME` in a setting to `COPY.py:NAME`, where COPY.py is the copy of FILE.py in the run folder."""
+DECAY_USAGE = "function(step, total) must return a finite number >= 0, by which the peak learning rate is multiplied"
 
 
 def check_optimizer_of_config(settings: Experiment) -> None:
-    """Raise UserError if a custom file is missing or a custom decay returns an invalid factor.
+    """Check the custom optimizer and the custom decay of a config, if any.
 
-    The class of a custom optimizer is not checked here, because this requires torch; see
-    `optimizer_contract.check_optimizer_of_run`.
+    Raises UserError if a custom file is missing or a custom decay returns an invalid factor. The class of a custom
+    optimizer is checked by `optimizer_contract.check_optimizer_of_run`, which imports torch.
     """
     check_custom_optimizer(settings.optim)
 
 
 def check_custom_optimizer(optim: Optim) -> None:
-    """Do the checks of `check_optimizer_of_config` for the settings of an optimizer. Raises UserError."""
+    """Check the file of a custom optimizer and the factors of a custom decay.
+
+    Raises UserError if the file is missing or a factor is invalid.
+    """
     if ":" in optim.name:
         locate_function_file("optim.name", optim.name, BUILTIN_NAMES["name"], "Class")
     if ":" in optim.decay:
@@ -42,8 +45,8 @@ def check_custom_optimizer(optim: Optim) -> None:
             compute_custom_decay(optim.decay, step, 100)
 
 
-def remember_file_copies(optim: Optim, run_optim: Optim) -> None:
-    """Make this process use the files that `run_optim` names instead of those in `optim`."""
+def register_file_copies(optim: Optim, run_optim: Optim) -> None:
+    """Make this process use the custom files of `run_optim` instead of those of `optim`."""
     FILES_OF_RUN[optim.name] = run_optim.name
     FILES_OF_RUN[optim.decay] = run_optim.decay
 

@@ -1,6 +1,6 @@
-"""Entry point of experiments: parses the command line, sets up the run, and trains on all ranks.
+"""Entry point of experiments: parses the command line and trains on all ranks.
 
-Every experiment script ends with a call to `start`. Ranks are forked here or have been started by torchrun or srun.
+Every experiment script ends with a call to `start`. Ranks are forked by this module, or started by torchrun or srun.
 Each rank calls the experiment's `main(cfg, run)`.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from common.checkpoint import extension, state_dicts, storage
-from common.checkpoint.stop_request import StopRequest, StopRequested, wait_for_all_ranks_to_exit
+from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_before_exit
 from common.config import config, custom_code
 from common.data.loader import DataWorkerError
 from common.models import initial_weights
@@ -53,7 +53,7 @@ Main = Callable[[T, Run], None]
 
 
 def start(main: Main[T], schema: type[T]) -> None:
-    """Run an experiment, or a sweep if `sweep=true`, with the settings on the command line. Never returns."""
+    """Run an experiment, or a sweep of the experiment if `sweep=true`, and exit the process."""
     rank_info = None
     try:
         with exit_on_user_error():
@@ -66,13 +66,18 @@ def start(main: Main[T], schema: type[T]) -> None:
 
 
 def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | None) -> int:
-    """Run the experiment on forked ranks, or as the rank given by `rank_info`; return the exit status."""
+    """Run the experiment with the settings on the command line, and return the exit status.
+
+    This process forks the ranks if `rank_info` is None. Otherwise, this process is the rank that `rank_info` describes.
+    """
     with report_common_error_once(rank_info):
         started = config.StartedRanks(rank_info.size, rank_info.nodes) if rank_info is not None else None
         cfg = config.load_config(schema, sys.argv[1:], started=started)
         path = config.parse_command_line(sys.argv[1:]).resume
         run_to_resume = RunFolder(path.absolute()) if path else None
         code = path.absolute() / "code" if path else None
+
+        # Report invalid settings before a rank loads data or waits for other ranks.
         custom_code.check_custom_settings(cfg, code, is_main=rank_info is None or rank_info.rank == 0)
         setup = backend_setup.import_backend_setup(cfg.launch.backend)
         if setup is not None:
@@ -80,12 +85,12 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
         wandb_account.read_requested_mode(cfg)
         if run_to_resume is not None:
             extension.check_resume(run_to_resume, cfg)
-        elif rank_info is None or not rank_info.is_restart:  # a restarted launch resumes its earlier run
+        elif rank_info is None or not rank_info.is_restart:  # a restarted launch resumes an existing run
             initial_weights.check_weights_of_config(cfg)
         if getattr(cfg, "sweep", False) and (run_to_resume is not None or rank_info is not None):
             raise UserError(
-                "sweep=true starts its runs itself, one at a time; omit srun, torchrun, RESUME, and --resume, "
-                "or use make sweep to run a grid on a cluster"
+                "sweep=true starts one run after another and cannot be combined with srun, torchrun, RESUME, or "
+                "--resume; to run a sweep on a cluster, use make sweep"
             )
         ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
     if getattr(cfg, "sweep", False):
@@ -95,7 +100,7 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
 
 
 def replace_process_with_sweep(name: str) -> None:
-    """Replace this process with the sweep of an experiment, which starts one process per run."""
+    """Replace this process with the sweep command, which starts a process for each run."""
     environ = os.environ | {"PYTHONPATH": str(config.ROOT), "PYTHONSAFEPATH": "1"}
     os.execve(sys.executable, [sys.executable, "-m", "slurm.launch.experiment_sweep", name, *sys.argv[1:]], environ)
 
@@ -110,8 +115,8 @@ def run_experiment(
 ) -> tuple[RunFolder | None, int]:
     """Set up or resume a run, train it, and record how it ended.
 
-    Returns the run folder and the exit status. If a rank raises UserError before the first step of a new run, the run
-    folder is deleted. For a `submitted` run, the SLURM job decides what happens after this attempt. Raises UserError.
+    Returns the run folder and the exit status. If a rank raises UserError before training starts in a new run, the run
+    folder is deleted. If `submitted` is True, the folder is kept, and the SLURM job of the run writes the result.
     """
     if is_run_finished(run_to_resume, cfg, report=ranks.is_main):  # a finished run needs no memory check or rendezvous
         return run_to_resume, 0
@@ -119,7 +124,7 @@ def run_experiment(
         if is_run_finished(run_folder, cfg, report=ranks.is_main):
             return run_folder, 0
         attempt = ranks.open_attempt(cfg, run_folder)
-        if isinstance(attempt, int):
+        if isinstance(attempt, int):  # no attempt was opened; this is the exit status
             return run_folder, attempt
 
         outcome = TrainingOutcome(1)
@@ -140,20 +145,20 @@ def run_experiment(
                 attempt.record_end(outcome.status, cfg, submitted=submitted, reason=outcome.reason)
 
         if outcome.is_agreed:
-            wait_for_all_ranks_to_exit()
+            synchronize_before_exit()
         elif has_finished_run(attempt.folder):  # a stop request after the last step has no effect
             return attempt.folder, 0
         return attempt.folder, outcome.status
 
 
 def has_finished_run(attempt: RunFolder) -> bool:
-    """Return True if an attempt has finished the run and no newer attempt has superseded this one."""
+    """Return True if an attempt has finished the run and has not been superseded."""
     return attempt.result.get("state") == "finished" and not attempt.is_superseded
 
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """Exit status of training in this process, and the cause of a failure."""
+    """Outcome of training in this process: the exit status and, after a failure, the cause."""
 
     status: int
     """Exit status of the attempt; 75 (EXIT_RESUMABLE) after a stop request."""
@@ -164,7 +169,10 @@ class TrainingOutcome:
 
 
 class ForkedRanks:
-    """Ranks forked by this process. The parent process also sets up, documents, and concludes the attempt."""
+    """Ranks that this process forks.
+
+    The parent process opens the attempt and records how the attempt ended.
+    """
 
     is_main = True
 
@@ -174,14 +182,14 @@ class ForkedRanks:
 
     @contextlib.contextmanager
     def acquire_run(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Iterator[RunFolder | None]:
-        """Lock the run to resume, if any. Raises UserError if another process holds the lock."""
+        """Lock and yield the run to resume, if any. Raises UserError if already locked."""
         with lock_run(run_to_resume) if run_to_resume is not None else contextlib.nullcontext():
             yield run_to_resume
 
     def open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | int:
         """Adapt the config to this machine's devices and claim a new attempt. Raises UserError."""
         gpus = provenance.count_visible_gpus()
-        cfg.fit_devices(gpus)
+        cfg.adapt_to_gpus(gpus)
         if cfg.launch.device == "cuda":
             rendezvous.check_gpus(cfg.processes, gpus)  # reports missing GPUs before any rank is forked
         check_memory(cfg)
@@ -202,7 +210,7 @@ class ForkedRanks:
         return attempt
 
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> TrainingOutcome:
-        """Fork the ranks, document the attempt while the ranks start, and wait for the ranks. Raises UserError."""
+        """Fork the ranks, record the attempt, and wait until the ranks exit. Raises UserError."""
         folder = attempt.folder
         elastic = get_enabled_elastic_settings(cfg)
 
@@ -215,21 +223,19 @@ class ForkedRanks:
             with rendezvous.join_world(rank_info, launch, folder.attempt_folder / ".private") as world:
                 train_rank(main, cfg, world, attempt, stop)
 
-        def document() -> None:
+        def record_attempt() -> None:
             attempt.record_provenance(cfg)
             if not attempt.is_new:
                 provenance.update_metadata(folder, job=None)  # this attempt does not belong to a SLURM job
             attempt.tracker = wandb_tracker.Tracker.start(cfg, folder)
 
         reasons = list[str]()
-        with attempt.delete_new_run_folder_on(
-            UserError
-        ):  # raised by `document` if the data is damaged or the disk is full
+        with attempt.delete_new_run_folder_on(UserError):  # raised by `record_attempt`
             status = local_launcher.run_ranks(
                 train_forked,
                 cfg.processes,
                 cfg.launch.nodes,
-                document,
+                record_attempt,
                 reasons.append,
                 elastic,
                 lambda rank: read_end_of_file(folder.log_file(rank)),
@@ -239,10 +245,13 @@ class ForkedRanks:
 
 
 class LaunchedRank:
-    """A rank started by torchrun or srun. Rank 0 also sets up, documents, and concludes the attempt."""
+    """A rank started by torchrun or srun.
+
+    Rank 0 also opens the attempt and records how the attempt ended.
+    """
 
     def __init__(self, rank_info: RankInfo, cfg: Experiment) -> None:
-        """Raise UserError if torchrun or SLURM did not start the number of ranks that the config requires."""
+        """Raise UserError if the number of launched ranks does not match the config."""
         if rank_info.size != cfg.processes and not rank_info.is_joining:
             remedy = f"srun -n {cfg.processes}"
             if rank_info.launcher == "torchrun":
@@ -264,7 +273,7 @@ class LaunchedRank:
     def acquire_run(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Iterator[RunFolder | None]:
         """Join the other ranks and yield the run to resume, if any.
 
-        After a restart by SLURM or torchrun, this is the run of the previous attempt.
+        If SLURM or torchrun has restarted the ranks, the run of the previous attempt is resumed.
         """
         check_memory(cfg)
         launch = cfg.launch
@@ -280,7 +289,7 @@ class LaunchedRank:
             yield run_to_resume
 
     def _find_run_of_same_launch(self, cfg: Experiment) -> RunFolder | None:
-        """Return the run that the previous attempt of this launch created. All ranks must call this method."""
+        """Return the run of this launch's previous attempt. All ranks must call this method."""
         earlier = None
         if self.is_main:
             name = config.get_experiment_name(type(cfg))
@@ -289,9 +298,10 @@ class LaunchedRank:
         return RunFolder(Path(path)) if path else None
 
     def open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | int:
-        """Return the attempt that rank 0 claims and documents, or the exit status if rank 0 fails.
+        """Return the attempt that rank 0 opens, or an exit status if opening fails.
 
-        All ranks must call this method. Raises UserError on rank 0.
+        If rank 0 cannot open the attempt, UserError is raised on rank 0, and other ranks return EXIT_REFUSED. A rank
+        that joins an elastic run returns the newest attempt. All other ranks must call this method together.
         """
         if self.rank_info.is_joining:
             return Attempt.join_newest_attempt(cfg, run_to_resume)
@@ -305,7 +315,7 @@ class LaunchedRank:
             raise
         self.stop.can_stop_immediately = False
         if content is None:
-            wait_for_all_ranks_to_exit()
+            synchronize_before_exit()
             if isinstance(opened, UserError):
                 raise opened
             return EXIT_REFUSED
@@ -314,6 +324,7 @@ class LaunchedRank:
         return attempt
 
     def _try_open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | UserError:
+        """Claim a new attempt and record its provenance. Return the UserError if a step fails."""
         try:
             attempt = Attempt.open(cfg, run_to_resume, fallback=self.world.nodes == 1)
             print_notice_of_shared_cores(cfg, self.rank_info.local_size)
@@ -324,7 +335,7 @@ class LaunchedRank:
         return attempt
 
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> TrainingOutcome:
-        """Train on this rank. Rank 0 also starts to track the attempt with W&B."""
+        """Train on this rank. Rank 0 also starts tracking the attempt with W&B."""
         log_file = attempt.folder.log_file(self.rank_info.original_rank)
         self.stop.log = open(log_file, "a")  # noqa: SIM115 (the file stays open until the process exits)
         if self.is_main and not self.rank_info.coordinator:  # in an elastic job, the launcher tracks the run
@@ -349,20 +360,20 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         setup = backend_setup.import_backend_setup(world.backend)
         if setup is not None:
             setup.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
-        initial_weights.clear_replaced_weights(cfg, attempt.folder)
+        initial_weights.reset_weights_setting_on_resume(cfg, attempt.folder)
         main(cfg, run)
         if world.is_main and not run.finished:
             raise RuntimeError("main() did not call run.report(...); add this call after the training loop")
     except (RuntimeError, TimeoutError, BlockingIOError) as raised:  # os.fork raises BlockingIOError
         error = convert_shortage_error(raised)
-        # A stop request may have caused this error: ranks with nothing to save stop immediately, while another rank may
-        # have completed its first step. SIGTERM is not sufficient, because srun also sends it when a rank has failed.
+        # A stop request may have caused this error: ranks without unsaved state stop immediately and close their
+        # connections. SIGTERM does not prove a stop request, because srun also sends SIGTERM when a rank has failed.
         was_notified = stop.signal_number == signal.SIGUSR2 and not is_timeout(error)
         if was_notified or (stop.can_stop_immediately and stop.wait_for_request()):
             raise StopRequested(together=False) from error
         silent = ""
         if is_timeout(error):
-            silent = describe_silent_ranks(world, max(2.0, 2 * run.step_seconds()))
+            silent = describe_silent_ranks(world, max(2.0, 2 * run.compute_step_seconds()))
         run.log_failure(silent or error)
         if isinstance(error, DataWorkerError) and run.recovery is not None:
             run.recovery.exit_if_others_can_continue(str(error))
@@ -383,7 +394,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
 
 
 def listen_for_stop_signals(cfg: Experiment, log: IO[str]) -> StopRequest:
-    """Install the handlers for stop signals. `log` receives stack traces if the grace time runs out."""
+    """Install the stop signal handlers. Stack traces are written to `log` after the grace time."""
     stop = StopRequest(cfg.checkpoint.grace, log)
     stop.start_listening()
     return stop

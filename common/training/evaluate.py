@@ -1,4 +1,4 @@
-"""Exact evaluation: each test sample is scored exactly once, for any batch size and number of ranks."""
+"""Exact evaluation, which scores each test sample once for any batch size and rank count."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Predict = Callable[[Tensor | None, int], Tensor | None]
 
 
 def slice_batches(count: int, size: int) -> Iterable[slice]:
-    """Return consecutive slices of length `size` that cover `count` samples. The last slice may be shorter."""
+    """Return consecutive slices of length `size` (the last may be shorter) that cover `count` samples."""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
@@ -28,7 +28,7 @@ def slice_shard(count: int, size: int, rank: int, ranks: int) -> Iterable[slice]
     slices of all ranks cover each sample once. Every rank gets the same number of slices, some of which may be empty,
     because a sharded model communicates in each forward pass.
     """
-    total = ranks * -(-count // (size * ranks))
+    total = ranks * -(-count // (size * ranks))  # number of slices, rounded up to a multiple of `ranks`
     return (slice(i * count // total, (i + 1) * count // total) for i in range(rank, total, ranks))
 
 
@@ -37,10 +37,11 @@ def score_test_set(
 ) -> dict[str, float]:
     """Return the mean loss and the accuracy over all test samples, identical on every rank.
 
-    `predict(x, n)` receives inputs [n, ...], or None if `inputs` is False. It returns logits [n, classes] on the ranks
-    that have logits, and None on all other ranks. `shard` (r, n) selects the r-th of n shards of the samples; by
-    default, this rank evaluates all samples. Losses are summed before they are averaged, so that batches of unequal
-    size have the correct weight. Stop requests are handled between two batches. All ranks must call this function.
+    `predict(x, n)` receives inputs [n, ...], or None if `inputs` is False. `predict` returns logits [n, classes] on
+    the ranks that have logits, and None on all other ranks. `shard` (r, n) selects the r-th of n shards of the samples;
+    by default, this rank evaluates all samples. The losses of all samples are summed before the mean is computed, so
+    that batches of unequal size have the correct weight. Stop requests are handled between two batches. All ranks must
+    call this function.
     """
 
     def report_progress(done: int, total: int) -> None:
@@ -63,10 +64,11 @@ def score_test_set(
 
 
 def score_replicated(model: nn.Module, run: RunContext) -> dict[str, float]:
-    """Return the scores of a model that is replicated on all ranks. Each rank evaluates one shard.
+    """Return the test scores of a model that is replicated on all ranks.
 
-    BatchNorm's running statistics are averaged first, because each rank has seen different samples. The weight of a
-    rank is the size of its shard. All ranks must call this function.
+    Each rank evaluates one shard. The running statistics of BatchNorm are averaged first, because each rank has trained
+    on different samples. In the average, the weight of a rank is the size of its shard. All ranks must call this
+    function.
     """
     average_buffers(model, weight=run.state.shard_weight if run.state else 1.0)
     return score_test_set(lambda x, _: model(x), run, shard=run.shard)
@@ -86,9 +88,9 @@ def sum_scores(
 ) -> Tensor:
     """Return one rank's sums of losses, correct predictions, and samples, as a float64 tensor [3].
 
-    The parameters are those of `score_test_set`, but no process group is needed. After each batch,
-    `after_batch(done, total)` is called: `done` estimates the number of samples that all ranks have evaluated, and
-    `total` is the number of test samples.
+    The parameters have the same meaning as in `score_test_set`. No process group is needed. After each batch,
+    `after_batch(done, total)` is called: `done` is an estimate of the number of samples that all ranks have evaluated,
+    and `total` is the number of test samples.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     rank, ranks = shard

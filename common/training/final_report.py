@@ -1,4 +1,4 @@
-"""Final report of a run, written by rank 0: result.json, the trained model, and a table on the terminal."""
+"""Final report of a run, written by rank 0: result.json, trained model, and printed table."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
 def measure_timings(run: RunContext) -> dict[str, float]:
     """Return the throughput in samples/s and the seconds per step of this attempt.
 
-    The dict is empty if this attempt had too few steps to measure. The throughput is omitted for a run that does not
-    train a model.
+    The returned dict is empty if this attempt had too few steps to measure. For a run that does not train a model, the
+    dict does not contain the throughput.
     """
     timings: dict[str, float] = {}
-    if not run.step_seconds():
+    if not run.compute_step_seconds():
         return timings
     if run.cfg.trains:
-        timings["samples_per_second"] = run.samples_per_second()
-    timings["step_seconds"] = run.step_seconds()
+        timings["samples_per_second"] = run.compute_samples_per_second()
+    timings["step_seconds"] = run.compute_step_seconds()
     return timings
 
 
 def report_rank_changes(changes: Sequence[dict[str, Any]]) -> list[Report]:
-    """Report the ranks that an elastic run lost and regained, and the time that this cost.
+    """Report the ranks that an elastic run lost and regained, and the lost time.
 
-    Returns an empty list if the ranks never changed.
+    Returns an empty list if the ranks did not change.
     """
     if not changes:
         return []
@@ -91,10 +91,10 @@ def format_score_rows(run: RunContext) -> dict[str, str]:
     rows = {}
     if scores:
         throughput = f"not measured: this attempt trained {format_count(run.step - run.resumed_after, 'step')}"
-        seconds = run.step_seconds()
+        seconds = run.compute_step_seconds()
         if seconds:
             step_time = f"{seconds * 1e3:.2f} ms per step, excluding the first steps and evaluation"
-            throughput = f"{run.samples_per_second():,.0f} samples/s  ({step_time})"
+            throughput = f"{run.compute_samples_per_second():,.0f} samples/s  ({step_time})"
         rows = {
             "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
             "test accuracy": f"{scores['test_accuracy']:.2%}",
@@ -108,7 +108,7 @@ def format_score_rows(run: RunContext) -> dict[str, str]:
 
 
 def format_folder_rows(run: RunContext) -> dict[str, str]:
-    """Return the last rows of the final table: paths of the results, and the command that repeats the run."""
+    """Return the last table rows: result paths, and the command that repeats the run."""
     path = run.folder.path
     command = f"make rerun RUN={shlex.quote(run.folder.reference)}"
     try:
@@ -127,14 +127,14 @@ def format_folder_rows(run: RunContext) -> dict[str, str]:
 
 
 def save_trained_model(run: RunContext) -> None:
-    """Write the trained model to the run folder, with the metadata needed to rebuild and evaluate the model.
+    """Write the trained model and the metadata needed to rebuild and evaluate the model.
 
     Raises UserError if the model cannot be written.
     """
     state = run.state
     cfg = run.cfg
     if state is None or run.saver.checkpointer.saved_step != run.step:
-        problem = "the trained model is not written, because the state after the last step was not saved"
+        problem = "the trained model was not written, because the state after the last step was not saved"
         run.log_message(f"WARNING: {problem}", logging.WARNING)
         return
     mean, std = get_pixel_statistics(run.prepared)

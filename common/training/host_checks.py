@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.checkpoint.stop_request import wait_for_all_ranks_to_exit
+from common.checkpoint.stop_request import synchronize_before_exit
 from common.data import prepare
 from common.measure.timing import time_calls
 from common.ranks.rendezvous import World
@@ -30,12 +30,12 @@ from common.runs.folder import convert_disk_errors, read_json
 from common.system import host_memory, network
 from common.system.errors import UserError
 
-HostFacts = dict[str, Any]  # facts that one rank has collected about its host
+HostFacts = dict[str, Any]  # facts about a host, as collected by one rank on this host
 
 MIN_FREE_GB = 1.0
 ALL_REDUCE_ELEMENTS = 4 << 20  # 16 MiB of float32 values
 MIN_ROUNDS = 3  # minimum number of rounds in which a rate is measured
-MAX_ROUNDS = 12  # maximum number of rounds, used only if a host seems slow
+MAX_ROUNDS = 12  # maximum number of rounds; more than MIN_ROUNDS are measured only if a host seems slow
 MATRIX_SIDES = {"cpu": 384, "cuda": 4096}  # rows and columns of the matrices whose product is timed
 PRODUCT_SECONDS = 0.5  # duration of one round of matrix products
 SLOW_RATIO = 0.5  # a host is slow if its rate is below this fraction of the median rate of the other ranks
@@ -44,10 +44,10 @@ MIN_DISK_MB_PER_S = 5.0
 MAX_CLOCK_SKEW_SECONDS = 1.0
 
 
-def collect_basic_facts(world: World, folder: Path) -> HostFacts:
+def collect_basic_host_facts(world: World, folder: Path) -> HostFacts:
     """Collect the facts about this host that take almost no time to obtain.
 
-    These facts are checked at the start of every job on several hosts. 1 GB is 1e9 bytes.
+    The basic facts are checked at the start of every job on several hosts. Sizes are in GB (1e9 bytes).
     """
     if world.device.type == "cuda":
         device = torch.cuda.get_device_name(world.device)
@@ -67,22 +67,22 @@ def collect_basic_facts(world: World, folder: Path) -> HostFacts:
         "memory_free_gb": round(free_bytes / 1e9, 1),
         "cores": len(os.sched_getaffinity(0)),
         "cores_asked": int(os.environ.get("SLURM_CPUS_PER_TASK", "0")) if world.launcher == "slurm" else 0,
-        "disk_free_gb": measure_disk_free(folder),
+        "disk_free_gb": measure_free_disk_gb(folder),
     }
 
 
 def check_hosts(world: World, folder: Path, *, mixed: bool) -> None:
     """Compare the hosts before training, and raise UserError if a host has a problem.
 
-    On rank 0, the error names the host and its problem. With `mixed`, ranks may have different devices. All ranks must
-    call this function.
+    On rank 0, the error names the host and its problem. If `mixed` is True, ranks may have different devices. All ranks
+    must call this function.
     """
-    facts = world.gather(collect_basic_facts(world, folder))
+    facts = world.gather(collect_basic_host_facts(world, folder))
     problems = []
     if world.is_main:
         problems = find_problems(facts, len(set(world.hosts)), mixed=mixed)
     if world.broadcast(bool(problems)):
-        wait_for_all_ranks_to_exit()
+        synchronize_before_exit()
         raise UserError("; ".join(problems) or "another host has a problem; see the error message of rank 0")
 
 
@@ -94,8 +94,11 @@ def resolve_host_address() -> str:
         return ""
 
 
-def measure_disk_free(folder: Path) -> float | None:
-    """Return the free disk space for run folders in GB, or None if the disk is not accessible."""
+def measure_free_disk_gb(folder: Path) -> float | None:
+    """Return the free disk space in GB, or None if the disk is not accessible.
+
+    `folder` is a folder on the disk. The folder does not have to exist.
+    """
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
@@ -107,7 +110,7 @@ def measure_disk_free(folder: Path) -> float | None:
 def check_all_reduce(world: World) -> HostFacts:
     """Check the result of an all-reduce, and measure its throughput in GB/s.
 
-    The throughput is that of the fastest of several rounds. All ranks must call this function.
+    Several rounds are measured, and the throughput of the fastest round is returned. All ranks must call this function.
     """
     expected = world.size * (world.size + 1) / 2
     values = torch.empty(ALL_REDUCE_ELEMENTS, device=world.device)
@@ -129,9 +132,9 @@ def check_all_reduce(world: World) -> HostFacts:
 def check_matrix_product(world: World) -> HostFacts:
     """Check that a matrix product is finite and reproducible, and measure its rate in GFLOP/s.
 
-    The rate is that of the fastest round. A round is long enough to reveal a host whose processor is shared with other
-    programs. If a host seems slow, more rounds are measured, because another program may have slowed the host only
-    temporarily. All ranks must call this function.
+    The rate of the fastest round is returned. A round is long enough to reveal a host whose processor is shared with
+    other programs. If a host seems slow, more rounds are measured, because another program may have slowed the host
+    only temporarily. All ranks must call this function.
     """
     generator = torch.Generator().manual_seed(0)
     side = MATRIX_SIDES[world.device.type]
@@ -152,7 +155,8 @@ def check_matrix_product(world: World) -> HostFacts:
         times = time_calls(multiply_eight_times, world.device, sys.maxsize, warm_up=0, budget=PRODUCT_SECONDS)
         best_rate = max(best_rate, 8 * len(times) / sum(times))
         rates = world.gather([world.device.type, best_rate])
-        slow = [i for i, (_, rate) in enumerate(rates) if rate < SLOW_RATIO * compute_usual_rate(rates, i)]
+        slow = [i for i, (_, rate) in enumerate(rates) if rate < SLOW_RATIO * compute_median_of_other_ranks(rates, i)]
+        # Only rank 0 knows the rates of all ranks, and broadcasts whether a host seems slow.
         if not world.broadcast(bool(slow)) and number + 1 >= MIN_ROUNDS:
             break
     gflops = best_rate * 2 * side**3 / 1e9
@@ -171,10 +175,10 @@ def sample_host_clock(world: World) -> HostFacts:
     return {"times": times}
 
 
-def measure_disk_writing(folder: Path) -> HostFacts:
-    """Measure the write speed of the disk of the run folders in MB/s.
+def measure_disk_write_speed(folder: Path) -> HostFacts:
+    """Measure the speed in MB/s at which a file can be written to a folder.
 
-    The measurement includes an fsync. If writing fails, the error message is returned instead of a speed.
+    The measurement includes an fsync. If writing fails, the error message is returned instead of the speed.
     """
     file = folder / f".doctor-{secrets.token_hex(4)}"
     block = os.urandom(1 << 20)
@@ -196,9 +200,9 @@ def measure_disk_writing(folder: Path) -> HostFacts:
 
 
 def collect_data_checksums(cache: Path) -> HostFacts:
-    """Return the expected checksums of the prepared data sets in a folder, and all damaged files.
+    """Return the expected checksums of the prepared data sets, and all damaged files.
 
-    A file is damaged if it is missing or its checksum does not match.
+    `cache` is the folder of the prepared data sets. A file is damaged if it is missing or its checksum does not match.
     """
     checksums = {}
     damaged = []
@@ -215,27 +219,27 @@ def collect_data_checksums(cache: Path) -> HostFacts:
     return {"data": checksums, "data_damaged": damaged}
 
 
-def collect_thorough_facts(world: World, runs: Path, cache: Path) -> HostFacts:
+def collect_all_host_facts(world: World, runs: Path, cache: Path) -> HostFacts:
     """Collect all facts about this host, including those that take several seconds to measure.
 
-    All ranks must call this function. Only the first rank of each host examines the host's disks.
+    All ranks must call this function. Only the first rank of each host examines the disks of the host.
     """
-    facts = collect_basic_facts(world, runs)
+    facts = collect_basic_host_facts(world, runs)
     facts |= check_all_reduce(world)
     facts |= check_matrix_product(world)
     facts |= sample_host_clock(world)
     if world.local_rank == 0:
-        facts |= measure_disk_writing(runs)
+        facts |= measure_disk_write_speed(runs)
         facts |= collect_data_checksums(cache)
     dist.barrier()
     return facts
 
 
 def find_problems(facts: Sequence[HostFacts], hosts: int, *, mixed: bool = False) -> list[str]:
-    """Return one line per problem, each naming the host.
+    """Return one line for each problem in the facts of all ranks.
 
-    `hosts` is the number of different hosts. Checks of facts that were not collected are skipped. With `mixed`, ranks
-    may have different devices.
+    Every line names the host that has the problem. `hosts` is the number of different hosts. A check is skipped if its
+    facts were not collected. If `mixed` is True, ranks may have different devices.
     """
     problems = find_version_and_data_differences(facts)
     if not mixed:
@@ -251,7 +255,7 @@ def format_host(facts: HostFacts) -> str:
 
 
 def find_version_and_data_differences(facts: Sequence[HostFacts]) -> list[str]:
-    """Return one line per rank whose package versions or data differ from those of the other ranks."""
+    """Return one line per rank whose package versions or data differ from other ranks."""
     problems = []
     for package in facts[0]["versions"]:
         versions = [rank_facts["versions"].get(package) for rank_facts in facts]
@@ -259,6 +263,7 @@ def find_version_and_data_differences(facts: Sequence[HostFacts]) -> list[str]:
             problems.append(
                 f"{host} has {package} {version}, but other ranks have {usual}; use the same .venv on all hosts"
             )
+
     with_data = [rank_facts for rank_facts in facts if "data" in rank_facts]
     names = set[str]()
     for rank_facts in with_data:
@@ -281,14 +286,14 @@ def find_unusual_devices(facts: Sequence[HostFacts]) -> list[str]:
 
 
 def find_unusual_values(facts: Sequence[HostFacts], values: Sequence[Any]) -> list[tuple[str, Any, Any]]:
-    """Return (host, value, most common value) for each rank whose value is not the most common one."""
+    """Return (host, value, most common value) for each rank with a different value."""
     usual, _ = Counter(values).most_common(1)[0]
     pairs = zip(facts, values, strict=True)
     return [(format_host(rank_facts), value, usual) for rank_facts, value in pairs if value != usual]
 
 
 def find_host_problems(facts: HostFacts, hosts: int) -> list[str]:
-    """Return the problems of one host that can be detected without other hosts."""
+    """Return the problems of a host that can be found without comparing hosts."""
     host = format_host(facts)
     problems = []
     if not facts["address"]:
@@ -315,14 +320,15 @@ def find_host_problems(facts: HostFacts, hosts: int) -> list[str]:
     if facts.get("all_reduce_right") is False:
         problems.append(f"{host} got a wrong sum from an all-reduce; check the network and memory of this host")
     if facts.get("product_finite") is False or facts.get("product_same") is False:
-        problems.append(f"{host} got different or infinite products of the same matrices; do not use this host")
+        problems.append(f"{host} computed different or infinite products of the same matrices; do not use this host")
     return problems
 
 
-def compute_usual_rate(rates: Sequence[tuple[str, float]], rank: int) -> float:
-    """Return the median rate of all other ranks with the same device as `rank`, or 0 if there are none.
+def compute_median_of_other_ranks(rates: Sequence[tuple[str, float]], rank: int) -> float:
+    """Return the median rate of the other ranks with the same device as `rank`.
 
-    `rates` contains the device and the rate of each rank. The rates can have any unit.
+    Returns 0 if no other rank has the same device. `rates` contains the device and the rate of every rank. The rates
+    can have any unit.
     """
     device, _ = rates[rank]
     other_rates = [rate for i, (name, rate) in enumerate(rates) if i != rank and name == device]
@@ -330,12 +336,12 @@ def compute_usual_rate(rates: Sequence[tuple[str, float]], rank: int) -> float:
 
 
 def find_speed_problems(facts: Sequence[HostFacts]) -> list[str]:
-    """Return one line per rank that computes much more slowly than other ranks with the same device."""
+    """Return one line per rank that is much slower than ranks with the same device."""
     problems = []
     measured = [rank_facts for rank_facts in facts if "gflop_per_s" in rank_facts]
     rates = [(rank_facts["device"], rank_facts["gflop_per_s"]) for rank_facts in measured]
     for i, (_, rate) in enumerate(rates):
-        usual = compute_usual_rate(rates, i)
+        usual = compute_median_of_other_ranks(rates, i)
         if rate < SLOW_RATIO * usual:
             problems.append(
                 f"{format_host(measured[i])} is slow: matrix products at {rate} GFLOP/s, compared with {usual} GFLOP/s "
@@ -345,9 +351,10 @@ def find_speed_problems(facts: Sequence[HostFacts]) -> list[str]:
 
 
 def find_clock_problems(facts: Sequence[HostFacts]) -> list[str]:
-    """Return one line per host whose clock differs from the median of all hosts.
+    """Return one line per host whose clock differs from the median clock of all hosts.
 
-    With two hosts, the clocks are compared with each other. Of each host, only the times of its first rank are used.
+    If there are only two hosts, their clocks are compared with each other. For each host, only the times of the first
+    rank on the host are used.
     """
     by_host: dict[str, HostFacts] = {}
     for rank_facts in facts:

@@ -1,4 +1,4 @@
-"""Memory and cores of this host, checked before its ranks start."""
+"""Checks of the memory and the CPU cores of this host before training starts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from configs.shared import Experiment
 
 
 def print_notice_of_shared_cores(cfg: Experiment, ranks: int) -> None:
-    """Print a notice if more ranks compute on this host's CPU than it has cores."""
+    """Print a notice if this host has fewer CPU cores than ranks.
+
+    The check is skipped for runs on GPUs.
+    """
     cores = count_host_cores()
     if ranks > cores and (cfg.launch.excludes_gpus or not provenance.count_visible_gpus()):
         print(f"{ranks} ranks share {format_count(cores, 'core')} of this host; steps will be slow", flush=True)
 
 
 def check_memory(cfg: Experiment) -> None:
-    """Raise UserError if the model does not fit into host memory. The check is skipped for runs on GPUs."""
+    """Raise UserError if the model does not fit into the memory of this host.
+
+    The check is skipped for runs on GPUs.
+    """
     if cfg.launch.excludes_gpus or not provenance.count_visible_gpus():
         host_memory.check_host_memory(cfg)

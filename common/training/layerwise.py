@@ -1,9 +1,10 @@
 """LARS and LAMB: layer-wise optimizers for training with large batches.
 
 The size of each layer's update is proportional to the norm of the layer's weights. Parameters with fewer than two
-dimensions (biases and the scales of normalization layers) are updated at the full learning rate instead. Their norms
-are small, so a proportional update would hardly change them. The papers do not make this distinction, but the
-implementations in TensorFlow Model Garden and SimCLR do. The norm of a sharded parameter is that of the full tensor.
+dimensions (biases and the scales of normalization layers) are updated at the full learning rate instead. The norms of
+such parameters are small, so a proportional update would hardly change the parameters. The papers do not distinguish
+parameters by dimension, but the implementations in TensorFlow Model Garden and SimCLR do. For a sharded parameter, the
+norm of the full tensor is used.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 def compute_norm(values: Tensor) -> Tensor:
     """Return the Euclidean norm of a tensor as a scalar tensor.
 
-    For a sharded tensor, this is the norm of the full tensor, and all ranks that hold a shard must call this function.
+    For a sharded tensor, the norm of the full tensor is returned, and all ranks that hold a shard must call this
+    function.
     """
     norm: Tensor = gather_full_tensor(torch.linalg.vector_norm(values))
     return norm
 
 
 def divide_norms(upper: Tensor, lower: Tensor) -> Tensor:
-    """Return `upper / lower`, or 1 if either norm is 0.
+    """Return the ratio of two norms, or 1 if either norm is 0.
 
-    Without this exception, weights that are all zero would never change.
+    With a ratio of 0, weights that are all zero would never change.
     """
     is_positive = (upper > 0) & (lower > 0)
     return torch.where(is_positive, upper / lower, torch.ones_like(upper))
@@ -42,7 +44,7 @@ class Lars(Optimizer):
     """LARS optimizer: layer-wise adaptive rate scaling (You et al. 2017, arXiv 1708.03888, algorithm 1).
 
     As in the paper, updates are multiplied by the learning rate before they are added to the momentum buffer. A change
-    of the learning rate therefore affects new gradients only. `trust` is the LARS coefficient of the paper.
+    of the learning rate therefore affects new gradients only. `trust` is the trust coefficient of the paper.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class Lars(Optimizer):
                     continue
                 update = weight.grad.add(weight, alpha=decay)
                 if weight.ndim > 1:
+                    # Scale the update by the trust ratio: trust * |weight| / (|gradient| + decay * |weight|).
                     weight_norm = compute_norm(weight)
                     update_norm = compute_norm(weight.grad) + decay * weight_norm
                     update.mul_(divide_norms(group["trust"] * weight_norm, update_norm))
+
                 state = self.state[weight]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(weight)

@@ -1,4 +1,4 @@
-"""The training loop: an iterator over optimizer steps, and the work between steps, such as evaluation."""
+"""Training loop: iterator over optimizer steps, and work between steps, such as evaluation."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Step:
     """Context manager for one optimizer step: forward, backward, and update.
 
     The step counts as completed if the `with` block ends without an error, even if the gradient scaler skips the update
-    (fp16). The block must contain everything that has to be repeated if the step fails. Update running sums after the
-    block.
+    (fp16). The block must contain everything that has to be repeated if the step fails. Update running sums, such as
+    the total loss, after the block, because the block of a failed step may be repeated.
     """
 
     def __init__(self, run: RunContext, batch: Any, number: int, epoch: int, rate: float) -> None:
@@ -50,26 +50,29 @@ class Step:
 
     @property
     def x(self) -> Any:
-        """Inputs [N, ...] of this rank's N samples; None if this rank does not need inputs."""
+        """Inputs [N, ...] of this rank's N samples, or None on ranks without inputs."""
         return self.batch[0]
 
     @property
     def y(self) -> Any:
-        """Targets [N] of this rank's N samples; None if this rank does not need targets."""
+        """Targets [N] of this rank's N samples, or None on ranks without targets."""
         return self.batch[1]
 
     @property
     def mean_shard(self) -> float:
         """Mean number of samples per rank in the batch, or in each of its microbatches.
 
-        Divide the sum of a rank's losses by this number. The mean over all ranks is then the mean loss, even if the
-        shards have different sizes.
+        Divide the sum of a rank's losses by `mean_shard`. The mean of the quotients over all ranks is the mean loss of
+        the batch, even if the shards have different sizes.
         """
         assert self.run.state is not None and not isinstance(self.run.state.loader, Rounds)
         return self.run.state.loader.mean_shard
 
     def mark(self, name: str) -> None:
-        """Record the time at which backward starts (name "backward") or ends (name "end of backward")."""
+        """Record the current time as the time at which backward starts or ends.
+
+        Call this method with the name "backward" before backward, and with "end of backward" after backward.
+        """
         if self.run.times is not None:
             self.run.times.record_mark(name)
 
@@ -77,8 +80,8 @@ class Step:
         """Log values of this step to metrics.jsonl.
 
         Tensors are not copied to the CPU immediately. Pass None on ranks that do not know a value. In an elastic run,
-        every rank must know all values, which are averaged over the ranks. To overlap this communication with backward,
-        log the values before backward.
+        every rank must know all values, which are averaged over the ranks. To overlap the averaging with backward, log
+        the values before backward.
         """
         self.values |= values
         if self.recovery is not None and not self.committed:
@@ -87,8 +90,9 @@ class Step:
     def commit(self) -> None:
         """Confirm that no rank is lost in an elastic run (elastic=true).
 
-        Call this method immediately before the update. It averages the values logged so far over the ranks. Values
-        logged later must be equal on all ranks. In a run that is not elastic, this method has no effect.
+        Call this method immediately before the update. This method also averages the values that were logged before
+        the call over the ranks. Values that are logged after the call must be equal on all ranks. In a run that is not
+        elastic, this method has no effect.
         """
         if self.recovery is not None:
             self.values |= self.recovery.commit()
@@ -143,7 +147,10 @@ def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source
 
 
 def iterate_until_evaluation(run: RunContext, state: TrainState, evaluate: Evaluate) -> Iterator[Step]:
-    """Yield the steps up to the next evaluation, then evaluate. The last evaluation completes the run."""
+    """Yield the steps up to the next evaluation, and evaluate the model.
+
+    The last evaluation completes the run.
+    """
     if run.step < run.total and not run.saver.unevaluated:
         yield from iterate_epoch(run, state)
     scores = evaluate_epoch(run, state, evaluate)
@@ -162,7 +169,7 @@ def iterate_until_evaluation(run: RunContext, state: TrainState, evaluate: Evalu
 
 
 def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
-    """Yield the remaining steps of the current epoch, up to the last step of the run."""
+    """Yield the remaining steps of the current epoch, or fewer if the run ends."""
     cfg = run.cfg
     epoch_steps = state.loader.steps
     for part in state.parts:
@@ -176,7 +183,7 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
         for layer in dropout:
             if isinstance(state.loader, Rounds):
                 raise TypeError("SampleDropout requires a loader from run.batches or run.microbatches")
-            layer.begin_step(step.epoch, state.loader.list_sample_positions(run.step % epoch_steps))
+            layer.set_positions(step.epoch, state.loader.list_sample_positions(run.step % epoch_steps))
 
         yield step
         if step.failure is not None:
@@ -210,14 +217,14 @@ def record_step(run: RunContext, step: Step) -> None:
 
 
 def synchronize_gpus_if_due(run: RunContext, state: TrainState, number: int) -> None:
-    """Synchronize the GPUs before the first timed step, and before any work other than a step.
+    """Synchronize the GPUs before the first timed step and before work between steps.
 
     A step only queues work on the GPUs. Without synchronization, the step time would cover only the queueing, and the
     work itself would be attributed to an evaluation or a checkpoint.
     """
     if not state.gpus:
         return
-    begins_steady = run.pace.is_next_step_steady(run.total - number)
+    begins_steady = run.pace.is_next_step_first_steady(run.total - number)
     ends_epoch = number == run.total or number % state.loader.steps == 0
     if begins_steady or ends_epoch or run.saver.vote.is_vote_due(number):
         for gpu in state.gpus:
@@ -225,11 +232,11 @@ def synchronize_gpus_if_due(run: RunContext, state: TrainState, number: int) -> 
 
 
 def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> dict[str, float]:
-    """Evaluate the model after the newest step, and record any scores.
+    """Evaluate the model after the last completed step, and record the scores, if any.
 
-    `evaluate` must call `Run.stop_if_requested` between two batches. On a stop request, the state before the evaluation
-    is saved, and the evaluation is repeated when the run is resumed. The state after the last step is always saved. All
-    ranks must call this function.
+    `evaluate` must call `Run.stop_if_requested` between two batches. After a stop request, the state before the
+    evaluation is saved, and the evaluation is repeated when the run is resumed. The state after the last step of the
+    run is always saved. All ranks must call this function.
     """
     saver = run.saver
     metrics = run.metrics
@@ -238,6 +245,8 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     metrics.flush()
     saver.unevaluated = True  # must be set before the evaluation, in which a rank may be lost
     saver.raise_if_diverged()
+
+    # A checkpoint that is saved during the evaluation contains the snapshot, because an evaluation may change buffers.
     state.snapshot_buffers()
     for part in state.parts:
         part.eval()
@@ -246,6 +255,7 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
         saver.save_final_model(run.step)
     state.drop_buffer_snapshot()
     saver.unevaluated = False
+
     if scores:
         metrics.write_values(run.step, scores)
     saver.save_if_best(run.step, scores)

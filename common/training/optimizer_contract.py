@@ -1,4 +1,4 @@
-"""Checks of a custom optimizer: the behavior on which schedules, checkpoints, GradScaler, and FSDP2 rely."""
+"""Checks that a custom optimizer works with learning rate schedules, checkpoints, GradScaler, and FSDP2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEVERAL_STEPS = 5  # number of steps within which every parameter must change; a
 
 
 class OptimizerTrial:
-    """Three small float64 layers and their optimizer, whose behavior is to be checked.
+    """A small float64 model with three layers, and the optimizer to be checked.
 
     Initial values and gradients are the same in all trials. `shard` is called with the model before the optimizer is
     built. Each trial seeds torch's global random number generator.
@@ -53,9 +53,9 @@ class OptimizerTrial:
             parameter.grad = state_dicts.shard_like(gradient, parameter)
 
     def take_steps(self, numbers: Iterable[int], rate: float = RATE, scale: float = 1.0) -> OptimizerTrial:
-        """Take the steps with the given numbers, and return this trial.
+        """Take one step for each step number in `numbers`, and return this trial.
 
-        As in a run, the learning rate is set before each step.
+        The number of a step determines its gradients. As in a run, the learning rate is set before each step.
         """
         for number in numbers:
             optimizers.set_learning_rate(self.optimizer, rate)
@@ -69,7 +69,7 @@ class OptimizerTrial:
 
 
 def find_differing_parameter(first: OptimizerTrial, second: OptimizerTrial, tolerance: float = 0.0) -> str | None:
-    """Return the name of a parameter that differs between two trials, or None if all are equal.
+    """Return the name of a parameter that differs between two trials, if any.
 
     `tolerance` is relative to the largest absolute value of the parameter. NaN differs from every value.
     """
@@ -81,7 +81,7 @@ def find_differing_parameter(first: OptimizerTrial, second: OptimizerTrial, tole
     return None
 
 
-# ---- checks, each of which raises ValueError with the problem and a remedy
+# ---- checks, which raise ValueError with the problem and a remedy
 
 
 def check_step_interface(optim: Optim) -> None:
@@ -142,11 +142,12 @@ def check_steps_after_resume(optim: Optim) -> None:
 
 
 def check_skipped_step(optim: Optim) -> None:
-    """Check that a step that GradScaler skips has no effect, even if it is the first step."""
+    """Check that a step skipped by GradScaler has no effect, even the first step."""
     trial = OptimizerTrial(optim)
     scaler = GradScaler("cpu")
     scaler.scale(torch.zeros(()))  # initializes the scale
     for number in (0, 1, 0, 2):
+        # GradScaler skips step 0 because its gradients are infinite.
         trial.set_gradients(number, scaler.get_scale() if number else math.inf)
         scaler.step(trial.optimizer)
         scaler.update()
@@ -162,7 +163,7 @@ def check_zero_gradients(optim: Optim) -> None:
 
 
 def check_missing_gradient(optim: Optim) -> None:
-    """Check that a parameter without a gradient does not change, and that all other parameters do."""
+    """Check that a step changes all parameters except those without a gradient."""
     trial = OptimizerTrial(optim)
     before = trial.copy_parameters()
     name, parameter = trial.parameters[0]
@@ -194,6 +195,7 @@ def check_foreach_and_fused(optim: Optim) -> None:
     for option in options:
         if option not in group:
             continue
+        # "loop" is neither foreach nor fused, so both options are off.
         if find_differing_parameter(take_steps_with("loop"), take_steps_with(option), RELATIVE_TOLERANCE):
             raise ValueError(f"{option}=True computes different parameters than {option}=False")
 
@@ -211,9 +213,9 @@ CHECKS: dict[str, Callable[[Optim], None]] = {
 
 
 def check_optimizer(optim: Optim, passed: Callable[[str], object] = lambda name: None) -> None:
-    """Check an optimizer in this process, and call `passed` with the name of each check that it passes.
+    """Check an optimizer, and call `passed` with the name of each passed check.
 
-    Do not call this function in a process that forks: it executes the user's file, which may start threads. Raises
+    Do not call this function in a process that forks, because the user's file is executed and may start threads. Raises
     UserError if a check fails.
     """
     with torch.random.fork_rng([]):
@@ -228,13 +230,13 @@ def check_optimizer(optim: Optim, passed: Callable[[str], object] = lambda name:
 def check_optimizer_of_run(optim: Optim, code: Path, *, is_new_run: bool) -> None:
     """Check the custom optimizer of a run, if any, before the first step.
 
-    From then on, this rank uses the run's copies of custom files. In a new run, the original file is checked instead of
-    the copy, so that error messages name the original file. Raises UserError if a check fails.
+    After the check, this rank uses the copies of custom files in the run folder. In a new run, the original file is
+    checked instead of the copy, so that error messages name the original file. Raises UserError if a check fails.
     """
     run_optim = use_file_copies(optim, code)
     if ":" in optim.name:
         check_optimizer(optim if is_new_run else run_optim)
-    custom_optimizer.remember_file_copies(optim, run_optim)
+    custom_optimizer.register_file_copies(optim, run_optim)
 
 
 # ---- checks with sharded parameters, which need several ranks

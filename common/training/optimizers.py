@@ -38,15 +38,15 @@ Adam = unwrap_compiler_decorators(torch.optim.Adam)
 AdamW = unwrap_compiler_decorators(torch.optim.AdamW)
 Lars = unwrap_compiler_decorators(layerwise.Lars)
 Lamb = unwrap_compiler_decorators(layerwise.Lamb)
-CLASS_USAGE = "the class must accept parameters and lr; momentum, nesterov, and weight_decay are passed if accepted"
+CLASS_USAGE = "the class must accept parameters and lr, and may accept momentum, nesterov, and weight_decay"
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: bool = False) -> Optimizer:
     """Build the optimizer that a config describes.
 
-    torch's optimizers are used in their fused implementations, which update all parameters in one kernel. Set `scaled`
-    if a GradScaler may skip steps. Sources: Adam, Kingma and Ba 2014 (arXiv 1412.6980); AdamW, Loshchilov and Hutter
-    2017 (arXiv 1711.05101).
+    For optimizers of torch, the fused implementation is used if available; it updates all parameters in one kernel. Set
+    `scaled` to True if a GradScaler may skip steps. Sources: Adam, Kingma and Ba 2014 (arXiv 1412.6980); AdamW,
+    Loshchilov and Hutter 2017 (arXiv 1711.05101).
     """
     parameters = list(parameters)
     groups = group_parameters_by_weight_decay(parameters) if cfg.decayed == "matrices" else parameters
@@ -79,10 +79,10 @@ def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: b
 
 
 def build_custom_optimizer(groups: Any, cfg: Optim) -> Optimizer:
-    """Build the optimizer of optim.name=FILE.py:Class, passing the settings that the class accepts.
+    """Build the optimizer for optim.name=FILE.py:Class with the settings that the class accepts.
 
-    Raises UserError with the file and line if the class cannot be constructed, or if optim.weight_decay is set but the
-    class does not accept it.
+    Raises UserError with the file and line if the class cannot be constructed, or if the class does not accept
+    weight_decay although optim.weight_decay is set.
     """
     value = custom_optimizer.FILES_OF_RUN.get(cfg.name, cfg.name)
     kind = load_function("optim.name", value, custom_optimizer.BUILTIN_NAMES["name"], "Class")
@@ -113,12 +113,12 @@ def group_parameters_by_weight_decay(parameters: Iterable[nn.Parameter]) -> list
 
 
 def compute_learning_rate(cfg: Optim, step: int, total: int, batch: int) -> float:
-    """Return the learning rate of a step, counted from 0, in a run of `total` steps.
+    """Return the learning rate of a step in a run of `total` steps.
 
-    Each step has `batch` samples. If optim.base_batch is set, the learning rate is proportional to the batch size. The
-    learning rate increases linearly during the warm-up (Goyal et al. 2017, arXiv 1706.02677). The cosine decay follows
-    Loshchilov and Hutter 2016 (arXiv 1608.03983), without restarts. The step decay follows He et al. 2015 (arXiv
-    1512.03385). Raises UserError if a custom decay returns an invalid factor.
+    `step` is counted from 0. Each step has `batch` samples. If optim.base_batch is set, the learning rate is
+    proportional to the batch size. The learning rate increases linearly during the warm-up (Goyal et al. 2017, arXiv
+    1706.02677). The cosine decay follows Loshchilov and Hutter 2016 (arXiv 1608.03983), without restarts. The step
+    decay follows He et al. 2015 (arXiv 1512.03385). Raises UserError if a custom decay returns an invalid factor.
     """
     peak = cfg.lr * batch / cfg.base_batch if cfg.base_batch else cfg.lr
     if step < cfg.warmup:

@@ -16,7 +16,7 @@ class Run(RunContext):
     """A rank's interface to the data, training loop, checkpoints, and log of a run.
 
     All ranks must call `steps` and then `report`. Calling `resume` before `steps` is optional. Experiments must not set
-    attributes of this object.
+    attributes of a `Run`.
     """
 
     def steps(self, state: TrainState, evaluate: Evaluate = dict, *, loss: int = MEAN) -> Iterator[Step]:
@@ -25,12 +25,12 @@ class Run(RunContext):
         The body of the loop must be inside `with step:`. The learning rate is set before each step. Between two steps,
         this rank writes its heartbeat. Every 0.5 to 2 s, all ranks agree on whether to save a checkpoint or to stop.
 
-        `evaluate` is called with all parts of the model in eval mode. It returns test_loss, test_accuracy, and
-        test_samples; by default, no scores are computed. `loss` is the rank that knows the values passed to `Step.log`.
-        With MEAN, every rank has its own values, and the means over the ranks are logged.
+        `evaluate` is called with all parts of the model in eval mode, and must return a dict with test_loss,
+        test_accuracy, and test_samples. By default, no scores are computed. `loss` is the rank that knows the values
+        passed to `Step.log`. With `loss=MEAN`, every rank has its own values, and the means over the ranks are logged.
 
-        If any rank has received a stop request, saves a checkpoint and raises StopRequested. Raises UserError if the
-        loss is NaN or infinite.
+        If any rank has received a stop request, all ranks save a checkpoint and raise StopRequested. Raises UserError
+        if the loss is NaN or infinite.
         """
         return loop.iterate_steps(self, state, evaluate, loss)
 

@@ -36,7 +36,10 @@ H = TypeVar("H", bound=StepHook)
 
 
 class RunContext:
-    """State of a run on one rank. The subclass `Run` adds the methods that train the model and finish the run."""
+    """State of a run on one rank.
+
+    The subclass `Run` adds the methods that train the model and finish the run.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class RunContext:
         """Peak memory of each rank in bytes, known on rank 0 only; empty until training is complete."""
         self.finished = False
         self.generations: list[dict[str, Any]] = []
-        """Lost and joined ranks of an elastic run, one entry per change (see training/elastic/recovery)."""
+        """Lost and joined ranks of an elastic run, one entry per change; see common/runs/rank_changes.py."""
         if world.is_main:
             write_json(folder.attempt_folder / "world.json", describe_world(world))
 
@@ -89,10 +92,12 @@ class RunContext:
 
     @cached_property
     def train_set(self) -> Images:
+        """Training samples; only the first `data.train_limit` samples if this setting is not 0."""
         return Images(self.prepared, "train", self.cfg.data.train_limit)
 
     @cached_property
     def test_set(self) -> Images:
+        """Test samples; only the first `data.test_limit` samples if this setting is not 0."""
         return Images(self.prepared, "test", self.cfg.data.test_limit)
 
     @property
@@ -102,10 +107,12 @@ class RunContext:
 
     @property
     def classes(self) -> int:
+        """Number of classes in the data set."""
         return self.train_set.class_count
 
     @property
     def device(self) -> torch.device:
+        """Device on which this rank trains."""
         return self.world.device
 
     @property
@@ -116,7 +123,7 @@ class RunContext:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """Index of this rank's shard of a batch, and number of shards, when all ranks train the same model."""
+        """Shard index of this rank and number of shards in data-parallel training."""
         return self.world.rank, self.world.size
 
     def batches(
@@ -129,10 +136,10 @@ class RunContext:
     ) -> Loader:
         """Return a loader of this rank's training batches, one per optimizer step.
 
-        `shard` (r, n) selects the r-th of n shards of each batch. If it equals `self.shard`, the shards have the sizes
-        set in `cfg.batch_plan`; otherwise they have equal sizes. In a pipeline, the first rank needs only inputs and
-        the last rank needs only targets. With `keep_partial`, the last batch of an epoch may be smaller. Raises
-        UserError if the training set has too few samples.
+        `shard` (r, n) selects the r-th of n shards of each batch. If `shard` equals `self.shard`, the sizes of the
+        shards are set in `cfg.batch_plan`; otherwise all shards have equal sizes. In a pipeline, the first rank needs
+        only inputs and the last rank needs only targets. If `keep_partial` is True, the last batch of an epoch may be
+        smaller. Raises UserError if the training set has too few samples.
         """
         return self._make_loader(shard, inputs=inputs, targets=targets, drop_last=not keep_partial)
 
@@ -168,7 +175,7 @@ class RunContext:
         size = self.cfg.batch
         rank, ranks = self.shard
         order = torch.from_numpy(draw_sample_order(len(self.train_set), seed, 0))
-        batches = order[: len(order) // size * size].view(-1, size)
+        batches = order[: len(order) // size * size].view(-1, size)  # drops the last partial batch
         for batch in batches[:count]:
             samples = batch.view(ranks, -1)[rank]
             inputs = self.train_set.load_inputs(samples, self.device, self.dtype)
@@ -177,12 +184,12 @@ class RunContext:
     # ---- training
 
     def resume(self, state: TrainState) -> int:
-        """Load the newest checkpoint of the run, if any, and return the number of completed steps.
+        """Load the newest checkpoint, if any, and return the number of completed steps.
 
         All ranks must call this method.
         """
         self.state = state
-        self.total = self.cfg.total_steps(state.loader.steps)
+        self.total = self.cfg.compute_total_steps(state.loader.steps)
         parent = None
         rows = 0
         loaded = self.saver.load(state)
@@ -232,7 +239,8 @@ class RunContext:
     def _warn_of_unwritable_metrics(self, text: str) -> None:
         """Log a warning that metrics cannot be written, unless the cause is reported elsewhere.
 
-        The saver reports a missing run folder. The checkpointer reports a failure to write a checkpoint.
+        The saver reports a missing run folder. The checkpointer reports a failure to write a checkpoint; in this case,
+        the warning is logged at level DEBUG.
         """
         if not self.saver.attempt_watch.has_folder():
             return
@@ -240,9 +248,10 @@ class RunContext:
         self.log_message(text, level)
 
     def stop_if_requested(self) -> None:
-        """Write the heartbeat and stop if any rank has received a stop request.
+        """Write the heartbeat, and stop the run if any rank has received a stop request.
 
-        All ranks must call this method between two batches of an evaluation.
+        All ranks must call this method between two batches of an evaluation. Raises StopRequested once the state before
+        the evaluation has been saved.
         """
         self.write_heartbeat(time.perf_counter())
         self.saver.stop_evaluation_if_requested(self.step)
@@ -280,14 +289,14 @@ class RunContext:
 
     def _show_progress(self, step: int, newest: dict[str, float]) -> None:
         columns = [f"{name} {value:.4g}" for name, value in newest.items()]
-        speed = self.samples_per_second()
+        speed = self.compute_samples_per_second()
         if speed and self.cfg.trains:
             columns.append(f"{speed:.0f} samples/s")
         self.screen.show_progress("step", step, self.total, "  ".join(columns))
 
     @property
     def local_samples_if_unequal(self) -> int | None:
-        """Number of this rank's samples in a full batch; None if all ranks have equal shards."""
+        """Number of this rank's samples per full batch, or None if shards are equal."""
         loader = self.state.loader if self.state else None
         if loader is None or isinstance(loader, Rounds) or not self.cfg.batch_plan.weights:
             return None
@@ -325,15 +334,15 @@ class RunContext:
         if self.world.is_main:
             media.write_histogram(self.folder, step, name, values)
 
-    def step_seconds(self) -> float:
-        """Return the mean duration of a step in seconds, or 0 if no step has been timed.
+    def compute_step_seconds(self) -> float:
+        """Return the mean step duration in seconds, or 0 if no step was timed.
 
         The first steps and the time spent in evaluations are excluded.
         """
         return self.pace.compute_mean_duration()
 
-    def samples_per_second(self) -> float:
-        """Return the throughput in samples per second over the steps that `step_seconds` averages."""
+    def compute_samples_per_second(self) -> float:
+        """Return the throughput in samples per second, excluding the first steps and evaluations."""
         steady = self.pace.list_steady_durations()
         if not steady or self.state is None:
             return 0.0
@@ -341,7 +350,7 @@ class RunContext:
         return (count_samples(self.step) - count_samples(self.step - len(steady))) / sum(steady)
 
     def close(self) -> None:
-        """Write the last heartbeat, then close the log, the profiler, and the terminal display."""
+        """Write the last heartbeat, and close the log, the profiler, and the progress display."""
         if self.total > 0:  # a failed rank also records its last step
             self.write_heartbeat(math.inf)
         self.saver.close()
@@ -355,7 +364,7 @@ class RunContext:
 
 
 def describe_world(world: World) -> dict[str, Any]:
-    """Return the ranks, hosts, and devices of an attempt, to be written to world.json and meta.json."""
+    """Return the ranks, hosts, and devices of an attempt, for world.json and meta.json."""
     cuda = world.device.type == "cuda"
     return {
         "processes": world.size,

@@ -30,7 +30,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Curves:
-    """A line chart of measured series, computed series (dashed) and horizontal levels."""
+    """A line chart of measured series, computed series (drawn dashed) and horizontal lines."""
 
     file: str
     series: Mapping[str, Points]
@@ -43,7 +43,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a sweep: the lines of the printed table, and the plots."""
+    """The summary of a sweep: the lines of the printed table, and the plots."""
 
     lines: Mapping[str, str]
     plots: Sequence[Bars | Curves]
@@ -51,22 +51,22 @@ class Summary:
 
 @dataclass(frozen=True)
 class SweepGrid(Generic[T]):
-    """The sweep of one experiment: its points and the summary of their results."""
+    """The sweep of one experiment: functions that list the points and summarize the runs."""
 
     points: Callable[[T, int], list[PointSettings]]
     """Function that maps the config and the number of visible GPUs to the points, in execution order."""
-    summarise: Callable[[T, int, list[RunRow]], Summary]
+    summarize: Callable[[T, int, list[RunRow]], Summary]
     """Function that maps the config, the number of visible GPUs and the finished runs to table lines and plots."""
     new_seeds: bool = False
-    """Whether repeats of a point use different seeds, as is necessary for accuracies. Sweeps that measure times repeat
-    the same seed."""
+    """Whether repeats of a point use different seeds. Sweeps that measure accuracies need different seeds; sweeps that
+    measure times use the same seed for all repeats."""
     measured: tuple[str, ...] = ()
     """Settings that a run may determine by measurement. Repeats of a point reuse the values from the first run of the
     point."""
 
 
 def format_settings(cell: PointSettings) -> dict[str, str]:
-    """Return the settings of a point as command-line text."""
+    """Format the value of each setting of a point for a command line."""
     return {name: format_setting(value) for name, value in cell.items()}
 
 
@@ -87,7 +87,7 @@ class Average(NamedTuple):
 
 
 def average_rows(rows: Sequence[RunRow], by: Sequence[str], value: str) -> dict[tuple[Any, ...], Average]:
-    """Average the result named `value` over runs that are grouped by the settings `by`.
+    """Group runs by the settings `by`, and average the result named `value` within each group.
 
     A missing result, such as the loss of a diverged run, is treated as NaN.
     """

@@ -36,7 +36,7 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
 
 
 def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
-    """Report the cost of each point, and compare the results with those of fp32 and one microbatch."""
+    """Report each point's cost, and compare loss and accuracy with fp32 and one microbatch."""
     rates = average_rows(rows, BY, "samples_per_second")
     memory = average_rows(rows, BY, "training_bytes")
     sent = average_rows(rows, BY, "bytes_sent")
@@ -52,7 +52,10 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
     labels = {}
     for point, rate in rates.items():
         precision, microbatches, no_sync = point
+        # label of the bars; "each" means an all-reduce after each microbatch
         labels[point] = f"{precision}\n{microbatches}{'' if no_sync else ' each'}"
+
+        # one line of the table
         spread = f"±{rate.deviation:>3.0f}" if rate.runs > 1 else ""
         setting = f"{precision:<9}  {microbatches:>12}  {str(no_sync).lower():<7}"
         cost = f"{rate.mean:>5,.0f} {spread:<4}  {memory[point].mean / 1e6:>7.1f}  {sent[point].mean / 1e6:>7.2f}"

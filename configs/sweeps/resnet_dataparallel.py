@@ -1,4 +1,4 @@
-"""Sweep of resnet_dataparallel: separate runs for each strategy, each of which uses all cores."""
+"""Sweep of resnet_dataparallel: separate runs for each strategy. Each run uses all cores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
 
 
 def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
-    """Report the samples per second of each strategy."""
+    """Report the average samples per second of each strategy, and plot them as bars."""
     lines = {}
     heights = {}
     for (strategy,), rate in average_rows(rows, ["strategy"], "samples_per_second").items():

@@ -1,4 +1,4 @@
-"""Sweep of resnet_modelparallel: whole batches in single and naive mode, several microbatch sizes in pipelined mode."""
+"""Sweep of resnet_modelparallel: single mode, naive mode, and pipelined mode with several microbatch sizes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MODES: tuple[Literal["single", "naive", "pipelined"], ...] = ("single", "naive",
 
 
 def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
-    """Return single and naive mode with the whole batch, and pipelined mode with each microbatch size.
+    """Return points for single and naive mode, and one point per microbatch size for pipelined mode.
 
-    If `steps` is not set, runs are short, because the sweep measures only the cost of a step. All runs use the same
-    type of device.
+    In single and naive mode, a microbatch is the whole batch. If `steps` is not set, runs are short, because the sweep
+    measures only the cost of a step. All runs use the same type of device.
     """
     common: PointSettings = {}
     if not cfg.steps:
@@ -35,7 +35,7 @@ def has_enough_gpus(cfg: Config, gpus: int) -> bool:
         gpus = 0
     for mode in MODES:
         mode_cfg = replace(cfg, mode=mode)
-        mode_cfg.fit_devices(gpus)
+        mode_cfg.adapt_to_gpus(gpus)
         if mode_cfg.processes > gpus:
             return False
     return True
@@ -47,10 +47,10 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
     lines = ["mode       split size    ms per batch   bubble  idle share and peak MiB of each stage's rank"]
     for (mode, size), seconds in times.items():
         repeats = [row for row in rows if (row["cell"]["mode"], row["cell"]["split_size"]) == (mode, size)]
-        idle = ""
+        idle = ""  # one column per rank, averaged over the repeats
         for shares in zip(*(row["idle_share"] for row in repeats), strict=True):
             idle += f" {fmean(shares):4.0%}"
-        memory = ""
+        memory = ""  # one column per rank, the maximum over the repeats
         for peaks in zip(*(row["memory"].values() for row in repeats), strict=True):
             memory += f" {max(peaks) / 2**20:6.0f}"
         spread = f"± {seconds.deviation * 1e3:.1f}" if seconds.runs > 1 else ""
@@ -60,9 +60,9 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
 
 
 def plot_times(cfg: Config, gpus: int, times: dict[tuple[Any, ...], Average]) -> Curves:
-    """Plot the time per batch of each mode and of an ideal pipeline.
+    """Create a plot of the time per batch of each mode and of an ideal pipeline.
 
-    The ideal time is the naive time / p plus a bubble of p - 1 slots, for p stages.
+    With p stages and m microbatches, an ideal pipeline needs the time of the naive mode times (m + p - 1) / (p m).
     """
     levels = {}
     pipelined = []

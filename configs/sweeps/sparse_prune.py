@@ -14,9 +14,9 @@ BY = ("criterion", "sparsity")
 
 
 def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
-    """Return the dense model, and every criterion at every sparsity.
+    """Return one point for the dense model, and one for every criterion at every sparsity.
 
-    scope=n:m fixes the sparsity; schedule=rigl fixes the criterion.
+    With scope=n:m, the only sparsity is that of the pattern. With schedule=rigl, the only criterion is magnitude.
     """
     criteria = ["magnitude"] if cfg.schedule == "rigl" else cfg.criteria
     sparsities = [cfg.sparsity] if cfg.scope == "n:m" else [float(level) for level in cfg.levels]
@@ -29,7 +29,7 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
 
 
 def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
-    """Report the test error by the share of remaining weights, and medians of all measurements."""
+    """Plot the test error against the share of remaining weights, and report medians."""
     dense_accuracies = {row["cell"]["seed"]: row["test_accuracy"] for row in rows if "criterion" not in row["cell"]}
     groups: dict[str, list[RunRow]] = {}
     pruned = []
@@ -37,7 +37,7 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
         cell = row["cell"]
         accuracy = row["test_accuracy"]
         row["error"] = 100 * (1 - accuracy)
-        row["left"] = 100 * row["nonzero"] / row["weights"]
+        row["left"] = 100 * row["nonzero"] / row["weights"]  # percentage of remaining weights
         # percentage points below the dense model that was trained with the same seed
         row["below"] = 100 * (dense_accuracies.get(cell["seed"], math.nan) - accuracy)
         name = "dense"
@@ -46,15 +46,15 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
             pruned.append(row)
         groups.setdefault(name, []).append(row)
 
-    left = average_rows(pruned, BY, "left")
+    remaining = average_rows(pruned, BY, "left")
     series: dict[str, list[tuple[float, float, float]]] = {}
     for point, error in average_rows(pruned, BY, "error").items():
         criterion = point[0]
-        series.setdefault(criterion, []).append((left[point].mean, error.mean, error.deviation))
+        series.setdefault(criterion, []).append((remaining[point].mean, error.mean, error.deviation))
     levels = {"dense": fmean(row["error"] for row in groups["dense"])} if "dense" in groups else {}
     title = f"{cfg.model} on {rows[0]['data']}"
     plot = Curves("sparsity.png", series, "remaining weights, %", "test error, %", levels, title=title)
-    return Summary({"medians": format_medians(groups), "CSR": report_csr_speed(groups)}, [plot])
+    return Summary({"medians": format_medians(groups), "CSR": describe_csr_speed(groups)}, [plot])
 
 
 COLUMNS = {  # columns of a sweep's table: heading and number format of each result
@@ -85,8 +85,11 @@ def format_medians(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def report_csr_speed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Report for which groups sparse kernels are slower than dense kernels, and for which groups repeats disagree."""
+def describe_csr_speed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Describe for which groups CSR kernels are slower than dense kernels.
+
+    A group is inconclusive if CSR kernels are slower in some of its runs and faster in others.
+    """
     clauses = []
     for dtype in ("fp32", "bf16"):
         slower = []

@@ -54,7 +54,7 @@ def plan_points(
             settings = config.load_config(config.import_schema(name), [*QUIET, *arguments, "sweep=false", *overrides])
         except UserError as error:
             raise UserError(f"sweep point {' '.join(overrides)}: {error}") from None
-        settings.fit_devices(gpus)  # before the run folder is created, so that config.yaml is final
+        settings.adapt_to_gpus(gpus)  # before the run folder is created, so that config.yaml is final
         points.append(SweepPoint(values, repeat, settings))
     return points
 
@@ -157,7 +157,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
         return status
     finished = [row for row in table.rows if row.get("state") == "finished"]
     if finished:
-        report_summary(grid.summarise(cfg, gpus, finished), folder)
+        report_summary(grid.summarize(cfg, gpus, finished), folder)
     for row in table.rows:
         if row.get("state") != "finished":
             label = " ".join(format_values(row["cell"]))

@@ -1,4 +1,4 @@
-"""The `cancel` command: stop a run, on this machine or through SLURM. Does not import torch."""
+"""The `cancel` command: stop a run, on this machine or through SLURM. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,25 @@ METADATA_SECONDS = 5.0  # maximum delay from the start of an attempt to its entr
 
 
 def cancel_run(folder: RunFolder) -> str:
-    """Stop a run and return a message for the user. Raises UserError."""
+    """Stop a run and return a message for the user.
+
+    Raises UserError if no job and no process on this machine trains the run.
+    """
     submission.wait_for_submission(folder)
     state, _ = read_state(folder)
     if state in FINAL_STATES:
-        return describe_finished_run(folder, state)
+        return describe_ended_run(folder, state)
+
     processes = find_local_processes(folder)
     meta = provenance.read_metadata(folder) if processes else wait_for_metadata(folder)
     job = meta.get("job")
     if not job and not processes:
         raise UserError(explain_missing_process(folder, meta))
-    # The result is written first: it prevents a requeue and gives the process the reason for stopping.
+
+    # Write the result first. The result prevents a requeue and gives the process the reason for stopping.
     if not Result("cancelled", 130).write_once(folder):
-        return describe_finished_run(folder, read_state(folder)[0])
+        return describe_ended_run(folder, read_state(folder)[0])
+
     lines = []
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -49,7 +55,10 @@ def cancel_run(folder: RunFolder) -> str:
 
 
 def cancel_jobs(folder: RunFolder, meta: dict[str, Any]) -> list[str]:
-    """Cancel all jobs that may train a run; return a message about each job. Raises UserError."""
+    """Cancel all jobs that may train a run, and return a message about each job.
+
+    Raises UserError if scancel fails.
+    """
     scheduler = find_scheduler(meta)
     if scheduler is None:  # the local cluster is down, so its jobs have ended
         return []
@@ -60,17 +69,17 @@ def cancel_jobs(folder: RunFolder, meta: dict[str, Any]) -> list[str]:
     return lines
 
 
-def describe_finished_run(folder: RunFolder, state: str) -> str:
-    """Describe a run that is over, and its processes on this machine that are still stopping."""
+def describe_ended_run(folder: RunFolder, state: str) -> str:
+    """Describe the state of an ended run and its processes that are still stopping."""
     message = f"{folder.path.name} is already {state}"
     stopping = [claim.describe() for claim in claims.find_live_claims(folder)]
     return f"{message}; still stopping: {'; '.join(stopping)}" if stopping else message
 
 
 def find_local_processes(folder: RunFolder) -> list[Mapping[str, Any]]:
-    """Find the processes on this machine that train the run without SLURM.
+    """Return the processes on this machine that train a run without SLURM.
 
-    Processes are found in claims or, if no claim is alive, in meta.json.
+    The processes are read from claims. If no claim is alive, the process in meta.json is used.
     """
     processes = [claim.process for claim in claims.find_live_claims(folder) if not claim.job]
     meta = provenance.read_metadata(folder)
@@ -81,7 +90,10 @@ def find_local_processes(folder: RunFolder) -> list[Mapping[str, Any]]:
 
 
 def list_jobs_of_run(folder: RunFolder, recorded_job: str) -> list[str]:
-    """List the jobs that may train the run: the recorded job, and jobs of attempts that may still be running."""
+    """Return the ids of the jobs that may train a run.
+
+    The list contains the job in meta.json, and the jobs that claimed an attempt and may still be running.
+    """
     jobs = [recorded_job]
     if "_" in recorded_job:  # a task of a job array; claims contain a different id for the same job
         return jobs
@@ -93,32 +105,32 @@ def list_jobs_of_run(folder: RunFolder, recorded_job: str) -> list[str]:
 
 
 def explain_missing_process(folder: RunFolder, meta: Mapping[str, Any]) -> str:
-    """Explain why a run that is not over cannot be cancelled from this host."""
+    """Return why an active run cannot be canceled from this host, and a remedy."""
     claim = claims.find_newest_claim(folder)
     process = claim.process if claim is not None else (meta.get("history") or [{}])[-1]
     if process:
         return f"{folder.path.name} is running on {process.get('host', 'another host')}; run make cancel there"
     if folder.list_attempts():
         problem = f"{folder.path / 'meta.json'} is missing or damaged, so the host of the run is unknown"
-        return f"{problem}; stop its processes on the host where it was started, or cancel its job with scancel"
+        return f"{problem}; stop the run's processes on the host that runs them, or cancel the run's job with scancel"
     return f"{folder.path.name} is still being prepared; stop the command that prepares it, or try again later"
 
 
 def wait_for_metadata(folder: RunFolder) -> dict[str, Any]:
-    """Wait until meta.json has been written, and return its content.
+    """Wait until meta.json records the attempt of a run, and return its content.
 
-    Ranks start training while meta.json is being written.
+    The ranks of a run start before meta.json records the attempt. The wait takes at most METADATA_SECONDS.
     """
     file = folder.path / "meta.json"
     deadline = time.monotonic() + METADATA_SECONDS
     while folder.list_attempts() and time.monotonic() < deadline:
-        if file.exists() and read_json(file).get("history") != []:
+        if file.exists() and read_json(file).get("history") != []:  # the history lists the recorded attempts
             break
         time.sleep(0.1)
     return provenance.read_metadata(folder)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Stop a run and return the exit status."""
+    """Stop a run, print a message, and return the exit status."""
     print(cancel_run(find_run(args.run, Path(args.runs_folder or "runs"))))
     return 0

@@ -1,6 +1,6 @@
-"""The `compare` command: compare runs in a terminal table and on an HTML page. Does not import torch.
+"""The `compare` command: compare runs in a terminal table and on an HTML page. This module does not import torch.
 
-The page is self-contained: it opens from disk without a network connection.
+The HTML page is a single file that opens from disk without a network connection.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from slurm.reports.logs import find_rank_0_log
 from slurm.reports.selection import RunFilter
 from slurm.reports.status import Status
 
-MAX_LOG_LINKS = 4  # number of rank logs that are linked individually
-MAX_LABEL_SETTINGS = 3
+MAX_LOG_LINKS = 4  # maximum number of ranks whose logs the page links individually
+MAX_LABEL_SETTINGS = 3  # maximum number of settings in the label of a run
 
 
 @dataclasses.dataclass
 class RunFacts:
-    """The data of one run that the table and the page show."""
+    """Data of one run for the terminal table and the HTML page."""
 
     folder: RunFolder
     status: Status
@@ -45,43 +45,47 @@ class RunFacts:
     world: dict[str, Any]
     curves: metric_curves.RunCurves
     label_settings: list[str] = dataclasses.field(default_factory=list)
-    """Keys of up to MAX_LABEL_SETTINGS settings that distinguish the run from others of the same experiment."""
+    """Keys of up to MAX_LABEL_SETTINGS settings that distinguish the run from other runs of the same experiment."""
     label: str = ""
+    """Short id of the run, followed by the settings in `label_settings`, such as `3f2a lr=0.1`."""
 
     @classmethod
     def from_folder(cls, folder: RunFolder) -> RunFacts:
-        """Read the data of a run from its folder."""
-        attempts = folder.trace_attempts()
+        """Read the data of a run from the run folder."""
+        attempts = folder.trace_attempts()  # the newest attempt comes first
         world = read_json(attempts[0][0].attempt_folder / "world.json") if attempts else {}
-        bounds = {bound for _, bound in attempts if bound is not None}
+        last_steps = {step for _, step in attempts if step is not None}  # steps from which later attempts resumed
         return cls(
             folder,
             status.read_status(folder),
             selection.read_settings(folder),
             results.parse_result(folder.result),
             world,
-            metric_curves.read_curves(folder.read_rows(), bounds),
+            metric_curves.read_curves(folder.read_rows(), last_steps),
         )
 
     @property
     def short_id(self) -> str:
-        """The last part of the run id, which commands accept in place of the full id."""
+        """Last part of the run id, which commands accept instead of the full id."""
         return self.folder.path.name.rpartition("-")[2]
 
     @property
     def is_incomplete(self) -> bool:
-        """True if the run has not finished or its result cannot be read."""
+        """Whether the run has not finished or has no readable result."""
         return self.status.state != "FINISHED" or bool(self.result.reason)
 
-    def find_value(self, name: str) -> float | None:
-        """Return a number from the result or, if the result lacks it, from the newest evaluation."""
+    def find_number(self, name: str) -> float | None:
+        """Return a number from the run's result or, if missing, from the newest evaluation.
+
+        Returns None if neither contains the number as a finite value.
+        """
         number = self.result.find_number(name)
         if number is None and name in self.curves.tests:
             return results.to_finite_number(self.curves.tests[name].value[-1])
         return number
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the run's value for each table column, or None for a missing value."""
+    def to_table_row(self) -> dict[str, Any]:
+        """Return the run's values for the table and the JSON output. Missing values are None."""
         columns = {
             "run": self.status.run,
             "label": self.label,
@@ -92,27 +96,27 @@ class RunFacts:
             "processes": self.world.get("processes"),
             "step": self.status.step,
             "loss": find_last_number(self.curves.loss),
-            "test_loss": self.find_value("test_loss"),
-            "test_accuracy": self.find_value("test_accuracy"),
+            "test_loss": self.find_number("test_loss"),
+            "test_accuracy": self.find_number("test_accuracy"),
             "samples_per_second": self.status.samples_per_second or None,
-            "efficiency": self.find_value("efficiency"),
+            "efficiency": self.find_number("efficiency"),
             "waiting": self.result.compute_waiting_share(),
             "memory_mb": self.result.find_peak_mb(),
             "split_at": self.result.format_partition(),
             "shards": self.result.format_shards(),
         }
         for name in ("ranks_lost", "seconds_lost", "steps_redone"):
-            columns[name] = self.find_value(name)
+            columns[name] = self.find_number(name)
         return columns
 
 
 def find_last_number(curve: metric_curves.Curve) -> float | None:
-    """Return the last value of a curve, or None if the curve is empty or the value is not finite."""
+    """Return the last value of a curve, or None if missing or not finite."""
     return float(curve.value[-1]) if len(curve) and math.isfinite(curve.value[-1]) else None
 
 
-def group_by_experiment(runs: list[RunFacts]) -> dict[str, list[RunFacts]]:
-    """Group runs by the name of their experiment."""
+def group_runs_by_experiment(runs: list[RunFacts]) -> dict[str, list[RunFacts]]:
+    """Return the runs of each experiment, by the name of the experiment."""
     groups: dict[str, list[RunFacts]] = {}
     for run in runs:
         groups.setdefault(run.folder.experiment, []).append(run)
@@ -120,16 +124,17 @@ def group_by_experiment(runs: list[RunFacts]) -> dict[str, list[RunFacts]]:
 
 
 def format_setting(run: RunFacts, key: str) -> str:
-    """Return the value of a setting, shortened to fit a table cell."""
+    """Return the value of a run's setting, shortened to fit a table cell."""
     return shorten_text(run.settings.get(key, setting_labels.MISSING))
 
 
 def label_runs(runs: list[RunFacts]) -> None:
     """Set the label of each run.
 
-    A label consists of the short id and the settings that distinguish the run from others of the same experiment.
+    The label of a run consists of the short id and of the settings that distinguish the run from other runs of the same
+    experiment.
     """
-    for group in group_by_experiment(runs).values():
+    for group in group_runs_by_experiment(runs).values():
         settings = [run.settings for run in group]
         keys = setting_labels.choose_distinctive_settings(settings, MAX_LABEL_SETTINGS)
         short_keys = setting_labels.shorten_keys(keys, settings)
@@ -141,12 +146,13 @@ def label_runs(runs: list[RunFacts]) -> None:
 
 
 def list_differences_within_experiments(runs: list[RunFacts]) -> list[str]:
-    """List the settings that differ between runs of the same experiment.
+    """Return the keys of the settings that differ between runs of the same experiment.
 
-    Settings that appear in labels come first.
+    The keys of settings in run labels come first.
     """
-    groups = list(group_by_experiment(runs).values())
+    groups = list(group_runs_by_experiment(runs).values())
 
+    # First take the first label setting of every experiment, then the second label setting of every experiment, etc.
     in_labels: list[str] = []
     for position in range(MAX_LABEL_SETTINGS):
         for group in groups:
@@ -161,7 +167,7 @@ def list_differences_within_experiments(runs: list[RunFacts]) -> list[str]:
 
 
 def load_runs(folders: list[RunFolder]) -> tuple[list[RunFacts], list[str]]:
-    """Load and label the runs, and list the settings in which they differ."""
+    """Read and label runs. Return the runs and the keys of the settings that differ."""
     runs = [RunFacts.from_folder(folder) for folder in folders]
     label_runs(runs)
     return runs, setting_labels.list_differing_settings([run.settings for run in runs])
@@ -183,64 +189,68 @@ COLUMN_FORMATS = {
     "seconds_lost": "{:.2f}",
     "steps_redone": "{:.0f}",
 }
-"""Table columns, most informative first, and the format string for the values of each column."""
+"""Format string for the values of each table column, by column name. The most informative columns come first."""
 COLUMN_HEADS = {
     "samples_per_second": "samples/s",
     "test_accuracy": "accuracy",
     "processes": "ranks",
     "memory_mb": "peak MB",  # highest peak memory of any rank
 }
+"""Headings of columns, by column name. The heading of any other column is the column name."""
 
 
 def format_column_head(name: str) -> str:
-    """Return the heading of a column."""
+    """Return the heading of the table column with this name."""
     return COLUMN_HEADS.get(name, name.replace("_", " "))
 
 
 def format_column_value(row: dict[str, Any], name: str) -> str:
-    """Return a run's value for one column as text."""
+    """Return a run's value for one table column as text, or a dash if missing."""
     return setting_labels.MISSING if row[name] is None else COLUMN_FORMATS[name].format(row[name])
 
 
 def list_nonempty_columns(runs: list[RunFacts]) -> list[str]:
-    """List the columns in which at least one run has a value.
+    """Return the names of the columns in which at least one run has a value.
 
-    `restarts` is listed only if a run was restarted.
+    The column `restarts` is included only if at least one run was restarted.
     """
-    rows = [run.to_dict() for run in runs]
+    rows = [run.to_table_row() for run in runs]
     names = []
     for name in COLUMN_FORMATS:
         values = [row[name] for row in rows if row[name] is not None]
-        if any(values) if name == "restarts" else values:
+        if values and (name != "restarts" or any(values)):
             names.append(name)
     return names
 
 
 def format_run_table(runs: list[RunFacts], width: int) -> str:
-    """Return the table as text, grouped by experiment.
+    """Return the table of runs as text, with one row per run, grouped by experiment.
 
-    A line about each incomplete run follows the table. If the columns do not fit into `width` characters, run ids are
-    shortened. Columns that still do not fit are listed below the table.
+    A line about each incomplete run follows the table. If the columns do not fit into `width` characters, the table
+    contains short run ids. The names of columns that still do not fit are listed below the table.
     """
-    groups = group_by_experiment(runs)
+    groups = group_runs_by_experiment(runs)
     runs = list(chain(*groups.values()))
-    rows = [run.to_dict() for run in runs]
-    keys = list_differences_within_experiments(runs)
+    rows = [run.to_table_row() for run in runs]
+    keys = list_differences_within_experiments(runs)  # settings in labels come first
     settings = []
     for key in keys:
         settings.append(Column(key, [format_setting(run, key) for run in runs]))
     label_count = len(set[str]().union(*(run.label_settings for run in runs)))
 
+    # Earlier columns take precedence if the terminal is narrow. Settings in labels precede the results of the runs.
     columns = [Column("state", [row["state"] for row in rows], is_left_aligned=True)]
     columns += settings[:label_count]
     for name in list_nonempty_columns(runs):
         columns.append(Column(format_column_head(name), [format_column_value(row, name) for row in rows]))
     columns += settings[label_count:]
 
+    # Use the full run ids if all columns fit next to them, and short ids otherwise.
     for ids in ([run.status.run for run in runs], [run.short_id for run in runs]):
         visible = choose_columns([Column("run", ids, is_left_aligned=True), *columns], width)
         if len(visible) > len(columns):
             break
+
     head, *body = join_columns(visible)
     lines = [head]
     for experiment, group in groups.items():
@@ -257,10 +267,10 @@ def format_run_table(runs: list[RunFacts], width: int) -> str:
 
 
 def hide_measurement_curves(runs: list[RunFacts]) -> list[str]:
-    """Remove the curves of measurement-only runs if other runs train a model.
+    """Remove the evaluation curves of measurement-only runs if other runs train a model.
 
-    A measurement-only run has a chart and a column for each of its many points, which training runs lack. Returns the
-    experiments whose curves were removed.
+    Each curve of a measurement-only run adds a chart and a column to the page. A training run has no values for these
+    charts and columns. Returns the names of the experiments whose curves were removed.
     """
     measuring = [run for run in runs if not selection.trains_model(run.settings)]
     if len(measuring) == len(runs):
@@ -271,15 +281,16 @@ def hide_measurement_curves(runs: list[RunFacts]) -> list[str]:
 
 
 def make_compared_run(run: RunFacts, names: list[str], page_folder: Path) -> ComparedRun:
-    """Build the data of a run for the page.
+    """Build the data that the HTML page shows for a run.
 
-    The data contains the columns in `names` and links relative to `page_folder`.
+    `names` contains the names of the table columns. Links to files are relative to `page_folder`.
     """
-    row = run.to_dict()
+    row = run.to_table_row()
     cells = {}
     for name in names:
         number = None if isinstance(row[name], str) else results.to_finite_number(row[name])
         cells[format_column_head(name)] = TableCell(format_column_value(row, name), number)
+    # Every evaluation metric without a column in the terminal table gets an additional column on the page.
     for name, curve in run.curves.tests.items():
         if name not in COLUMN_FORMATS and len(curve):
             newest = float(curve.value[-1])
@@ -298,9 +309,9 @@ def make_compared_run(run: RunFacts, names: list[str], page_folder: Path) -> Com
 
 
 def collect_run_links(folder: RunFolder, page_folder: Path) -> dict[str, str]:
-    """Return the titles and addresses of links to the files of a run and to its W&B run.
+    """Return links to the files of a run and to its W&B run, by title.
 
-    Addresses of files are relative to `page_folder`.
+    Links to files are relative to `page_folder`. Files that do not exist are omitted.
     """
     files = {"folder": folder.path, "settings": folder.path / "config.yaml", "result": folder.path / "result.json"}
     for attempt in folder.list_attempts()[-1:]:
@@ -311,6 +322,7 @@ def collect_run_links(folder: RunFolder, page_folder: Path) -> dict[str, str]:
             files["all logs"] = attempt.attempt_folder / "logs"
         if (folder.path / "submit").exists():
             files["job"] = find_rank_0_log(folder)
+
     start = page_folder.absolute()
     links = {title: quote(os.path.relpath(path, start)) for title, path in files.items() if path.exists()}
     address = str(read_json(folder.path / "wandb" / "status.json").get("url"))
@@ -320,7 +332,10 @@ def collect_run_links(folder: RunFolder, page_folder: Path) -> dict[str, str]:
 
 
 def write_page(page: Path, text: str) -> None:
-    """Write the page. Raises UserError if this would overwrite a file that this command did not write."""
+    """Write the HTML page to a file.
+
+    Raises UserError if writing fails, or if the file exists and was not written by `make compare`.
+    """
     try:
         if not page.parent.exists():
             raise UserError(f"PAGE={page}: the folder {page.parent} does not exist; create it or choose another file")
@@ -334,9 +349,9 @@ def write_page(page: Path, text: str) -> None:
 
 
 def is_compare_page(path: Path) -> bool:
-    """Return whether this command wrote a file.
+    """Return whether `make compare` wrote a file.
 
-    Pages from older versions lack the mark and are recognized by their title.
+    Pages from older versions do not contain the tag `pages.MARK` and are recognized by their title.
     """
     with open(path, "rb") as file:
         beginning = file.read(1000).decode(errors="replace")
@@ -346,11 +361,15 @@ def is_compare_page(path: Path) -> bool:
 def format_link(path: Path) -> str:
     """Return the URL of a file, as a clickable link if stdout is a terminal."""
     address = path.absolute().as_uri()
+    # Terminals display the escape sequence OSC 8 as a link.
     return f"\033]8;;{address}\033\\{address}\033]8;;\033\\" if sys.stdout.isatty() else address
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table of runs and write the page, or print only JSON; return the exit status."""
+    """Compare runs in a table and on an HTML page, and return the exit status.
+
+    With JSON=1, the comparison is printed as JSON, and no page is written. Raises UserError for invalid arguments.
+    """
     as_json = parse_zero_or_one("JSON", args.json)
     if as_json and args.page:
         raise UserError("PAGE cannot be combined with JSON=1, which writes no page; omit one of them")
@@ -361,7 +380,7 @@ def main(args: argparse.Namespace) -> int:
         rows = []
         for run in runs:
             settings = {key: run.settings.get(key) for key in differing}
-            rows.append(run.to_dict() | {"settings": settings})
+            rows.append(run.to_table_row() | {"settings": settings})
         print(json.dumps({"differing": differing, "runs": rows}, indent=2))
         return 0
     print(format_run_table(runs, get_terminal_width()), flush=True)

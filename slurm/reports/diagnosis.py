@@ -1,7 +1,7 @@
-"""Diagnose a run that failed or hangs from the files in its folder. Does not import torch.
+"""Diagnosis of a run that failed or hangs, from the files in the run folder. This module does not import torch.
 
-The diagnosis contains the first error of any rank, the last step of each rank, where a rank was stuck, which rank is
-slow, and the likely cause in one line.
+The diagnosis contains the first error of any rank, the last step of each rank, the code line where a rank was stuck,
+the slow rank if there is one, and the likely cause in one line.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_ra
 from slurm.reports.selection import parse_float, read_settings, read_step_timeout
 from slurm.reports.status import FINAL_STATES
 
+# The time and text of an error in the log of a rank.
 LOGGED_ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?:ERROR|CRITICAL) (.*)", re.MULTILINE)
 # The last line of a traceback.
 RAISED_ERROR = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)
 PRINTED_ERROR = re.compile(r"^error: (.*)", re.MULTILINE)
+# The stacks of all threads, which the module faulthandler prints if a step takes too long.
 STACK_DUMP = re.compile(r"^Timeout \(.*\)!\n((?:.+\n|\n(?=Thread|Current))*)", re.MULTILINE)
 THREAD = re.compile(r"^(?:Current thread|Thread) .*\n", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)', re.MULTILINE)
 PROJECT_FILE = re.compile(r"^(?!.*/(site|dist)-packages/).*/(common|slurm|experiments)/([\w/]+/)?\w+\.py$")
+# The task numbers, such as 0,2-3, and how the tasks ended.
 TASK_ENDING = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)", re.MULTILINE)
-SILENCE_SECONDS = 60.0  # minimum time without a sign of life after which a run counts as hanging
-JOB_START = "Starting with JobEnvironment"  # from Submitit, which appends all attempts of a job to one log
+SILENCE_SECONDS = 60.0  # a run hangs after at least this time without a sign of life
+JOB_START = "Starting with JobEnvironment"  # Submitit logs this text at each start of a job, in the same file
 NO_PROBLEM = "no problem detected; running"
 PEER_ERROR = re.compile(  # errors caused by another rank, as worded by gloo, NCCL and the built-in backend
     r"(closed|reset) by peer|Connection refused|Broken pipe|timed out|pair closure|(did|does) not answer"
@@ -57,28 +60,30 @@ CAUSES = (
     (r"TIMEOUT|time limit", "the job reached its time limit; raise cluster.time, or run make exp RESUME=<id>"),
     (r"NODE_FAIL", "a host failed; to resume the run: make exp RESUME=<id>"),
     (r"OUT_OF_ME", f"{OUT_OF_MEMORY}; request more memory with cluster.memory_gb"),
-    (r"ModuleNotFoundError|ImportError", "a package is missing on that host; to check hosts: make doctor NODES=2"),
+    (r"ModuleNotFoundError|ImportError", "a Python package is missing; to check all hosts: make doctor NODES=2"),
 )  # fmt: skip
-"""Patterns in the errors of ranks and in SLURM's job states, each with the cause and its remedy."""
+"""Patterns in the errors of ranks and in SLURM's job states. Each pattern has a cause and a remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RankFacts:
-    """The facts about one rank that the run folder contains."""
+    """Facts about one rank, as read from the run folder."""
 
     heartbeat: Heartbeat
     last_sign: float
     """Time of the rank's newest sign of life, in seconds since 1970."""
     error_time: str
-    """Time of the rank's first error, as text from the log; empty if unknown."""
+    """Time of the rank's first error as text from the log, or an empty string if the time is unknown."""
     error: str
+    """First error in the rank's log, or an empty string if there is no error."""
     stack: str
-    """Innermost code lines of the rank when a step took too long; empty if no step did."""
+    """Code lines that the rank was executing when a step took too long, or an empty string."""
     exit_reason: str = ""
-    """How the rank ended according to srun, such as `Killed`; empty if unknown."""
+    """How the rank ended according to srun, such as `Killed`, or an empty string if unknown."""
 
     @property
     def name(self) -> str:
+        """Number and host of the rank for messages, such as `rank 1 on node2`."""
         return f"rank {self.heartbeat.rank} on {self.heartbeat.host}"
 
     @property
@@ -87,7 +92,7 @@ class RankFacts:
         return max(0.0, time.time() - self.last_sign)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the facts as a dict for JSON."""
+        """Return the facts as a dict for the JSON output."""
         return dataclasses.asdict(self.heartbeat) | {
             "when": self.error_time,
             "error": self.error,
@@ -98,7 +103,10 @@ class RankFacts:
 
 
 def read_job_log(folder: RunFolder, rank: int) -> str:
-    """Read a rank's output since the latest start of its job; empty if the run has no job."""
+    """Return a rank's output since the latest start of the job.
+
+    Returns an empty string if the run has no job.
+    """
     job = provenance.read_metadata(folder).get("job")
     if not job:
         return ""
@@ -107,7 +115,7 @@ def read_job_log(folder: RunFolder, rank: int) -> str:
 
 
 def parse_task_exit_reasons(text: str) -> dict[int, str]:
-    """Return how each rank ended according to srun's messages in `text`."""
+    """Return how ranks ended according to srun's messages in `text`, by rank."""
     exit_reasons: dict[int, str] = {}
     for numbers, exit_reason in TASK_ENDING.findall(text):
         for part in numbers.split(","):
@@ -120,7 +128,7 @@ def parse_task_exit_reasons(text: str) -> dict[int, str]:
 def find_last_sign_of_life(attempt: RunFolder) -> float:
     """Return the newest modification time of an attempt's files other than heartbeats.
 
-    The time is in seconds since 1970, or 0 if there are no files.
+    The time is in seconds since 1970, or 0 if the attempt has no such files.
     """
     paths = [attempt.attempt_folder / name for name in ("attempt.json", "world.json", "logs")]
     paths += attempt.attempt_folder.glob("logs/rank-*.log")
@@ -128,9 +136,10 @@ def find_last_sign_of_life(attempt: RunFolder) -> float:
 
 
 def find_first_error(log: str) -> tuple[str, str]:
-    """Find the time and text of the first error in a log.
+    """Return the time and text of the first error in a log.
 
-    Warnings and messages from W&B do not count as errors. A text that is not found is empty.
+    The time is an empty string if unknown. Both strings are empty if there is no error. Warnings and messages from W&B
+    do not count as errors.
     """
     match = LOGGED_ERROR.search(log)
     if match:
@@ -147,26 +156,27 @@ def find_first_error(log: str) -> tuple[str, str]:
 
 
 def find_stack_position(log: str) -> str:
-    """Find where the main thread was in the newest stack dump; empty without a dump.
+    """Return the code lines that the main thread was executing in the newest stack dump.
 
-    Contains the innermost stack frame and the two innermost frames of this project.
+    The text contains the innermost stack frame and the two innermost frames of this project, such as `p2p.py:81 send`.
+    Returns an empty string if the log contains no stack dump.
     """
     dumps = STACK_DUMP.findall(log)
     if not dumps:
         return ""
-    main_thread = THREAD.split(dumps[-1])[-1]
+    main_thread = THREAD.split(dumps[-1])[-1]  # faulthandler prints the main thread last
     frames = FRAME.findall(main_thread)
     project_frames = [frame for frame in frames if PROJECT_FILE.match(frame[0])]
-    selected = dict.fromkeys(frames[:1] + project_frames[:2])
+    selected = dict.fromkeys(frames[:1] + project_frames[:2])  # without duplicates
     return " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in selected)
 
 
 def read_rank_facts(folder: RunFolder) -> list[RankFacts]:
-    """Read the facts about all ranks of the newest attempt."""
+    """Return the facts about all ranks of a run's newest attempt."""
     ranks = []
     exit_reasons = parse_task_exit_reasons(read_job_log(folder, 0))  # srun writes to the log of rank 0
     for attempt in folder.list_attempts()[-1:]:
-        start = find_last_sign_of_life(attempt)
+        start = find_last_sign_of_life(attempt)  # used for ranks that have not written a heartbeat
         for heartbeat in read_heartbeats(attempt):
             rank = heartbeat.rank
             log = f"{read_end_of_file(attempt.log_file(rank))}\n{read_job_log(folder, rank)}"
@@ -178,13 +188,20 @@ def read_rank_facts(folder: RunFolder) -> list[RankFacts]:
 
 
 def list_failed_ranks(ranks: list[RankFacts]) -> list[RankFacts]:
-    """Return the ranks that have an error, sorted by the time of the error."""
+    """Return the ranks that have an error, sorted by the time of the error.
+
+    Ranks whose error time is unknown come last.
+    """
     failed = [rank for rank in ranks if rank.error]
     return sorted(failed, key=lambda rank: (not rank.error_time, rank.error_time))
 
 
 def find_known_cause(detail: str, failed: list[RankFacts]) -> str:
-    """Return the first known cause that matches, with its remedy; empty if none matches."""
+    """Return the first cause in CAUSES that matches, with a remedy.
+
+    A pattern in CAUSES matches the error of a failed rank or `detail`, the explanation of the run's state. Returns an
+    empty string if no pattern matches.
+    """
     for pattern, cause in CAUSES:
         for rank in failed:
             if re.search(pattern, rank.error):
@@ -195,7 +212,10 @@ def find_known_cause(detail: str, failed: list[RankFacts]) -> str:
 
 
 def describe_lost_ranks(ranks: list[RankFacts]) -> str:
-    """Describe the ranks that ended without an error message, if other ranks have errors."""
+    """Describe the ranks that ended without an error message, if other ranks have errors.
+
+    Returns an empty string if all ranks have errors or no rank has an error.
+    """
     silent = [rank for rank in ranks if not rank.error]
     if not silent or len(silent) == len(ranks):
         return ""
@@ -205,10 +225,10 @@ def describe_lost_ranks(ranks: list[RankFacts]) -> str:
 
 
 def describe_run_exit(folder: RunFolder) -> str:
-    """Describe how the run ended if no rank has an error."""
+    """Return a sentence that describes how a run without an error message ended."""
     code = folder.result.get("exit_status")
     if not isinstance(code, int):
-        exit_reason = "killed, or the machine failed"
+        exit_reason = "the ranks were killed, or the machine failed"
     elif 128 < code < 128 + signal.NSIG:
         exit_reason = f"signal {signal.strsignal(code - 128) or code - 128}"
     else:
@@ -217,18 +237,23 @@ def describe_run_exit(folder: RunFolder) -> str:
 
 
 def diagnose_running_run(ranks: list[RankFacts], last_step: int, max_silence: float) -> str:
-    """Describe the problem of a running run: it hangs, or a rank is slow.
+    """Return whether a running run hangs, has a slow rank, or has no problem.
 
     A run hangs if no rank has shown a sign of life for `max_silence` seconds. A run without ranks has just started.
     """
     if not ranks or min(rank.age for rank in ranks) < max_silence:
         return describe_slow_rank([rank.heartbeat for rank in ranks]) or NO_PROBLEM
     behind = min(ranks, key=lambda rank: (rank.heartbeat.step, rank.last_sign))
-    return f"hangs after step {last_step}: no sign of life from {behind.name} for {format_duration(behind.age)}"
+    silence = f"no sign of life from {behind.name} for {format_duration(behind.age)}"
+    return f"the run hangs after step {last_step}: {silence}"
 
 
 def find_cause(folder: RunFolder, state: str, detail: str, ranks: list[RankFacts]) -> str:
-    """Return the likely cause of a problem in one line; empty if there is nothing to explain."""
+    """Return the likely cause of a run's problem in one line.
+
+    Returns an empty string if the run was canceled, or has finished without a slow rank. `state` and `detail` are the
+    state of the run and its explanation.
+    """
     if state == "FINISHED":
         return describe_slow_rank([rank.heartbeat for rank in ranks])
     if state == "CANCELLED":
@@ -241,17 +266,20 @@ def find_cause(folder: RunFolder, state: str, detail: str, ranks: list[RankFacts
 
 
 def explain_failure(folder: RunFolder, detail: str, ranks: list[RankFacts]) -> str:
-    """Return the likely cause of a failure.
+    """Return the likely cause of a run's failure.
 
     Errors that another rank caused, such as lost connections, are used only if no rank has an error of another kind.
     """
     failed = list_failed_ranks(ranks)
+    # The culprits are the ranks whose error was not caused by another rank.
     culprits = [rank for rank in failed if not PEER_ERROR.search(rank.error)]
     known_cause = find_known_cause(detail, culprits)
     if known_cause:
         return known_cause
     if culprits:
         return f"{culprits[0].name} failed first: {culprits[0].error}"
+
+    # All errors were caused by other ranks. Such an error may name the rank that stopped or was killed.
     for rank in failed:
         if "did not answer within" in rank.error:
             return rank.error
@@ -262,7 +290,7 @@ def explain_failure(folder: RunFolder, detail: str, ranks: list[RankFacts]) -> s
 
 
 def collect_diagnosis(folder: RunFolder) -> dict[str, Any]:
-    """Collect all facts about a run, in the form that JSON=1 prints."""
+    """Return the diagnosis of a run as a dict, which JSON=1 prints."""
     state, detail = status.read_state(folder)
     ranks = read_rank_facts(folder)
     failed = list_failed_ranks(ranks)
@@ -283,7 +311,10 @@ def collect_diagnosis(folder: RunFolder) -> dict[str, Any]:
 
 
 def choose_resume_command(folder: RunFolder, cause: str) -> str:
-    """Return the command that resumes the run, or a command for a new run if its source code has an error."""
+    """Return the command that continues an ended run, given the likely cause of its end.
+
+    If the source code of the run has an error, the command starts a new run. The returned text may also contain advice.
+    """
     resume = f"make exp RESUME={folder.reference}"
     if re.search(SOURCE_ERROR_PATTERN, cause):
         return provenance.format_new_run_command(folder)
@@ -301,20 +332,21 @@ def choose_resume_command(folder: RunFolder, cause: str) -> str:
 
 
 def print_rank_facts(facts: dict[str, Any]) -> None:
-    """Print the newest heartbeat of a rank and, if known, where the rank was stuck."""
+    """Print a rank's newest heartbeat and, if known, the line where the rank was stuck."""
     age = f"{format_duration(facts['age'])} ago"
     line = f"  rank {facts['rank']:<3}  {facts['host']:<12}  heartbeat at step {facts['step']:>7}  {age:>10}"
     if facts["before_backward"]:
-        line += f"  {facts['before_backward'] * 1e3:.1f} ms until backward"
+        line += f"  backward starts after {facts['before_backward'] * 1e3:.1f} ms"
     print(line)
     if facts["stands"]:
         print(f"            stuck at {facts['stands']}")
 
 
 def print_diagnosis(folder: RunFolder, as_json: bool) -> int:
-    """Print the diagnosis as text or JSON; return the exit status.
+    """Print the diagnosis of a run as text or JSON, and return the exit status.
 
-    The exit status is 1 if the run has a problem and the output is JSON, which is for scripts. Otherwise it is 0.
+    JSON is for scripts, so the exit status is 1 if the output is JSON and the run has a problem. Otherwise, the exit
+    status is 0.
     """
     facts = collect_diagnosis(folder)
     state = facts["state"]

@@ -1,6 +1,6 @@
 """The `doctor` command: check all hosts before a long job, or diagnose a run that failed or hangs.
 
-The command itself does not import torch. To check hosts, it starts ranks that execute this module:
+The command itself does not import torch. To check hosts, the command starts ranks that execute this module:
 
     python -m slurm.reports.doctor NODES RUNS CACHE [mixed]
 """
@@ -37,19 +37,21 @@ COLUMNS = (
     "rank", "host", "address", "device", "cores", "memory_free_gb", "disk_free_gb", "disk_mb_per_s", "gflop_per_s",
     "all_reduce_gb_per_s",
 )  # fmt: skip
-USED_SETTINGS = ("runs", "data.cache", "launch.mixed")
-HOST_MARK = "doctor-here "  # prefix of the line in which a rank reports its host
-FACTS_MARK = "doctor-found "  # prefix of the line in which rank 0 reports all facts
+"""Facts that the table of hosts shows for each rank, in the order of the columns."""
+USED_SETTINGS = ("runs", "data.cache", "launch.mixed")  # settings that ARGS may contain
+HOST_MARK = "doctor-here "  # prefix of the line in which a rank prints the name of its host
+FACTS_MARK = "doctor-found "  # prefix of the line in which rank 0 prints the report about all ranks
 SETUP_TIMEOUT = 120.0  # seconds for all ranks to connect; importing torch can take a minute on a busy host
-QUEUE_CHECK_SECONDS = 5.0  # delay before reading the hosts of the job from SLURM
-REPORT_TIMEOUT = 240.0  # seconds for the ranks to report
+QUEUE_CHECK_SECONDS = 5.0  # time after which a running job's hosts are read from SLURM
+REPORT_TIMEOUT = 240.0  # maximum time in seconds until all ranks have exited
 HOST_FAILURE = re.compile(
     r"(?:on node |node failure on )(\S+?)(?: failed)?: (.+)|nodes? (\S+) (?:not responding|is down)", re.I
 )
+"""Messages of srun about a failed host. The groups are host and problem, or only the host."""
 
 
 def format_host_table(facts: Sequence[dict[str, Any]]) -> str:
-    """Format the table of hosts as text, with one line per rank."""
+    """Return the table of hosts as text, with one line per rank."""
     columns = []
     for name in COLUMNS:
         cells = ["-" if rank.get(name) is None else str(rank[name]) for rank in facts]
@@ -61,9 +63,10 @@ def format_host_table(facts: Sequence[dict[str, Any]]) -> str:
 
 
 def check_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> int:
-    """Check the host of this rank together with the other ranks; return the exit status.
+    """Check this rank's host together with the other ranks, and return the exit status.
 
-    If `mixed` is true, the ranks may have different devices.
+    Without SLURM, this process starts `nodes` ranks on this machine. If `mixed` is true, the ranks may have different
+    devices.
     """
     print(f"{HOST_MARK}{socket.gethostname()}", flush=True)
     from common.ranks import local_launcher, rendezvous
@@ -72,12 +75,14 @@ def check_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> int:
     from common.training import host_checks
     from configs.launch import Launch
 
-    def examine_rank(rank_info: RankInfo) -> None:
+    def collect_and_print_report(rank_info: RankInfo) -> None:
+        """Collect the facts of all ranks, and print the report on rank 0."""
         launch = Launch(setup_timeout=SETUP_TIMEOUT, step_timeout=SETUP_TIMEOUT, mixed=mixed)
         with rendezvous.join_world(rank_info, launch) as world:
-            hosts = world.gather(host_checks.collect_thorough_facts(world, runs, cache))
+            hosts = world.gather(host_checks.collect_all_host_facts(world, runs, cache))
             if world.is_main:
                 problems = host_checks.find_problems(hosts, len(set(world.hosts)), mixed=mixed)
+
                 mode = wandb_account.read_requested_mode(Experiment())
                 reason = ""
                 if mode != "disabled":
@@ -87,8 +92,8 @@ def check_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> int:
 
     rank_info = read_rank_info(os.environ)
     if rank_info is None:
-        return local_launcher.run_ranks(examine_rank, nodes, nodes, lambda: None)
-    examine_rank(rank_info)
+        return local_launcher.run_ranks(collect_and_print_report, nodes, nodes, lambda: None)
+    collect_and_print_report(rank_info)
     return 0
 
 
@@ -109,12 +114,13 @@ def make_srun_command(profile: Profile, nodes: int, job_name: str) -> list[str]:
     return ["srun", *(f"--{option}={value}" for option, value in options.items())]
 
 
-def list_down_hosts(scheduler: Scheduler, nodes: int, partition: str) -> list[str]:
-    """Describe the hosts that SLURM reports as down.
+def describe_down_hosts(scheduler: Scheduler, nodes: int, partition: str) -> list[str]:
+    """Return one line per host that SLURM reports as unavailable, with the reason.
 
-    Returns an empty list if at least `nodes` other hosts are available.
+    Returns an empty list if at least `nodes` hosts are available.
     """
     options = [f"--partition={partition}"] if partition else []
+    # Each line contains host, state and reason. sinfo repeats a host for each of its partitions.
     lines = set(scheduler.run_command("sinfo", "-N", "-h", "-o", "%N|%T|%E", *options).split("\n")) - {""}
     down = [line for line in sorted(lines) if re.match(r"[^|]*\|(down|drain|fail|unknown|\w+\*)", line)]
     hosts = {line.partition("|")[0] for line in lines}
@@ -128,17 +134,20 @@ def list_down_hosts(scheduler: Scheduler, nodes: int, partition: str) -> list[st
 
 
 def list_job_hosts(scheduler: Scheduler, job_name: str) -> list[str]:
-    """List the hosts that SLURM has allocated to a job; empty if they are unknown."""
+    """Return the hosts that SLURM has allocated to a job.
+
+    Returns an empty list if the job has no hosts yet or a SLURM command fails.
+    """
     with contextlib.suppress(UserError):
         names = scheduler.run_command("squeue", "-h", f"--name={job_name}", "-o", "%N").split()
         return scheduler.run_command("scontrol", "show", "hostnames", names[0]).split() if names else []
     return []
 
 
-def run_host_checks(command: list[str], scheduler: Scheduler | None, job_name: str) -> dict[str, Any]:
-    """Run the ranks on the hosts and return their report.
+def run_ranks_and_read_report(command: list[str], scheduler: Scheduler | None, job_name: str) -> dict[str, Any]:
+    """Run the command that starts the ranks, and return the report that rank 0 prints.
 
-    If the ranks report no facts, `problems` in the returned dict explains why.
+    If rank 0 prints no report, the entry `problems` of the returned dict explains why.
     """
     environment = remove_launcher_variables(os.environ) | {"PYTHONPATH": str(ROOT)}
     lines: list[str] = []
@@ -147,6 +156,7 @@ def run_host_checks(command: list[str], scheduler: Scheduler | None, job_name: s
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
+        # A thread reads the output, so that this process can stop waiting for a host that does not respond.
         reader = threading.Thread(target=lines.extend, args=(process.stdout,), daemon=True)
         reader.start()
         reader.join(QUEUE_CHECK_SECONDS)
@@ -162,16 +172,18 @@ def run_host_checks(command: list[str], scheduler: Scheduler | None, job_name: s
             process.terminate()
             reader.join(5)
             process.kill()
+
     for line in lines:
         if line.startswith(FACTS_MARK):
             return dict(json.loads(line.removeprefix(FACTS_MARK)))
-    return {"hosts": [], "wandb": {}, "problems": explain_missing_facts(lines, hosts, has_timed_out)}
+    return {"hosts": [], "wandb": {}, "problems": explain_missing_report(lines, hosts, has_timed_out)}
 
 
-def explain_missing_facts(lines: list[str], hosts: list[str], has_timed_out: bool) -> list[str]:
-    """Explain why the ranks reported no facts.
+def explain_missing_report(lines: list[str], hosts: list[str], has_timed_out: bool) -> list[str]:
+    """Return the reasons why the ranks printed no report.
 
-    Lists hosts that failed or do not respond. If there are none, returns the error messages of the ranks.
+    There is one reason for each host that failed or does not respond. If there is no such host, the reasons are the
+    error messages or the last lines of the ranks' output `lines`.
     """
     reporting = [line.removeprefix(HOST_MARK).strip() for line in lines if line.startswith(HOST_MARK)]
     problems = {}
@@ -179,7 +191,8 @@ def explain_missing_facts(lines: list[str], hosts: list[str], has_timed_out: boo
         problems[match[1] or match[3]] = (match[2] or "does not respond").strip()
     for host in hosts:
         if host not in reporting:
-            problems.setdefault(host, "does not respond; check its network cable and its slurmd")
+            problems.setdefault(host, "does not respond; check the network cable and the slurmd of this host")
+
     if problems:
         return [f"{host}: {problem}" for host, problem in problems.items()]
     if has_timed_out and not reporting:
@@ -189,27 +202,31 @@ def explain_missing_facts(lines: list[str], hosts: list[str], has_timed_out: boo
     return errors[:3] or last_lines or ["the ranks exited without an error message"]
 
 
-def run_checks_on_nodes(
-    scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment
-) -> dict[str, Any]:
-    """Check `nodes` hosts of a cluster or, without SLURM, this machine with `nodes` ranks. Raises UserError."""
+def check_nodes(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment) -> dict[str, Any]:
+    """Check `nodes` hosts of a cluster, and return a report.
+
+    Without SLURM, `nodes` ranks check this machine. Raises UserError if the cluster has too few hosts or does not
+    answer.
+    """
     command = [sys.executable, "-m", "slurm.reports.doctor", str(nodes)]
     command += [str(Path(folder).absolute()) for folder in (settings.runs, settings.data.cache)]
     if settings.launch.mixed:
         command.append("mixed")
     if scheduler is None:
-        return run_host_checks(command, None, "")
+        return run_ranks_and_read_report(command, None, "")
+
     scheduler.check_enough_hosts(nodes, profile.partition)
-    problems = list_down_hosts(scheduler, nodes, profile.partition)
+    problems = describe_down_hosts(scheduler, nodes, profile.partition)
     if problems:
         return {"hosts": [], "wandb": {}, "problems": problems}
+
     job_name = f"doctor-{secrets.token_hex(3)}"
     srun = make_srun_command(profile, nodes, job_name)
-    return run_host_checks(scheduler.build_command(*srun, *command), scheduler, job_name)
+    return run_ranks_and_read_report(scheduler.build_command(*srun, *command), scheduler, job_name)
 
 
 def print_host_report(report: dict[str, Any]) -> None:
-    """Print the table of hosts, the W&B mode that runs would use, and the problems."""
+    """Print the table of hosts, the W&B mode of new runs, and the problems."""
     if report["hosts"]:
         print(format_host_table(report["hosts"]))
     wandb = report["wandb"]
@@ -222,7 +239,10 @@ def print_host_report(report: dict[str, Any]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Check hosts or diagnose a run; return the exit status. Raises UserError."""
+    """Check hosts or diagnose a run, and return the exit status.
+
+    Raises UserError for invalid arguments.
+    """
     as_json = parse_zero_or_one("JSON", args.json)
     if args.run is not None:
         for name in ("nodes", "args", "launch", "cluster"):
@@ -243,7 +263,7 @@ def main(args: argparse.Namespace) -> int:
     scheduler = choose_scheduler(args.launch or "auto")
     if scheduler is None and not as_json:
         print(f"SLURM is not used; checking {format_count(nodes, 'rank')} on this machine", flush=True)
-    report = run_checks_on_nodes(scheduler, nodes, profile, settings)
+    report = check_nodes(scheduler, nodes, profile, settings)
     if as_json:
         print(json.dumps({"sound": not report["problems"]} | report, indent=2))
     else:
@@ -252,7 +272,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 class DoctorSettings(Experiment):
-    """The settings of the doctor: folders for runs and data, and whether ranks may have different devices."""
+    """Settings of the doctor command, of which only USED_SETTINGS have an effect."""
 
     can_mix_devices: ClassVar[bool] = True
 

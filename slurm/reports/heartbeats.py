@@ -1,4 +1,4 @@
-"""Read the heartbeats of an attempt's ranks and find a straggler. Does not import torch."""
+"""Heartbeats of the ranks of an attempt, and detection of a straggler. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ class Heartbeat:
     host: str
     step: int
     time: float
-    """Time of the heartbeat in seconds since 1970; 0 if the rank has written none."""
+    """Time of the heartbeat in seconds since 1970, or 0 if the rank has not written a heartbeat."""
     before_backward: float | None
-    """Median seconds from the start of a step until backward begins; None if not measured."""
+    """Median seconds from the start of a step to the start of backward, or None if the time was not measured."""
     samples: int | None = None
-    """Number of samples per batch in the rank's shard; None if all shards are equal."""
+    """Number of samples per batch in the rank's shard, or None if all shards are equal."""
 
 
 def read_heartbeats(attempt: RunFolder) -> list[Heartbeat]:
-    """Read the heartbeats of all known ranks of an attempt, in rank order."""
+    """Return the newest heartbeat of each known rank of an attempt, in rank order.
+
+    A rank is known if the rank has written a heartbeat or a log, or is listed in world.json.
+    """
     hosts = read_json(attempt.attempt_folder / "world.json").get("hosts")
     if not isinstance(hosts, list):
         hosts = []
     files = [*attempt.attempt_folder.glob("heartbeat-*.json"), *attempt.attempt_folder.glob("logs/rank-*.log")]
     ranks = {int(path.stem.rpartition("-")[2]) for path in files}
     ranks.update(range(len(hosts)))
+
     heartbeats = []
     for rank in sorted(ranks):
         content = read_json(attempt.attempt_folder / f"heartbeat-{rank}.json")
@@ -47,22 +51,25 @@ def read_heartbeats(attempt: RunFolder) -> list[Heartbeat]:
 
 
 def describe_shards(ranks: Sequence[Heartbeat]) -> str:
-    """Describe the sizes of the ranks' shards; empty if all shards are equal."""
+    """Return the ranks' shard sizes as text, or an empty string if all are equal."""
     samples = [str(rank.samples) for rank in ranks if rank.samples]
     return f"shards {'+'.join(samples)}" if samples else ""
 
 
 def find_slow_rank(ranks: Sequence[Heartbeat]) -> Heartbeat | None:
-    """Find the rank that takes much longer than the others to reach backward, if there is one."""
+    """Return the heartbeat of the straggler, or None if there is no straggler.
+
+    A straggler is a rank that takes clearly longer than the other ranks to reach backward.
+    """
     index = find_straggler([rank.before_backward for rank in ranks], [rank.samples for rank in ranks])
     return None if index is None else ranks[index]
 
 
 def describe_slow_rank(ranks: Sequence[Heartbeat]) -> str:
-    """Describe the straggler in one sentence; empty if there is none."""
+    """Return a sentence about the straggler, or an empty string if there is no straggler."""
     slow = find_slow_rank(ranks)
     if slow is None or slow.before_backward is None:
         return ""
     other_times = [rank.before_backward for rank in ranks if rank is not slow and rank.before_backward]
-    times = f"{slow.before_backward * 1e3:.1f} ms until backward, {median(other_times) * 1e3:.1f} ms on the other ranks"
-    return f"rank {slow.rank} on {slow.host} is slow: {times}"
+    times = f"{slow.before_backward * 1e3:.1f} ms, compared with {median(other_times) * 1e3:.1f} ms on the other ranks"
+    return f"rank {slow.rank} on {slow.host} is slow: backward starts after {times}"

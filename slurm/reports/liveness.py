@@ -1,4 +1,7 @@
-"""Determine whether an attempt of a run is alive, from its claim, /proc and SLURM. Does not import torch."""
+"""Functions that use claims, /proc and SLURM to determine whether an attempt of a run is alive.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ POLL_SECONDS = 0.5
 
 
 def check_claim_liveness(claim: Claim) -> ProcessState:
-    """Return whether the attempt of a claim is alive.
+    """Return whether the attempt of a claim is alive, has ended, or cannot be checked.
 
-    The state of an attempt in a SLURM job is read from SLURM, that of other attempts from the processes of this host.
+    If the attempt belongs to a SLURM job, SLURM reports the state of the job. Otherwise, or if SLURM does not answer,
+    this host checks the process of the attempt.
     """
     meta = provenance.read_metadata(claim.attempt)
     job = meta.get("job")
@@ -33,9 +37,9 @@ def check_claim_liveness(claim: Claim) -> ProcessState:
 
 
 def wait_for_earlier_attempt(folder: RunFolder) -> None:
-    """Wait until an earlier attempt that is stopping has ended, and record its end.
+    """Wait until an earlier attempt that is stopping has ended, and record the end.
 
-    Raises RunTakenError if the attempt is not stopping or does not end in time.
+    Raises RunTakenError if the attempt is not stopping, or is still alive after STOPPING_SECONDS.
     """
     claim = claims.find_newest_claim(folder)
     deadline = time.monotonic() + claims.STOPPING_SECONDS
@@ -45,11 +49,13 @@ def wait_for_earlier_attempt(folder: RunFolder) -> None:
             if not claim.is_ended:  # the next attempt may run on a host that cannot see this process
                 claims.mark_ended(claim.attempt)
             return
-        if not folder.result or time.monotonic() > deadline:
+        is_stopping = bool(folder.result)  # a run writes its result before the attempt ends
+        if not is_stopping or time.monotonic() > deadline:
             problem = f"{folder.path.name} is still running ({claim.describe()})"
             raise RunTakenError(f"{problem}; {claims.format_live_attempt_remedy(folder)}")
         if not is_announced:
             claims.print_waiting_message(claim)
             is_announced = True
         time.sleep(POLL_SECONDS)
+    # Without a claim or a known state, the process in meta.json and the time of the last write decide.
     claims.wait_for_earlier_attempt(folder)

@@ -1,4 +1,4 @@
-"""The `logs` command: print or follow the output of rank 0 of a run. Does not import torch."""
+"""The `logs` command: print or follow the output of rank 0 of a run. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from slurm.reports.selection import find_run, parse_float, read_settings
 from slurm.reports.status import FINAL_STATES, find_scheduler, read_status
 from slurm.scheduling.scheduler import STATUS_TIMEOUT
 
-EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # status:signal from scontrol or sacct
+EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # exit status:signal, from SLURM
 POLL_SECONDS = 0.2
 STATUS_SECONDS = 2.0  # interval between two reads of the run's status
 MARGIN_SECONDS = 10.0  # the log of an ended run is followed for at most wandb.finish_timeout plus this time
 
 
 def follow_log(folder: RunFolder, log: Path) -> int:
-    """Print a log as it grows until the run is over or the user presses Ctrl-C.
+    """Print a log as it grows, until the run ends or the user presses Ctrl-C.
 
     Returns the exit status of the run, or 130 after Ctrl-C.
     """
@@ -39,10 +39,10 @@ def follow_log(folder: RunFolder, log: Path) -> int:
 
 
 def print_growing_log(folder: RunFolder, log: Path) -> int:
-    """Print a log as it grows, then the status of the run; return the run's exit status.
+    """Print a log as it grows, and then the status of the run.
 
     A run writes its result before its last log lines. The log is therefore followed until the job or process has ended,
-    but no longer than W&B may take to finish.
+    but no longer than W&B may take to finish. Returns the exit status of the run.
     """
     finish_timeout = parse_float(read_settings(folder).get("wandb.finish_timeout", "")) or 0.0
     max_result_age = MARGIN_SECONDS + finish_timeout
@@ -50,6 +50,7 @@ def print_growing_log(folder: RunFolder, log: Path) -> int:
     status_time = 0.0
     state = ""
     while True:
+        # Check for the end of the run before reading, so that the last read contains the last log lines.
         is_last = state in FINAL_STATES and (
             measure_result_age(folder) > max_result_age or not is_still_writing(folder)
         )
@@ -60,6 +61,7 @@ def print_growing_log(folder: RunFolder, log: Path) -> int:
             print(text, end="", flush=True)
         if is_last:
             break
+
         if state not in FINAL_STATES and time.monotonic() - status_time > STATUS_SECONDS:
             state = read_status(folder).state
             status_time = time.monotonic()
@@ -69,7 +71,7 @@ def print_growing_log(folder: RunFolder, log: Path) -> int:
 
 
 def measure_result_age(folder: RunFolder) -> float:
-    """Return the seconds since a run wrote its result; infinity if there is no result."""
+    """Return the seconds since a run wrote its result, or infinity without a result."""
     try:
         return time.time() - (folder.path / "result.json").stat().st_mtime
     except OSError:
@@ -77,7 +79,10 @@ def measure_result_age(folder: RunFolder) -> float:
 
 
 def is_still_writing(folder: RunFolder) -> bool:
-    """Return whether the job or process of a run with a result is still running and may write."""
+    """Return whether the job or process of a run may still write to the log.
+
+    A run that has already written its result may still be running.
+    """
     meta = provenance.read_metadata(folder)
     if meta.get("job"):
         scheduler = find_scheduler(meta)
@@ -86,7 +91,11 @@ def is_still_writing(folder: RunFolder) -> bool:
 
 
 def find_exit_status(folder: RunFolder) -> int:
-    """Return the exit status of an ended run: from its result, otherwise from SLURM, otherwise 1."""
+    """Return the exit status of an ended run from its result or from SLURM.
+
+    If SLURM reports that a signal ended the job, the exit status is 128 plus the signal number. Returns 1 if the run
+    has no result and SLURM reports neither a nonzero exit status nor a signal.
+    """
     exit_status = folder.result.get("exit_status")
     if isinstance(exit_status, int):
         return exit_status
@@ -105,9 +114,10 @@ def find_exit_status(folder: RunFolder) -> int:
 
 
 def find_rank_0_log(folder: RunFolder) -> Path:
-    """Return rank 0's log file. Raises UserError.
+    """Return the path of rank 0's log.
 
-    The file belongs to the run's job or, if the run has no job, to its newest attempt.
+    The log belongs to the job of the run or, if the run has no job, to the newest attempt. Raises UserError if the run
+    has neither a job nor an attempt.
     """
     job = provenance.read_metadata(folder).get("job")
     if job:
@@ -119,7 +129,10 @@ def find_rank_0_log(folder: RunFolder) -> Path:
 
 
 def read_rank_0_log(folder: RunFolder) -> str:
-    """Read the output of rank 0 from the newest attempt that has output. Raises UserError."""
+    """Return the output of rank 0 from the newest attempt with output.
+
+    Raises UserError if no attempt has output.
+    """
     logs = [find_rank_0_log(folder)]
     logs += [attempt.log_file(0) for attempt in reversed(folder.list_attempts())]
     for log in logs:
@@ -130,7 +143,7 @@ def read_rank_0_log(folder: RunFolder) -> str:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print or follow the log of rank 0; return the exit status."""
+    """Print or follow the log of rank 0, and return the exit status."""
     folder = find_run(args.run, Path(args.runs_folder or "runs"))
     if parse_zero_or_one("FOLLOW", args.follow):
         return follow_log(folder, find_rank_0_log(folder))

@@ -1,9 +1,9 @@
-"""The `prune-runs` command: list or delete files that finished runs no longer need. Does not import torch.
+"""The `prune-runs` command: list or delete files that ended runs no longer need. This module does not import torch.
 
-With DELETE=1, the command deletes checkpoints, traces, and W&B folders that have been sent. It keeps settings, results,
-metrics, logs and source code. The following are deleted only if RUNS names the run: the checkpoints of an unfinished
-run, from which it can be resumed; the best model of a finished run (checkpoint.best); and the newest checkpoint of a
-run without a model.
+With DELETE=1, the command deletes checkpoints, traces, and W&B folders that have been sent. The command keeps settings,
+results, metrics, logs and source code. The following checkpoints are deleted only if RUNS names the run: the
+checkpoints of an unfinished run, which are needed to resume the run; the best checkpoint of a finished run
+(checkpoint.best); and the newest checkpoint of a run without a trained model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from slurm.reports.selection import RunFilter
 
 
 def list_superfluous_files(folder: RunFolder, is_named: bool) -> list[Path]:
-    """List the files of a run that can be deleted once the run is over.
+    """Return the files and folders that an ended run no longer needs.
 
-    If RUNS does not name the run, the list excludes the best model (checkpoint.best) and, for a run without a model,
-    the newest checkpoint.
+    `is_named` is true if RUNS names the run. Otherwise, protected checkpoints are excluded: the best checkpoint
+    (checkpoint.best) and, for a run without a trained model, the newest checkpoint.
     """
     paths = sorted(folder.path.glob("attempts/*/trace-*.json"))
     for attempt in folder.list_attempts():
@@ -39,7 +39,10 @@ def list_superfluous_files(folder: RunFolder, is_named: bool) -> list[Path]:
 
 
 def list_protected_checkpoints(folder: RunFolder, attempt: RunFolder) -> list[Path]:
-    """List the checkpoints of an attempt that contain the only model or the best model of the run."""
+    """Return an attempt's checkpoints that contain the only or the best model of the run.
+
+    The result also contains the file `best`, which names the best checkpoint.
+    """
     checkpoints = storage.get_checkpoints_dir(attempt)
     protected = []
     if not (folder.path / MODEL_FILE).is_file():
@@ -52,15 +55,15 @@ def list_protected_checkpoints(folder: RunFolder, attempt: RunFolder) -> list[Pa
 
 
 def measure_size(path: Path) -> int:
-    """Return the size on disk of a file or folder in bytes, without following links."""
+    """Return the size of a file or folder in bytes. Links are not followed."""
     paths = [path]
     if path.is_dir() and not path.is_symlink():
         paths += path.rglob("*")
-    return sum(path.lstat().st_blocks * 512 for path in paths)
+    return sum(path.lstat().st_blocks * 512 for path in paths)  # st_blocks counts units of 512 bytes
 
 
 def remove_path(path: Path) -> None:
-    """Delete a file or a folder. Raises UserError."""
+    """Delete a file or folder. Raises UserError if the disk is read-only or protected."""
     with convert_disk_errors(path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -69,10 +72,14 @@ def remove_path(path: Path) -> None:
 
 
 def remove_superfluous_files(folders: list[RunFolder], are_named: bool, delete: bool) -> int:
-    """Print the superfluous files of runs, and delete them if `delete` is true; return their size in bytes."""
+    """Print the superfluous files of runs, and delete the files if `delete` is true.
+
+    Returns the total size of the files in bytes.
+    """
     total = 0
     for folder in folders:
         state, _ = status.read_state(folder)
+        # A run that ended in another state can be resumed from its checkpoints, so RUNS must name the run.
         if state != "FINISHED" and not (are_named and state in status.FINAL_STATES):
             continue
         paths = list_superfluous_files(folder, are_named)
@@ -89,7 +96,10 @@ def remove_superfluous_files(folders: list[RunFolder], are_named: bool, delete: 
 
 
 def parse_delete_switch(delete: str, dry_run: str) -> bool:
-    """Return whether to delete the files. DRY_RUN=0 is accepted as an old form of DELETE=1. Raises UserError."""
+    """Return whether DELETE and DRY_RUN request the deletion of files.
+
+    DRY_RUN=0 is deprecated and means DELETE=1. Raises UserError if the options are invalid or contradict each other.
+    """
     is_dry = parse_zero_or_one("DRY_RUN", dry_run)
     if parse_zero_or_one("DELETE", delete):
         if is_dry:
@@ -102,7 +112,7 @@ def parse_delete_switch(delete: str, dry_run: str) -> bool:
 
 
 def main(args: argparse.Namespace) -> int:
-    """List or delete the files that runs no longer need; return the exit status."""
+    """List or delete files that ended runs no longer need, and return the exit status."""
     delete = parse_delete_switch(args.delete, args.dry_run)
     criteria = RunFilter(args.runs, args.name, args.last, args.where)
     folders = selection.select_runs(criteria, Path(args.runs_folder or "runs"), newest=0)

@@ -1,4 +1,4 @@
-"""Select the runs on which a command acts: by id, experiment, settings or sweep, or the newest runs."""
+"""Select the runs on which a command acts, by id, experiment, settings or sweep. By default, select the newest runs."""
 
 from __future__ import annotations
 
@@ -17,30 +17,37 @@ from common.system.errors import UserError
 from common.system.text import format_count
 from slurm.arguments import parse_count, split_words, suggest_nearest
 
-CONDITION = re.compile(r"([a-z][a-z0-9_.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)
+CONDITION = re.compile(r"([a-z][a-z0-9_.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)  # key, comparison and value in WHERE
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
     ">": operator.gt,
     ">=": operator.ge,
 }
-DEFAULT_RUN_COUNT = 10  # number of newest runs that are selected if no criterion limits the selection
+DEFAULT_RUN_COUNT = 10  # number of newest runs that are selected if no criterion selects specific runs
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFilter:
-    """The criteria for selecting runs, as given on the command line."""
+    """Criteria for selecting runs, as text from the command line. An empty criterion is ignored."""
 
     runs: str = ""
+    """Ids or paths of runs (RUNS), separated by spaces."""
     name: str = ""
+    """Name of an experiment (NAME)."""
     last: str = ""
+    """Number of newest runs to select (LAST)."""
     conditions: str = ""
-    """Conditions on settings, such as `strategy=ddp lr>0.1`."""
+    """Conditions on settings (WHERE), such as `strategy=ddp lr>0.1`."""
     sweep: str = ""
+    """Name or folder of a sweep (SWEEP)."""
 
 
 def find_run(name: str, runs: Path) -> RunFolder:
-    """Find a run folder by run id, by the last four characters of the id, or by path. Raises UserError."""
+    """Find a run folder by id, by the end of the id, or by path.
+
+    The end of an id consists of the last four characters. Raises UserError if no run or more than one run matches.
+    """
     if not name:
         files = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
         newest = ", ".join(file.parent.name for file in files[:3]) or "none"
@@ -50,7 +57,7 @@ def find_run(name: str, runs: Path) -> RunFolder:
         matches = [file.parent for file in runs.glob(f"*-{name}/config.yaml")]
         if len(matches) > 1:
             names = " and ".join(sorted(path.name for path in matches))
-            raise UserError(f"run {name} is ambiguous: the id could be {names}; write the full id")
+            raise UserError(f"run {name} is ambiguous: the ids {names} end with {name}; write the full id")
         paths += matches
     for path in paths:
         if os.path.isfile(path / "config.yaml"):  # noqa: PTH113 (is_file raises an error if a name is too long)
@@ -59,17 +66,17 @@ def find_run(name: str, runs: Path) -> RunFolder:
 
 
 def list_all_runs(root: Path) -> list[RunFolder]:
-    """List all run folders, oldest first."""
+    """Return all run folders in `root`, oldest first."""
     paths = [file.parent for file in root.glob("*/config.yaml")]
     paths.sort(key=lambda path: path.name.rsplit("-", 3)[1:])  # folder names contain the creation time
     return [RunFolder(path.absolute()) for path in paths]
 
 
 def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT) -> list[RunFolder]:
-    """Select the runs that meet all criteria. Raises UserError.
+    """Return the runs that meet all criteria. Raises UserError if no run matches.
 
-    The order is that of RUNS and SWEEP if one of them is set, otherwise oldest first. If RUNS, SWEEP, WHERE and LAST
-    are all empty, only the `newest` runs are returned; 0 means all runs.
+    If RUNS or SWEEP is set, the runs have the order of RUNS and SWEEP. Otherwise, the oldest run comes first. If RUNS,
+    SWEEP, WHERE and LAST are all empty, only the newest `newest` runs are returned, or all runs if `newest` is 0.
     """
     folders = list_named_runs(criteria, root) if criteria.runs or criteria.sweep else list_all_runs(root)
     if not folders:
@@ -79,15 +86,19 @@ def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT
         if criteria.name not in experiments:
             raise UserError(f"NAME={criteria.name!r}: no matching run; found runs of {', '.join(experiments)}")
         folders = [folder for folder in folders if folder.experiment == criteria.name]
-    folders = filter_by_settings(folders, criteria.conditions)
+    folders = filter_runs_by_settings(folders, criteria.conditions)
+
     if criteria.last:
         return folders[-parse_count("LAST", criteria.last) :]
     is_limited = criteria.runs or criteria.sweep or criteria.conditions
-    return folders if is_limited else folders[-newest:]
+    return folders if is_limited else folders[-newest:]  # folders[-0:] contains all runs
 
 
 def list_named_runs(criteria: RunFilter, root: Path) -> list[RunFolder]:
-    """List the runs given by RUNS and SWEEP, without duplicates. Raises UserError."""
+    """Return the runs that RUNS and SWEEP name, without duplicates.
+
+    Raises UserError if a run or the sweep does not exist.
+    """
     folders = [find_run(name, root) for name in split_words("RUNS", criteria.runs)]
     if criteria.sweep:
         folders += list_sweep_runs(criteria.sweep, root)
@@ -95,9 +106,9 @@ def list_named_runs(criteria: RunFilter, root: Path) -> list[RunFolder]:
 
 
 def read_sweep(file: Path) -> dict[str, Any]:
-    """Read a sweep.json file; return an empty dict if it does not exist.
+    """Return the content of a sweep.json file, or an empty dict if missing.
 
-    Raises UserError if the file is damaged, because no other file records which run belongs to which point.
+    Raises UserError if the file is damaged, because no other file records which run belongs to which sweep point.
     """
     try:
         sweep = parse_json(file.read_text(errors="replace"))
@@ -112,22 +123,30 @@ def read_sweep(file: Path) -> dict[str, Any]:
 
 
 def is_sweep_point(point: Any) -> bool:
-    """Return whether `point` is a valid sweep point: a dict of settings, repeat index and run names."""
+    """Return whether `point` is a valid point of a sweep.json file.
+
+    A valid point is a dict that contains settings and may contain a repeat index and run names.
+    """
     if not isinstance(point, dict) or not isinstance(point.get("values"), dict):
         return False
     earlier_runs = point.get("earlier", [])
     if not isinstance(earlier_runs, list) or not isinstance(point.get("repeat", 0), int):
         return False
+    # A run name must be a file name, not a path. A point that has not started has no run name.
     names = [point.get("run") or "none yet", *earlier_runs]
     return all(isinstance(name, str) and Path(name).name == name for name in names)
 
 
 def list_sweep_runs(sweep: str, root: Path) -> list[RunFolder]:
-    """List the runs of a sweep that have started, in the order of the sweep's points. Raises UserError."""
+    """Return the started runs of a sweep, in the order of the sweep's points.
+
+    Raises UserError if the sweep does not exist or has no started runs.
+    """
     for path in (Path(sweep), root / "sweeps" / sweep):
         file = path / "sweep.json"
         if not os.path.isfile(file):  # noqa: PTH113 (is_file raises an error if a name is too long)
             continue
+        # A sweep folder is runs/sweeps/<name>, and the runs of the sweep are in runs/.
         ids = dict.fromkeys(point.get("run") for point in read_sweep(file).get("cells", []))
         run_paths = [path.absolute().parent.parent / name for name in ids if name]
         folders = [RunFolder(run_path) for run_path in run_paths if (run_path / "config.yaml").is_file()]
@@ -140,13 +159,14 @@ def list_sweep_runs(sweep: str, root: Path) -> list[RunFolder]:
 def read_settings(folder: RunFolder) -> dict[str, str]:
     """Return the settings of a run's newest attempt as text, by dotted name.
 
-    Returns an empty dict if config.yaml cannot be read.
+    Returns an empty dict if the config.yaml of the run cannot be read.
     """
     try:
         config_values = config.read_config_file(folder.path / "config.yaml")
     except UserError:
         return {}
     settings = {key: str(value) for key, value in config_values.items()}
+    # changed.json contains the old and the new value of each setting that differs from config.yaml.
     for attempt in folder.list_attempts()[-1:]:
         for key, change in read_json(attempt.attempt_folder / "changed.json").items():
             if isinstance(change, list) and change:
@@ -155,7 +175,10 @@ def read_settings(folder: RunFolder) -> dict[str, str]:
 
 
 def parse_conditions(text: str) -> list[tuple[str, ...]]:
-    """Parse WHERE into conditions (key, comparison, value). Raises UserError."""
+    """Parse the text of WHERE into conditions (key, comparison, value).
+
+    Raises UserError if a word is not a condition.
+    """
     conditions = []
     for word in split_words("WHERE", text):
         match = CONDITION.fullmatch(word)
@@ -165,11 +188,15 @@ def parse_conditions(text: str) -> list[tuple[str, ...]]:
     return conditions
 
 
-def filter_by_settings(folders: list[RunFolder], text: str) -> list[RunFolder]:
-    """Return the runs whose settings meet all conditions of WHERE. Raises UserError."""
+def filter_runs_by_settings(folders: list[RunFolder], text: str) -> list[RunFolder]:
+    """Return the runs whose settings meet all conditions in the text of WHERE.
+
+    Raises UserError if the text is invalid, if no run has a setting of that name, or if no run meets the conditions.
+    """
     conditions = parse_conditions(text)
     if not conditions:
         return folders
+
     settings = [read_settings(folder) | {"experiment": folder.experiment} for folder in folders]
     keys = set[str]().union(*settings)
     for short_key, _, _ in conditions:
@@ -192,9 +219,10 @@ def matches_short_name(short: str, full: str) -> bool:
 
 
 def meets_condition(settings: Mapping[str, str], key: str, comparison: str, expected: str) -> bool:
-    """Return whether a run's settings meet one condition. Raises UserError.
+    """Return whether a run's settings meet one condition of WHERE.
 
-    Values are compared as numbers if both are numbers. The condition is not met if the run lacks the setting.
+    The actual and the expected value are compared as numbers if both are numbers. A run that lacks the setting does not
+    meet the condition. Raises UserError if `comparison` requires a number and `expected` is not a number.
     """
     first_match = next((text for name, text in settings.items() if matches_short_name(key, name)), None)
     actual = settings.get(key, first_match)
@@ -213,15 +241,18 @@ def meets_condition(settings: Mapping[str, str], key: str, comparison: str, expe
 
 
 def trains_model(settings: Mapping[str, str]) -> bool:
-    """Return whether a run with these settings trains a model; a measurement-only run has no data set."""
+    """Return whether a run with these settings trains a model.
+
+    A run that only measures has the setting data.name=none.
+    """
     return settings.get("data.name") != "none"
 
 
 def read_step_timeout(folder: RunFolder) -> float:
-    """Return a run's launch.step_timeout in seconds, or 0 if it is unknown."""
+    """Return a run's launch.step_timeout in seconds, or 0 if the setting is unknown."""
     return parse_float(read_settings(folder).get("launch.step_timeout", "")) or 0.0
 
 
 def parse_float(text: str) -> float | None:
-    """Parse `text` as a number; return None if it is not a number."""
+    """Return the number in `text`, or None if `text` is not a number."""
     return config_keys.parse_number(float, text)

@@ -1,7 +1,8 @@
-"""The `status` command: print the state, progress and speed of runs. Does not import torch.
+"""The `status` command: print the state, progress and speed of runs. This module does not import torch.
 
-The state is read from the result file and the heartbeats, then from squeue and scontrol, then from sacct. SLURM
-accounting is optional. A run whose state none of these sources knows is LOST.
+The state of a run is read from result.json, from the process that runs the newest attempt, or from SLURM (squeue,
+scontrol and sacct). SLURM accounting is optional. A run is LOST if these sources show neither that the run is active
+nor how the run ended.
 """
 
 from __future__ import annotations
@@ -34,48 +35,54 @@ FINAL_STATES = ("FINISHED", "FAILED", "CANCELLED", "PREEMPTED", "LOST")
 SPEED_BYTES = 1 << 16  # number of bytes read from the end of the metrics to measure the speed
 LAST_ROW_BYTES = 1 << 11  # number of bytes read from the end of the metrics to find the last step
 MIN_FREE_BYTES = 1 << 16  # a disk with less free space counts as full
-SILENCE_SECONDS = 300.0  # half the minimum time without a sign of life after which a run on another host is LOST
+SILENCE_SECONDS = 300.0  # a run on another host is LOST after at least twice this time without a sign of life
 PREPARATION_SECONDS = 600.0  # maximum time that a process on another host may take to prepare a run folder
 MAX_LISTED_RUNS = 20  # maximum number of runs listed without ALL=1
 RUN_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{8}-\d{6}-[0-9a-f]{4}")  # format of the names from RunFolder.create
-LINE = "{:<44}  {:<9}  {:>8}  {:>7}  {:>9}  {:>11}  {}"
+LINE = "{:<44}  {:<9}  {:>8}  {:>7}  {:>9}  {:>11}  {}"  # format of a table row: run, state, restarts, step, ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """The status of one run."""
+    """State, progress and speed of one run."""
 
     run: str
     state: str
+    """PENDING, RUNNING, UNKNOWN, or one of FINAL_STATES."""
     attempts: int
     step: int
+    """Last step of the run, or 0 before the first step."""
     samples_per_second: float
     heartbeat: float | None
-    """Seconds since the newest heartbeat of any rank; None if there is no heartbeat."""
+    """Seconds since the newest heartbeat of any rank, or None if there is no heartbeat."""
     detail: str = ""
+    """Short explanation of the state."""
 
     @property
     def restarts(self) -> int:
         return max(0, self.attempts - 1)
 
     def format_line(self) -> str:
-        """Format the status as a line of the table."""
+        """Return the status as a line of the table that `make status` prints."""
         age = "-" if self.heartbeat is None else f"{format_duration(self.heartbeat)} ago"
         speed = f"{self.samples_per_second:.0f}" if self.samples_per_second else "-"
         return LINE.format(self.run, self.state, self.restarts, self.step, speed, age, self.detail).rstrip()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the status as a dict for JSON."""
+        """Return the status as a dict for the JSON output."""
         return dataclasses.asdict(self) | {"state": self.state.lower(), "restarts": self.restarts}
 
 
 def list_trained_attempts(folder: RunFolder) -> list[RunFolder]:
-    """List the attempts whose training steps count, newest first."""
+    """Return the attempts whose training steps count toward the run, newest first."""
     return [attempt for attempt, _ in folder.trace_attempts()]
 
 
 def read_last_metrics_rows(attempts: list[RunFolder], size: int) -> list[dict[str, Any]]:
-    """Read the metrics rows in the last `size` bytes of the first attempt; empty without attempts."""
+    """Return the metric rows in the last `size` bytes of the first attempt's metrics.jsonl.
+
+    Truncated and malformed rows are skipped. Returns an empty list if `attempts` is empty.
+    """
     rows = []
     for attempt in attempts[:1]:
         for line in read_end_of_file(attempt.metrics_file, size).splitlines():
@@ -85,7 +92,10 @@ def read_last_metrics_rows(attempts: list[RunFolder], size: int) -> list[dict[st
 
 
 def measure_speed(rows: list[dict[str, Any]]) -> float:
-    """Return the samples per second over the last 50 training rows; 0 if there are too few rows."""
+    """Return the samples per second over the last 50 training rows.
+
+    Returns 0 if there are fewer than two training rows.
+    """
     steps = [row for row in rows if "loss" in row][-50:]
     if len(steps) < 2 or steps[-1]["time"] <= steps[0]["time"]:
         return 0.0
@@ -94,9 +104,9 @@ def measure_speed(rows: list[dict[str, Any]]) -> float:
 
 
 def find_last_step(attempts: list[RunFolder], rows: list[dict[str, Any]]) -> int:
-    """Return the last step of a run; 0 before the first step.
+    """Return the last step of a run, or 0 before the first step.
 
-    This is the last step in `rows` or, if later, the step from which the newest attempt resumed.
+    The last step is the highest step in `rows` or, if higher, the step from which the newest attempt resumed.
     """
     steps = [row["global_step"] for row in rows]
     steps += [attempt.parent_record[1] for attempt in attempts[:1] if attempt.parent_record]
@@ -104,15 +114,18 @@ def find_last_step(attempts: list[RunFolder], rows: list[dict[str, Any]]) -> int
 
 
 def read_last_step(folder: RunFolder) -> int:
-    """Read the last step of a run from its metrics. Unlike heartbeats, metrics contain every step."""
+    """Return the last step in the metrics of a run.
+
+    Heartbeats are not used, because the metrics may contain later steps than the newest heartbeats.
+    """
     attempts = list_trained_attempts(folder)
     return find_last_step(attempts, read_last_metrics_rows(attempts, LAST_ROW_BYTES))
 
 
 def read_final_speed(folder: RunFolder) -> float | None:
-    """Return the samples per second of a finished run.
+    """Return the samples per second in the result of a run.
 
-    Returns None if there is no result or the run only measures.
+    Returns None if the result does not contain this value or the run only measures.
     """
     result = results.parse_result(folder.result)
     speed = result.find_number("samples_per_second")
@@ -122,7 +135,7 @@ def read_final_speed(folder: RunFolder) -> float | None:
 
 
 def read_status(folder: RunFolder) -> Status:
-    """Read the status of a run from its folder and from SLURM."""
+    """Return the status of a run, as read from the run folder and from SLURM."""
     attempts = folder.list_attempts()
     beats = heartbeats.read_heartbeats(attempts[-1]) if attempts else []
     last_beat = max((beat.time for beat in beats), default=0.0)
@@ -138,6 +151,7 @@ def read_status(folder: RunFolder) -> Status:
 
     trained = list_trained_attempts(folder)
     speed = read_final_speed(folder)
+    # Finding the last step requires fewer rows than measuring the speed.
     rows = read_last_metrics_rows(trained, LAST_ROW_BYTES if speed else SPEED_BYTES)
     speed = speed or measure_speed(rows)
     if not speed and state == "FINISHED":  # the newest attempt had too few steps
@@ -146,7 +160,7 @@ def read_status(folder: RunFolder) -> Status:
 
 
 def read_state(folder: RunFolder, timeout: float = COMMAND_TIMEOUT) -> tuple[str, str]:
-    """Return the state of a run and a short explanation of that state.
+    """Return the state of a run and a short explanation of the state.
 
     Each SLURM command may take up to `timeout` seconds.
     """
@@ -160,7 +174,10 @@ def read_state(folder: RunFolder, timeout: float = COMMAND_TIMEOUT) -> tuple[str
 
 
 def find_state_without_result(folder: RunFolder, timeout: float) -> tuple[str, str]:
-    """Return the state of a run that has no result, and a short explanation of that state."""
+    """Return the state of a run without a result, and a short explanation.
+
+    Each SLURM command may take up to `timeout` seconds.
+    """
     if submission.is_being_submitted(folder):
         return "PENDING", "being submitted"
     meta = provenance.read_metadata(folder)
@@ -169,6 +186,8 @@ def find_state_without_result(folder: RunFolder, timeout: float) -> tuple[str, s
         return "RUNNING", ""
     if meta.get("job"):
         return find_state_of_job(folder, meta, timeout)
+
+    # Attempts of older versions have no claim. Their process is recorded in the history in meta.json.
     process = claim.process if claim is not None else (meta.get("history") or [{}])[-1]
     if not process:
         return infer_state_of_unstarted_run(folder, meta.get("prepared_by") or {})
@@ -179,20 +198,20 @@ def find_state_without_result(folder: RunFolder, timeout: float) -> tuple[str, s
 
 
 def find_state_of_job(folder: RunFolder, meta: dict[str, Any], timeout: float) -> tuple[str, str]:
-    """Return the state of a run as reported by its SLURM job, and a short explanation of that state."""
+    """Return the state of a run according to its SLURM job, and a short explanation."""
     scheduler = find_scheduler(meta)
     if scheduler is None:
         return "LOST", "the local cluster of the run is down"
     state, detail = scheduler.read_job_state(meta["job"]["id"], timeout)
     if state == "FAILED":
-        detail += find_disk_fault(folder)
+        detail += describe_disk_problem(folder)
     return state, detail
 
 
 def read_final_state(content: dict[str, Any]) -> tuple[str, str]:
-    """Return the state of a run and a detail from its result.
+    """Return the state in the content of result.json, and a short explanation.
 
-    A run whose result does not contain a known state counts as failed.
+    If the content does not contain a known state, the state is FAILED.
     """
     state = str(content.get("state")).upper()
     format_problem = results.describe_unknown_format(content)
@@ -204,9 +223,9 @@ def read_final_state(content: dict[str, Any]) -> tuple[str, str]:
 
 
 def infer_state_from_last_write(folder: RunFolder, process: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the state of a run whose process this host cannot see.
+    """Return the state of a run whose process this host cannot see, and an explanation.
 
-    The run is LOST if its newest sign of life is too old.
+    The run is LOST if the ranks have not written a file for a long time. Otherwise, the run is RUNNING.
     """
     limit = 2 * max(SILENCE_SECONDS, selection.read_step_timeout(folder))
     last_write = max((attempt.find_last_write_time() for attempt in folder.list_attempts()[-1:]), default=0.0)
@@ -214,16 +233,16 @@ def infer_state_from_last_write(folder: RunFolder, process: Mapping[str, Any]) -
     if age < limit:
         return "RUNNING", ""
     problem = f"no sign of life for {format_duration(age)}"
-    return "LOST", f"{problem}, and its process on {process.get('host')} is not visible from this host"
+    return "LOST", f"{problem}, and the process on {process.get('host')} is not visible from this host"
 
 
 def infer_state_of_unstarted_run(folder: RunFolder, preparer: dict[str, Any]) -> tuple[str, str]:
-    """Return the state of a run folder without an attempt or a job.
+    """Return the state of a run without an attempt or job, and a short explanation.
 
-    The process described by `preparer` may still be preparing the folder.
+    `preparer` describes the process that created the run folder and that may still be preparing the folder.
     """
     is_preparing = claims.is_process_alive(preparer)
-    if is_preparing is None:
+    if is_preparing is None:  # this host cannot check the process, so the age of config.yaml decides
         with contextlib.suppress(OSError):
             age = time.time() - (folder.path / "config.yaml").stat().st_mtime
             is_preparing = age < PREPARATION_SECONDS
@@ -233,7 +252,10 @@ def infer_state_of_unstarted_run(folder: RunFolder, preparer: dict[str, Any]) ->
 
 
 def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
-    """Return the SLURM scheduler of a run's job; None if the job's local cluster is down."""
+    """Return the SLURM cluster of a run's job.
+
+    `meta` is the content of meta.json. Returns None if the job belongs to a local cluster that is down.
+    """
     name = str(meta["job"]["scheduler"])
     if not name.startswith(LOCAL_CLUSTER_NAME):
         return Scheduler(name)
@@ -241,8 +263,11 @@ def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
     return Scheduler(name, local_cluster) if local_cluster else None
 
 
-def find_disk_fault(folder: RunFolder) -> str:
-    """Explain why a job may have been unable to write its log; empty if the disk has space and is writable."""
+def describe_disk_problem(folder: RunFolder) -> str:
+    """Return why a job may have been unable to write its log.
+
+    Returns an empty string if the disk is writable and has free space.
+    """
     try:
         disk = os.statvfs(folder.path)
     except OSError:
@@ -255,7 +280,7 @@ def find_disk_fault(folder: RunFolder) -> str:
 
 
 def wait_for_run_end(folder: RunFolder, seconds: float) -> Status:
-    """Wait up to `seconds` for the run to end, and return its status."""
+    """Wait up to `seconds` seconds for a run to end, and return its status."""
     deadline = time.monotonic() + seconds
     status = read_status(folder)
     while status.state not in FINAL_STATES and time.monotonic() < deadline:
@@ -275,31 +300,37 @@ def print_statuses(statuses: Iterable[Status], as_json: bool) -> None:
 
 
 def print_newest_runs(runs: Path, lists_all: bool, as_json: bool) -> None:
-    """Print the status of the newest runs, or of all runs, and the number of runs not listed."""
+    """Print the status of the newest runs, or of all runs if `lists_all` is true.
+
+    Also prints how many older runs are not listed, and warns about run folders that contain no config.yaml.
+    """
     folders = selection.list_all_runs(runs)[::-1]
     selected = folders if lists_all else folders[:MAX_LISTED_RUNS]
     print_statuses(map(read_status, selected), as_json)
     if len(selected) < len(folders):
         count = format_count(len(folders) - len(selected), "older run")
         print(f"not listed: {count}; to list all runs: make status ALL=1")
-    report_unlisted_folders(runs)
+    warn_about_unlisted_folders(runs)
 
 
-def report_unlisted_folders(runs: Path) -> None:
-    """Print to stderr the folders that are named like runs but contain no config.yaml."""
+def warn_about_unlisted_folders(runs: Path) -> None:
+    """Print to stderr the names of run folders that contain no config.yaml."""
     folders = [path for path in sorted(runs.glob("*")) if RUN_NAME.fullmatch(path.name) and path.is_dir()]
     names = [path.name for path in folders if not (path / "config.yaml").exists()]
     if names:
-        print(f"not listed (no config.yaml): {', '.join(names)}", file=sys.stderr)
+        print(f"not listed because config.yaml is missing: {', '.join(names)}", file=sys.stderr)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the status of the newest runs or of one run; return the exit status. Raises UserError."""
+    """Print the status of the newest runs or one run, and return the exit status.
+
+    Raises UserError for invalid arguments.
+    """
     runs = Path(args.runs_folder or "runs")
     as_json = parse_zero_or_one("JSON", args.json)
     lists_all = parse_zero_or_one("ALL", args.all) or as_json
     if args.wait and not args.run:
-        raise UserError("WAIT requires RUN=<id>, the run to wait for")
+        raise UserError("WAIT requires RUN=<id>, the id of the run to wait for")
     if args.all and args.run:
         raise UserError("ALL cannot be combined with RUN; omit one of them")
     if not args.run:
@@ -311,5 +342,6 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"WAIT must be a whole number of seconds (got {args.wait!r})")
     status = wait_for_run_end(folder, float(seconds))
     print_statuses([status], as_json)
-    is_script = bool(args.wait) or as_json  # for other users, make would print a useless `Error 1`
+    # Scripts need the exit status. Without WAIT or JSON, a nonzero status only makes `make` print a useless `Error 1`.
+    is_script = bool(args.wait) or as_json
     return 1 if is_script and status.state in ("FAILED", "LOST") else 0

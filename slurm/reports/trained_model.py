@@ -1,7 +1,8 @@
-"""The `evaluate` and `export` commands: evaluate the trained model of a run, or export it for other programs.
+"""The `evaluate` and `export` commands: evaluate the trained model of a run, or export the model for other programs.
 
-`evaluate` builds the model in one process and prints its test scores and those of the run. The exit status is 3 if the
-scores differ, and 0 if they are equal or the test samples are not those of the run.
+`evaluate` builds the model in one process, and prints the test scores of the model and the scores recorded by the run.
+The exit status is 3 if the scores of the model differ from the recorded scores. Otherwise, the exit status is 0. The
+scores are not compared if the evaluation uses other test samples or another type of device than the run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from common.data.loader import Images
     from common.training.evaluate import Predict
 
-EXIT_DIFFERENT = 3
+EXIT_DIFFERENT = 3  # exit status of `evaluate` if the scores differ from the scores recorded by the run
 DATA_KEYS = (
     "name",
     "root",
@@ -43,18 +44,18 @@ DATA_KEYS = (
     "unreadable",
     "download_timeout",
 )
-EFFECTIVE_KEYS = ("eval_batch", *(f"data.{name}" for name in DATA_KEYS))
-LOSS_TOLERANCE = {"float32": 1e-6, "float64": 1e-12}  # maximum relative difference between two evaluations
+EFFECTIVE_KEYS = ("eval_batch", *(f"data.{name}" for name in DATA_KEYS))  # settings that affect an evaluation
+LOSS_TOLERANCE = {"float32": 1e-6, "float64": 1e-12}  # maximum relative difference of the losses
 OUTPUT_TOLERANCE = {"torch.export": 1e-6, "onnx": 1e-4}  # maximum difference, relative to the largest output
 FILE_SUFFIX = {"torch.export": "pt2", "onnx": "onnx"}
 EXPORT_SAMPLES = 7  # number of random inputs used to check an exported model
 
 
 def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
-    """Evaluate the model of a run and return the exit status.
+    """Evaluate the trained model of a run, and return the exit status.
 
-    The test samples are those of the run, unless the settings in `arguments` select others. Raises UserError if the
-    samples do not fit the model or a setting has no effect.
+    By default, the evaluation uses the test samples of the run. The settings in `arguments` can select other samples.
+    Raises UserError if the shape of the samples does not fit the model or a setting has no effect.
     """
     run_settings = config.read_config_file(folder.path / "config.yaml")
     for key, (_, new_value) in config.read_last_changes(folder.path).items():
@@ -64,6 +65,8 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     for key in changes:
         if key not in EFFECTIVE_KEYS and not key.startswith("log."):
             raise UserError(f"ARGS: {key} has no effect on an evaluation; use {', '.join(EFFECTIVE_KEYS)} or log.*")
+
+    # Unless another data set was selected, use the run's copy of a custom data set.
     source = None if "data.name" in changes else folder.path / "code"
     data = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=source)
     import torch
@@ -76,8 +79,9 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     if list(test_set.shape) != facts["shape"]:
         raise UserError(
             f"the model takes images of shape {facts['shape']}, but {data.name} has shape {list(test_set.shape)}; "
-            "use the data that the model was trained on, or other data of the model's shape"
+            "use the data that the model was trained on, or other data of this shape"
         )
+
     run_device = facts.get("device") or find_run_device(folder)
     device = torch.device(run_device if torch.cuda.is_available() else "cpu")
     predict = make_predictor(model.to(device), facts, device)
@@ -91,6 +95,8 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     if device.type != run_device:
         print(f"device      {device}; the run was evaluated on {run_device}, which rounds differently")
         tolerance = math.inf
+
+    # Compare the scores only if the run was evaluated on the same samples.
     expected: dict[str, float] = {}
     if has_same_samples(folder, run_settings.get("data.test_limit"), cfg, data):
         expected = facts["scores"]
@@ -102,7 +108,10 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
 def compute_test_scores(
     predict: Predict, test_set: Images, device: Any, dtype: Any, shards: int, cfg: Any
 ) -> dict[str, float]:
-    """Compute the test scores shard by shard, as `shards` ranks would, and show the progress."""
+    """Compute the test scores, and show the progress.
+
+    The scores are summed over `shards` shards, as on the ranks of the run, so that rounding errors are the same.
+    """
     import torch
 
     from common.training.evaluate import compute_scores, sum_scores
@@ -110,6 +119,7 @@ def compute_test_scores(
     screen = ProgressDisplay(cfg.log, silent=False)
 
     def show_progress(shard: int, done: int, total: int) -> None:
+        """Show the progress over all shards, given the progress within one shard."""
         screen.show_progress("evaluation", (shard * total + done) // shards, total)
 
     sums = []
@@ -134,6 +144,7 @@ def make_predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Call
         model.to(memory_format=torch.channels_last)
 
     def predict(x: Tensor | None, _: int) -> Tensor:
+        """Return the logits of a batch of images."""
         assert x is not None
         if channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
@@ -145,13 +156,19 @@ def make_predictor(model: nn.Module, facts: dict[str, Any], device: Any) -> Call
 
 
 def find_run_device(folder: RunFolder) -> str:
-    """Return the device type of a run whose model.json does not contain it."""
+    """Return the device type of a run, such as cpu, as recorded in world.json.
+
+    Models of older versions do not record the device type in model.json.
+    """
     names = [read_json(attempt.attempt_folder / "world.json").get("device") for attempt in folder.list_attempts()[-1:]]
     return "cpu" if names == ["cpu"] else "cuda"
 
 
 def has_same_samples(folder: RunFolder, test_limit: str | None, cfg: Any, data: prepare.PreparedDataset) -> bool:
-    """Return whether the test samples are those on which the run was evaluated."""
+    """Return whether this evaluation uses the same test samples as the run.
+
+    The value of data.test_limit and the checksums of the test files are compared.
+    """
     checksums = (provenance.read_metadata(folder).get("data") or {}).get("sha256") or {}
     if str(cfg.data.test_limit) != test_limit:
         return False
@@ -159,9 +176,9 @@ def has_same_samples(folder: RunFolder, test_limit: str | None, cfg: Any, data: 
 
 
 def print_score_comparison(scores: dict[str, float], expected: dict[str, float], tolerance: float) -> int:
-    """Print the scores and compare them with those of the run; return the exit status.
+    """Print the scores, compare them with the run's scores, and return the exit status.
 
-    `expected` contains the run's scores, or is empty if its samples were different.
+    `expected` contains the scores recorded by the run, or is empty if the run used different samples.
     """
     count = int(scores["test_samples"])
     correct = round(scores["test_accuracy"] * count)
@@ -172,6 +189,7 @@ def print_score_comparison(scores: dict[str, float], expected: dict[str, float],
         print(f"test loss   {loss:.10g}")
         print("            not compared: the run was evaluated on other samples, or did not record its samples")
         return 0
+
     expected_correct = round(expected["test_accuracy"] * count)
     expected_loss = expected["test_loss"]
     difference = math.inf
@@ -187,15 +205,20 @@ def print_score_comparison(scores: dict[str, float], expected: dict[str, float],
 
 
 def export_model(folder: RunFolder, form: str) -> int:
-    """Export the model of a run for other programs; return the exit status. Raises UserError."""
+    """Export the trained model of a run for other programs, and return the exit status.
+
+    `form` is safetensors or a key of FILE_SUFFIX. Raises UserError if the model cannot be exported.
+    """
     from common.models import model_file
 
     if form == "safetensors":  # the file exists already, and reading it does not require the model class
         model_file.read_model(folder)
         print(f"{folder.path / MODEL_FILE}\n{folder.path / MODEL_FACTS_FILE}")
         return 0
+
     facts, model = model_file.load_model(folder)
     path = folder.path / f"model.{FILE_SUFFIX[form]}"
+    # Write a draft first, so that an invalid export never replaces an earlier one.
     draft = path.with_name(f".new.{os.getpid()}.{path.name}")
     try:
         difference = write_checked_export(model, facts, form, draft, path)
@@ -203,16 +226,17 @@ def export_model(folder: RunFolder, form: str) -> int:
     finally:
         for leftover in folder.path.glob(f"{draft.name}*"):
             leftover.unlink()
-    check = "checked in a process without this project"
-    print(f"{path}\n{check}: its outputs differ by at most {difference:.2g} of the largest output")
+    check = "checked: the outputs of the exported model differ from those of the run's model"
+    print(f"{path}\n{check} by at most {difference:.2g} of the largest output")
     return 0
 
 
 def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, draft: Path, path: Path) -> float:
-    """Write an exported model to `draft`, and check its outputs on random inputs.
+    """Write an exported model to the file `draft`, and check its outputs for random inputs.
 
-    Returns the largest difference between outputs, relative to the largest output. Raises UserError if the model cannot
-    be exported or the difference is too large. Error messages contain the final `path`.
+    Returns the largest difference between the outputs of the exported and the original model, relative to the largest
+    output. Raises UserError if the model cannot be exported or the difference is too large. Error messages contain
+    `path`, the path to which the caller renames `draft`.
     """
     import torch
 
@@ -222,6 +246,7 @@ def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, dra
     x = torch.randn(EXPORT_SAMPLES, *facts["shape"], generator=generator, dtype=getattr(torch, facts["dtype"]))
     with torch.no_grad():
         expected = model(x)
+
     try:
         with convert_disk_errors(path):
             outputs = exporting.WRITERS[form](model, x, draft)
@@ -229,16 +254,21 @@ def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, dra
         raise UserError(
             f"this model cannot be exported as {form}: {summarize_error(error)}; use FORMAT=safetensors"
         ) from None
+
     difference = float((outputs - expected).abs().max() / expected.abs().max())
-    if not difference <= OUTPUT_TOLERANCE[form]:
+    if not difference <= OUTPUT_TOLERANCE[form]:  # also true for NaN
         raise UserError(
-            f"{path.name} was not written: outputs of the exported model differ by {difference:.2g} of the largest one"
+            f"{path.name} was not written: the outputs of the exported model differ from those of the run's model "
+            f"by {difference:.2g} of the largest output"
         )
     return difference
 
 
 def main(args: argparse.Namespace) -> int:
-    """Evaluate or export the model of a run; return the exit status. Raises UserError."""
+    """Evaluate or export the trained model of a run, and return the exit status.
+
+    Raises UserError for invalid arguments, or if the run has no model.
+    """
     folder = selection.find_run(args.run, Path("runs"))
     if args.verb == "evaluate":
         arguments, profile_arguments = split_experiment_and_cluster_settings(args.args)

@@ -1,4 +1,4 @@
-"""The `dashboard` command: save a W&B workspace for comparing runs. Does not import torch.
+"""The `dashboard` command: save a W&B workspace for comparing runs. This module does not import torch.
 
 The workspace shows the metrics and summary values that every run of this repository sends to W&B.
 """
@@ -14,11 +14,15 @@ from common.system.errors import UserError, summarize_error
 from configs.shared import Wandb
 from slurm.arguments import parse_zero_or_one
 
-TITLE = "Runs compared"
+TITLE = "Runs compared"  # name of the workspace
 
 
 def parse_project(text: str) -> tuple[str, str]:
-    """Split PROJECT into an entity, which may be empty, and a project. Raises UserError."""
+    """Split the value of PROJECT into the W&B entity and the project.
+
+    The entity is empty if the value has the form PROJECT instead of ENTITY/PROJECT. Raises UserError if the value is
+    invalid.
+    """
     entity, _, project = text.rpartition("/")
     wandb = Wandb(project=project or Wandb.project, entity=entity)
     try:
@@ -31,7 +35,10 @@ def parse_project(text: str) -> tuple[str, str]:
 
 
 def make_workspace(entity: str, project: str) -> Any:
-    """Create the workspace with W&B's library, which validates it. Raises UserError."""
+    """Create a W&B workspace for comparing runs. The workspace is not saved yet.
+
+    Raises UserError if the package wandb_workspaces is not installed.
+    """
     try:
         from wandb_workspaces import workspaces as ws
         from wandb_workspaces.reports import v2 as wr
@@ -66,7 +73,10 @@ def make_workspace(entity: str, project: str) -> Any:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Save the workspace, or print it with DRY_RUN=1; return the exit status. Raises UserError."""
+    """Save the workspace, or print the workspace with DRY_RUN=1, and return the exit status.
+
+    Raises UserError if PROJECT is invalid, if there is no W&B account, or if W&B rejects the workspace.
+    """
     entity, project = parse_project(args.project)
     if parse_zero_or_one("DRY_RUN", args.dry_run):
         view = make_workspace(entity or "your-entity", project)._to_model()  # the content that save() sends
@@ -79,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
         workspace = make_workspace(entity or str(wandb.Api().default_entity), project).save()
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001 (the W&B server may cause any error)
+    except Exception as error:  # noqa: BLE001 (W&B's client may raise any type of error)
         raise UserError(f"W&B rejected the workspace: {summarize_error(error)}") from None
     print(f"workspace: {workspace.url}")
     return 0

@@ -66,7 +66,7 @@ def main(cfg: Config, run: Run) -> None:
     ddp_multinode.main(cfg, run)
     if run.world.is_main:
         medians = {name: median(times[WARM_UP:]) for name, times in taken.items()}
-        write_json(run.folder.attempt_folder / FILE, medians | {"step": run.step_seconds()})
+        write_json(run.folder.attempt_folder / FILE, medians | {"step": run.compute_step_seconds()})
 
 
 def run_elastic(scratch: Path, label: str) -> Task:

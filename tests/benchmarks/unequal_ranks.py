@@ -87,7 +87,7 @@ def train(shards: str, begins: int | None, world: World, prepared: PreparedDatas
         run.close()
         os.sched_setaffinity(0, allowed)
     if not begins:
-        return run.step_seconds()
+        return run.compute_step_seconds()
     auto_shards = run.find_hook(AutoShards)
     assert auto_shards is not None
     answers = [step for step, (first, second) in auto_shards.history if step > begins and second < FEWER * first]

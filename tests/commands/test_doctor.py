@@ -48,8 +48,8 @@ SOUND = {
         ({"disk_free_gb": 0.1}, "node3 (rank 2) has 0.1 GB free"),
         ({"disk_free_gb": None}, "node3 (rank 2) has None GB free"),
         ({"all_reduce_right": False}, "node3 (rank 2) got a wrong sum"),
-        ({"product_same": False}, "node3 (rank 2) got different or infinite products"),
-        ({"product_finite": False}, "node3 (rank 2) got different or infinite products"),
+        ({"product_same": False}, "node3 (rank 2) computed different or infinite products"),
+        ({"product_finite": False}, "node3 (rank 2) computed different or infinite products"),
         ({"gflop_per_s": 24.0}, "node3 (rank 2) is slow: matrix products at 24.0 GFLOP/s, compared with 50.0"),
         ({"gflop_per_s": 26.0}, ""),
         ({"disk_error": "cannot write /r: the disk is full", "disk_free_gb": 0.0}, "node3 (rank 2) cannot write /r"),
@@ -251,7 +251,7 @@ OWN = "torch.distributed.DistNetworkError: all_reduce: "
         (
             ("09:00:01,000 ModuleNotFoundError: x", ""),
             0,
-            "rank 0 on vm: a package is missing on that host; to check hosts: make doctor",
+            "rank 0 on vm: a Python package is missing; to check all hosts: make doctor",
         ),
         (
             (
@@ -281,7 +281,7 @@ def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, 
 def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
     folder = Made(state="running", steps=200).write(tmp_path)
     assert diagnosis.collect_diagnosis(folder)["cause"] == diagnosis.NO_PROBLEM
-    hangs = "hangs after step 100: no sign of life from rank 1 on vm for 2 min"
+    hangs = "the run hangs after step 100: no sign of life from rank 1 on vm for 2 min"
     for seconds, cause in ((100, diagnosis.NO_PROBLEM), (130, hangs)):
         for rank, step in ((0, 2), (1, 1)):  # a message may take launch.step_timeout=120 seconds
             folder.list_attempts()[-1].write_heartbeat(rank, step, time.time() - seconds - rank)
@@ -301,11 +301,11 @@ def test_a_run_that_hangs_before_its_first_heartbeat_is_told(
     folder.list_attempts()[-1].write_heartbeat(0, 1, time.time() - seconds)
     for path in [place / "attempt.json", place / "world.json", place / "logs", *place.glob("logs/*")]:
         os.utime(path, (time.time() - seconds - 5,) * 2)
-    hangs = "hangs after step 100: no sign of life from rank 1 on vm for "
+    hangs = "the run hangs after step 100: no sign of life from rank 1 on vm for "
     assert diagnosis.collect_diagnosis(folder)["cause"].startswith(diagnosis.NO_PROBLEM if well else hangs)
     (place / "heartbeat-0.json").unlink()  # nobody has made a step
     assert diagnosis.collect_diagnosis(folder)["cause"].startswith(
-        diagnosis.NO_PROBLEM if well else "hangs after step "
+        diagnosis.NO_PROBLEM if well else "the run hangs after step "
     )
     assert diagnosis.print_diagnosis(folder, as_json=True) == (0 if well else 1)
 
@@ -357,10 +357,10 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
     script(tmp_path / "sinfo", "echo 'node1|idle|none'; echo 'node2|drained|disk | see ticket | 7'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     slurm = Scheduler("SLURM")
-    assert checks.list_down_hosts(slurm, 2, "") == [
+    assert checks.describe_down_hosts(slurm, 2, "") == [
         "node2 is drained: disk | see ticket | 7; SLURM does not start jobs on this host"
     ]
-    assert checks.list_down_hosts(slurm, 1, "") == []
+    assert checks.describe_down_hosts(slurm, 1, "") == []
 
 
 @pytest.mark.parametrize(

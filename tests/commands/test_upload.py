@@ -68,7 +68,7 @@ def test_only_runs_that_were_tracked_are_viewed(tmp_path: Path) -> None:
         (folder.path / "wandb" / "latest-run").symlink_to(own)
     merged = tmp_path / "merged"
     merged.mkdir()
-    assert wandb_sync.link_tracked_attempts([folder], merged) == 2
+    assert wandb_sync.link_wandb_logs([folder], merged) == 2
     first, second = sorted(merged.iterdir())
     assert first.name == "run-20261124_231721-0012-mnist_pipeline-1"
     assert (second / "run-0012-mnist_pipeline-2.wandb").resolve() == own / "run-f1b54ceb.wandb"

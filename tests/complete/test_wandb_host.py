@@ -124,7 +124,7 @@ def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> No
 
     again = call("slurm", *words, env=host.environment)
     assert again.returncode == 0
-    assert "nothing to send" in again.stdout and "is not over yet" in again.stdout
+    assert "nothing to send" in again.stdout and "has not ended yet" in again.stdout
     assert len(host.history()) == len(history)
 
 
@@ -317,7 +317,7 @@ def test_nothing_outlives_a_killed_launcher_and_sync_passes_its_rows_on(
         wait_until(lambda: process.poll() is not None and not processes_of(str(runs)), "all has ended", BOUND)
     assert not list(folder.path.glob("wandb/*run-*")), "nothing of W&B has run"
     shown = call("slurm", "sync", f"--runs={runs}", "--dry-run=1", env=host.environment)
-    assert "missing rows will be read from metrics.jsonl first" in shown.stdout and not host.record.exists()
+    assert "rows that W&B lacks will be read from metrics.jsonl" in shown.stdout and not host.record.exists()
     done = call("slurm", "sync", f"--runs={runs}", env=host.environment)
     assert done.returncode == 0 and "sent 1 of 1" in done.stdout, done.stdout + done.stderr
     assert steps_of(host) == [row["global_step"] for row in chosen_rows(folder)]

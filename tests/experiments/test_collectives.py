@@ -250,7 +250,7 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
         ("sizes=[]", ["sizes=[]: each size must be"]),
         ("sizes=[4,2G]", ["sizes=[2G]"]),
         ("sizes=[4k]", ["sizes=[4k]"]),
-        ("sizes=[5]", ["sizes=[5] must be a multiple of the 4 bytes of a float32; use 4 or 8"]),
+        ("sizes=[5]", ["sizes=[5] must be a multiple of the 4 bytes of one float32; use 4 or 8"]),
         ("dtypes=[float32,fp8]", ["dtypes=[fp8] is invalid; use one or more of float32"]),
         ("ops=[allreduce]", ["ops=[allreduce] is invalid; use one or more of sendrecv, broadcast, all_reduce"]),
         ("ops=[all_reduce,all_reduce]", ["ops=[all_reduce]", "each at most once"]),

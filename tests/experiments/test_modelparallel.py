@@ -121,7 +121,7 @@ def test_settings_that_do_not_fit_are_refused_with_the_remedy(words: list[str], 
 )
 def test_one_process_takes_the_gpus_that_it_sees(words: list[str], gpus: int, devices: list[str]) -> None:
     cfg = settings(*words)
-    cfg.fit_devices(gpus)
+    cfg.adapt_to_gpus(gpus)
     assert cfg.devices == devices
     alone = devices not in ([], ["auto"]) or cfg.mode == "single"
     assert cfg.processes == (1 if alone else cfg.make_pipeline_config().processes * cfg.replicas)

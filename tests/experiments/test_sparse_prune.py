@@ -20,7 +20,7 @@ from common.system.errors import UserError
 from common.techniques.pruning import int8, pruning_masks, pruning_savings, pruning_schedules
 from common.techniques.pruning.pruning_masks import Masks
 from configs.sparse_prune import CRITERIA, Config
-from configs.sweeps.sparse_prune import GRID, report_csr_speed
+from configs.sweeps.sparse_prune import GRID, describe_csr_speed
 from experiments import sparse_prune
 from tests.harness.processes import Done, run
 
@@ -410,7 +410,7 @@ def test_a_sweep_tells_points_below_the_dense_model_of_the_same_seed(tmp_path: P
             cell = {"schedule": "none"} if level is None else {"criterion": "magnitude", "sparsity": level}
             row = {"cell": cell | {"seed": seed}, "test_accuracy": dense - lost, "weights": 1000, "data": "digits"}
             rows.append(row | {"nonzero": 1000 * (1 - (level or 0))} | dict.fromkeys(sizes, 1.0))
-    table = GRID.summarise(Config(), 0, rows).lines["medians"].splitlines()
+    table = GRID.summarize(Config(), 0, rows).lines["medians"].splitlines()
     found = {line[4:21].strip(): line[21:].split() for line in table[1:]}
     assert [found[name][:2] for name in ("dense", "magnitude 99.5 %", "magnitude 99.9 %")] == [
         ["97.00%", "0.00"],
@@ -423,7 +423,7 @@ def test_the_verdict_knows_when_repeats_disagree() -> None:
     def rows(*csr: float) -> list[dict[str, float]]:
         return [{"csr_seconds": value, "fp32_seconds": 1.0, "bf16_seconds": 10.0} for value in csr]
 
-    words = report_csr_speed({"dense": rows(9, 9), "a": rows(2, 3), "b": rows(0.5, 1.5), "c": rows(0.1, 0.2)})
+    words = describe_csr_speed({"dense": rows(9, 9), "a": rows(2, 3), "b": rows(0.5, 1.5), "c": rows(0.1, 0.2)})
     assert words == (
         "slower than dense fp32 for a; inconclusive (varies between seeds) for b; never slower than dense bf16"
     )

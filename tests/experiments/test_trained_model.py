@@ -130,7 +130,7 @@ def test_damaged_files_are_refused(damage: object, words: str, finished: Make, t
 def test_a_class_of_ones_own_is_named(finished: Make, tmp_path: Path) -> None:
     folder = copy(finished(REPLICATED).folder, tmp_path)
     facts = json.loads((folder.path / "model.json").read_text())
-    told = "the network Mine is not in common/models/networks.py; add it there and to KINDS to evaluate or export it"
+    told = "the network Mine is not in common/models/networks.py; to evaluate or export it, add"
     for own, words in (
         ({"class": "Mine", "arguments": None}, told),
         ({"class": None, "arguments": None}, "the network of this run is not in"),

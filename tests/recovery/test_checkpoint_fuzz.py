@@ -208,7 +208,7 @@ def check(world: World, path: Path, original: Path) -> str:
     assert number <= good.index(True) if any(good) else True, "a sound one was passed over"
     assert as_saved(loaded), "wrong weights"
     for (attempt, step), present in zip(COUNTING[:number], there, strict=False):
-        named = any(line.startswith(f"ignoring step-{step:08d} of attempt {attempt}: ") for line in said)
+        named = any(line.startswith(f"ignoring checkpoint step-{step:08d} of attempt {attempt}: ") for line in said)
         assert named == present, "it must be said which one is ignored"
     return "newest" if number == 0 else "older"
 

@@ -145,7 +145,7 @@ def test_make_exp_goes_on_with_the_code_of_the_run(
     told = submit()
     assert told.returncode == 0, told.stderr
     assert "this is the code of then\n" in told.stdout
-    assert "resumed from step 9" in told.stdout and "saved by 2 ranks, resumed by 1" in told.stdout
+    assert "resumed from step 9" in told.stdout and "saved by 2 ranks and is resumed by 1:" in told.stdout
     assert "resumed with settings that differ from config.yaml: stages 2 -> 1\n" in told.stdout
     changed = json.loads((folder.list_attempts()[-1].attempt_folder / "changed.json").read_text())
     assert changed == {"stages": ["2", "1"]}

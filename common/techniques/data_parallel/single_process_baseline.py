@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from common.data.loader import Loader
 from common.data.rounds import Rounds
 from common.measure.memory import describe_peak_memory, report_state_bytes
-from common.measure.step_timing import ScalingReport, gather_step_times, time_communication
+from common.measure.step_timing import ScalingReport, gather_step_times, time_gradient_all_reduce
 from common.measure.timing import time_calls
 from common.models import networks
 from common.models.sample_dropout import add_dropout
@@ -219,7 +219,7 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
     communication = None
     if cfg.strategy == "ddp" and cfg.communication != "powersgd":
         number_bytes = ddp.HOOK_ELEMENT_BYTES.get(cfg.communication, run.dtype.itemsize)
-        communication = time_communication(model, cfg.bucket_mb, number_bytes)
+        communication = time_gradient_all_reduce(model, cfg.bucket_mb, number_bytes)
     single_rank_seconds = time_single_rank(run, cfg.model) if cfg.compare else 0.0
     samples: float | None = run.local_samples_if_unequal
     auto_shards = run.find_hook(AutoShards)
@@ -233,5 +233,5 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
         *report_rank_differences(cfg, run),
         report_state_bytes(run.state.optimizer, run.world),
         ReportData({"peak memory": describe_peak_memory(run.memory, run.device)}),
-        ScalingReport(times, run.world.hosts, run.step_seconds(), communication, single_rank_seconds),
+        ScalingReport(times, run.world.hosts, run.compute_step_seconds(), communication, single_rank_seconds),
     ]

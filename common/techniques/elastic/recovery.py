@@ -260,7 +260,7 @@ class ElasticRecovery(RecoveryHook):
         if world.is_main != self.writes_metrics:
             run.screen = ProgressDisplay(run.cfg.log, silent=not world.is_main)
         if world.is_main and not self.writes_metrics:
-            self.metrics.take_over_file()
+            self.metrics.take_over_metrics_file()
         self.writes_metrics = world.is_main
         self.metrics.write_rows(self.metrics.unwritten_rows)
         return RankChange(**facts["change"])

@@ -395,9 +395,9 @@ DAMAGES: dict[str, tuple[Callable[[Disk], Any], str]] = {
     "files of another step": (lambda d: swap(d.at(1, "rank-0.pt"), d.at(2, "rank-0.pt")), "rank-0.pt does not match"),
     "a link": (lambda d: link(d.at(2, "rank-0.pt")), "rank-0.pt is a symbolic link"),
     "a linked manifest": (lambda d: link(d.at(2, "manifest.json")), "manifest.json is a symbolic link"),
-    "a linked folder": (lambda d: link(d.at(2)), "the folder is a symbolic link"),
+    "a linked folder": (lambda d: link(d.at(2)), "the checkpoint folder is a symbolic link"),
     "a pipe": (lambda d: fifo(d.at(2, "rank-0.pt")), "rank-0.pt is not a regular file"),
-    "a file for a folder": (lambda d: file_for_folder(d.at(2)), "the folder: Not a directory"),
+    "a file for a folder": (lambda d: file_for_folder(d.at(2)), "the checkpoint folder: Not a directory"),
     "a planted program": (plant, "rank-0.pt is damaged, or contains data other than tensors"),
 }  # fmt: skip
 
@@ -415,7 +415,7 @@ def test_a_damaged_one_is_named_and_the_older_one_used(
             disk.load()
     else:
         assert disk.load() == 1
-    assert disk.said[0].startswith("ignoring step-00000002 of attempt 1: ") and reason in disk.said[0]
+    assert disk.said[0].startswith("ignoring checkpoint step-00000002 of attempt 1: ") and reason in disk.said[0]
     assert len(disk.said) == (2 if damage in ("steps swapped", "files of another step") else 1)
     assert not Path("evil-was-here").exists()
 
@@ -426,7 +426,7 @@ def test_what_another_user_wrote_is_refused(disk: Disk, name: str) -> None:
     disk.save(1, 2)
     os.chown(disk.at(2, name), STRANGER, STRANGER)
     assert disk.load() == 1
-    assert f"belongs to user {STRANGER}, not to you (0)" in disk.said[0]
+    assert f"belongs to user ID {STRANGER}; the current user ID is 0" in disk.said[0]
 
 
 def test_without_checksums_wrong_weights_are_loaded(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,7 +525,7 @@ def test_the_parents_checkpoints_are_used_until_there_are_own_ones(disk: Disk) -
     disk.restart(2, 3)
     assert disk.load() == 3
     (disk.folder.path / "attempts/0002/checkpoints/step-00000003/rank-0.pt").unlink()
-    assert disk.load() == 2 and disk.said[-1] == "ignoring step-00000003 of attempt 2: rank-0.pt is missing"
+    assert disk.load() == 2 and disk.said[-1] == "ignoring checkpoint step-00000003 of attempt 2: rank-0.pt is missing"
 
 
 # ---- disks
@@ -624,12 +624,15 @@ def test_one_process_takes_what_two_have_saved(two: Any, world: World) -> None:
     loaded = Checkpointer(RunFolder(two[0] / "round_trip", 2), world, Checkpoint(), said.append).load()
     assert loaded is not None and right(loaded, None)
     assert (loaded.step, loaded.processes, loaded.local, loaded.resumes_exactly) == (200, 2, None, False)
-    assert said[0].startswith("saved by 2 ranks, resumed by 1") and "random states are not" in said[0]
+    assert (
+        said[0].startswith("the checkpoint was saved by 2 ranks and is resumed by 1:")
+        and "random states are not" in said[0]
+    )
 
 
 def test_two_processes_take_what_one_has_saved(two: Any) -> None:
     assert found(two, "of_one") == [{"step": 7, "whole": True}] * 2
-    assert two[1][0]["of_one"]["said"][0].startswith("saved by 1 rank, resumed by 2")
+    assert two[1][0]["of_one"]["said"][0].startswith("the checkpoint was saved by 1 rank and is resumed by 2:")
 
 
 def test_if_one_cannot_write_none_has_saved_and_all_go_on(two: Any) -> None:

@@ -98,7 +98,7 @@ def test_a_set_is_prepared_once_for_each_content_of_its_file(tmp_path: Path) -> 
     other = prepared(tmp_path, body.replace("X, Y, X, Y", "X, Y, X[1:], Y[1:]"))
     assert other.path != first.path and (tmp_path / "calls").read_text() == "xx"
     (first.path / "statistics.json").unlink()
-    with pytest.raises(UserError, match=f"{first.path} is damaged: the file with the statistics is missing; delete"):
+    with pytest.raises(UserError, match=f"{first.path} is damaged: the statistics file is missing; delete"):
         Images(first, "train")
 
 

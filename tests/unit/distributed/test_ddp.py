@@ -149,7 +149,7 @@ def test_fsdp_shows_the_state_that_a_rank_holds_beside_that_of_ddp(tmp_path: Pat
         assert max(held[kind]) == pytest.approx(times * bytes / 2, rel=0.01), kind
     each = f"{whole / 2e6:.1f} MB"
     told = f"rank 0: {each}  rank 1: {each}  of parameters, gradients and optimizer state; "
-    told += f"with strategy=ddp {whole / 1e6:.1f} MB per rank"
+    told += f"strategy=ddp would need {whole / 1e6:.1f} MB per rank"
     assert told in done.out and "of the whole process, libraries included" in done.out, done.out
 
 
@@ -158,7 +158,7 @@ def test_ddp_multinode_reports_its_efficiency_if_asked(tmp_path: Path, digits: t
     assert done.status == 0, done.err
     result = done.result
     assert 0 < result["efficiency"] < 4 and 0 < result["communication_exposed"] <= 1
-    assert "efficiency" in done.out and len(result["ranks"]) == 2 and "; with strategy=ddp" not in done.out
+    assert "efficiency" in done.out and len(result["ranks"]) == 2 and "strategy=ddp would need" not in done.out
 
 
 # ---- data

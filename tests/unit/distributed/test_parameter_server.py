@@ -64,7 +64,7 @@ def test_more_servers_than_parameters_are_refused() -> None:
         (["elastic=true", "servers=2"], ["servers=2 makes every rank a server", "use fewer servers or more ranks"]),
         (["elastic=true", "record=true"], ["record=true needs the same workers", "omit record or elastic"]),
         (["elastic=true", "compare=true"], ["compare=true needs the same workers"]),
-        (["elastic=true", "elastic.min=3"], ["elastic.min=3", "exceeds the 2 ranks", "set it to at most 2"]),
+        (["elastic=true", "elastic.min=3"], ["elastic.min=3", "exceeds the 2 ranks", "use at most elastic.min=2"]),
         (["elastic.mni=3"], ["unknown key elastic.mni", "did you mean elastic.min?"]),
     ],
 )

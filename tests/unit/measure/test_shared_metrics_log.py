@@ -30,7 +30,7 @@ def add_steps(log: SharedMetricsLog, first: int, last: int) -> None:
 def become_main(log: SharedMetricsLog) -> None:
     """Continue after the loss of rank 0, as the members of a new generation do."""
     cast(Any, log.world).is_main = True
-    log.take_over_file()
+    log.take_over_metrics_file()
     log.write_rows(log.collect_unwritten_rows())
 
 

@@ -13,7 +13,7 @@ from common.models.sample_dropout import SampleDropout, add_dropout, list_dropou
 def drop(rows: Tensor, *microbatches: range, epoch: int = 0, seed: int = 0) -> Tensor:
     """What is left of `rows` [n, ...], of which each microbatch is given to the layer by itself."""
     layer = SampleDropout(0.25, seed)
-    layer.begin_step(epoch, microbatches)
+    layer.set_positions(epoch, microbatches)
     return torch.cat([layer(rows[positions.start : positions.stop]) for positions in microbatches])
 
 
@@ -38,7 +38,7 @@ def test_a_share_is_dropped_while_training_and_nothing_else() -> None:
 
 def test_another_number_of_samples_is_refused() -> None:
     layer = SampleDropout(0.25, 0)
-    layer.begin_step(0, [range(3)])
+    layer.set_positions(0, [range(3)])
     with pytest.raises(ValueError, match="got 4 samples for a microbatch of 3"):
         layer(torch.ones(4, 2))
 

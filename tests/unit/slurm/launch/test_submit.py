@@ -420,7 +420,7 @@ def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
     for name in ("squeue", "scontrol", "sacct"):
         fake.answer(name, "exit 1")
     sync = ("sync", f"--runs-folder={folder.path.parent}", "--dry-run=1")
-    assert "the run is not over yet (UNKNOWN)\nnothing to send" in call(fake, "slurm", *sync).stdout
+    assert "the run has not ended yet (UNKNOWN)\nnothing to send" in call(fake, "slurm", *sync).stdout
     for words in (["rerun", "--", str(folder.path)], ["exp", f"--resume={folder.path}"]):
         done = call(fake, "slurm", *words)
         assert done.returncode == 2 and f"{folder.path.name} is UNKNOWN; " in done.stderr, done.stderr
@@ -558,7 +558,7 @@ def test_a_run_folder_without_settings_is_named(fake: Fake, tmp_path: Path) -> N
     (tmp_path / "runs" / "sweeps").mkdir()
     done = call(fake, "slurm", "status", f"--runs-folder={tmp_path / 'runs'}")
     assert sound.path.name in done.stdout and broken.path.name not in done.stdout
-    assert done.stderr == f"not listed (no config.yaml): {broken.path.name}\n"
+    assert done.stderr == f"not listed because config.yaml is missing: {broken.path.name}\n"
 
 
 def test_a_run_of_another_source_is_neither_submitted_nor_given_settings_that_it_lacks(tmp_path: Path) -> None:
