@@ -24,7 +24,7 @@ zero_bubble have smaller bubbles (Narayanan et al. 2021, arXiv 2104.04473; Qi et
 from __future__ import annotations
 
 from common.api import Run, SimpleNN, TrainState, build_optimizer, score_test_set, start
-from common.techniques.pipeline.model_split import build_pipeline_engine, split_model
+from common.techniques.pipeline import model_split
 from common.techniques.pipeline.report import PipelineReport
 from configs.mnist_pipeline import Config
 
@@ -33,8 +33,8 @@ import torch.nn.functional as F
 
 def main(cfg: Config, run: Run) -> None:
     model = SimpleNN(cfg.width, cfg.depth, run.sample_shape, run.classes)  # same weights on every rank
-    stages = split_model(cfg, model, run)  # splits by layer names, parameter counts or measured times
-    pipe = build_pipeline_engine(cfg, stages, F.cross_entropy, run)  # holds only this rank's stages
+    stages = model_split.split_model(cfg, model, run)  # splits by layer names, parameter counts or measured times
+    pipe = model_split.build_pipeline_engine(cfg, stages, F.cross_entropy, run)  # holds only this rank's stages
     optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
     has_images = pipe.has_first_stage  # images go to the first stage, labels to the last
     batches = run.batches(inputs=has_images, targets=pipe.has_last_stage)
