@@ -93,7 +93,7 @@ class Images:
         return inputs.sub_(255 * mean).mul_(1 / (255 * std))
 
     def load_targets(self, index: Tensor | slice, device: torch.device) -> Tensor:
-        """Return the labels at `index` on the device, as int64 [n].
+        """Return the labels at `index` as an int64 tensor [n] on `device`.
 
         `index` is an int64 tensor [n] or a slice.
         """
