@@ -316,7 +316,7 @@ class Loader:
                 yield (None if x is None else x[rows]), (None if y is None else y[rows])
 
     def _iterate_blocks(self) -> Iterator[tuple[Tensor | None, Tensor | None, tuple[int, ...]]]:
-        """Yield inputs, targets and shape of each remaining block.
+        """Yield the inputs, targets, and shape of each remaining block.
 
         The shape contains the number of batches in the block and the number of this rank's samples in each batch.
         """
