@@ -27,8 +27,9 @@ class Launch:
     (which sends the fewest bytes between hosts). Algorithms can be combined by message size: tree<65536<ring uses tree
     for small messages and ring for messages of at least 65,536 bytes. auto measures the links once, chooses such a
     combination and stores it in config.yaml. With more than 256 ranks, auto excludes ring and sharded_star, because
-    these algorithms have too many transfers to simulate. FILE.py:function is a custom algorithm: for each rank,
-    function(ranks) returns a list of tuples (action, chunk, peer), in which the action is 'send', 'receive' or 'add'.
+    these algorithms have too many transfers to simulate. FILE.py:function is a custom algorithm:
+    function(ranks) returns one list per rank, which contains tuples (action, chunk, peer). The action is 'send',
+    'receive' or 'add'.
     The command `python -m common.backend.algorithms` prints the transfers of an algorithm."""
     transport: Literal["auto", "network"] = "auto"
     """Transport of the built-in backend between ranks of the same host. auto uses shared memory; network uses

@@ -62,10 +62,7 @@ def shift_in_ring(sent: Tensor, received: Tensor, world: World, group: dist.Proc
 
 
 def reduce_scatter_in_ring(chunks: Sequence[Tensor], world: World) -> None:
-    """Pass every chunk once around the ring, and add the values of each rank.
-
-    At the end, rank r holds the complete sum of chunk r.
-    """
+    """Pass every chunk once around the ring, and add the values of each rank. Rank r ends with the sum of chunk r."""
     buffer = torch.empty_like(chunks[0])  # no chunk is longer than the first one
     for step in range(1, world.size):
         outgoing = chunks[(world.rank - step) % world.size]
@@ -76,10 +73,7 @@ def reduce_scatter_in_ring(chunks: Sequence[Tensor], world: World) -> None:
 
 
 def all_gather_in_ring(chunks: Sequence[Tensor], world: World) -> None:
-    """Pass every chunk once around the ring, so that each rank gets a copy.
-
-    At the beginning, rank r holds chunk r.
-    """
+    """Pass every chunk once around the ring, starting with chunk r on rank r, so that all ranks get all chunks."""
     for step in range(world.size - 1):
         outgoing = chunks[(world.rank - step) % world.size]
         incoming = chunks[(world.rank - step - 1) % world.size]
@@ -119,14 +113,9 @@ def make_library_operations(world: World, group: dist.ProcessGroup | None = None
 
 
 def create_variants(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
-    """Create all variants of the collectives, by name.
-
-    The variants are the library, the ring, and the built-in backend with each transport and algorithm. If the run
-    itself uses the built-in backend, gloo is added as a library.
-    """
+    """Create all variants of the collectives, by name."""
     world = run.world
     count_interface = partial(measurement.count_interface_bytes, world)
-
     # the library, or the built-in backend and gloo if the run itself uses the built-in backend
     library = CollectiveVariant(make_library_operations(world), count_interface_bytes=count_interface)
     if world.backend == "builtin":
@@ -136,14 +125,12 @@ def create_variants(cfg: Config, run: Run) -> dict[str, CollectiveVariant]:
         variants = {"builtin": builtin, "gloo": gloo}
     else:
         variants = {world.backend: library}
-
     # the ring of sends and receives; the all-reduce of the ring corresponds to the algorithm `ring`
     ring = build_algorithms_by_size("ring", world.size)
     count_sent = variants[world.backend].count_sent_bytes
     variants["isend ring"] = CollectiveVariant(
         make_ring_operations(world), count_sent, count_interface, ring, world.backend
     )
-
     # the built-in backend, with each transport and algorithm
     if world.device.type == "cpu" and cfg.algorithms:
         make_operations = partial(make_library_operations, world)
@@ -163,8 +150,7 @@ def measure_variants(
 ) -> dict[str, list[list[float]]]:
     """Measure every variant that has the operation, starting with variant `first`, and check all results.
 
-    On rank 0, returns three values for each variant and rank: seconds, bytes sent, and bytes that left the network
-    interface.
+    On rank 0, returns for each variant and rank: seconds, bytes sent, and bytes that left the network interface.
     """
     measurements: dict[str, list[list[float]]] = {}
     token = torch.zeros(1, device=world.device)

@@ -75,7 +75,7 @@ VERBS = {
         Setting("FILE", "file", "file and class, such as lion.py:Lion, or the name of a built-in optimizer"),)),
     "rerun": Verb("slurm.launch.rerun", "repeat a run with the same settings and source, and compare bitwise", (
         RUN, ARGS, LAUNCH, CLUSTER)),
-    "evaluate": Verb("slurm.reports.trained_model", "evaluate the trained model of a finished run again", (
+    "evaluate": Verb("slurm.reports.trained_model", "re-evaluate the trained model of a finished run", (
         RUN, Setting("ARGS", "--args", 'settings to change: data.root, data.test_limit, eval_batch, or log.*'))),
     "export": Verb("slurm.reports.trained_model", "export the trained model for use in other programs", (
         RUN, Setting("FORMAT", "--format", "safetensors, torch.export, or onnx (default: safetensors)"))),
@@ -86,7 +86,7 @@ VERBS = {
         FOLLOW, DRY_RUN)),
     "doctor": Verb("slurm.reports.doctor", "check all hosts before a long job, or find out why a run failed or hangs", (
         NODES, Setting("ARGS", "--args", "settings of the job: runs, data.cache, launch.mixed, and cluster.key=value"),
-        LAUNCH, CLUSTER, Setting("RUN", "--run", "run to diagnose, instead of checking hosts"), JSON)),
+        LAUNCH, CLUSTER, Setting("RUN", "--run", "run to diagnose; without a run, hosts are checked"), JSON)),
     "status": Verb("slurm.reports.status", "print the state of the newest runs, or of one run", (
         RUN, Setting("WAIT", "--wait", "maximum time, in seconds, to wait for the run to end"),
         Setting("ALL", "--all", "1: list all runs, not only the newest 20; JSON=1 implies ALL=1"), JSON, RUNS_FOLDER)),
@@ -170,7 +170,7 @@ def accept_old_spellings(args: argparse.Namespace) -> None:
 
 
 def check_make_variables(goals: list[str], environ: Mapping[str, str]) -> None:
-    """Raise UserError if no requested target accepts a make variable, or if a path in TESTS does not exist."""
+    """Raise UserError for a make variable that no requested target accepts, or for a missing path in TESTS."""
     given_names = environ.get("GIVEN", "").split()
     valid_names = ["PYTHON"]
     for goal in goals:

@@ -34,7 +34,10 @@ from configs.shared import Experiment
 
 __all__ = ["ALGORITHM_NAMES", "Algorithm"]  # re-exported for other packages
 
-USAGE = "function(ranks) must return a list of ('send', 'receive' or 'add', chunk, peer) for each rank"
+USAGE = (
+    "function(ranks) must return, for each rank, a list of tuples (action, chunk, peer), where action is 'send', "
+    "'receive' or 'add'"
+)
 MAX_CHUNKS = 65_536
 
 

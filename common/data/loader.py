@@ -93,7 +93,7 @@ class Images:
         return inputs.sub_(255 * mean).mul_(1 / (255 * std))
 
     def load_targets(self, index: Tensor | slice, device: torch.device) -> Tensor:
-        """Return the labels at `index` on the device, as int64 [n].
+        """Return the labels at `index` as an int64 tensor [n] on `device`.
 
         `index` is an int64 tensor [n] or a slice.
         """
@@ -316,7 +316,7 @@ class Loader:
                 yield (None if x is None else x[rows]), (None if y is None else y[rows])
 
     def _iterate_blocks(self) -> Iterator[tuple[Tensor | None, Tensor | None, tuple[int, ...]]]:
-        """Yield inputs, targets and shape of each remaining block.
+        """Yield the inputs, targets, and shape of each remaining block.
 
         The shape contains the number of batches in the block and the number of this rank's samples in each batch.
         """

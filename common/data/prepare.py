@@ -269,7 +269,7 @@ def prepare_custom_dataset(data: Data, code: Path | None) -> PreparedDataset:
 
 
 def find_or_store_arrays(cache: Path, name: str, state: str, make_arrays: Callable[[], Arrays]) -> PreparedDataset:
-    """Find a prepared data set, or store the arrays that `make_arrays` returns.
+    """Return a prepared data set, whose arrays are made by `make_arrays` if they are not cached yet.
 
     `state` is a string that identifies the content of the source. Raises UserError if the arrays cannot be written to
     the disk.
@@ -285,7 +285,7 @@ def find_or_store_arrays(cache: Path, name: str, state: str, make_arrays: Callab
 
 
 def find_or_prepare_dataset(cache: Path, name: str, state: str, write: Callable[[Path], str]) -> PreparedDataset:
-    """Find a prepared data set, or prepare the data set while holding a lock.
+    """Return a prepared data set, which is prepared under a lock if it is not cached yet.
 
     `state` is a string that identifies the content of the source. `write` saves one array for each name in PARTS to a
     folder, and returns a notice that every run with this data set displays.

@@ -29,7 +29,7 @@ LoadSamples = Callable[[np.ndarray], Samples]  # the argument is a block of indi
 
 POLL_SECONDS = 0.5  # time between two checks for a stop request while a rank waits for a block
 SLOTS = 2  # maximum number of blocks that a worker prepares in advance
-JOIN_TIMEOUT = 5.0  # seconds to wait for a killed worker to exit; a worker that is blocked by a disk exits later
+JOIN_TIMEOUT = 5.0  # seconds to wait for a killed worker to exit; a worker that waits for a disk exits later
 PROCESS_STATES = {  # description of each state letter in /proc/PID/stat
     "T": "is stopped (SIGSTOP)",
     "t": "is stopped by a debugger",

@@ -34,9 +34,11 @@ class Report(Protocol):
     A report adds rows to the final table and values to result.json.
     """
 
-    def rows(self) -> Mapping[str, str]: ...
+    def rows(self) -> Mapping[str, str]:
+        """Write the plots of the report, if any, and return its rows of the final table."""
 
-    def result(self) -> ReportData: ...
+    def result(self) -> ReportData:
+        """Return the values of the report for result.json."""
 
 
 @dataclass(frozen=True)

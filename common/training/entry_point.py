@@ -364,7 +364,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         main(cfg, run)
         if world.is_main and not run.finished:
             raise RuntimeError("main() did not call run.report(...); add this call after the training loop")
-    except (RuntimeError, TimeoutError, BlockingIOError) as raised:  # os.fork raises BlockingIOError
+    except (RuntimeError, TimeoutError, BlockingIOError) as raised:  # BlockingIOError: os.fork failed
         error = convert_shortage_error(raised)
         # A stop request may have caused this error: ranks without unsaved state stop immediately and close their
         # connections. SIGTERM does not prove a stop request, because srun also sends SIGTERM when a rank has failed.

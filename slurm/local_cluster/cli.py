@@ -307,6 +307,8 @@ def main(arguments: list[str]) -> None:
         running = None if args.verb == "up" else choose_running_cluster()
         args.name = running.plan.name if running else DEFAULT_NAME
     if os.environ.get("SLURM_CONF") == str(find_cluster_folder(args.name) / "slurm.conf"):
-        raise UserError(f"this shell is inside cluster {args.name}, where process ids differ; exit the shell first")
+        raise UserError(
+            f"this shell is inside cluster {args.name}, which has its own process ids; exit the shell first"
+        )
     os.environ["PATH"] = slurm_conf.make_search_path()  # includes the folders of ip, slurmctld, and slurmd
     args.function(args)

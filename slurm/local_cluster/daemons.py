@@ -198,7 +198,7 @@ def cut_cable(plan: Plan, number: int) -> None:
     namespaces.run_ip(f"link set {format_host_name(number)} down")
 
 
-def join_cable(plan: Plan, number: int) -> None:
+def reconnect_cable(plan: Plan, number: int) -> None:
     """Reconnect the cable of a host.
 
     SLURM contacts a host that is down in only one of 20 ping rounds. SLURM may therefore need up to seven times
@@ -230,7 +230,7 @@ def power_on(plan: Plan, number: int) -> None:
 
 VERBS: dict[str, Callable[[Plan, int], None]] = {
     "cut": cut_cable,
-    "join": join_cable,
+    "join": reconnect_cable,
     "power-off": power_off,
     "power-on": power_on,
 }

@@ -211,7 +211,7 @@ def make_default_slurm_conf_values(plan: Plan) -> dict[str, str]:
         "SlurmdUser": plan.user,
         "AuthType": f"auth/{plan.auth}",
         "CredType": f"cred/{plan.auth}",
-        "AuthInfo": "cred_expire=5",  # a requeued job waits for this time in seconds; SLURM's default is 120
+        "AuthInfo": "cred_expire=5",  # seconds before a requeued job may start again; SLURM's default is 120
         "StateSaveLocation": f"{folder}/state",
         "SlurmdSpoolDir": f"{folder}/spool/%n",
         "SlurmctldPidFile": f"{folder}/run/slurmctld.pid",

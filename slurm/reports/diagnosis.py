@@ -219,7 +219,7 @@ def describe_lost_ranks(ranks: list[RankFacts]) -> str:
     silent = [rank for rank in ranks if not rank.error]
     if not silent or len(silent) == len(ranks):
         return ""
-    unknown = "killed, out of memory, or its host failed"
+    unknown = "it may have been killed or run out of memory, or its host may have failed"
     exit_reasons = [f"{rank.name} ended without an error message ({rank.exit_reason or unknown})" for rank in silent]
     return f"{', '.join(exit_reasons)}; the other ranks then lost their connections"
 

@@ -173,7 +173,7 @@ def cut_briefly(running: Running, chance: random.Random) -> None:
     def blink() -> None:
         daemons.cut_cable(plan, number)
         time.sleep(4)
-        daemons.join_cable(plan, number)
+        daemons.reconnect_cable(plan, number)
 
     running.lab.as_root(blink)
 

@@ -234,7 +234,12 @@ OWN = "torch.distributed.DistNetworkError: all_reduce: "
 @pytest.mark.parametrize(
     ("errors", "first", "cause"),
     [
-        (("", LOST), 1, "rank 0 on vm ended without an error message (killed, out of memory, or its host failed)"),
+        (
+            ("", LOST),
+            1,
+            "rank 0 on vm ended without an error message (it may have been killed "
+            "or run out of memory, or its host may have failed)",
+        ),
         (("", f"{OWN}rank 0 has closed its connection; see its log"), 1, "rank 0 on vm ended without an error message"),
         (
             ("09:00:02,500 KeyError: x", f"{OWN}the connection with rank 0 failed: x"),

@@ -33,7 +33,7 @@ Lookup = Callable[[str], str | bytes]
 
 
 class RankLinks(NamedTuple):
-    """The links between one rank and all of its peers, by the rank of the peer."""
+    """The links between one rank and all of its peers, keyed by peer rank."""
 
     outgoing: dict[int, OutgoingLink]
     incoming: dict[int, IncomingLink]

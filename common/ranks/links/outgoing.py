@@ -54,7 +54,7 @@ class Link:
     def close(self) -> None:
         """Close the link. Threads that are waiting for the link raise LinkError immediately."""
         with self._lock:
-            self._end_link(LinkError(f"the connection with rank {self.peer} was closed on this rank"))
+            self._end_link(LinkError(f"the connection with rank {self.peer} was closed by this rank"))
 
     def _end_link(self, problem: LinkError | LinkTimeout) -> None:
         """End the link and wake all waiting threads. The caller must hold the lock."""

@@ -228,7 +228,7 @@ class Journal:
         notes[last.attempt].rows = self.find_line_of_row(notes, last, row_count)
 
     def find_line_of_row(self, notes: dict[int, TrackingNote], mark: JournalMark, count: int) -> int:
-        """Return the number of the line of metrics.jsonl that was sent as the `count`-th row after a mark."""
+        """Return the line number, in metrics.jsonl, of the `count`-th row that was sent after a mark."""
         attempt = RunFolder(self.folder.path, mark.attempt)
         sent_keys = list_known_rows(attempt, notes)
         line = mark.rows

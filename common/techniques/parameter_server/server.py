@@ -189,7 +189,7 @@ class ShardServer:
         with self.changed:
             self.waiting_pushes[worker] = gradient
             while workers := self.policy.choose_pushes(self.waiting_pushes, self.pulled, self.shard.version):
-                self._answer_pushes(workers)
+                self._process_pushes(workers)
             self.changed.notify_all()
             self._wait_until(lambda: worker in self.answers)
             return self.answers.pop(worker)
@@ -208,8 +208,8 @@ class ShardServer:
             self.failure = error
             self.changed.notify_all()
 
-    def _answer_pushes(self, workers: Sequence[int]) -> None:
-        """Answer the pushes of the given workers and apply their step.
+    def _process_pushes(self, workers: Sequence[int]) -> None:
+        """Apply the pushes of the given workers as one step, and answer these workers.
 
         In sync mode, the step is only prepared.
         """

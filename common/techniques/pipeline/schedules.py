@@ -118,7 +118,10 @@ def make_1f1b_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
     return plan
 
 
-USAGE = "function(ranks, stages, microbatches) must return a list of ('F' or 'B', stage, microbatch) for each rank"
+USAGE = (
+    "function(ranks, stages, microbatches) must return, for each rank, a list of tuples (pass, stage, microbatch), "
+    "where pass is 'F' or 'B'"
+)
 SCHEDULES: dict[str, Maker] = {"naive": make_naive_schedule, "gpipe": make_gpipe_schedule, "1f1b": make_1f1b_schedule}
 
 

@@ -55,7 +55,7 @@ def test_a_group_that_is_aborted_by_another_thread_ends_all_that_waits(tmp_path:
     assert done.stderr == "error: all was ended\n"
     said = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert said["1-0"].startswith("DistNetworkError: the process group was destroyed on this rank")
-    assert said["1-1"].startswith("DistNetworkError: all_reduce: the connection with rank 0 was closed on this rank")
+    assert said["1-1"].startswith("DistNetworkError: all_reduce: the connection with rank 0 was closed by this rank")
     assert said["2-0"] == said["2-1"] == "DistNetworkError: all_reduce: rank 1 has closed its connection; see its log"
 
 

@@ -105,10 +105,10 @@ def test_closing_ends_at_once_what_waits(pair: list[RankLinks]) -> None:
         assert not any(future.done() for future in waiting)
         pair[0].close()
         for future in waiting:
-            with pytest.raises(LinkError, match="the connection with rank 1 was closed on this rank"):
+            with pytest.raises(LinkError, match="the connection with rank 1 was closed by this rank"):
                 future.result(PATIENCE)
     for again in (*waits, lambda: pair[0].outgoing[1].send(0, b"")):
-        with pytest.raises(LinkError, match="was closed on this rank"):
+        with pytest.raises(LinkError, match="was closed by this rank"):
             again()
 
 

@@ -106,7 +106,10 @@ def test_bad_schedules_are_refused_naming_the_action(tmp_path: Path, first: str,
     assert message in str(caught.value)
 
 
-RETURNS = "function(ranks, stages, microbatches) must return a list of ('F' or 'B', stage, microbatch) for each rank"
+RETURNS = (
+    "function(ranks, stages, microbatches) must return, for each rank, a list of tuples (pass, stage, microbatch), "
+    "where pass is 'F' or 'B'"
+)
 
 
 @pytest.mark.parametrize(
