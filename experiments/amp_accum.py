@@ -131,7 +131,7 @@ def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step
             if is_last:
                 step.log(loss=step_loss)
             if all_reduces == 0:  # until the first all-reduce of a step, no rank waits for another rank
-                step.mark("backward")
+                step.mark_backward()
             scaler.scale(loss).backward()
         if not is_local:
             all_reduces += 1

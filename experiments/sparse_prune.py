@@ -33,7 +33,7 @@ measured at the end.
 
 from __future__ import annotations
 
-from common.api import ReportData, Run, TrainState, build_network, build_optimizer, score_replicated, start
+from common.api import ReportData, Run, TrainState, build_network, build_optimizer, start
 from common.system import seeds
 from common.techniques.data_parallel import ddp
 from common.techniques.pruning import pruning_masks, pruning_savings, pruning_schedules
@@ -165,11 +165,11 @@ def main(cfg: Config, run: Run) -> None:
     if steps_done == 0:
         update_masks(cfg, run, model, masks, optimizer, 0)
         masks.apply_to_weights()
-    for step in run.steps(state, lambda: score_replicated(inner_model, run)):
+    for step in run.steps(state):
         with step:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(step.x), step.y)
-            step.mark("backward")
+            step.log(loss=loss)
             loss.backward()
             optimizer.step()
             if cfg.l1:
@@ -177,7 +177,7 @@ def main(cfg: Config, run: Run) -> None:
             update_masks(cfg, run, model, masks, optimizer, step.number)
             if masks.sparsity:
                 masks.apply_to_weights()  # the optimizer also changed pruned weights
-            step.log(loss=loss.detach(), sparsity=masks.sparsity)
+            step.log(sparsity=masks.sparsity)
     run.report(*report_pruning(cfg, run, inner_model, masks))
 
 

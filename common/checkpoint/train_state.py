@@ -64,6 +64,7 @@ class TrainState:
         self.parts = list(parts)
         self.optimizer = optimizer
         self.loader = loader
+        self.is_replicated = replicated
         self.peers = world if replicated else peers
         self.scaler = scaler
         self.tensors = dict(tensors or {})

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from common.measure.device_clock import DeviceClock, Stamp
 from common.measure.straggler import find_straggler
@@ -25,6 +25,7 @@ from common.ranks.rendezvous import World
 from common.runs.result import ReportData
 
 T = TypeVar("T")
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # for the end of a backward pass
 HISTORY = 1000
 """Maximum number of steps whose timestamps are stored. Older timestamps are discarded."""
 NEWEST_STEPS = 50
@@ -139,12 +140,26 @@ class StepTimer:
         self.layer_spans.append((self.layer_starts.pop(), self.clock.stamp()))
 
     def record_mark(self, name: str) -> None:
-        """Record the current time under a name.
-
-        Call this method with the name "backward" before backward starts, and with the name "end of backward" after
-        backward has finished.
-        """
+        """Record the current time under a name."""
         self.marks[name] = self.clock.stamp()
+
+    def watch_backward(self, loss: Tensor) -> None:
+        """Record the marks "backward" and "end of backward" in the backward pass of a loss.
+
+        Only the first backward pass of a step is recorded.
+        """
+
+        def record_start(_: Tensor) -> None:
+            if "backward" not in self.marks:
+                self.record_mark("backward")
+                queue_callback(queue_end)
+
+        def queue_end() -> None:
+            # DDP and FSDP have queued callbacks during backward, which wait for their communication. A callback that is
+            # queued now runs after them.
+            queue_callback(lambda: self.record_mark("end of backward"))
+
+        loss.register_hook(record_start)
 
     def iterate_batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of a loader, and record the timestamps of each step.

@@ -68,21 +68,26 @@ class Step:
         assert self.run.state is not None and not isinstance(self.run.state.loader, Rounds)
         return self.run.state.loader.mean_shard
 
-    def mark(self, name: str) -> None:
-        """Record the current time as the time at which backward starts or ends.
+    def mark_backward(self) -> None:
+        """Record the current time as the start of backward.
 
-        Call this method with the name "backward" before backward, and with "end of backward" after backward.
+        Call this method only if the loss is not passed to `log` before backward.
         """
         if self.run.times is not None:
-            self.run.times.record_mark(name)
+            self.run.times.record_mark("backward")
 
     def log(self, **values: Tensor | float | None) -> None:
         """Log values of this step to metrics.jsonl.
 
-        Tensors are not copied to the CPU immediately. Pass None on ranks that do not know a value. In an elastic run,
-        every rank must know all values, which are averaged over the ranks. To overlap the averaging with backward, log
-        the values before backward.
+        Tensors are detached, and are not copied to the CPU immediately. Pass None on ranks that do not know a value. In
+        an elastic run, every rank must know all values, which are averaged over the ranks. Log the loss before
+        backward: the averaging then overlaps with backward, and the start and end of backward are recorded.
         """
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                if self.run.times is not None:
+                    self.run.times.watch_backward(value)
+                values[name] = value.detach()
         self.values |= values
         if self.recovery is not None and not self.committed:
             self.recovery.start_averaging(values)

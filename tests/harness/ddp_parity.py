@@ -31,6 +31,7 @@ from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.techniques.data_parallel.shards import AutoShards
 from common.training import evaluate
+from common.training import run as training_run
 from common.training.run import Run
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode
@@ -149,7 +150,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: PreparedDataset, fo
         run,
         (ddp_multinode, "init_network", lambda cfg, *_: add_dropout(unsplit(cfg), cfg.dropout, cfg.seed)),
         (ddp_multinode, "wrap_model", wrap_wrongly),
-        (ddp_multinode, "score_replicated", look_before),
+        (training_run, "score_replicated", look_before),
         *changes,
     )
     assert run.times is not None
