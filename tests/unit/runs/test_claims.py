@@ -109,7 +109,7 @@ def test_a_process_of_another_host_is_judged_by_its_signs_of_life(
 ) -> None:
     elsewhere = identify(other.pid, host="elsewhere", boot="another")
     attempt = folder.claim_attempt({"process": elsewhere})
-    told = r"its process is running\. The last activity was 0 s ago.* after 60 s"
+    told = r"the process still exists\. The last activity was 0 s ago.* after 60 s"
     with pytest.raises(RunTakenError, match=told):
         claims.claim_next_attempt(folder)
     claims.mark_ended(attempt)
