@@ -257,7 +257,7 @@ class Loader:
         return epochs * self.epoch_samples + min(last_steps * self.step_samples, self.epoch_samples)
 
     def list_sample_positions(self, step: int) -> list[range]:
-        """Return the positions in the epoch of this rank's samples in a step, as one range per microbatch.
+        """Return where this rank's samples for a step lie in the epoch, as one range of positions per microbatch.
 
         `step` is the number of the step in the epoch, counted from 0.
         """

@@ -100,7 +100,7 @@ def format_megabytes(sizes: Mapping[str, int]) -> str:
 
 
 def report_state_bytes(optimizer: Optimizer, world: World) -> ReportData:
-    """Report the bytes of parameters, gradients and optimizer state on each rank.
+    """Report the size in bytes of the parameters, gradients and optimizer state on each rank.
 
     If the tensors are sharded, the report also contains the bytes of the full tensors, which DDP would store on every
     rank. All ranks must call this function.

@@ -295,7 +295,7 @@ class SharedMetricsLog(MetricsLog):
     def write_values(self, step: int, values: dict[str, float]) -> None:
         """Flush the log, and write a row with the values of an evaluation.
 
-        The values are equal on all ranks. If the evaluation is repeated, the values are written only once.
+        `values` must be equal on all ranks. If the evaluation is repeated, the values are written only once.
         """
         self.flush()
         row = self._make_position_fields(step, time.perf_counter()) | values

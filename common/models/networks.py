@@ -314,7 +314,7 @@ KINDS: dict[str, Callable[..., nn.Sequential]] = {
 def convert_parameter_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict with tensors renamed as in the networks of common/models/networks.py.
 
-    Prefixes of torchvision such as "layer1.0." become "layer1_0.", and DistributedDataParallel's prefix "module." is
+    torchvision prefixes such as "layer1.0." become "layer1_0.", and DistributedDataParallel's prefix "module." is
     removed.
     """
     unwrapped = strip_wrapper_prefix(state)

@@ -222,7 +222,7 @@ def raise_if_attempt_is_alive(folder: RunFolder) -> None:
     if silent_seconds < limit:
         age = format_duration(silent_seconds)
         raise RunTakenError(
-            f"{problem}; this host cannot check whether its process is running. The last activity was {age} ago; "
+            f"{problem}; this host cannot check whether the process still exists. The last activity was {age} ago; "
             f"the attempt is considered ended after {limit:.0f} s without activity"
         )
 

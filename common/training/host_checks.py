@@ -307,9 +307,10 @@ def find_host_problems(facts: HostFacts, hosts: int) -> list[str]:
 
     if facts.get("disk_error"):
         problems.append(f"{host} {facts['disk_error']}")
-    elif facts["disk_free_gb"] is None or facts["disk_free_gb"] < MIN_FREE_GB:
-        free_gb = facts["disk_free_gb"]
-        problem = f"has {free_gb} GB free on the disk of the run folders"
+    elif facts["disk_free_gb"] is None:
+        problems.append(f"{host} cannot access the disk of the run folders; check its mount, or set runs=<folder>")
+    elif facts["disk_free_gb"] < MIN_FREE_GB:
+        problem = f"has only {facts['disk_free_gb']} GB free on the disk of the run folders"
         problems.append(f"{host} {problem}; free some space, or set runs=<another folder>")
     elif (facts.get("disk_mb_per_s") or MIN_DISK_MB_PER_S) < MIN_DISK_MB_PER_S:
         problem = f"writes run folders at only {facts['disk_mb_per_s']} MB/s"
@@ -353,7 +354,7 @@ def find_speed_problems(facts: Sequence[HostFacts]) -> list[str]:
 def find_clock_problems(facts: Sequence[HostFacts]) -> list[str]:
     """Return one line per host whose clock differs from the median clock of all hosts.
 
-    If there are only two hosts, their clocks are compared with each other. For each host, only the times of the first
+    If there are only two hosts, their clocks are compared to each other. For each host, only the times of the first
     rank on the host are used.
     """
     by_host: dict[str, HostFacts] = {}
