@@ -156,7 +156,7 @@ def iterate_until_evaluation(run: RunContext, state: TrainState, evaluate: Evalu
 
     The last evaluation completes the run.
     """
-    if run.step < run.total and not run.saver.unevaluated:
+    if run.step < run.total and not run.progress.unevaluated:
         yield from iterate_epoch(run, state)
     scores = evaluate_epoch(run, state, evaluate)
     if scores:
@@ -211,7 +211,7 @@ def record_step(run: RunContext, step: Step) -> None:
     synchronize_gpus_if_due(run, run.state, step.number)
     now = time.perf_counter()
     run.pace.record_step_end(now)
-    run.step = step.number
+    run.progress.complete_step(step.number)
     run.saver.stop_request.can_stop_immediately = False
     run.metrics.add_step(step.number, now, step.values)
     if run.metrics.is_flush_due:
@@ -248,7 +248,7 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     is_last = run.step >= run.total
     assert metrics is not None
     metrics.flush()
-    saver.unevaluated = True  # must be set before the evaluation, in which a rank may be lost
+    run.progress.begin_evaluation()  # before the evaluation, in which a rank may be lost
     saver.raise_if_diverged()
 
     # A checkpoint that is saved during the evaluation contains the snapshot, because an evaluation may change buffers.
@@ -259,7 +259,7 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     if is_last:
         saver.save_final_model(run.step)
     state.drop_buffer_snapshot()
-    saver.unevaluated = False
+    run.progress.end_evaluation()
 
     if scores:
         metrics.write_values(run.step, scores)

@@ -26,6 +26,7 @@ from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder, write_json
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.progress import ProgressDisplay
+from common.runs.run_progress import RunProgress
 from common.system.errors import MachineError, UserError
 from common.training.hooks import RecoveryHook, StepHook
 from configs.elastic import get_enabled_elastic_settings
@@ -57,7 +58,8 @@ class RunContext:
         self.logger = self._open_log()
         trace = folder.attempt_folder / f"trace-{world.original_rank}.json"
         self.profiler = profiler.start_profiler(cfg.profile, trace, self.log_message)
-        self.saver = Saver(cfg, folder, world, stop, self.log_message)
+        self.progress = RunProgress()
+        self.saver = Saver(cfg, folder, world, stop, self.log_message, self.progress)
         if world.backend == "nccl" and world.size > 1:
             self.saver.start_silence_watch(self.log_failure)
         self.pace = StepDurations()
@@ -68,10 +70,6 @@ class RunContext:
         """Hook that recovers from the loss of a rank; None unless the run is elastic."""
         self.metrics: MetricsLog | None = None
         self.state: TrainState | None = None
-        self.step = 0
-        """Number of completed steps, including those of earlier attempts."""
-        self.resumed_after = 0
-        """Number of steps that earlier attempts completed."""
         self.total = 0
         """Total number of steps in the run; 0 before `resume` is called."""
         self.heartbeat_time = 0.0
@@ -83,10 +81,18 @@ class RunContext:
         self.memory: dict[str, int] = {}
         """Peak memory of each rank in bytes, known on rank 0 only; empty until training is complete."""
         self.finished = False
-        self.generations: list[dict[str, Any]] = []
-        """Lost and joined ranks of an elastic run, one entry per change; see common/runs/rank_changes.py."""
         if world.is_main:
             write_json(folder.attempt_folder / "world.json", describe_world(world))
+
+    @property
+    def step(self) -> int:
+        """Number of completed steps, including those of earlier attempts."""
+        return self.progress.step
+
+    @property
+    def resumed_after(self) -> int:
+        """Number of steps that earlier attempts completed."""
+        return self.progress.resumed_after
 
     # ---- data and devices
 
@@ -194,8 +200,6 @@ class RunContext:
         rows = 0
         loaded = self.saver.load(state)
         if loaded is not None:
-            self.step = loaded.step
-            self.resumed_after = loaded.step
             parent = loaded.attempt
             rows = int(loaded.common["rows"])
             self.log_message(f"resumed from step {self.step} (attempt {parent})")
@@ -231,7 +235,7 @@ class RunContext:
             state.loader,
             source=source,
             seconds=self.cfg.log.seconds,
-            start_time=self.saver.start_time,
+            progress=self.progress,
             show=self._show_progress,
         )
         self.saver.metrics = self.metrics
