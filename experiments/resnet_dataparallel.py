@@ -24,10 +24,10 @@ may be partial. Some devices get no samples if a partial batch has fewer samples
 from __future__ import annotations
 
 from common.api import Run, TrainState, build_optimizer, init_network, start
-from common.measure.device_report import report_devices
 from common.ranks.rendezvous import World
 from common.system.text import format_count
 from common.techniques.data_parallel import ddp, sync_batchnorm
+from common.techniques.data_parallel.device_report import report_devices
 from common.techniques.data_parallel.single_process_baseline import StepVariant, measure_variant_throughputs
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 

@@ -29,6 +29,7 @@ from common.models import networks
 from common.models.sample_dropout import SampleDropout, add_dropout
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
+from common.techniques.data_parallel.scaling_report import ScalingReport
 from common.techniques.data_parallel.shards import AutoShards
 from common.training import evaluate
 from common.training import run as training_run
@@ -155,7 +156,7 @@ def train(cfg: Config, mistake: str, world: World, prepared: PreparedDataset, fo
     )
     assert run.times is not None
     ranks, sums = step_timing.gather_step_times(world, run.times), sums_of_ranks(found["state"])
-    slow = step_timing.ScalingReport(ranks, world.hosts, 0.0).straggler if mistake == "slow_rank" else None
+    slow = ScalingReport(ranks, world.hosts, 0.0).straggler if mistake == "slow_rank" else None
     auto_shards = run.find_hook(AutoShards)
     shards = auto_shards.history if auto_shards else []
     named = {"sums": sums, "before": before, "straggler": slow, "shards": shards}

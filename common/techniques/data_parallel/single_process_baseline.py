@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from common.data.loader import Loader
 from common.data.rounds import Rounds
 from common.measure.memory import describe_peak_memory, report_state_bytes
-from common.measure.step_timing import ScalingReport, gather_step_times, time_gradient_all_reduce
+from common.measure.step_timing import gather_step_times
 from common.measure.timing import time_calls
 from common.models import networks
 from common.models.sample_dropout import add_dropout
 from common.runs.result import Report, ReportData
 from common.techniques.data_parallel import ddp, sync_batchnorm
+from common.techniques.data_parallel.scaling_report import ScalingReport, time_gradient_all_reduce
 from common.techniques.data_parallel.shards import AutoShards, StepTimeModel
 from common.training import optimizers
 from common.training.run_context import RunContext
