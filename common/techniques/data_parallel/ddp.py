@@ -162,6 +162,11 @@ class ReplicaState(LocalPart):
         register_comm_hook(model, communication, 0)
 
 
+def make_local_parts(model: nn.Module) -> dict[str, LocalPart]:
+    """Return the state of a wrapped model that each rank saves itself, to be passed to `TrainState`."""
+    return {"compression": ReplicaState(model)}
+
+
 def compute_ring_all_reduce_bytes(model: nn.Module) -> int:
     """Return the number of bytes that each rank sends per step if a ring all-reduce sums the gradients.
 
