@@ -66,9 +66,7 @@ def main(cfg: Config, run: Run) -> None:
     batches = run.batches(shard=run.shard)  # rank r reads shard r of every batch
     set_up_shards(cfg, run, batches, network)  # with shards=auto, this measures the speed of each rank
     ddp.warm_up_buckets(model, run.load_first_inputs(batches.local_samples))
-    state = TrainState(
-        [network], optimizer, batches, run.world, replicated=True, local_parts=ddp.make_local_parts(model)
-    )
+    state = TrainState([network], optimizer, batches, run.world, replicated=True, local=ddp.get_local_parts(model))
 
     for step in run.steps(state):
         with step:

@@ -45,7 +45,7 @@ class TrainState:
         `peers` only if other ranks hold different parts.
     `scaler`: gradient scaler, whose state must be the same on all ranks.
     `tensors`: named tensors that the run updates in place, such as measurements. Rank 0's tensors are saved.
-    `local_parts`: further state by name, such as the errors of a gradient compression. Each rank saves its own.
+    `local`: further state by name, such as the errors of a gradient compression. Each rank saves its own.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TrainState:
         peers: World | None = None,
         scaler: GradScaler | None = None,
         tensors: Mapping[str, Tensor] | None = None,
-        local_parts: Mapping[str, LocalPart] | None = None,
+        local: Mapping[str, LocalPart] | None = None,
     ) -> None:
         self.parts = list(parts)
         self.optimizer = optimizer
@@ -68,7 +68,7 @@ class TrainState:
         self.peers = world if replicated else peers
         self.scaler = scaler
         self.tensors = dict(tensors or {})
-        self.local_parts = dict(local_parts or {})
+        self.local_parts = dict(local or {})
         self.parameters: list[tuple[str, Tensor]] = []
         self.buffers: list[tuple[str, Tensor]] = []
         for part in parts:

@@ -162,7 +162,7 @@ class ReplicaState(LocalPart):
         register_comm_hook(model, communication, 0)
 
 
-def make_local_parts(model: nn.Module) -> dict[str, LocalPart]:
+def get_local_parts(model: nn.Module) -> dict[str, LocalPart]:
     """Return the state of a wrapped model that each rank saves itself, to be passed to `TrainState`."""
     return {"compression": ReplicaState(model)}
 
