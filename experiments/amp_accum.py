@@ -181,7 +181,7 @@ def main(cfg: Config, run: Run) -> None:
         set_up_shards(cfg, run, batches, inner_model)  # with shards=auto, this measures the speed of each rank
         ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_first_inputs(batches.local_samples)))
     parts = ddp.get_local_parts(model)
-    state = TrainState([inner_model], optimizer, batches, run.world, replicated=True, scaler=scaler, local_parts=parts)
+    state = TrainState([inner_model], optimizer, batches, run.world, replicated=True, scaler=scaler, local=parts)
     footprint = MemoryMeter(run.device)
     all_reduce_bytes = ddp.compute_ring_all_reduce_bytes(model)
 
