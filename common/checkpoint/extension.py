@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from common.checkpoint import storage
 from common.config import config
 from common.runs.folder import MODEL_FACTS_FILE, RunFolder, read_json
@@ -47,15 +49,24 @@ def has_checkpoint_of_step(folder: RunFolder, step: int) -> bool:
 def check_resume(folder: RunFolder, cfg: Experiment) -> None:
     """Raise UserError if a run cannot be resumed with the settings of `cfg`."""
     check_settings_of_finished_run(folder, cfg)
-    if not cfg.ranks_have_separate_models:
+    newest = read_newest_manifest(folder)
+    if newest is None:
         return
+    if 0 < cfg.steps < newest.step:
+        raise UserError(
+            f"steps={cfg.steps} is less than the {newest.step} steps that {folder.path.name} has completed; "
+            f"use steps={newest.step} or more, or start a new run"
+        )
+    if cfg.ranks_have_separate_models:
+        check_number_of_ranks(newest.processes, cfg.processes)
+
+
+def read_newest_manifest(folder: RunFolder) -> storage.Manifest | None:
+    """Read the manifest of the checkpoint from which the run would resume; return None if there is none."""
     for checkpoint in storage.list_resumable_checkpoints(folder):
-        try:
-            saved_ranks = storage.read_manifest(checkpoint).processes
-        except storage.InvalidCheckpoint:
-            continue
-        check_number_of_ranks(saved_ranks, cfg.processes)
-        return
+        with contextlib.suppress(storage.InvalidCheckpoint):
+            return storage.read_manifest(checkpoint)
+    return None
 
 
 def check_number_of_ranks(saved_ranks: int, ranks: int) -> None:

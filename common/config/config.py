@@ -42,6 +42,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # location depends on these keys.
 FIXED_KEYS = (
     "seed",
+    "model",
+    "width",
+    "depth",
     "batch",
     "accumulate",
     "start",

@@ -9,6 +9,7 @@ checkpoints of an unfinished run, which are needed to resume the run; the best c
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -117,6 +118,8 @@ def main(args: argparse.Namespace) -> int:
     criteria = RunFilter(args.runs, args.name, args.last, args.where)
     folders = selection.select_runs(criteria, Path(args.runs_folder or "runs"), newest=0)
     total = remove_superfluous_files(folders, bool(args.runs), delete)
-    preview = "would be freed; to delete the files: make prune-runs DELETE=1"
+    filters = {"RUNS": args.runs, "NAME": args.name, "LAST": args.last, "WHERE": args.where}
+    words = [f"{name}={shlex.quote(value)} " for name, value in filters.items() if value]
+    preview = f"would be freed; to delete the files: make prune-runs {''.join(words)}DELETE=1"
     print(f"{total / 1e6:.1f} MB {'freed' if delete else preview}")
     return 0

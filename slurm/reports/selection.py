@@ -51,7 +51,7 @@ def find_run(name: str, runs: Path) -> RunFolder:
     if not name:
         files = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
         newest = ", ".join(file.parent.name for file in files[:3]) or "none"
-        raise UserError(f"RUN is missing; write RUN=<id> (newest runs in {runs}: {newest})")
+        raise UserError(f"RUN is missing; set RUN=<id> (newest runs in {runs}: {newest})")
     paths = [Path(name), runs / name]
     if re.fullmatch("[0-9a-f]{4}", name):
         matches = [file.parent for file in runs.glob(f"*-{name}/config.yaml")]

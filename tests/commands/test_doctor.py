@@ -372,7 +372,7 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
     ("words", "message"),
     [
         (["--run=nothing"], "'nothing': no such run folder"),
-        (["--run="], "RUN is missing; write RUN=<id>"),
+        (["--run="], "RUN is missing; set RUN=<id>"),
         (["--nodes=x"], "NODES must be an integer from 1 to"),
         (["--args=--help"], "ARGS: --help is not a setting"),
         (["--args=runs=x optim.lr=3"], "doctor does not use optim.lr; use only runs, data.cache, launch.mixed and"),

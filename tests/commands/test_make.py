@@ -382,7 +382,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path, words: list[str]
 
 @pytest.mark.parametrize("verb", ["logs", "cancel"])
 def test_a_missing_run_is_answered_with_the_newest(place: Path, verb: str) -> None:
-    assert "RUN is missing; write RUN=<id> (newest runs in runs: none)" in refused(make(place, verb), place)
+    assert "RUN is missing; set RUN=<id> (newest runs in runs: none)" in refused(make(place, verb), place)
     for age, name in enumerate(("d", "c", "b", "a")):
         file = place / "runs" / name / "config.yaml"
         file.parent.mkdir(parents=True)
@@ -390,7 +390,7 @@ def test_a_missing_run_is_answered_with_the_newest(place: Path, verb: str) -> No
         os.utime(file, (1000 - age, 1000 - age))
     done = make(place, verb)
     assert done.status == 2
-    assert done.err.startswith("error: RUN is missing; write RUN=<id> (newest runs in runs: d, c, b)")
+    assert done.err.startswith("error: RUN is missing; set RUN=<id> (newest runs in runs: d, c, b)")
 
 
 # ---- setting up

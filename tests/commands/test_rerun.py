@@ -189,7 +189,7 @@ def test_how_far_losses_lead_apart_is_told(tmp_path: Path, capsys: pytest.Captur
     ("words", "message"),
     [
         (["nothing"], "'nothing': no such run folder"),
-        ([], "RUN is missing; write RUN=<id>"),
+        ([], "RUN is missing; set RUN=<id>"),
         (["--args=seed=x", "{old}"], "seed=x: expected an integer"),
         (["--args=sed=1", "{old}"], "unknown key sed; did you mean seed?"),
         (["--args=--help", "{old}"], "ARGS: --help is not a setting; expected key=value"),

@@ -40,6 +40,17 @@ def test_a_finished_run_does_not_go_on(
     assert len(folder.list_attempts()) == 1
 
 
+def test_a_run_that_is_past_the_new_last_step_is_not_resumed(
+    tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It would end as finished without a step."""
+    folder = cut_off(whole_run(tmp_path_factory, quick, STAGED, 2).folder, 15, tmp_path)
+    done = resume(STAGED, folder, "steps=10")
+    assert done.returncode == 2
+    assert f"steps=10 is less than the 15 steps that {folder.path.name} has completed" in done.stderr
+    assert len(folder.list_attempts()) == 1
+
+
 def test_training_on_from_the_end_of_an_epoch_evaluates_once(tmp_path: Path, quick: tuple[str, ...]) -> None:
     folder = run(REPLICATED.name, *quick, ALONE, "steps=13", runs=tmp_path).folder
     done = resume(REPLICATED, folder, "steps=14")
@@ -58,7 +69,7 @@ def test_settings_that_make_another_run_cannot_change_when_it_goes_on(tmp_path: 
     (tmp_path / "mnist_pipeline-1-2-3").mkdir()
     text = run("mnist_pipeline", *quick, "--print-config", runs=tmp_path).out
     (tmp_path / "mnist_pipeline-1-2-3" / "config.yaml").write_text(text)
-    for word in ("batch=40", "seed=5", "optim.name=adam", "data.train_limit=300", "wandb.project=other"):
+    for word in ("batch=40", "seed=5", "optim.name=adam", "data.train_limit=300", "wandb.project=other", "width=64"):
         done = resume(STAGED, RunFolder(tmp_path / "mnist_pipeline-1-2-3"), word)
         assert done.returncode == 2, word
         assert f"{word.partition('=')[0]} cannot change when a run is resumed" in done.stderr
