@@ -5,31 +5,26 @@ imports this module. This module imports only modules that every run needs.
 """
 
 from common.checkpoint.train_state import TrainState
-from common.models import networks
 from common.models.model_file import init_network
+from common.models.networks import ResNet, SimpleNN, build_network
 from common.runs.result import ReportData
 from common.system.errors import UserError
-from common.techniques.data_parallel import ddp, sync_batchnorm
-from common.techniques.pipeline import model_split
-from common.techniques.pipeline.report import PipelineReport
 from common.training.entry_point import start
 from common.training.evaluate import score_replicated, score_test_set
 from common.training.optimizers import build_optimizer
 from common.training.run import Run
 
 __all__ = [
-    "PipelineReport",
     "ReportData",
+    "ResNet",
     "Run",
+    "SimpleNN",
     "TrainState",
     "UserError",
+    "build_network",
     "build_optimizer",
-    "ddp",
     "init_network",
-    "model_split",
-    "networks",
     "score_replicated",
     "score_test_set",
     "start",
-    "sync_batchnorm",
 ]

@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from configs.optional import RanksPerNode
 from configs.ranges import at_least, between
 
+SUPERVISOR = "common.techniques.elastic.supervisor:open_local_supervisor"
+"""Import path of the function that opens the supervisor of local ranks."""
+RECOVERY = "common.techniques.elastic.recovery:ElasticRecovery"
+"""Import path of the hook with which each rank recovers from the loss of a rank."""
+
 
 @dataclass
 class Elastic:

@@ -7,6 +7,9 @@ from typing import Literal
 
 from configs.ranges import at_least, between, custom_code
 
+BACKEND_SETUPS = {"builtin": "common.backend.setup"}
+"""Module that sets up each communication backend that torch does not contain; see common/ranks/backend_setup."""
+
 
 @dataclass
 class Launch:

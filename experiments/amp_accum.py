@@ -32,10 +32,11 @@ gradient overflows and doubled after `growth_interval` steps without overflow (M
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, UserError, build_optimizer, ddp, networks, score_test_set, start
+from common.api import ResNet, Run, TrainState, UserError, build_network, build_optimizer, score_test_set, start
 from common.measure.memory import MemoryMeter
 from common.models.sample_dropout import add_dropout, exclude_dropout_from_compiling
 from common.ranks.averaging import average_buffers
+from common.techniques.data_parallel import ddp
 from common.techniques.data_parallel.single_process_baseline import report_rank_differences, set_up_shards
 from common.techniques.precision.report import PrecisionReport
 from common.training.loop import Step
@@ -60,9 +61,9 @@ MIN_LOSS_SCALE = 2.0**-14
 def build_model(cfg: Config, run: Run) -> nn.Module:
     """Build the model. All ranks use the same seed and therefore have equal weights."""
     if cfg.model in ("resnet18", "resnet50"):
-        model: nn.Sequential = networks.ResNet(cfg.model, run.sample_shape, run.classes)
+        model: nn.Sequential = ResNet(cfg.model, run.sample_shape, run.classes)
     else:
-        model = networks.build_network(cfg.model, run.sample_shape, run.classes)
+        model = build_network(cfg.model, run.sample_shape, run.classes)
     add_dropout(model, cfg.dropout, cfg.seed)  # dropout masks depend on samples, not on microbatches
     layout = torch.channels_last if cfg.channels_last else torch.preserve_format
     return model.to(run.device, run.dtype).to(memory_format=layout)
@@ -130,7 +131,7 @@ def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step
             if is_last:
                 step.log(loss=step_loss)
             if all_reduces == 0:  # until the first all-reduce of a step, no rank waits for another rank
-                step.mark("backward")
+                step.mark_backward()
             scaler.scale(loss).backward()
         if not is_local:
             all_reduces += 1
@@ -179,7 +180,8 @@ def main(cfg: Config, run: Run) -> None:
     with make_autocast(cfg, run.device):
         set_up_shards(cfg, run, batches, inner_model)  # with shards=auto, this measures the speed of each rank
         ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_first_inputs(batches.local_samples)))
-    state = TrainState([inner_model], optimizer, batches, run.world, replicated=True, scaler=scaler, replica=model)
+    parts = ddp.get_local_parts(model)
+    state = TrainState([inner_model], optimizer, batches, run.world, replicated=True, scaler=scaler, local=parts)
     footprint = MemoryMeter(run.device)
     all_reduce_bytes = ddp.compute_ring_all_reduce_bytes(model)
 

@@ -26,7 +26,8 @@ rank, all-gathers each layer before it is used, and reduce-scatters the layer's 
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, build_optimizer, ddp, init_network, score_replicated, start, sync_batchnorm
+from common.api import Run, TrainState, build_optimizer, init_network, start
+from common.techniques.data_parallel import ddp, sync_batchnorm
 from common.techniques.data_parallel.single_process_baseline import report_scaling, set_up_shards
 from configs.ddp_multinode import Config
 
@@ -65,16 +66,14 @@ def main(cfg: Config, run: Run) -> None:
     batches = run.batches(shard=run.shard)  # rank r reads shard r of every batch
     set_up_shards(cfg, run, batches, network)  # with shards=auto, this measures the speed of each rank
     ddp.warm_up_buckets(model, run.load_first_inputs(batches.local_samples))
-    state = TrainState([network], optimizer, batches, run.world, replicated=True, replica=model)
+    state = TrainState([network], optimizer, batches, run.world, replicated=True, local=ddp.get_local_parts(model))
 
-    for step in run.steps(state, lambda: score_replicated(network, run)):
+    for step in run.steps(state):
         with step:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(step.x), step.y, reduction="sum") / step.mean_shard
-            step.log(loss=loss.detach())
-            step.mark("backward")
+            step.log(loss=loss)
             loss.backward()  # also averages gradients over the ranks; with FSDP, each rank keeps one shard
-            step.mark("end of backward")
             if cfg.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
             step.commit()  # with elastic=true, either all remaining ranks apply the update or none of them does

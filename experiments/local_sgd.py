@@ -140,7 +140,7 @@ def main(cfg: Config, run: Run) -> None:
             if step.number == cfg.start:
                 worker.set_reference_to_parameters()
             exchange_differences(cfg, worker, step.number, run.total)
-            step.log(loss=loss.detach())
+            step.log(loss=loss)
     run.report(report_exchanges(cfg, worker, run))
 
 

@@ -23,14 +23,16 @@ zero_bubble have smaller bubbles (Narayanan et al. 2021, arXiv 2104.04473; Qi et
 
 from __future__ import annotations
 
-from common.api import PipelineReport, Run, TrainState, build_optimizer, model_split, networks, score_test_set, start
+from common.api import Run, SimpleNN, TrainState, build_optimizer, score_test_set, start
+from common.techniques.pipeline import model_split
+from common.techniques.pipeline.report import PipelineReport
 from configs.mnist_pipeline import Config
 
 import torch.nn.functional as F
 
 
 def main(cfg: Config, run: Run) -> None:
-    model = networks.SimpleNN(cfg.width, cfg.depth, run.sample_shape, run.classes)  # same weights on every rank
+    model = SimpleNN(cfg.width, cfg.depth, run.sample_shape, run.classes)  # same weights on every rank
     stages = model_split.split_model(cfg, model, run)  # splits by layer names, parameter counts or measured times
     pipe = model_split.build_pipeline_engine(cfg, stages, F.cross_entropy, run)  # holds only this rank's stages
     optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)

@@ -35,9 +35,10 @@ stopping. At these points, all pushes have been applied, and the resulting state
 
 from __future__ import annotations
 
-from common.api import ReportData, Run, build_optimizer, ddp, networks, score_replicated, start
+from common.api import ReportData, Run, build_network, build_optimizer, score_replicated, start
 from common.measure import plots
 from common.runs.folder import write_json
+from common.techniques.data_parallel import ddp
 from common.techniques.data_parallel.single_process_baseline import make_step_function, time_steps
 from common.techniques.parameter_server.report import ServerReport, gather_server_counts
 from common.techniques.parameter_server.server import StalenessPolicy
@@ -73,19 +74,19 @@ def time_ddp(cfg: Config, run: Run) -> ReportData:
 
     All ranks must call this function after training.
     """
-    network = build_network(cfg, run)
+    network = build_model(cfg, run)
     step = make_step_function(run, ddp.wrap_ddp(network, run.device), network, run.shard)
     rate = cfg.batch / time_steps(step, run.device, DDP_STEPS)
     return ReportData({"with DDP": f"{rate:,.0f} samples/s"}, measured={"ddp_samples_per_second": rate})
 
 
-def build_network(cfg: Config, run: Run) -> nn.Sequential:
-    """Build the network. All ranks use the same seed and therefore have equal weights."""
-    return networks.build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
+def build_model(cfg: Config, run: Run) -> nn.Sequential:
+    """Build the model. All ranks use the same seed and therefore have equal weights."""
+    return build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
 
 
 def main(cfg: Config, run: Run) -> None:
-    network = build_network(cfg, run)
+    network = build_model(cfg, run)
     worker = ParameterServerRank(
         network,
         run.world,

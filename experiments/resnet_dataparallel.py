@@ -23,10 +23,11 @@ may be partial. Some devices get no samples if a partial batch has fewer samples
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, build_optimizer, ddp, init_network, score_replicated, start, sync_batchnorm
-from common.measure.device_report import report_devices
+from common.api import Run, TrainState, build_optimizer, init_network, start
 from common.ranks.rendezvous import World
 from common.system.text import format_count
+from common.techniques.data_parallel import ddp, sync_batchnorm
+from common.techniques.data_parallel.device_report import report_devices
 from common.techniques.data_parallel.single_process_baseline import StepVariant, measure_variant_throughputs
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 
@@ -96,21 +97,16 @@ def main(cfg: Config, run: Run) -> None:
     ddp.warm_up_buckets(model, run.load_first_inputs(cfg.batch // world.size))
     state = TrainState([inner_model], optimizer, batches, world, replicated=True)
 
-    def evaluate() -> dict[str, float]:
-        return score_replicated(inner_model, run)
-
     run.resume(state)
     running = torch.zeros(2, device=run.device, dtype=torch.float64)  # [sum of losses, number of losses]
-    for step in run.steps(state, evaluate):
+    for step in run.steps(state):
         with step:
             optimizer.zero_grad()
             # The mean over ranks is the mean loss of the batch, even if a partial batch has unequal shards.
             loss = F.cross_entropy(forward(step.x), step.y, reduction="sum") / step.mean_shard
-            step.mark("backward")
+            step.log(loss=loss)
             loss.backward()
-            step.mark("end of backward")
             optimizer.step()
-            step.log(loss=loss.detach())
         running += torch.stack([loss.detach().double(), torch.ones_like(running[0])])  # avoids a copy to the CPU
         if step.number % cfg.loss_every == 0:  # the CPU waits for the loss only here
             dist.all_reduce(running)

@@ -33,23 +33,24 @@ model does the same if it accumulates gradients over the same microbatches (mode
 from __future__ import annotations
 
 from common.api import (
-    PipelineReport,
     ReportData,
+    ResNet,
     Run,
     TrainState,
     build_optimizer,
-    model_split,
-    networks,
     score_test_set,
     start,
 )
 from common.measure.memory import describe_peak_memory, format_megabytes, limit_memory, read_peak_memory
 from common.models.model_file import load_initial_weights
+from common.models.networks import Toy
 from common.ranks.averaging import average_buffers, average_tensors
 from common.ranks.rendezvous import World
 from common.system.seeds import derive_seed
+from common.techniques.pipeline import model_split
 from common.techniques.pipeline.executor import LossFunction
 from common.techniques.pipeline.mesh import create_mesh_groups
+from common.techniques.pipeline.report import PipelineReport
 from common.techniques.pipeline.single_process import SingleProcessPipeline
 from configs.resnet_modelparallel import Config
 
@@ -64,9 +65,9 @@ def build_model(cfg: Config, run: Run) -> nn.Sequential:
     """Build the unsplit model. All ranks use the same seed and therefore have equal weights."""
     model: nn.Sequential
     if cfg.model == "toy":
-        model = networks.Toy(run.sample_shape, run.classes)
+        model = Toy(run.sample_shape, run.classes)
     else:
-        model = networks.ResNet(cfg.model, run.sample_shape, run.classes, width=cfg.width)
+        model = ResNet(cfg.model, run.sample_shape, run.classes, width=cfg.width)
     load_initial_weights(model, cfg.weights, cfg.runs)
     return model.to(memory_format=torch.channels_last) if cfg.channels_last else model
 

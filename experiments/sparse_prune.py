@@ -33,8 +33,9 @@ measured at the end.
 
 from __future__ import annotations
 
-from common.api import ReportData, Run, TrainState, build_optimizer, ddp, networks, score_replicated, start
+from common.api import ReportData, Run, TrainState, build_network, build_optimizer, start
 from common.system import seeds
+from common.techniques.data_parallel import ddp
 from common.techniques.pruning import pruning_masks, pruning_savings, pruning_schedules
 from common.techniques.pruning.pruning_masks import Masks
 from common.training.evaluate import measure_accuracy
@@ -147,7 +148,7 @@ def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimize
 
 
 def main(cfg: Config, run: Run) -> None:
-    inner_model: nn.Module = networks.build_network(cfg.model, run.sample_shape, run.classes)
+    inner_model: nn.Module = build_network(cfg.model, run.sample_shape, run.classes)
     inner_model.to(run.device, run.dtype)
     masks = Masks(inner_model)
     model = inner_model
@@ -164,11 +165,11 @@ def main(cfg: Config, run: Run) -> None:
     if steps_done == 0:
         update_masks(cfg, run, model, masks, optimizer, 0)
         masks.apply_to_weights()
-    for step in run.steps(state, lambda: score_replicated(inner_model, run)):
+    for step in run.steps(state):
         with step:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(step.x), step.y)
-            step.mark("backward")
+            step.log(loss=loss)
             loss.backward()
             optimizer.step()
             if cfg.l1:
@@ -176,7 +177,7 @@ def main(cfg: Config, run: Run) -> None:
             update_masks(cfg, run, model, masks, optimizer, step.number)
             if masks.sparsity:
                 masks.apply_to_weights()  # the optimizer also changed pruned weights
-            step.log(loss=loss.detach(), sparsity=masks.sparsity)
+            step.log(sparsity=masks.sparsity)
     run.report(*report_pruning(cfg, run, inner_model, masks))
 
 

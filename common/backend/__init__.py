@@ -1,4 +1,7 @@
-"""A custom backend for torch.distributed: links over sockets and TLS, all-reduce algorithms, and a cost model.
+"""The built-in backend of torch.distributed (`launch.backend=builtin`): all-reduce algorithms, TLS, and a cost model.
 
-`process_group` implements the backend. `algorithms` and `builders` represent all-reduce algorithms as lists of moves.
+This package does not contain the connections between ranks (see `common.ranks.links`) and does not choose a backend;
+`common.ranks.backend_setup` looks up `setup` by name. `process_group` implements the backend, and `registration`
+registers it with torch. `algorithms` and `builders` represent all-reduce algorithms as lists of moves, which
+`communicator` executes. `cost` predicts their times, and `algorithm_choice` implements `launch.algorithm=auto`.
 """

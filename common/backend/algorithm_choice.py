@@ -38,8 +38,6 @@ def set_all_reduce_algorithm(launch: Launch, run: Path, world: World) -> None:
     All ranks must call this function. If `launch.algorithm` is `auto`, the chosen algorithm is stored in `launch` and,
     for later attempts, in the config.yaml file of the run folder.
     """
-    if world.transport is None:
-        return
     if launch.algorithm == "auto":
         launch.algorithm = load_or_choose_algorithm(run / "config.yaml", world)
     replace_all_reduce_algorithm(world.transport, use_file_copies(launch, run / "code").algorithm)

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from common.backend.welcome import UntrustedPeer
-from common.ranks.socket_stream import TlsSocket
+from common.backend.tls import TlsSocket, TlsStream
+from common.ranks.links.welcome import UntrustedPeer
 from common.system.errors import UserError, summarize_error
 
 KEY_FILE = "key.pem"
@@ -60,6 +60,56 @@ class Identity(NamedTuple):
     server: ssl.SSLContext
     certificate: bytes
     """Certificate that both sides of a connection present, in DER encoding."""
+
+    def open_client(self, connection: socket.socket) -> TlsSocket:
+        """Take over a connection and perform the TLS handshake as a client.
+
+        Raises OSError, or UntrustedPeer if the peer did not present this run's certificate.
+        """
+        tls_socket = TlsSocket(connection, self.client)
+        try:
+            self.continue_handshake(tls_socket)
+        except BaseException:
+            tls_socket.close()
+            raise
+        return tls_socket
+
+    def open_server(self, connection: socket.socket) -> TlsSocket:
+        """Take over a non-blocking connection, whose handshake `continue_handshake` performs."""
+        return TlsSocket(connection, self.server, server_side=True)
+
+    def continue_handshake(self, connection: socket.socket) -> None:
+        """Continue the handshake of a connection and check the certificate of the peer.
+
+        Raises BlockingIOError if the handshake is not complete yet, OSError if it fails, and UntrustedPeer if the peer
+        did not present this run's certificate.
+        """
+        assert isinstance(connection, TlsSocket)
+        connection.do_handshake()
+        if connection.get_certificate() != self.certificate:
+            raise UntrustedPeer(FOREIGN_CERTIFICATE)
+
+    def describe_failure(self, error: Exception) -> str:
+        """Return why the TLS handshake with a peer failed; an empty string for an error that is not related to TLS.
+
+        The returned text completes a sentence that starts with `the peer`.
+        """
+        if isinstance(error, ssl.SSLCertVerificationError):
+            # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+            return EXPIRED_CERTIFICATE if error.verify_code in (9, 10) else FOREIGN_CERTIFICATE
+        if not isinstance(error, ssl.SSLError):
+            return ""
+        reason = str(error.reason)
+        if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+            return NO_CERTIFICATE
+        if "ALERT" in reason and ("CA" in reason.split("_") or "CERT" in reason):
+            return "does not accept this run's certificate"
+        return f"does not speak TLS 1.3 ({reason.lower().replace('_', ' ')})"
+
+    def make_stream(self, connection: socket.socket, timeout: float) -> TlsStream:
+        """Return a stream that encrypts the messages of a connection."""
+        assert isinstance(connection, TlsSocket)
+        return TlsStream(connection, timeout)
 
 
 # ---- creating
@@ -178,29 +228,3 @@ def check_certificate_validity(context: ssl.SSLContext, folder: Path) -> None:
             f"the certificate in {folder} is valid from {first} to {last}, but the clock of {socket.gethostname()} "
             f"shows {now}; check the clock, or restart the run"
         )
-
-
-def check_peer_certificate(connection: TlsSocket, identity: Identity) -> None:
-    """Raise UntrustedPeer if the peer did not present this run's certificate."""
-    if connection.get_certificate() != identity.certificate:
-        raise UntrustedPeer(FOREIGN_CERTIFICATE)
-
-
-def describe_handshake_failure(error: Exception) -> str:
-    """Return why the handshake with a peer failed.
-
-    The returned text completes a sentence that starts with `the peer`.
-    """
-    if isinstance(error, ssl.SSLCertVerificationError):
-        # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
-        return EXPIRED_CERTIFICATE if error.verify_code in (9, 10) else FOREIGN_CERTIFICATE
-    if isinstance(error, ssl.SSLError):
-        reason = str(error.reason)
-        if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-            return NO_CERTIFICATE
-        if "ALERT" in reason and ("CA" in reason.split("_") or "CERT" in reason):
-            return "does not accept this run's certificate"
-        return f"does not speak TLS 1.3 ({reason.lower().replace('_', ' ')})"
-    if isinstance(error, ConnectionError):
-        return "closed the connection before the handshake was complete"
-    return f"caused an error during the handshake: {summarize_error(error)}"

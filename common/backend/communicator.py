@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.backend.arguments import COMBINE_FUNCTIONS, Combine, Operation, choose_precision
-from common.backend.incoming import ExpectedMessage, IncomingLink
-from common.backend.links import OutgoingLink
 from common.backend.moves import Algorithm, compute_chunk_bounds
+from common.ranks.links.incoming import ExpectedMessage, IncomingLink
+from common.ranks.links.outgoing import OutgoingLink
 
 SMALL_BYTES = 1 << 16  # size up to which the root of a broadcast sends the whole tensor to every rank
 GRAIN_ELEMENTS = 1 << 15  # largest number of elements that torch adds in the calling thread, without starting threads

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from common.backend.communicator import PendingSend, TensorBytes
-from common.backend.incoming import ExpectedMessage, IncomingLink
-from common.backend.links import LINK_ERRORS
 from common.backend.worker import NO_TIMEOUT
+from common.ranks.links.incoming import ExpectedMessage, IncomingLink
+from common.ranks.links.outgoing import LINK_ERRORS
 
 GRACE_SECONDS = 1e-3  # delay that gives the calling thread time to start reading an expected message itself
 ExplainError = Callable[[str, BaseException], BaseException]

@@ -27,9 +27,9 @@ from common.backend.arguments import (
     split_rows,
 )
 from common.backend.communicator import Communicator
-from common.backend.links import LINK_ERRORS, LinkError, LinkTimeout
 from common.backend.messages import BackgroundReader, ReceiveWork, SendWork
 from common.backend.worker import CollectiveExecutor, CollectiveWork
+from common.ranks.links.outgoing import LINK_ERRORS, LinkError, LinkTimeout
 
 Tensors = list[Tensor]
 Collective = Callable[..., None]

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from common.backend.algorithms import Algorithm, build_algorithm, build_algorithms_by_size, make_algorithm_from_tuples
 from common.backend.certificates import Identity
 from common.backend.communicator import Communicator
-from common.backend.connecting import connect_ranks
 from common.backend.process_group import BACKEND_NAME, BuiltinBackend
+from common.ranks.links.connecting import connect_ranks
 from common.system.errors import UserError
 
 MIN_TORCH_VERSION = [2, 15]  # first version whose Backend class has the method names that process_group.py overrides

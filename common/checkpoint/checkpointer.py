@@ -21,6 +21,7 @@ from common.checkpoint.state_dicts import convert_to_plain_values
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry, StagingDir
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder, fsync_path, write_atomic
+from common.runs.run_progress import RunProgress
 from common.system.errors import NO_VALID_CHECKPOINT_TEXT, RunTakenError, UserError, summarize_error
 from common.system.text import format_count
 from configs.shared import Checkpoint
@@ -82,22 +83,20 @@ class Checkpointer:
         settings: Checkpoint,
         log_message: Callable[[str], None],
         find_stop_reason: Callable[[], str] = lambda: "",
+        progress: RunProgress | None = None,
     ) -> None:
         """Create a checkpointer.
 
         `log_message` is called with messages for the user, which are identical on all ranks. `find_stop_reason` is
         called on rank 0 after a failed write, and returns the reason why the attempt must stop, or an empty string if
-        the attempt may continue.
+        the attempt may continue. `progress` records the saved steps.
         """
         self.folder = folder
         self.world = world
         self.settings = settings
         self.log_message = log_message
         self.find_stop_reason = find_stop_reason
-        self.saved_step: int | None = None
-        """Step of the newest checkpoint that this attempt has saved."""
-        self.best_step: int | None = None
-        """Step of the best checkpoint that this attempt has saved."""
+        self.progress = progress or RunProgress()
         self.problem = ""
         """The reason why the newest checkpoint could not be written; empty if the newest checkpoint was written."""
         self.deletion: threading.Thread | None = None
@@ -116,7 +115,7 @@ class Checkpointer:
         problem: str | None = None
         for retries_left in range(self.settings.retries, -1, -1):
             # A checkpoint of the same step is not written twice, for example if the final model is also the best.
-            problem = None if step == self.saved_step else self._try_write_checkpoint(step, state, content)
+            problem = None if step == self.progress.saved_step else self._try_write_checkpoint(step, state, content)
             if problem is None:
                 break
             if retries_left:
@@ -128,9 +127,7 @@ class Checkpointer:
         if self.problem:
             self.log_message(f"checkpoint saved after step {step}; saving works again")
         self.problem = ""
-        self.saved_step = step
-        if best:
-            self.best_step = step
+        self.progress.record_save(step, best=best)
 
         problem = self._run_on_main(self._update_pointers_and_delete_old)
         if problem is not None:
@@ -146,8 +143,8 @@ class Checkpointer:
         if not (self.problem or is_known):
             newest = (
                 "this attempt has not saved any checkpoint yet"
-                if self.saved_step is None
-                else f"the newest checkpoint is from step {self.saved_step}"
+                if self.progress.saved_step is None
+                else f"the newest checkpoint is from step {self.progress.saved_step}"
             )
             self.log_message(
                 f"WARNING: no checkpoint was saved for step {step}: {problem}; training continues ({newest})"
@@ -230,15 +227,15 @@ class Checkpointer:
 
     def _update_pointers_and_delete_old(self) -> None:
         """Update the files `latest` and `best`, and delete old checkpoints. Only rank 0 calls this method."""
-        assert self.saved_step is not None
+        assert self.progress.saved_step is not None
         try:
-            self._write_pointer_file("latest", self.saved_step)
-            if self.best_step is not None:
-                self._write_pointer_file("best", self.best_step)
+            self._write_pointer_file("latest", self.progress.saved_step)
+            if self.progress.best_step is not None:
+                self._write_pointer_file("best", self.progress.best_step)
         except UserError as error:
             raise OSError(str(error)) from error
         finally:
-            old = storage.retire_old_checkpoints(self.folder, self.settings.keep, self.best_step)
+            old = storage.retire_old_checkpoints(self.folder, self.settings.keep, self.progress.best_step)
             if old:  # delete the files in a thread, so that training does not wait for the disk
                 self.deletion = threading.Thread(target=storage.delete_folders, args=(old,))
                 self.deletion.start()

@@ -18,6 +18,7 @@ from common.ranks.rendezvous import World
 from common.ranks.silent_ranks import SilentRankWatchdog
 from common.runs.claims import AttemptWatch
 from common.runs.folder import RunFolder, read_json
+from common.runs.run_progress import RunProgress
 from common.system.errors import RunTakenError, UserError
 from configs.shared import Experiment
 
@@ -35,11 +36,13 @@ class Saver:
         world: World,
         stop: StopRequest | None,
         log_message: Callable[..., None],
+        progress: RunProgress,
     ) -> None:
         self.cfg = cfg
         self.folder = folder
         self.world = world
         self.log_message = log_message
+        self.progress = progress
         self.stop_request = stop or StopRequest(cfg.checkpoint.grace, sys.stderr)
         self.vote = SaveOrStopVote(world, cfg.checkpoint, self.stop_request)
         self.attempt_watch = AttemptWatch(folder)
@@ -48,16 +51,10 @@ class Saver:
         self.stop_reason = ""
         """On rank 0, the reason why this attempt must stop without saving, or an empty string. An attempt must stop if
         another attempt has taken over the run or if its folder was deleted."""
-        self.checkpointer = Checkpointer(folder, world, cfg.checkpoint, log_message, self._find_stop_reason)
+        self.checkpointer = Checkpointer(folder, world, cfg.checkpoint, log_message, self._find_stop_reason, progress)
         self.silence_watch: SilentRankWatchdog | None = None
         self.state: TrainState | None = None
         self.metrics: MetricsLog | None = None
-        self.start_time = time.perf_counter()
-        """Start of the run as a time.perf_counter() value, moved back by the duration of earlier attempts."""
-        self.best_score: float | None = None
-        """The best value so far of the score that `checkpoint.best` selects; None before the first evaluation."""
-        self.unevaluated = False
-        """True while an evaluation is due or running; False once the evaluation has finished."""
 
     def load(self, state: TrainState) -> LoadedCheckpoint | None:
         """Load the newest valid checkpoint of the run into `state`; return None if the run has no checkpoint."""
@@ -65,9 +62,7 @@ class Saver:
         loaded = None if self.world.is_joining else self.checkpointer.load(state.check_number_of_ranks)
         if loaded is not None:
             state.load(loaded)
-            self.start_time -= loaded.common["seconds"]
-            self.best_score = loaded.common["best"]
-            self.unevaluated = loaded.common.get("unevaluated", False)
+            self.progress.resume_after(loaded.step, loaded.common)
         self.vote.start_votes_after(loaded.step if loaded else 0)
         self.restart_watchdogs()
         return loaded
@@ -184,10 +179,8 @@ class Saver:
             raise UserError(f"parameters contain NaN or infinity after step {step}; lower optim.lr")
 
         state.common["rows"] = writer.written
-        state.common["seconds"] = time.perf_counter() - self.start_time
+        state.common |= self.progress.to_checkpoint()
         state.common["wandb"] = read_json(self.folder.path / "wandb" / "id.json").get("id")
-        state.common["best"] = self.best_score
-        state.common["unevaluated"] = self.unevaluated
         return self.checkpointer.save(step, state, best=best)
 
     def save_if_best(self, step: int, scores: dict[str, float]) -> None:
@@ -196,16 +189,16 @@ class Saver:
         score = self.world.broadcast(scores.get(name)) if name != "none" else None
         if score is None:
             return
-        previous = self.best_score
+        previous = self.progress.best_score
         if previous is not None:
             is_better = score > previous if name == "test_accuracy" else score < previous
             if not is_better:
                 return
-        self.best_score = score
+        self.progress.set_best_score(score)
         try:
             self.save(step, best=True)
         except RuntimeError:  # nothing was saved; an elastic run repeats the evaluation and compares its score again
-            self.best_score = previous
+            self.progress.set_best_score(previous)
             raise
 
     def save_final_model(self, step: int) -> None:

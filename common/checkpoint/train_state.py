@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from common.checkpoint import state_dicts
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
+from common.checkpoint.local_part import LocalPart
 from common.data.loader import Loader
 from common.data.rounds import Rounds
 from common.ranks.averaging import average_tensors
 from common.ranks.rendezvous import World
-from common.techniques.data_parallel import ddp
 
 
 def get_model_recipe(model: nn.Module) -> dict[str, Any]:
@@ -45,8 +45,7 @@ class TrainState:
         `peers` only if other ranks hold different parts.
     `scaler`: gradient scaler, whose state must be the same on all ranks.
     `tensors`: named tensors that the run updates in place, such as measurements. Rank 0's tensors are saved.
-    `replica`: the model wrapped in DDP. If DDP uses PowerSGD, each rank saves its own PowerSGD state. An elastic run
-        wraps the model again when its ranks change.
+    `local`: further state by name, such as the errors of a gradient compression. Each rank saves its own.
     """
 
     def __init__(
@@ -60,16 +59,16 @@ class TrainState:
         peers: World | None = None,
         scaler: GradScaler | None = None,
         tensors: Mapping[str, Tensor] | None = None,
-        replica: nn.Module | None = None,
+        local: Mapping[str, LocalPart] | None = None,
     ) -> None:
         self.parts = list(parts)
         self.optimizer = optimizer
         self.loader = loader
+        self.is_replicated = replicated
         self.peers = world if replicated else peers
         self.scaler = scaler
         self.tensors = dict(tensors or {})
-        self.replica = replica
-        self.compression = ddp.get_powersgd_state(replica) if replica is not None else None
+        self.local_parts = dict(local or {})
         self.parameters: list[tuple[str, Tensor]] = []
         self.buffers: list[tuple[str, Tensor]] = []
         for part in parts:
@@ -144,8 +143,8 @@ class TrainState:
             common["tensors"] = self.tensors
         local: dict[str, Any] = {"random": state_dicts.capture_rng_state()}
         local["buffers"] = buffers if self.peers else {}
-        if self.compression:
-            local["compression"] = ddp.capture_powersgd_state(self.compression)
+        for name, part in self.local_parts.items():
+            local[name] = part.state_dict()
         return CheckpointState(model | means if is_first else {}, optimizer, common, local)
 
     def _select_local_buffers(self, loaded: LoadedCheckpoint) -> dict[str, Tensor]:
@@ -181,9 +180,8 @@ class TrainState:
             self.scaler.load_state_dict(scaler_state)
         if not loaded.local:  # saved by a different number of ranks
             return
-        if self.compression and "compression" in loaded.local:
-            _, parameter = self.parameters[0]
-            ddp.load_powersgd_state(self.compression, loaded.local["compression"], parameter.device)
+        for name, part in self.local_parts.items():
+            part.load_state_dict(loaded.local.get(name, {}))
         state_dicts.restore_rng_state(loaded.local["random"])
 
     # ---- elastic runs
@@ -204,4 +202,5 @@ class TrainState:
 
     def enter_group(self, completed_steps: int) -> None:
         """Continue after `completed_steps` steps in the new default process group, whose ranks have changed."""
-        ddp.rewrap_ddp(self.replica)
+        for part in self.local_parts.values():
+            part.enter_group()

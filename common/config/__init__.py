@@ -1,4 +1,6 @@
-"""Typed settings, and custom functions that settings refer to. This package does not import torch.
+"""Typed settings, and custom code that settings name. This package does not import torch.
 
-`config` merges and checks the settings; `config_keys` lists and parses them; `custom_function` loads `FILE.py:name`.
+This package defines no settings; the dataclasses are in `configs`. `config` merges and checks settings, and
+`config_keys` lists and parses them. `custom_code` finds and checks settings whose value is `FILE.py:name`, and
+`custom_function` loads the file. `lookup` imports an object that a setting names.
 """

@@ -6,13 +6,13 @@ checks it. This module names no setting. It does not import torch.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from common.config.custom_function import locate_file_copy, replace_file_with_run_copy
+from common.config.lookup import import_object
 
 S = TypeVar("S")
 
@@ -44,13 +44,6 @@ def list_custom_settings(settings: Any, prefix: str = "") -> Iterator[CustomSett
             yield from list_custom_settings(value, f"{key}.")
 
 
-def import_checker(path: str) -> Callable[[Any], None]:
-    """Import the function that `module:function` names."""
-    module, _, name = path.partition(":")
-    checker: Callable[[Any], None] = getattr(importlib.import_module(module), name)
-    return checker
-
-
 def check_custom_settings(
     settings: Any, code: Path | None = None, new_settings: Container[str] = (), *, is_main: bool = True
 ) -> None:
@@ -67,7 +60,7 @@ def check_custom_settings(
         if is_skipped or setting.checker in checked:
             continue
         checked.add(setting.checker)
-        import_checker(setting.checker)(resolved)
+        import_object(setting.checker)(resolved)
 
 
 def use_file_copies(settings: S, code: Path, new_settings: Container[str] = ()) -> S:

@@ -1,5 +1,6 @@
 """Data sets: preparation, batches for each rank, augmentation, and data worker processes.
 
-The module `prepare` finds or creates a data set once per machine. The module `loader` yields the
-batches of a rank, and `workers` prepares batches in separate processes.
+`prepare` finds or creates a data set once per machine, and `sources` and `own_data` provide its arrays. `loader` yields
+the batches of a rank, which `workers` prepares in separate processes. `rounds` replaces the loader in a measurement.
+How a batch is divided into shards is a setting (`configs/batch_plan.py`).
 """

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common.ranks.rendezvous import World
 from common.runs.metrics_writer import MetricsWriter
+from common.runs.run_progress import RunProgress
 
 MEAN = -1
 """Value of the argument `source` if every rank knows the values of its own shard and the log writes the means."""
@@ -110,12 +111,12 @@ class MetricsLog:
         *,
         source: int = MEAN,
         seconds: float = 0.5,
-        start_time: float | None = None,
+        progress: RunProgress | None = None,
         show: Callable[[int, dict[str, float]], None] = lambda step, newest: None,
     ) -> None:
         """Create a metrics log.
 
-        The times in metrics.jsonl are relative to `start_time`, a value of time.perf_counter(). After every flush, rank
+        The times in metrics.jsonl are relative to the start of the run, which `progress` knows. After every flush, rank
         0 calls `show` with the number and the values of the newest step.
         """
         self.world = world
@@ -126,7 +127,7 @@ class MetricsLog:
         self.is_averaged = source == MEAN
         self.source = max(0, source)
         self.last_flush = time.perf_counter()
-        self.start_time = self.last_flush if start_time is None else start_time
+        self.progress = progress or RunProgress()
         self.rows: list[tuple[int, float, Values]] = []
         self.next_flush = 1
         """Step after which the next flush is due."""
@@ -200,7 +201,7 @@ class MetricsLog:
         return {
             "global_step": step,
             "samples": self.batches.count_samples(step),
-            "time": round(now - self.start_time, 6),
+            "time": round(now - self.progress.start_time, 6),
         }
 
     def _make_rows(
@@ -254,6 +255,12 @@ class SharedMetricsLog(MetricsLog):
         step_values = fetch_values([values for _, _, values in rows])
         self.unwritten_rows += self._make_rows(rows, step_values)
         return self.unwritten_rows
+
+    def replace_unwritten_rows(self, rows: list[dict[str, Any]], step: int) -> None:
+        """Replace the rows by those of another rank, which has completed `step` steps."""
+        self.rows = []
+        self.unwritten_rows = rows
+        self.next_flush = step + 1
 
     def flush(self) -> None:
         """Write the values of all steps since the last flush on rank 0, without communication."""

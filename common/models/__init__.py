@@ -1,1 +1,6 @@
-"""Networks, dropout, initial weights, and the files and exports of trained models."""
+"""Networks, dropout, initial weights, and the files and exports of trained models.
+
+`networks` defines the networks, each an `nn.Sequential`. `model_file` writes, reads and builds trained models, and
+initializes a network (`init_network`). `exporting` converts a trained model for other programs. This package does not
+split or wrap models; techniques do.
+"""

@@ -21,10 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.backend.certificates import Identity
-from common.backend.registration import TransportSettings, register_backend
-from common.ranks import objects, private_folder
-from common.ranks.memory_links import choose_polling_seconds
+from common.ranks import objects
+from common.ranks.backend_setup import import_backend_setup
 from common.ranks.rank_info import RankInfo
 from common.system import network
 from common.system.errors import UnreachableError, UserError, summarize_error
@@ -53,8 +51,8 @@ class World(RankInfo):
     """Global rank of each member of a subgroup; empty for the group of all ranks."""
     group: dist.ProcessGroup | None = None
     """Process group of a subgroup; None for the group of all ranks."""
-    transport: TransportSettings | None = None
-    """Settings for later process groups of the backend `builtin`; None for other backends."""
+    transport: Any = None
+    """Settings for later process groups of a backend that torch does not contain; None for torch's backends."""
 
     @property
     def is_main(self) -> bool:
@@ -142,22 +140,21 @@ def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = 
     setup_timeout = datetime.timedelta(seconds=settings.setup_timeout)
     step_timeout = datetime.timedelta(seconds=settings.step_timeout)
 
+    backend_setup = import_backend_setup(backend)
     identity = None
-    if settings.tls:
-        assert key_folder is not None
-        identity = private_folder.create_or_load_identity(key_folder, rank_info, settings.setup_timeout)
+    if backend_setup is not None and settings.tls:
+        identity = backend_setup.create_or_load_identity(key_folder, rank_info, settings.setup_timeout)
     else:
         key_folder = None
 
     store, interface = set_up_rendezvous(rank_info, settings, setup_timeout, key_folder)
     hosts = exchange_host_names(store, rank_info, setup_timeout)
     transport = None
-    if backend == "builtin":
-        transport = make_transport_settings(rank_info, settings, hosts, interface, identity)
-        register_backend(transport)
+    if backend_setup is not None:
+        transport = backend_setup.register(rank_info, settings, hosts, interface, identity)
     dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.size, timeout=step_timeout)
-    if key_folder and rank_info.rank == 0:
-        private_folder.delete_key_and_certificate(key_folder)
+    if backend_setup is not None and key_folder and rank_info.rank == 0:
+        backend_setup.delete_key_and_certificate(key_folder)
     yield World(
         **vars(rank_info),
         hosts=hosts,
@@ -307,25 +304,6 @@ def check_gpus(ranks: int, gpus: int) -> None:
             f"launch.device=cuda: this host has {format_count(gpus, 'GPU')} for {format_count(ranks, 'rank')}; "
             "use fewer ranks or launch.device=auto"
         )
-
-
-def make_transport_settings(
-    rank_info: RankInfo, settings: Launch, hosts: Sequence[str], interface: str, identity: Identity | None = None
-) -> TransportSettings:
-    """Return the settings with which process groups of the backend `builtin` connect in this run."""
-    if rank_info.launcher == "local":  # local ranks may simulate several hosts
-        hosts = [str(rank * rank_info.nodes // rank_info.size) for rank in range(rank_info.size)]
-    machine = network.identify_host() if settings.transport == "auto" else ""
-    return TransportSettings(
-        run=rank_info.attempt_id or rank_info.master,
-        hosts=hosts,
-        algorithm="ring" if settings.algorithm == "auto" else settings.algorithm,  # auto starts with ring
-        address=network.list_interfaces()[interface],
-        host=machine and f"{hosts[rank_info.rank]}-{machine}",
-        polling_seconds=choose_polling_seconds(rank_info.local_size),
-        setup_timeout=settings.setup_timeout,
-        identity=identity,
-    )
 
 
 def exchange_host_names(store: dist.Store, rank_info: RankInfo, timeout: datetime.timedelta) -> tuple[str, ...]:

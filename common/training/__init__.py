@@ -1,4 +1,6 @@
 """Execution of a training run: entry point, attempts, training loop, evaluation, optimizers, and final report.
 
-`entry_point` parses the command line and starts the ranks. `loop` yields the optimizer steps.
+`entry_point.start` parses the command line and starts the ranks. `run.Run` is the interface of a script, `loop` yields
+its optimizer steps, and `hooks.StepHook` lets a technique act between them. `optimizers` and `evaluate` build
+optimizers and score models, and `final_report` writes the result. This package imports no technique.
 """

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
-from common.backend import algorithm_choice
 from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_before_exit
 from common.config import config, custom_code
 from common.data.loader import DataWorkerError
 from common.models import initial_weights
-from common.ranks import local_launcher, private_folder, rendezvous
+from common.ranks import backend_setup, local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo, read_rank_info, report_common_error_once
 from common.ranks.rendezvous import World
 from common.ranks.silent_ranks import describe_silent_ranks
@@ -80,7 +79,9 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
 
         # Report invalid settings before a rank loads data or waits for other ranks.
         custom_code.check_custom_settings(cfg, code, is_main=rank_info is None or rank_info.rank == 0)
-        private_folder.check_tls(cfg.launch, rank_info)
+        setup = backend_setup.import_backend_setup(cfg.launch.backend)
+        if setup is not None:
+            setup.check_tls(cfg.launch, rank_info)
         wandb_account.read_requested_mode(cfg)
         if run_to_resume is not None:
             extension.check_resume(run_to_resume, cfg)
@@ -280,7 +281,7 @@ class LaunchedRank:
         if run_to_resume:
             launch = custom_code.use_file_copies(launch, run_to_resume.path / "code")
             parent = run_to_resume.path
-        private = private_folder.get_private_folder(parent, self.rank_info)
+        private = backend_setup.get_key_folder(parent, self.rank_info)
         with rendezvous.join_world(self.rank_info, launch, private) as self.world:
             self.rank_info = self.world  # an elastic run updates this object when ranks are lost or join
             if run_to_resume is None and self.rank_info.is_restart:
@@ -356,7 +357,9 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         stop.can_stop_immediately = True
         is_new_run = attempt.is_new and not world.is_joining
         optimizer_contract.check_optimizer_of_run(cfg.optim, attempt.folder.path / "code", is_new_run=is_new_run)
-        algorithm_choice.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
+        setup = backend_setup.import_backend_setup(world.backend)
+        if setup is not None:
+            setup.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
         initial_weights.reset_weights_setting_on_resume(cfg, attempt.folder)
         main(cfg, run)
         if world.is_main and not run.finished:
@@ -372,8 +375,8 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         if is_timeout(error):
             silent = describe_silent_ranks(world, max(2.0, 2 * run.compute_step_seconds()))
         run.log_failure(silent or error)
-        if isinstance(error, DataWorkerError):
-            run.exit_if_others_can_continue(str(error))
+        if isinstance(error, DataWorkerError) and run.recovery is not None:
+            run.recovery.exit_if_others_can_continue(str(error))
         if silent:
             raise TimeoutError(silent) from error
         if error is not raised:

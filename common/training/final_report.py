@@ -25,7 +25,7 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
 
     Raises RunTakenError if another attempt has taken over the run or the run folder is missing.
     """
-    changes = [*read_earlier_rank_changes(run.folder), *run.generations]
+    changes = [*read_earlier_rank_changes(run.folder), *run.progress.generations]
     reports = [*reports, *report_rank_changes(changes)]
     run.saver.raise_if_run_taken(run.step)
     assert run.metrics is not None
@@ -133,7 +133,7 @@ def save_trained_model(run: RunContext) -> None:
     """
     state = run.state
     cfg = run.cfg
-    if state is None or run.saver.checkpointer.saved_step != run.step:
+    if state is None or run.progress.saved_step != run.step:
         problem = "the trained model was not written, because the state after the last step was not saved"
         run.log_message(f"WARNING: {problem}", logging.WARNING)
         return

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.train_state import TrainState
+from common.config.lookup import import_object
 from common.data.rounds import Rounds
 from common.measure.memory import read_peak_memory
 from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimer
 from common.models.sample_dropout import list_dropout_layers
-from common.techniques.data_parallel.shards import WINDOW
-from common.techniques.elastic.recovery import ElasticRecovery
 from common.training import optimizers
 from common.training.run_context import RunContext
-from configs.elastic import get_enabled_elastic_settings
+from configs.elastic import RECOVERY, get_enabled_elastic_settings
 
 Evaluate = Callable[[], dict[str, float]]
 
@@ -33,12 +32,10 @@ class Step:
     the total loss, after the block, because the block of a failed step may be repeated.
     """
 
-    def __init__(
-        self, run: RunContext, batch: Any, number: int, epoch: int, rate: float, recovery: ElasticRecovery | None = None
-    ) -> None:
+    def __init__(self, run: RunContext, batch: Any, number: int, epoch: int, rate: float) -> None:
         self.run = run
         self.batch = batch
-        self.recovery = recovery
+        self.recovery = run.recovery
         self.number = number
         """Number of this step, counted from 1."""
         self.epoch = epoch
@@ -71,21 +68,26 @@ class Step:
         assert self.run.state is not None and not isinstance(self.run.state.loader, Rounds)
         return self.run.state.loader.mean_shard
 
-    def mark(self, name: str) -> None:
-        """Record the current time as the time at which backward starts or ends.
+    def mark_backward(self) -> None:
+        """Record the current time as the start of backward.
 
-        Call this method with the name "backward" before backward, and with "end of backward" after backward.
+        Call this method only if the loss is not passed to `log` before backward.
         """
         if self.run.times is not None:
-            self.run.times.record_mark(name)
+            self.run.times.record_mark("backward")
 
     def log(self, **values: Tensor | float | None) -> None:
         """Log values of this step to metrics.jsonl.
 
-        Tensors are not copied to the CPU immediately. Pass None on ranks that do not know a value. In an elastic run,
-        every rank must know all values, which are averaged over the ranks. To overlap the averaging with backward, log
-        the values before backward.
+        Tensors are detached, and are not copied to the CPU immediately. Pass None on ranks that do not know a value. In
+        an elastic run, every rank must know all values, which are averaged over the ranks. Log the loss before
+        backward: the averaging then overlaps with backward, and the start and end of backward are recorded.
         """
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                if self.run.times is not None:
+                    self.run.times.watch_backward(value)
+                values[name] = value.detach()
         self.values |= values
         if self.recovery is not None and not self.committed:
             self.recovery.start_averaging(values)
@@ -102,8 +104,8 @@ class Step:
             self.committed = True
 
     def __enter__(self) -> Step:
-        if self.recovery is not None:
-            self.recovery.begin_step()
+        for hook in self.run.hooks:
+            hook.before_step()
         return self
 
     def __exit__(
@@ -126,35 +128,36 @@ def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source
     if run.state is not state:
         run.resume(state)
     run.open_metrics_log(state, source)
-    record_shards(run)
     if source == MEAN and state.parts:
         model = state.parts[0]
         sharded_layers = (layer for layer in model.children() if hasattr(layer, "unshard"))  # added by fully_shard
         run.times = StepTimer(model, run.device, sharded_layers)
     elastic = get_enabled_elastic_settings(run.cfg)
-    recovery = ElasticRecovery(run, state, elastic) if elastic else None
+    if elastic is not None:
+        run.add_recovery(import_object(RECOVERY)(run, state, elastic))
+    recovery = run.recovery
+    for hook in run.hooks:
+        hook.on_start()
     try:
         while not run.complete:
             try:
-                yield from iterate_until_evaluation(run, state, evaluate, recovery)
+                yield from iterate_until_evaluation(run, state, evaluate)
             except RuntimeError as error:
                 if recovery is None or not recovery.may_come_from_rank_change(error):
                     raise
                 recovery.join_generation()
     finally:
-        if recovery is not None:
-            recovery.close()
+        for hook in reversed(run.hooks):
+            hook.on_end()
 
 
-def iterate_until_evaluation(
-    run: RunContext, state: TrainState, evaluate: Evaluate, recovery: ElasticRecovery | None
-) -> Iterator[Step]:
+def iterate_until_evaluation(run: RunContext, state: TrainState, evaluate: Evaluate) -> Iterator[Step]:
     """Yield the steps up to the next evaluation, and evaluate the model.
 
     The last evaluation completes the run.
     """
-    if run.step < run.total and not run.saver.unevaluated:
-        yield from iterate_epoch(run, state, recovery)
+    if run.step < run.total and not run.progress.unevaluated:
+        yield from iterate_epoch(run, state)
     scores = evaluate_epoch(run, state, evaluate)
     if scores:
         epochs = run.step / state.loader.steps
@@ -164,13 +167,13 @@ def iterate_until_evaluation(
         return
 
     peaks = run.world.gather(read_peak_memory(run.device))
-    if recovery is None or recovery.finish_run():
+    if run.recovery is None or run.recovery.finish_run():
         run.memory = {f"rank {rank}": peak for rank, peak in enumerate(peaks)}
         run.scores = scores
         run.complete = True
 
 
-def iterate_epoch(run: RunContext, state: TrainState, recovery: ElasticRecovery | None) -> Iterator[Step]:
+def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
     """Yield the remaining steps of the current epoch, or fewer if the run ends."""
     cfg = run.cfg
     epoch_steps = state.loader.steps
@@ -181,7 +184,7 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: ElasticRecovery 
         rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
         if state.optimizer is not None:
             optimizers.set_learning_rate(state.optimizer, rate)
-        step = Step(run, batch, run.step + 1, run.step // epoch_steps, rate, recovery)
+        step = Step(run, batch, run.step + 1, run.step // epoch_steps, rate)
         for layer in dropout:
             if isinstance(state.loader, Rounds):
                 raise TypeError("SampleDropout requires a loader from run.batches or run.microbatches")
@@ -195,30 +198,11 @@ def iterate_epoch(run: RunContext, state: TrainState, recovery: ElasticRecovery 
 
         if run.saver.checkpoint_or_stop(step.number):
             run.pace.exclude_pause()  # the step time does not include a checkpoint
-        adapt_shards(run, step.number)
+        for hook in run.hooks:
+            hook.between_steps(step.number)
         ends_epoch = step.number % epoch_steps == 0
         if step.number == run.total and not ends_epoch:  # at the end of an epoch, the loader must still advance
             return
-        if recovery is not None and not ends_epoch:  # at the end of an epoch, the evaluation comes first
-            recovery.leave_if_rank_joins()
-
-
-def adapt_shards(run: RunContext, number: int) -> None:
-    """If shards=auto, adapt the shards to the latest step times every WINDOW steps."""
-    if run.shards is None or run.times is None or number % WINDOW or number == run.total:
-        return
-    seconds = run.times.measure_seconds_to_last_gradient(WINDOW)
-    if seconds is not None and run.shards.update_shards(number, seconds):
-        record_shards(run)
-
-
-def record_shards(run: RunContext) -> None:
-    """If shards=auto, write the number of samples of each rank to metrics.jsonl.
-
-    All ranks must call this function after the same step.
-    """
-    if run.shards is not None and run.metrics is not None:
-        run.metrics.write_values(run.step, run.shards.metric_values)
 
 
 def record_step(run: RunContext, step: Step) -> None:
@@ -227,7 +211,7 @@ def record_step(run: RunContext, step: Step) -> None:
     synchronize_gpus_if_due(run, run.state, step.number)
     now = time.perf_counter()
     run.pace.record_step_end(now)
-    run.step = step.number
+    run.progress.complete_step(step.number)
     run.saver.stop_request.can_stop_immediately = False
     run.metrics.add_step(step.number, now, step.values)
     if run.metrics.is_flush_due:
@@ -264,7 +248,7 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     is_last = run.step >= run.total
     assert metrics is not None
     metrics.flush()
-    saver.unevaluated = True  # must be set before the evaluation, in which a rank may be lost
+    run.progress.begin_evaluation()  # before the evaluation, in which a rank may be lost
     saver.raise_if_diverged()
 
     # A checkpoint that is saved during the evaluation contains the snapshot, because an evaluation may change buffers.
@@ -275,7 +259,7 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     if is_last:
         saver.save_final_model(run.step)
     state.drop_buffer_snapshot()
-    saver.unevaluated = False
+    run.progress.end_evaluation()
 
     if scores:
         metrics.write_values(run.step, scores)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from common.checkpoint.train_state import TrainState
 from common.measure.metrics_log import MEAN
 from common.runs.result import Report
 from common.training import final_report, loop
+from common.training.evaluate import score_replicated
 from common.training.loop import Evaluate, Step
 from common.training.run_context import RunContext
 
@@ -19,19 +21,22 @@ class Run(RunContext):
     attributes of a `Run`.
     """
 
-    def steps(self, state: TrainState, evaluate: Evaluate = dict, *, loss: int = MEAN) -> Iterator[Step]:
+    def steps(self, state: TrainState, evaluate: Evaluate | None = None, *, loss: int = MEAN) -> Iterator[Step]:
         """Yield the remaining optimizer steps, and evaluate the model after each epoch.
 
         The body of the loop must be inside `with step:`. The learning rate is set before each step. Between two steps,
         this rank writes its heartbeat. Every 0.5 to 2 s, all ranks agree on whether to save a checkpoint or to stop.
 
         `evaluate` is called with all parts of the model in eval mode, and must return a dict with test_loss,
-        test_accuracy, and test_samples. By default, no scores are computed. `loss` is the rank that knows the values
+        test_accuracy, and test_samples. By default, a model that is replicated on all ranks is evaluated by
+        `score_replicated`, and no scores are computed for any other state. `loss` is the rank that knows the values
         passed to `Step.log`. With `loss=MEAN`, every rank has its own values, and the means over the ranks are logged.
 
         If any rank has received a stop request, all ranks save a checkpoint and raise StopRequested. Raises UserError
         if the loss is NaN or infinite.
         """
+        if evaluate is None:
+            evaluate = partial(score_replicated, state.parts[0], self) if state.is_replicated else dict
         return loop.iterate_steps(self, state, evaluate, loss)
 
     def report(self, *reports: Report) -> None:

@@ -6,9 +6,9 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,12 +26,14 @@ from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder, write_json
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.progress import ProgressDisplay
+from common.runs.run_progress import RunProgress
 from common.system.errors import MachineError, UserError
-from common.techniques.data_parallel.shards import AutoShards
+from common.training.hooks import RecoveryHook, StepHook
 from configs.elastic import get_enabled_elastic_settings
 from configs.shared import Experiment
 
 HEARTBEAT_SECONDS = 5.0
+H = TypeVar("H", bound=StepHook)
 
 
 class RunContext:
@@ -56,20 +58,18 @@ class RunContext:
         self.logger = self._open_log()
         trace = folder.attempt_folder / f"trace-{world.original_rank}.json"
         self.profiler = profiler.start_profiler(cfg.profile, trace, self.log_message)
-        self.saver = Saver(cfg, folder, world, stop, self.log_message)
+        self.progress = RunProgress()
+        self.saver = Saver(cfg, folder, world, stop, self.log_message, self.progress)
         if world.backend == "nccl" and world.size > 1:
             self.saver.start_silence_watch(self.log_failure)
         self.pace = StepDurations()
         self.times: StepTimer | None = None
         """Timestamps within this rank's steps; None unless every rank trains the same model."""
-        self.shards: AutoShards | None = None
-        """Object that chooses the size of each rank's shard; None unless shards=auto."""
+        self.hooks: list[StepHook] = []
+        self.recovery: RecoveryHook | None = None
+        """Hook that recovers from the loss of a rank; None unless the run is elastic."""
         self.metrics: MetricsLog | None = None
         self.state: TrainState | None = None
-        self.step = 0
-        """Number of completed steps, including those of earlier attempts."""
-        self.resumed_after = 0
-        """Number of steps that earlier attempts completed."""
         self.total = 0
         """Total number of steps in the run; 0 before `resume` is called."""
         self.heartbeat_time = 0.0
@@ -81,12 +81,18 @@ class RunContext:
         self.memory: dict[str, int] = {}
         """Peak memory of each rank in bytes, known on rank 0 only; empty until training is complete."""
         self.finished = False
-        self.generations: list[dict[str, Any]] = []
-        """Lost and joined ranks of an elastic run, one entry per change; see common/techniques/elastic/recovery.py."""
-        self.exit_if_others_can_continue: Callable[[str], None] = lambda reason: None
-        """Function that exits this rank for a given reason if the other ranks of an elastic run can continue."""
         if world.is_main:
             write_json(folder.attempt_folder / "world.json", describe_world(world))
+
+    @property
+    def step(self) -> int:
+        """Number of completed steps, including those of earlier attempts."""
+        return self.progress.step
+
+    @property
+    def resumed_after(self) -> int:
+        """Number of steps that earlier attempts completed."""
+        return self.progress.resumed_after
 
     # ---- data and devices
 
@@ -194,14 +200,28 @@ class RunContext:
         rows = 0
         loaded = self.saver.load(state)
         if loaded is not None:
-            self.step = loaded.step
-            self.resumed_after = loaded.step
             parent = loaded.attempt
             rows = int(loaded.common["rows"])
             self.log_message(f"resumed from step {self.step} (attempt {parent})")
         if self.world.is_main:
             self.folder.record_parent_attempt(parent, self.step, rows)
         return self.step
+
+    def add_hook(self, hook: StepHook) -> None:
+        """Add work between the steps of this run. All ranks must add the same hooks in the same order."""
+        self.hooks.append(hook)
+
+    def add_recovery(self, recovery: RecoveryHook) -> None:
+        """Add the hook that recovers from the loss of a rank."""
+        self.recovery = recovery
+        self.hooks.append(recovery)
+
+    def find_hook(self, kind: type[H]) -> H | None:
+        """Return the first hook of a class, or None if there is none."""
+        for hook in self.hooks:
+            if isinstance(hook, kind):
+                return hook
+        return None
 
     def open_metrics_log(self, state: TrainState, source: int) -> None:
         """Start logging the values of training steps to metrics.jsonl.
@@ -215,7 +235,7 @@ class RunContext:
             state.loader,
             source=source,
             seconds=self.cfg.log.seconds,
-            start_time=self.saver.start_time,
+            progress=self.progress,
             show=self._show_progress,
         )
         self.saver.metrics = self.metrics
@@ -281,8 +301,6 @@ class RunContext:
     @property
     def local_samples_if_unequal(self) -> int | None:
         """Number of this rank's samples per full batch, or None if shards are equal."""
-        if self.shards is not None:
-            return self.shards.local_samples
         loader = self.state.loader if self.state else None
         if loader is None or isinstance(loader, Rounds) or not self.cfg.batch_plan.weights:
             return None

@@ -125,7 +125,7 @@ MISTAKES = [
     ),
     Mistake(
         "killed-rank-ignored",  # only exit statuses count, not signals
-        "common/ranks/local_launcher.py",
+        "common/ranks/rank_monitor.py",
         "if child.exit_code not in (0, EXIT_RESUMABLE)]",
         "if (child.exit_code or 0) > 0 and child.exit_code != EXIT_RESUMABLE]",
     ),

@@ -20,6 +20,7 @@ from common.data.prepare import PreparedDataset
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.system import seeds
+from common.techniques.data_parallel.shards import AutoShards
 from common.training.loop import Step
 from common.training.run import Run
 from configs.ddp_multinode import Config
@@ -87,8 +88,9 @@ def train(shards: str, begins: int | None, world: World, prepared: PreparedDatas
         os.sched_setaffinity(0, allowed)
     if not begins:
         return run.compute_step_seconds()
-    assert run.shards is not None
-    answers = [step for step, (first, second) in run.shards.history if step > begins and second < FEWER * first]
+    auto_shards = run.find_hook(AutoShards)
+    assert auto_shards is not None
+    answers = [step for step, (first, second) in auto_shards.history if step > begins and second < FEWER * first]
     return float(answers[0] - begins) if answers else float(cfg.steps)
 
 

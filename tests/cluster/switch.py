@@ -10,8 +10,8 @@ import struct
 import time
 
 from common.backend.certificates import Identity
-from common.backend.connecting import RankAddress
-from common.backend.welcome import ConnectionId, make_hello
+from common.ranks.links.connecting import RankAddress
+from common.ranks.links.welcome import ConnectionId, make_hello
 from slurm.local_cluster import daemons
 from slurm.local_cluster.cluster import Cluster
 from slurm.local_cluster.namespaces import read_cable_states, run_in_namespaces, run_ip

@@ -83,7 +83,7 @@ def test_no_page_holds_both_sides_of_a_merge(page: Path) -> None:
 def test_every_package_says_what_it_is_for() -> None:
     packages = [path.parent for folder in ("common", "slurm") for path in (ROOT / folder).glob("*/**/__init__.py")]
     page = (ROOT / "common" / "README.md").read_text()
-    listed = set(re.findall(r"^  (\w+)  +\w", page, re.MULTILINE))
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     assert packages and {path.name for path in packages if path.parent.name == "common"} <= listed
     for package in packages:
         assert ast.get_docstring(ast.parse((package / "__init__.py").read_text())), package

@@ -69,10 +69,10 @@ def test_messages_go_through_what_the_transport_says(tmp_path: Path) -> None:
     done = warm.execute(argv, env=environment())
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "told").read_text().splitlines() == [
-        "tls SocketStream TlsSocket",
+        "tls TlsStream TlsSocket",
         "memory MemoryStream socket",
         "network SocketStream socket",
-        "later SocketStream TlsSocket",
+        "later TlsStream TlsSocket",
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-from common.backend.connecting import RankAddress
+from common.ranks.links.connecting import RankAddress
 from tests.harness.chance import draw_seed
 from tests.harness.processes import PATIENCE
 from tests.harness.strangers import attack

@@ -192,7 +192,7 @@ def test_the_two_short_scripts_differ_in_their_technique_only() -> None:
 
 def test_answers_need_no_torch() -> None:
     free = ["data.prepare", "data.sources", "checkpoint.storage", "checkpoint.extension", "models.initial_weights"]
-    free += ["backend.algorithms", "backend.cost", "backend.connecting", "training.custom_optimizer"]
+    free += ["backend.algorithms", "backend.cost", "ranks.links.connecting", "training.custom_optimizer"]
     free += ["techniques.pipeline.schedules", "ranks.rank_info", "measure.straggler"]
     free += ["techniques.elastic.coordinator", "techniques.elastic.supervisor", "techniques.elastic.member"]
     free += [

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.api import networks
 from common.checkpoint import storage
 from common.config import config
+from common.models import networks
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.local_sgd import Config

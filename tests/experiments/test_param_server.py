@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from common.api import build_optimizer, networks
+from common.api import build_optimizer
 from common.checkpoint import state_dicts, storage
 from common.checkpoint.checkpointer import read_full_model
 from common.config import config
 from common.data.loader import Images, Loader
 from common.data.prepare import prepare_dataset
+from common.models import networks
 from common.runs.folder import MODEL_FILE, RunFolder
 from common.system import seeds
 from common.techniques.parameter_server.server import replay_recorded_steps

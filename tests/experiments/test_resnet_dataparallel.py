@@ -17,11 +17,10 @@ from torch import nn
 
 from common.checkpoint import state_dicts
 from common.config import config
-from common.measure import device_report
 from common.models import networks
 from common.ranks.rendezvous import World
 from common.system.errors import UserError
-from common.techniques.data_parallel import single_process_baseline
+from common.techniques.data_parallel import device_report, single_process_baseline
 from configs.resnet_dataparallel import Config
 from configs.sweeps.resnet_dataparallel import list_points
 from experiments import resnet_dataparallel

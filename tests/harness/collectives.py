@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.backend import algorithm_choice, registration
+from common.backend import algorithm_choice, registration, setup
 from common.backend.algorithms import ALGORITHM_NAMES, build_algorithm, count_bytes_per_rank
 from common.backend.arguments import (
     ARITHMETIC_OPS,
@@ -156,7 +156,7 @@ def bits_are_equal(world: rendezvous.World) -> None:
     """Of every algorithm and type on all ranks and in a repetition, NaN and inf among them."""
     every, types = list(range(world.size)), (torch.float64, torch.float32, torch.bfloat16, torch.int64)
     gloo = make_group(every, backend="gloo")
-    transport = rendezvous.make_transport_settings(
+    transport = setup.make_transport_settings(
         RankInfo(size=world.size, local_size=world.size), SETTINGS, world.hosts, "lo"
     )
     for name in ALGORITHM_NAMES:

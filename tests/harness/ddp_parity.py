@@ -29,7 +29,10 @@ from common.models import networks
 from common.models.sample_dropout import SampleDropout, add_dropout
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
+from common.techniques.data_parallel.scaling_report import ScalingReport
+from common.techniques.data_parallel.shards import AutoShards
 from common.training import evaluate
+from common.training import run as training_run
 from common.training.run import Run
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode
@@ -148,13 +151,14 @@ def train(cfg: Config, mistake: str, world: World, prepared: PreparedDataset, fo
         run,
         (ddp_multinode, "init_network", lambda cfg, *_: add_dropout(unsplit(cfg), cfg.dropout, cfg.seed)),
         (ddp_multinode, "wrap_model", wrap_wrongly),
-        (ddp_multinode, "score_replicated", look_before),
+        (training_run, "score_replicated", look_before),
         *changes,
     )
     assert run.times is not None
     ranks, sums = step_timing.gather_step_times(world, run.times), sums_of_ranks(found["state"])
-    slow = step_timing.ScalingReport(ranks, world.hosts, 0.0).straggler if mistake == "slow_rank" else None
-    shards = run.shards.history if run.shards else []
+    slow = ScalingReport(ranks, world.hosts, 0.0).straggler if mistake == "slow_rank" else None
+    auto_shards = run.find_hook(AutoShards)
+    shards = auto_shards.history if auto_shards else []
     named = {"sums": sums, "before": before, "straggler": slow, "shards": shards}
     rows = [row for row in folder.read_attempt_rows() if "shard_0" in row] if world.is_main else []
     written = [(row["global_step"] + 1, tuple(row[f"shard_{rank}"] for rank in range(world.size))) for row in rows]

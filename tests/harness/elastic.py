@@ -30,6 +30,7 @@ from common.checkpoint import checkpointer
 from common.checkpoint.train_state import TrainState
 from common.config import config
 from common.data.loader import Loader
+from common.measure.step_timing import StepTimer
 from common.models import networks
 from common.techniques.elastic import group, peer_copy
 from common.techniques.elastic.recovery import ElasticRecovery
@@ -114,15 +115,15 @@ def plant(faults: Faults) -> None:
         recovery.spared = run.world.is_joining  # type: ignore[attr-defined]
         planted.recovery = recovery  # type: ignore[assignment]
 
-    def mark(step: loop.Step, name: str) -> None:
-        recovery: Any = step.recovery
+    def mark(_: StepTimer, name: str) -> None:
+        recovery: Any = planted.recovery
         if recovery is None:
             return
         if name == "backward" and not getattr(recovery, "hooked", False):
             recovery.hooked = True  # the first layer's gradient comes last: others are on their way
             recovery.state.parameters[0][1].register_hook(lambda _: planted.reach("reduction", recovery.run.step + 1))
         if name == "end of backward":
-            planted.reach("reduced", step.number)
+            planted.reach("reduced", recovery.run.step + 1)
 
     def arrive(run: RunContext, *_: Any) -> None:
         for at, rank, _step, how in faults:
@@ -132,7 +133,7 @@ def plant(faults: Faults) -> None:
     before(RunContext, "resume", arrive)
     before(ElasticRecovery, "__init__", begin)
     before(loop.Step, "__enter__", lambda step: planted.reach("begin", step.number))
-    before(loop.Step, "mark", mark)
+    before(StepTimer, "record_mark", mark)
     before(ParameterServerRank, "pull", lambda *_: planted.reach_in_step("pull"))
     before(ParameterServerRank, "push", lambda *_: planted.reach_in_step("push"))
     before(

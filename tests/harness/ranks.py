@@ -22,9 +22,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from common.ranks import local_launcher, objects, private_folder, rendezvous
+from common.backend.tls import TlsSocket
+from common.ranks import backend_setup, local_launcher, objects, rendezvous
 from common.ranks.rank_info import RankInfo
-from common.ranks.socket_stream import TlsSocket
 from common.system.errors import UserError
 from configs.launch import Launch
 
@@ -205,7 +205,7 @@ def one_ignores_being_asked(place: RankInfo, folder: Path) -> None:
 def meet_in_private(place: RankInfo, folder: Path) -> None:
     """As ranks of a job: through a file that is nobody else's, over connections that are all TLS, subgroups' too."""
     info = dataclasses.replace(place, launcher="slurm", master="localhost", attempt_id="7.0.0")
-    private = private_folder.get_private_folder(folder, info)
+    private = backend_setup.get_key_folder(folder, info)
     settings = dataclasses.replace(SETTINGS, tls=True, transport="network")
     with rendezvous.join_world(info, settings, private) as world:
         assert isinstance(world.store, dist.FileStore)

@@ -1,4 +1,4 @@
-"""What strangers send to the port of a rank, drawn at random, to test common/backend/reception.py."""
+"""What strangers send to the port of a rank, drawn at random, to test common/ranks/links/reception.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import random
 import socket
 import struct
 
-from common.backend.connecting import RankAddress
-from common.backend.welcome import ConnectionId, make_hello
+from common.ranks.links.connecting import RankAddress
+from common.ranks.links.welcome import ConnectionId, make_hello
 
 ODD: tuple[object, ...] = (
     None,

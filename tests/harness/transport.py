@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from common.backend.certificates import Identity, create_identity_files, load_identity
-from common.backend.connecting import RankLinks, connect_ranks
+from common.ranks.links.connecting import RankLinks, connect_ranks
 from tests.harness.processes import PATIENCE, wait_until
 
 WAYS = ("tcp", "tls", "memory")

@@ -37,7 +37,7 @@ def gradients(cfg: AmpConfig, model: nn.Module, window: Any, scaler: Any = None)
     model.zero_grad()
     cpu = torch.device("cpu")
     step: Any = SimpleNamespace(
-        batch=window, mean_shard=len(window[0][1]), mark=lambda name: None, log=lambda **values: None
+        batch=window, mean_shard=len(window[0][1]), mark_backward=lambda: None, log=lambda **values: None
     )
     amp_accum.accumulate_gradients(cfg, model, scaler or off, step, MemoryMeter(cpu))
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

@@ -30,9 +30,10 @@ from common.backend.communicator import Communicator
 from common.backend.cost import MessageTimeLine, fit_message_time_line
 from common.backend.process_group import BuiltinBackend
 from common.backend.registration import register_backend
-from common.ranks.memory_links import MemoryStream
+from common.backend.setup import make_transport_settings
+from common.ranks.links.memory_stream import MemoryStream
 from common.ranks.rank_info import RankInfo
-from common.ranks.rendezvous import World, make_transport_settings
+from common.ranks.rendezvous import World
 from common.system import network
 from configs.collectives import TRANSPORTS
 from configs.launch import Launch

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from common.checkpoint.local_part import LocalPart
 from common.system.seeds import pack_rng_state, unpack_rng_state
 
 HOOK_ELEMENT_BYTES = {"fp16": 2, "bf16": 2}  # number of bytes that a communication hook sends per gradient element
@@ -83,24 +84,6 @@ def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> Distribu
     return replica
 
 
-def rewrap_ddp(replica: nn.Module | None) -> None:
-    """Reinitialize a DDP wrapper in place for the current default process group.
-
-    The model must be on the CPU. Parameters and buffers keep the values that they have on each rank. A module that is
-    not wrapped in DDP is left unchanged.
-    """
-    if not isinstance(replica, DistributedDataParallel):
-        return
-    options = getattr(replica, OPTIONS_ATTRIBUTE)
-    communication = getattr(replica, COMMUNICATION_ATTRIBUTE, "none")
-    for parameter in replica.parameters():
-        parameter.grad = None  # the gradient may be a view of a bucket of the old wrapper
-    with avoid_compiler_import():
-        DistributedDataParallel.__init__(replica, replica.module, **(options | {"init_sync": False}))
-    setattr(replica, OPTIONS_ATTRIBUTE, options)
-    register_comm_hook(replica, communication, 0)
-
-
 def unwrap_ddp(model: nn.Module) -> nn.Module:
     """Return the model inside a wrapper, which would add the prefix `module.` to parameter names."""
     return model.module if isinstance(model, DistributedDataParallel | nn.DataParallel) else model
@@ -132,25 +115,56 @@ def register_comm_hook(ddp: DistributedDataParallel, communication: str, rank: i
             setattr(ddp, POWERSGD_ATTRIBUTE, state)
 
 
-def get_powersgd_state(model: nn.Module) -> powerSGD_hook.PowerSGDState | None:
-    """Return the PowerSGD state of a wrapped model, or None if the model does not use PowerSGD."""
-    return getattr(model, POWERSGD_ATTRIBUTE, None)
+class ReplicaState(LocalPart):
+    """State of a model's DDP wrapper on one rank, which includes the errors and factors of PowerSGD.
+
+    A model without DDP has no such state.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.powersgd: powerSGD_hook.PowerSGDState | None = getattr(model, POWERSGD_ATTRIBUTE, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the PowerSGD state: residual errors, factors P and Q, step, and random state."""
+        if self.powersgd is None:
+            return {}
+        state: dict[str, Any] = {name: dict(getattr(self.powersgd, name)) for name in POWERSGD_TENSORS}
+        state["iter"] = int(self.powersgd.iter)
+        state["rng"] = pack_rng_state(self.powersgd.rng.get_state())
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a PowerSGD state, and move its tensors to the device of the model."""
+        if self.powersgd is None or not state:
+            return
+        device = next(self.model.parameters()).device
+        for name in POWERSGD_TENSORS:
+            setattr(self.powersgd, name, {bucket: tensor.to(device) for bucket, tensor in state[name].items()})
+        self.powersgd.iter = state["iter"]
+        self.powersgd.rng.set_state(unpack_rng_state(state["rng"]))
+
+    def enter_group(self) -> None:
+        """Reinitialize the DDP wrapper in place for the current default process group.
+
+        The model must be on the CPU. Parameters and buffers keep the values that they have on each rank.
+        """
+        model = self.model
+        if not isinstance(model, DistributedDataParallel):
+            return
+        options = getattr(model, OPTIONS_ATTRIBUTE)
+        communication = getattr(model, COMMUNICATION_ATTRIBUTE, "none")
+        for parameter in model.parameters():
+            parameter.grad = None  # the gradient may be a view of a bucket of the old wrapper
+        with avoid_compiler_import():
+            DistributedDataParallel.__init__(model, model.module, **(options | {"init_sync": False}))
+        setattr(model, OPTIONS_ATTRIBUTE, options)
+        register_comm_hook(model, communication, 0)
 
 
-def capture_powersgd_state(state: powerSGD_hook.PowerSGDState) -> dict[str, Any]:
-    """Return the PowerSGD state of this rank: residual errors, factors P and Q, step, and random state."""
-    captured: dict[str, Any] = {name: dict(getattr(state, name)) for name in POWERSGD_TENSORS}
-    captured["iter"] = int(state.iter)
-    captured["rng"] = pack_rng_state(state.rng.get_state())
-    return captured
-
-
-def load_powersgd_state(state: powerSGD_hook.PowerSGDState, saved: Mapping[str, Any], device: torch.device) -> None:
-    """Load a state that `capture_powersgd_state` returned, and move its tensors to `device`."""
-    for name in POWERSGD_TENSORS:
-        setattr(state, name, {bucket: tensor.to(device) for bucket, tensor in saved[name].items()})
-    state.iter = saved["iter"]
-    state.rng.set_state(unpack_rng_state(saved["rng"]))
+def get_local_parts(model: nn.Module) -> dict[str, LocalPart]:
+    """Return the state of a wrapped model that each rank saves itself, to be passed to `TrainState`."""
+    return {"compression": ReplicaState(model)}
 
 
 def compute_ring_all_reduce_bytes(model: nn.Module) -> int:

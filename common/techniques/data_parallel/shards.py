@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.data.loader import Loader
-from common.ranks.rendezvous import World
+from common.training.hooks import StepHook
+from common.training.run_context import RunContext
 
 WINDOW = 15  # number of steps between two updates of the shards
 GAIN = 0.05  # minimum fraction of the step time that new shards must save; smaller gains may be noise
@@ -69,32 +70,28 @@ def choose_shard_sizes(speeds: Sequence[StepTimeModel], batch: int) -> tuple[int
     return tuple(counts)
 
 
-class AutoShards:
+class AutoShards(StepHook):
     """Shard sizes that adapt to the speeds of the ranks (shards=auto).
 
     All ranks use the same measurements and therefore choose the same shards.
     """
 
-    def __init__(self, loader: Loader, world: World, speed: StepTimeModel, log_message: Callable[[str], None]) -> None:
+    def __init__(self, run: RunContext, loader: Loader, speed: StepTimeModel) -> None:
         """Choose the first shards. All ranks must create this object at the same step.
 
         `speed` is the step time model of this rank, measured while all ranks were computing.
         """
+        self.run = run
         self.loader = loader
-        self.world = world
-        self.log_message = log_message
-        lines = world.all_gather([speed.base, speed.per_sample])
+        self.world = run.world
+        self.log_message = run.log_message
+        lines = self.world.all_gather([speed.base, speed.per_sample])
         self.speeds = [StepTimeModel(*line) for line in lines]
         self.history = [(1, loader.counts)]
         """Pairs (first step, number of samples of each rank), one for each set of shards used in this attempt."""
         measured = ", ".join(f"{speed} on rank {rank}" for rank, speed in enumerate(self.speeds))
         if not self._change_shards_if_faster(1, f"a step with n samples takes {measured}"):
             self.log_message(f"shards=auto: using equal shards, because a step with n samples takes {measured}")
-
-    @property
-    def local_samples(self) -> int:
-        """Number of samples of this rank in a full batch or microbatch."""
-        return self.loader.local_samples
 
     def average_local_samples(self, first_step: int, last_step: int) -> float:
         """Return the mean number of samples of this rank per batch over a range of steps.
@@ -108,12 +105,26 @@ class AutoShards:
             overlap = max(0, end - max(first, first_step))
             samples += counts[self.world.rank] * overlap
             steps += overlap
-        return samples / steps if steps else float(self.local_samples)
+        return samples / steps if steps else float(self.loader.local_samples)
 
-    @property
-    def metric_values(self) -> dict[str, float]:
-        """Number of samples of each rank in a full batch, as values for metrics.jsonl."""
-        return {f"shard_{rank}": float(count) for rank, count in enumerate(self.loader.counts)}
+    def on_start(self) -> None:
+        """Write the first shards to metrics.jsonl."""
+        self._write_metrics()
+
+    def between_steps(self, number: int) -> None:
+        """Adapt the shards to the latest step times of the ranks, every WINDOW steps."""
+        run = self.run
+        if run.times is None or number % WINDOW or number == run.total:
+            return
+        seconds = run.times.measure_seconds_to_last_gradient(WINDOW)
+        if seconds is not None and self.update_shards(number, seconds):
+            self._write_metrics()
+
+    def _write_metrics(self) -> None:
+        """Write the number of samples of each rank in a full batch to metrics.jsonl."""
+        assert self.run.metrics is not None
+        values = {f"shard_{rank}": float(count) for rank, count in enumerate(self.loader.counts)}
+        self.run.metrics.write_values(self.run.step, values)
 
     def update_shards(self, step: int, seconds: float) -> bool:
         """Choose the shards for the steps after `step`; return True if they have changed.

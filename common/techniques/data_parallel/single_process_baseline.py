@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from common.data.loader import Loader
 from common.data.rounds import Rounds
 from common.measure.memory import describe_peak_memory, report_state_bytes
-from common.measure.step_timing import ScalingReport, gather_step_times, time_gradient_all_reduce
+from common.measure.step_timing import gather_step_times
 from common.measure.timing import time_calls
 from common.models import networks
 from common.models.sample_dropout import add_dropout
 from common.runs.result import Report, ReportData
 from common.techniques.data_parallel import ddp, sync_batchnorm
+from common.techniques.data_parallel.scaling_report import ScalingReport, time_gradient_all_reduce
 from common.techniques.data_parallel.shards import AutoShards, StepTimeModel
 from common.training import optimizers
 from common.training.run_context import RunContext
@@ -127,7 +128,7 @@ def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader, model: nn.Modu
         sync_batchnorm.accept_empty_batches(model)
     if cfg.shards == ["auto"] and run.world.size > 1:
         speed = measure_rank_speed(run, model, sum(batches.counts))
-        run.shards = AutoShards(batches, run.world, speed, run.log_message)
+        run.add_hook(AutoShards(run, batches, speed))
 
 
 def measure_rank_speed(run: RunContext, model: nn.Module, batch: int) -> StepTimeModel:
@@ -200,7 +201,8 @@ def report_rank_devices(run: RunContext) -> ReportData:
 def report_shards(run: RunContext) -> ReportData:
     """Report the number of samples of each rank and, with shards=auto, every change in this attempt."""
     assert run.state is not None and not isinstance(run.state.loader, Rounds)
-    history = run.shards.history if run.shards else [(1, run.state.loader.counts)]
+    auto_shards = run.find_hook(AutoShards)
+    history = auto_shards.history if auto_shards else [(1, run.state.loader.counts)]
     history = [(max(step, run.resumed_after + 1), counts) for step, counts in history]
     lines = [f"{' + '.join(map(str, counts))} samples, starting from step {step}" for step, counts in history]
     omitted = len(lines) - MAX_SHARD_LINES
@@ -221,8 +223,9 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
         communication = time_gradient_all_reduce(model, cfg.bucket_mb, number_bytes)
     single_rank_seconds = time_single_rank(run, cfg.model) if cfg.compare else 0.0
     samples: float | None = run.local_samples_if_unequal
-    if run.shards:
-        samples = run.shards.average_local_samples(run.resumed_after + 1, run.step)
+    auto_shards = run.find_hook(AutoShards)
+    if auto_shards:
+        samples = auto_shards.average_local_samples(run.resumed_after + 1, run.step)
     times = gather_step_times(run.world, run.times, samples)
     shards = f" = {run.world.size} x {cfg.batch_plan.shard}" if cfg.shards == ["equal"] else ""
     assert run.state is not None and run.state.optimizer is not None

@@ -34,6 +34,7 @@ from common.system.errors import UserError, is_timeout
 from common.techniques.elastic import group, peer_copy
 from common.techniques.elastic.member import Generation, GenerationEnded, Member
 from common.techniques.elastic.shared_values import AveragedValues
+from common.training.hooks import RecoveryHook
 from common.training.run_context import RunContext
 from configs.batch_plan import divide_batch
 from configs.elastic import Elastic
@@ -51,7 +52,7 @@ class RankChange:
     """Duration of the failed step in seconds; 0 if the source rank of the new generation completed the step."""
 
 
-class ElasticRecovery:
+class ElasticRecovery(RecoveryHook):
     """One rank's part in the recovery of an elastic run, from the first step to the end of the last evaluation."""
 
     def __init__(self, run: RunContext, state: TrainState, settings: Elastic) -> None:
@@ -68,7 +69,6 @@ class ElasticRecovery:
         self.run = run
         self.state = state
         self.metrics = run.metrics
-        run.exit_if_others_can_continue = self.exit_if_others_can_continue
         group.update_world_fields(world, started_as_rank=world.original_rank)
         self.joining = world.is_joining
         self.writes_metrics = world.is_main
@@ -104,7 +104,7 @@ class ElasticRecovery:
 
     # ---- steps
 
-    def begin_step(self) -> None:
+    def before_step(self) -> None:
         """Copy the buffers and the random state, so that the step can be repeated if it fails."""
         self.step_start = time.perf_counter()
         self.shared = AveragedValues()
@@ -129,12 +129,12 @@ class ElasticRecovery:
         self.empty_generations = 0
         return means
 
-    def leave_if_rank_joins(self) -> None:
+    def between_steps(self, number: int) -> None:
         """Raise GenerationEnded on all ranks if a rank is waiting to join.
 
-        All ranks must call this method between two steps.
+        After the last step of an epoch, the evaluation comes first.
         """
-        if self.join_agreed:
+        if self.join_agreed and number % self.state.loader.steps and number < self.run.total:
             self.leaving = True
             raise GenerationEnded("a rank is waiting to join")
 
@@ -169,10 +169,10 @@ class ElasticRecovery:
         if not generation.done:
             self.join_generation(generation)
             return False
-        self.close()
+        self.on_end()
         return True
 
-    def close(self) -> None:
+    def on_end(self) -> None:
         """Disconnect from the coordinator."""
         self.member.close()
 
@@ -221,7 +221,7 @@ class ElasticRecovery:
         if self.joining:
             return [-1, 0, 0]
         epoch = self.state.loader.state_dict()["epoch"]
-        return [self.run.step, epoch, not self.run.saver.unevaluated]
+        return [self.run.step, epoch, not self.run.progress.unevaluated]
 
     def _cut_connections_on_generation_end(self) -> None:
         """Make the member's thread cut the connections of the process group when the generation ends."""
@@ -249,10 +249,10 @@ class ElasticRecovery:
         facts = objects.broadcast_json(facts, generation.source, world.device)
         if generation.copies:
             loads = self._measure_progress() != facts["progress"]
-            peer_copy.broadcast_state(self.state, generation.source, world, facts["step"], loads=loads)
+            peer_copy.broadcast_state(self.state, generation.source, world, facts["run"]["step"], loads=loads)
         self._apply_run_facts(facts)  # now, to match the copied state even if communication fails below
         self.joining = False
-        self.state.enter_group(facts["step"])
+        self.state.enter_group(facts["run"]["step"])
         group.free_left_process_groups()
         self._divide_batches(generation.members)
 
@@ -287,40 +287,20 @@ class ElasticRecovery:
 
     def _collect_run_facts(self, change: RankChange) -> dict[str, Any]:
         """Return the progress, counters, and unwritten metrics that the source rank sends to all other ranks."""
-        run = self.run
-        saver = run.saver
         change = dataclasses.replace(change, discarded=self.discarded)
         return {
             "progress": self._measure_progress(),
-            "step": run.step,
-            "resumed_after": run.resumed_after,
-            "seconds": time.perf_counter() - saver.start_time,
-            "unevaluated": saver.unevaluated,
-            "best": saver.best_score,
-            "saved": [saver.checkpointer.saved_step, saver.checkpointer.best_step],
+            "run": self.run.progress.to_peer_facts(),
             "rows": self.metrics.collect_unwritten_rows(),
-            "generations": run.generations,
             "change": dataclasses.asdict(change),
         }
 
     def _apply_run_facts(self, facts: dict[str, Any]) -> None:
-        """Set this rank's progress, counters, and unwritten metrics to those received from the source rank."""
+        """Set this rank's progress and unwritten metrics to those received from the source rank."""
         run = self.run
-        saver = run.saver
-        metrics = self.metrics
-        if self.joining:
-            saver.start_time = time.perf_counter() - facts["seconds"]
-            metrics.start_time = saver.start_time
-            run.resumed_after = facts["resumed_after"]
-        run.step = facts["step"]
-        run.generations = facts["generations"]
-        saver.unevaluated = facts["unevaluated"]
-        saver.best_score = facts["best"]
-        saver.checkpointer.saved_step, saver.checkpointer.best_step = facts["saved"]
-        saver.vote.restart_votes_after(run.step)
-        metrics.rows = []
-        metrics.unwritten_rows = facts["rows"]
-        metrics.next_flush = run.step + 1
+        run.progress.copy_from_peer(facts["run"], joins=self.joining)
+        run.saver.vote.restart_votes_after(run.step)
+        self.metrics.replace_unwritten_rows(facts["rows"], run.step)
 
     def _record_change(self, generation: Generation, seconds: float, change: RankChange) -> None:
         """Record a change in the set of ranks in the log and the run folder.
@@ -338,7 +318,7 @@ class ElasticRecovery:
             "discarded": round(change.discarded, 6),
         }
         self.discarded = 0.0
-        run.generations = [*run.generations, changed]
+        run.progress.add_generation(changed)
         run.log_message(describe_rank_change(changed))
         run.pace.exclude_pause()
         if generation.stops and not run.saver.stop_request.signal_number:
@@ -348,7 +328,7 @@ class ElasticRecovery:
             run.saver.stop_request.signal_number = signal.SIGUSR2
         if run.world.is_main:
             with contextlib.suppress(UserError):  # a full disk is reported when metrics or checkpoints are written
-                write_json(run.folder.attempt_folder / GENERATIONS_FILE, run.generations)
+                write_json(run.folder.attempt_folder / GENERATIONS_FILE, run.progress.generations)
 
 
 def copy_tensors(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Container
 
-from common.techniques.elastic.coordinator import Coordinator
+from common.techniques.elastic.coordinator import Coordinator, EndReason
 from configs.elastic import Elastic
 
 POLL_SECONDS = 0.01
@@ -103,3 +103,31 @@ class Supervisor:
                 self.restarts[rank] += 1
                 self.start_times[rank] = now
                 self.start(rank)
+
+    # ---- messages of the launcher
+
+    def find_problem_without_failed_rank(self) -> str:
+        """Return why the run must end although no rank has failed; an empty string if it can continue."""
+        is_lost = self.coordinator.end_reason is EndReason.STATE_LOST
+        return EndReason.STATE_LOST.value if is_lost else ""
+
+    def explain_loss(self, rank: int) -> str:
+        """Return why a rank ended itself or was declared lost; an empty string if the reason is unknown."""
+        return self.coordinator.reasons.get(rank, "")
+
+    def explain_end(self) -> str:
+        """Return why the run ends after a rank was killed; an empty string if there is no further reason."""
+        reason = self.coordinator.find_end_reason()
+        return "" if reason is None else reason.value
+
+
+def open_local_supervisor(
+    address: str,
+    size: int,
+    settings: Elastic,
+    kill: Callable[[int], None],
+    start: Callable[[int], None],
+    start_timeout: float,
+) -> Supervisor:
+    """Open the supervisor of ranks that run on this machine and connect to the UNIX socket `address`."""
+    return Supervisor(open_listener(address, size), size, settings, kill, start, start_timeout=start_timeout)

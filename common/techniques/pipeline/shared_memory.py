@@ -1,9 +1,9 @@
 """Messages between ranks on the same host, each in a separate slot of shared memory.
 
 The latency of such a message is one twentieth of the latency of a gloo message, which wakes two threads. The reader
-does not copy the message. Links (common/ranks/memory_links.py) provide the memory and the notifications. The entry
-point of this module is `open_shared_memory`. If `open_shared_memory` returns None, shared memory cannot be used, and
-messages are sent through gloo.
+does not copy the message. Links (common/ranks/links) provide the memory and the notifications. The entry point of this
+module is `open_shared_memory`. If `open_shared_memory` returns None, shared memory cannot be used, and messages are
+sent through gloo.
 
 A slot is reused in the next step, when the reader no longer needs the message in this slot. The sender of an activation
 continues only after it has received the gradient that is computed from this activation. The sender of a gradient
@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.backend.connecting import RankLinks, connect_ranks
-from common.ranks.memory_links import MemoryStream, choose_polling_seconds
+from common.ranks.links.connecting import RankLinks, connect_ranks
+from common.ranks.links.memory_stream import MemoryStream, choose_polling_seconds
 from common.ranks.rendezvous import World
 from common.system.errors import UnreachableError
 from common.techniques.pipeline.schedules import Action

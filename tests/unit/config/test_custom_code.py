@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
 
-from common.config import config, custom_code
+from common.config import config, custom_code, lookup
+from common.ranks import backend_setup
 from common.runs import provenance
 from common.system.errors import UserError
 from configs import mnist_pipeline
+from configs.elastic import SUPERVISOR
+from configs.launch import BACKEND_SETUPS
 
 
 @pytest.mark.parametrize("name", config.list_experiments())
@@ -18,7 +22,17 @@ def test_every_declared_checker_exists_and_takes_a_config(name: str) -> None:
     settings = list(custom_code.list_custom_settings(config.import_schema(name)()))
     assert {setting.key for setting in settings} >= {"optim.name", "optim.decay", "launch.algorithm"}
     for setting in settings:
-        assert len(inspect.signature(custom_code.import_checker(setting.checker)).parameters) == 1, setting.key
+        assert len(inspect.signature(lookup.import_object(setting.checker)).parameters) == 1, setting.key
+
+
+def test_what_the_core_looks_up_exists_and_has_the_documented_functions() -> None:
+    for backend in BACKEND_SETUPS:
+        module = backend_setup.import_backend_setup(backend)
+        for name, parameters in re.findall(r"`(\w+)\(([^)]*)\)`", str(backend_setup.__doc__)):
+            assert len(inspect.signature(getattr(module, name)).parameters) == len(parameters.split(",")), name
+    names = ["address", "size", "settings", "kill", "start", "start_timeout"]
+    assert list(inspect.signature(lookup.import_object(SUPERVISOR)).parameters) == names
+    assert backend_setup.import_backend_setup("gloo") is None
 
 
 def test_the_copy_in_a_run_replaces_the_file_unless_its_key_is_new(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.backend.certificates import Identity, create_identity_files, load_identity
-from common.backend.connecting import RankAddress, RankLinks
+from common.ranks.links.connecting import RankAddress, RankLinks
 from common.system.errors import UnreachableError, UserError
 from tests.harness.processes import PATIENCE, wait_until
 from tests.harness.transport import Meeting, identity

@@ -13,10 +13,11 @@ from common.config import config
 from common.data import loader as data
 from common.data import prepare
 from common.measure import step_timing
-from common.measure.step_timing import RankTimes, ScalingReport
+from common.measure.step_timing import RankTimes
 from common.models import networks
 from common.system.errors import UserError
 from common.techniques.data_parallel import sync_batchnorm
+from common.techniques.data_parallel.scaling_report import ScalingReport
 from common.training.evaluate import slice_shard
 from configs.ddp_multinode import Config
 from tests.harness.ddp_pitfalls import made

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from common.backend.connecting import RankLinks
-from common.backend.links import LinkError, LinkTimeout
-from common.ranks.memory_links import SLOT_COUNT, MemoryStream, allocate_memory
-from common.ranks.socket_stream import PIECE_BYTES, SMALL_BYTES
+from common.ranks.links.connecting import RankLinks
+from common.ranks.links.memory_stream import SLOT_COUNT, MemoryStream, allocate_memory
+from common.ranks.links.outgoing import LinkError, LinkTimeout
+from common.ranks.links.socket_stream import PIECE_BYTES, SMALL_BYTES
 from tests.harness.processes import PATIENCE
 from tests.harness.transport import Meeting, fork, identity, meeting, pair
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.ranks import private_folder
+from common.backend import private_folder
+from common.ranks.backend_setup import get_key_folder
 from common.ranks.rank_info import RankInfo
 from common.runs.folder import write_json
 from common.system.errors import UnreachableError
@@ -33,6 +34,6 @@ def test_a_certificate_is_valid_until_the_end_of_the_job(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("runs", ["", "new"])
 def test_a_host_without_the_run_folder_is_told(runs: str, tmp_path: Path) -> None:
-    folder = private_folder.get_private_folder(tmp_path / runs, RankInfo(1, 2, attempt_id="7.0.0"))
+    folder = get_key_folder(tmp_path / runs, RankInfo(1, 2, attempt_id="7.0.0"))
     with pytest.raises(UnreachableError, match=r"rank 1 cannot find .*private-7.0.0, .* a folder that all hosts share"):
         private_folder.create_or_load_identity(folder, RankInfo(1, 2), 0.1)

@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from common.backend import reception
-from common.backend.connecting import RankAddress, RankLinks
-from common.backend.reception import MAX_PENDING
-from common.backend.welcome import ANSWER_BYTES, ConnectionId, make_hello
+from common.ranks.links import reception
+from common.ranks.links.connecting import RankAddress, RankLinks
+from common.ranks.links.reception import MAX_PENDING
+from common.ranks.links.welcome import ANSWER_BYTES, ConnectionId, make_hello
 from common.system.errors import UnreachableError
 from tests.harness.chance import draw_seed
 from tests.harness.processes import PATIENCE

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from common.ranks import memory_links
+from common.ranks.links import memory_stream
 from tests.harness import warm
 from tests.harness.processes import environment
 
@@ -28,9 +28,9 @@ def test_ranks_sleep_at_once_where_they_are_more_than_the_allowed_cores(monkeypa
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
-    assert [memory_links.choose_polling_seconds(ranks) for ranks in (2, 3)] == [memory_links.POLLING_SECONDS, 0.0]
+    assert [memory_stream.choose_polling_seconds(ranks) for ranks in (2, 3)] == [memory_stream.POLLING_SECONDS, 0.0]
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")  # each rank is bound to its own
-    assert [memory_links.choose_polling_seconds(ranks) for ranks in (4, 5)] == [memory_links.POLLING_SECONDS, 0.0]
+    assert [memory_stream.choose_polling_seconds(ranks) for ranks in (4, 5)] == [memory_stream.POLLING_SECONDS, 0.0]
 
 
 def test_silence_ends_with_the_time_out_and_names_the_rank() -> None:

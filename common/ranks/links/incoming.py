@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from common.backend.links import Link, LinkError, LinkTimeout, view_bytes
-from common.ranks.socket_stream import PIECE_BYTES, SocketStream
+from common.ranks.links.outgoing import Link, LinkError, LinkTimeout, view_bytes
+from common.ranks.links.socket_stream import PIECE_BYTES, SocketStream
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from common.ranks.socket_stream import EMPTY_VIEW, FinishWrite, SocketStream, copy_if_small
+from common.ranks.links.socket_stream import EMPTY_VIEW, FinishWrite, SocketStream, copy_if_small
 from common.system.errors import summarize_error
 
 if TYPE_CHECKING:

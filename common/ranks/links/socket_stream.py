@@ -1,4 +1,4 @@
-"""Read and write messages through a socket, optionally with TLS. This module does not import torch."""
+"""Read and write messages through a socket. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import contextlib
 import functools
 import os
 import socket
-import ssl
 import struct
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer, WriteableBuffer
+    from _typeshed import ReadableBuffer
 
-T = TypeVar("T")
 EMPTY_VIEW = memoryview(bytearray())
 
 HEADER = struct.Struct("<QQ")  # tag of a message, and its length in bytes
@@ -54,84 +52,8 @@ def close_inherited_sockets() -> None:
 os.register_at_fork(after_in_child=close_inherited_sockets)
 
 
-class TlsSocket(socket.socket):
-    """A TLS connection over an already connected socket. This class is not thread-safe.
-
-    This object takes over the file descriptor of `connection`. Unlike ssl.SSLSocket, which makes one system call per
-    record of 16 kB, this class passes many records to each call.
-    """
-
-    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, server_side: bool = False) -> None:
-        timeout = connection.gettimeout()
-        super().__init__(fileno=connection.detach())
-        self.settimeout(timeout)
-        self._incoming = ssl.MemoryBIO()
-        self._outgoing = ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
-        self._records = memoryview(bytearray(PIECE_BYTES))
-
-    def do_handshake(self) -> None:
-        """Perform the TLS handshake. Raises ssl.SSLError.
-
-        On a non-blocking socket, this method may raise BlockingIOError and must then be called again.
-        """
-        self._call_until_complete(self._tls.do_handshake)
-        self._send_pending_records()
-
-    def get_certificate(self) -> bytes | None:
-        """Return the peer's certificate in DER encoding, or None if the peer presented no certificate."""
-        return self._tls.getpeercert(binary_form=True)
-
-    def version(self) -> str | None:
-        """Return the version of the TLS protocol."""
-        return self._tls.version()
-
-    def encrypt(self, data: ReadableBuffer) -> bytes:
-        """Encrypt `data`. The encrypted bytes must be sent in the order of the calls."""
-        self._tls.write(data)
-        return self._outgoing.read()
-
-    def sendall(self, data: ReadableBuffer, flags: int = 0) -> None:
-        super().sendall(self.encrypt(data), flags)
-
-    def recv(self, count: int, flags: int = 0) -> bytes:
-        try:
-            return self._call_until_complete(self._tls.read, count)
-        except ssl.SSLEOFError:
-            return b""
-
-    def recv_into(self, target: WriteableBuffer, count: int = 0, flags: int = 0) -> int:
-        """Read at most one TLS record, even with MSG_WAITALL, and return the number of bytes read."""
-        try:
-            limit = count or len(memoryview(target))
-            return cast(int, self._call_until_complete(self._tls.read, limit, target))
-        except ssl.SSLEOFError:
-            return 0
-
-    def _call_until_complete(self, call: Callable[..., T], *arguments: object) -> T:
-        """Repeat a method call on the TLS object, receiving records until the call completes."""
-        while True:
-            try:
-                return call(*arguments)
-            except ssl.SSLWantReadError:
-                self._send_pending_records()
-                received = super().recv_into(self._records)
-                if received:
-                    self._incoming.write(self._records[:received])
-                else:
-                    self._incoming.write_eof()
-            except ssl.SSLError:
-                with contextlib.suppress(OSError):
-                    self._send_pending_records()  # sends the TLS alert, so that the peer can log the reason
-                raise
-
-    def _send_pending_records(self) -> None:
-        if self._outgoing.pending:
-            super().sendall(self._outgoing.read())
-
-
 class SocketStream:
-    """One end of a connection that carries messages in one direction, with or without TLS."""
+    """One end of a connection that carries messages in one direction."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.socket = connection
@@ -152,39 +74,25 @@ class SocketStream:
         Return a function that writes the remaining bytes and may block, or None if no bytes remain.
         """
         header = HEADER.pack(tag, len(data))
-        if isinstance(self.socket, TlsSocket):
-            return self._begin_encrypted_message(self.socket, header, data)
         eager = data[:EAGER_BYTES]
-        sent = self._write_without_blocking(header, eager)
+        sent = self.write_without_blocking(header, eager)
         if sent == HEADER.size + len(data):
             return None
         unsent = copy_if_small(eager[max(0, sent - HEADER.size) :])
         deferred = copy_if_small(data[EAGER_BYTES:])
-        return functools.partial(self._write_remainder, header[sent:], unsent, deferred)
+        return functools.partial(self.write_remainder, header[sent:], unsent, deferred)
 
-    def _begin_encrypted_message(self, tls_socket: TlsSocket, header: bytes, data: memoryview) -> FinishWrite | None:
-        encrypted = tls_socket.encrypt(header + data[:SMALL_BYTES])
-        remaining = data[SMALL_BYTES:]
-        deferred_bytes = max(0, len(data) - EAGER_BYTES)
-        while (sent := self._write_without_blocking(encrypted)) == len(encrypted) and len(remaining) > deferred_bytes:
-            encrypted = tls_socket.encrypt(remaining[:PIECE_BYTES])
-            remaining = remaining[PIECE_BYTES:]
-        unsent = encrypted[sent:]
-        if not unsent and not remaining:
-            return None
-        return functools.partial(self._write_remainder, unsent, EMPTY_VIEW, copy_if_small(remaining))
-
-    def _write_without_blocking(self, *parts: ReadableBuffer) -> int:
+    def write_without_blocking(self, *parts: ReadableBuffer) -> int:
         """Write without blocking and return the number of bytes that the kernel accepted."""
         try:
             return self.socket.sendmsg(parts, [], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
 
-    def _write_remainder(self, encoded: bytes, unsent: memoryview, deferred: memoryview) -> None:
+    def write_remainder(self, encoded: bytes, unsent: memoryview, deferred: memoryview) -> None:
         """Write `encoded` (a header or encrypted bytes), then the remaining data.
 
-        A TLS socket encrypts the remaining data when it is written.
+        An encrypted socket encrypts the remaining data when it is written.
         """
         socket.socket.sendall(self.socket, encoded + unsent[:SMALL_BYTES])  # avoids a packet with only a header
         for data in (unsent[SMALL_BYTES:], deferred):

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from common.backend.certificates import Identity, check_peer_certificate, describe_handshake_failure
-from common.backend.welcome import (
+from common.ranks.links.encryption import Encryption
+from common.ranks.links.welcome import (
     HELLO_HEADER,
     ConnectionId,
     UntrustedPeer,
@@ -29,8 +29,7 @@ from common.backend.welcome import (
     parse_hello,
     parse_hello_length,
 )
-from common.ranks.socket_stream import TlsSocket
-from common.system.errors import UnreachableError
+from common.system.errors import UnreachableError, summarize_error
 
 HANDSHAKE_SECONDS = 2.0  # time limit for a handshake
 MAX_PENDING = 64  # maximum number of connections with an incomplete handshake
@@ -58,7 +57,7 @@ class RankAcceptor:
 
     def __init__(
         self, group: str, rank: int, size: int, *, token: bytes, address: str, is_local: bool,
-        identity: Identity | None, warn: Warn,
+        identity: Encryption | None, warn: Warn,
     ) -> None:  # fmt: skip
         self.group = group
         self.rank = rank
@@ -158,7 +157,7 @@ class RankAcceptor:
         try:
             if not pending.is_encrypted:
                 assert self.identity
-                pending.socket = TlsSocket(connection, self.identity.server, server_side=True)
+                pending.socket = self.identity.open_server(connection)
             self._selector.register(pending.socket, selectors.EVENT_READ, pending)
         except (OSError, ValueError):
             pending.socket.close()
@@ -174,9 +173,8 @@ class RankAcceptor:
         """Read the available bytes, and accept or reject the peer once the handshake is complete."""
         try:
             if not pending.is_encrypted:
-                assert self.identity and isinstance(pending.socket, TlsSocket)
-                pending.socket.do_handshake()
-                check_peer_certificate(pending.socket, self.identity)
+                assert self.identity
+                self.identity.continue_handshake(pending.socket)
                 pending.is_encrypted = True
             self._read_bytes(pending, HELLO_HEADER.size)
             length = parse_hello_length(bytes(pending.received[: HELLO_HEADER.size]))
@@ -187,7 +185,16 @@ class RankAcceptor:
         except UntrustedPeer as error:
             self._reject_connection(pending, str(error))
         except Exception as error:  # noqa: BLE001 (input from a peer must never stop this rank)
-            self._reject_connection(pending, describe_handshake_failure(error))
+            self._reject_connection(pending, self._describe_failure(error))
+
+    def _describe_failure(self, error: Exception) -> str:
+        """Return why the handshake with a peer failed, as text that follows `the peer`."""
+        tls_failure = self.identity.describe_failure(error) if self.identity else ""
+        if tls_failure:
+            return tls_failure
+        if isinstance(error, ConnectionError):
+            return "closed the connection before the handshake was complete"
+        return f"caused an error during the handshake: {summarize_error(error)}"
 
     def _read_bytes(self, pending: PendingConnection, count: int) -> None:
         """Read until `count` bytes have been received in total, but no further, because messages may follow."""

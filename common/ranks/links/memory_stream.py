@@ -26,7 +26,7 @@ import struct
 import time
 from collections.abc import Iterable, Iterator
 
-from common.ranks.socket_stream import EMPTY_VIEW, HEADER, PIECE_BYTES, FinishWrite, SocketStream, copy_if_small
+from common.ranks.links.socket_stream import EMPTY_VIEW, HEADER, PIECE_BYTES, FinishWrite, SocketStream, copy_if_small
 from common.system.processes import count_host_cores
 
 SLOT_COUNT = 8  # slots per direction, each of PIECE_BYTES bytes
@@ -102,7 +102,7 @@ class MemoryStream(SocketStream):
         try:
             self.shared[name] = mmap.mmap(descriptor, size)
             header = memoryview(HEADER.pack(name, size | MEMORY_BIT))
-            while not self._write_without_blocking(header):
+            while not self.write_without_blocking(header):
                 yield select.POLLOUT
             while not self._send_descriptor(descriptor):
                 yield select.POLLOUT
@@ -120,7 +120,7 @@ class MemoryStream(SocketStream):
     def _write_message_in_steps(self, tag: int, length: int) -> Iterator[int]:
         """Write a message of `length` bytes from `_source`, which `begin_message` may replace with a copy."""
         header = memoryview(HEADER.pack(tag, length | IN_SLOTS_BIT))
-        while not self._write_without_blocking(header):
+        while not self.write_without_blocking(header):
             yield select.POLLOUT
         for start in range(0, length, PIECE_BYTES):
             while not self._count_free_slots():
@@ -129,7 +129,7 @@ class MemoryStream(SocketStream):
             self._slots[self._next_slot][: len(piece)] = piece
             self._next_slot = (self._next_slot + 1) % SLOT_COUNT
             self._free_slots -= 1
-            while not self._write_without_blocking(memoryview(b"\0")):
+            while not self.write_without_blocking(memoryview(b"\0")):
                 yield select.POLLOUT
         self._source = EMPTY_VIEW
 

@@ -41,14 +41,6 @@ def check_tls(settings: Launch, rank_info: RankInfo | None) -> None:
         certificates.check_openssl_is_installed()
 
 
-def get_private_folder(base: Path, rank_info: RankInfo) -> Path:
-    """Return the path of the private folder of an attempt of a job.
-
-    All hosts of the job must share the folder `base`.
-    """
-    return base / f".private-{rank_info.attempt_id}"
-
-
 def create_or_load_identity(folder: Path, rank_info: RankInfo, timeout_seconds: float) -> Identity:
     """Load the TLS identity of this attempt, which rank 0 creates in a new private folder.
 

@@ -8,23 +8,23 @@ welcome.py). This module does not import torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from common.backend.certificates import Identity, check_peer_certificate, describe_handshake_failure
-from common.backend.incoming import IncomingLink
-from common.backend.links import OutgoingLink
-from common.backend.reception import RankAcceptor, Warn, read_peer_user_id
-from common.backend.welcome import ANSWER_BYTES, ConnectionId, UntrustedPeer, make_hello, make_hello_answer
-from common.ranks.memory_links import MemoryStream
-from common.ranks.socket_stream import SocketStream, TlsSocket, pack_timeval
+from common.ranks.links.encryption import Encryption
+from common.ranks.links.incoming import IncomingLink
+from common.ranks.links.memory_stream import MemoryStream
+from common.ranks.links.outgoing import OutgoingLink
+from common.ranks.links.reception import RankAcceptor, Warn, read_peer_user_id
+from common.ranks.links.socket_stream import SocketStream, pack_timeval
+from common.ranks.links.welcome import ANSWER_BYTES, ConnectionId, UntrustedPeer, make_hello, make_hello_answer
 from common.system import network
 from common.system.errors import UnreachableError, summarize_error
 
@@ -73,7 +73,7 @@ def connect_ranks(
     address: str,
     setup_timeout: float,
     timeout: float,
-    identity: Identity | None = None,
+    identity: Encryption | None = None,
     host: str = "",
     polling_seconds: float = 0.0,
     warn: Warn = print_warning,
@@ -84,8 +84,8 @@ def connect_ranks(
     `get` methods of a store. `group` is a string that identifies the run, the attempt and the group. `address` is the
     IPv4 address of this rank's network interface. `setup_timeout` is the time limit of this call in seconds. After
     `timeout` seconds without progress, sending or receiving a message fails. If `identity` is given, all connections
-    between hosts use TLS. Ranks that pass the same `host` are connected through shared memory (memory_links.py). A rank
-    that waits for shared memory polls for `polling_seconds` before it sleeps. `warn` prints a warning. Raises
+    between hosts are encrypted. Ranks that pass the same `host` are connected through shared memory (memory_stream.py).
+    A rank that waits for shared memory polls for `polling_seconds` before it sleeps. `warn` prints a warning. Raises
     UnreachableError if a rank cannot be connected.
     """
     if size == 1:
@@ -96,6 +96,7 @@ def connect_ranks(
     acceptor = RankAcceptor(
         group, rank, size, token=token, address=address, is_local=is_local, identity=identity, warn=warn
     )
+    open_stream = functools.partial(make_stream, timeout=timeout, polling_seconds=polling_seconds, identity=identity)
     links = RankLinks({}, {})
     try:
         published = RankAddress(address, acceptor.port, token.hex(), host, acceptor.unix_socket_name)
@@ -106,9 +107,9 @@ def connect_ranks(
             if target.host != host:
                 target = target._replace(unix_socket_name="")
             connection = connect_to_rank(ConnectionId(group, rank, peer), target, deadline, identity, warn)
-            links.outgoing[peer] = OutgoingLink(make_stream(connection, timeout, polling_seconds), peer)
+            links.outgoing[peer] = OutgoingLink(open_stream(connection), peer)
         for peer, connection in acceptor.wait_for_ranks(deadline).items():
-            links.incoming[peer] = IncomingLink(make_stream(connection, timeout, polling_seconds), peer)
+            links.incoming[peer] = IncomingLink(open_stream(connection), peer)
     except BaseException:
         links.close()
         raise
@@ -117,10 +118,14 @@ def connect_ranks(
     return links
 
 
-def make_stream(connection: socket.socket, timeout: float, polling_seconds: float) -> SocketStream:
-    """Return a `MemoryStream` for a Unix socket, or a `SocketStream` for any other socket."""
+def make_stream(
+    connection: socket.socket, timeout: float, polling_seconds: float, identity: Encryption | None
+) -> SocketStream:
+    """Return a `MemoryStream` for a Unix socket, or a `SocketStream`, which may be encrypted, for any other socket."""
     if connection.family == socket.AF_UNIX:
         return MemoryStream(connection, timeout, polling_seconds)
+    if identity:
+        return identity.make_stream(connection, timeout)
     return SocketStream(connection, timeout)
 
 
@@ -139,7 +144,7 @@ def connect_to_rank(
     direction: ConnectionId,
     target: RankAddress,
     deadline: float,
-    identity: Identity | None,
+    identity: Encryption | None,
     warn: Warn,
 ) -> socket.socket:
     """Connect to a rank, retrying until the connection is accepted. Raises UnreachableError after the deadline."""
@@ -152,15 +157,16 @@ def connect_to_rank(
             return try_to_connect(direction, target, deadline, identity)
         except UntrustedPeer as error:
             reason = f"the peer {error}"
-        except ssl.SSLError as error:
-            reason = f"the peer {describe_handshake_failure(error)}"
         except OSError as error:
             reason = summarize_error(error)
-            if isinstance(error, TimeoutError):
+            tls_failure = identity.describe_failure(error) if identity else ""
+            if tls_failure:
+                reason = f"the peer {tls_failure}"
+            elif isinstance(error, TimeoutError):
                 reason = last_reason or "the peer does not answer"
             # An overloaded rank resets connections and may accept a later attempt. After any other error, waiting long
             # is useless, because a rank opens its port before publishing the port number.
-            if not isinstance(error, ConnectionResetError | BrokenPipeError):
+            if not tls_failure and not isinstance(error, ConnectionResetError | BrokenPipeError):
                 limit = min(deadline, start + network.UNREACHABLE_SECONDS)
         if time.monotonic() > limit:
             raise UnreachableError(
@@ -174,11 +180,11 @@ def connect_to_rank(
 
 
 def try_to_connect(
-    direction: ConnectionId, target: RankAddress, deadline: float, identity: Identity | None
+    direction: ConnectionId, target: RankAddress, deadline: float, identity: Encryption | None
 ) -> socket.socket:
     """Try once to connect to a rank and to perform the handshake.
 
-    Raises OSError, ssl.SSLError or UntrustedPeer.
+    Raises OSError or UntrustedPeer.
     """
     remaining = max(RETRY_SECONDS, deadline - time.monotonic())
     connection = connect_to_local_rank(target.unix_socket_name, remaining) if target.unix_socket_name else None
@@ -188,9 +194,7 @@ def try_to_connect(
     connection.settimeout(remaining)
     try:
         if identity and connection.family != socket.AF_UNIX:
-            connection = TlsSocket(connection, identity.client)
-            connection.do_handshake()
-            check_peer_certificate(connection, identity)
+            connection = identity.open_client(connection)
         exchange_proofs(connection, direction, bytes.fromhex(target.token))
     except BaseException:
         connection.close()

@@ -12,9 +12,10 @@ import torch
 
 from common.measure import plots
 from common.measure.memory import read_peak_memory
-from common.measure.step_timing import ScalingReport, StepTimer, compute_imbalance, gather_step_times
+from common.measure.step_timing import StepTimer, gather_step_times
 from common.ranks.rendezvous import World
 from common.runs.result import Report, ReportData
+from common.techniques.data_parallel.scaling_report import ScalingReport, compute_imbalance
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 
 NO_COMPARISON = "skipped: the training set has {} samples, fewer than one batch of {}; lower batch"
