@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class LocalPart(Protocol):
-    """State of a technique on one rank. It is loaded only if the number of ranks has not changed."""
+    """State of a technique on one rank. A checkpoint of a different number of ranks does not restore such state."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values to save; an empty dict if there is nothing to save."""

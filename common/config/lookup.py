@@ -1,4 +1,4 @@
-"""Import of objects that settings name, so that a lower layer can use code of a higher layer only when it is needed."""
+"""Import of objects by name, so that a lower layer loads code of a higher layer only if a setting requires it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 
 from common.measure.metrics_log import Values
 
@@ -20,13 +20,13 @@ class StepHook:
         """Prepare a step, at the start of its `with` block."""
 
     def between_steps(self, number: int) -> None:
-        """Act after step `number` was completed and a checkpoint that was due was saved."""
+        """Act between two steps, after step `number` and after its checkpoint if one was due."""
 
     def on_end(self) -> None:
         """Release resources after the last evaluation or an error. Hooks end in the reverse order of their start."""
 
 
-class RecoveryHook(StepHook):
+class RecoveryHook(StepHook, ABC):
     """Hook that lets a run continue after a rank is lost, by discarding and repeating the failed step."""
 
     @abstractmethod

@@ -157,9 +157,10 @@ def train(cfg: Config, mistake: str, world: World, prepared: PreparedDataset, fo
     assert run.times is not None
     ranks, sums = step_timing.gather_step_times(world, run.times), sums_of_ranks(found["state"])
     slow = ScalingReport(ranks, world.hosts, 0.0).straggler if mistake == "slow_rank" else None
+    exposed = min(ranks[0].exposed, default=0.0) if ranks else 0.0
     auto_shards = run.find_hook(AutoShards)
     shards = auto_shards.history if auto_shards else []
-    named = {"sums": sums, "before": before, "straggler": slow, "shards": shards}
+    named = {"sums": sums, "before": before, "straggler": slow, "exposed": exposed, "shards": shards}
     rows = [row for row in folder.read_attempt_rows() if "shard_0" in row] if world.is_main else []
     written = [(row["global_step"] + 1, tuple(row[f"shard_{rank}"] for rank in range(world.size))) for row in rows]
     return found | named | {"written": written} if world.is_main else {}

@@ -1,7 +1,7 @@
 """Messages between two ranks over one connection per direction. This module does not import torch.
 
 Each connection has one writer and one reader, because sending in one thread and receiving in another over the same TLS
-connection is a data race (issue 143756 of CPython). A message consists of a header (tag and length) and its data.
+connection is a data race (python/cpython#143756). A message consists of a header (tag and length) and its data.
 Sending never blocks, so all ranks may send at the same time. If the kernel does not accept all data immediately, a
 background thread of the link writes the remaining data. Small messages usually need no thread.
 """

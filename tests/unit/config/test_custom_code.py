@@ -12,8 +12,9 @@ from common.config import config, custom_code, lookup
 from common.ranks import backend_setup
 from common.runs import provenance
 from common.system.errors import UserError
+from common.training.hooks import RecoveryHook
 from configs import mnist_pipeline
-from configs.elastic import SUPERVISOR
+from configs.elastic import RECOVERY, SUPERVISOR
 from configs.launch import BACKEND_SETUPS
 
 
@@ -33,6 +34,7 @@ def test_what_the_core_looks_up_exists_and_has_the_documented_functions() -> Non
     names = ["address", "size", "settings", "kill", "start", "start_timeout"]
     assert list(inspect.signature(lookup.import_object(SUPERVISOR)).parameters) == names
     assert backend_setup.import_backend_setup("gloo") is None
+    assert issubclass(lookup.import_object(RECOVERY), RecoveryHook)
 
 
 def test_the_copy_in_a_run_replaces_the_file_unless_its_key_is_new(tmp_path: Path) -> None:
