@@ -32,18 +32,20 @@ gradient overflows and doubled after `growth_interval` steps without overflow (M
 
 from __future__ import annotations
 
-from common.api import ResNet, Run, TrainState, UserError, build_network, build_optimizer, score_test_set, start
+from common.api import ResNet, Run, UserError, build_network, build_optimizer, start
 from common.measure.memory import MemoryMeter
 from common.models.sample_dropout import add_dropout, exclude_dropout_from_compiling
-from common.ranks.averaging import average_buffers
 from common.techniques.data_parallel import ddp
-from common.techniques.data_parallel.single_process_baseline import report_rank_differences, set_up_shards
+from common.techniques.data_parallel.shards import set_up_shards
+from common.techniques.data_parallel.single_process_baseline import report_rank_differences
 from common.techniques.precision.report import PrecisionReport
 from common.training.loop import Step
 from configs.amp_accum import Config
 
 import contextlib
 import shutil
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -77,9 +79,10 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     if cfg.compile:
         exclude_dropout_from_compiling(model)  # dropout layers cannot be compiled
         model.compile()  # compiles in place, so parameters keep their names
+    set_up_shards(cfg, run, model, partial(compute_outputs, cfg, model))
     if run.world.size == 1 and not cfg.elastic.on:
         return model
-    return ddp.wrap_ddp(model, run.device, gradient_as_bucket_view=True)
+    return ddp.replicate(model, run, partial(compute_outputs, cfg), gradient_as_bucket_view=True)
 
 
 def make_autocast(cfg: Config, device: torch.device) -> torch.autocast:
@@ -96,14 +99,17 @@ def make_scaler(cfg: Config, device: torch.device) -> GradScaler:
     return GradScaler(device.type, cfg.init_scale, growth_interval=cfg.growth_interval, enabled=is_fp16)
 
 
-def apply_channels_last(cfg: Config, images: Tensor) -> Tensor:
-    """Convert color images [N, C, H, W] to channels_last if configured.
+def compute_outputs(cfg: Config, model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the outputs of the model, computed with autocast if configured.
 
-    Grayscale images [N, H, W] are returned unchanged.
+    With channels_last=true, color images [N, C, H, W] are converted to the channels_last format. Grayscale images
+    [N, H, W] have no such format.
     """
-    if cfg.channels_last and images.dim() == 4:
-        return images.contiguous(memory_format=torch.channels_last)
-    return images
+    if cfg.channels_last and x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    with make_autocast(cfg, x.device):
+        outputs: Tensor = model(x)
+    return outputs
 
 
 def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step: Step, footprint: MemoryMeter) -> int:
@@ -121,8 +127,8 @@ def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step
 
         # no_sync includes the forward pass, in which DDP decides whether the backward pass will all-reduce
         with model.no_sync() if is_local and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
+            outputs = compute_outputs(cfg, model, x)
             with make_autocast(cfg, device):
-                outputs = model(apply_channels_last(cfg, x))
                 loss = F.cross_entropy(outputs, y, reduction="sum") / step.mean_shard
             footprint.record_peak()
             # The last step of an epoch may have fewer microbatches than cfg.accumulate.
@@ -170,6 +176,21 @@ def set_float32_precision(cfg: Config, run: Run) -> None:
         raise UserError("compile=true needs a C++ compiler, but none was found; install g++ or omit compile")
 
 
+def check_loss_scale(scaler: GradScaler, step: Step) -> None:
+    """Raise UserError if only infinite gradients can still overflow, because the loss scale is so low."""
+    if scaler.get_scale() < MIN_LOSS_SCALE:
+        raise UserError(f"gradients overflow fp16 at every loss scale (step {step.number}); use precision=bf16")
+
+
+def predict_uncompiled(cfg: Config, model: nn.Module, x: Tensor | None, _: int) -> Tensor:
+    """Return the outputs in an evaluation, without the compiled model.
+
+    The method `forward` bypasses the compiled call, which would compile again for each new batch size.
+    """
+    assert x is not None
+    return compute_outputs(cfg, model.forward, x)
+
+
 def main(cfg: Config, run: Run) -> None:
     set_float32_precision(cfg, run)
     inner_model = build_model(cfg, run)
@@ -177,38 +198,26 @@ def main(cfg: Config, run: Run) -> None:
     optimizer = build_optimizer(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
     scaler = make_scaler(cfg, run.device)
     batches = run.microbatches(cfg.accumulate, shard=run.shard)  # each item is the list of microbatches of one step
-    with make_autocast(cfg, run.device):
-        set_up_shards(cfg, run, batches, inner_model)  # with shards=auto, this measures the speed of each rank
-        ddp.warm_up_buckets(model, apply_channels_last(cfg, run.load_first_inputs(batches.local_samples)))
-    parts = ddp.get_local_parts(model)
-    state = TrainState([inner_model], optimizer, batches, run.world, replicated=True, scaler=scaler, local=parts)
+    run.register(
+        inner_model,
+        optimizer,
+        batches,
+        replicated=True,
+        scaler=scaler,
+        predict=partial(predict_uncompiled, cfg, inner_model),
+    )
     footprint = MemoryMeter(run.device)
     all_reduce_bytes = ddp.compute_ring_all_reduce_bytes(model)
 
-    def predict(x: Tensor | None, _: int) -> Tensor:
-        assert x is not None
-        with make_autocast(cfg, run.device):
-            # forward() bypasses the compiled call, which would compile again for each new batch size
-            return inner_model.forward(apply_channels_last(cfg, x))
-
-    def evaluate() -> dict[str, float]:
-        # BatchNorm buffers differ between ranks, because each rank saw different samples
-        average_buffers(inner_model, weight=batches.shard_weight)
-        return score_test_set(predict, run, shard=run.shard)
-
-    run.resume(state)
-    for step in run.steps(state, evaluate):
+    for step in run.steps():
         with step:
             optimizer.zero_grad()
             all_reduces = accumulate_gradients(cfg, model, scaler, step, footprint)
             step.commit()  # with elastic=true, either all remaining ranks apply the update or none of them does
             skipped = update_weights(cfg, model, optimizer, scaler)
             step.log(skipped=float(skipped), bytes_sent=float(all_reduces * all_reduce_bytes))
-        if scaler.get_scale() < MIN_LOSS_SCALE:
-            raise UserError(f"gradients overflow fp16 at every loss scale (step {step.number}); use precision=bf16")
-    peaks = run.world.gather(footprint.peak_bytes)
-    precision_report = PrecisionReport(cfg, run.folder, run.device.type, peaks, scaler.get_scale())
-    run.report(precision_report, *report_rank_differences(cfg, run))
+        check_loss_scale(scaler, step)
+    run.report(PrecisionReport.gather(cfg, run, footprint, scaler), *report_rank_differences(cfg, run))
 
 
 if __name__ == "__main__":

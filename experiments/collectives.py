@@ -23,9 +23,8 @@ an all-reduce that takes the time t. For any p, the bus bandwidth can be compare
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, start
+from common.api import Run, start
 from common.backend.algorithms import build_algorithms_by_size
-from common.data.rounds import Rounds
 from common.measure import plots
 from common.measure.foreign_load import ForeignLoadMeter
 from common.measure.timing import time_calls
@@ -186,7 +185,6 @@ def main(cfg: Config, run: Run) -> None:
     vectors = measurement.BenchmarkVectors(cfg.seed, world, run.device)
     # The last dimension holds seconds, bytes sent, and bytes that left the network interface.
     table = torch.zeros(cfg.rounds, len(points), len(variants), world.size, 3, dtype=torch.float64)
-    state = TrainState([], None, Rounds(points), world, tensors={"measured": table})
 
     # Run every operation once, because the first message opens a connection.
     for point in measurement.list_benchmark_points(cfg.ops, cfg.dtypes[:1], [64], world.size):
@@ -194,18 +192,17 @@ def main(cfg: Config, run: Run) -> None:
     links = measurement.fit_link_lines(world)
     load_meter = ForeignLoadMeter(world)
 
-    for step in run.steps(state, loss=0):
+    for step in run.repeat(points, measured=table):
         point = step.batch
         point_index = (step.number - 1) % len(points)
-        with step:
-            measurements = measure_variants(variants, step.epoch % len(variants), point, vectors, world)
-            for variant_index, name in enumerate(variants):
-                if world.is_main and name in measurements:
-                    by_rank = measurements[name]
-                    table[step.epoch, point_index, variant_index] = torch.tensor(by_rank, dtype=torch.float64)
-                    slowest = max(seconds for seconds, _, _ in by_rank)
-                    step.log(**{f"{point.name} {name}": slowest})
-            step.log(bytes=float(point.nbytes))
+        measurements = measure_variants(variants, step.epoch % len(variants), point, vectors, world)
+        for variant_index, name in enumerate(variants):
+            if world.is_main and name in measurements:
+                by_rank = measurements[name]
+                table[step.epoch, point_index, variant_index] = torch.tensor(by_rank, dtype=torch.float64)
+                slowest = max(seconds for seconds, _, _ in by_rank)
+                step.log(**{f"{point.name} {name}": slowest})
+        step.log(bytes=float(point.nbytes))
 
     load_facts = load_meter.report_foreign_load()
     report = CollectiveReport(points, variants, table, links)

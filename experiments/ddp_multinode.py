@@ -26,9 +26,10 @@ rank, all-gathers each layer before it is used, and reduce-scatters the layer's 
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, build_optimizer, init_network, start
+from common.api import Run, build_optimizer, init_network, start
 from common.techniques.data_parallel import ddp, sync_batchnorm
-from common.techniques.data_parallel.single_process_baseline import report_scaling, set_up_shards
+from common.techniques.data_parallel.shards import set_up_shards
+from common.techniques.data_parallel.single_process_baseline import report_scaling
 from configs.ddp_multinode import Config
 
 import torch.nn.functional as F
@@ -39,6 +40,7 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     """Replicate the model on every rank (DDP), or shard parameters, gradients and optimizer state (FSDP2)."""
     if cfg.sync_batchnorm:
         model = sync_batchnorm.convert_sync_batchnorm(model, run.device)
+    set_up_shards(cfg, run, model)  # with shards=auto, the speed of each rank is measured before the first step
     if cfg.strategy == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard  # imported here because the import takes two seconds
@@ -47,9 +49,9 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
         for unit in (*model.children(), model):
             fully_shard(unit, mesh=mesh)  # a unit is all-gathered just before its forward pass
         return model
-    replica = ddp.wrap_ddp(
+    replica = ddp.replicate(
         model,
-        run.device,
+        run,
         bucket_cap_mb=ddp.choose_bucket_mb(cfg.communication, cfg.bucket_mb, run.world.backend),
         gradient_as_bucket_view=cfg.gradient_as_bucket_view,
         static_graph=cfg.static_graph,
@@ -64,11 +66,9 @@ def main(cfg: Config, run: Run) -> None:
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads shard r of every batch
-    set_up_shards(cfg, run, batches, network)  # with shards=auto, this measures the speed of each rank
-    ddp.warm_up_buckets(model, run.load_first_inputs(batches.local_samples))
-    state = TrainState([network], optimizer, batches, run.world, replicated=True, local=ddp.get_local_parts(model))
+    run.register(network, optimizer, batches, replicated=True)
 
-    for step in run.steps(state):
+    for step in run.steps():
         with step:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(step.x), step.y, reduction="sum") / step.mean_shard

@@ -32,7 +32,7 @@ applied twice (overlapped exchanges: Douillard et al. 2025, arXiv 2501.18512; Ka
 
 from __future__ import annotations
 
-from common.api import ReportData, Run, UserError, build_optimizer, init_network, score_replicated, start
+from common.api import ReportData, Run, UserError, build_optimizer, init_network, start
 from common.system.seeds import derive_seed
 from common.system.text import format_count
 from common.techniques.local_sgd.exchange import Bf16Exchange, Exchange, Int8Exchange, TopkExchange
@@ -116,31 +116,37 @@ def report_exchanges(cfg: Config, worker: LocalWorker, run: Run) -> ReportData:
     return ReportData(lines, outcome, measured={"exchange_seconds": worker.seconds})
 
 
+def check_rounds(cfg: Config, run: Run) -> None:
+    """Raise UserError if the run has no full round of local steps.
+
+    The settings alone do not determine the size of every data set.
+    """
+    try:
+        cfg.check_rounds(run.total)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
 def main(cfg: Config, run: Run) -> None:
     network = init_network(cfg, run.sample_shape, run.classes)  # the weights are the same on every rank
     network.to(run.device, run.dtype)
     optimizer = build_optimizer(network.parameters(), cfg.optim)
     exchange = create_exchange(cfg, network, run.world.size)
     worker = LocalWorker(network, optimizer, run.world, exchange, cfg.momentum_of)
-    state = LocalState(worker, optimizer, run.batches(shard=run.shard))
-    run.resume(state)
-    try:
-        cfg.check_rounds(run.total)
-    except ValueError as error:  # the settings alone do not determine the size of every data set
-        raise UserError(str(error)) from None
+    run.register_state(LocalState(worker, optimizer, run.batches(shard=run.shard)))  # evaluates the workers' mean
+    check_rounds(cfg, run)
 
-    for step in run.steps(state, lambda: score_replicated(worker.build_average_network(), run)):
-        with step:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(network(step.x), step.y)  # mean over this worker's shard
-            loss.backward()
-            if step.number <= cfg.start:
-                worker.average_gradients()
-            optimizer.step()
-            if step.number == cfg.start:
-                worker.set_reference_to_parameters()
-            exchange_differences(cfg, worker, step.number, run.total)
-            step.log(loss=loss)
+    for step in run.steps():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(network(step.x), step.y)  # mean over this worker's shard
+        loss.backward()
+        if step.number <= cfg.start:
+            worker.average_gradients()
+        optimizer.step()
+        if step.number == cfg.start:
+            worker.set_reference_to_parameters()
+        exchange_differences(cfg, worker, step.number, run.total)
+        step.log(loss=loss)
     run.report(report_exchanges(cfg, worker, run))
 
 

@@ -23,8 +23,9 @@ zero_bubble have smaller bubbles (Narayanan et al. 2021, arXiv 2104.04473; Qi et
 
 from __future__ import annotations
 
-from common.api import Run, SimpleNN, TrainState, build_optimizer, score_test_set, start
+from common.api import Run, SimpleNN, build_optimizer, start
 from common.techniques.pipeline import model_split
+from common.techniques.pipeline.executor import PipelineEngine
 from common.techniques.pipeline.report import PipelineReport
 from configs.mnist_pipeline import Config
 
@@ -36,18 +37,22 @@ def main(cfg: Config, run: Run) -> None:
     stages = model_split.split_model(cfg, model, run)  # splits by layer names, parameter counts or measured times
     pipe = model_split.build_pipeline_engine(cfg, stages, F.cross_entropy, run)  # holds only this rank's stages
     optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
-    has_images = pipe.has_first_stage  # images go to the first stage, labels to the last
-    batches = run.batches(inputs=has_images, targets=pipe.has_last_stage)
-    state = TrainState(list(pipe.local_stages.values()), optimizer, batches, run.world)  # state of this rank's stages
+    # The first stage needs the images, and the last stage needs the labels.
+    batches = run.batches(inputs=pipe.has_first_stage, targets=pipe.has_last_stage)
+    run.register(pipe, optimizer, batches)
 
-    for step in run.steps(state, lambda: score_test_set(pipe.predict, run, inputs=has_images), loss=pipe.last_rank):
-        with step:
-            optimizer.zero_grad()
-            loss = pipe.step(step.x, step.y)  # forward and backward of all microbatches, ordered by the schedule
-            optimizer.step()
-            step.log(loss=loss)
-    title = f"SimpleNN (width {cfg.width}, depth {cfg.depth}), batch {cfg.batch}"
-    run.report(PipelineReport.gather(pipe, run.world, cfg, run.folder.path if cfg.plot else None, title))
+    for step in run.steps():
+        optimizer.zero_grad()
+        loss = pipe.step(step.x, step.y)  # forward and backward of all microbatches, ordered by the schedule
+        optimizer.step()
+        step.log(loss=loss)
+    run.report(report_idle_shares(cfg, run, pipe))
+
+
+def report_idle_shares(cfg: Config, run: Run, pipe: PipelineEngine) -> PipelineReport:
+    """Report the idle share of each rank and, with cfg.plot, draw one step. All ranks must call this function."""
+    model = f"SimpleNN (width {cfg.width}, depth {cfg.depth}), batch {cfg.batch}"
+    return PipelineReport.gather(pipe, run.world, cfg, run.folder.path if cfg.plot else None, model)
 
 
 if __name__ == "__main__":

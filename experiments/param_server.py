@@ -35,14 +35,15 @@ stopping. At these points, all pushes have been applied, and the resulting state
 
 from __future__ import annotations
 
-from common.api import ReportData, Run, build_network, build_optimizer, score_replicated, start
+from common.api import ReportData, Run, build_network, build_optimizer, start
 from common.measure import plots
 from common.runs.folder import write_json
+from common.runs.result import Report
 from common.techniques.data_parallel import ddp
 from common.techniques.data_parallel.single_process_baseline import make_step_function, time_steps
 from common.techniques.parameter_server.report import ServerReport, gather_server_counts
 from common.techniques.parameter_server.server import StalenessPolicy
-from common.techniques.parameter_server.state import ServerWorkerState
+from common.techniques.parameter_server.state import register_worker
 from common.techniques.parameter_server.worker import ParameterServerRank
 from configs.param_server import Config
 
@@ -53,10 +54,11 @@ from torch import nn
 DDP_STEPS = 20
 
 
-def report_servers(cfg: Config, run: Run, worker: ParameterServerRank) -> ServerReport:
-    """Report the work of the servers in this attempt.
+def report_servers(cfg: Config, run: Run, worker: ParameterServerRank) -> list[Report]:
+    """Report the work of the servers in this attempt and, with cfg.compare, the speed of DDP.
 
-    If configured, this function also writes the processed requests (`record`) and plots the staleness (`plot`).
+    If configured, this function also writes the processed requests (`record`) and plots the staleness (`plot`). All
+    ranks must call this function after training.
     """
     server = worker.server
     if server is not None and cfg.record:
@@ -66,7 +68,7 @@ def report_servers(cfg: Config, run: Run, worker: ParameterServerRank) -> Server
     if cfg.plot and report.staleness:  # only rank 0 has staleness values
         heights = {str(staleness): (100 * share, 0.0) for staleness, share in report.compute_staleness_shares().items()}
         plots.draw_bar_chart(run.folder.path / "staleness.png", heights, "% of pushes, by staleness", title=cfg.mode)
-    return report
+    return [report, time_ddp(cfg, run)] if cfg.compare else [report]
 
 
 def time_ddp(cfg: Config, run: Run) -> ReportData:
@@ -85,9 +87,9 @@ def build_model(cfg: Config, run: Run) -> nn.Sequential:
     return build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
 
 
-def main(cfg: Config, run: Run) -> None:
-    network = build_model(cfg, run)
-    worker = ParameterServerRank(
+def create_worker(cfg: Config, run: Run, network: nn.Module) -> ParameterServerRank:
+    """Create this rank's worker and, on the first `servers` ranks, a server with an optimizer for its shard."""
+    return ParameterServerRank(
         network,
         run.world,
         lambda shard: build_optimizer(shard, cfg.optim),
@@ -96,17 +98,17 @@ def main(cfg: Config, run: Run) -> None:
         damp=cfg.damp,
         record=cfg.record,
     )
+
+
+def main(cfg: Config, run: Run) -> None:
+    network = build_model(cfg, run)
+    worker = create_worker(cfg, run, network)
     optimizer = build_optimizer(network.parameters(), cfg.optim)  # only provides the learning rate of a step
     # Outside of sync mode, each worker loads whole batches, because it may claim any share.
-    loaded_shard = run.shard if cfg.mode == "sync" else (0, 1)
-    state = ServerWorkerState(worker, optimizer, run.batches(shard=loaded_shard))
+    batches = run.batches(shard=run.shard if cfg.mode == "sync" else (0, 1))
+    register_worker(run, worker, optimizer, batches)  # serves from the first step to the last evaluation
 
-    def evaluate() -> dict[str, float]:
-        worker.fetch_parameters()  # replaces the parameters of the rank's last pull
-        return score_replicated(network, run)
-
-    worker.start_serving(run.resume(state))
-    for step in run.steps(state, evaluate):
+    for step in run.steps():
         with step:
             losses = []
             staleness = []
@@ -122,9 +124,7 @@ def main(cfg: Config, run: Run) -> None:
                 step.log(loss=torch.stack(losses).mean(), staleness=sum(staleness) / len(staleness))
             step.commit()  # with elastic=true, ranks agree that all servers have received all pushes
             worker.apply_prepared_step()
-    worker.stop_serving()
-    ddp_facts = [time_ddp(cfg, run)] if cfg.compare else []
-    run.report(report_servers(cfg, run, worker), *ddp_facts)
+    run.report(*report_servers(cfg, run, worker))
 
 
 if __name__ == "__main__":

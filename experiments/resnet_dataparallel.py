@@ -23,12 +23,14 @@ may be partial. Some devices get no samples if a partial batch has fewer samples
 
 from __future__ import annotations
 
-from common.api import Run, TrainState, build_optimizer, init_network, start
+from common.api import Run, build_optimizer, init_network, start
 from common.ranks.rendezvous import World
+from common.runs.result import Report
 from common.system.text import format_count
 from common.techniques.data_parallel import ddp, sync_batchnorm
 from common.techniques.data_parallel.device_report import report_devices
 from common.techniques.data_parallel.single_process_baseline import StepVariant, measure_variant_throughputs
+from common.training.loop import Step
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 
 from collections.abc import Callable
@@ -54,16 +56,24 @@ def list_gpus(world: World) -> list[int]:
     return list(range(torch.cuda.device_count())) if world.device.type == "cuda" else []
 
 
-def wrap_model(cfg: Config, model: nn.Module, world: World) -> nn.Module:
-    """Wrap the model as the strategy requires. Without GPUs, data_parallel returns the model unchanged."""
+def wrap_model(cfg: Config, model: nn.Module, run: Run, *, trains: bool = True) -> nn.Module:
+    """Wrap the model as the strategy requires. Without GPUs, data_parallel returns the model unchanged.
+
+    If `trains` is False, the model is only timed, and is not the model of the run.
+    """
     if cfg.strategy == "ddp":
         if cfg.sync_batchnorm:
-            model = sync_batchnorm.convert_sync_batchnorm(model, world.device)
+            model = sync_batchnorm.convert_sync_batchnorm(model, run.device)
         model = sync_batchnorm.accept_empty_batches(model)  # a rank may get no samples from a partial batch
-        return ddp.wrap_ddp(model, world.device, gradient_as_bucket_view=True)
-    gpus = list_gpus(world)
-    if cfg.strategy == "data_parallel" and gpus:  # DataParallel(model, []) fails on a machine with GPUs
-        return nn.DataParallel(model, gpus)
+        if not trains:
+            return ddp.wrap_ddp(model, run.device, gradient_as_bucket_view=True)
+        return ddp.replicate(model, run, gradient_as_bucket_view=True)
+    if cfg.strategy == "data_parallel":
+        gpus = list_gpus(run.world)
+        if trains and len(gpus) < 2:
+            run.log_message(ONE_DEVICE_MESSAGE.format(len(gpus)))
+        if gpus:  # DataParallel(model, []) fails on a machine with GPUs
+            return nn.DataParallel(model, gpus)
     return model
 
 
@@ -79,46 +89,55 @@ def choose_forward(cfg: Config, model: nn.Module, world: World) -> Forward:
     return model
 
 
+class RunningLoss:
+    """Mean loss over the steps since the last message, on all ranks."""
+
+    def __init__(self, cfg: Config, run: Run) -> None:
+        self.every = cfg.loss_every
+        self.run = run
+        self.sums = torch.zeros(2, device=run.device, dtype=torch.float64)  # [sum of losses, number of losses]
+
+    def add(self, loss: Tensor, step: Step) -> None:
+        """Add the loss of a step, and log a message after every `loss_every` steps."""
+        self.sums += torch.stack([loss.detach().double(), torch.ones_like(self.sums[0])])  # avoids a copy to the CPU
+        if step.number % self.every == 0:  # the CPU waits for the loss only here
+            dist.all_reduce(self.sums)
+            total, count = self.sums.tolist()
+            self.run.log_message(f"[epoch {step.epoch + 1}, step {step.number:5d}] running loss {total / count:.3f}")
+        if step.number % self.every == 0 or step.ends_epoch:
+            self.sums.zero_()
+
+
 def main(cfg: Config, run: Run) -> None:
-    world = run.world
-    model = wrap_model(cfg, build_model(cfg, run), world)
-    inner_model = ddp.unwrap_ddp(model)
-    forward = choose_forward(cfg, model, world)
+    inner_model = build_model(cfg, run)
+    model = wrap_model(cfg, inner_model, run)
+    forward = choose_forward(cfg, model, run.world)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard, keep_partial=cfg.last_batch == "keep")
+    run.register(inner_model, optimizer, batches, replicated=True)
 
-    gpu_count = len(list_gpus(world))
-    device_count = max(1, gpu_count) if cfg.strategy == "data_parallel" else world.size
-    if cfg.strategy == "data_parallel" and device_count == 1:
-        run.log_message(ONE_DEVICE_MESSAGE.format(gpu_count))
-    has_comparison = cfg.compare and device_count > 1 and len(run.train_set) >= cfg.batch
-    if has_comparison:
-        run.log_message("after training, the strategies are compared in alternating rounds; compare=false skips this")
-    ddp.warm_up_buckets(model, run.load_first_inputs(cfg.batch // world.size))
-    state = TrainState([inner_model], optimizer, batches, world, replicated=True)
+    running_loss = RunningLoss(cfg, run)
+    for step in run.steps():
+        optimizer.zero_grad()
+        # The mean over ranks is the mean loss of the batch, even if a partial batch has unequal shards.
+        loss = F.cross_entropy(forward(step.x), step.y, reduction="sum") / step.mean_shard
+        step.log(loss=loss)
+        loss.backward()
+        optimizer.step()
+        running_loss.add(loss, step)
+    run.report(*report_strategies(cfg, run))
 
-    run.resume(state)
-    running = torch.zeros(2, device=run.device, dtype=torch.float64)  # [sum of losses, number of losses]
-    for step in run.steps(state):
-        with step:
-            optimizer.zero_grad()
-            # The mean over ranks is the mean loss of the batch, even if a partial batch has unequal shards.
-            loss = F.cross_entropy(forward(step.x), step.y, reduction="sum") / step.mean_shard
-            step.log(loss=loss)
-            loss.backward()
-            optimizer.step()
-        running += torch.stack([loss.detach().double(), torch.ones_like(running[0])])  # avoids a copy to the CPU
-        if step.number % cfg.loss_every == 0:  # the CPU waits for the loss only here
-            dist.all_reduce(running)
-            total, count = running.tolist()
-            run.log_message(f"[epoch {step.epoch + 1}, step {step.number:5d}] running loss {total / count:.3f}")
-            running.zero_()
-        if step.number % batches.steps == 0:  # end of an epoch
-            running.zero_()
 
-    compare = partial(compare_strategies, cfg, run) if has_comparison else dict  # dict() returns no strategies
+def report_strategies(cfg: Config, run: Run) -> list[Report]:
+    """Report the devices and, if configured, compare the strategies. All ranks must call this function."""
+    gpu_count = len(list_gpus(run.world))
+    device_count = max(1, gpu_count) if cfg.strategy == "data_parallel" else run.world.size
+    compare: Callable[[], dict[str, list[float]]] = dict  # compares no strategies
+    if cfg.compare and device_count > 1 and len(run.train_set) >= cfg.batch:
+        run.log_message("comparing the strategies in alternating rounds; compare=false skips this")
+        compare = partial(compare_strategies, cfg, run)
     samples = len(run.train_set)
-    run.report(*report_devices(cfg, world, run.times, compare, run.folder.path, gpu_count, samples, run.total))
+    return report_devices(cfg, run.world, run.times, compare, run.folder.path, gpu_count, samples, run.total)
 
 
 def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:
@@ -142,7 +161,7 @@ def compare_strategies(cfg: Config, run: Run) -> dict[str, list[float]]:
         side_cfg = replace(cfg, strategy=strategy)
 
         def make_model() -> tuple[Forward, nn.Module]:
-            model = wrap_model(side_cfg, build_model(side_cfg, run), world)
+            model = wrap_model(side_cfg, build_model(side_cfg, run), run, trains=False)
             return choose_forward(side_cfg, model, world), model
 
         return StepVariant(name, threads, make_model, run.shard if strategy == "ddp" else None)

@@ -32,19 +32,11 @@ model does the same if it accumulates gradients over the same microbatches (mode
 
 from __future__ import annotations
 
-from common.api import (
-    ReportData,
-    ResNet,
-    Run,
-    TrainState,
-    build_optimizer,
-    score_test_set,
-    start,
-)
+from common.api import ReportData, ResNet, Run, build_optimizer, start
 from common.measure.memory import describe_peak_memory, format_megabytes, limit_memory, read_peak_memory
 from common.models.model_file import load_initial_weights
 from common.models.networks import Toy
-from common.ranks.averaging import average_buffers, average_tensors
+from common.ranks.averaging import average_tensors
 from common.ranks.rendezvous import World
 from common.system.seeds import derive_seed
 from common.techniques.pipeline import model_split
@@ -109,33 +101,31 @@ def build_pipeline(cfg: Config, model: nn.Sequential, run: Run, pp: World) -> An
 
 def main(cfg: Config, run: Run) -> None:
     pp, dp = create_mesh_groups(run.world, cfg.replicas)  # the pipeline of this rank, and the replicas of its stages
-    shard = (dp.rank, dp.size)
-    names = model_split.check_devices_exist(cfg.devices) if cfg.in_one_process else []
-    devices = [torch.device(name) for name in names] or [run.device]
+    peers = dp if cfg.replicas > 1 else None
+    devices = list_devices(cfg, run)
     with limit_memory(cfg.memory_cap, devices) as training_bytes:
         pipe = build_pipeline(cfg, build_model(cfg, run), run, pp)
         optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
-        batches = run.batches(shard=shard, inputs=pipe.has_first_stage, targets=pipe.has_last_stage)
-        peers = dp if cfg.replicas > 1 else None
-        state = TrainState(list(pipe.local_stages.values()), optimizer, batches, run.world, peers=peers)
+        batches = run.batches(shard=(dp.rank, dp.size), inputs=pipe.has_first_stage, targets=pipe.has_last_stage)
+        run.register(pipe, optimizer, batches, peers=peers)
 
-        def evaluate() -> dict[str, float]:
-            average_buffers(pipe.module, dp.group)  # each replica's BatchNorm saw different samples
-            return score_test_set(pipe.predict, run, inputs=pipe.has_first_stage, shard=shard)
-
-        run.resume(state)
-        for step in run.steps(state, evaluate, loss=pipe.last_rank):
-            with step:
-                optimizer.zero_grad()
-                loss = pipe.step(step.x, step.y)  # forward and backward of all microbatches
-                if peers:  # the mean over the shards gives the gradient and the loss of the whole batch
-                    averaged = [p.grad for p in pipe.module.parameters() if p.grad is not None]
-                    if loss is not None:
-                        averaged.append(loss)
-                    average_tensors(averaged, dp.group)
-                optimizer.step()  # each rank updates its own stages
-                step.log(loss=loss)
+        for step in run.steps():
+            optimizer.zero_grad()
+            loss = pipe.step(step.x, step.y)  # forward and backward of all microbatches
+            if peers:  # the mean over the shards gives the gradient and the loss of the whole batch
+                averaged = [p.grad for p in pipe.module.parameters() if p.grad is not None]
+                if loss is not None:
+                    averaged.append(loss)
+                average_tensors(averaged, dp.group)
+            optimizer.step()  # each rank updates its own stages
+            step.log(loss=loss)
     run.report(gather_device_facts(cfg, run, devices, training_bytes), report_pipeline(cfg, run, pipe, pp))
+
+
+def list_devices(cfg: Config, run: Run) -> list[torch.device]:
+    """Return the devices of this rank. Raises UserError if one of the devices does not exist."""
+    names = model_split.check_devices_exist(cfg.devices) if cfg.in_one_process else []
+    return [torch.device(name) for name in names] or [run.device]
 
 
 def gather_device_facts(

@@ -33,7 +33,7 @@ measured at the end.
 
 from __future__ import annotations
 
-from common.api import ReportData, Run, TrainState, build_network, build_optimizer, start
+from common.api import ReportData, Run, build_network, build_optimizer, start
 from common.system import seeds
 from common.techniques.data_parallel import ddp
 from common.techniques.pruning import pruning_masks, pruning_savings, pruning_schedules
@@ -153,31 +153,26 @@ def main(cfg: Config, run: Run) -> None:
     masks = Masks(inner_model)
     model = inner_model
     if run.world.size > 1:
-        model = ddp.wrap_ddp(inner_model, run.device, gradient_as_bucket_view=True)
+        model = ddp.replicate(inner_model, run, gradient_as_bucket_view=True)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
-    batches = run.batches(shard=run.shard)
-    ddp.warm_up_buckets(model, run.load_first_inputs(cfg.batch_plan.shard))
-    state = TrainState([inner_model], optimizer, batches, run.world, replicated=True)
-
-    steps_done = run.resume(state)
-    masks.recompute_factors()  # the checkpoint may contain different masks
-    masks.assert_equal_on_ranks()
-    if steps_done == 0:
+    run.register(inner_model, optimizer, run.batches(shard=run.shard), replicated=True)  # masks are buffers
+    if run.resume() == 0:
         update_masks(cfg, run, model, masks, optimizer, 0)
         masks.apply_to_weights()
-    for step in run.steps(state):
-        with step:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(step.x), step.y)
-            step.log(loss=loss)
-            loss.backward()
-            optimizer.step()
-            if cfg.l1:
-                pruning_masks.soft_threshold(masks.weights, step.rate * cfg.l1)
-            update_masks(cfg, run, model, masks, optimizer, step.number)
-            if masks.sparsity:
-                masks.apply_to_weights()  # the optimizer also changed pruned weights
-            step.log(sparsity=masks.sparsity)
+    masks.recompute_factors()  # the checkpoint may contain different masks
+
+    for step in run.steps():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(step.x), step.y)
+        step.log(loss=loss)
+        loss.backward()
+        optimizer.step()
+        if cfg.l1:
+            pruning_masks.soft_threshold(masks.weights, step.rate * cfg.l1)
+        update_masks(cfg, run, model, masks, optimizer, step.number)
+        if masks.sparsity:
+            masks.apply_to_weights()  # the optimizer also changed pruned weights
+        step.log(sparsity=masks.sparsity)
     run.report(*report_pruning(cfg, run, inner_model, masks))
 
 

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from common.checkpoint import state_dicts
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
 from common.checkpoint.local_part import LocalPart
-from common.data.loader import Loader
-from common.data.rounds import Rounds
+from common.data.step_source import StepSource
 from common.ranks.averaging import average_tensors
 from common.ranks.rendezvous import World
 
@@ -52,7 +51,7 @@ class TrainState:
         self,
         parts: Sequence[nn.Module],
         optimizer: Optimizer | None,
-        loader: Loader | Rounds[Any],
+        loader: StepSource,
         world: World,
         *,
         replicated: bool = False,
@@ -83,7 +82,7 @@ class TrainState:
     @property
     def shard_weight(self) -> float:
         """Number of samples of this rank in a step, divided by the number in an equal shard."""
-        return 1.0 if isinstance(self.loader, Rounds) else self.loader.shard_weight
+        return self.loader.shard_weight
 
     @property
     def irreplaceable(self) -> bool:
@@ -93,6 +92,10 @@ class TrainState:
         is always False.
         """
         return False
+
+    def prepare_evaluation(self) -> nn.Module:
+        """Return the model that is evaluated, which is the registered model. All ranks must call this method."""
+        return self.parts[0]
 
     @torch.no_grad()
     def snapshot_buffers(self) -> None:

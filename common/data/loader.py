@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -239,6 +239,11 @@ class Loader:
         """Number of samples of this rank in a full batch, divided by the number in an equal shard."""
         return self.local_samples * len(self.counts) / self.batch
 
+    @property
+    def local_samples_if_unequal(self) -> int | None:
+        """Number of samples of this rank in a full batch, or None if the shards are equal."""
+        return self.local_samples if self.weights else None
+
     def set_shards(self, rank: int, counts: Sequence[int]) -> None:
         """Divide full batches into shards of `counts` samples, starting with the next step.
 
@@ -274,7 +279,7 @@ class Loader:
         """Return the current epoch and the position in it."""
         return {"epoch": self.epoch, "position": self.position}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Move to the epoch and position in `state`. An iteration in progress continues at the new position."""
         self.epoch = state["epoch"]
         self.position = state["position"]

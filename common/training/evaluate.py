@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,31 @@ from torch import Tensor, nn
 
 from common.data.loader import Images
 from common.ranks.averaging import average_buffers
+from common.ranks.rendezvous import World
 from common.training.run_context import RunContext
 
 Predict = Callable[[Tensor | None, int], Tensor | None]
+
+
+class StagedModel(Protocol):
+    """Interface of a model that is split into stages, of which each rank holds one or several."""
+
+    has_first_stage: bool
+    """True if this rank holds the stage that receives the inputs."""
+
+    @property
+    def last_rank(self) -> int:
+        """Rank that holds the last stage, and therefore knows the outputs and the loss."""
+
+    @property
+    def local_stages(self) -> Mapping[int, nn.Module]:
+        """Stages of this rank by their numbers."""
+
+    def predict(self, x: Tensor | None, count: int) -> Tensor | None:
+        """Return the outputs of `count` inputs on the last rank, and None on all other ranks.
+
+        `x` is None on ranks without the first stage. All ranks must call this method.
+        """
 
 
 def slice_batches(count: int, size: int) -> Iterable[slice]:
@@ -63,15 +86,30 @@ def score_test_set(
     return compute_scores(sums)
 
 
-def score_replicated(model: nn.Module, run: RunContext) -> dict[str, float]:
+def score_replicated(model: nn.Module, run: RunContext, predict: Predict | None = None) -> dict[str, float]:
     """Return the test scores of a model that is replicated on all ranks.
 
     Each rank evaluates one shard. The running statistics of BatchNorm are averaged first, because each rank has trained
-    on different samples. In the average, the weight of a rank is the size of its shard. All ranks must call this
-    function.
+    on different samples. In the average, the weight of a rank is the size of its shard. `predict` computes the outputs
+    (see `score_test_set`), by default by calling the model. All ranks must call this function.
     """
     average_buffers(model, weight=run.state.shard_weight if run.state else 1.0)
-    return score_test_set(lambda x, _: model(x), run, shard=run.shard)
+    return score_test_set(predict or (lambda x, _: model(x)), run, shard=run.shard)
+
+
+def score_stages(model: StagedModel, run: RunContext, peers: World | None = None) -> dict[str, float]:
+    """Return the test scores of a model that is split into stages.
+
+    `peers` are the ranks that hold the same stages as this rank, if there are several replicas of the stages. Each
+    replica evaluates one shard. The running statistics of BatchNorm are averaged over the replicas first. All ranks
+    must call this function.
+    """
+    shard = (0, 1)
+    if peers is not None:
+        for stage in model.local_stages.values():
+            average_buffers(stage, peers.group)
+        shard = (peers.rank, peers.size)
+    return score_test_set(model.predict, run, inputs=model.has_first_stage, shard=shard)
 
 
 @torch.no_grad()

@@ -13,11 +13,14 @@ class StepHook:
     `Run.add_hook` adds a hook to a run. All ranks must add the same hooks in the same order.
     """
 
+    def before_load(self) -> None:
+        """Prepare the registered model before a checkpoint is loaded. The model has its initial weights."""
+
     def on_start(self) -> None:
         """Prepare the first step of this attempt. The state is loaded and the metrics log is open."""
 
     def before_step(self) -> None:
-        """Prepare a step, at the start of its `with` block."""
+        """Prepare a step, after its batch was loaded and its learning rate was set."""
 
     def between_steps(self, number: int) -> None:
         """Act between two steps, after step `number` and after its checkpoint if one was due."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -12,24 +12,21 @@ from torch import Tensor
 
 from common.checkpoint.train_state import TrainState
 from common.config.lookup import import_object
-from common.data.rounds import Rounds
 from common.measure.memory import read_peak_memory
 from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimer
-from common.models.sample_dropout import list_dropout_layers
 from common.training import optimizers
-from common.training.run_context import RunContext
+from common.training.run_context import Evaluate, RunContext
 from configs.elastic import RECOVERY, get_enabled_elastic_settings
-
-Evaluate = Callable[[], dict[str, float]]
 
 
 class Step:
-    """Context manager for one optimizer step: forward, backward, and update.
+    """One optimizer step: forward, backward, and update.
 
-    The step counts as completed if the `with` block ends without an error, even if the gradient scaler skips the update
-    (fp16). The block must contain everything that has to be repeated if the step fails. Update running sums, such as
-    the total loss, after the block, because the block of a failed step may be repeated.
+    A step counts as completed when the body of the loop ends, even if the gradient scaler skips the update (fp16). A
+    step is also a context manager, which an elastic run requires: the step then counts as completed if the `with` block
+    ends without an error. The block must contain everything that has to be repeated if the step fails. Update running
+    sums, such as the total loss, after the block, because the block of a failed step may be repeated.
     """
 
     def __init__(self, run: RunContext, batch: Any, number: int, epoch: int, rate: float) -> None:
@@ -44,6 +41,7 @@ class Step:
         """Learning rate of this step, already set in the optimizer."""
         self.values: dict[str, Tensor | float | None] = {}
         self.committed = False
+        self.entered = False
         self.done = False
         self.failure: BaseException | None = None
         """In an elastic run, the error that caused this step to be discarded; None if there was no error."""
@@ -59,13 +57,19 @@ class Step:
         return self.batch[1]
 
     @property
+    def ends_epoch(self) -> bool:
+        """True if this step is the last one of its epoch."""
+        assert self.run.state is not None
+        return self.number % self.run.state.loader.steps == 0
+
+    @property
     def mean_shard(self) -> float:
         """Mean number of samples per rank in the batch, or in each of its microbatches.
 
         Divide the sum of a rank's losses by `mean_shard`. The mean of the quotients over all ranks is the mean loss of
         the batch, even if the shards have different sizes.
         """
-        assert self.run.state is not None and not isinstance(self.run.state.loader, Rounds)
+        assert self.run.state is not None
         return self.run.state.loader.mean_shard
 
     def mark_backward(self) -> None:
@@ -103,42 +107,44 @@ class Step:
             self.values |= self.recovery.commit()
             self.committed = True
 
+    def complete(self) -> None:
+        """Record that the step is completed."""
+        self.done = True
+        record_step(self.run, self)
+
     def __enter__(self) -> Step:
-        for hook in self.run.hooks:
-            hook.before_step()
+        self.entered = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if kind is None:
-            self.done = True
-            record_step(self.run, self)
+            self.complete()
         elif self.recovery is not None and self.recovery.may_come_from_rank_change(error):
             self.failure = error
             self.recovery.discard_step()
         return self.failure is not None
 
 
-def iterate_steps(run: RunContext, state: TrainState, evaluate: Evaluate, source: int) -> Iterator[Step]:
-    """Yield the remaining optimizer steps of a run; see `Run.steps`.
-
-    `source` is the rank that knows the values passed to `Step.log`, or MEAN.
-    """
-    if run.state is not state:
-        run.resume(state)
-    run.open_metrics_log(state, source)
-    if source == MEAN and state.parts:
+def iterate_steps(run: RunContext, evaluate: Evaluate) -> Iterator[Step]:
+    """Yield the remaining optimizer steps of a run; see `Run.steps`."""
+    if not run.is_resumed:
+        run.resume()
+    state = run.state
+    assert state is not None
+    run.open_metrics_log(state)
+    if run.loss_rank == MEAN and state.parts:
         model = state.parts[0]
         sharded_layers = (layer for layer in model.children() if hasattr(layer, "unshard"))  # added by fully_shard
         run.times = StepTimer(model, run.device, sharded_layers)
-    elastic = get_enabled_elastic_settings(run.cfg)
-    if elastic is not None:
-        run.add_recovery(import_object(RECOVERY)(run, state, elastic))
-    recovery = run.recovery
-    for hook in run.hooks:
-        hook.on_start()
     try:
+        for hook in run.hooks:
+            hook.on_start()
+        elastic = get_enabled_elastic_settings(run.cfg)
+        if elastic is not None:
+            run.add_recovery(import_object(RECOVERY)(run, state, elastic))
+        recovery = run.recovery
         while not run.complete:
             try:
                 yield from iterate_until_evaluation(run, state, evaluate)
@@ -179,22 +185,23 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
     epoch_steps = state.loader.steps
     for part in state.parts:
         part.train()
-    dropout = list_dropout_layers(state.parts)
     for batch in run.times.iterate_batches(state.loader) if run.times else state.loader:
         rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
         if state.optimizer is not None:
             optimizers.set_learning_rate(state.optimizer, rate)
         step = Step(run, batch, run.step + 1, run.step // epoch_steps, rate)
-        for layer in dropout:
-            if isinstance(state.loader, Rounds):
-                raise TypeError("SampleDropout requires a loader from run.batches or run.microbatches")
-            layer.set_positions(step.epoch, state.loader.list_sample_positions(run.step % epoch_steps))
+        for hook in run.hooks:
+            hook.before_step()
 
         yield step
         if step.failure is not None:
             raise step.failure
-        if not step.done:
-            raise RuntimeError(f"step {step.number} was never entered; put the body of the loop inside `with step:`")
+        if step.entered and not step.done:
+            raise RuntimeError(f"step {step.number} failed, but the loop over run.steps() was continued")
+        if not step.entered:
+            if run.recovery is not None:
+                raise RuntimeError("elastic=true requires `with step:` around the body of the loop over run.steps()")
+            step.complete()
 
         if run.saver.checkpoint_or_stop(step.number):
             run.pace.exclude_pause()  # the step time does not include a checkpoint

@@ -6,21 +6,21 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from common.checkpoint.local_part import LocalPart
 from common.checkpoint.saver import Saver
 from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
 from common.data.loader import Images, Loader, draw_sample_order
 from common.data.prepare import PreparedDataset
-from common.data.rounds import Rounds
 from common.measure import media, profiler
-from common.measure.metrics_log import MetricsLog, SharedMetricsLog
+from common.measure.metrics_log import MEAN, MetricsLog, SharedMetricsLog
 from common.measure.step_timing import StepDurations, StepTimer
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder, write_json
@@ -34,6 +34,7 @@ from configs.shared import Experiment
 
 HEARTBEAT_SECONDS = 5.0
 H = TypeVar("H", bound=StepHook)
+Evaluate = Callable[[], dict[str, float]]
 
 
 class RunContext:
@@ -66,12 +67,21 @@ class RunContext:
         self.times: StepTimer | None = None
         """Timestamps within this rank's steps; None unless every rank trains the same model."""
         self.hooks: list[StepHook] = []
+        self.local_parts: dict[str, LocalPart] = {}
+        """State of techniques that differs between ranks, by name."""
         self.recovery: RecoveryHook | None = None
         """Hook that recovers from the loss of a rank; None unless the run is elastic."""
         self.metrics: MetricsLog | None = None
         self.state: TrainState | None = None
+        """What is trained and saved; None before it is registered."""
+        self.evaluate: Evaluate = dict
+        """Evaluation after each epoch, which returns the scores. By default, there are no scores."""
+        self.loss_rank = MEAN
+        """Rank whose logged values are written to metrics.jsonl, or MEAN to write the mean over all ranks."""
         self.total = 0
-        """Total number of steps in the run; 0 before `resume` is called."""
+        """Total number of steps in the run; 0 before the state is registered."""
+        self.is_resumed = False
+        """True once the newest checkpoint, if any, is loaded."""
         self.heartbeat_time = 0.0
         """Time of the last heartbeat, in seconds of time.perf_counter()."""
         self.scores: dict[str, float] = {}
@@ -189,16 +199,27 @@ class RunContext:
 
     # ---- training
 
-    def resume(self, state: TrainState) -> int:
+    def set_up_training(self, state: TrainState, evaluate: Evaluate, loss_rank: int) -> None:
+        """Set what is trained, how it is evaluated, and the rank that knows the loss (or MEAN)."""
+        self.state = state
+        self.evaluate = evaluate
+        self.loss_rank = loss_rank
+        self.total = self.cfg.compute_total_steps(state.loader.steps)
+
+    def resume(self) -> int:
         """Load the newest checkpoint, if any, and return the number of completed steps.
 
-        All ranks must call this method.
+        A call is only necessary for work between loading a checkpoint and the first step. Call `register` before. All
+        ranks must call this method.
         """
-        self.state = state
-        self.total = self.cfg.compute_total_steps(state.loader.steps)
+        if self.state is None:
+            raise RuntimeError("nothing to resume; call run.register(...) before run.resume() and run.steps()")
+        self.is_resumed = True
+        for hook in self.hooks:
+            hook.before_load()
         parent = None
         rows = 0
-        loaded = self.saver.load(state)
+        loaded = self.saver.load(self.state)
         if loaded is not None:
             parent = loaded.attempt
             rows = int(loaded.common["rows"])
@@ -223,17 +244,18 @@ class RunContext:
                 return hook
         return None
 
-    def open_metrics_log(self, state: TrainState, source: int) -> None:
-        """Start logging the values of training steps to metrics.jsonl.
+    def add_local_part(self, name: str, part: LocalPart) -> None:
+        """Add state that each rank saves and loads itself. Call this method before `register`."""
+        self.local_parts[name] = part
 
-        `source` is the rank whose values are written, or MEAN to write the mean over all ranks.
-        """
+    def open_metrics_log(self, state: TrainState) -> None:
+        """Start logging the values of training steps to metrics.jsonl."""
         log_class = SharedMetricsLog if get_enabled_elastic_settings(self.cfg) else MetricsLog
         self.metrics = log_class(
             self.world,
             MetricsWriter(self.folder.metrics_file, self._warn_of_unwritable_metrics),
             state.loader,
-            source=source,
+            source=self.loss_rank,
             seconds=self.cfg.log.seconds,
             progress=self.progress,
             show=self._show_progress,
@@ -301,10 +323,7 @@ class RunContext:
     @property
     def local_samples_if_unequal(self) -> int | None:
         """Number of this rank's samples per full batch, or None if shards are equal."""
-        loader = self.state.loader if self.state else None
-        if loader is None or isinstance(loader, Rounds) or not self.cfg.batch_plan.weights:
-            return None
-        return loader.local_samples
+        return self.state.loader.local_samples_if_unequal if self.state else None
 
     def write_heartbeat(self, now: float) -> None:
         """Write this rank's heartbeat, at most once per HEARTBEAT_SECONDS.

@@ -171,7 +171,7 @@ def test_channels_last_lays_images_and_filters_so() -> None:
         cfg = Config(model="resnet18", channels_last=wanted)
         run = cast(Any, SimpleNamespace(sample_shape=(3, 8, 8), classes=2, device=cpu, dtype=torch.float32))
         filters = cast(torch.nn.Conv2d, amp_accum.build_model(cfg, run).get_submodule("layer1_0.conv1"))
-        for tensor in (filters.weight, amp_accum.apply_channels_last(cfg, torch.zeros(2, 3, 8, 8))):
+        for tensor in (filters.weight, amp_accum.compute_outputs(cfg, torch.nn.Identity(), torch.zeros(2, 3, 8, 8))):
             assert tensor.is_contiguous(memory_format=torch.channels_last) == wanted
 
 

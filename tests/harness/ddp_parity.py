@@ -132,9 +132,9 @@ def train(cfg: Config, mistake: str, world: World, prepared: PreparedDataset, fo
     def wrap_wrongly(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
         return make_mistake(wrap(cfg, model, run), mistake, world)
 
-    def look_before(model: nn.Module, run: Run) -> dict[str, float]:
+    def look_before(model: nn.Module, run: Run, predict: Any) -> dict[str, float]:
         before.update(full_state([model]))
-        return classify(model, run)
+        return classify(model, run, predict)
 
     def average_means(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(logits, labels) * (cfg.batch / world.size)  # the mean over its own samples

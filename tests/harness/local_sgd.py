@@ -22,7 +22,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common.api import Run, TrainState, build_optimizer, init_network, score_replicated
+from common.api import Run, build_optimizer, init_network
 from common.config import config
 from common.data.prepare import PreparedDataset
 from common.ranks.rendezvous import World
@@ -75,14 +75,13 @@ def train_with_torch(cfg: Config, run: Run) -> None:
     network = init_network(cfg, run.sample_shape, run.classes).to(run.dtype)
     inner = build_optimizer(network.parameters(), cfg.optim)
     model, optimizer = wrap_with_torch(network, inner, cfg.start, cfg.every)
-    saved = TrainState([network], inner, run.batches(shard=run.shard), run.world, replicated=True)
-    for step in run.steps(saved, lambda: score_replicated(network, run)):
-        with step:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(step.x), step.y)
-            loss.backward()
-            optimizer.step()
-            step.log(loss=loss.detach())
+    run.register(network, inner, run.batches(shard=run.shard), replicated=True)
+    for step in run.steps():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(step.x), step.y)
+        loss.backward()
+        optimizer.step()
+        step.log(loss=loss.detach())
 
 
 def train(cfg: Any, special: str, world: World, prepared: PreparedDataset, folder: RunFolder) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from common.checkpoint.local_part import LocalPart
+from common.data.loader import Loader
 from common.system.seeds import pack_rng_state, unpack_rng_state
+from common.training.hooks import StepHook
+from common.training.run_context import RunContext
 
 HOOK_ELEMENT_BYTES = {"fp16": 2, "bf16": 2}  # number of bytes that a communication hook sends per gradient element
 ONE_BUCKET_MB = 1 << 20  # larger than the gradients of any model
@@ -84,6 +88,21 @@ def wrap_ddp(model: nn.Module, device: torch.device, **options: Any) -> Distribu
     return replica
 
 
+def replicate(
+    model: nn.Module, run: RunContext, forward: Callable[[nn.Module, Tensor], Tensor] | None = None, **options: Any
+) -> DistributedDataParallel:
+    """Wrap a model in DDP for the training of a run.
+
+    In addition to `wrap_ddp`, the buckets of DDP are warmed up before the first step, and the state of its
+    communication hook is saved in checkpoints. `forward(replica, x)` computes the outputs, by default by calling the
+    replica. `options` are passed to the DDP constructor.
+    """
+    replica = wrap_ddp(model, run.device, **options)
+    run.add_hook(BucketWarmUp(run, replica, partial(forward, replica) if forward else replica))
+    run.add_local_part("compression", ReplicaState(replica))
+    return replica
+
+
 def unwrap_ddp(model: nn.Module) -> nn.Module:
     """Return the model inside a wrapper, which would add the prefix `module.` to parameter names."""
     return model.module if isinstance(model, DistributedDataParallel | nn.DataParallel) else model
@@ -123,7 +142,11 @@ class ReplicaState(LocalPart):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.powersgd: powerSGD_hook.PowerSGDState | None = getattr(model, POWERSGD_ATTRIBUTE, None)
+
+    @property
+    def powersgd(self) -> powerSGD_hook.PowerSGDState | None:
+        """State of the PowerSGD hook; None if the model has no such hook."""
+        return getattr(self.model, POWERSGD_ATTRIBUTE, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the PowerSGD state: residual errors, factors P and Q, step, and random state."""
@@ -162,11 +185,6 @@ class ReplicaState(LocalPart):
         register_comm_hook(model, communication, 0)
 
 
-def get_local_parts(model: nn.Module) -> dict[str, LocalPart]:
-    """Return the state of a wrapped model that each rank saves itself, to be passed to `TrainState`."""
-    return {"compression": ReplicaState(model)}
-
-
 def compute_ring_all_reduce_bytes(model: nn.Module) -> int:
     """Return the number of bytes that each rank sends per step if a ring all-reduce sums the gradients.
 
@@ -180,20 +198,33 @@ def compute_ring_all_reduce_bytes(model: nn.Module) -> int:
     return 2 * (ranks - 1) * gradient_bytes // ranks
 
 
-def warm_up_buckets(model: nn.Module, x: Tensor) -> None:
+def warm_up_buckets(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None) -> None:
     """Run a forward and a backward pass without an update, so that all steps use the same buckets.
 
     Before its second forward pass, DDP rebuilds its buckets in the order in which gradients became ready in the first
     backward pass. Without the warm-up, the first step after a resume and the same step of an uninterrupted run would
     use different buckets. With three or more ranks, the gradients of these two steps would then be rounded differently.
-    `x` is this rank's shard of any batch. Models without DDP are left unchanged.
+    `x` is this rank's shard of any batch. `forward` computes the outputs, by default by calling the model.
     """
-    if not isinstance(model, DistributedDataParallel):
-        return
     with restore_buffers_and_rng(model, x.device):
-        model(x).sum().backward()
+        (forward or model)(x).sum().backward()
     for parameter in model.parameters():
         parameter.grad = None
+
+
+class BucketWarmUp(StepHook):
+    """Hook that warms up the buckets of DDP before a checkpoint is loaded; see `warm_up_buckets`."""
+
+    def __init__(self, run: RunContext, replica: DistributedDataParallel, forward: Callable[[Tensor], Tensor]) -> None:
+        self.run = run
+        self.replica = replica
+        self.forward = forward
+
+    def before_load(self) -> None:
+        """Warm up the buckets with this rank's shard of the first samples."""
+        assert self.run.state is not None and isinstance(self.run.state.loader, Loader)
+        x = self.run.load_first_inputs(self.run.state.loader.local_samples)
+        warm_up_buckets(self.replica, x, self.forward)
 
 
 @contextlib.contextmanager

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
 
 from common.data.loader import Loader
+from common.measure.timing import time_calls
+from common.models.sample_dropout import list_dropout_layers
+from common.techniques.data_parallel import sync_batchnorm
+from common.techniques.data_parallel.ddp import restore_buffers_and_rng
+from common.techniques.data_parallel.dropout_positions import DropoutPositions
 from common.training.hooks import StepHook
 from common.training.run_context import RunContext
+from configs.batch_plan import divide_batch
+from configs.dataparallel import Sharded
 
+SPEED_SECONDS = 0.05  # minimum duration of one timing, so that it spans several time slices of the operating system
+SPEED_TIMINGS = 8
 WINDOW = 15  # number of steps between two updates of the shards
 GAIN = 0.05  # minimum fraction of the step time that new shards must save; smaller gains may be noise
 
@@ -76,19 +91,33 @@ class AutoShards(StepHook):
     All ranks use the same measurements and therefore choose the same shards.
     """
 
-    def __init__(self, run: RunContext, loader: Loader, speed: StepTimeModel) -> None:
-        """Choose the first shards. All ranks must create this object at the same step.
+    def __init__(self, run: RunContext, measure_speed: Callable[[int], StepTimeModel]) -> None:
+        """Use the loader that is registered with the run.
 
-        `speed` is the step time model of this rank, measured while all ranks were computing.
+        `measure_speed(batch)` measures the step time model of this rank while all ranks are computing. `batch` is the
+        number of samples of a batch over all ranks.
         """
         self.run = run
-        self.loader = loader
+        self.measure_speed = measure_speed
         self.world = run.world
         self.log_message = run.log_message
+        self.speeds: list[StepTimeModel] = []
+        """Step time models of all ranks; empty before `before_load`."""
+        self.history: list[tuple[int, tuple[int, ...]]] = []
+        """Pairs (first step, number of samples of each rank), one for each set of shards used in this attempt."""
+
+    @property
+    def loader(self) -> Loader:
+        """Loader whose batches are divided."""
+        assert self.run.state is not None
+        return cast(Loader, self.run.state.loader)
+
+    def before_load(self) -> None:
+        """Measure the speeds of all ranks, and choose the first shards."""
+        speed = self.measure_speed(sum(self.loader.counts))
         lines = self.world.all_gather([speed.base, speed.per_sample])
         self.speeds = [StepTimeModel(*line) for line in lines]
-        self.history = [(1, loader.counts)]
-        """Pairs (first step, number of samples of each rank), one for each set of shards used in this attempt."""
+        self.history = [(1, self.loader.counts)]
         measured = ", ".join(f"{speed} on rank {rank}" for rank, speed in enumerate(self.speeds))
         if not self._change_shards_if_faster(1, f"a step with n samples takes {measured}"):
             self.log_message(f"shards=auto: using equal shards, because a step with n samples takes {measured}")
@@ -157,3 +186,61 @@ class AutoShards(StepHook):
             f"this reduces the step time of the slowest rank to {seconds / current_seconds:.0%} of its previous value"
         )
         return True
+
+
+def set_up_shards(
+    cfg: Sharded, run: RunContext, model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None
+) -> None:
+    """Prepare a model for the settings `shards` and `dropout`. All ranks must call this function.
+
+    `model` must not be wrapped, for example by DDP. With shards=auto, the duration of forward and backward is measured
+    on each rank before the first step. `forward` computes the outputs of the model, by default by calling the model.
+    """
+    dropout_layers = list_dropout_layers([model])
+    if dropout_layers:
+        run.add_hook(DropoutPositions(run, dropout_layers))
+    if cfg.shards == ["equal"]:
+        return
+    if sync_batchnorm.list_unsynchronized_norms(model):
+        remedy = "; sync_batchnorm=true avoids this" if hasattr(cfg, "sync_batchnorm") else ""
+        run.log_message(f"BatchNorm normalizes over each rank's shard, so unequal shards change the result{remedy}")
+    plan = cfg.batch_plan
+    counts = divide_batch(plan.batch // plan.microbatches, plan.weights)
+    if not counts[run.world.rank]:
+        sync_batchnorm.accept_empty_batches(model)
+    if cfg.shards == ["auto"] and run.world.size > 1:
+        run.add_hook(AutoShards(run, partial(measure_rank_speed, run, model, forward or model)))
+
+
+def measure_rank_speed(
+    run: RunContext, model: nn.Module, forward: Callable[[Tensor], Tensor], batch: int
+) -> StepTimeModel:
+    """Fit a step time model to the duration of forward and backward on this rank for two shard sizes.
+
+    The shortest of several timings is used, because it is the one that other programs have disturbed the least. Each
+    timing is long enough to include the slowdown by a program that runs on the same core all the time. All ranks must
+    call this function at the same time.
+    """
+    large = max(2, batch // run.world.size)
+    small = max(1, large // 4)
+    parameters = list(model.parameters())
+
+    def time_shortest(x: Tensor) -> float:
+        def compute() -> None:  # does not accumulate gradients, which would trigger the hooks of DDP
+            torch.autograd.grad(forward(x).sum(), parameters, allow_unused=True)
+
+        (seconds,) = time_calls(compute, run.device, 1)
+        calls = math.ceil(SPEED_SECONDS / seconds)
+        run.world.wait_for_all_ranks(f"shards/{len(x)}")
+        budget = max(SPEED_TIMINGS * SPEED_SECONDS, (SPEED_TIMINGS - 1) * seconds)
+
+        def compute_repeatedly() -> None:
+            for _ in range(calls):
+                compute()
+
+        times = time_calls(compute_repeatedly, run.device, 1000, warm_up=0, budget=budget)
+        return min(times) / calls
+
+    x = run.load_first_inputs(large)
+    with restore_buffers_and_rng(model, run.device):
+        return StepTimeModel.fit(small, large, [time_shortest(x[:small]), time_shortest(x)])

@@ -1,4 +1,4 @@
-"""Timing of training steps outside the training loop, to compare strategies and to choose unequal shards."""
+"""Timing of training steps outside the training loop, to compare strategies, and reports on the ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.data.loader import Loader
-from common.data.rounds import Rounds
 from common.measure.memory import describe_peak_memory, report_state_bytes
 from common.measure.step_timing import gather_step_times
 from common.measure.timing import time_calls
 from common.models import networks
 from common.models.sample_dropout import add_dropout
 from common.runs.result import Report, ReportData
-from common.techniques.data_parallel import ddp, sync_batchnorm
+from common.techniques.data_parallel import ddp
 from common.techniques.data_parallel.scaling_report import ScalingReport, time_gradient_all_reduce
-from common.techniques.data_parallel.shards import AutoShards, StepTimeModel
+from common.techniques.data_parallel.shards import AutoShards
 from common.training import optimizers
 from common.training.run_context import RunContext
 from configs.dataparallel import Sharded
@@ -31,8 +30,6 @@ from configs.ddp_multinode import Config
 
 COMPARE_ROUNDS = 3
 COMPARE_STEPS = 5  # number of timed steps per strategy and round
-SPEED_SECONDS = 0.05  # minimum duration of one timing for shards=auto, so that it spans several OS time slices
-SPEED_TIMINGS = 8
 MAX_SHARD_LINES = 5
 
 
@@ -115,54 +112,6 @@ def measure_variant_throughputs(run: RunContext, sides: Sequence[StepVariant]) -
     return rates
 
 
-def set_up_shards(cfg: Sharded, run: RunContext, batches: Loader, model: nn.Module) -> None:
-    """Prepare this rank's model for unequal shards.
-
-    `model` must not be wrapped, for example by DDP. With shards=auto, the step time of each rank is measured within the
-    caller's autocast context, and the shard sizes are chosen from these times. All ranks must call this function.
-    """
-    if cfg.shards != ["equal"] and sync_batchnorm.list_unsynchronized_norms(model):
-        remedy = "; sync_batchnorm=true avoids this" if hasattr(cfg, "sync_batchnorm") else ""
-        run.log_message(f"BatchNorm normalizes over each rank's shard, so unequal shards change the result{remedy}")
-    if not batches.local_samples:
-        sync_batchnorm.accept_empty_batches(model)
-    if cfg.shards == ["auto"] and run.world.size > 1:
-        speed = measure_rank_speed(run, model, sum(batches.counts))
-        run.add_hook(AutoShards(run, batches, speed))
-
-
-def measure_rank_speed(run: RunContext, model: nn.Module, batch: int) -> StepTimeModel:
-    """Fit a step time model to the duration of forward and backward on this rank for two shard sizes.
-
-    The shortest of several timings is used, because it is the one that other programs have disturbed the least. Each
-    timing is long enough to include the slowdown by a program that runs on the same core all the time. All ranks must
-    call this function at the same time.
-    """
-    large = max(2, batch // run.world.size)
-    small = max(1, large // 4)
-    parameters = list(model.parameters())
-
-    def time_shortest(x: Tensor) -> float:
-        def compute() -> None:  # does not accumulate gradients, which would trigger the hooks of DDP
-            torch.autograd.grad(model(x).sum(), parameters, allow_unused=True)
-
-        (seconds,) = time_calls(compute, run.device, 1)
-        calls = math.ceil(SPEED_SECONDS / seconds)
-        run.world.wait_for_all_ranks(f"shards/{len(x)}")
-        budget = max(SPEED_TIMINGS * SPEED_SECONDS, (SPEED_TIMINGS - 1) * seconds)
-
-        def compute_repeatedly() -> None:
-            for _ in range(calls):
-                compute()
-
-        times = time_calls(compute_repeatedly, run.device, 1000, warm_up=0, budget=budget)
-        return min(times) / calls
-
-    x = run.load_first_inputs(large)
-    with ddp.restore_buffers_and_rng(model, run.device):
-        return StepTimeModel.fit(small, large, [time_shortest(x[:small]), time_shortest(x)])
-
-
 def report_rank_differences(cfg: Sharded, run: RunContext) -> list[ReportData]:
     """Report how ranks differ: unequal shards and, with launch.mixed=true, different devices.
 
@@ -200,7 +149,7 @@ def report_rank_devices(run: RunContext) -> ReportData:
 
 def report_shards(run: RunContext) -> ReportData:
     """Report the number of samples of each rank and, with shards=auto, every change in this attempt."""
-    assert run.state is not None and not isinstance(run.state.loader, Rounds)
+    assert run.state is not None and isinstance(run.state.loader, Loader)
     auto_shards = run.find_hook(AutoShards)
     history = auto_shards.history if auto_shards else [(1, run.state.loader.counts)]
     history = [(max(step, run.resumed_after + 1), counts) for step, counts in history]

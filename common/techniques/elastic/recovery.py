@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from common.checkpoint.train_state import TrainState
-from common.data.loader import DataWorkerError
-from common.data.rounds import Rounds
+from common.data.loader import DataWorkerError, Loader
 from common.measure.metrics_log import SharedMetricsLog, Values
 from common.ranks import objects
 from common.ranks.rank_info import COORDINATOR_KEY_VARIABLE
@@ -279,7 +278,7 @@ class ElasticRecovery(RecoveryHook):
         """Divide each batch among the members in proportion to the `shards` setting, or equally if it is not set."""
         loader = self.state.loader
         plan = self.run.cfg.batch_plan
-        assert not isinstance(loader, Rounds)
+        assert isinstance(loader, Loader)
         weights = [plan.weights[member] for member in members] if plan.weights else []
         if not any(weights):
             weights = [1] * len(members)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils import vector_to_parameters
 from torch.optim import Optimizer
 
@@ -46,6 +47,10 @@ class LocalState(TrainState):
         state.optimizer = {}
         state.local["worker"] = worker_state
         return state
+
+    def prepare_evaluation(self) -> nn.Module:
+        """Return a network with the mean parameters of the workers. All ranks must call this method."""
+        return self.worker.build_average_network()
 
     def check_number_of_ranks(self, loaded: LoadedCheckpoint) -> None:
         """Raise UserError if the checkpoint was saved by a different number of ranks."""

@@ -7,12 +7,32 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
 from common.checkpoint.train_state import TrainState
 from common.data.loader import Loader
 from common.techniques.parameter_server.worker import ParameterServerRank
+from common.training.hooks import StepHook
+from common.training.run import Run
+
+
+class ServingHook(StepHook):
+    """Hook that serves all workers of a parameter server from the first step to the last evaluation."""
+
+    def __init__(self, run: Run, worker: ParameterServerRank) -> None:
+        self.run = run
+        self.worker = worker
+
+    def on_start(self) -> None:
+        """Start serving after the completed steps."""
+        self.worker.start_serving(self.run.step)
+
+    def on_end(self) -> None:
+        """Stop serving, unless the run has failed and the other ranks no longer answer."""
+        if self.run.complete:
+            self.worker.stop_serving()
 
 
 class ServerWorkerState(TrainState):
@@ -33,6 +53,11 @@ class ServerWorkerState(TrainState):
     def irreplaceable(self) -> bool:
         """True if this rank is a server, because no other rank holds its shard of the parameters."""
         return self.worker.server is not None
+
+    def prepare_evaluation(self) -> nn.Module:
+        """Return the network with the newest parameters of all servers. All ranks must call this method."""
+        self.worker.fetch_parameters()  # replaces the parameters of this rank's last pull
+        return self.worker.network
 
     def collect_state(self) -> CheckpointState:
         """Return the state to save. All ranks must call this method between steps."""
@@ -68,3 +93,12 @@ class ServerWorkerState(TrainState):
     def enter_group(self, completed_steps: int) -> None:
         """Restart the exchange of messages. A server discards the pushes of a failed step."""
         self.worker.start_serving(completed_steps)
+
+
+def register_worker(run: Run, worker: ParameterServerRank, optimizer: Optimizer, batches: Loader) -> None:
+    """Register a parameter-server worker with a run, which then starts and stops the server of this rank.
+
+    `optimizer` only provides the learning rate of a step.
+    """
+    run.add_hook(ServingHook(run, worker))
+    run.register_state(ServerWorkerState(worker, optimizer, batches))

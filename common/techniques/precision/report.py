@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch.amp import GradScaler
+
+from common.measure.memory import MemoryMeter
 from common.runs.folder import RunFolder
 from common.runs.result import ReportData
 from common.system.text import format_count
+from common.training.run_context import RunContext
 from configs.amp_accum import Config
 
 FINAL_STEPS = 20
@@ -31,6 +35,12 @@ class PrecisionReport:
     """Peak memory of each rank in bytes, in addition to the memory of the model."""
     scale: float
     """The loss scale after the last step; 1 if the loss is not scaled."""
+
+    @classmethod
+    def gather(cls, cfg: Config, run: RunContext, footprint: MemoryMeter, scaler: GradScaler) -> PrecisionReport:
+        """Create the report with the peak memory of all ranks. All ranks must call this method."""
+        peaks = run.world.gather(footprint.peak_bytes)
+        return cls(cfg, run.folder, run.device.type, peaks, scaler.get_scale())
 
     @cached_property
     def outcome(self) -> dict[str, Any]:

@@ -28,8 +28,9 @@ class Simulated:
         self.counts: tuple[int, ...] = (48, 48)
         lines = [[speed.base, speed.per_sample] for speed in measured]
         world = SimpleNamespace(rank=0, all_gather=lambda _: lines)
-        run = SimpleNamespace(world=world, log_message=self.said.append)
-        self.auto = AutoShards(cast(Any, run), cast(Any, self), measured[0])
+        run = SimpleNamespace(world=world, log_message=self.said.append, state=SimpleNamespace(loader=self))
+        self.auto = AutoShards(cast(Any, run), lambda batch: measured[0])
+        self.auto.before_load()
         world.all_gather = lambda _: [s.predict_step_seconds(n) for s, n in zip(self.real, self.counts, strict=True)]
 
     def set_shards(self, rank: int, counts: tuple[int, ...]) -> None:

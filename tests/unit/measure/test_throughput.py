@@ -95,10 +95,10 @@ def train(gpu: Played, world: World, cache: Path, folder: Path, epoch: int, ever
             gpu.now += 5
             return {"test_loss": 1.0, "test_accuracy": 1.0, "test_samples": 1}
 
-        for step in run.steps(training, evaluate, loss=0):
-            with step:
-                gpu.step()
-                step.log(loss=1.0)
+        run.set_up_training(training, evaluate, loss_rank=0)
+        for step in run.steps():
+            gpu.step()
+            step.log(loss=1.0)
         run.close()
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -140,7 +141,9 @@ def state(run: Run, cache: Path, group: None) -> TrainState:
     run.cfg.data.cache, run.cfg.data.name, run.cfg.batch, run.cfg.steps = str(cache), "digits", 16, 2
     run.prepared = prepare_digits(cache)
     model = networks.SimpleNN()
-    return TrainState([model], torch.optim.SGD(model.parameters()), run.batches(), run.world)
+    run.register(model, torch.optim.SGD(model.parameters()), run.batches())
+    assert run.state is not None
+    return run.state
 
 
 def no_scores() -> dict[str, float]:
@@ -149,21 +152,34 @@ def no_scores() -> dict[str, float]:
 
 def test_a_step_that_fails_does_not_count(run: Run, state: TrainState) -> None:
     with pytest.raises(ValueError, match="wrong"):
-        for step in run.steps(state, no_scores, loss=0):
+        for step in run.steps(no_scores):
             with step:
                 step.log(loss=torch.tensor(1.0))
                 raise ValueError("wrong")
     assert run.step == 0 and (run.total, step.number, step.epoch) == (2, 1, 0)
 
 
-def test_a_body_without_its_step_is_told(run: Run, state: TrainState) -> None:
-    with pytest.raises(RuntimeError, match="step 1 was never entered; put the body of the loop inside `with step:`"):
-        for _ in run.steps(state, no_scores, loss=0):
-            pass
+def test_a_step_counts_when_the_body_of_the_loop_ends(run: Run, state: TrainState) -> None:
+    for step in run.steps(no_scores):
+        assert run.step == step.number - 1
+        step.log(loss=torch.tensor(1.0))
+    assert run.step == run.total == 2 and run.complete
+
+
+def test_a_step_whose_error_was_ignored_is_told(run: Run, state: TrainState) -> None:
+    with pytest.raises(RuntimeError, match=r"step 1 failed, but the loop over run\.steps"):
+        for step in run.steps(no_scores):
+            with contextlib.suppress(ValueError), step:
+                raise ValueError("wrong")
+
+
+def test_steps_need_a_registered_model(run: Run) -> None:
+    with pytest.raises(RuntimeError, match=r"call run\.register\(\.\.\.\) before run\.resume\(\) and run\.steps"):
+        next(run.steps())
 
 
 def test_a_run_is_not_finished_before_its_last_step(run: Run, state: TrainState) -> None:
-    for step in run.steps(state, no_scores, loss=0):
+    for step in run.steps(no_scores):
         with step:
             step.log(loss=torch.tensor(1.0))
         break
@@ -173,7 +189,7 @@ def test_a_run_is_not_finished_before_its_last_step(run: Run, state: TrainState)
 
 def test_the_learning_rate_is_set_before_a_step(run: Run, state: TrainState) -> None:
     rates = []
-    for step in run.steps(state, no_scores, loss=0):
+    for step in run.steps(no_scores):
         with step:
             assert state.optimizer is not None
             rates.append((step.rate, state.optimizer.param_groups[0]["lr"], state.parts[0].training))
@@ -183,7 +199,7 @@ def test_the_learning_rate_is_set_before_a_step(run: Run, state: TrainState) -> 
 
 
 def test_a_run_that_is_superseded_at_its_end_publishes_nothing(run: Run, state: TrainState) -> None:
-    for step in run.steps(state, no_scores, loss=0):
+    for step in run.steps(no_scores):
         with step:
             step.log(loss=torch.tensor(1.0))
     RunFolder(run.folder.path).claim_attempt()

@@ -1,8 +1,8 @@
-"""Iteration over the points of a measurement, such as message sizes, with the interface of a data loader."""
+"""Points of a measurement, such as message sizes, which a run measures in several rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 @dataclass
-class Rounds(Generic[T]):
-    """Iterable over the points of a measurement, with the interface of a `Loader`.
+class MeasurementPoints(Generic[T]):
+    """Source of the points of a measurement (see `StepSource`).
 
     Each step measures one point, and each epoch is a round over all points. The attributes `epoch` and `position`
     (number of points of this round that have been returned) are the entire state of the iteration.
@@ -28,6 +28,20 @@ class Rounds(Generic[T]):
         """Number of points in a round."""
         return len(self.points)
 
+    @property
+    def mean_shard(self) -> float:
+        """All ranks measure the same point, so a rank has one point per step."""
+        return 1.0
+
+    @property
+    def shard_weight(self) -> float:
+        """All ranks have the same weight."""
+        return 1.0
+
+    @property
+    def local_samples_if_unequal(self) -> None:
+        """There are no shards of unequal size."""
+
     def count_samples(self, steps: int) -> int:
         """Return the number of points in the first `steps` steps, which is `steps`."""
         return steps
@@ -36,7 +50,7 @@ class Rounds(Generic[T]):
         """Return the current round (`epoch`) and the position in it."""
         return {"epoch": self.epoch, "position": self.position}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Move to the round and position in `state`."""
         self.epoch = state["epoch"]
         self.position = state["position"]
