@@ -182,12 +182,10 @@ def check_loss_scale(scaler: GradScaler, step: Step) -> None:
         raise UserError(f"gradients overflow fp16 at every loss scale (step {step.number}); use precision=bf16")
 
 
-def predict_uncompiled(cfg: Config, model: nn.Module, x: Tensor | None, _: int) -> Tensor:
-    """Return the outputs in an evaluation, without the compiled model.
-
-    The method `forward` bypasses the compiled call, which would compile again for each new batch size.
-    """
+def predict(cfg: Config, model: nn.Module, x: Tensor | None, _: int) -> Tensor:
+    """Return the outputs in an evaluation."""
     assert x is not None
+    # forward() bypasses the compiled call, which would compile again for each new batch size
     return compute_outputs(cfg, model.forward, x)
 
 
@@ -199,12 +197,7 @@ def main(cfg: Config, run: Run) -> None:
     scaler = make_scaler(cfg, run.device)
     batches = run.microbatches(cfg.accumulate, shard=run.shard)  # each item is the list of microbatches of one step
     run.register(
-        inner_model,
-        optimizer,
-        batches,
-        replicated=True,
-        scaler=scaler,
-        predict=partial(predict_uncompiled, cfg, inner_model),
+        inner_model, optimizer, batches, replicated=True, scaler=scaler, predict=partial(predict, cfg, inner_model)
     )
     footprint = MemoryMeter(run.device)
     all_reduce_bytes = ddp.compute_ring_all_reduce_bytes(model)

@@ -257,9 +257,9 @@ MISTAKES = [
     ),
     Mistake(
         "replicas-norms-differ",  # each replica evaluates with its own BatchNorm statistics
-        "experiments/resnet_modelparallel.py",
-        "            average_buffers(pipe.module, dp.group)  # each replica's BatchNorm saw different samples\n",
-        "",
+        "common/training/evaluate.py",
+        "            average_buffers(stage, peers.group)\n",
+        "            pass\n",
     ),
     Mistake(
         "unequal-shares-count-alike",  # in the last, ragged batch
@@ -270,8 +270,10 @@ MISTAKES = [
     Mistake(
         "mask-forgotten",  # gradients and momentum bring pruned weights back
         "experiments/sparse_prune.py",
-        "            if masks.sparsity:\n"
-        "                masks.apply_to_weights()  # the optimizer also changed pruned weights\n",
+        """\
+        if masks.sparsity:
+            masks.apply_to_weights()  # the optimizer also changed pruned weights
+""",
         "",
     ),
     Mistake(

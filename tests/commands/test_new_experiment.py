@@ -43,7 +43,7 @@ def test_a_new_experiment_changed_as_the_contributing_page_says_trains(tmp_path:
             execute(place, sys.executable, "-m", "ruff", *lint, "--no-cache", "experiments", "configs")
     file = place / "experiments" / f"{OWN_NAME}.py"
     own = "class MyMLP(torch.nn.Sequential):\n    pass\n\n\ndef main("
-    text = file.read_text().replace("def main(", own).replace("inner = SimpleNN(", "inner = MyMLP(SimpleNN(")
+    text = file.read_text().replace("def main(", own).replace("network = SimpleNN(", "network = MyMLP(SimpleNN(")
     file.write_text(text.replace("classes=run.classes)", "classes=run.classes))"))
     script = [sys.executable, str(file), "data.name=digits", f"data.cache={cache}"]
     words = [*script, "data.test_limit=50", "steps=5", "noise=10"]

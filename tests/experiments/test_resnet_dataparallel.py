@@ -119,7 +119,7 @@ def test_the_sides_of_the_comparison_take_turns_and_are_drawn(digits: tuple[str,
     )
     told = ["comparing the strategies in alternating rounds; compare=false skips this"]
     told += [f"comparison, round {number} of 3: {side}" for number in (1, 2, 3) for side in result["compare"]]
-    assert [line for line in done.out.splitlines() if line.startswith(("comparison, ", "after training"))] == told
+    assert [line for line in done.out.splitlines() if line.startswith(("comparison, ", "comparing the "))] == told
     one, *_, both = (fmean(values) for values in result["compare"].values())
     assert result["efficiency"] == pytest.approx(both / one / 2)
     assert "GPUs found: 0; DataParallel runs the model unchanged" in done.out

@@ -258,11 +258,13 @@ def train_as_made(
         return skipped
 
     class Planted(FullWindowsRun if special == "last_window_dropped" else Run):  # type: ignore[misc]
-        def resume(self, state: Any) -> int:
+        def resume(self) -> int:
+            done = int(super().resume())
             sent[0] = 0  # what came before was no step
             if special in PLANTS:
-                plant(special, state.parts[0], world)
-            return int(super().resume(state))
+                assert self.state is not None
+                plant(special, self.state.parts[0], world)
+            return done
 
     run = Planted(cfg, folder, world, prepared)
     changes = {"wrap_model": wrap_otherwise, "make_scaler": keep_scaler, "update_weights": look_behind}

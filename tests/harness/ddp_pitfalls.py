@@ -50,7 +50,11 @@ def attempt(work: Callable[[], Any]) -> Any:
 
 def on_world(world: World) -> Any:
     """What the experiment asks a run for when it wraps a model."""
-    return SimpleNamespace(world=world, device=world.device)
+
+    def ignore(*_: Any) -> None:
+        """The model is not trained by a run."""
+
+    return SimpleNamespace(world=world, device=world.device, add_hook=ignore, add_local_part=ignore)
 
 
 def in_ranks(size: int, work: Callable[[World], Any], seconds: float = SECONDS) -> list[Any]:
