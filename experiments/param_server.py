@@ -91,7 +91,7 @@ def create_worker(cfg: Config, run: Run, network: nn.Module) -> ParameterServerR
     """Create this rank's worker and, on the first `servers` ranks, a server with an optimizer for its shard."""
     return ParameterServerRank(
         network,
-        run.world,
+        run.ranks,
         lambda shard: build_optimizer(shard, cfg.optim),
         servers=cfg.servers,
         policy=StalenessPolicy(cfg.mode, cfg.staleness, run.world.size),

@@ -19,6 +19,7 @@ from common.checkpoint import storage
 from common.checkpoint.rank_file import read_rank_file, write_rank_file
 from common.checkpoint.state_dicts import convert_to_plain_values
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry, StagingDir
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder, fsync_path, write_atomic
 from common.runs.run_progress import RunProgress
@@ -79,7 +80,7 @@ class Checkpointer:
     def __init__(
         self,
         folder: RunFolder,
-        world: World,
+        ranks: Ranks,
         settings: Checkpoint,
         log_message: Callable[[str], None],
         find_stop_reason: Callable[[], str] = lambda: "",
@@ -92,7 +93,7 @@ class Checkpointer:
         the attempt may continue. `progress` records the saved steps.
         """
         self.folder = folder
-        self.world = world
+        self.ranks = ranks
         self.settings = settings
         self.log_message = log_message
         self.find_stop_reason = find_stop_reason
@@ -101,7 +102,10 @@ class Checkpointer:
         """The reason why the newest checkpoint could not be written; empty if the newest checkpoint was written."""
         self.deletion: threading.Thread | None = None
 
-    # ---- saving
+    @property
+    def world(self) -> World:
+        """The ranks that train now."""
+        return self.ranks.current
 
     def save(self, step: int, state: CheckpointState, *, best: bool = False) -> bool:
         """Save the state after `step` steps; return False if the checkpoint could not be written.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from common.checkpoint.stop_request import StopRequest
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from configs.shared import Checkpoint
 
@@ -58,11 +59,16 @@ class SaveOrStopVote:
     two votes grows up to MAX_POLL_SECONDS.
     """
 
-    def __init__(self, world: World, settings: Checkpoint, stop_request: StopRequest) -> None:
-        self.world = world
+    def __init__(self, ranks: Ranks, settings: Checkpoint, stop_request: StopRequest) -> None:
+        self.ranks = ranks
         self.settings = settings
         self.stop_request = stop_request
         self.start_votes_after(0)
+
+    @property
+    def world(self) -> World:
+        """The ranks that train now."""
+        return self.ranks.current
 
     def start_votes_after(self, step: int) -> None:
         """Start voting with the step after `step`, and start the timer for the next save now."""

@@ -14,6 +14,7 @@ from common.checkpoint.save_or_stop import SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest, StopRequested
 from common.checkpoint.train_state import TrainState
 from common.measure.metrics_log import MetricsLog
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.ranks.silent_ranks import SilentRankWatchdog
 from common.runs.claims import AttemptWatch
@@ -33,32 +34,41 @@ class Saver:
         self,
         cfg: Experiment,
         folder: RunFolder,
-        world: World,
+        ranks: Ranks,
         stop: StopRequest | None,
         log_message: Callable[..., None],
         progress: RunProgress,
     ) -> None:
         self.cfg = cfg
         self.folder = folder
-        self.world = world
+        self.ranks = ranks
         self.log_message = log_message
         self.progress = progress
         self.stop_request = stop or StopRequest(cfg.checkpoint.grace, sys.stderr)
-        self.vote = SaveOrStopVote(world, cfg.checkpoint, self.stop_request)
+        self.vote = SaveOrStopVote(ranks, cfg.checkpoint, self.stop_request)
         self.attempt_watch = AttemptWatch(folder)
         self.step = 0
         """The latest step after which the ranks have voted or saved a checkpoint."""
         self.stop_reason = ""
         """On rank 0, the reason why this attempt must stop without saving, or an empty string. An attempt must stop if
         another attempt has taken over the run or if its folder was deleted."""
-        self.checkpointer = Checkpointer(folder, world, cfg.checkpoint, log_message, self._find_stop_reason, progress)
+        self.checkpointer = Checkpointer(folder, ranks, cfg.checkpoint, log_message, self._find_stop_reason, progress)
         self.silence_watch: SilentRankWatchdog | None = None
         self.state: TrainState | None = None
         self.metrics: MetricsLog | None = None
 
-    def load(self, state: TrainState) -> LoadedCheckpoint | None:
-        """Load the newest valid checkpoint of the run into `state`; return None if the run has no checkpoint."""
+    @property
+    def world(self) -> World:
+        """The ranks that train now."""
+        return self.ranks.current
+
+    def load(self, state: TrainState, metrics: MetricsLog) -> LoadedCheckpoint | None:
+        """Load the newest valid checkpoint of the run into `state`; return None if the run has no checkpoint.
+
+        From now on, this object saves `state` and flushes `metrics`.
+        """
         self.state = state
+        self.metrics = metrics
         loaded = None if self.world.is_joining else self.checkpointer.load(state.check_number_of_ranks)
         if loaded is not None:
             state.load(loaded)

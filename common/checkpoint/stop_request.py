@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import IO
 
 import torch.distributed as dist
@@ -54,6 +55,13 @@ class StopRequest:
         self.can_stop_immediately = False
         """True while there is no unsaved state. The main thread then stops immediately when a request is received."""
 
+    @classmethod
+    def listen(cls, grace: float, log: IO[str]) -> StopRequest:
+        """Create the flag and install the signal handlers."""
+        stop = cls(grace, log)
+        stop.start_listening()
+        return stop
+
     def start_listening(self) -> None:
         """Install the signal handlers and start the thread that sets the flag.
 
@@ -88,6 +96,23 @@ class StopRequest:
             self._start_watchdog(self.grace, exits=True)
         elif number == signal.SIGINT or now - self.received > REPEATED_SIGNAL_SECONDS:
             os._exit(128 + number)
+
+    def mark_state_saved(self) -> None:
+        """Let the main thread stop immediately when a request is received, because there is no unsaved state."""
+        self.can_stop_immediately = True
+
+    def mark_state_unsaved(self) -> None:
+        """Delay the stop after a request until the state is saved."""
+        self.can_stop_immediately = False
+
+    def request_stop(self) -> None:
+        """Stop this run as if SIGUSR2 had been received, unless a stop was requested before."""
+        if not self.signal_number:
+            self._record_signal(signal.SIGUSR2)
+
+    def write_stacks_to(self, path: Path) -> None:
+        """Append later stack traces to a file, which stays open until the process exits."""
+        self.log = open(path, "a")  # noqa: SIM115
 
     def wait_for_request(self) -> bool:
         """Wait up to one second for a stop request; return True if one has been received.

@@ -15,6 +15,7 @@ from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
 from common.checkpoint.local_part import LocalPart
 from common.data.step_source import StepSource
 from common.ranks.averaging import average_tensors
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 
 
@@ -52,7 +53,7 @@ class TrainState:
         parts: Sequence[nn.Module],
         optimizer: Optimizer | None,
         loader: StepSource,
-        world: World,
+        ranks: Ranks,
         *,
         replicated: bool = False,
         peers: World | None = None,
@@ -64,7 +65,8 @@ class TrainState:
         self.optimizer = optimizer
         self.loader = loader
         self.is_replicated = replicated
-        self.peers = world if replicated else peers
+        self.ranks = ranks
+        self.peers_of_part = peers
         self.scaler = scaler
         self.tensors = dict(tensors or {})
         self.local_parts = dict(local or {})
@@ -78,6 +80,11 @@ class TrainState:
         self.buffer_copies: list[Tensor] | None = None
         """Copies of the buffers made before an evaluation; None outside of an evaluation."""
         self.recipe = get_model_recipe(parts[0]) if parts else {}
+
+    @property
+    def peers(self) -> World | None:
+        """The ranks that hold the same parts as this rank; None if no other rank holds them."""
+        return self.ranks.current if self.is_replicated else self.peers_of_part
 
     @property
     def shard_weight(self) -> float:

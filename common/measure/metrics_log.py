@@ -6,10 +6,8 @@ Rank 0 gathers the values from the ranks that know them, and writes the values t
 from __future__ import annotations
 
 import functools
-import json
 import math
 import operator
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.run_progress import RunProgress
@@ -105,7 +104,7 @@ class MetricsLog:
 
     def __init__(
         self,
-        world: World,
+        ranks: Ranks,
         writer: MetricsWriter,
         batches: SampleCounter,
         *,
@@ -119,7 +118,7 @@ class MetricsLog:
         The times in metrics.jsonl are relative to the start of the run, which `progress` knows. After every flush, rank
         0 calls `show` with the number and the values of the newest step.
         """
-        self.world = world
+        self.ranks = ranks
         self.writer = writer
         self.batches = batches
         self.seconds = seconds
@@ -133,6 +132,11 @@ class MetricsLog:
         """Step after which the next flush is due."""
         self.divergence = ""
         """On rank 0, a message that training has diverged, or an empty string."""
+
+    @property
+    def world(self) -> World:
+        """The ranks that train now."""
+        return self.ranks.current
 
     def add_step(self, step: int, now: float, values: Values) -> None:
         """Store the values of a step until the next flush.
@@ -315,11 +319,5 @@ class SharedMetricsLog(MetricsLog):
         Call this method on the new rank 0 after the previous rank 0 was lost. An incomplete last line of the file is
         removed.
         """
-        path = self.writer.file
-        content = path.read_bytes() if path.exists() else b""
-        complete = content[: content.rfind(b"\n") + 1]
-        if complete != content:
-            os.truncate(path, len(complete))
-        rows = [json.loads(line) for line in complete.splitlines()]
-        self.writer.written = len(rows)
+        rows = self.writer.continue_file()
         self.last_written = max(map(get_row_position, rows), default=(0, True))

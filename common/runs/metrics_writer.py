@@ -35,6 +35,16 @@ class MetricsWriter:
         self.buffered_lines: list[str] = []
         self.has_warned = False
 
+    def continue_file(self) -> list[dict[str, Any]]:
+        """Continue a file of another process, and return its rows. An incomplete last line is removed."""
+        content = self.file.read_bytes() if self.file.exists() else b""
+        complete = content[: content.rfind(b"\n") + 1]
+        if complete != content:
+            os.truncate(self.file, len(complete))
+        rows = [json.loads(line) for line in complete.splitlines()]
+        self.written = len(rows)
+        return rows
+
     def add_rows(self, rows: Iterable[dict[str, Any]]) -> None:
         """Write rows. If writing fails, warn once and keep the rows for the next call."""
         self.buffered_lines += [ENCODER.encode(replace_nonfinite(row)) + "\n" for row in rows]

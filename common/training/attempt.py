@@ -199,6 +199,11 @@ def is_run_finished(folder: RunFolder | None, cfg: Experiment, *, report: bool) 
     return True
 
 
+def has_finished_run(attempt: RunFolder) -> bool:
+    """Return True if an attempt has finished the run and has not been superseded."""
+    return attempt.result.get("state") == "finished" and not attempt.is_superseded
+
+
 def set_up_run(cfg: Experiment, fallback: bool) -> tuple[RunFolder, PreparedDataset]:
     """Prepare the data and create a run folder with a first attempt.
 

@@ -23,6 +23,7 @@ from common.data.loader import DataWorkerError
 from common.models import initial_weights
 from common.ranks import backend_setup, local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo, read_rank_info, report_common_error_once
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.ranks.silent_ranks import describe_silent_ranks
 from common.runs import provenance
@@ -42,7 +43,7 @@ from common.system.errors import (
 from common.system.processes import exit_without_cleanup
 from common.system.text import format_count, read_end_of_file
 from common.training import host_checks, optimizer_contract
-from common.training.attempt import Attempt, is_run_finished
+from common.training.attempt import Attempt, has_finished_run, is_run_finished
 from common.training.host_resources import check_memory, print_notice_of_shared_cores
 from common.training.run import Run
 from configs.elastic import get_enabled_elastic_settings
@@ -151,11 +152,6 @@ def run_experiment(
         return attempt.folder, outcome.status
 
 
-def has_finished_run(attempt: RunFolder) -> bool:
-    """Return True if an attempt has finished the run and has not been superseded."""
-    return attempt.result.get("state") == "finished" and not attempt.is_superseded
-
-
 @dataclass(frozen=True)
 class TrainingOutcome:
     """Outcome of training in this process: the exit status and, after a failure, the cause."""
@@ -216,12 +212,12 @@ class ForkedRanks:
 
         def train_forked(rank_info: RankInfo) -> None:
             log_file = folder.log_file(rank_info.original_rank)
-            stop = listen_for_stop_signals(cfg, open(log_file, "a"))  # noqa: SIM115 (the file stays open until the rank exits)
+            stop = StopRequest.listen(cfg.checkpoint.grace, open(log_file, "a"))  # noqa: SIM115 (the file stays open until the rank exits)
             may_be_main = rank_info.rank == 0 or elastic is not None  # in an elastic run, any rank may become rank 0
             local_launcher.redirect_output(log_file, keep_stdout=may_be_main)
             launch = custom_code.use_file_copies(cfg.launch, folder.path / "code")
             with rendezvous.join_world(rank_info, launch, folder.attempt_folder / ".private") as world:
-                train_rank(main, cfg, world, attempt, stop)
+                train_rank(main, cfg, Ranks(world), attempt, stop)
 
         def record_attempt() -> None:
             attempt.record_provenance(cfg)
@@ -261,8 +257,20 @@ class LaunchedRank:
                 f"{rank_info.launcher} started {format_count(rank_info.size, 'rank')}, but the settings require "
                 f"{cfg.processes}; use {remedy}, or change {setting}"
             )
-        self.rank_info = rank_info
-        self.stop = listen_for_stop_signals(cfg, sys.stderr)
+        self.started_as = rank_info
+        self.ranks: Ranks | None = None  # None before this rank has joined the other ranks
+        self.stop = StopRequest.listen(cfg.checkpoint.grace, sys.stderr)
+
+    @property
+    def rank_info(self) -> RankInfo:
+        """Position of this rank among the ranks, which may change in an elastic run."""
+        return self.ranks.current if self.ranks is not None else self.started_as
+
+    @property
+    def world(self) -> World:
+        """The ranks that train now. This rank must have joined the other ranks."""
+        assert self.ranks is not None
+        return self.ranks.current
 
     @property
     def is_main(self) -> bool:
@@ -281,9 +289,10 @@ class LaunchedRank:
         if run_to_resume:
             launch = custom_code.use_file_copies(launch, run_to_resume.path / "code")
             parent = run_to_resume.path
-        private = backend_setup.get_key_folder(parent, self.rank_info)
-        with rendezvous.join_world(self.rank_info, launch, private) as self.world:
-            self.rank_info = self.world  # an elastic run updates this object when ranks are lost or join
+        with rendezvous.join_world(
+            self.rank_info, launch, backend_setup.get_key_folder(parent, self.rank_info)
+        ) as world:
+            self.ranks = Ranks(world)
             if run_to_resume is None and self.rank_info.is_restart:
                 run_to_resume = self._find_run_of_same_launch(cfg)
             yield run_to_resume
@@ -292,8 +301,9 @@ class LaunchedRank:
         """Return the run of this launch's previous attempt. All ranks must call this method."""
         earlier = None
         if self.is_main:
-            name = config.get_experiment_name(type(cfg))
-            earlier = provenance.find_run_of_same_launch(Path(cfg.runs), name, sys.argv)
+            earlier = provenance.find_run_of_same_launch(
+                Path(cfg.runs), config.get_experiment_name(type(cfg)), sys.argv
+            )
         path = self.world.broadcast(str(earlier.path) if earlier else None)
         return RunFolder(Path(path)) if path else None
 
@@ -305,7 +315,7 @@ class LaunchedRank:
         """
         if self.rank_info.is_joining:
             return Attempt.join_newest_attempt(cfg, run_to_resume)
-        self.stop.can_stop_immediately = True
+        self.stop.mark_state_saved()
         try:
             opened = self._try_open_attempt(cfg, run_to_resume) if self.is_main else None
             content = self.world.broadcast(opened.to_content() if isinstance(opened, Attempt) else None)
@@ -313,7 +323,7 @@ class LaunchedRank:
             if self.stop.signal_number:
                 return EXIT_RESUMABLE
             raise
-        self.stop.can_stop_immediately = False
+        self.stop.mark_state_unsaved()
         if content is None:
             synchronize_before_exit()
             if isinstance(opened, UserError):
@@ -336,25 +346,26 @@ class LaunchedRank:
 
     def train(self, main: Main[T], cfg: T, attempt: Attempt) -> TrainingOutcome:
         """Train on this rank. Rank 0 also starts tracking the attempt with W&B."""
-        log_file = attempt.folder.log_file(self.rank_info.original_rank)
-        self.stop.log = open(log_file, "a")  # noqa: SIM115 (the file stays open until the process exits)
+        assert self.ranks is not None
+        self.stop.write_stacks_to(attempt.folder.log_file(self.rank_info.original_rank))
         if self.is_main and not self.rank_info.coordinator:  # in an elastic job, the launcher tracks the run
             attempt.tracker = wandb_tracker.Tracker.start(cfg, attempt.folder)
         try:
-            train_rank(main, cfg, self.world, attempt, self.stop)
+            train_rank(main, cfg, self.ranks, attempt, self.stop)
         except StopRequested as request:
             return TrainingOutcome(EXIT_RESUMABLE, is_agreed=request.together)
         return TrainingOutcome(0)
 
 
-def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: StopRequest) -> None:
+def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: StopRequest) -> None:
     """Call the experiment's `main` on one rank, and log the cause of any failure."""
+    world = ranks.current
     if world.nodes > 1 and world.launcher != "local" and not world.is_joining:
         host_checks.check_hosts(world, attempt.folder.path, mixed=cfg.launch.mixed)
     state_dicts.seed_global_rngs(seeds.derive_seed(cfg.seed, "init"))
-    run = Run(cfg, attempt.folder, world, attempt.prepared, stop)
+    run = Run(cfg, attempt.folder, ranks, attempt.prepared, stop)
     try:
-        stop.can_stop_immediately = True
+        stop.mark_state_saved()
         is_new_run = attempt.is_new and not world.is_joining
         optimizer_contract.check_optimizer_of_run(cfg.optim, attempt.folder.path / "code", is_new_run=is_new_run)
         setup = backend_setup.import_backend_setup(world.backend)
@@ -362,7 +373,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
             setup.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
         initial_weights.reset_weights_setting_on_resume(cfg, attempt.folder)
         main(cfg, run)
-        if world.is_main and not run.finished:
+        if run.world.is_main and not run.finished:
             raise RuntimeError("main() did not call run.report(...); add this call after the training loop")
     except (RuntimeError, TimeoutError, BlockingIOError) as raised:  # BlockingIOError: os.fork failed
         error = convert_shortage_error(raised)
@@ -373,7 +384,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
             raise StopRequested(together=False) from error
         silent = ""
         if is_timeout(error):
-            silent = describe_silent_ranks(world, max(2.0, 2 * run.compute_step_seconds()))
+            silent = describe_silent_ranks(run.world, max(2.0, 2 * run.compute_step_seconds()))
         run.log_failure(silent or error)
         if isinstance(error, DataWorkerError) and run.recovery is not None:
             run.recovery.exit_if_others_can_continue(str(error))
@@ -384,17 +395,10 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         raise
     except Exception as error:
         # The launcher sends a signal when other ranks have ended. The signal must not hide this error.
-        stop.can_stop_immediately = False
+        stop.mark_state_unsaved()
         run.log_failure(error)
         raise
     finally:
         for worker in multiprocessing.active_children():
             worker.kill()  # data workers ignore all other signals, and a failed rank must not wait for its workers
         run.close()
-
-
-def listen_for_stop_signals(cfg: Experiment, log: IO[str]) -> StopRequest:
-    """Install the stop signal handlers. Stack traces are written to `log` after the grace time."""
-    stop = StopRequest(cfg.checkpoint.grace, log)
-    stop.start_listening()
-    return stop

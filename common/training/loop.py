@@ -133,7 +133,6 @@ def iterate_steps(run: RunContext, evaluate: Evaluate) -> Iterator[Step]:
         run.resume()
     state = run.state
     assert state is not None
-    run.open_metrics_log(state)
     if run.loss_rank == MEAN and state.parts:
         model = state.parts[0]
         sharded_layers = (layer for layer in model.children() if hasattr(layer, "unshard"))  # added by fully_shard
@@ -219,7 +218,7 @@ def record_step(run: RunContext, step: Step) -> None:
     now = time.perf_counter()
     run.pace.record_step_end(now)
     run.progress.complete_step(step.number)
-    run.saver.stop_request.can_stop_immediately = False
+    run.saver.stop_request.mark_state_unsaved()
     run.metrics.add_step(step.number, now, step.values)
     if run.metrics.is_flush_due:
         run.metrics.flush()
@@ -273,7 +272,9 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     saver.save_if_best(run.step, scores)
     saver.checkpoint_or_stop(run.step, now=True)
     run.pace.exclude_pause()
-    saver.stop_request.can_stop_immediately = is_last
-    if is_last:  # reports and the model file may take longer than a step
-        saver.stop_request.dump_stacks_after(None)
+    if is_last:
+        saver.stop_request.mark_state_saved()
+        saver.stop_request.dump_stacks_after(None)  # reports and the model file may take longer than a step
+    else:
+        saver.stop_request.mark_state_unsaved()
     return scores

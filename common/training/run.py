@@ -63,7 +63,7 @@ class Run(RunContext):
             parts,
             optimizer,
             batches,
-            self.world,
+            self.ranks,
             replicated=replicated,
             peers=peers,
             scaler=scaler,
@@ -104,7 +104,7 @@ class Run(RunContext):
         which the caller updates in place; those of rank 0 are saved in checkpoints. The values that rank 0 passes to
         `Step.log` are written to metrics.jsonl. Checkpoints, stop requests, and heartbeats work as in `steps`.
         """
-        state = TrainState([], None, MeasurementPoints(points), self.world, tensors=tensors)
+        state = TrainState([], None, MeasurementPoints(points), self.ranks, tensors=tensors)
         self.set_up_training(state, dict, 0)
         return loop.iterate_steps(self, self.evaluate)
 
@@ -121,5 +121,5 @@ class Run(RunContext):
             )
         if self.world.is_main:
             self.finished = True
-            self.saver.stop_request.can_stop_immediately = False
+            self.saver.stop_request.mark_state_unsaved()  # until the model and the result are written
             final_report.write_final_report(self, reports)

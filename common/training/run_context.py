@@ -22,6 +22,7 @@ from common.data.prepare import PreparedDataset
 from common.measure import media, profiler
 from common.measure.metrics_log import MEAN, MetricsLog, SharedMetricsLog
 from common.measure.step_timing import StepDurations, StepTimer
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder, write_json
 from common.runs.metrics_writer import MetricsWriter
@@ -47,20 +48,21 @@ class RunContext:
         self,
         cfg: Experiment,
         folder: RunFolder,
-        world: World,
+        ranks: Ranks,
         prepared: PreparedDataset,
         stop: StopRequest | None = None,
     ) -> None:
         self.cfg = cfg
         self.folder = folder
-        self.world = world
+        self.ranks = ranks
+        world = ranks.current
         self.prepared = prepared
-        self.screen = ProgressDisplay(cfg.log, silent=not world.is_main)
+        self.open_screen()
         self.logger = self._open_log()
         trace = folder.attempt_folder / f"trace-{world.original_rank}.json"
         self.profiler = profiler.start_profiler(cfg.profile, trace, self.log_message)
         self.progress = RunProgress()
-        self.saver = Saver(cfg, folder, world, stop, self.log_message, self.progress)
+        self.saver = Saver(cfg, folder, ranks, stop, self.log_message, self.progress)
         if world.backend == "nccl" and world.size > 1:
             self.saver.start_silence_watch(self.log_failure)
         self.pace = StepDurations()
@@ -93,6 +95,11 @@ class RunContext:
         self.finished = False
         if world.is_main:
             write_json(folder.attempt_folder / "world.json", describe_world(world))
+
+    @property
+    def world(self) -> World:
+        """The ranks that train now. In an elastic run, the ranks may change between two steps."""
+        return self.ranks.current
 
     @property
     def step(self) -> int:
@@ -219,7 +226,8 @@ class RunContext:
             hook.before_load()
         parent = None
         rows = 0
-        loaded = self.saver.load(self.state)
+        self.metrics = self._create_metrics_log(self.state)
+        loaded = self.saver.load(self.state, self.metrics)
         if loaded is not None:
             parent = loaded.attempt
             rows = int(loaded.common["rows"])
@@ -248,11 +256,11 @@ class RunContext:
         """Add state that each rank saves and loads itself. Call this method before `register`."""
         self.local_parts[name] = part
 
-    def open_metrics_log(self, state: TrainState) -> None:
-        """Start logging the values of training steps to metrics.jsonl."""
+    def _create_metrics_log(self, state: TrainState) -> MetricsLog:
+        """Create the log that writes the values of training steps to metrics.jsonl."""
         log_class = SharedMetricsLog if get_enabled_elastic_settings(self.cfg) else MetricsLog
-        self.metrics = log_class(
-            self.world,
+        return log_class(
+            self.ranks,
             MetricsWriter(self.folder.metrics_file, self._warn_of_unwritable_metrics),
             state.loader,
             source=self.loss_rank,
@@ -260,7 +268,6 @@ class RunContext:
             progress=self.progress,
             show=self._show_progress,
         )
-        self.saver.metrics = self.metrics
 
     def _warn_of_unwritable_metrics(self, text: str) -> None:
         """Log a warning that metrics cannot be written, unless the cause is reported elsewhere.
@@ -283,6 +290,10 @@ class RunContext:
         self.saver.stop_evaluation_if_requested(self.step)
 
     # ---- log, progress and measurements
+
+    def open_screen(self) -> None:
+        """Open the progress display, which is silent unless this rank is rank 0."""
+        self.screen = ProgressDisplay(self.cfg.log, silent=not self.world.is_main)
 
     def _open_log(self) -> logging.Logger:
         logging.raiseExceptions = False  # a full disk is reported when metrics or checkpoints are written

@@ -31,6 +31,7 @@ from common.checkpoint.save_or_stop import POLL_SECONDS, SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest
 from common.config.config import ROOT
 from common.models import networks
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.techniques.data_parallel import ddp
@@ -73,7 +74,7 @@ def size_of(content: CheckpointState) -> int:
 
 def ours(folder: Path, world: World, content: CheckpointState) -> Side:
     path = world.broadcast(str(RunFolder.create(folder, "bench", "").claim_attempt().path) if world.is_main else "")
-    checkpoints = Checkpointer(RunFolder(Path(path), 1), world, Checkpoint(), print)
+    checkpoints = Checkpointer(RunFolder(Path(path), 1), Ranks(world), Checkpoint(), print)
     step = 0
 
     def side() -> float:
@@ -115,7 +116,7 @@ def training(world: World) -> dict[str, Side]:
     model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.make_unsynchronized_buffer_options())
     optimizer = optimizers.build_optimizer(model.parameters(), Optim(momentum=0.9))
     x, y = torch.randn(128 // world.size, 3, 32, 32), torch.zeros(128 // world.size, dtype=torch.long)
-    vote = SaveOrStopVote(world, Checkpoint(), StopRequest(60, sys.stderr))
+    vote = SaveOrStopVote(Ranks(world), Checkpoint(), StopRequest(60, sys.stderr))
 
     def step() -> None:
         optimizer.zero_grad()

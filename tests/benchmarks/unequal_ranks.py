@@ -17,6 +17,7 @@ from common.config import config
 from common.config.config import format_yaml
 from common.data import prepare
 from common.data.prepare import PreparedDataset
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.system import seeds
@@ -79,7 +80,7 @@ def train(shards: str, begins: int | None, world: World, prepared: PreparedDatas
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
-    run = DisturbedRun(cfg, RunFolder(path, 1), world, prepared)
+    run = DisturbedRun(cfg, RunFolder(path, 1), Ranks(world), prepared)
     try:
         with Spinning(core, begins if world.rank == 1 else None) as run.spinning, contextlib.redirect_stdout(None):
             ddp_multinode.main(cfg, run)

@@ -33,6 +33,7 @@ from common.config import config
 from common.data.loader import Loader
 from common.data.prepare import PreparedDataset
 from common.models import networks
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.training.run import Run
@@ -266,7 +267,7 @@ def train_as_made(
                 plant(special, self.state.parts[0], world)
             return done
 
-    run = Planted(cfg, folder, world, prepared)
+    run = Planted(cfg, folder, Ranks(world), prepared)
     changes = {"wrap_model": wrap_otherwise, "make_scaler": keep_scaler, "update_weights": look_behind}
     found = train_script(amp_accum, run, *((amp_accum, name, value) for name, value in changes.items()))
     sums = sums_of_ranks(found["state"])

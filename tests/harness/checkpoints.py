@@ -24,6 +24,7 @@ from common.checkpoint import state_dicts, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState, LoadedCheckpoint
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.training import optimizers
@@ -72,7 +73,7 @@ class Case:
         self.checkpoints = self.start()
 
     def start(self, world: World | None = None) -> Checkpointer:
-        return Checkpointer(self.folder, world or self.world, SETTINGS, self.said.append)
+        return Checkpointer(self.folder, Ranks(world or self.world), SETTINGS, self.said.append)
 
     def save(self, *steps: int) -> list[bool]:
         return [self.checkpoints.save(step, state_of(step, self.world.rank, self.world.size)) for step in steps]
@@ -198,7 +199,9 @@ def two(out: Path) -> int:
             for work in CASES:
                 case = Case(world, out, work.__name__)
                 found[work.__name__] = {"found": work(case), "said": case.said}
-            of_one = Checkpointer(RunFolder(out / "of_one", 2), world, SETTINGS, (said := list[str]()).append).load()
+            of_one = Checkpointer(
+                RunFolder(out / "of_one", 2), Ranks(world), SETTINGS, (said := list[str]()).append
+            ).load()
             assert of_one is not None
             whole = right(of_one, None) and of_one.local is None and not of_one.resumes_exactly
             found["of_one"] = {"found": {"step": of_one.step, "whole": whole}, "said": said}
@@ -215,7 +218,7 @@ def endless(folder: RunFolder, notes: Path) -> None:
     place = RankInfo(master=str(Path(tempfile.mkdtemp()) / "store"))
     with rendezvous.join_world(place, Launch(device="cpu", threads=1)) as world:
         folder, said = folder.claim_attempt(), list[str]()
-        checkpoints = Checkpointer(folder, world, SETTINGS, said.append)
+        checkpoints = Checkpointer(folder, Ranks(world), SETTINGS, said.append)
         newest = newest_of(folder)
         loaded = checkpoints.load()
         step = loaded.step if loaded else 0

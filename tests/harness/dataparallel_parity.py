@@ -15,6 +15,7 @@ from torch import nn
 from common.config import config
 from common.data.prepare import PreparedDataset
 from common.models.networks import ResNet
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.training.run import Run
@@ -61,7 +62,7 @@ def train(cfg: Config, _: str, world: World, prepared: PreparedDataset, folder: 
     def build(cfg: Config, run: Run) -> nn.Module:
         return ResNet("resnet18", run.sample_shape, run.classes, width=8).to(run.device, run.dtype)
 
-    run = Run(cfg, folder, world, prepared)
+    run = Run(cfg, folder, Ranks(world), prepared)
     found = train_script(resnet_dataparallel, run, (resnet_dataparallel, "build_model", build))
     return found if world.is_main else {}
 

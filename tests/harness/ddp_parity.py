@@ -27,6 +27,7 @@ from common.data.prepare import PreparedDataset
 from common.measure import step_timing
 from common.models import networks
 from common.models.sample_dropout import SampleDropout, add_dropout
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.techniques.data_parallel.scaling_report import ScalingReport
@@ -125,7 +126,7 @@ def make_mistake(model: nn.Module, mistake: str, world: World) -> nn.Module:
 
 def train(cfg: Config, mistake: str, world: World, prepared: PreparedDataset, folder: RunFolder) -> dict[str, Any]:
     """One case on this rank; on rank 0 its losses, full state and scores."""
-    run = (OneShard if mistake == "same_share" else Run)(cfg, folder, world, prepared)
+    run = (OneShard if mistake == "same_share" else Run)(cfg, folder, Ranks(world), prepared)
     before: dict[str, Tensor] = {}
     wrap, classify = ddp_multinode.wrap_model, evaluate.score_replicated
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.techniques.elastic import group
 from common.techniques.parameter_server.server import StalenessPolicy
@@ -47,7 +48,7 @@ def join(folder: Path, rank: int) -> ParameterServerRank:
     )
     network = nn.Linear(SIZE // 8, 2, bias=False)
     worker = ParameterServerRank(
-        network, world, partial(torch.optim.SGD, lr=0.1), servers=1, policy=StalenessPolicy("sync", 0, 2)
+        network, Ranks(world), partial(torch.optim.SGD, lr=0.1), servers=1, policy=StalenessPolicy("sync", 0, 2)
     )
     network.weight.grad = torch.ones_like(network.weight)
     worker.start_serving(0)

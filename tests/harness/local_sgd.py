@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from common.api import Run, build_optimizer, init_network
 from common.config import config
 from common.data.prepare import PreparedDataset
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.techniques.local_sgd.worker import LocalWorker
@@ -87,7 +88,7 @@ def train_with_torch(cfg: Config, run: Run) -> None:
 def train(cfg: Any, special: str, world: World, prepared: PreparedDataset, folder: RunFolder) -> dict[str, Any]:
     """One case on this rank; on rank 0 its losses, parameters and scores."""
     scripts = {"ddp": ddp_multinode, "torch": SimpleNamespace(main=train_with_torch)}
-    run = Run(cfg, folder, world, prepared)
+    run = Run(cfg, folder, Ranks(world), prepared)
     found = train_script(scripts.get(special, local_sgd), run, *make_mistake(special, world))
     worker = getattr(run.state, "worker", None)
     return found | {"counts": worker.counts.tolist() if worker else []}

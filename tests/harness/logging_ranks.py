@@ -16,6 +16,7 @@ import torch
 from common.measure.metrics_log import MEAN, MetricsLog
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
+from common.ranks.ranks import Ranks
 from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
 from configs.launch import Launch
@@ -38,7 +39,7 @@ def main(path: str, mode: str) -> int:
     def body(place: RankInfo) -> None:
         with rendezvous.join_world(place, Launch(device="cpu", threads=1, step_timeout=5.0)) as world:
             source = MEAN if mode == "averaged" else int(mode)
-            log = MetricsLog(world, MetricsWriter(folder.metrics_file, print), Counted(), source=source)
+            log = MetricsLog(Ranks(world), MetricsWriter(folder.metrics_file, print), Counted(), source=source)
             for step in range(1, STEPS + 1):
                 values: dict[str, torch.Tensor | float | None] = {"loss": torch.tensor(float(step + world.rank))}
                 if step % 10 == 1:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from common.config import config
 from common.data import prepare
 from common.models.networks import ResNet, SimpleNN
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.techniques.pipeline import model_split
@@ -156,7 +157,7 @@ def train(
             MISTAKES[mistake](pipe)
         return pipe
 
-    run = Run(cfg, folder, world, prepared)
+    run = Run(cfg, folder, Ranks(world), prepared)
     found = train_script(kind.script, run, (model_split, "build_pipeline_engine", build_otherwise))
     torch.save(found["state"], folder.path / f"state-{world.rank}.pt")
     dist.barrier()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from common.checkpoint import rank_file, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState, LoadedCheckpoint
 from common.checkpoint.storage import CheckpointPath, Manifest, StagingDir
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
@@ -64,7 +65,7 @@ def sound(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
             draft.create()
             for rank in range(RANKS):
                 seat = dataclasses.replace(world, rank=rank, size=RANKS)
-                saver = Checkpointer(attempt, seat, Checkpoint(), print)
+                saver = Checkpointer(attempt, Ranks(seat), Checkpoint(), print)
                 content = saver._collect_rank_content(step, part_of(number, step, rank))
                 name = storage.make_rank_file_name(rank)
                 entries[name] = rank_file.write_rank_file(draft.path / name, content)
@@ -197,7 +198,7 @@ def check(world: World, path: Path, original: Path) -> str:
     there = [place.is_symlink() or place.exists() for place in places]
     said: list[str] = []
     try:
-        loaded = Checkpointer(RunFolder(path).claim_attempt(), world, Checkpoint(), said.append).load()
+        loaded = Checkpointer(RunFolder(path).claim_attempt(), Ranks(world), Checkpoint(), said.append).load()
     except UserError as error:
         assert not any(good) and "no valid checkpoint left" in str(error)
         if any(there):  # else all are lost

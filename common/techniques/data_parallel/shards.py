@@ -99,7 +99,6 @@ class AutoShards(StepHook):
         """
         self.run = run
         self.measure_speed = measure_speed
-        self.world = run.world
         self.log_message = run.log_message
         self.speeds: list[StepTimeModel] = []
         """Step time models of all ranks; empty before `before_load`."""
@@ -115,7 +114,7 @@ class AutoShards(StepHook):
     def before_load(self) -> None:
         """Measure the speeds of all ranks, and choose the first shards."""
         speed = self.measure_speed(sum(self.loader.counts))
-        lines = self.world.all_gather([speed.base, speed.per_sample])
+        lines = self.run.world.all_gather([speed.base, speed.per_sample])
         self.speeds = [StepTimeModel(*line) for line in lines]
         self.history = [(1, self.loader.counts)]
         measured = ", ".join(f"{speed} on rank {rank}" for rank, speed in enumerate(self.speeds))
@@ -132,7 +131,7 @@ class AutoShards(StepHook):
         steps = 0
         for (first, counts), end in zip(self.history, ends, strict=True):
             overlap = max(0, end - max(first, first_step))
-            samples += counts[self.world.rank] * overlap
+            samples += counts[self.run.world.rank] * overlap
             steps += overlap
         return samples / steps if steps else float(self.loader.local_samples)
 
@@ -161,7 +160,7 @@ class AutoShards(StepHook):
         `seconds` is the typical duration of this rank's latest steps, without the time spent waiting for other ranks.
         All of these steps must have used the current shards. All ranks must call this method.
         """
-        durations = self.world.all_gather(seconds)
+        durations = self.run.world.all_gather(seconds)
         counts = self.loader.counts
         for rank, duration in enumerate(durations):
             self.speeds[rank] = self.speeds[rank].rescale_line(counts[rank], duration)
@@ -178,7 +177,7 @@ class AutoShards(StepHook):
         seconds = predict_slowest_rank_seconds(self.speeds, counts)
         if seconds > (1 - GAIN) * current_seconds:
             return False
-        self.loader.set_shards(self.world.rank, counts)
+        self.loader.set_shards(self.run.world.rank, counts)
         self.history = [change for change in self.history if change[0] < step]
         self.history.append((step, counts))
         self.log_message(

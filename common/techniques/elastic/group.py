@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common.ranks.rendezvous import World
 from common.techniques.elastic.member import Member
 
 Connections = list[tuple[int, int]]  # file descriptor and inode of each connection
@@ -85,12 +84,6 @@ def free_left_process_groups() -> None:
     groups = LEFT_GROUPS.copy()
     LEFT_GROUPS.clear()
     threading.Thread(target=groups.clear, daemon=True, name="free groups").start()
-
-
-def update_world_fields(world: World, **facts: Any) -> None:
-    """Change fields of a frozen `World` in place, so that all users of this object see the new values."""
-    for name, fact in facts.items():
-        object.__setattr__(world, name, fact)
 
 
 def list_connections(*excluded: socket.socket) -> Connections:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import gc
 import os
-import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ from common.measure.metrics_log import SharedMetricsLog, Values
 from common.ranks import objects
 from common.ranks.rank_info import COORDINATOR_KEY_VARIABLE
 from common.runs.folder import write_json
-from common.runs.progress import ProgressDisplay
 from common.runs.rank_changes import GENERATIONS_FILE, describe_rank_change
 from common.system.errors import UserError, is_timeout
 from common.techniques.elastic import group, peer_copy
@@ -68,7 +66,7 @@ class ElasticRecovery(RecoveryHook):
         self.run = run
         self.state = state
         self.metrics = run.metrics
-        group.update_world_fields(world, started_as_rank=world.original_rank)
+        world = run.ranks.update(started_as_rank=world.original_rank)
         self.joining = world.is_joining
         self.writes_metrics = world.is_main
         """True if this rank writes the metrics as rank 0 of the newest generation that was formed successfully."""
@@ -237,11 +235,11 @@ class ElasticRecovery(RecoveryHook):
         rank. Raises RuntimeError if communication fails.
         """
         run = self.run
-        world = run.world
         self.connections = []
-        group.form_process_group(self.member, world.timeout, world.original_rank)
+        group.form_process_group(self.member, run.world.timeout, run.world.original_rank)
         self._cut_connections_on_generation_end()
         self._update_ranks(generation)
+        world = run.world
 
         # Copy the state of the source rank.
         facts = self._collect_run_facts(change) if dist.get_rank() == generation.source else None
@@ -257,7 +255,7 @@ class ElasticRecovery(RecoveryHook):
 
         # Move the metrics and the progress display to the new rank 0.
         if world.is_main != self.writes_metrics:
-            run.screen = ProgressDisplay(run.cfg.log, silent=not world.is_main)
+            run.open_screen()
         if world.is_main and not self.writes_metrics:
             self.metrics.take_over_metrics_file()
         self.writes_metrics = world.is_main
@@ -265,14 +263,14 @@ class ElasticRecovery(RecoveryHook):
         return RankChange(**facts["change"])
 
     def _update_ranks(self, generation: Generation) -> None:
-        """Set the ranks and hosts of the world to those of the new process group."""
-        world = self.run.world
+        """Set the ranks and hosts of the run to those of the new process group."""
         rank = dist.get_rank()
-        group.update_world_fields(world, rank=rank, size=len(generation.members), is_joining=False, store=None)
+        size = len(generation.members)
+        world = self.run.ranks.update(rank=rank, size=size, is_joining=False, store=None)
         hosts = world.all_gather(socket.gethostname())
         host = hosts[rank]
         local_rank = hosts[:rank].count(host)
-        group.update_world_fields(world, hosts=tuple(hosts), local_rank=local_rank, local_size=hosts.count(host))
+        self.run.ranks.update(hosts=tuple(hosts), local_rank=local_rank, local_size=hosts.count(host))
 
     def _divide_batches(self, members: Sequence[int]) -> None:
         """Divide each batch among the members in proportion to the `shards` setting, or equally if it is not set."""
@@ -324,7 +322,7 @@ class ElasticRecovery(RecoveryHook):
             run.log_message(
                 "fewer ranks than elastic.min remain; saving a checkpoint so that the run can be resumed with all ranks"
             )
-            run.saver.stop_request.signal_number = signal.SIGUSR2
+            run.saver.stop_request.request_stop()
         if run.world.is_main:
             with contextlib.suppress(UserError):  # a full disk is reported when metrics or checkpoints are written
                 write_json(run.folder.attempt_folder / GENERATIONS_FILE, run.progress.generations)

@@ -13,6 +13,7 @@ from common.checkpoint import extension, state_dicts
 from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
 from common.checkpoint.train_state import TrainState
 from common.data.loader import Loader
+from common.ranks.ranks import Ranks
 from common.techniques.local_sgd.worker import LocalWorker
 
 
@@ -28,7 +29,13 @@ class LocalState(TrainState):
 
     def __init__(self, worker: LocalWorker, optimizer: Optimizer, loader: Loader, **options: Any) -> None:
         super().__init__(
-            [worker.network], optimizer, loader, worker.world, replicated=True, tensors=worker.shared_tensors, **options
+            [worker.network],
+            optimizer,
+            loader,
+            Ranks(worker.world),
+            replicated=True,
+            tensors=worker.shared_tensors,
+            **options,
         )
         self.worker = worker
 

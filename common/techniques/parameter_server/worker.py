@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.techniques.parameter_server.server import (
     MakeOptimizer,
@@ -58,7 +59,7 @@ class ParameterServerRank:
     def __init__(
         self,
         network: nn.Module,
-        world: World,
+        ranks: Ranks,
         make_optimizer: MakeOptimizer,
         *,
         servers: int,
@@ -71,7 +72,8 @@ class ParameterServerRank:
         Raises UserError if there are more servers than parameters.
         """
         self.network = network
-        self.world = world
+        self.ranks = ranks
+        world = ranks.current
         self.policy = policy
         self.parameters = list(network.parameters())
         self.flat = parameters_to_vector(self.parameters).detach()
@@ -85,6 +87,11 @@ class ParameterServerRank:
         """Ranks of the servers to which this rank sends messages; empty while serving is stopped."""
         self.threads: list[threading.Thread] = []
         self.ticket = 0
+
+    @property
+    def world(self) -> World:
+        """The ranks that train now."""
+        return self.ranks.current
 
     def start_serving(self, done: int) -> None:
         """Start serving all workers after `done` completed steps.

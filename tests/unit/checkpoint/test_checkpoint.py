@@ -24,6 +24,7 @@ from torch import nn
 from common.checkpoint import checkpointer, rank_file, state_dicts, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState
 from common.checkpoint.storage import CheckpointPath
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.system.errors import RunTakenError, UserError
@@ -57,7 +58,7 @@ class Disk:
         self.checkpoints = self.start()
 
     def start(self, **settings: Any) -> Checkpointer:
-        return Checkpointer(self.folder, self.world, Checkpoint(**{"retries": 0} | settings), self.said.append)
+        return Checkpointer(self.folder, Ranks(self.world), Checkpoint(**{"retries": 0} | settings), self.said.append)
 
     def save(self, *steps: int) -> None:
         for step in steps:
@@ -621,7 +622,7 @@ def test_two_processes_get_their_parts_back(two: Any) -> None:
 
 def test_one_process_takes_what_two_have_saved(two: Any, world: World) -> None:
     said: list[str] = []
-    loaded = Checkpointer(RunFolder(two[0] / "round_trip", 2), world, Checkpoint(), said.append).load()
+    loaded = Checkpointer(RunFolder(two[0] / "round_trip", 2), Ranks(world), Checkpoint(), said.append).load()
     assert loaded is not None and right(loaded, None)
     assert (loaded.step, loaded.processes, loaded.local, loaded.resumes_exactly) == (200, 2, None, False)
     assert (
@@ -660,7 +661,7 @@ def test_a_name_that_two_ranks_give_is_refused(two: Any) -> None:
 
 def test_sharded_parameters_go_on_and_are_whole_in_the_file(two: Any, world: World) -> None:
     assert found(two, "sharded") == [{"equal": True, "sizes": [4, 4]}, {"equal": True, "sizes": [0, 0]}]
-    loaded = Checkpointer(RunFolder(two[0] / "sharded", 2), world, Checkpoint(), print).load()
+    loaded = Checkpointer(RunFolder(two[0] / "sharded", 2), Ranks(world), Checkpoint(), print).load()
     assert loaded is not None
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     state_dicts.load_tensors(model.named_parameters(), loaded.model)

@@ -12,6 +12,7 @@ import torch
 
 from common.checkpoint.save_or_stop import SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from configs.shared import Checkpoint
 from tests.harness.processes import wait_until
@@ -26,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def make_vote(settings: Checkpoint) -> SaveOrStopVote:
     world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
-    return SaveOrStopVote(world, settings, StopRequest(60, sys.stderr))
+    return SaveOrStopVote(Ranks(world), settings, StopRequest(60, sys.stderr))
 
 
 def test_the_clock_of_saving_begins_anew_with_each_save_and_not_with_each_look(clock: list[float]) -> None:

@@ -18,6 +18,7 @@ from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
 from common.data import loader as data
 from common.data import prepare
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.training.run import Run
@@ -82,11 +83,11 @@ def train(gpu: Played, world: World, cache: Path, folder: Path, epoch: int, ever
     images, _ = load_train_test(prepared, cfg.data)
     folder.mkdir()
     with open(folder / "stacks", "w") as log:
-        run = Run(cfg, RunFolder(folder).claim_attempt(), world, prepared, StopRequest(60, log))
+        run = Run(cfg, RunFolder(folder).claim_attempt(), Ranks(world), prepared, StopRequest(60, log))
         model = nn.Linear(1, 1)
         loader = data.Loader(images, len(images) // epoch, 0, world.device, torch.float32)
         assert loader.steps == epoch
-        training = Saved([model], torch.optim.SGD(model.parameters()), loader, world)
+        training = Saved([model], torch.optim.SGD(model.parameters()), loader, Ranks(world))
         training.gpu = gpu
         training.gpus = {torch.device("cuda", 0)} if cuda else set()
 

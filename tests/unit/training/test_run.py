@@ -20,6 +20,7 @@ from common.config import config
 from common.data.prepare import PreparedDataset, prepare_digits
 from common.measure.metrics_log import MetricsLog
 from common.models import networks
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
@@ -50,7 +51,7 @@ def test_values_that_only_some_steps_have_are_all_written(mode: str, tmp_path: P
 
 
 def test_an_evaluation_stands_behind_the_steps_that_it_is_about(run: Run, group: None) -> None:
-    log = MetricsLog(run.world, MetricsWriter(run.folder.metrics_file, print), Counted(), source=0)
+    log = MetricsLog(run.ranks, MetricsWriter(run.folder.metrics_file, print), Counted(), source=0)
     for step in (1, 2, 3):
         log.add_step(step, 0.0, {"loss": torch.tensor(float(step))})
     log.write_values(3, {"test_loss": 0.5})
@@ -111,7 +112,10 @@ def test_on_nccl_a_rank_that_hangs_is_named_before_the_time_is_over(tmp_path: Pa
         store=HashStore(),
     )
     run = Run(
-        config.load_config(Config, ["launch.step_timeout=2"]), folder, world, PreparedDataset("digits", tmp_path, {})
+        config.load_config(Config, ["launch.step_timeout=2"]),
+        folder,
+        Ranks(world),
+        PreparedDataset("digits", tmp_path, {}),
     )
     wait_until(lambda: "ERROR" in folder.log_file(1).read_text(), "the watch has told", 20)
     run.close()
@@ -125,7 +129,7 @@ def test_on_nccl_a_rank_that_hangs_is_named_before_the_time_is_over(tmp_path: Pa
 def run(tmp_path: Path) -> Run:
     folder = RunFolder.create(tmp_path, "mnist_pipeline", "").claim_attempt()
     world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
-    return Run(Config(), folder, world, PreparedDataset("digits", tmp_path, {}))
+    return Run(Config(), folder, Ranks(world), PreparedDataset("digits", tmp_path, {}))
 
 
 @pytest.fixture
