@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
+import torch
 
 from common.measure.metrics_log import SharedMetricsLog
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.metrics_writer import MetricsWriter
 from tests.harness.logging_ranks import Counted
 
 
 def open_log(file: Path, *, is_main: bool) -> SharedMetricsLog:
-    world = cast(World, SimpleNamespace(is_main=is_main))
-    return SharedMetricsLog(world, MetricsWriter(file, print), Counted())
+    world = World(hosts=("here", "here"), device=torch.device("cpu"), backend="gloo", threads=1)
+    ranks = Ranks(dataclasses.replace(world, rank=0 if is_main else 1, size=2))
+    return SharedMetricsLog(ranks, MetricsWriter(file, print), Counted())
 
 
 def add_steps(log: SharedMetricsLog, first: int, last: int) -> None:
@@ -29,7 +31,7 @@ def add_steps(log: SharedMetricsLog, first: int, last: int) -> None:
 
 def become_main(log: SharedMetricsLog) -> None:
     """Continue after the loss of rank 0, as the members of a new generation do."""
-    cast(Any, log.world).is_main = True
+    log.ranks.update(rank=0)
     log.take_over_metrics_file()
     log.write_rows(log.collect_unwritten_rows())
 
