@@ -26,7 +26,7 @@ class Launch:
     """All-reduce algorithm of the built-in backend: ring, halving_doubling, tree, star, sharded_star, or two_level
     (which sends the fewest bytes between hosts). Algorithms can be combined by message size: tree<65536<ring uses tree
     for small messages and ring for messages of at least 65,536 bytes. auto measures the links once, chooses such a
-    combination and stores it in config.yaml. With more than 256 ranks, auto excludes ring and sharded_star, because
+    combination and stores it in resolved.yaml. With more than 256 ranks, auto excludes ring and sharded_star, because
     these algorithms have too many transfers to simulate. FILE.py:function is a custom algorithm:
     function(ranks) returns one list per rank, which contains tuples (action, chunk, peer). The action is 'send',
     'receive' or 'add'.

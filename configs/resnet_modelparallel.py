@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Self
 
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.optional import InitialWeights, Sweep
@@ -96,12 +96,13 @@ class Config(Sweep, Stages, InitialWeights):
     def estimated_parameters(self) -> float:
         return RESNETS.get(self.model, 0) * (self.width / 64) ** 2
 
-    def adapt_to_gpus(self, gpus: int) -> None:
+    def adapt_to_gpus(self, gpus: int) -> Self:
         if self.devices != ["auto"] or not gpus or self.launch.excludes_gpus or self.mode == "single":
-            return
+            return self
         is_one_pipeline = self.launch.nodes == self.stages_per_process == self.replicas == 1
         if is_one_pipeline and self.supports_one_process():
-            self.devices = [f"cuda:{stage % gpus}" for stage in range(self.stages)]
+            return replace(self, devices=[f"cuda:{stage % gpus}" for stage in range(self.stages)])
+        return self
 
     def supports_one_process(self) -> bool:
         """Return whether a single process can execute the schedule with the selected engine."""

@@ -7,8 +7,8 @@ several fields; their error messages include a remedy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Self
 
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.launch import Launch
@@ -35,8 +35,8 @@ class Data:
     root/train/<class>/* and root/val/<class>/*. generated contains random pixels and labels, for measuring throughput
     only. vectors contains samples of 10 numbers in 5 classes. FILE.py:function is a custom data set: function(root)
     returns train images, train labels, test images and test labels as NumPy arrays. Images are uint8 [N, H, W] or [N,
-    3, H, W], vectors are uint8 [N, D], and labels start at 0. After a fallback, `data.name` is the name of the data set
-    that was used."""
+    3, H, W], vectors are uint8 [N, D], and labels start at 0. After a fallback, resolved.yaml contains the name of the
+    data set that was used."""
     root: str = "data"
     """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
     With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
@@ -244,7 +244,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         if not self.trains:
-            self.data.name = "none"
+            self.data = replace(self.data, name="none")
 
     @property
     def processes(self) -> int:
@@ -287,11 +287,9 @@ class Experiment:
         """Return the files and folders that settings refer to, by the dotted name of the setting."""
         return {"runs": self.runs, "data.root": self.data.root, "data.cache": self.data.cache}
 
-    def adapt_to_gpus(self, gpus: int) -> None:
-        """Set values that depend on the number of GPUs.
-
-        A local run calls this method before the run folder is created.
-        """
+    def adapt_to_gpus(self, gpus: int) -> Self:
+        """Return the config of a local run on a machine with this number of GPUs."""
+        return self
 
     def check(self) -> None:
         """Raise ValueError if settings are incompatible. The error message includes a remedy."""

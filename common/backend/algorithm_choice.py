@@ -1,27 +1,27 @@
 """Choose the all-reduce algorithm of a run and store the choice.
 
 With `launch.algorithm=auto`, the links between ranks are measured once per run, and the chosen algorithm is stored in
-config.yaml. Floating-point sums depend on the order of the summands, and this order depends on the algorithm.
+resolved.yaml. Floating-point sums depend on the order of the summands, and this order depends on the algorithm.
 Therefore, a resumed run is bit-identical to an uninterrupted run only if it uses the stored algorithm.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
 from common.backend import algorithms
 from common.backend.cost import MessageTimeLine, MessageTimeLines, choose_algorithms_by_size, fit_message_time_line
 from common.backend.registration import replace_all_reduce_algorithm
-from common.config.config import read_config_file
+from common.config.config import read_settings
 from common.config.custom_code import use_file_copies
 from common.ranks.rendezvous import World
-from common.runs.folder import write_atomic
+from common.runs.resolved_settings import record_resolved_settings
 from configs.launch import Launch
 
 CONFIG_KEY = "launch.algorithm"
@@ -35,28 +35,27 @@ LinkTimes = list[list[float]]
 def set_all_reduce_algorithm(launch: Launch, run: Path, world: World) -> None:
     """Set the all-reduce algorithm of the run on this rank.
 
-    All ranks must call this function. If `launch.algorithm` is `auto`, the chosen algorithm is stored in `launch` and,
-    for later attempts, in the config.yaml file of the run folder.
+    All ranks must call this function. If `launch.algorithm` is `auto`, the chosen algorithm is stored in the run folder
+    `run` for later attempts.
     """
     if launch.algorithm == "auto":
-        launch.algorithm = load_or_choose_algorithm(run / "config.yaml", world)
+        launch = replace(launch, algorithm=load_or_choose_algorithm(run, world))
     replace_all_reduce_algorithm(world.transport, use_file_copies(launch, run / "code").algorithm)
 
 
-def load_or_choose_algorithm(config_file: Path, world: World) -> str:
-    """Return the all-reduce algorithm that config.yaml contains, or choose one.
+def load_or_choose_algorithm(run: Path, world: World) -> str:
+    """Return the all-reduce algorithm of a run folder, or choose and store one if the setting is `auto`.
 
-    If config.yaml contains `auto`, the chosen algorithm replaces this value. All ranks must call this function.
+    All ranks must call this function. Raises UserError if the choice cannot be written.
     """
-    stored = read_config_file(config_file).get(CONFIG_KEY) if world.is_main else None
+    stored = read_settings(run).get(CONFIG_KEY) if world.is_main else None
     stored = world.broadcast(stored)
     if stored not in (None, "auto"):
         return str(stored)
     choice = world.broadcast(choose_algorithm_by_link_speeds(world))
     if world.is_main:
         print(f"{CONFIG_KEY}=auto: using {describe_algorithm_choice(choice)}", flush=True)
-        if stored:
-            store_algorithm_choice(config_file, choice)
+        record_resolved_settings(run, {CONFIG_KEY: choice})
     return str(choice)
 
 
@@ -140,13 +139,3 @@ def describe_algorithm_choice(choice: str) -> str:
     for bound, name in zip(parts[1::2], parts[2::2], strict=True):
         description += f", {name} for {int(bound):,} bytes or more"
     return description
-
-
-def store_algorithm_choice(config_file: Path, choice: str) -> None:
-    """Store the chosen algorithm in the config.yaml file of a run.
-
-    Raises UserError if the file cannot be written.
-    """
-    tree = OmegaConf.load(config_file)
-    OmegaConf.update(tree, CONFIG_KEY, choice)
-    write_atomic(config_file, OmegaConf.to_yaml(tree))

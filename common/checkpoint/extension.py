@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from common.checkpoint import storage
-from common.config import config
+from common.config import changed_settings, config
 from common.runs.folder import MODEL_FACTS_FILE, RunFolder, read_json
 from common.system.errors import UserError
 from common.system.text import format_count
@@ -84,17 +84,17 @@ def check_settings_of_finished_run(folder: RunFolder, cfg: Experiment) -> None:
     """Raise UserError if the run is finished and the config changes settings without adding steps."""
     if folder.result.get("state") != "finished" or config_adds_steps(folder, cfg):
         return
-    # `changes` compares the config with config.yaml. The newest attempt may have used other settings than config.yaml,
-    # so the config is also compared with the settings of the newest attempt.
-    changes = config.find_changes(folder.path / "config.yaml", cfg)
+    # `changes` compares the config with the run's settings. The newest attempt may have used other settings, so the
+    # config is also compared with the settings of the newest attempt.
+    changes = config.find_changes(folder.path, cfg)
     ineffective = dict(changes)
-    for name, (original, newest) in config.read_last_changes(folder.path).items():
+    for name, (original, newest) in changed_settings.read_last_changes(folder.path).items():
         _, requested = changes.get(name, (original, original))
         ineffective[name] = (newest, requested)
     ineffective = {name: pair for name, pair in ineffective.items() if pair[0] != pair[1]}
     if ineffective:
         raise UserError(
-            f"{folder.path.name} is finished: {config.describe_changes(ineffective)} has no effect; "
+            f"{folder.path.name} is finished: {changed_settings.describe_changes(ineffective)} has no effect; "
             "increase steps or epochs, or start a new run"
         )
 

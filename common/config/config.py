@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import json
 import os
 import sys
 import textwrap
@@ -24,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 import yaml
 from omegaconf import OmegaConf
 
+from common.config.changed_settings import Changes, describe_changes, read_changes_of_attempts, read_last_changes
 from common.config.config_keys import list_keys, parse_value, reject_unused_keys, suggest_key
 from common.system.errors import UserError
 from configs.shared import TRAINING_KEYS, Experiment
@@ -64,6 +64,8 @@ FIXED_KEYS = (
 )
 RANKS_PER_NODE = "processes_per_node"  # sets the number of ranks in experiments without pipeline stages
 YAML_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the loader of libyaml is eight times faster
+CONFIG_FILE = "config.yaml"  # the settings with which a run was started
+RESOLVED_FILE = "resolved.yaml"  # the settings that a run has measured or chosen, if any
 USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=value ...]"
 OPTION_VALUES = {
     "--config": "file, such as runs/<id>/config.yaml",
@@ -102,6 +104,18 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines")
     return flatten_mapping(tree)
+
+
+def read_settings(run: Path) -> dict[str, Any]:
+    """Read the settings of a run as text, by dotted name: config.yaml, overridden by resolved.yaml if it exists.
+
+    resolved.yaml contains the values that the run has measured or chosen. Older versions stored these values in
+    config.yaml. Raises UserError if a file is invalid or config.yaml does not exist.
+    """
+    settings = read_config_file(run / CONFIG_FILE)
+    if (run / RESOLVED_FILE).exists():
+        settings |= read_config_file(run / RESOLVED_FILE)
+    return settings
 
 
 def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
@@ -247,8 +261,7 @@ def load_config(
         resumed = {name: new for name, (_, new) in read_last_changes(command_line.resume).items()}
         user_values |= from_file | resumed
     elif command_line.file:
-        check_settings_unchanged(command_line.file)
-        from_file = read_config_file(command_line.file)
+        from_file = read_repeated_config(command_line.file)
         user_values |= from_file
     else:
         from_file = read_config_file(ROOT / "configs" / f"{get_experiment_name(schema)}.yaml")
@@ -262,13 +275,13 @@ def load_config(
 
 
 def read_resumed_config(schema: type[Experiment], run: Path, new_values: Mapping[str, str]) -> dict[str, Any]:
-    """Read config.yaml of a run. Raises UserError if the run cannot be resumed with `new_values`."""
-    file = run / "config.yaml"
+    """Read the settings of a run. Raises UserError if the run cannot be resumed with `new_values`."""
+    file = run / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"--resume {run}: not a run folder (no config.yaml); list the runs with: make status")
-    stored = read_config_file(file)
-    if not stored:
+    if not read_config_file(file):
         raise UserError(f"{file} is empty; restore it or start a new run")
+    stored = read_settings(run)
     name = get_experiment_name(schema)
     experiment = run.absolute().name.rsplit("-", 3)[0]
     if experiment != name:
@@ -280,93 +293,58 @@ def read_resumed_config(schema: type[Experiment], run: Path, new_values: Mapping
     return stored
 
 
-def check_settings_unchanged(file: Path) -> None:
-    """Raise UserError if `file` is the config.yaml of a run that was resumed with other settings."""
+def read_repeated_config(file: Path) -> dict[str, Any]:
+    """Read the file of the option --config. The config.yaml of a run includes the values in its resolved.yaml.
+
+    Raises UserError if the run was resumed with other settings.
+    """
     changes = read_changes_of_attempts(file.parent)
     if changes:
         problem = f"{file} contains the initial settings of a run that was resumed with different settings"
         remedy = "to train with the initial settings, copy the file to another folder"
         raise UserError(f"{problem} ({describe_changes(changes)}), so a single run cannot repeat it; {remedy}")
+    return read_settings(file.parent) if file.name == CONFIG_FILE else read_config_file(file)
 
 
 def format_yaml(settings: Experiment) -> str:
-    """Return the resolved config as YAML. This text is sufficient to repeat the run."""
+    """Return the config as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(settings))
 
 
 def format_yaml_with_keys_of_file(settings: Experiment, file: Path) -> str:
     """Return the config as YAML, limited to the keys of `file`, which an older version has written."""
     values: Any = OmegaConf.to_container(OmegaConf.structured(settings))
-    tree = OmegaConf.create()
     names_in_file = read_config_file(file)
-    for name, value in flatten_mapping(values).items():
-        if name in names_in_file:
-            OmegaConf.update(tree, name, value)
+    return format_values({name: value for name, value in flatten_mapping(values).items() if name in names_in_file})
+
+
+def format_values(values: Mapping[str, Any]) -> str:
+    """Return values by dotted name as YAML."""
+    tree = OmegaConf.create()
+    for name, value in values.items():
+        OmegaConf.update(tree, name, value)
     return OmegaConf.to_yaml(tree)
 
 
-Changes = dict[str, tuple[Any, Any]]  # old and new value by dotted name, as strings or lists of strings
-CHANGES_FILE = "changed.json"  # exists in an attempt folder if the attempt's settings differ from config.yaml
 # keys and groups that do not affect training
 UNRELATED_KEYS = ("runs", "data.root", "data.cache", "launch.", "log.", "checkpoint.")
 
 
-def find_changes(file: Path, settings: Experiment) -> Changes:
-    """Return the training and tracking settings that differ from the settings in a YAML file."""
-    old = read_config_file(file)
+def find_changes(run: Path, settings: Experiment) -> Changes:
+    """Return the training and tracking settings that differ from the settings of a run.
+
+    The result is empty if all differing values are those of config.yaml: the values in resolved.yaml then apply.
+    """
+    requested = read_config_file(run / CONFIG_FILE)
+    old = read_settings(run)
     new = flatten_mapping(yaml.load(format_yaml(settings), Loader=yaml.BaseLoader))  # noqa: S506 (as above)
     changes = {}
     for name, value in new.items():
         if name in old and old[name] != value and not name.startswith(UNRELATED_KEYS):
             changes[name] = (old[name], value)
-    return changes
-
-
-def describe_changes(changed: Changes) -> str:
-    """Format changed settings as text, such as `stages 2 -> 1`."""
-    return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
-
-
-def read_last_changes(run: Path) -> Changes:
-    """Read the settings of a run's newest attempt that differ from config.yaml."""
-    attempts = sorted(path for path in run.glob("attempts/[0-9]*") if path.name.isdecimal())
-    return read_changes(attempts[-1] / CHANGES_FILE) if attempts else {}
-
-
-def read_changes_of_attempts(run: Path) -> Changes:
-    """Read the training settings that differ from config.yaml in any attempt of a run."""
-    changes: Changes = {}
-    for path in sorted(run.glob(f"attempts/[0-9]*/{CHANGES_FILE}")):
-        changes |= read_changes(path)
-    return {name: pair for name, pair in changes.items() if not name.startswith("wandb.")}
-
-
-def is_setting_text(value: Any) -> bool:
-    """Return whether a value is a string or a list of strings."""
-    if isinstance(value, list):
-        return all(isinstance(element, str) for element in value)
-    return isinstance(value, str)
-
-
-def read_changes(path: Path) -> Changes:
-    """Read the changed settings from a file. Return an empty dict if the file does not exist.
-
-    Raises UserError if the file is damaged.
-    """
-    try:
-        changes = {}
-        for name, (old, new) in json.loads(path.read_text()).items():
-            if not (is_setting_text(old) and is_setting_text(new)):
-                raise ValueError
-            changes[name] = (old, new)
-        return changes
-    except FileNotFoundError:
+    if all(requested.get(name) == value for name, (_, value) in changes.items()):
         return {}
-    except (OSError, ValueError, TypeError, AttributeError):
-        raise UserError(
-            f"{path} is damaged, so the settings of its attempt are unknown; "
-            "restore the file, or delete it to use the settings of config.yaml"
-        ) from None
+    return changes
 
 
 def format_help(schema: type[Experiment]) -> str:

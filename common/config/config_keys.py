@@ -13,11 +13,12 @@ import operator
 import re
 import textwrap
 import typing
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 from common.system.errors import UserError
 
+S = TypeVar("S")
 SYNONYMS = {
     "accumulation_steps": "accumulate",
     "batch_size": "batch",
@@ -187,3 +188,16 @@ def parse_list(text: str) -> list[str] | None:
     if not set("[]{}").isdisjoint(inner):
         return None
     return [element.strip() for element in inner.split(",")] if inner.strip() else []
+
+
+def replace_values(settings: S, values: Mapping[str, Any], prefix: str = "") -> S:
+    """Return a copy of a config in which the values of some keys are replaced."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):  # type: ignore[arg-type]
+        value = getattr(settings, field.name)
+        key = f"{prefix}{field.name}"
+        if key in values:
+            changes[field.name] = values[key]
+        elif dataclasses.is_dataclass(value):
+            changes[field.name] = replace_values(value, values, f"{key}.")
+    return dataclasses.replace(settings, **changes)  # type: ignore[type-var]

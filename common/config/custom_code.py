@@ -6,11 +6,12 @@ checks it. This module names no setting. It does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.config.config_keys import replace_values
 from common.config.custom_function import locate_file_copy, replace_file_with_run_copy
 from common.config.lookup import import_object
 
@@ -74,16 +75,3 @@ def use_file_copies(settings: S, code: Path, new_settings: Container[str] = ()) 
             copy = locate_file_copy(setting.kind, setting.value, code)
             copies[setting.key] = replace_file_with_run_copy(setting.value, copy)
     return replace_values(settings, copies)
-
-
-def replace_values(settings: S, values: Mapping[str, str], prefix: str = "") -> S:
-    """Return a copy of a config in which the values of some keys are replaced."""
-    changes: dict[str, Any] = {}
-    for field in fields(settings):  # type: ignore[arg-type]
-        value = getattr(settings, field.name)
-        key = f"{prefix}{field.name}"
-        if key in values:
-            changes[field.name] = values[key]
-        elif is_dataclass(value):
-            changes[field.name] = replace_values(value, values, f"{key}.")
-    return replace(settings, **changes)  # type: ignore[type-var]

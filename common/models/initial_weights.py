@@ -6,12 +6,15 @@ This module does not import torch.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from common.checkpoint import storage
+from common.config.config_keys import replace_values
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.optional import InitialWeights
 
+S = TypeVar("S")
 SHORT_ID_LENGTH = 4  # a short id consists of the last characters of a run id
 
 
@@ -37,10 +40,11 @@ def check_weights_of_config(settings: object) -> None:
         find_initial_weights(settings.weights, Path(settings.runs))
 
 
-def reset_weights_setting_on_resume(settings: object, run: RunFolder) -> None:
-    """Set the setting `weights` to none if the run has a checkpoint to resume from.
+def omit_weights_on_resume(settings: S, run: RunFolder) -> S:
+    """Return settings with `weights=none` if the run has a checkpoint to resume from.
 
     A resumed run does not need the file with the initial weights, and the file may no longer exist.
     """
     if isinstance(settings, InitialWeights) and storage.list_resumable_checkpoints(run):
-        settings.weights = "none"
+        return replace_values(settings, {"weights": "none"})
+    return settings

@@ -261,7 +261,7 @@ def read_step_timeout(folder: RunFolder) -> float:
     The time is the value of launch.step_timeout, or 0 if this setting is unknown.
     """
     try:
-        settings = config.read_config_file(folder.path / "config.yaml")
+        settings = config.read_settings(folder.path)
         return float(settings.get("launch.step_timeout", 0.0))
     except (UserError, TypeError, ValueError):
         return 0.0

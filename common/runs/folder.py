@@ -1,7 +1,8 @@
 """Create, write and read run folders and their attempts. This module imports neither torch nor wandb.
 
 runs/<name>-<time>-<4 hex>/
-  config.yaml          resolved settings; sufficient to repeat the run
+  config.yaml          settings with which the run was started
+  resolved.yaml        settings that the run has measured or replaced; they override config.yaml
   meta.json            code, versions, hosts, argv, data checksum, history; unknown values are null
   code/                the source code that this run executes, with untracked files; SHA256SUMS lists the checksums
   attempts/0001/       one folder per attempt; ranks write only here
@@ -182,7 +183,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path, name: str, config: str) -> RunFolder:
-        """Create a run folder that contains the resolved config. If writing the config fails, the folder is removed."""
+        """Create a run folder that contains the config. If writing the config fails, the folder is removed."""
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
         while path.exists():

@@ -13,16 +13,17 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint import extension, storage
-from common.config import config
+from common.config import changed_settings, config
 from common.data import prepare
 from common.data.prepare import PreparedDataset
 from common.runs import claims, provenance
 from common.runs.folder import RunFolder, read_json, write_json
+from common.runs.resolved_settings import record_resolved_settings
 from common.runs.result import Result
 from common.runs.tracking import wandb_tracker
 from common.system.errors import (
@@ -207,15 +208,16 @@ def has_finished_run(attempt: RunFolder) -> bool:
 def set_up_run(cfg: Experiment, fallback: bool) -> tuple[RunFolder, PreparedDataset]:
     """Prepare the data and create a run folder with a first attempt.
 
-    `cfg.data.name` is set to the name of the prepared data set. Raises UserError if the data is missing or does not fit
-    the model.
+    If another data set replaces the one in the config, resolved.yaml contains its name. Raises UserError if the data is
+    missing or does not fit the model.
     """
     prepared = prepare.prepare_dataset(cfg.data, fallback, log=cfg.log)
     prepare.check_model_fits_data(cfg, prepared)
-    cfg.data.name = prepared.name
     name = config.get_experiment_name(type(cfg))
     folder = RunFolder.create(Path(cfg.runs), name, config.format_yaml(cfg))
     try:
+        if prepared.name != cfg.data.name:
+            record_resolved_settings(folder.path, {"data.name": prepared.name})
         folder = claims.claim_next_attempt(folder)
     except UserError:
         shutil.rmtree(folder.path, ignore_errors=True)
@@ -237,10 +239,11 @@ def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, Pr
     warn_of_damaged_metrics(run_to_resume)
     was_finished = run_to_resume.result.get("state") == "finished"
     folder = claims.claim_next_attempt(run_to_resume)
-    changed = config.find_changes(run_to_resume.path / "config.yaml", cfg)
+    changed = config.find_changes(run_to_resume.path, cfg)
     if changed:
-        write_json(folder.attempt_folder / config.CHANGES_FILE, changed)
-        print(f"resumed with settings that differ from config.yaml: {config.describe_changes(changed)}", flush=True)
+        write_json(folder.attempt_folder / changed_settings.CHANGES_FILE, changed)
+        text = changed_settings.describe_changes(changed)
+        print(f"resumed with settings that differ from config.yaml: {text}", flush=True)
     if was_finished:
         done, epoch_steps = extension.read_step_counts(run_to_resume)
         total = cfg.compute_total_steps(epoch_steps)
@@ -250,9 +253,10 @@ def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, Pr
 
 
 def prepare_data_of_run(cfg: Experiment, run_folder: RunFolder) -> PreparedDataset:
-    """Prepare the data of an existing run. Raises UserError if the data has changed."""
+    """Prepare the data of an existing run, which always uses the same data set. Raises UserError if it has changed."""
     code = run_folder.path / "code"
-    prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=code)
+    data = replace(cfg.data, name=config.read_settings(run_folder.path).get("data.name", cfg.data.name))
+    prepared = prepare.prepare_dataset(data, fallback=False, log=cfg.log, code=code)
     recorded = provenance.read_metadata(run_folder).get("data") or {}
     checksums = prepared.to_dict()["sha256"]
     if recorded.get("sha256", checksums) != checksums:

@@ -93,6 +93,8 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
                 "sweep=true starts one run after another and cannot be combined with srun, torchrun, RESUME, or "
                 "--resume; to run a sweep on a cluster, use make sweep"
             )
+        if rank_info is None:
+            cfg = cfg.adapt_to_gpus(provenance.count_visible_gpus())
         ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
     if getattr(cfg, "sweep", False):
         replace_process_with_sweep(config.get_experiment_name(schema))
@@ -183,11 +185,9 @@ class ForkedRanks:
             yield run_to_resume
 
     def open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | int:
-        """Adapt the config to this machine's devices and claim a new attempt. Raises UserError."""
-        gpus = provenance.count_visible_gpus()
-        cfg.adapt_to_gpus(gpus)
-        if cfg.launch.device == "cuda":
-            rendezvous.check_gpus(cfg.processes, gpus)  # reports missing GPUs before any rank is forked
+        """Check this machine's devices and memory, and claim a new attempt. Raises UserError."""
+        if cfg.launch.device == "cuda":  # report missing GPUs before any rank is forked
+            rendezvous.check_gpus(cfg.processes, provenance.count_visible_gpus())
         check_memory(cfg)
         print_notice_of_shared_cores(cfg, cfg.processes)
         attempt = Attempt.open(cfg, run_to_resume, fallback=True)
@@ -329,9 +329,7 @@ class LaunchedRank:
             if isinstance(opened, UserError):
                 raise opened
             return EXIT_REFUSED
-        attempt = Attempt.from_content(content)
-        cfg.data.name = attempt.prepared.name
-        return attempt
+        return Attempt.from_content(content)
 
     def _try_open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | UserError:
         """Claim a new attempt and record its provenance. Return the UserError if a step fails."""
@@ -362,6 +360,7 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
     world = ranks.current
     if world.nodes > 1 and world.launcher != "local" and not world.is_joining:
         host_checks.check_hosts(world, attempt.folder.path, mixed=cfg.launch.mixed)
+    cfg = initial_weights.omit_weights_on_resume(cfg, attempt.folder)
     state_dicts.seed_global_rngs(seeds.derive_seed(cfg.seed, "init"))
     run = Run(cfg, attempt.folder, ranks, attempt.prepared, stop)
     try:
@@ -371,7 +370,6 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
         setup = backend_setup.import_backend_setup(world.backend)
         if setup is not None:
             setup.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
-        initial_weights.reset_weights_setting_on_resume(cfg, attempt.folder)
         main(cfg, run)
         if run.world.is_main and not run.finished:
             raise RuntimeError("main() did not call run.report(...); add this call after the training loop")

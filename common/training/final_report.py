@@ -9,7 +9,7 @@ from typing import Any
 
 from common.checkpoint.checkpointer import read_full_model
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
-from common.config import config
+from common.config import changed_settings
 from common.data.loader import get_pixel_statistics
 from common.measure import tables
 from common.models import model_file
@@ -112,9 +112,9 @@ def format_folder_rows(run: RunContext) -> dict[str, str]:
     path = run.folder.path
     command = f"make rerun RUN={shlex.quote(run.folder.reference)}"
     try:
-        changed = config.read_changes_of_attempts(path)
+        changed = changed_settings.read_changes_of_attempts(path)
         if changed:
-            changes = config.describe_changes(changed)
+            changes = changed_settings.describe_changes(changed)
             command = f"not available: the run was resumed with different settings ({changes})"
     except UserError as error:
         command = f"not available: {error}"

@@ -60,9 +60,6 @@ class SweepGrid(Generic[T]):
     new_seeds: bool = False
     """Whether repeats of a point use different seeds. Sweeps that measure accuracies need different seeds; sweeps that
     measure times use the same seed for all repeats."""
-    measured: tuple[str, ...] = ()
-    """Settings that a run may determine by measurement. Repeats of a point reuse the values from the first run of the
-    point."""
 
 
 def format_settings(cell: PointSettings) -> dict[str, str]:

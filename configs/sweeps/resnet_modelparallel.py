@@ -34,8 +34,7 @@ def has_enough_gpus(cfg: Config, gpus: int) -> bool:
     if cfg.launch.excludes_gpus or "cpu" in cfg.devices:
         gpus = 0
     for mode in MODES:
-        mode_cfg = replace(cfg, mode=mode)
-        mode_cfg.adapt_to_gpus(gpus)
+        mode_cfg = replace(cfg, mode=mode).adapt_to_gpus(gpus)
         if mode_cfg.processes > gpus:
             return False
     return True
@@ -87,4 +86,4 @@ def plot_times(cfg: Config, gpus: int, times: dict[tuple[Any, ...], Average]) ->
     return Curves("split_size.png", series, "split size", "ms per batch", levels, computed, title)
 
 
-GRID = SweepGrid(list_points, summarize_runs, measured=("split",))
+GRID = SweepGrid(list_points, summarize_runs)

@@ -14,6 +14,7 @@ runs/sweeps/<name>-<time>-<4 hex>/
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import itertools
 import os
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config import config
+from common.config import config, config_keys
 from common.measure import plots
 from common.ranks.rank_info import read_rank_info
 from common.runs import provenance, result
@@ -54,26 +55,22 @@ def plan_points(
             settings = config.load_config(config.import_schema(name), [*QUIET, *arguments, "sweep=false", *overrides])
         except UserError as error:
             raise UserError(f"sweep point {' '.join(overrides)}: {error}") from None
-        settings.adapt_to_gpus(gpus)  # before the run folder is created, so that config.yaml is final
-        points.append(SweepPoint(values, repeat, settings))
+        points.append(SweepPoint(values, repeat, settings.adapt_to_gpus(gpus)))
     return points
 
 
-def copy_measured_settings(names: Sequence[str], folder: RunFolder, settings: Experiment) -> None:
-    """Copy the values that a run has measured to the settings of a later run, unless the later run sets them."""
-    measured = config.read_config_file(folder.path / "config.yaml")
-    for name in names:
-        setattr(settings, name, getattr(settings, name) or measured.get(name) or [])
+def set_wandb_group(point: SweepPoint, group: str) -> SweepPoint:
+    """Return a point whose run belongs to a W&B group."""
+    settings = config_keys.replace_values(point.settings, {"wandb.group": group})
+    return dataclasses.replace(point, settings=settings)
 
 
 class ResultTable:
     """Table of a sweep's results. The table is written to table.csv in the folder of the sweep."""
 
-    def __init__(self, sweep_folder: sweep.SweepFolder, grid: SweepGrid[Experiment]) -> None:
+    def __init__(self, sweep_folder: sweep.SweepFolder) -> None:
         self.sweep = sweep_folder
         self.path = sweep_folder.path
-        self.grid = grid
-        self.points = sweep_folder.plan.points
         self.rows: list[RunRow] = []
 
     def add_run(self, point: SweepPoint, folder: RunFolder) -> None:
@@ -93,9 +90,6 @@ class ResultTable:
         row["exit_status"] = folder.result.get("exit_status")
         self.rows.append(row | parsed.flatten_values() | parsed.list_columns())
         self.write_csv()
-        for other in self.points:
-            if self.grid.measured and other.values == point.values and other.repeat > point.repeat:
-                copy_measured_settings(self.grid.measured, folder, other.settings)
 
     def write_csv(self) -> None:
         lines: list[dict[str, Any]] = []
@@ -138,13 +132,12 @@ def main(name: str, arguments: Sequence[str]) -> int:
     grid = load_grid(name)
     points = plan_points(grid, name, cfg, arguments, gpus)
     folder = RunFolder.create(Path(cfg.runs).absolute() / "sweeps", name, config.format_yaml(cfg)).path
-    for point in points:
-        point.settings.wandb.group = folder.name
+    points = [set_wandb_group(point, folder.name) for point in points]
     print(f"{name}: sweep of {len(points)} runs in {folder}", flush=True)
 
     plan = SweepPlan(folder.name, name, {}, points, parallel=1)
     sweep_folder = sweep.SweepFolder(folder, plan)
-    table = ResultTable(sweep_folder, grid)
+    table = ResultTable(sweep_folder)
     try:
         status = sweep.run_points_locally(
             sweep_folder, [(point, None) for point in points], table.add_run, stops_with_run=True

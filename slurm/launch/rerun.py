@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from common.config import config, config_keys, custom_code
+from common.config import changed_settings, config, config_keys, custom_code
 from common.data import prepare
 from common.data.prepare import PreparedDataset
 from common.runs import provenance, result
@@ -60,10 +60,10 @@ def find_repeatable_run(run: str) -> RunFolder:
     unknown = result.describe_unknown_format(folder.result)
     if unknown:
         raise UserError(f"{folder.path.name} cannot be compared: {unknown}")
-    changes = config.read_changes_of_attempts(folder.path)
+    changes = changed_settings.read_changes_of_attempts(folder.path)
     if changes:
         raise UserError(
-            f"{folder.path.name} was resumed with different settings ({config.describe_changes(changes)}), "
+            f"{folder.path.name} was resumed with different settings ({changed_settings.describe_changes(changes)}), "
             "so it cannot be repeated by a single run; start a new run with the settings that you want"
         )
     return folder
@@ -127,7 +127,7 @@ def list_differences(
     old: RunFolder, text: str, settings: Experiment, dataset: PreparedDataset, scheduler: Scheduler | None
 ) -> Comparisons:
     """Yield the name, old value, and new value of every item that can differ between the old and the new run."""
-    old_settings = parse_settings_text((old.path / "config.yaml").read_text())
+    old_settings = config.read_settings(old.path)
     new_settings = parse_settings_text(text)
     for key in new_settings | old_settings:
         if key not in PATH_KEYS:

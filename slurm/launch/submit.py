@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.checkpoint import extension
-from common.config import config, custom_code
+from common.config import config, config_keys, custom_code
 from common.config.config import ROOT
 from common.data import prepare
 from common.models import initial_weights
 from common.runs import claims, provenance
 from common.runs.folder import RunFolder, write_atomic
+from common.runs.resolved_settings import record_resolved_settings
 from common.runs.tracking import wandb_account
 from common.system.errors import RunTakenError, UserError
 from common.system.text import format_count, read_text_or_empty
@@ -112,13 +113,13 @@ def prepare_run_folder(
     if dataset.notice and dataset.notice not in shown_notices:
         print(dataset.notice, flush=True)
         shown_notices.add(dataset.notice)
-    settings.data.name = dataset.name
-    for key, path in settings.list_paths().items():  # the job may start in another folder, so make paths absolute
-        group, _, name_in_group = key.rpartition(".")
-        owner = getattr(settings, group) if group else settings
-        setattr(owner, name_in_group, str(Path(path).absolute()))
-    folder = RunFolder.create(Path(settings.runs), name, config.format_yaml(settings))
+    # The job may start in another folder, so its paths are absolute.
+    absolute_paths = {key: str(Path(path).absolute()) for key, path in settings.list_paths().items()}
+    text = config.format_yaml(config_keys.replace_values(settings, absolute_paths))
+    folder = RunFolder.create(Path(absolute_paths["runs"]), name, text)
     with remove_folder_on_error(folder):
+        if dataset.name != settings.data.name:
+            record_resolved_settings(folder.path, {"data.name": dataset.name})
         provenance.copy_source(folder)
         dataset.copy_user_data_file(folder.path / "code")
         provenance.copy_custom_files(settings, folder.path / "code")
@@ -160,7 +161,8 @@ def submit_run(
             return resumed, resubmit_run(resumed, settings, profile, scheduler)
     folder = prepare_run_folder(name, settings, scheduler, set())
     with remove_folder_on_error(folder):
-        return folder, submit_prepared_run(folder, settings, config.format_yaml(settings), profile, scheduler)
+        text = (folder.path / config.CONFIG_FILE).read_text()
+        return folder, submit_prepared_run(folder, settings, text, profile, scheduler)
 
 
 def check_run_has_ended(folder: RunFolder, settings: Experiment) -> None:
@@ -185,7 +187,7 @@ def describe_owner_of_run(folder: RunFolder, fallback: str) -> str:
 def resubmit_run(resumed: RunFolder, settings: Experiment, profile: Profile, scheduler: Scheduler) -> str:
     """Submit an ended run as a new job and return the job id. Raises UserError."""
     provenance.copy_custom_files(settings, resumed.path / "code")
-    text = config.format_yaml_with_keys_of_file(settings, resumed.path / "config.yaml")
+    text = config.format_yaml_with_keys_of_file(settings, resumed.path / config.CONFIG_FILE)
     return submit_prepared_run(resumed, settings, text, profile, scheduler)
 
 
@@ -229,17 +231,19 @@ def print_job(folder: RunFolder, settings: Experiment, job: str, scheduler: Sche
     print(f"  cancel      make cancel RUN={run}", flush=True)
 
 
-def resolve_processes_per_node(settings: Experiment, profile: Profile) -> None:
-    """If the settings do not specify the number of ranks per host, use the number in the cluster profile.
+def resolve_processes_per_node(settings: Experiment, profile: Profile) -> Experiment:
+    """Return settings with the number of ranks per host of the cluster profile, unless the settings specify a number.
 
     Raises UserError if other settings are incompatible with the number in the profile.
     """
-    if getattr(settings, "processes_per_node", None) == 0:
-        settings.processes_per_node = profile.ranks_per_node  # type: ignore[attr-defined]
-        try:
-            settings.check()
-        except ValueError as error:
-            raise UserError(str(error)) from None
+    if getattr(settings, "processes_per_node", None) != 0:
+        return settings
+    settings = config_keys.replace_values(settings, {"processes_per_node": profile.ranks_per_node})
+    try:
+        settings.check()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return settings
 
 
 def check_step_timeout(settings: Experiment, profile: Profile) -> None:
@@ -253,7 +257,7 @@ def check_step_timeout(settings: Experiment, profile: Profile) -> None:
 
 def check_source_knows_settings(folder: RunFolder, arguments: list[str]) -> None:
     """Raise UserError if a setting does not exist in the source code that the resumed run keeps."""
-    known_settings = config.read_config_file(folder.path / "config.yaml")
+    known_settings = config.read_settings(folder.path)
     unknown = [name for name in config.parse_command_line(arguments).values if name not in known_settings]
     if unknown:
         names = ", ".join(unknown)
@@ -308,8 +312,7 @@ def main(args: argparse.Namespace) -> int:
     if strict and provenance.has_uncommitted_changes():
         raise UserError("STRICT=1 requires a checkout without uncommitted changes; commit them, or omit STRICT")
     if dry_run:
-        resolve_processes_per_node(settings, profile)
-        print_dry_run(name, settings, profile)
+        print_dry_run(name, resolve_processes_per_node(settings, profile), profile)
         return 0
     if resumed and resumed.result.get("state") == "finished" and not extension.config_adds_steps(resumed, settings):
         print(extension.explain_finished_run(resumed, settings))
@@ -328,7 +331,7 @@ def main(args: argparse.Namespace) -> int:
         check_source_knows_settings(resumed, arguments)
     elastic = get_enabled_elastic_settings(settings)
     scheduler.check_enough_hosts(settings.launch.nodes, profile.partition, elastic.spares if elastic else 0)
-    resolve_processes_per_node(settings, profile)
+    settings = resolve_processes_per_node(settings, profile)
     folder, job = submit_run(name, settings, profile, scheduler, resumed)
     print_job(folder, settings, job, scheduler)
     return logs.follow_log(folder, logs.find_rank_0_log(folder)) if follow else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import fcntl
 import itertools
 import os
@@ -198,10 +199,12 @@ def count_hosts_and_ranks_per_host(point_run: PointRun) -> tuple[int, int]:
 
 def submit_points(sweep: SweepFolder, point_runs: list[PointRun], profile: Profile, scheduler: Scheduler) -> None:
     """Submit points as job arrays, one array for each combination of host count and ranks per host."""
-    for point, _ in point_runs:
-        submit.resolve_processes_per_node(point.settings, profile)
-        submit.check_step_timeout(point.settings, profile)
-    point_runs = sorted(point_runs, key=count_hosts_and_ranks_per_host)
+    resolved: list[PointRun] = []
+    for point, folder in point_runs:
+        settings = submit.resolve_processes_per_node(point.settings, profile)
+        submit.check_step_timeout(settings, profile)
+        resolved.append((dataclasses.replace(point, settings=settings), folder))
+    point_runs = sorted(resolved, key=count_hosts_and_ranks_per_host)
     for nodes in {point.settings.launch.nodes for point, _ in point_runs}:
         scheduler.check_enough_hosts(nodes, profile.partition)
     for shape, group in itertools.groupby(point_runs, count_hosts_and_ranks_per_host):

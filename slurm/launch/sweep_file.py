@@ -214,7 +214,7 @@ def make_point(
     try:
         settings = config.load_config(config.import_schema(experiment), format_values(values))
         if repeat:
-            settings.seed += repeat
+            settings = dataclasses.replace(settings, seed=settings.seed + repeat)
             cell = cell | {"seed": str(settings.seed)}
         if getattr(settings, "sweep", False):
             raise UserError("sweep=true would start another sweep; omit sweep")

@@ -58,7 +58,7 @@ class RunFacts:
         return cls(
             folder,
             status.read_status(folder),
-            selection.read_settings(folder),
+            selection.read_newest_settings(folder),
             results.parse_result(folder.result),
             world,
             metric_curves.read_curves(folder.read_rows(), last_steps),
@@ -313,7 +313,8 @@ def collect_run_links(folder: RunFolder, page_folder: Path) -> dict[str, str]:
 
     Links to files are relative to `page_folder`. Files that do not exist are omitted.
     """
-    files = {"folder": folder.path, "settings": folder.path / "config.yaml", "result": folder.path / "result.json"}
+    names = {"settings": "config.yaml", "resolved settings": "resolved.yaml", "result": "result.json"}
+    files = {"folder": folder.path} | {title: folder.path / name for title, name in names.items()}
     for attempt in folder.list_attempts()[-1:]:
         logs = sorted(attempt.attempt_folder.glob("logs/rank-*.log"), key=lambda path: int(path.stem.split("-")[1]))
         for log in logs[:MAX_LOG_LINKS]:

@@ -22,7 +22,7 @@ from common.system.errors import DIVERGENCE_PATTERN, NO_VALID_CHECKPOINT_TEXT, S
 from common.system.text import format_duration, read_end_of_file
 from slurm.reports import status
 from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_rank, read_heartbeats
-from slurm.reports.selection import parse_float, read_settings, read_step_timeout
+from slurm.reports.selection import parse_float, read_newest_settings, read_step_timeout
 from slurm.reports.status import FINAL_STATES
 
 # The time and text of an error in the log of a rank.
@@ -321,7 +321,7 @@ def choose_resume_command(folder: RunFolder, cause: str) -> str:
     if NO_VALID_CHECKPOINT_TEXT in cause:
         return f"{resume} after removing {folder.path}/attempts/*/checkpoints; the run then restarts from step 0"
     if DIVERGED in cause:
-        rate = parse_float(read_settings(folder).get("optim.lr", "")) or 0
+        rate = parse_float(read_newest_settings(folder).get("optim.lr", "")) or 0
         return f'{resume} ARGS="optim.lr={rate / 2:g}" (lower than the current learning rate, {rate:g})'
     if OUT_OF_MEMORY in cause:
         job = provenance.read_metadata(folder).get("job")

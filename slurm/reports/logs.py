@@ -15,7 +15,7 @@ from common.runs import claims, provenance
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from slurm.arguments import parse_zero_or_one
-from slurm.reports.selection import find_run, parse_float, read_settings
+from slurm.reports.selection import find_run, parse_float, read_newest_settings
 from slurm.reports.status import FINAL_STATES, find_scheduler, read_status
 from slurm.scheduling.scheduler import STATUS_TIMEOUT
 
@@ -44,7 +44,7 @@ def print_growing_log(folder: RunFolder, log: Path) -> int:
     A run writes its result before its last log lines. The log is therefore followed until the job or process has ended,
     but no longer than W&B may take to finish. Returns the exit status of the run.
     """
-    finish_timeout = parse_float(read_settings(folder).get("wandb.finish_timeout", "")) or 0.0
+    finish_timeout = parse_float(read_newest_settings(folder).get("wandb.finish_timeout", "")) or 0.0
     max_result_age = MARGIN_SECONDS + finish_timeout
     position = 0
     status_time = 0.0

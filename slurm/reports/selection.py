@@ -156,17 +156,17 @@ def list_sweep_runs(sweep: str, root: Path) -> list[RunFolder]:
     raise UserError(f"SWEEP={sweep!r}: no such sweep in {root / 'sweeps'}")
 
 
-def read_settings(folder: RunFolder) -> dict[str, str]:
+def read_newest_settings(folder: RunFolder) -> dict[str, str]:
     """Return the settings of a run's newest attempt as text, by dotted name.
 
-    Returns an empty dict if the config.yaml of the run cannot be read.
+    Returns an empty dict if the settings of the run cannot be read.
     """
     try:
-        config_values = config.read_config_file(folder.path / "config.yaml")
+        config_values = config.read_settings(folder.path)
     except UserError:
         return {}
     settings = {key: str(value) for key, value in config_values.items()}
-    # changed.json contains the old and the new value of each setting that differs from config.yaml.
+    # changed.json contains the old and the new value of each setting that differs from the settings of the run.
     for attempt in folder.list_attempts()[-1:]:
         for key, change in read_json(attempt.attempt_folder / "changed.json").items():
             if isinstance(change, list) and change:
@@ -197,7 +197,7 @@ def filter_runs_by_settings(folders: list[RunFolder], text: str) -> list[RunFold
     if not conditions:
         return folders
 
-    settings = [read_settings(folder) | {"experiment": folder.experiment} for folder in folders]
+    settings = [read_newest_settings(folder) | {"experiment": folder.experiment} for folder in folders]
     keys = set[str]().union(*settings)
     for short_key, _, _ in conditions:
         if not any(matches_short_name(short_key, key) for key in keys):
@@ -250,7 +250,7 @@ def trains_model(settings: Mapping[str, str]) -> bool:
 
 def read_step_timeout(folder: RunFolder) -> float:
     """Return a run's launch.step_timeout in seconds, or 0 if the setting is unknown."""
-    return parse_float(read_settings(folder).get("launch.step_timeout", "")) or 0.0
+    return parse_float(read_newest_settings(folder).get("launch.step_timeout", "")) or 0.0
 
 
 def parse_float(text: str) -> float | None:

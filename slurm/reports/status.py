@@ -129,7 +129,7 @@ def read_final_speed(folder: RunFolder) -> float | None:
     """
     result = results.parse_result(folder.result)
     speed = result.find_number("samples_per_second")
-    if speed and not result.scores and not selection.trains_model(selection.read_settings(folder)):
+    if speed and not result.scores and not selection.trains_model(selection.read_newest_settings(folder)):
         return None  # results of older versions count the points of a measurement as samples
     return speed
 

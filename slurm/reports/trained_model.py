@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.config import config
+from common.config import changed_settings, config
 from common.data import prepare
 from common.runs import provenance
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, convert_disk_errors, read_json
@@ -57,8 +57,8 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     By default, the evaluation uses the test samples of the run. The settings in `arguments` can select other samples.
     Raises UserError if the shape of the samples does not fit the model or a setting has no effect.
     """
-    run_settings = config.read_config_file(folder.path / "config.yaml")
-    for key, (_, new_value) in config.read_last_changes(folder.path).items():
+    run_settings = config.read_settings(folder.path)
+    for key, (_, new_value) in changed_settings.read_last_changes(folder.path).items():
         run_settings[key] = new_value
     changes = config.parse_command_line(arguments).values
     cfg = config.build_config(config.import_schema(folder.experiment), [run_settings, changes])

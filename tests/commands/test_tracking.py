@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 
-from common.config import config
+from common.config import changed_settings
 from common.measure import media
 from common.runs.folder import RunFolder, read_json, write_json
 from common.runs.tracking import wandb_rows
@@ -201,7 +201,7 @@ def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and
     assert "data:" + "x" * 59 in started["tags"], "W&B takes 64 characters"
     assert '"lr":0.01' in json.dumps(started).replace("\\", "").replace(" ", "")
     assert "model.safetensors" not in json.dumps(found)
-    assert not config.read_changes_of_attempts(source.path).keys() - {"optim.lr", "data.name"}, (
+    assert not changed_settings.read_changes_of_attempts(source.path).keys() - {"optim.lr", "data.name"}, (
         "tracking does not change the training"
     )
     rows = history(found)

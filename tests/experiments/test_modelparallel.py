@@ -19,7 +19,6 @@ from torch import nn
 from common.config import config
 from common.models import networks
 from common.runs import provenance
-from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from common.system.seeds import derive_seed
 from common.techniques.pipeline import model_split, partition, report, schedules
@@ -27,9 +26,8 @@ from common.techniques.pipeline.schedules import Action, Span
 from common.techniques.pipeline.single_process import SingleProcessPipeline
 from configs.resnet_modelparallel import Config
 from configs.sweeps import Average
-from configs.sweeps.resnet_modelparallel import GRID, list_points, plot_times
+from configs.sweeps.resnet_modelparallel import list_points, plot_times
 from experiments import resnet_modelparallel
-from slurm.launch import experiment_sweep
 from tests.harness.processes import Done, run
 
 NAME = "resnet_modelparallel"
@@ -120,8 +118,7 @@ def test_settings_that_do_not_fit_are_refused_with_the_remedy(words: list[str], 
     ],
 )
 def test_one_process_takes_the_gpus_that_it_sees(words: list[str], gpus: int, devices: list[str]) -> None:
-    cfg = settings(*words)
-    cfg.adapt_to_gpus(gpus)
+    cfg = settings(*words).adapt_to_gpus(gpus)
     assert cfg.devices == devices
     alone = devices not in ([], ["auto"]) or cfg.mode == "single"
     assert cfg.processes == (1 if alone else cfg.make_pipeline_config().processes * cfg.replicas)
@@ -182,16 +179,16 @@ def test_a_stage_without_weights_is_refused(engine: str) -> None:
         model_split.split_model(cfg.make_pipeline_config(), model, run)
 
 
-def test_the_cut_is_measured_once_and_stands_in_the_configuration(tmp_path: Path) -> None:
+def test_the_cut_is_measured_once_and_stands_beside_the_configuration(tmp_path: Path) -> None:
     done = train(tmp_path, "stages=3")
-    file = done.folder.path / "config.yaml"
+    file = done.folder.path / "resolved.yaml"
     cut = config.read_config_file(file)["split"]
     assert cut == [names[0] for names in done.result["stages"][1:]] and len(cut) == 2
     lines, other = ("".join(f"- {name}\n" for name in names) for names in (cut, ["relu", "pool"]))
     text = file.read_text()
     assert lines in text
     file.write_text(text.replace(lines, other))  # where nobody would cut who measures
-    again = run(NAME, "--config", str(file), runs=tmp_path / "again")
+    again = run(NAME, "--config", str(done.folder.path / "config.yaml"), runs=tmp_path / "again")
     assert again.status == 0, again.err
     assert [names[0] for names in again.result["stages"]] == ["conv1", "relu", "pool"]
     assert again.losses == done.losses, "the same arithmetic wherever the cut is"
@@ -203,7 +200,7 @@ def test_runs_of_equal_microbatches_have_the_same_measured_cut(tmp_path: Path) -
     assert first.status == 0, first.err
     (known,) = (tmp_path / "sets" / "cuts").glob("*.json")
     content = json.loads(known.read_text())
-    assert content["split"] == config.read_config_file(first.folder.path / "config.yaml")["split"]
+    assert content["split"] == config.read_settings(first.folder.path)["split"]
     known.write_text(json.dumps(content | {"split": ["relu", "pool"]}))  # where nobody would cut who measures
     second = train(tmp_path / "second", *sets, "optim.lr=0.01")
     assert [names[0] for names in second.result["stages"]] == ["conv1", "relu", "pool"]
@@ -217,12 +214,12 @@ def test_runs_of_equal_microbatches_have_the_same_measured_cut(tmp_path: Path) -
 
 def test_a_start_with_other_settings_leaves_the_configuration_alone(tmp_path: Path) -> None:
     done = train(tmp_path, "checkpoint.every_steps=2")
-    file = done.folder.path / "config.yaml"
-    text = file.read_text()
+    files = [done.folder.path / name for name in ("config.yaml", "resolved.yaml")]
+    texts = [file.read_text() for file in files]
     (done.folder.path / "result.json").unlink()
     again = run(NAME, "--resume", str(done.folder.path), "stages=3", "split=[]", runs=tmp_path / "runs")
     assert again.status == 0, again.err
-    assert len(done.result["stages"]) == 3 and file.read_text() == text
+    assert len(done.result["stages"]) == 3 and [file.read_text() for file in files] == texts
 
 
 # ---- one process with several devices
@@ -330,17 +327,6 @@ def test_a_sweep_leaves_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     assert len([path for path in (tmp_path / "runs").iterdir() if path.name.startswith(NAME)]) == 4
     shown = [line.split()[:2] for line in done.out.splitlines() if line.split()[:1] in (["naive"], ["pipelined"])]
     assert shown == [["naive", "16"], ["pipelined", "4"], ["pipelined", "8"]]
-
-
-def test_a_cut_is_measured_once_for_all_repeats(tmp_path: Path) -> None:
-    first = RunFolder.create(tmp_path, NAME, config.format_yaml(settings("split=[layer2_0]")))
-    later, other = settings(), settings("split=[layer4_0]")
-    for one in (later, other):
-        experiment_sweep.copy_measured_settings(GRID.measured, first, one)
-    assert (later.split, other.split) == (["layer2_0"], ["layer4_0"])
-    second = RunFolder.create(tmp_path, NAME, config.format_yaml(settings()))
-    experiment_sweep.copy_measured_settings(GRID.measured, second, later)
-    assert later.split == ["layer2_0"]
 
 
 @pytest.mark.parametrize(

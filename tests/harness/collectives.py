@@ -32,7 +32,7 @@ from common.backend.arguments import (
     INTEGER_DTYPES,
     list_reducible_dtypes,
 )
-from common.config.config import read_config_file
+from common.config.config import read_config_file, read_settings
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
 from configs.launch import Launch
@@ -422,26 +422,27 @@ def later(world: rendezvous.World) -> None:
 
 
 def algorithms_by_size(world: rendezvous.World) -> None:
-    """What was measured stands in config.yaml, and what stands there is taken by a later attempt, by size."""
+    """What was measured stands in resolved.yaml, and what stands there is taken by a later attempt, by size."""
     folder = Path(world.broadcast(tempfile.mkdtemp() if world.is_main else ""))
 
     def settle(text: str) -> str:
         if world.is_main:
-            (folder / "config.yaml").write_text(f"launch:\n  algorithm: {text}\nseed: 1\n")
+            (folder / "config.yaml").write_text("launch:\n  algorithm: auto\nseed: 1\n")
+            (folder / "resolved.yaml").write_text(text)
         launch = Launch(backend="builtin", algorithm="auto")
         algorithm_choice.set_all_reduce_algorithm(launch, folder, world)
         dist.barrier()
-        assert read_config_file(folder / "config.yaml") == {"launch.algorithm": launch.algorithm, "seed": "1"}
-        return launch.algorithm
+        assert launch.algorithm == "auto" == read_config_file(folder / "config.yaml")["launch.algorithm"]
+        return str(read_settings(folder)["launch.algorithm"])
 
     def count_sent() -> int:
         assert dist.group.WORLD is not None
         backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
         return sum(link.bytes_sent for link in backend.communicator.outgoing.values())
 
-    chosen = settle("auto")
+    chosen = settle("")
     assert chosen != "auto" and world.all_gather(chosen) == [chosen] * world.size
-    assert settle("star<1000<ring") == "star<1000<ring"
+    assert settle("launch.algorithm: star<1000<ring\n") == "star<1000<ring"
     for length, name in ((249, "star"), (250, "ring")):
         before, value = count_sent(), torch.ones(length)
         dist.all_reduce(value)

@@ -47,21 +47,21 @@ def test_a_run_with_an_algorithm_of_ones_own_resumes_to_the_bit(tmp_path: Path, 
     check_that_it_goes_on(REPLICATED, whole, "builtin", tmp_path / "cut")
 
 
-def test_an_algorithm_is_measured_once_and_stands_in_the_configuration(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_an_algorithm_is_measured_once_and_stands_beside_the_config(tmp_path: Path, quick: tuple[str, ...]) -> None:
     whole = train_whole(tmp_path, quick, "launch.algorithm=auto")
     file = whole.folder.path / "config.yaml"
-    known = config.read_config_file(file)["launch.algorithm"]
+    known = config.read_settings(file.parent)["launch.algorithm"]
     assert known != "auto" and "launch.algorithm=auto: " in whole.out
     assert known in config.format_yaml(config.load_config(ddp_multinode.Config, ["--config", str(file)], {}))
     folder = check_that_it_goes_on(REPLICATED, whole, "auto", tmp_path / "cut", "launch.algorithm=auto")
-    assert (folder.path / "config.yaml").read_text() == file.read_text()
+    assert config.read_settings(folder.path) == config.read_settings(file.parent)
 
 
 def test_what_auto_has_chosen_is_tracked(tmp_path: Path, digits: tuple[str, ...]) -> None:
     words = (*digits, *REPLICATED.smallest, *BUILTIN, "launch.algorithm=auto", "wandb.mode=offline")
     done = run(REPLICATED.name, *words, runs=tmp_path / "runs", WANDB_MODE="", HOME=str(tmp_path))
     assert done.status == 0, done.err
-    known = config.read_config_file(done.folder.path / "config.yaml")["launch.algorithm"]
+    known = config.read_settings(done.folder.path)["launch.algorithm"]
     tracked = json.loads(inspect(done.folder, "--summary"))["config"]["launch"]["algorithm"]
     assert tracked == known != "auto"
 

@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from common.config import config
+from common.config import changed_settings, config
 from common.runs import provenance
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
 from common.system.text import read_text_or_empty
@@ -21,8 +21,8 @@ MAX_TAG_LENGTH = 64  # maximum length in characters; W&B rejects longer tags
 
 def load_run_config(folder: RunFolder) -> Experiment:
     """Read the config of an attempt. Raises UserError if the config is missing or damaged."""
-    original = config.read_config_file(folder.path / "config.yaml")
-    changes = config.read_changes(folder.attempt_folder / config.CHANGES_FILE)
+    original = config.read_settings(folder.path)
+    changes = changed_settings.read_changes(folder.attempt_folder / changed_settings.CHANGES_FILE)
     changed = {name: new for name, (_, new) in changes.items()}
     return config.build_config(config.import_schema(folder.experiment), [original, changed])
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint.train_state import get_model_recipe
-from common.config import config
+from common.config import changed_settings, config
 from common.config.custom_code import use_file_copies
 from common.measure.memory import reset_peak_memory
 from common.ranks.rendezvous import World
 from common.runs import provenance
-from common.runs.folder import read_json, write_atomic, write_json
+from common.runs.folder import read_json, write_json
+from common.runs.resolved_settings import record_resolved_settings
 from common.system.errors import UserError
 from common.techniques.pipeline import partition
 from common.techniques.pipeline.executor import LossFunction, PipelineEngine
@@ -31,7 +32,7 @@ from configs.pipeline import PipelineConfig
 def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> list[nn.Sequential]:
     """Partition a model into pipeline stages, either as set by `split` or with balanced costs.
 
-    A partition that is based on measurements is stored in config.yaml. All ranks must call this function. Raises
+    A partition that is based on measurements is stored in resolved.yaml. All ranks must call this function. Raises
     UserError if `split` is invalid, there are more stages than layers, or a stage has no parameters.
     """
     sample = torch.randn(run.cfg.batch_plan.microbatch, *run.sample_shape)  # input for timing the layers
@@ -59,7 +60,7 @@ def choose_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, 
         return cfg.split
     if cfg.balance == "parameters":
         return partition.balance_stages(partition.count_parameters(model), cfg.stages)
-    return measure_setting_once(run, "split", lambda: find_or_measure_partition(cfg, model, sample, run))
+    return load_or_measure_split(run, lambda: find_or_measure_partition(cfg, model, sample, run))
 
 
 def find_or_measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:
@@ -132,25 +133,24 @@ def measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor,
     return partition.balance_stages(sums, cfg.stages)
 
 
-def measure_setting_once(run: RunContext, name: str, measure: Callable[[], list[str]]) -> list[str]:
-    """Measure the value of the setting `name` once per run, and store the value in config.yaml.
+def load_or_measure_split(run: RunContext, measure: Callable[[], list[str]]) -> list[str]:
+    """Return the split that an earlier attempt has measured, or measure the split and store it in resolved.yaml.
 
     All ranks must call this function, and all ranks call `measure` at the same time. An attempt whose settings differ
-    from config.yaml measures a separate value and does not change the file.
+    from those of the run measures its own split, which is not stored.
     """
-    file = run.folder.path / "config.yaml"
-    value = []
+    stored: list[str] = []
     is_unchanged = False
     if run.world.is_main:
-        value = config.read_config_file(file)[name]
-        setattr(run.cfg, name, value)
-        is_unchanged = config.format_yaml(run.cfg) == file.read_text()
-    value = run.world.broadcast(value if is_unchanged else [])
-    value = value or run.world.broadcast(measure())
-    setattr(run.cfg, name, value)
+        is_unchanged = not (run.folder.attempt_folder / changed_settings.CHANGES_FILE).exists()
+        stored = config.read_settings(run.folder.path)["split"] if is_unchanged else []
+    stored = run.world.broadcast(stored)
+    if stored:
+        return stored
+    split = run.world.broadcast(measure())
     if is_unchanged:
-        write_atomic(file, config.format_yaml(run.cfg))
-    return value
+        record_resolved_settings(run.folder.path, {"split": split})
+    return split
 
 
 def check_devices_exist(names: Sequence[str]) -> Sequence[str]:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from common.config import config, config_keys
+from common.config.changed_settings import read_last_changes
 from common.config.config import load_config
 from common.config.config_keys import list_keys
+from common.runs.resolved_settings import record_resolved_settings
 from common.system.errors import UserError
 from configs.ddp_multinode import Config as ElasticConfig
 from configs.mnist_pipeline import Config
@@ -202,12 +204,35 @@ def test_changed_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
     file = tmp_path / "attempts/0001/changed.json"
     file.parent.mkdir(parents=True)
     file.write_text('{"devices": [["auto"], ["cpu", "cpu"]], "optim.lr": ["0.1", "0.2"]}')
-    found = config.read_last_changes(tmp_path)
+    found = read_last_changes(tmp_path)
     assert found == {"devices": (["auto"], ["cpu", "cpu"]), "optim.lr": ("0.1", "0.2")}
     for text in ("", "[1]", '{"optim.lr": "0.1"}', '{"optim.lr": ["0.1"]}', '{"optim.lr": ["0.1", null]}'):
         file.write_text(text)
         with pytest.raises(UserError, match=r"changed.json is damaged"):
-            config.read_last_changes(tmp_path)
+            read_last_changes(tmp_path)
+
+
+def test_what_a_run_has_chosen_overrides_its_config(tmp_path: Path) -> None:
+    """An attempt with the settings of config.yaml has no changes: it uses what the run has chosen."""
+    run = tmp_path / "mnist_pipeline-1-2-3"
+    run.mkdir()
+    (run / "config.yaml").write_text(config.format_yaml(load_config(Config, ["balance=time"], {})))
+    record_resolved_settings(run, {"data.name": "digits"})
+    record_resolved_settings(run, {"split": ["fc3"]})
+    file = run / "config.yaml"
+    assert config.read_config_file(file)["data.name"] == "mnist" and config.read_settings(run)["split"] == ["fc3"]
+
+    requested = load_config(Config, ["balance=time"], {})
+    resumed = load_config(Config, ["--resume", str(run)], {})
+    assert load_config(Config, ["--config", str(file)], {}) == resumed != requested
+    assert (resumed.data.name, resumed.split) == ("digits", ["fc3"])
+    assert config.find_changes(run, requested) == config.find_changes(run, resumed) == {}
+    other = dataclasses.replace(resumed, stages=1, split=[])
+    assert config.find_changes(run, other) == {"stages": ("2", "1"), "split": (["fc3"], [])}
+
+    (run / "resolved.yaml").write_text("a: [")
+    with pytest.raises(UserError, match=r"resolved\.yaml: not valid YAML"):
+        config.read_settings(run)
 
 
 @pytest.mark.parametrize("option", ["--help", "--print-config"])

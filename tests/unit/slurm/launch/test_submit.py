@@ -24,6 +24,7 @@ from common.system.errors import UserError
 from common.system.processes import Process
 from common.techniques.pipeline import schedules
 from common.training import custom_optimizer
+from common.training.attempt import prepare_data_of_run
 from configs import mnist_pipeline, resnet_modelparallel
 from configs.profile import Profile
 from slurm.arguments import check_experiment_name
@@ -205,6 +206,17 @@ def test_every_path_of_a_job_is_absolute_and_its_notice_is_printed_once(
     none = prepare_run_folder("resnet_modelparallel", settings, None, shown)
     assert capsys.readouterr().out.count("generated images: ") == 1, "a notice is printed once for all runs of a sweep"
     assert config.read_config_file(none.path / "config.yaml")["weights"] == "none"
+
+
+def test_a_job_uses_the_data_set_that_was_there_when_it_was_submitted(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATA_ROOT", str(tmp_path))  # without MNIST
+    words = [f"data.cache={cache}", f"runs={tmp_path / 'runs'}", "data.download_timeout=0"]
+    folder = prepare_run_folder("mnist_pipeline", config.load_config(mnist_pipeline.Config, words), None, set())
+    settings = config.build_config(mnist_pipeline.Config, [config.read_config_file(folder.path / "config.yaml")])
+    assert settings.data.name == "mnist" and config.find_changes(folder.path, settings) == {}
+    assert prepare_data_of_run(settings, folder).name == config.read_settings(folder.path)["data.name"] == "digits"
 
 
 def test_new_and_changed_files_belong_to_the_run(fake: Fake, cache: Path) -> None:

@@ -1,0 +1,34 @@
+"""The config of a run stays as it was checked; what the run chooses stands in resolved.yaml."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from common.config import config
+from common.runs.folder import RunFolder
+from configs.mnist_pipeline import Config
+from tests.harness import inside, warm
+from tests.harness.processes import environment
+
+
+def test_what_a_run_chooses_stands_beside_the_config(tmp_path: Path, cache: Path) -> None:
+    quick = ("steps=3", "data.test_limit=100", f"data.cache={cache}", f"runs={tmp_path / 'runs'}", "launch.threads=1")
+    chosen = ("balance=time", "launch.backend=builtin", "launch.algorithm=auto", "data.download_timeout=0")
+    argv = [sys.executable, "-m", "tests.harness.final_config", *quick, *chosen]
+    done = warm.execute(argv, env=environment(DATA_ROOT=str(tmp_path)), timeout=120)  # without MNIST
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "config unchanged on all ranks: [True, True]" in done.stdout
+
+    (path,) = (tmp_path / "runs").iterdir()
+    resolved = config.read_config_file(path / "resolved.yaml")
+    assert list(resolved) == ["data.name", "launch.algorithm", "split"]
+    assert resolved["data.name"] == "digits" == RunFolder(path).result["data"]
+    assert resolved["launch.algorithm"] in done.stdout and resolved["split"] in (["fc2"], ["fc3"])
+
+    for option in (f"--config={path / 'config.yaml'}", f"--resume={path}"):
+        cfg = config.load_config(Config, [option], {})
+        assert [cfg.data.name, cfg.launch.algorithm, cfg.split] == list(resolved.values())
+        assert config.find_changes(path, cfg) == {}
+    compared = inside.run_verb("compare", "--where=data.name=digits launch.algorithm!=auto", cwd=tmp_path)
+    assert compared.returncode == 0 and "finished" in compared.stdout, compared.stderr

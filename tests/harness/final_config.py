@@ -1,0 +1,24 @@
+"""mnist_pipeline whose ranks tell whether the config has changed: python -m tests.harness.final_config WORDS"""
+
+from __future__ import annotations
+
+import sys
+
+from common.config import config
+from common.training.entry_point import start
+from common.training.run import Run
+from configs.mnist_pipeline import Config
+from experiments import mnist_pipeline
+
+
+def main(cfg: Config, run: Run) -> None:
+    checked = config.format_yaml(config.load_config(Config, sys.argv[1:]))
+    mnist_pipeline.main(cfg, run)
+    text = (run.folder.path / "config.yaml").read_text()
+    is_unchanged = config.format_yaml(cfg) == config.format_yaml(run.cfg) == checked == text
+    answers = run.world.gather(is_unchanged)
+    run.log_message(f"config unchanged on all ranks: {answers}")
+
+
+if __name__ == "__main__":
+    start(main, Config)
