@@ -10,7 +10,8 @@ from pathlib import Path
 from common.checkpoint import storage
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
-from configs.optional import InitialWeights
+from configs.fields import find_group
+from configs.shared import Experiment, InitialWeights
 
 SHORT_ID_LENGTH = 4  # a short id consists of the last characters of a run id
 
@@ -31,10 +32,11 @@ def find_initial_weights(text: str, runs: Path) -> Path:
     )
 
 
-def check_weights_of_config(settings: object) -> None:
+def check_weights_of_config(settings: Experiment) -> None:
     """Raise UserError if a config refers to initial weights that do not exist."""
-    if isinstance(settings, InitialWeights) and settings.weights != "none":
-        find_initial_weights(settings.weights, Path(settings.runs))
+    initial = find_group(settings, InitialWeights)
+    if initial is not None and initial.weights != "none":
+        find_initial_weights(initial.weights, Path(settings.runs))
 
 
 def reset_weights_setting_on_resume(settings: object, run: RunFolder) -> None:
@@ -42,5 +44,6 @@ def reset_weights_setting_on_resume(settings: object, run: RunFolder) -> None:
 
     A resumed run does not need the file with the initial weights, and the file may no longer exist.
     """
-    if isinstance(settings, InitialWeights) and storage.list_resumable_checkpoints(run):
-        settings.weights = "none"
+    initial = find_group(settings, InitialWeights)
+    if initial is not None and storage.list_resumable_checkpoints(run):
+        initial.weights = "none"

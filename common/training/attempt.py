@@ -34,7 +34,7 @@ from common.system.errors import (
     UserError,
 )
 from common.system.text import format_count
-from configs.shared import Experiment
+from configs.shared import Experiment, TrainingExperiment
 
 
 @dataclass
@@ -205,9 +205,9 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[RunFolder, PreparedData
     `cfg.data.name` is set to the name of the prepared data set. Raises UserError if the data is missing or does not fit
     the model.
     """
-    prepared = prepare.prepare_dataset(cfg.data, fallback, log=cfg.log)
-    prepare.check_model_fits_data(cfg, prepared)
-    cfg.data.name = prepared.name
+    prepared = prepare.prepare_dataset_of_config(cfg, fallback)
+    if isinstance(cfg, TrainingExperiment):
+        cfg.data.name = prepared.name
     name = config.get_experiment_name(type(cfg))
     folder = RunFolder.create(Path(cfg.runs), name, config.format_yaml(cfg))
     try:
@@ -217,7 +217,7 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[RunFolder, PreparedData
         raise
     if prepared.notice:
         print(prepared.notice, flush=True)
-    data = f", data {prepared.name}" if cfg.trains else ""
+    data = f", data {prepared.name}" if isinstance(cfg, TrainingExperiment) else ""
     print(f"{name}: {format_count(cfg.processes, 'rank')}{data}, run folder {folder.path}", flush=True)
     return folder, prepared
 
@@ -247,7 +247,7 @@ def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, Pr
 def prepare_data_of_run(cfg: Experiment, run_folder: RunFolder) -> PreparedDataset:
     """Prepare the data of an existing run. Raises UserError if the data has changed."""
     code = run_folder.path / "code"
-    prepared = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=code)
+    prepared = prepare.prepare_dataset_of_config(cfg, fallback=False, code=code)
     recorded = provenance.read_metadata(run_folder).get("data") or {}
     checksums = prepared.to_dict()["sha256"]
     if recorded.get("sha256", checksums) != checksums:
@@ -278,7 +278,7 @@ def format_resume_command(folder: RunFolder, cfg: Experiment, reason: str) -> st
     if re.search(SOURCE_ERROR_PATTERN, reason):
         return provenance.format_new_run_command(folder)
     command = f"make exp RESUME={shlex.quote(str(folder.path))}"
-    if re.search(DIVERGENCE_PATTERN, reason):
+    if re.search(DIVERGENCE_PATTERN, reason) and isinstance(cfg, TrainingExperiment):
         return f'{command} ARGS="optim.lr={cfg.optim.lr / 2:g}"'
     if "ran out of memory" in reason:
         return f"{command} on a machine with more memory, or start a new run with a smaller batch or model"

@@ -18,7 +18,7 @@ from typing import IO, TypeVar
 
 from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_before_exit
-from common.config import config, custom_code
+from common.config import config, config_keys, custom_code
 from common.data.loader import DataWorkerError
 from common.models import initial_weights
 from common.ranks import backend_setup, local_launcher, rendezvous
@@ -45,8 +45,9 @@ from common.training import host_checks, optimizer_contract
 from common.training.attempt import Attempt, is_run_finished
 from common.training.host_resources import check_memory, print_notice_of_shared_cores
 from common.training.run import Run
-from configs.elastic import get_enabled_elastic_settings
-from configs.shared import Experiment
+from configs.dataparallel import get_enabled_elastic_settings
+from configs.shared import Experiment, TrainingExperiment
+from configs.sweeps import is_sweep
 
 T = TypeVar("T", bound=Experiment)
 Main = Callable[[T, Run], None]
@@ -87,13 +88,13 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
             extension.check_resume(run_to_resume, cfg)
         elif rank_info is None or not rank_info.is_restart:  # a restarted launch resumes an existing run
             initial_weights.check_weights_of_config(cfg)
-        if getattr(cfg, "sweep", False) and (run_to_resume is not None or rank_info is not None):
+        if is_sweep(cfg) and (run_to_resume is not None or rank_info is not None):
             raise UserError(
                 "sweep=true starts one run after another and cannot be combined with srun, torchrun, RESUME, or "
                 "--resume; to run a sweep on a cluster, use make sweep"
             )
         ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
-    if getattr(cfg, "sweep", False):
+    if is_sweep(cfg):
         replace_process_with_sweep(config.get_experiment_name(schema))
     _, status = run_experiment(main, cfg, ranks, run_to_resume)
     return status
@@ -216,7 +217,8 @@ class ForkedRanks:
 
         def train_forked(rank_info: RankInfo) -> None:
             log_file = folder.log_file(rank_info.original_rank)
-            stop = listen_for_stop_signals(cfg, open(log_file, "a"))  # noqa: SIM115 (the file stays open until the rank exits)
+            stop = StopRequest(cfg.checkpoint.grace, open(log_file, "a"))  # noqa: SIM115 (the file stays open until the rank exits)
+            stop.start_listening()
             may_be_main = rank_info.rank == 0 or elastic is not None  # in an elastic run, any rank may become rank 0
             local_launcher.redirect_output(log_file, keep_stdout=may_be_main)
             launch = custom_code.use_file_copies(cfg.launch, folder.path / "code")
@@ -256,13 +258,15 @@ class LaunchedRank:
             remedy = f"srun -n {cfg.processes}"
             if rank_info.launcher == "torchrun":
                 remedy = f"--nproc-per-node={cfg.processes // rank_info.nodes}"
-            setting = "processes_per_node" if hasattr(cfg, "processes_per_node") else "the number of stages"
+            has_setting = config.RANKS_PER_NODE in config_keys.list_keys(type(cfg))
+            setting = config.RANKS_PER_NODE if has_setting else "the number of stages"
             raise UserError(
                 f"{rank_info.launcher} started {format_count(rank_info.size, 'rank')}, but the settings require "
                 f"{cfg.processes}; use {remedy}, or change {setting}"
             )
         self.rank_info = rank_info
-        self.stop = listen_for_stop_signals(cfg, sys.stderr)
+        self.stop = StopRequest(cfg.checkpoint.grace, sys.stderr)
+        self.stop.start_listening()
 
     @property
     def is_main(self) -> bool:
@@ -320,7 +324,8 @@ class LaunchedRank:
                 raise opened
             return EXIT_REFUSED
         attempt = Attempt.from_content(content)
-        cfg.data.name = attempt.prepared.name
+        if isinstance(cfg, TrainingExperiment):
+            cfg.data.name = attempt.prepared.name
         return attempt
 
     def _try_open_attempt(self, cfg: Experiment, run_to_resume: RunFolder | None) -> Attempt | UserError:
@@ -356,7 +361,7 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
     try:
         stop.can_stop_immediately = True
         is_new_run = attempt.is_new and not world.is_joining
-        optimizer_contract.check_optimizer_of_run(cfg.optim, attempt.folder.path / "code", is_new_run=is_new_run)
+        optimizer_contract.check_optimizer_of_run(cfg, attempt.folder.path / "code", is_new_run=is_new_run)
         setup = backend_setup.import_backend_setup(world.backend)
         if setup is not None:
             setup.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
@@ -391,10 +396,3 @@ def train_rank(main: Main[T], cfg: T, world: World, attempt: Attempt, stop: Stop
         for worker in multiprocessing.active_children():
             worker.kill()  # data workers ignore all other signals, and a failed rank must not wait for its workers
         run.close()
-
-
-def listen_for_stop_signals(cfg: Experiment, log: IO[str]) -> StopRequest:
-    """Install the stop signal handlers. Stack traces are written to `log` after the grace time."""
-    stop = StopRequest(cfg.checkpoint.grace, log)
-    stop.start_listening()
-    return stop

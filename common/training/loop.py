@@ -17,7 +17,8 @@ from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimer
 from common.training import optimizers
 from common.training.run_context import Evaluate, RunContext
-from configs.elastic import RECOVERY, get_enabled_elastic_settings
+from configs.dataparallel import RECOVERY, get_enabled_elastic_settings
+from configs.shared import TrainingExperiment
 
 
 class Step:
@@ -38,7 +39,7 @@ class Step:
         self.epoch = epoch
         """Epoch of this step, counted from 0."""
         self.rate = rate
-        """Learning rate of this step, already set in the optimizer."""
+        """Learning rate of this step, already set in the optimizer; 0 in a measurement."""
         self.values: dict[str, Tensor | float | None] = {}
         self.committed = False
         self.entered = False
@@ -186,7 +187,9 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
     for part in state.parts:
         part.train()
     for batch in run.times.iterate_batches(state.loader) if run.times else state.loader:
-        rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
+        rate = 0.0
+        if isinstance(cfg, TrainingExperiment):
+            rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
         if state.optimizer is not None:
             optimizers.set_learning_rate(state.optimizer, rate)
         step = Step(run, batch, run.step + 1, run.step // epoch_steps, rate)

@@ -29,8 +29,8 @@ from common.runs.progress import ProgressDisplay
 from common.runs.run_progress import RunProgress
 from common.system.errors import MachineError, UserError
 from common.training.hooks import RecoveryHook, StepHook
-from configs.elastic import get_enabled_elastic_settings
-from configs.shared import Experiment
+from configs.dataparallel import get_enabled_elastic_settings
+from configs.shared import Experiment, TrainingExperiment
 
 HEARTBEAT_SECONDS = 5.0
 H = TypeVar("H", bound=StepHook)
@@ -95,6 +95,18 @@ class RunContext:
             write_json(folder.attempt_folder / "world.json", describe_world(world))
 
     @property
+    def trains(self) -> bool:
+        """True if the run trains a model; False for a pure measurement."""
+        return isinstance(self.cfg, TrainingExperiment)
+
+    @property
+    def training_cfg(self) -> TrainingExperiment:
+        """Config of a run that trains a model. Raises TypeError for a pure measurement."""
+        if not isinstance(self.cfg, TrainingExperiment):
+            raise TypeError("a measurement trains no model and has no settings for training")
+        return self.cfg
+
+    @property
     def step(self) -> int:
         """Number of completed steps, including those of earlier attempts."""
         return self.progress.step
@@ -109,12 +121,12 @@ class RunContext:
     @cached_property
     def train_set(self) -> Images:
         """Training samples; only the first `data.train_limit` samples if this setting is not 0."""
-        return Images(self.prepared, "train", self.cfg.data.train_limit)
+        return Images(self.prepared, "train", self.training_cfg.data.train_limit)
 
     @cached_property
     def test_set(self) -> Images:
         """Test samples; only the first `data.test_limit` samples if this setting is not 0."""
-        return Images(self.prepared, "test", self.cfg.data.test_limit)
+        return Images(self.prepared, "test", self.training_cfg.data.test_limit)
 
     @property
     def sample_shape(self) -> torch.Size:
@@ -134,7 +146,7 @@ class RunContext:
     @property
     def dtype(self) -> torch.dtype:
         """Data type of the model's parameters and computations."""
-        dtype: torch.dtype = getattr(torch, self.cfg.dtype)
+        dtype: torch.dtype = getattr(torch, self.training_cfg.dtype)
         return dtype
 
     @property
@@ -165,15 +177,16 @@ class RunContext:
         The sizes of the microbatches are set in `cfg.batch_plan`. For a pipeline, use `batches` instead: the pipeline
         engine splits each batch itself.
         """
-        return self._make_loader(shard, batch=self.cfg.batch // count, microbatches=count)
+        return self._make_loader(shard, batch=self.training_cfg.batch // count, microbatches=count)
 
     def _make_loader(self, shard: tuple[int, int], **options: Any) -> Loader:
+        cfg = self.training_cfg
         return Loader.from_config(
             self.train_set,
-            self.cfg,
+            cfg,
             self.device,
             shard=shard,
-            weights=self.cfg.batch_plan.weights if shard == self.shard else (),
+            weights=cfg.batch_plan.weights if shard == self.shard else (),
             stop_requested=lambda: bool(self.saver.stop_request.signal_number),
             **options,
         )
@@ -188,7 +201,7 @@ class RunContext:
         `seed` determines the order of the samples, independently of their order in training. The samples are not
         augmented.
         """
-        size = self.cfg.batch
+        size = self.training_cfg.batch
         rank, ranks = self.shard
         order = torch.from_numpy(draw_sample_order(len(self.train_set), seed, 0))
         batches = order[: len(order) // size * size].view(-1, size)  # drops the last partial batch
@@ -316,7 +329,7 @@ class RunContext:
     def _show_progress(self, step: int, newest: dict[str, float]) -> None:
         columns = [f"{name} {value:.4g}" for name, value in newest.items()]
         speed = self.compute_samples_per_second()
-        if speed and self.cfg.trains:
+        if speed and self.trains:
             columns.append(f"{speed:.0f} samples/s")
         self.screen.show_progress("step", step, self.total, "  ".join(columns))
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from configs.fields import find_group
+from configs.shared import Sweep
+
 PointSettings = dict[str, Any]  # settings of a point that differ from the config, by dotted name
 RunRow = dict[str, Any]  # a finished run: its `cell` (the point's settings) and all values of its result, by name
 Points = Sequence[tuple[float, float, float]]  # tuples of x, mean and standard deviation
@@ -63,6 +66,12 @@ class SweepGrid(Generic[T]):
     measured: tuple[str, ...] = ()
     """Settings that a run may determine by measurement. Repeats of a point reuse the values from the first run of the
     point."""
+
+
+def is_sweep(cfg: object) -> bool:
+    """Return whether a config has sweep=true."""
+    settings = find_group(cfg, Sweep)
+    return settings is not None and settings.sweep
 
 
 def format_settings(cell: PointSettings) -> dict[str, str]:

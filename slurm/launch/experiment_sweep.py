@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config import config
+from common.config import config, config_keys
 from common.measure import plots
 from common.ranks.rank_info import read_rank_info
 from common.runs import provenance, result
@@ -34,7 +34,7 @@ from common.system.text import read_end_of_file
 from configs.shared import Experiment
 from configs.sweeps import Bars, RunRow, Summary, SweepGrid
 from slurm.launch import sweep
-from slurm.launch.sweep_file import SweepPlan, SweepPoint, format_values, load_grid
+from slurm.launch.sweep_file import SweepPlan, SweepPoint, format_values, get_repeats, load_grid
 
 QUIET = ("log.level=warning", "log.progress=none")
 
@@ -47,7 +47,7 @@ def plan_points(
     Raises UserError, which names the point, if the settings of a point are invalid.
     """
     points: list[SweepPoint] = []
-    for repeat, cell in itertools.product(range(cfg.repeats), grid.points(cfg, gpus)):  # type: ignore[attr-defined]
+    for repeat, cell in itertools.product(range(get_repeats(cfg)), grid.points(cfg, gpus)):
         values = cell | ({"seed": cfg.seed + repeat} if grid.new_seeds else {})
         overrides = format_values(values)
         try:
@@ -62,8 +62,10 @@ def plan_points(
 def copy_measured_settings(names: Sequence[str], folder: RunFolder, settings: Experiment) -> None:
     """Copy the values that a run has measured to the settings of a later run, unless the later run sets them."""
     measured = config.read_config_file(folder.path / "config.yaml")
+    keys = config_keys.list_keys(type(settings))
     for name in names:
-        setattr(settings, name, getattr(settings, name) or measured.get(name) or [])
+        key = keys[name]
+        key.set_value(settings, key.get_value(settings) or measured.get(name) or [])
 
 
 class ResultTable:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.checkpoint import extension
-from common.config import config, custom_code
+from common.config import config, config_keys, custom_code
 from common.config.config import ROOT
 from common.data import prepare
 from common.models import initial_weights
@@ -27,9 +27,11 @@ from common.runs.folder import RunFolder, write_atomic
 from common.runs.tracking import wandb_account
 from common.system.errors import RunTakenError, UserError
 from common.system.text import format_count, read_text_or_empty
-from configs.elastic import get_enabled_elastic_settings
+from configs.dataparallel import RanksPerNode, get_enabled_elastic_settings
+from configs.fields import find_group
 from configs.profile import Profile
-from configs.shared import Experiment
+from configs.shared import Experiment, TrainingExperiment
+from configs.sweeps import is_sweep
 from slurm.arguments import (
     check_experiment_name,
     parse_count,
@@ -107,16 +109,15 @@ def prepare_run_folder(
     Each notice about the data is printed only once. `shown_notices` contains the notices that have been printed.
     """
     fallback = scheduler is None or scheduler.local is not None
-    dataset = prepare.prepare_dataset(settings.data, fallback, log=settings.log)
-    prepare.check_model_fits_data(settings, dataset)
+    dataset = prepare.prepare_dataset_of_config(settings, fallback)
     if dataset.notice and dataset.notice not in shown_notices:
         print(dataset.notice, flush=True)
         shown_notices.add(dataset.notice)
-    settings.data.name = dataset.name
-    for key, path in settings.list_paths().items():  # the job may start in another folder, so make paths absolute
-        group, _, name_in_group = key.rpartition(".")
-        owner = getattr(settings, group) if group else settings
-        setattr(owner, name_in_group, str(Path(path).absolute()))
+    if isinstance(settings, TrainingExperiment):
+        settings.data.name = dataset.name
+    keys = config_keys.list_keys(type(settings))
+    for key, path in config_keys.list_paths(settings).items():  # the job may start in another folder
+        keys[key].set_value(settings, str(Path(path).absolute()))
     folder = RunFolder.create(Path(settings.runs), name, config.format_yaml(settings))
     with remove_folder_on_error(folder):
         provenance.copy_source(folder)
@@ -222,7 +223,7 @@ def print_job(folder: RunFolder, settings: Experiment, job: str, scheduler: Sche
     ranks = format_count(settings.processes, "rank")
     run = shlex.quote(folder.reference)
     hint = ""
-    if settings.processes == 1 and hasattr(settings, "processes_per_node"):
+    if settings.processes == 1 and find_group(settings, RanksPerNode) is not None:
         hint = " (not distributed; for two ranks, use NODES=2 or ARGS=processes_per_node=2)"
     print(f"{folder.experiment}: job {job} on {scheduler.name}, {nodes}, {ranks}{hint}")
     print(f"  run folder  {folder.path}\n  follow      make logs RUN={run} FOLLOW=1")
@@ -234,8 +235,9 @@ def resolve_processes_per_node(settings: Experiment, profile: Profile) -> None:
 
     Raises UserError if other settings are incompatible with the number in the profile.
     """
-    if getattr(settings, "processes_per_node", None) == 0:
-        settings.processes_per_node = profile.ranks_per_node  # type: ignore[attr-defined]
+    ranks = find_group(settings, RanksPerNode)
+    if ranks is not None and ranks.processes_per_node == 0:
+        ranks.processes_per_node = profile.ranks_per_node
         try:
             settings.check()
         except ValueError as error:
@@ -316,7 +318,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     if resumed:
         liveness.wait_for_earlier_attempt(resumed)
-    if getattr(settings, "sweep", False):
+    if is_sweep(settings):
         exec_sweep(name, arguments, args.launch)
     scheduler = choose_scheduler(args.launch or "auto")
     if scheduler is None:

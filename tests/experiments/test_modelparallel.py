@@ -177,7 +177,7 @@ def test_the_toy_learns_random_targets_in_two_stages_as_in_one(tmp_path: Path) -
 def test_a_stage_without_weights_is_refused(engine: str) -> None:
     model = networks.ResNet("resnet18", (3, 8, 8), 3, width=2)
     cfg = settings("stages=3", "split=[pool,fc]", f"engine={engine}")
-    run = cast(Any, SimpleNamespace(cfg=cfg, sample_shape=(3, 8, 8)))
+    run = cast(Any, SimpleNamespace(training_cfg=cfg, sample_shape=(3, 8, 8)))
     with pytest.raises(UserError, match="the stage that starts at layer pool has no trainable parameters"):
         model_split.split_model(cfg.make_pipeline_config(), model, run)
 
@@ -337,10 +337,10 @@ def test_a_cut_is_measured_once_for_all_repeats(tmp_path: Path) -> None:
     later, other = settings(), settings("split=[layer4_0]")
     for one in (later, other):
         experiment_sweep.copy_measured_settings(GRID.measured, first, one)
-    assert (later.split, other.split) == (["layer2_0"], ["layer4_0"])
+    assert (later.pipeline.split, other.pipeline.split) == (["layer2_0"], ["layer4_0"])
     second = RunFolder.create(tmp_path, NAME, config.format_yaml(settings()))
     experiment_sweep.copy_measured_settings(GRID.measured, second, later)
-    assert later.split == ["layer2_0"]
+    assert later.pipeline.split == ["layer2_0"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
 from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
-from configs.launch import Launch
+from configs.shared import Launch
 
 STEPS = 24
 

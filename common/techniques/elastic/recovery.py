@@ -36,7 +36,7 @@ from common.techniques.elastic.shared_values import AveragedValues
 from common.training.hooks import RecoveryHook
 from common.training.run_context import RunContext
 from configs.batch_plan import divide_batch
-from configs.elastic import Elastic
+from configs.dataparallel import Elastic
 
 MAX_EMPTY_GENERATIONS = 3  # consecutive generations in which no rank is lost or joins and no step is completed
 
@@ -277,7 +277,7 @@ class ElasticRecovery(RecoveryHook):
     def _divide_batches(self, members: Sequence[int]) -> None:
         """Divide each batch among the members in proportion to the `shards` setting, or equally if it is not set."""
         loader = self.state.loader
-        plan = self.run.cfg.batch_plan
+        plan = self.run.training_cfg.batch_plan
         assert isinstance(loader, Loader)
         weights = [plan.weights[member] for member in members] if plan.weights else []
         if not any(weights):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from common.checkpoint.train_state import get_model_recipe
 from common.config import config
+from common.config.config_keys import list_keys
 from common.config.custom_code import use_file_copies
 from common.measure.memory import reset_peak_memory
 from common.ranks.rendezvous import World
@@ -34,7 +35,7 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
     A partition that is based on measurements is stored in config.yaml. All ranks must call this function. Raises
     UserError if `split` is invalid, there are more stages than layers, or a stage has no parameters.
     """
-    sample = torch.randn(run.cfg.batch_plan.microbatch, *run.sample_shape)  # input for timing the layers
+    sample = torch.randn(run.training_cfg.batch_plan.microbatch, *run.sample_shape)  # input for timing the layers
     try:
         stages = partition.split_into_stages(model, choose_partition(cfg, model, sample, run))
     except ValueError as error:
@@ -77,13 +78,13 @@ def find_or_measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample:
         "layers": [name for name, _ in model.named_children()],
         "sample": list(sample.shape),
         "stages": cfg.stages,
-        "dtype": run.cfg.dtype,
+        "dtype": run.training_cfg.dtype,
         "channels_last": getattr(run.cfg, "channels_last", False),
         "machines": sorted(machines),
     }
     text = json.dumps(key, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    file = Path(run.cfg.data.cache) / "cuts" / f"{digest}.json"
+    file = Path(run.training_cfg.data.cache) / "cuts" / f"{digest}.json"
     with contextlib.ExitStack() as stack:
         split = None
         if world.is_main:
@@ -139,15 +140,16 @@ def measure_setting_once(run: RunContext, name: str, measure: Callable[[], list[
     from config.yaml measures a separate value and does not change the file.
     """
     file = run.folder.path / "config.yaml"
+    key = list_keys(type(run.cfg))[name]
     value = []
     is_unchanged = False
     if run.world.is_main:
         value = config.read_config_file(file)[name]
-        setattr(run.cfg, name, value)
+        key.set_value(run.cfg, value)
         is_unchanged = config.format_yaml(run.cfg) == file.read_text()
     value = run.world.broadcast(value if is_unchanged else [])
     value = value or run.world.broadcast(measure())
-    setattr(run.cfg, name, value)
+    key.set_value(run.cfg, value)
     if is_unchanged:
         write_atomic(file, config.format_yaml(run.cfg))
     return value
@@ -177,6 +179,5 @@ def build_pipeline_engine(
 
         engine_class = TorchPipelineEngine
     world = group or run.world
-    return engine_class(
-        cfg, stages, loss, world, batch=run.cfg.batch_plan.shard, sample=run.sample_shape, dtype=run.dtype
-    )
+    shard = run.training_cfg.batch_plan.shard
+    return engine_class(cfg, stages, loss, world, batch=shard, sample=run.sample_shape, dtype=run.dtype)
