@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from configs.batch_plan import BatchPlan
-from configs.dataparallel import Sharded
-from configs.elastic import ElasticRanks
-from configs.optional import Sweep
-from configs.shared import at_least, between
+from configs.dataparallel import Elastic, Replicated, Sharding
+from configs.fields import at_least, between, flat
+from configs.shared import Sweep
 
 
 @dataclass
-class Config(Sweep, ElasticRanks, Sharded):
+class Config(Replicated):
     """Settings for training with mixed precision and gradient accumulation."""
+
+    can_mix_devices: ClassVar[bool] = True
 
     model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions. The
@@ -43,13 +44,22 @@ class Config(Sweep, ElasticRanks, Sharded):
     """Initial loss scale for precision=fp16. The scale is halved when a gradient overflows (arXiv 1710.03740)."""
     growth_interval: int = at_least(1, 2000)
     """Number of consecutive steps without overflow after which the loss scale is doubled, for precision=fp16."""
+    dropout: float = between(0, 0.95, 0)
+    """Dropout probability for the inputs of the last layer. The dropout mask of a sample depends only on the sample's
+    position in the epoch, so the division into shards and microbatches does not change the result."""
+    sharding: Sharding = flat(Sharding)
+    elastic: Elastic = field(default_factory=Elastic)
+    grid: Sweep = flat(Sweep)
 
     @property
     def batch_plan(self) -> BatchPlan:
-        return BatchPlan(self.batch, self.processes, self.accumulate, self.parse_shards())
+        weights = self.sharding.parse_weights(self.processes)
+        return BatchPlan(self.batch, self.processes, self.accumulate, weights)
 
     def check(self) -> None:
         super().check()
+        self.sharding.check(self.batch_plan)
+        self.elastic.check(self.processes, self.launch, self.sharding)
         if self.dtype == "float64" and self.precision in ("bf16", "fp16"):
             raise ValueError(
                 f"dtype=float64 cannot be combined with precision={self.precision}, because autocast converts only "
@@ -57,7 +67,7 @@ class Config(Sweep, ElasticRanks, Sharded):
             )
         if self.model == "mlp" and self.channels_last:
             raise ValueError("channels_last=true requires convolutions, but model=mlp has none; use model=convnet")
-        if self.shards == ["auto"] and not self.no_sync:
+        if self.sharding.shards == ["auto"] and not self.no_sync:
             raise ValueError(
                 "shards=auto cannot measure the speed of each rank with no_sync=false, because ranks then wait for "
                 "each other within a step; set shards explicitly, such as shards=[3,1], or omit no_sync=false"

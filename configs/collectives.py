@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from configs.batch_plan import format_nearest_multiples
-from configs.optional import RanksPerNode
-from configs.shared import between
+from configs.dataparallel import RanksPerNode
+from configs.fields import between, flat
+from configs.shared import Experiment
 
 OPS = ("sendrecv", "broadcast", "all_reduce", "reduce_scatter", "all_gather")
 DTYPES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}  # bytes per element
@@ -21,11 +22,10 @@ MAX_VECTOR_BYTES = 2**30
 
 
 @dataclass
-class Config(RanksPerNode):
-    """Settings for measuring collectives. Settings for the data, the model and the optimizer have no effect."""
+class Config(Experiment):
+    """Settings for measuring collectives, which trains no model."""
 
-    trains: ClassVar[bool] = False
-
+    ranks: RanksPerNode = flat(RanksPerNode)
     ops: list[str] = field(default_factory=lambda: list(OPS))
     """Operations to measure: sendrecv (every rank sends to the next rank in a ring), broadcast, all_reduce,
     reduce_scatter and all_gather."""
@@ -47,6 +47,10 @@ class Config(RanksPerNode):
     """Number of times to repeat the whole measurement. Reported times are medians over these rounds."""
     plot: bool = True
     """Plot the measured times against the vector sizes, with the fitted lines."""
+
+    @property
+    def processes(self) -> int:
+        return self.ranks.count_ranks(self.launch.nodes)
 
     def compute_total_steps(self, epoch_steps: int) -> int:
         """Return the number of steps of the run.

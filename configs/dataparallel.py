@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
 
 from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisors
-from configs.optional import InitialWeights, RanksPerNode
-from configs.ranges import between
+from configs.fields import at_least, between, find_group, flat
+from configs.shared import Launch, TrainingExperiment
+
+SUPERVISOR = "common.techniques.elastic.supervisor:open_local_supervisor"
+"""Import path of the function that opens the supervisor of local ranks."""
+RECOVERY = "common.techniques.elastic.recovery:ElasticRecovery"
+"""Import path of the hook with which each rank recovers from the loss of a rank."""
 
 
 @dataclass
-class Replicated(RanksPerNode):
+class RanksPerNode:
+    """Setting for experiments with the same number of ranks on each host."""
+
+    processes_per_node: int = at_least(0, 0)
+    """Number of ranks per host. 0 uses the number in the cluster profile, or the number that torchrun or srun started.
+    Without a cluster profile and without torchrun or srun, 0 means two ranks on a single host, or one rank on each of
+    several hosts."""
+
+    def count_ranks(self, nodes: int) -> int:
+        """Return the number of ranks over all hosts."""
+        default = 2 if nodes == 1 else 1
+        return nodes * (self.processes_per_node or default)
+
+
+@dataclass
+class Replicated(TrainingExperiment):
     """Settings for experiments in which all ranks train the same model."""
+
+    ranks: RanksPerNode = flat(RanksPerNode)
+
+    @property
+    def processes(self) -> int:
+        return self.ranks.count_ranks(self.launch.nodes)
 
     def check(self) -> None:
         super().check()
@@ -32,30 +57,20 @@ class Replicated(RanksPerNode):
 
 
 @dataclass
-class Sharded(Replicated):
-    """Settings for experiments whose ranks may differ in speed or in device type."""
-
-    can_mix_devices: ClassVar[bool] = True
+class Sharding:
+    """Setting for experiments whose ranks may differ in speed or in device type."""
 
     shards: list[str] = field(default_factory=lambda: ["equal"])
     """Division of each batch among the ranks. equal gives every rank the same number of samples. A list of integer
     weights, one per rank, such as [3,1], sets the shares explicitly; a rank with weight 0 gets no samples. auto chooses
     the shares by measuring the speed of each rank before the first step and during training. In all cases, the training
     result is the same as that of a single process."""
-    dropout: float = between(0, 0.95, 0)
-    """Dropout probability for the inputs of the last layer. The dropout mask of a sample depends only on the sample's
-    position in the epoch, so the division into shards and microbatches does not change the result."""
 
-    @property
-    def batch_plan(self) -> BatchPlan:
-        return BatchPlan(self.batch, self.processes, weights=self.parse_shards())
-
-    def parse_shards(self) -> tuple[int, ...]:
+    def parse_weights(self, ranks: int) -> tuple[int, ...]:
         """Return the initial relative shard sizes of the ranks, or () for equal shards.
 
         Raises ValueError if `shards` is invalid.
         """
-        ranks = self.processes
         text = ",".join(self.shards)
         if text == "equal":
             return ()
@@ -74,34 +89,73 @@ class Sharded(Replicated):
             raise ValueError(f"shards=[{text}] assigns no samples to any rank; at least one weight must be positive")
         return weights
 
-    def check(self) -> None:
-        super().check()
-        microbatches = self.batch_plan.microbatches
-        if self.batch % microbatches:
-            remedy = f"use batch={format_nearest_multiples(self.batch, microbatches)}"
-            raise ValueError(f"batch={self.batch} is not divisible by accumulate={microbatches}; {remedy}")
-        min_batch = self.processes * microbatches
-        if self.shards == ["auto"] and self.batch < min_batch:
+    def check(self, plan: BatchPlan) -> None:
+        """Raise ValueError if a batch cannot be divided according to `shards`."""
+        if plan.batch % plan.microbatches:
+            remedy = f"use batch={format_nearest_multiples(plan.batch, plan.microbatches)}"
+            raise ValueError(f"batch={plan.batch} is not divisible by accumulate={plan.microbatches}; {remedy}")
+        min_batch = plan.replicas * plan.microbatches
+        if self.shards == ["auto"] and plan.batch < min_batch:
             raise ValueError(
-                f"shards=auto requires at least one sample per rank in each microbatch (batch={self.batch}); "
+                f"shards=auto requires at least one sample per rank in each microbatch (batch={plan.batch}); "
                 f"set batch to at least {min_batch} or use fewer ranks"
             )
 
 
 @dataclass
-class DataParallel(Replicated, InitialWeights):
-    """Settings for DDP and for the strategies that are compared with DDP."""
+class Elastic:
+    """Settings for elastic runs. `elastic=true` is short for `elastic.on=true`."""
 
-    model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
-    """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; resnet18
-    is ResNet-18 with the CIFAR stem. resnet50 has the ImageNet stem for images of 64 pixels or more. All of these
-    networks accept the images of any data set."""
-    sync_batchnorm: bool = False
-    """Compute BatchNorm statistics over the whole batch instead of over each rank's shard."""
+    on: bool = False
+    """Continue without a restart when a rank is killed, a rank stops responding, or a host fails. The remaining ranks
+    repeat the interrupted step and take over the lost rank's shard of the batch. The losses are the same as those of an
+    uninterrupted run, up to rounding. Elastic runs are limited to ranks on CPUs. In param_server, only ranks that serve
+    no parameter shard can be lost."""
+    timeout: float = between(0.2, 600, 3)
+    """Seconds without a heartbeat after which a rank is considered lost. A separate thread sends the heartbeats, so
+    slow steps, evaluations and checkpoints do not interrupt them. A killed rank is detected immediately."""
+    min: int = at_least(1, 1)
+    """Minimum number of ranks. If fewer ranks remain, the remaining ranks save a checkpoint and exit with status 75.
+    The run can then be resumed with all ranks."""
+    rejoin: int = at_least(0, 3)
+    """Maximum number of restarts per lost rank. A restarted rank joins between two steps with a copy of another rank's
+    state."""
+    spares: int = between(0, 64, 0)
+    """Number of spare hosts that a SLURM job requests to replace lost hosts. Local runs have no spare hosts."""
 
-    def check(self) -> None:
-        super().check()
-        if self.sync_batchnorm and self.model in ("mlp", "convnet"):
+    def check(self, ranks: int, launch: Launch, sharding: Sharding | None = None) -> None:
+        """Raise ValueError if a run with these ranks cannot be elastic."""
+        if not self.on:
+            return
+        if ranks < 2:
+            raise ValueError("elastic=true requires at least two ranks; use processes_per_node=2 or elastic=false")
+        if self.min > ranks:
             raise ValueError(
-                f"sync_batchnorm=true requires BatchNorm layers, but model={self.model} has none; use model=resnet18"
+                f"elastic.min={self.min} exceeds the {ranks} ranks of the run; use at most elastic.min={ranks}"
             )
+        if sharding is not None and sharding.shards == ["auto"]:
+            raise ValueError(
+                "elastic=true cannot be combined with shards=auto, because elastic runs adjust the shards themselves; "
+                "omit shards=auto, or set explicit shards, such as shards=[3,1]"
+            )
+        if launch.device == "cuda":
+            raise ValueError(
+                "elastic=true is not available on GPUs, where ranks cannot continue after another rank is lost; "
+                "use launch.device=cpu"
+            )
+        if launch.backend == "builtin":
+            raise ValueError("elastic=true requires the gloo backend; omit launch.backend=builtin")
+
+
+def get_enabled_elastic_settings(cfg: object) -> Elastic | None:
+    """Return the elastic settings of a config, or None if the run is not elastic."""
+    settings = find_group(cfg, Elastic)
+    return settings if settings is not None and settings.on else None
+
+
+def check_sync_batchnorm(sync_batchnorm: bool, model: str) -> None:
+    """Raise ValueError if BatchNorm is to be synchronized in a network without BatchNorm layers."""
+    if sync_batchnorm and model in ("mlp", "convnet"):
+        raise ValueError(
+            f"sync_batchnorm=true requires BatchNorm layers, but model={model} has none; use model=resnet18"
+        )

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
-from configs.dataparallel import DataParallel, Sharded
-from configs.elastic import ElasticRanks
-from configs.shared import at_least, between
+from configs.batch_plan import BatchPlan
+from configs.dataparallel import Elastic, Replicated, Sharding, check_sync_batchnorm
+from configs.fields import at_least, between, flat
+from configs.shared import InitialWeights
 
 
 @dataclass
-class Config(ElasticRanks, Sharded, DataParallel):
+class Config(Replicated):
     """Settings for training with DDP or FSDP2."""
 
+    can_mix_devices: ClassVar[bool] = True
+
+    model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
+    """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; resnet18
+    is ResNet-18 with the CIFAR stem. resnet50 has the ImageNet stem for images of 64 pixels or more. All of these
+    networks accept the images of any data set."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """ddp keeps the whole model on every rank; fsdp (fully_shard) shards every parameter across the ranks."""
     communication: Literal["none", "fp16", "bf16", "powersgd"] = "none"
@@ -31,14 +38,29 @@ class Config(ElasticRanks, Sharded, DataParallel):
     find_unused_parameters: bool = False
     """In every step, let DDP search for parameters that get no gradient. The search takes time. Only models that do not
     use all of their parameters in every step need the search."""
+    sync_batchnorm: bool = False
+    """Compute BatchNorm statistics over the whole batch instead of over each rank's shard."""
     clip: float = between(0, 1e6, 0)
     """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm over the gradients of all parameters,
     for the whole batch."""
     compare: bool = False
     """After training, time the same step in a single process and report the parallel efficiency."""
+    dropout: float = between(0, 0.95, 0)
+    """Dropout probability for the inputs of the last layer. The dropout mask of a sample depends only on the sample's
+    position in the epoch, so the division into shards does not change the result."""
+    sharding: Sharding = flat(Sharding)
+    elastic: Elastic = field(default_factory=Elastic)
+    initial: InitialWeights = flat(InitialWeights)
+
+    @property
+    def batch_plan(self) -> BatchPlan:
+        return BatchPlan(self.batch, self.processes, weights=self.sharding.parse_weights(self.processes))
 
     def check(self) -> None:
         super().check()
+        check_sync_batchnorm(self.sync_batchnorm, self.model)
+        self.sharding.check(self.batch_plan)
+        self.elastic.check(self.processes, self.launch, self.sharding)
         is_fsdp = self.strategy == "fsdp"
         if self.elastic.on and (is_fsdp or self.communication == "powersgd"):
             setting = "strategy=fsdp" if is_fsdp else "communication=powersgd"
@@ -48,7 +70,7 @@ class Config(ElasticRanks, Sharded, DataParallel):
             )
         if is_fsdp:
             self.check_fsdp()
-        if self.shards == ["auto"] and (is_fsdp or self.sync_batchnorm):
+        if self.sharding.shards == ["auto"] and (is_fsdp or self.sync_batchnorm):
             setting = "strategy=fsdp" if is_fsdp else "sync_batchnorm=true"
             raise ValueError(
                 f"shards=auto cannot measure the speed of each rank with {setting}, because ranks then wait for each "

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated
-from configs.optional import InitialWeights
-from configs.shared import at_least, between
+from configs.fields import at_least, between, flat
+from configs.shared import InitialWeights
 
 
 @dataclass
-class Config(Replicated, InitialWeights):
+class Config(Replicated):
     """Settings for local SGD."""
 
     ranks_have_separate_models: ClassVar[bool] = True
@@ -45,6 +45,7 @@ class Config(Replicated, InitialWeights):
     gradients."""
     delay: int = at_least(0, 0)
     """Number of steps that workers take during an exchange, before the outer step is applied (arXiv 2501.18512)."""
+    initial: InitialWeights = flat(InitialWeights)
 
     def check(self) -> None:
         super().check()

@@ -6,22 +6,30 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from configs.batch_plan import BatchPlan
-from configs.pipeline import PipelineConfig
-from configs.shared import Experiment, between
+from configs.fields import between, flat
+from configs.pipeline import PipelineConfig, PipelineExperiment
 
 
 @dataclass
-class Config(PipelineConfig, Experiment):
+class Config(PipelineExperiment):
     """Settings for pipeline parallelism on MNIST."""
 
     width: int = between(2, 65_536, 128)
     """Number of units per hidden layer. If `depth` is greater than 1, the last hidden layer has half as many units."""
     depth: int = between(1, 256, 2)
     """Number of hidden layers. A depth of 2 with width=128 gives the 784-128-64-10 network."""
+    pipeline: PipelineConfig = flat(PipelineConfig)
+
+    def make_pipeline_config(self) -> PipelineConfig:
+        return self.pipeline
+
+    @property
+    def processes(self) -> int:
+        return self.pipeline.processes
 
     @property
     def batch_plan(self) -> BatchPlan:
-        return BatchPlan(self.batch, 1, self.microbatches)
+        return BatchPlan(self.batch, 1, self.pipeline.microbatches)
 
     @property
     def estimated_parameters(self) -> float:
@@ -30,16 +38,18 @@ class Config(PipelineConfig, Experiment):
         return sum((inputs + 1) * outputs for inputs, outputs in pairwise(sizes))  # weights and biases
 
     def check(self) -> None:
-        self.check_pipeline(self.batch)
+        self.pipeline.check(self.batch)
+        stages = self.pipeline.stages
+        split = self.pipeline.split
         layers = self.depth + 1
-        if self.stages > layers:
-            remedy = f"set stages to at most {layers}, or depth to at least {self.stages - 1}"
-            raise ValueError(f"stages={self.stages} exceeds the {layers} layers of the model; {remedy}")
+        if stages > layers:
+            remedy = f"set stages to at most {layers}, or depth to at least {stages - 1}"
+            raise ValueError(f"stages={stages} exceeds the {layers} layers of the model; {remedy}")
         names = [f"fc{i}" for i in range(2, layers + 1)]
-        in_order = [name for name in names if name in self.split]
-        if self.split != in_order:
+        in_order = [name for name in names if name in split]
+        if split != in_order:
             raise ValueError(
-                f"split=[{','.join(self.split)}] must list layers of the model; "
+                f"split=[{','.join(split)}] must list layers of the model; "
                 f"use {', '.join(names)}, each at most once and in this order"
             )
         super().check()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.dataparallel import Replicated
-from configs.elastic import ElasticRanks
-from configs.shared import at_least
+from configs.dataparallel import Elastic, Replicated
+from configs.fields import at_least
 
 
 @dataclass
-class Config(ElasticRanks, Replicated):
+class Config(Replicated):
     """Settings for training with parameter servers."""
 
     model: Literal["mlp", "convnet", "resnet18"] = "convnet"
@@ -38,6 +37,7 @@ class Config(ElasticRanks, Replicated):
     """After training, time the same steps with DDP on the same ranks, and report the samples/s of DDP."""
     plot: bool = True
     """At the end of the run, plot how often each staleness value occurred."""
+    elastic: Elastic = field(default_factory=Elastic)
 
     def check(self) -> None:
         ranks = self.processes
@@ -48,6 +48,7 @@ class Config(ElasticRanks, Replicated):
                 f"use at most servers={ranks}"
             )
         super().check()
+        self.elastic.check(ranks, self.launch)
         if self.damp and self.mode == "sync":
             raise ValueError(
                 "damp=true has no effect with mode=sync, because no push is stale; omit damp or use mode=async"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from configs.batch_plan import format_nearest_multiples, list_divisors
-from configs.ranges import between, custom_code
+from configs.fields import between, custom_code
+from configs.shared import TrainingExperiment
 
 BUILTIN_SCHEDULES = ("naive", "gpipe", "1f1b")
 TORCH_SCHEDULES = (*BUILTIN_SCHEDULES, "interleaved_1f1b", "zero_bubble")
@@ -35,18 +36,6 @@ class Stages:
     """Draw a timeline of one step as timeline.png in the run folder. Drawing takes half a second at the end of the
     run."""
 
-    @property
-    def memory_bytes(self) -> float:
-        """Estimated memory per host in bytes. Each rank builds the whole model, then keeps only its own stages."""
-        cfg: Any = self  # the experiment's config, which combines this class with `Experiment`
-        while_building = cfg.processes // cfg.launch.nodes * cfg.parameter_bytes
-        all_replicas = getattr(cfg, "replicas", 1) * cfg.parameter_bytes * cfg.optim.tensors_per_parameter
-        return max(while_building, all_replicas / cfg.launch.nodes)
-
-    def make_pipeline_config(self) -> PipelineConfig:
-        """Return the settings of the pipeline engine."""
-        raise NotImplementedError
-
 
 @dataclass
 class PipelineConfig(Stages):
@@ -58,14 +47,12 @@ class PipelineConfig(Stages):
     microbatches: int = between(1, 4096, 4)
     """Number of microbatches, the equal parts of a batch that pass through the stages in sequence."""
 
-    def make_pipeline_config(self) -> PipelineConfig:
-        return self
-
     @property
     def processes(self) -> int:
+        """Number of ranks per pipeline."""
         return self.stages // self.stages_per_process
 
-    def check_pipeline(self, batch: int) -> None:
+    def check(self, batch: int) -> None:
         """Raise ValueError for settings that are incompatible with each other or with the batch."""
         if self.stages % self.stages_per_process:
             raise ValueError(
@@ -122,3 +109,16 @@ class PipelineConfig(Stages):
                 problem = f"with engine=torch schedule={self.schedule}, microbatches={count} must be a multiple of"
                 remedy = f"use microbatches={rounds * self.processes}"
                 raise ValueError(f"{problem} {rounds} (microbatches // ranks); {remedy}")
+
+
+@dataclass
+class PipelineExperiment(TrainingExperiment):
+    """Settings for experiments that partition a model into stages."""
+
+    def make_pipeline_config(self) -> PipelineConfig:
+        """Return the settings of the pipeline engine."""
+        raise NotImplementedError
+
+    @property
+    def replicas_per_host(self) -> float:
+        return 1 / self.launch.nodes

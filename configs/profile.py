@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.shared import at_least, between
+from configs.fields import at_least, between
 
 
 @dataclass

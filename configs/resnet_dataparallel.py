@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.dataparallel import DataParallel
-from configs.optional import Sweep
-from configs.shared import at_least
+from configs.dataparallel import Replicated, check_sync_batchnorm
+from configs.fields import at_least, flat
+from configs.shared import InitialWeights, Sweep
 
 ONE_DEVICE_MESSAGE = (
     "GPUs found: {}; DataParallel runs the model unchanged, like strategy=single; to compare devices, use strategy=ddp"
@@ -15,12 +15,18 @@ ONE_DEVICE_MESSAGE = (
 
 
 @dataclass
-class Config(Sweep, DataParallel):
+class Config(Replicated):
     """Settings for comparing nn.DataParallel, DDP and a single device."""
 
+    model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
+    """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; resnet18
+    is ResNet-18 with the CIFAR stem. resnet50 has the ImageNet stem for images of 64 pixels or more. All of these
+    networks accept the images of any data set."""
     strategy: Literal["single", "data_parallel", "ddp"] = "ddp"
     """single uses one process on one device. data_parallel is nn.DataParallel: one process copies the model to all of
     its GPUs in every step. ddp is DistributedDataParallel, with one process per device."""
+    sync_batchnorm: bool = False
+    """Compute BatchNorm statistics over the whole batch instead of over each rank's shard."""
     functional: bool = False
     """Use the function nn.parallel.data_parallel instead of the class nn.DataParallel."""
     last_batch: Literal["keep", "drop"] = "keep"
@@ -31,6 +37,8 @@ class Config(Sweep, DataParallel):
     compare: bool = True
     """After training on several devices, time the same step on a single device and with the other strategies, in
     alternating rounds. A sweep trains a separate run with each strategy instead."""
+    initial: InitialWeights = flat(InitialWeights)
+    grid: Sweep = flat(Sweep)
 
     @property
     def processes(self) -> int:
@@ -40,7 +48,7 @@ class Config(Sweep, DataParallel):
         if self.strategy != "ddp":
             ddp_settings = {
                 "sync_batchnorm": self.sync_batchnorm,
-                "processes_per_node": self.processes_per_node,
+                "processes_per_node": self.ranks.processes_per_node,
                 "launch.nodes": self.launch.nodes > 1,
             }
             for name, is_set in ddp_settings.items():
@@ -51,3 +59,4 @@ class Config(Sweep, DataParallel):
         if self.functional and self.strategy != "data_parallel":
             raise ValueError("functional=true applies to data_parallel only; use strategy=data_parallel")
         super().check()
+        check_sync_batchnorm(self.sync_batchnorm, self.model)

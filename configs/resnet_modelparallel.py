@@ -7,15 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from configs.batch_plan import BatchPlan, list_divisors
-from configs.optional import InitialWeights, Sweep
-from configs.pipeline import BUILTIN_SCHEDULES, PipelineConfig, Stages
-from configs.shared import RESNETS, at_least, between
+from configs.fields import at_least, between, flat
+from configs.networks import RESNETS
+from configs.pipeline import BUILTIN_SCHEDULES, PipelineConfig, PipelineExperiment, Stages
+from configs.shared import InitialWeights, Sweep
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
 
 
 @dataclass
-class Config(Sweep, Stages, InitialWeights):
+class Config(PipelineExperiment):
     """Settings for model parallelism: an unsplit model, naive model parallelism, or a pipeline."""
 
     model: Literal["toy", "resnet18", "resnet50", "resnet101"] = "resnet18"
@@ -51,6 +52,9 @@ class Config(Sweep, Stages, InitialWeights):
     memory_cap: int = at_least(0, 0)
     """Maximum memory in MB that each rank may allocate for training, beyond what it uses after startup; 0 sets no
     limit. The limit applies to writable address space on a CPU and to tensors on a GPU."""
+    pipeline: Stages = flat(Stages)
+    initial: InitialWeights = flat(InitialWeights)
+    grid: Sweep = flat(Sweep)
 
     @property
     def in_one_process(self) -> bool:
@@ -75,14 +79,15 @@ class Config(Sweep, Stages, InitialWeights):
         return BatchPlan(self.batch, self.replicas, max(1, shard // self.microbatch))
 
     def make_pipeline_config(self) -> PipelineConfig:
+        settings = self.pipeline
         pipeline = PipelineConfig(
-            transport=self.transport,
-            schedule=self.schedule if self.mode == "pipelined" else "naive",
-            stages=self.stages,
-            stages_per_process=self.stages_per_process,
-            split=self.split,
-            balance=self.balance,
-            plot=self.plot,
+            transport=settings.transport,
+            schedule=settings.schedule if self.mode == "pipelined" else "naive",
+            stages=settings.stages,
+            stages_per_process=settings.stages_per_process,
+            split=settings.split,
+            balance=settings.balance,
+            plot=settings.plot,
             microbatches=self.batch_plan.microbatches,
         )
         if self.mode == "single":
@@ -96,12 +101,16 @@ class Config(Sweep, Stages, InitialWeights):
     def estimated_parameters(self) -> float:
         return RESNETS.get(self.model, 0) * (self.width / 64) ** 2
 
+    @property
+    def replicas_per_host(self) -> float:
+        return self.replicas / self.launch.nodes
+
     def adapt_to_gpus(self, gpus: int) -> Self:
         if self.devices != ["auto"] or not gpus or self.launch.excludes_gpus or self.mode == "single":
             return self
-        is_one_pipeline = self.launch.nodes == self.stages_per_process == self.replicas == 1
+        is_one_pipeline = self.launch.nodes == self.pipeline.stages_per_process == self.replicas == 1
         if is_one_pipeline and self.supports_one_process():
-            return replace(self, devices=[f"cuda:{stage % gpus}" for stage in range(self.stages)])
+            return replace(self, devices=[f"cuda:{stage % gpus}" for stage in range(self.pipeline.stages)])
         return self
 
     def supports_one_process(self) -> bool:
@@ -133,12 +142,12 @@ class Config(Sweep, Stages, InitialWeights):
                 "computes gradients of 1x1 convolutions with stride 2 and few channels; use width=16 or more"
             )
         sizes = self.split_sizes
-        if self.sweep and not (sizes and all(size.isdecimal() and int(size) for size in sizes)):
+        if self.grid.sweep and not (sizes and all(size.isdecimal() and int(size) for size in sizes)):
             raise ValueError(f"split_sizes=[{','.join(sizes)}] must be a list of positive integers, such as [8,16,32]")
         if self.in_one_process:
             self.check_devices()
         try:
-            self.make_pipeline_config().check_pipeline(shard)
+            self.make_pipeline_config().check(shard)
         except ValueError as error:
             hint = "; the number of microbatches is batch / split_size" if "microbatches" in str(error) else ""
             raise ValueError(f"{error}{hint}") from None
@@ -149,17 +158,18 @@ class Config(Sweep, Stages, InitialWeights):
         for name in self.devices:
             if not DEVICE.fullmatch(name):
                 raise ValueError(f"devices: {name} is not a valid device; use a list such as [cuda:0,cuda:1], or auto")
-        if len(self.devices) != self.stages:
+        stages = self.pipeline.stages
+        if len(self.devices) != stages:
             raise ValueError(
-                f"devices=[{','.join(self.devices)}] lists {len(self.devices)} devices for stages={self.stages}; "
+                f"devices=[{','.join(self.devices)}] lists {len(self.devices)} devices for stages={stages}; "
                 "name one device per stage, or change stages"
             )
-        if self.launch.nodes > 1 or self.stages_per_process > 1 or self.replicas > 1:
+        if self.launch.nodes > 1 or self.pipeline.stages_per_process > 1 or self.replicas > 1:
             raise ValueError("devices= needs a single process on one host; omit devices to use one rank per stage")
         if not self.supports_one_process():
             raise ValueError(
-                f"schedule={self.schedule} engine={self.engine}: a single process with several devices supports only "
-                "schedule=gpipe with engine=auto; use devices=[] for other schedules and engines"
+                f"schedule={self.pipeline.schedule} engine={self.engine}: a single process with several devices "
+                "supports only schedule=gpipe with engine=auto; use devices=[] for other schedules and engines"
             )
 
 

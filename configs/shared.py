@@ -1,138 +1,95 @@
 """Settings that experiments share, with one dataclass per topic. This module imports neither torch nor wandb.
 
+`Experiment` contains the settings of every run, and `TrainingExperiment` adds the settings of runs that train a model.
 The string below a field is its documentation, which `--help` prints. The `check` methods contain rules that involve
 several fields; their error messages include a remedy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self
 
+from configs import networks
 from configs.batch_plan import BatchPlan, list_divisors
-from configs.launch import Launch
-from configs.ranges import at_least, between, custom_code
+from configs.fields import at_least, between, custom_code, file_path
 
-__all__ = ["at_least", "between"]
-
-RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # number of parameters at width 64
-CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # models that require images
+BACKEND_SETUPS = {"builtin": "common.backend.setup"}
+"""Module that sets up each communication backend that torch does not contain; see common/ranks/backend_setup."""
 DATA_SETS = ("mnist", "digits", "cifar10", "imagefolder", "generated", "vectors")
 TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # data sets of fixed size
 OPTIMIZER_CHECKER = "common.training.custom_optimizer:check_optimizer_of_config"
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb")
 DECAYS = ("linear", "cosine", "constant", "step")
-TRAINING_KEYS = ("epochs", "batch", "eval_batch", "dtype", "data", "optim")  # keys and groups that only training uses
 
 
 @dataclass
-class Data:
-    """Settings for the data set and its loader."""
+class Launch:
+    """Settings for the ranks of a run: hosts, devices and communication."""
 
-    name: str = "mnist"
-    """Data set: mnist, digits, cifar10, imagefolder, generated, vectors, or a custom data set. imagefolder reads
-    root/train/<class>/* and root/val/<class>/*. generated contains random pixels and labels, for measuring throughput
-    only. vectors contains samples of 10 numbers in 5 classes. FILE.py:function is a custom data set: function(root)
-    returns train images, train labels, test images and test labels as NumPy arrays. Images are uint8 [N, H, W] or [N,
-    3, H, W], vectors are uint8 [N, D], and labels start at 0. After a fallback, resolved.yaml contains the name of the
-    data set that was used."""
-    root: str = "data"
-    """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
-    With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
-    be downloaded."""
-    cache: str = "data/prepared"
-    """Folder for prepared data sets (uint8 arrays). The folder must be writable and visible to all hosts."""
-    fallback: Literal["digits", "none"] = "digits"
-    """Data set that a local run uses if MNIST is neither in the default `root` nor downloadable. With
-    data.fallback=none, the run fails instead."""
-    image_size: int = between(8, 1024, 32)
-    """Height and width, in pixels, of the color images of imagefolder and generated. The images of imagefolder are
-    resized and cropped once, during preparation."""
-    samples: int = between(5, 10_000_000, 10_000)
-    """Number of training samples of generated and vectors. The number of test samples is a fifth of `samples`."""
-    classes: int = between(2, 10_000, 10)
-    """Number of classes of the generated data set."""
-    download_timeout: float = between(0, 600, 10)
-    """Maximum seconds to wait for a download server; 0 disables downloads."""
-    block: int = between(1, 100_000, 8)
-    """Number of batches that are gathered and normalized in one vectorized operation."""
-    augment: Literal["none", "crop", "crop_flip"] = "none"
-    """Random augmentation of training images. crop shifts an image by up to an eighth of its side length; crop_flip
-    also flips images horizontally, which is not suitable for digits."""
-    unreadable: Literal["refuse", "skip"] = "refuse"
-    """How to handle imagefolder files that are truncated or are not images. refuse lists these files and fails; skip
-    skips these files."""
-    workers: int = between(0, 64, 0)
-    """Number of data worker processes per rank, which gather and normalize batches in advance. With 0, the rank itself
-    prepares its batches. A data worker fails if it is killed or needs more than half of launch.step_timeout for a block
-    of batches. A failed data worker ends the run; with `elastic=true`, only the rank of this worker is lost."""
-    train_limit: int = at_least(0, 0)
-    """Use only this number of training samples, from the start of the data set; 0 uses all samples."""
-    test_limit: int = at_least(0, 0)
-    """Use only this number of test samples, from the start of the data set; 0 uses all samples."""
-
-    @property
-    def train_samples(self) -> int | None:
-        """Number of training samples, or None if the number depends on files of the data set."""
-        samples = self.samples if self.name in ("generated", "vectors") else TRAIN_SAMPLES.get(self.name)
-        if samples and self.train_limit:
-            return min(samples, self.train_limit)
-        return samples or self.train_limit or None
-
-    def check(self) -> None:
-        """Raise ValueError if the name is neither a built-in data set nor of the form FILE.py:function."""
-        if self.name not in DATA_SETS and ":" not in self.name:
-            raise ValueError(f"data.name={self.name} is unknown; use {', '.join(DATA_SETS)} or FILE.py:function")
-
-
-@dataclass
-class Optim:
-    """Settings for the optimizer and the learning rate."""
-
-    name: str = custom_code("sgd", "optimizer", OPTIMIZER_CHECKER)
-    """Optimizer. sgd is SGD with momentum. adam, adamw and lamb use their standard betas. lars and lamb scale the step
-    of each layer by the norm of the layer's weights. FILE.py:Class is a custom subclass of torch.optim.Optimizer."""
-    lr: float = between(0, 100, 0.02)
-    """Peak learning rate."""
-    base_batch: int = at_least(0, 0)
-    """Batch size to which `lr` refers. With a different batch size, the learning rate is lr * batch / base_batch
-    (linear scaling rule, arXiv 1706.02677). 0 disables scaling."""
-    momentum: float = between(0, 0.9999, 0.9)
-    """Momentum of sgd and lars. With a momentum of 0, sgd is plain SGD."""
-    nesterov: bool = True
-    """Use Nesterov momentum in sgd instead of classical momentum."""
-    weight_decay: float = between(0, 10, 0)
-    """L2 penalty that is added to the gradient. adamw instead shrinks weights by lr * weight_decay per step; lamb adds
-    the penalty to the step before the step is scaled."""
-    decayed: Literal["all", "matrices"] = "all"
-    """Parameters to which weight decay applies. matrices selects the parameters with at least two dimensions, which
-    excludes biases and the scales of normalization layers."""
-    trust: float = between(0, 1, 0.001)
-    """LARS coefficient: the maximum step of a layer relative to the norm of the layer's weights, at a learning rate of
-    1. Biases and the scales of normalization layers take SGD steps at the full learning rate. If `lr` is too high for
-    these parameters, raise `trust` and lower `lr` by the same factor. Then only the steps of these parameters
-    change."""
-    warmup: int = at_least(0, 0)
-    """Number of steps during which the learning rate increases linearly to its peak."""
-    decay: str = custom_code("linear", "decay", OPTIMIZER_CHECKER)
-    """Learning rate schedule after the warm-up. linear and cosine decay to zero at the end of the run. step multiplies
-    the peak rate by 0.1 after half of the steps and by 0.01 after three quarters. FILE.py:function is a custom
-    schedule: function(step, total) returns the factor that multiplies the peak rate at a step from 0 to total - 1,
-    counted after the warm-up."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the ranks. auto uses one GPU per rank if there are enough GPUs, otherwise the CPU."""
+    backend: Literal["auto", "builtin"] = "auto"
+    """Communication backend. auto selects nccl on GPUs and gloo on CPUs. builtin is the torch.distributed backend for
+    CPUs that this project implements (common/backend)."""
+    algorithm: str = custom_code(
+        "ring", "algorithm", "common.backend.algorithms:check_algorithm_of_config", rank_0_only=True
+    )
+    """All-reduce algorithm of the built-in backend: ring, halving_doubling, tree, star, sharded_star, or two_level
+    (which sends the fewest bytes between hosts). Algorithms can be combined by message size: tree<65536<ring uses tree
+    for small messages and ring for messages of at least 65,536 bytes. auto measures the links once, chooses such a
+    combination and stores it in resolved.yaml. With more than 256 ranks, auto excludes ring and sharded_star, because
+    these algorithms have too many transfers to simulate. FILE.py:function is a custom algorithm:
+    function(ranks) returns one list per rank, which contains tuples (action, chunk, peer). The action is 'send',
+    'receive' or 'add'.
+    The command `python -m common.backend.algorithms` prints the transfers of an algorithm."""
+    transport: Literal["auto", "network"] = "auto"
+    """Transport of the built-in backend between ranks of the same host. auto uses shared memory; network uses
+    sockets."""
+    tls: bool = False
+    """Encrypt the sockets of the built-in backend with TLS 1.3. Every rank must present the certificate of the current
+    attempt, which is created with the openssl program. All hosts must share the run folder, because the ranks use it
+    for the rendezvous."""
+    mixed: bool = False
+    """Train with ranks on GPUs and ranks on CPUs together. On each host, the first ranks get one GPU each, and the
+    remaining ranks use the CPU. gloo communicates through host memory, so GPUs of different vendors can be combined."""
+    nodes: int = at_least(1, 1)
+    """Number of hosts. A run on a single machine simulates this number of hosts and divides the ranks among the
+    simulated hosts."""
+    threads: int = between(0, 1024, 0)
+    """Number of CPU threads per rank. 0 uses the number of CPUs that SLURM assigned to the rank or, without SLURM, the
+    number of allowed cores divided by the number of ranks on the host."""
+    interface: str = ""
+    """Network interface for communication between hosts. If no interface is set, hosts use the interface with the route
+    to rank 0."""
+    setup_timeout: float = between(1, 3600, 60)
+    """Maximum seconds that a rank may take to connect. The limit also applies to ranks that an elastic run restarts."""
+    step_timeout: float = between(1, 3600, 120)
+    """Maximum duration of one message or collective during training, in seconds. A data worker may use half of
+    launch.step_timeout to prepare a block of batches."""
 
     @property
-    def tensors_per_parameter(self) -> int:
-        """Number of tensors per parameter: the parameter, its gradient and the optimizer state of the same size."""
-        state = {"sgd": int(self.momentum > 0), "lars": 1}.get(self.name, 2)
-        return 2 + state
+    def excludes_gpus(self) -> bool:
+        """Whether these settings exclude the use of GPUs."""
+        return self.device == "cpu" or self.backend == "builtin"
 
     def check(self) -> None:
-        """Raise ValueError if a name is neither built in nor of the form FILE.py:NAME."""
-        if self.name not in OPTIMIZERS and ":" not in self.name:
-            raise ValueError(f"optim.name={self.name} is unknown; use {', '.join(OPTIMIZERS)} or FILE.py:Class")
-        if self.decay not in DECAYS and ":" not in self.decay:
-            raise ValueError(f"optim.decay={self.decay} is unknown; use {', '.join(DECAYS)} or FILE.py:function")
+        """Raise ValueError for a combination of settings that no backend supports."""
+        if self.backend == "builtin" and self.device == "cuda":
+            raise ValueError(
+                "launch.backend=builtin runs on CPUs only; omit launch.device=cuda, or omit launch.backend to use nccl"
+            )
+        if self.mixed and (self.device != "auto" or self.backend != "auto"):
+            setting = f"launch.device={self.device}" if self.device != "auto" else f"launch.backend={self.backend}"
+            raise ValueError(f"launch.mixed=true determines the devices and uses the gloo backend; omit {setting}")
+        if self.backend == "builtin":
+            return
+        builtin_defaults = {"algorithm": "ring", "transport": "auto", "tls": False}
+        for name, default in builtin_defaults.items():
+            value = getattr(self, name)
+            if value != default:
+                setting = f"launch.{name}={str(value).replace('True', 'true')}"
+                raise ValueError(f"{setting} requires launch.backend=builtin; add this setting or omit launch.{name}")
 
 
 @dataclass
@@ -206,86 +163,33 @@ class Checkpoint:
 
 @dataclass
 class Experiment:
-    """Settings that every experiment has."""
-
-    trains: ClassVar[bool] = True
-    """Whether the experiment trains a model. A pure measurement has no model and ignores the settings for training."""
+    """Settings of every run. A pure measurement has only these settings and its own."""
 
     can_mix_devices: ClassVar[bool] = False
-    """Whether ranks on GPUs and ranks on CPUs can train together."""
-
-    ranks_have_separate_models: ClassVar[bool] = False
-    """Whether a checkpoint contains a model per rank, so that only the same number of ranks can resume from it."""
+    """Whether ranks on GPUs and ranks on CPUs can take part in the same run."""
 
     seed: int = at_least(0, 0)
     """Seed of all random choices: initialization, data order and generated data."""
-    epochs: int = at_least(1, 1)
-    """Number of passes over the training set."""
     steps: int = at_least(0, 0)
-    """Stop after this number of optimizer steps; 0 runs all epochs."""
-    batch: int = at_least(1, 64)
-    """Number of samples per optimizer step, over all ranks. The last partial batch of an epoch is dropped."""
-    eval_batch: int = at_least(1, 1000)
-    """Number of samples per evaluation batch. The last batch may be smaller, because every test sample is evaluated
-    once."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """Data type of parameters and computation. float64 is intended for tests that compare results."""
+    """Stop after this number of steps; 0 runs all steps."""
     profile: int = at_least(0, 0)
     """Number of steps to profile; 0 disables profiling. Each rank writes a Chrome trace and lists the ten most
     expensive operations."""
-    runs: str = "runs"
+    runs: str = file_path("runs")
     """Folder that contains all run folders."""
-    data: Data = field(default_factory=Data)
     launch: Launch = field(default_factory=Launch)
-    optim: Optim = field(default_factory=Optim)
     log: Log = field(default_factory=Log)
     wandb: Wandb = field(default_factory=Wandb)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-
-    def __post_init__(self) -> None:
-        if not self.trains:
-            self.data = replace(self.data, name="none")
 
     @property
     def processes(self) -> int:
         """Number of ranks over all hosts."""
         raise NotImplementedError
 
-    @property
-    def batch_plan(self) -> BatchPlan:
-        """Division of a batch into shards and microbatches. By default, each rank gets an equal shard."""
-        return BatchPlan(self.batch, self.processes)
-
-    @property
-    def estimated_parameters(self) -> float:
-        """Approximate number of parameters of a ResNet, or 0 for other models, which are small."""
-        return RESNETS.get(getattr(self, "model", ""), 0)
-
-    @property
-    def memory_bytes(self) -> float:
-        """Estimated memory per host in bytes. Each rank holds all parameters, gradients and optimizer state."""
-        ranks_per_host = self.processes // self.launch.nodes
-        return ranks_per_host * self.parameter_bytes * self.optim.tensors_per_parameter
-
-    @property
-    def parameter_bytes(self) -> float:
-        """Estimated size of the parameters in bytes."""
-        return self.estimated_parameters * (8 if self.dtype == "float64" else 4)
-
     def compute_total_steps(self, epoch_steps: int) -> int:
-        """Return the number of optimizer steps of the run, from the number of steps per epoch."""
-        total = self.epochs * epoch_steps
-        return min(self.steps or total, total)
-
-    def check_shape(self, shape: Sequence[int]) -> None:
-        """Raise ValueError if the model does not accept samples of this shape: [H, W], [C, H, W] or [D]."""
-        if len(shape) == 1 and getattr(self, "model", "") in CONVOLUTIONS:
-            remedy = "use another data set, or a model for vectors, such as resnet_modelparallel with model=toy"
-            raise ValueError(f"data.name={self.data.name} contains vectors, but the model needs images; {remedy}")
-
-    def list_paths(self) -> dict[str, str]:
-        """Return the files and folders that settings refer to, by the dotted name of the setting."""
-        return {"runs": self.runs, "data.root": self.data.root, "data.cache": self.data.cache}
+        """Return the number of steps of the run, from the number of steps per epoch."""
+        raise NotImplementedError
 
     def adapt_to_gpus(self, gpus: int) -> Self:
         """Return the config of a local run on a machine with this number of GPUs."""
@@ -301,26 +205,185 @@ class Experiment:
             )
         if not self.runs:
             raise ValueError("runs= must not be empty; name a folder or omit runs")
-        if not self.data.cache:
-            raise ValueError("data.cache= must not be empty; name a folder or omit data.cache")
         self.launch.check()
         if self.launch.mixed and not self.can_mix_devices:
             raise ValueError("launch.mixed=true is available only in ddp_multinode and amp_accum; omit launch.mixed")
         self.wandb.check()
-        if self.trains:
-            self.check_data()
 
-    def check_data(self) -> None:
-        """Raise ValueError if data, model and batch are incompatible. The error message includes a remedy."""
+
+@dataclass
+class Data:
+    """Settings for the data set and its loader."""
+
+    name: str = "mnist"
+    """Data set: mnist, digits, cifar10, imagefolder, generated, vectors, or a custom data set. imagefolder reads
+    root/train/<class>/* and root/val/<class>/*. generated contains random pixels and labels, for measuring throughput
+    only. vectors contains samples of 10 numbers in 5 classes. FILE.py:function is a custom data set: function(root)
+    returns train images, train labels, test images and test labels as NumPy arrays. Images are uint8 [N, H, W] or [N,
+    3, H, W], vectors are uint8 [N, D], and labels start at 0. After a fallback, resolved.yaml contains the name of the
+    data set that was used."""
+    root: str = file_path("data")
+    """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
+    With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
+    be downloaded."""
+    cache: str = file_path("data/prepared")
+    """Folder for prepared data sets (uint8 arrays). The folder must be writable and visible to all hosts."""
+    fallback: Literal["digits", "none"] = "digits"
+    """Data set that a local run uses if MNIST is neither in the default `root` nor downloadable. With
+    data.fallback=none, the run fails instead."""
+    image_size: int = between(8, 1024, 32)
+    """Height and width, in pixels, of the color images of imagefolder and generated. The images of imagefolder are
+    resized and cropped once, during preparation."""
+    samples: int = between(5, 10_000_000, 10_000)
+    """Number of training samples of generated and vectors. The number of test samples is a fifth of `samples`."""
+    classes: int = between(2, 10_000, 10)
+    """Number of classes of the generated data set."""
+    download_timeout: float = between(0, 600, 10)
+    """Maximum seconds to wait for a download server; 0 disables downloads."""
+    block: int = between(1, 100_000, 8)
+    """Number of batches that are gathered and normalized in one vectorized operation."""
+    augment: Literal["none", "crop", "crop_flip"] = "none"
+    """Random augmentation of training images. crop shifts an image by up to an eighth of its side length; crop_flip
+    also flips images horizontally, which is not suitable for digits."""
+    unreadable: Literal["refuse", "skip"] = "refuse"
+    """How to handle imagefolder files that are truncated or are not images. refuse lists these files and fails; skip
+    skips these files."""
+    workers: int = between(0, 64, 0)
+    """Number of data worker processes per rank, which gather and normalize batches in advance. With 0, the rank itself
+    prepares its batches. A data worker fails if it is killed or needs more than half of launch.step_timeout for a block
+    of batches. A failed data worker ends the run; with `elastic=true`, only the rank of this worker is lost."""
+    train_limit: int = at_least(0, 0)
+    """Use only this number of training samples, from the start of the data set; 0 uses all samples."""
+    test_limit: int = at_least(0, 0)
+    """Use only this number of test samples, from the start of the data set; 0 uses all samples."""
+
+    @property
+    def train_samples(self) -> int | None:
+        """Number of training samples, or None if the number depends on files of the data set."""
+        samples = self.samples if self.name in ("generated", "vectors") else TRAIN_SAMPLES.get(self.name)
+        if samples and self.train_limit:
+            return min(samples, self.train_limit)
+        return samples or self.train_limit or None
+
+    def check(self) -> None:
+        """Raise ValueError for an unknown data set, or for settings that do not apply to the data set."""
+        if not self.cache:
+            raise ValueError("data.cache= must not be empty; name a folder or omit data.cache")
+        if self.name not in DATA_SETS and ":" not in self.name:
+            raise ValueError(f"data.name={self.name} is unknown; use {', '.join(DATA_SETS)} or FILE.py:function")
+        if self.name == "vectors" and self.augment != "none":
+            problem = f"data.augment={self.augment} needs images, but data.name=vectors has none"
+            raise ValueError(f"{problem}; omit data.augment")
+
+
+@dataclass
+class Optim:
+    """Settings for the optimizer and the learning rate."""
+
+    name: str = custom_code("sgd", "optimizer", OPTIMIZER_CHECKER)
+    """Optimizer. sgd is SGD with momentum. adam, adamw and lamb use their standard betas. lars and lamb scale the step
+    of each layer by the norm of the layer's weights. FILE.py:Class is a custom subclass of torch.optim.Optimizer."""
+    lr: float = between(0, 100, 0.02)
+    """Peak learning rate."""
+    base_batch: int = at_least(0, 0)
+    """Batch size to which `lr` refers. With a different batch size, the learning rate is lr * batch / base_batch
+    (linear scaling rule, arXiv 1706.02677). 0 disables scaling."""
+    momentum: float = between(0, 0.9999, 0.9)
+    """Momentum of sgd and lars. With a momentum of 0, sgd is plain SGD."""
+    nesterov: bool = True
+    """Use Nesterov momentum in sgd instead of classical momentum."""
+    weight_decay: float = between(0, 10, 0)
+    """L2 penalty that is added to the gradient. adamw instead shrinks weights by lr * weight_decay per step; lamb adds
+    the penalty to the step before the step is scaled."""
+    decayed: Literal["all", "matrices"] = "all"
+    """Parameters to which weight decay applies. matrices selects the parameters with at least two dimensions, which
+    excludes biases and the scales of normalization layers."""
+    trust: float = between(0, 1, 0.001)
+    """LARS coefficient: the maximum step of a layer relative to the norm of the layer's weights, at a learning rate of
+    1. Biases and the scales of normalization layers take SGD steps at the full learning rate. If `lr` is too high for
+    these parameters, raise `trust` and lower `lr` by the same factor. Then only the steps of these parameters
+    change."""
+    warmup: int = at_least(0, 0)
+    """Number of steps during which the learning rate increases linearly to its peak."""
+    decay: str = custom_code("linear", "decay", OPTIMIZER_CHECKER)
+    """Learning rate schedule after the warm-up. linear and cosine decay to zero at the end of the run. step multiplies
+    the peak rate by 0.1 after half of the steps and by 0.01 after three quarters. FILE.py:function is a custom
+    schedule: function(step, total) returns the factor that multiplies the peak rate at a step from 0 to total - 1,
+    counted after the warm-up."""
+
+    def check(self) -> None:
+        """Raise ValueError if a name is neither built in nor of the form FILE.py:NAME."""
+        if self.name not in OPTIMIZERS and ":" not in self.name:
+            raise ValueError(f"optim.name={self.name} is unknown; use {', '.join(OPTIMIZERS)} or FILE.py:Class")
+        if self.decay not in DECAYS and ":" not in self.decay:
+            raise ValueError(f"optim.decay={self.decay} is unknown; use {', '.join(DECAYS)} or FILE.py:function")
+
+
+@dataclass
+class InitialWeights:
+    """Settings for models that can start from trained weights."""
+
+    weights: str = file_path("none")
+    """Initial weights of the model: a file, a checkpoint folder, or the id of a run. The parameter names in a file are
+    those of this project or of torchvision. none initializes the weights randomly."""
+
+
+@dataclass
+class Sweep:
+    """Settings for experiments that have a sweep grid in configs/sweeps."""
+
+    sweep: bool = False
+    """Run a grid of settings with one run per point, then write a table, a CSV file and a plot."""
+    repeats: int = between(1, 100, 3)
+    """Number of runs per point of a sweep. Each round of a sweep runs every point once, so that disturbances affect all
+    points equally."""
+
+
+@dataclass
+class TrainingExperiment(Experiment):
+    """Settings of every run that trains a model."""
+
+    ranks_have_separate_models: ClassVar[bool] = False
+    """Whether a checkpoint contains a model per rank, so that only the same number of ranks can resume from it."""
+
+    epochs: int = at_least(1, 1)
+    """Number of passes over the training set. `steps` can end the run earlier."""
+    batch: int = at_least(1, 64)
+    """Number of samples per optimizer step, over all ranks. The last partial batch of an epoch is dropped."""
+    eval_batch: int = at_least(1, 1000)
+    """Number of samples per evaluation batch. The last batch may be smaller, because every test sample is evaluated
+    once."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Data type of parameters and computation. float64 is intended for tests that compare results."""
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+
+    @property
+    def batch_plan(self) -> BatchPlan:
+        """Division of a batch into shards and microbatches. By default, each rank gets an equal shard."""
+        return BatchPlan(self.batch, self.processes)
+
+    @property
+    def estimated_parameters(self) -> float:
+        """Approximate number of parameters of a ResNet, or 0 for other models, which are small."""
+        return networks.RESNETS.get(getattr(self, "model", ""), 0)
+
+    @property
+    def replicas_per_host(self) -> float:
+        """Number of model replicas that the ranks of one host hold together. By default, each rank holds one."""
+        return self.processes / self.launch.nodes
+
+    def compute_total_steps(self, epoch_steps: int) -> int:
+        total = self.epochs * epoch_steps
+        return min(self.steps or total, total)
+
+    def check(self) -> None:
+        super().check()
         data = self.data
         data.check()
         self.optim.check()
         if data.name == "vectors":
-            self.check_shape((10,))
-            if data.augment != "none":
-                raise ValueError(
-                    f"data.augment={data.augment} needs images, but data.name=vectors has none; omit data.augment"
-                )
+            networks.check_shape(getattr(self, "model", ""), data.name, (10,))
         if 0 < data.train_limit < self.batch:
             raise ValueError(
                 f"data.train_limit={data.train_limit} is smaller than one batch of {self.batch}; "

@@ -8,22 +8,20 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from configs.dataparallel import Replicated
-from configs.optional import Sweep
-from configs.shared import at_least, between
+from configs.fields import at_least, between, flat
+from configs.shared import Sweep
 
 CRITERIA = ("magnitude", "gradient", "taylor", "random")
 
 
 @dataclass
-class Config(Sweep, Replicated):
+class Config(Replicated):
     """Settings for pruning."""
 
     model: Literal["lenet300", "lenet5", "mlp", "convnet", "resnet18"] = "lenet300"
     """Network to train and prune. lenet300 is LeNet-300-100; mlp is the 784-128-64-10 network (on MNIST). lenet5 has
     two 5x5 convolutions and a layer of 500 units; convnet has two 3x3 convolutions and a layer of 100 units. resnet18
     has the CIFAR stem."""
-    processes_per_node: int = at_least(1, 1)
-    """Number of ranks per host. The ranks divide each batch among themselves and average their gradients."""
     criterion: Literal["magnitude", "gradient", "taylor", "random"] = "magnitude"
     """Score of a weight w with gradient g. magnitude is |w| (arXiv 1506.02626), gradient is |g|, taylor is |w g| (arXiv
     1906.10771), and random is a random number. The gradients are computed for `score_batches` batches."""
@@ -66,7 +64,7 @@ class Config(Sweep, Replicated):
     """After training, quantize the model to int8 with torchao, and report the accuracy and size of the int8 model."""
     export: bool = True
     """After training, export the model with torch.export and run it in a process that does not import this project."""
-
+    grid: Sweep = flat(Sweep)
     levels: list[str] = field(default_factory=lambda: ["0.8", "0.92", "0.97", "0.99"])
     """Sparsities to measure in a sweep (sweep=true)."""
     criteria: list[str] = field(default_factory=lambda: list(CRITERIA))
@@ -88,7 +86,7 @@ class Config(Sweep, Replicated):
                 f"normalize=layer has no effect with scope={self.scope}, which does not compare layers; "
                 "use scope=global"
             )
-        if self.sweep and self.schedule == "none":
+        if self.grid.sweep and self.schedule == "none":
             raise ValueError("sweep=true requires pruning, but schedule=none prunes nothing; use another schedule")
         if self.schedule in ("iterative", "cubic") and self.begin >= self.end:
             raise ValueError(f"begin={self.begin:g} must be less than end={self.end:g}; lower begin or raise end")

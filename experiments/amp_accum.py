@@ -79,7 +79,7 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     if cfg.compile:
         exclude_dropout_from_compiling(model)  # dropout layers cannot be compiled
         model.compile()  # compiles in place, so parameters keep their names
-    set_up_shards(cfg, run, model, partial(compute_outputs, cfg, model))
+    set_up_shards(cfg.sharding, run, model, partial(compute_outputs, cfg, model))
     if run.world.size == 1 and not cfg.elastic.on:
         return model
     return ddp.replicate(model, run, partial(compute_outputs, cfg), gradient_as_bucket_view=True)
@@ -210,7 +210,7 @@ def main(cfg: Config, run: Run) -> None:
             skipped = update_weights(cfg, model, optimizer, scaler)
             step.log(skipped=float(skipped), bytes_sent=float(all_reduces * all_reduce_bytes))
         check_loss_scale(scaler, step)
-    run.report(PrecisionReport.gather(cfg, run, footprint, scaler), *report_rank_differences(cfg, run))
+    run.report(PrecisionReport.gather(cfg, run, footprint, scaler), *report_rank_differences(cfg.sharding, run))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     """Replicate the model on every rank (DDP), or shard parameters, gradients and optimizer state (FSDP2)."""
     if cfg.sync_batchnorm:
         model = sync_batchnorm.convert_sync_batchnorm(model, run.device)
-    set_up_shards(cfg, run, model)  # with shards=auto, the speed of each rank is measured before the first step
+    set_up_shards(cfg.sharding, run, model)  # with shards=auto, the speed of each rank is measured before step 1
     if cfg.strategy == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard  # imported here because the import takes two seconds

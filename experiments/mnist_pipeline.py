@@ -34,8 +34,8 @@ import torch.nn.functional as F
 
 def main(cfg: Config, run: Run) -> None:
     model = SimpleNN(cfg.width, cfg.depth, run.sample_shape, run.classes)  # same weights on every rank
-    stages = model_split.split_model(cfg, model, run)  # splits by layer names, parameter counts or measured times
-    pipe = model_split.build_pipeline_engine(cfg, stages, F.cross_entropy, run)  # holds only this rank's stages
+    stages = model_split.split_model(cfg.pipeline, model, run)  # by layer names, parameter counts or measured times
+    pipe = model_split.build_pipeline_engine(cfg.pipeline, stages, F.cross_entropy, run)  # keeps this rank's stages
     optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
     # The first stage needs the images, and the last stage needs the labels.
     batches = run.batches(inputs=pipe.has_first_stage, targets=pipe.has_last_stage)
@@ -50,9 +50,9 @@ def main(cfg: Config, run: Run) -> None:
 
 
 def report_idle_shares(cfg: Config, run: Run, pipe: PipelineEngine) -> PipelineReport:
-    """Report the idle share of each rank and, with cfg.plot, draw one step. All ranks must call this function."""
+    """Report the idle share of each rank and, with plot=true, draw one step. All ranks must call this function."""
     model = f"SimpleNN (width {cfg.width}, depth {cfg.depth}), batch {cfg.batch}"
-    return PipelineReport.gather(pipe, run.world, cfg, run.folder.path if cfg.plot else None, model)
+    return PipelineReport.gather(pipe, run.world, cfg.pipeline, run.folder.path, model)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def build_model(cfg: Config, run: Run) -> nn.Sequential:
         model = Toy(run.sample_shape, run.classes)
     else:
         model = ResNet(cfg.model, run.sample_shape, run.classes, width=cfg.width)
-    load_initial_weights(model, cfg.weights, cfg.runs)
+    load_initial_weights(model, cfg.initial.weights, cfg.runs)
     return model.to(memory_format=torch.channels_last) if cfg.channels_last else model
 
 
@@ -178,11 +178,10 @@ def report_pipeline(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineRepo
     All ranks must call this function.
     """
     model = f"{cfg.model}, {cfg.mode}, batch {cfg.batch}"
-    folder = run.folder.path if cfg.plot else None
     if not cfg.in_one_process:
-        return PipelineReport.gather(pipe, pp, cfg.make_pipeline_config(), folder, model)
+        return PipelineReport.gather(pipe, pp, cfg.make_pipeline_config(), run.folder.path, model)
     title = f"one step of {model}, 1 rank: {describe_microbatches(cfg)}"
-    picture = (folder / "timeline.png", title) if folder else None
+    picture = (run.folder.path / "timeline.png", title) if cfg.pipeline.plot else None
     spans = pipe.collect_spans()
     stages = len(pipe.layers)
     return PipelineReport.from_spans(spans, pipe.plan, stages, layers=pipe.layers, lane="stage", picture=picture)

@@ -22,7 +22,7 @@ from common.config.config import read_settings
 from common.config.custom_code import use_file_copies
 from common.ranks.rendezvous import World
 from common.runs.resolved_settings import record_resolved_settings
-from configs.launch import Launch
+from configs.shared import Launch
 
 CONFIG_KEY = "launch.algorithm"
 MESSAGE_BYTES = (8, 1 << 16, 1 << 20)  # sizes of the messages whose transfer times are measured

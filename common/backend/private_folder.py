@@ -18,7 +18,7 @@ from common.ranks.rank_info import RankInfo
 from common.runs import provenance
 from common.runs.folder import RunFolder
 from common.system.errors import UnreachableError, UserError
-from configs.launch import Launch
+from configs.shared import Launch
 
 DEFAULT_CERTIFICATE_SECONDS = 7 * 86400.0  # for runs without a time limit; checked only for new connections
 MAX_CERTIFICATE_SECONDS = 365 * 86400.0

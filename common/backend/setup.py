@@ -11,7 +11,7 @@ from common.backend.registration import TransportSettings, register_backend
 from common.ranks.links.memory_stream import choose_polling_seconds
 from common.ranks.rank_info import RankInfo
 from common.system import network
-from configs.launch import Launch
+from configs.shared import Launch
 
 __all__ = [
     "check_tls",

@@ -9,7 +9,7 @@ from common.config import changed_settings, config
 from common.runs.folder import MODEL_FACTS_FILE, RunFolder, read_json
 from common.system.errors import UserError
 from common.system.text import format_count
-from configs.shared import Experiment
+from configs.shared import Experiment, TrainingExperiment
 
 
 def read_step_counts(folder: RunFolder) -> tuple[int, int]:
@@ -57,7 +57,7 @@ def check_resume(folder: RunFolder, cfg: Experiment) -> None:
             f"steps={cfg.steps} is less than the {newest.step} steps that {folder.path.name} has completed; "
             f"use steps={newest.step} or more, or start a new run"
         )
-    if cfg.ranks_have_separate_models:
+    if isinstance(cfg, TrainingExperiment) and cfg.ranks_have_separate_models:
         check_number_of_ranks(newest.processes, cfg.processes)
 
 
@@ -106,6 +106,8 @@ def explain_finished_run(folder: RunFolder, cfg: Experiment) -> str:
     if not steps or not has_checkpoint_of_step(folder, steps):
         return message
     settings = [f"steps={2 * steps}"] if cfg.steps else []
+    if not isinstance(cfg, TrainingExperiment):
+        return message
     if not cfg.steps or cfg.epochs * epoch_steps < 2 * steps:
         settings.append(f"epochs={cfg.epochs + 1}")
     return f'{message}\nto extend it: make exp RESUME={folder.path.name} ARGS="{" ".join(settings)}"'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import NoReturn
@@ -35,7 +34,7 @@ class Saver:
         cfg: Experiment,
         folder: RunFolder,
         ranks: Ranks,
-        stop: StopRequest | None,
+        stop_request: StopRequest,
         log_message: Callable[..., None],
         progress: RunProgress,
     ) -> None:
@@ -44,7 +43,7 @@ class Saver:
         self.ranks = ranks
         self.log_message = log_message
         self.progress = progress
-        self.stop_request = stop or StopRequest(cfg.checkpoint.grace, sys.stderr)
+        self.stop_request = stop_request
         self.vote = SaveOrStopVote(ranks, cfg.checkpoint, self.stop_request)
         self.attempt_watch = AttemptWatch(folder)
         self.step = 0

@@ -15,7 +15,6 @@ import importlib
 import os
 import sys
 import textwrap
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -24,9 +23,18 @@ import yaml
 from omegaconf import OmegaConf
 
 from common.config.changed_settings import Changes, describe_changes, read_changes_of_attempts, read_last_changes
-from common.config.config_keys import list_keys, parse_value, reject_unused_keys, suggest_key
+from common.config.config_keys import (
+    drop_training_keys,
+    list_keys,
+    nest_values,
+    parse_value,
+    read_values,
+    reject_unused_keys,
+    replace_values,
+    suggest_key,
+)
 from common.system.errors import UserError
-from configs.shared import TRAINING_KEYS, Experiment
+from configs.shared import Experiment
 
 
 class CheckedConfig(Protocol):
@@ -124,7 +132,7 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
     Later layers override earlier layers. Raises UserError for an unknown key or an invalid value.
     """
     keys = list_keys(schema)
-    config = OmegaConf.structured(schema)
+    values: dict[str, Any] = {}
     for layer in layers:
         for layer_key, text in layer.items():
             # The name of a group, as in elastic=true, refers to its key `on`.
@@ -133,14 +141,14 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
             if group:
                 raise UserError(f"{name} is a group of settings; set one of its keys: {', '.join(group)}")
             if name not in keys:
-                raise UserError(f"unknown key {name}; {suggest_key(name, keys)}")
-            OmegaConf.update(config, name, parse_value(keys[name], text))
-    settings = typing.cast(S, OmegaConf.to_object(config))
+                raise UserError(f"unknown key {name}; {suggest_key(name, schema)}")
+            values[name] = parse_value(keys[name], text)
+    settings = replace_values(schema(), values)
     try:
         settings.check()
     except ValueError as error:
         raise UserError(str(error)) from None
-    reject_unused_keys(keys.values(), settings)
+    reject_unused_keys(settings)
     return settings
 
 
@@ -266,7 +274,10 @@ def load_config(
     else:
         from_file = read_config_file(ROOT / "configs" / f"{get_experiment_name(schema)}.yaml")
     user_values |= command_line.values
-    layers: list[Mapping[str, Any]] = [environment, from_file, resumed, command_line.values]
+    layers: list[Mapping[str, Any]] = []
+    for layer in (environment, from_file, resumed):
+        layers.append(drop_training_keys(schema, layer))
+    layers.append(command_line.values)
     settings = build_config_for_started_ranks(schema, layers, user_values, started)
     if command_line.print_config:
         print_text(format_yaml(settings).rstrip("\n"))
@@ -286,7 +297,8 @@ def read_resumed_config(schema: type[Experiment], run: Path, new_values: Mapping
     experiment = run.absolute().name.rsplit("-", 3)[0]
     if experiment != name:
         raise UserError(f"--resume {run} is a run of {experiment}, not of {name}")
-    for key in FIXED_KEYS:
+    keys = list_keys(schema)
+    for key in [key for key in FIXED_KEYS if key in keys]:
         old = stored.get(key)
         if str(new_values.get(key, old)) != str(old):
             raise UserError(f"{key} cannot change when a run is resumed: it was {old}; omit it or start a new run")
@@ -308,22 +320,21 @@ def read_repeated_config(file: Path) -> dict[str, Any]:
 
 def format_yaml(settings: Experiment) -> str:
     """Return the config as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(settings))
+    return format_values(read_values(settings))
 
 
 def format_yaml_with_keys_of_file(settings: Experiment, file: Path) -> str:
-    """Return the config as YAML, limited to the keys of `file`, which an older version has written."""
-    values: Any = OmegaConf.to_container(OmegaConf.structured(settings))
-    names_in_file = read_config_file(file)
-    return format_values({name: value for name, value in flatten_mapping(values).items() if name in names_in_file})
+    """Return the config as YAML, limited to the keys of `file`, which an older version has written.
+
+    Keys of the file that the config does not have keep their values.
+    """
+    values = read_values(settings)
+    return format_values({name: values.get(name, text) for name, text in read_config_file(file).items()})
 
 
 def format_values(values: Mapping[str, Any]) -> str:
     """Return values by dotted name as YAML."""
-    tree = OmegaConf.create()
-    for name, value in values.items():
-        OmegaConf.update(tree, name, value)
-    return OmegaConf.to_yaml(tree)
+    return OmegaConf.to_yaml(OmegaConf.create(nest_values(values)))
 
 
 # keys and groups that do not affect training
@@ -353,8 +364,6 @@ def format_help(schema: type[Experiment]) -> str:
     values = read_config_file(ROOT / "configs" / f"{name}.yaml")
     lines = [f"usage: python experiments/{name}.py {USAGE}", f"       make exp NAME={name} ARGS='key=value ...'", ""]
     for key in list_keys(schema).values():
-        if not schema.trains and key.name.partition(".")[0] in TRAINING_KEYS:
-            continue
         default = parse_value(key, values[key.name]) if key.name in values else key.default
         if isinstance(default, bool):
             default = str(default).lower()

@@ -1,8 +1,13 @@
-"""Keys of a config dataclass with their types, ranges and documentation, and conversion of text to values."""
+"""Keys of a config dataclass with their types, ranges and documentation, and conversion of text to values.
+
+The keys of a group of settings begin with the name of the group, such as `optim.lr`. The keys of a group that is
+declared with `configs.fields.flat` have no prefix, so the path of an attribute may differ from its key.
+"""
 
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import difflib
 import functools
@@ -13,10 +18,11 @@ import operator
 import re
 import textwrap
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from common.system.errors import UserError
+from configs.shared import Experiment, TrainingExperiment
 
 S = TypeVar("S")
 SYNONYMS = {
@@ -44,17 +50,42 @@ SYNONYMS = {
 
 @dataclasses.dataclass(frozen=True)
 class ConfigKey:
-    """One key of a config, with its dotted name, type, default, range, and the class that declares it."""
+    """One key of a config: its dotted name, attribute, type and default, and the class that declares it."""
 
     name: str
+    path: str
+    """Attribute of the config that contains the value, such as `optim.lr` or `sharding.shards`."""
     type: Any
     default: Any
-    low: float | None
-    high: float | None
     owner: type
     """The dataclass that declares this field."""
-    only: str = ""
-    """Another setting that this key requires, such as `mode=bounded`, or an empty string."""
+    metadata: Mapping[str, Any]
+    """Metadata of the field; see configs/fields.py."""
+
+    @property
+    def low(self) -> float | None:
+        """Smallest valid number, or None if there is no limit."""
+        return self.metadata.get("low")
+
+    @property
+    def high(self) -> float | None:
+        """Largest valid number, or None if there is no limit."""
+        return self.metadata.get("high")
+
+    @property
+    def only(self) -> str:
+        """Another setting that this key requires, such as `mode=bounded`, or an empty string."""
+        return str(self.metadata.get("only", ""))
+
+    def get_value(self, settings: object) -> Any:
+        """Return the value of this key in a config."""
+        value = operator.attrgetter(self.path)(settings)
+        return float(value) if self.type is float else value  # the default of a float may be an int
+
+    def set_value(self, settings: object, value: Any) -> None:
+        """Set the value of this key in a config."""
+        group, _, name = self.path.rpartition(".")
+        setattr(operator.attrgetter(group)(settings) if group else settings, name, value)
 
     @property
     def doc(self) -> str:
@@ -72,23 +103,63 @@ class ConfigKey:
         return f"{name} >= {self.low}" if self.low is not None else name
 
 
-def list_keys(schema: type, prefix: str = "") -> dict[str, ConfigKey]:
-    """Return all keys of a dataclass and its nested dataclasses, by dotted name."""
+def list_keys(schema: type, prefix: str = "", parent: str = "") -> dict[str, ConfigKey]:
+    """Return all keys of a dataclass and its groups, by dotted name.
+
+    For a group, `prefix` is the prefix of its keys, and `parent` is the prefix of its attributes.
+    """
     types = typing.get_type_hints(schema)
     keys: dict[str, ConfigKey] = {}
     for field in dataclasses.fields(schema):
         field_type = types[field.name]
         name = prefix + field.name
+        path = parent + field.name
         if dataclasses.is_dataclass(field_type):
-            keys |= list_keys(typing.cast(type, field_type), name + ".")
+            group_prefix = prefix if field.metadata.get("is_flat") else f"{name}."
+            keys |= list_keys(typing.cast(type, field_type), group_prefix, f"{path}.")
             continue
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        low = field.metadata.get("low")
-        high = field.metadata.get("high")
-        keys[name] = ConfigKey(name, field_type, default, low, high, schema, field.metadata.get("only", ""))
+        keys[name] = ConfigKey(name, path, field_type, default, schema, field.metadata)
     return keys
+
+
+def read_values(settings: object) -> dict[str, Any]:
+    """Return the value of each key of a config, by dotted name."""
+    return {key.name: key.get_value(settings) for key in list_keys(type(settings)).values()}
+
+
+def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dicts of values by dotted name, as in config.yaml."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *groups, last_part = name.split(".")
+        group = tree
+        for group_name in groups:
+            group = group.setdefault(group_name, {})
+        group[last_part] = value
+    return tree
+
+
+def replace_values(settings: S, values: Mapping[str, Any]) -> S:
+    """Return a copy of a config in which the values of some keys are replaced."""
+    keys = list_keys(type(settings))
+    changed = copy.deepcopy(settings)
+    for name, value in values.items():
+        keys[name].set_value(changed, value)
+    return changed
+
+
+def list_paths(settings: object) -> dict[str, str]:
+    """Return the files and folders that the settings of a config refer to, by dotted name."""
+    paths = {}
+    for key in list_keys(type(settings)).values():
+        value = key.get_value(settings)
+        is_absent = value == key.default == "none"
+        if key.metadata.get("is_path") and not is_absent:
+            paths[key.name] = value
+    return paths
 
 
 @functools.cache
@@ -145,17 +216,37 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
     return text
 
 
-def reject_unused_keys(keys: Iterable[ConfigKey], settings: object) -> None:
+def reject_unused_keys(settings: object) -> None:
     """Raise UserError if a key differs from its default but has no effect with the other settings."""
-    for key in keys:
-        value = operator.attrgetter(key.name)(settings)
+    keys = list_keys(type(settings))
+    for key in keys.values():
+        value = key.get_value(settings)
         other_key, _, needed_value = key.only.partition("=")
-        if key.only and value != key.default and getattr(settings, other_key) != needed_value:
+        if key.only and value != key.default and keys[other_key].get_value(settings) != needed_value:
             raise UserError(f"{key.name}={value} needs {key.only}; set {key.only} or use {key.name}={key.default}")
 
 
-def suggest_key(name: str, keys: Collection[str]) -> str:
-    """Return a remedy for a key that an experiment does not have."""
+def list_training_keys(schema: type) -> set[str]:
+    """Return the keys for training that a pure measurement lacks. The set is empty for any other config."""
+    if not issubclass(schema, Experiment):
+        return set()
+    return list_keys(TrainingExperiment).keys() - list_keys(schema).keys()
+
+
+def drop_training_keys(schema: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted name, for a pure measurement without the settings for training.
+
+    Older versions wrote these settings to the config.yaml of a measurement, where they had no effect.
+    """
+    ignored = list_training_keys(schema)
+    return {name: value for name, value in values.items() if name not in ignored}
+
+
+def suggest_key(name: str, schema: type) -> str:
+    """Return a remedy for a key that a config does not have."""
+    keys = list_keys(schema)
+    if name in list_training_keys(schema):
+        return "this experiment trains no model and has no settings for training; omit this key"
     if name.partition(".")[0] == "elastic" and not any(key.startswith("elastic.") for key in keys):
         problem = "only ddp_multinode, amp_accum and param_server can continue after losing a rank"
         return f"{problem}. Omit this key; other experiments resume from their last checkpoint"
@@ -188,16 +279,3 @@ def parse_list(text: str) -> list[str] | None:
     if not set("[]{}").isdisjoint(inner):
         return None
     return [element.strip() for element in inner.split(",")] if inner.strip() else []
-
-
-def replace_values(settings: S, values: Mapping[str, Any], prefix: str = "") -> S:
-    """Return a copy of a config in which the values of some keys are replaced."""
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(settings):  # type: ignore[arg-type]
-        value = getattr(settings, field.name)
-        key = f"{prefix}{field.name}"
-        if key in values:
-            changes[field.name] = values[key]
-        elif dataclasses.is_dataclass(value):
-            changes[field.name] = replace_values(value, values, f"{key}.")
-    return dataclasses.replace(settings, **changes)  # type: ignore[type-var]

@@ -1,17 +1,17 @@
 """Settings whose value may be `FILE.py:name`: find them, check them, and use the copies of their files in a run.
 
-A config declares such a setting with `configs.ranges.custom_code`, which names the kind of code and the function that
+A config declares such a setting with `configs.fields.custom_code`, which names the kind of code and the function that
 checks it. This module names no setting. It does not import torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.config.config_keys import replace_values
+from common.config.config_keys import list_keys, replace_values
 from common.config.custom_function import locate_file_copy, replace_file_with_run_copy
 from common.config.lookup import import_object
 
@@ -34,15 +34,11 @@ class CustomSetting:
     """True if only rank 0 reads the file; the file may be missing on other hosts."""
 
 
-def list_custom_settings(settings: Any, prefix: str = "") -> Iterator[CustomSetting]:
-    """Yield the settings of a config that are declared with `custom_code`, including those of its groups."""
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        key = f"{prefix}{field.name}"
-        if "custom_code" in field.metadata:
-            yield CustomSetting(key, value, str(field.default), **field.metadata["custom_code"])
-        elif is_dataclass(value):
-            yield from list_custom_settings(value, f"{key}.")
+def list_custom_settings(settings: Any) -> Iterator[CustomSetting]:
+    """Yield the settings of a config, or of one of its groups, that are declared with `custom_code`."""
+    for key in list_keys(type(settings)).values():
+        if "custom_code" in key.metadata:
+            yield CustomSetting(key.name, key.get_value(settings), key.default, **key.metadata["custom_code"])
 
 
 def check_custom_settings(

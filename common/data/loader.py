@@ -22,7 +22,7 @@ from common.data.workers import Samples, WorkerPool
 from common.system import seeds
 from common.system.errors import UserError
 from configs.batch_plan import divide_batch
-from configs.shared import Experiment
+from configs.shared import TrainingExperiment
 
 # Mean and standard deviation of the training pixels, scaled to [0, 1]. Color images have one value per color channel.
 STATISTICS: dict[str, tuple[Any, Any]] = {
@@ -189,7 +189,7 @@ class Loader:
 
     @classmethod
     def from_config(
-        cls, data: Images, cfg: Experiment, device: torch.device, *, batch: int | None = None, **options: Any
+        cls, data: Images, cfg: TrainingExperiment, device: torch.device, *, batch: int | None = None, **options: Any
     ) -> Loader:
         """Create a loader with the settings in a config.
 

@@ -32,7 +32,8 @@ from common.data.sources import Arrays
 from common.runs.folder import convert_disk_errors, read_json
 from common.runs.progress import ProgressDisplay
 from common.system.errors import UserError
-from configs.shared import Data, Experiment, Log
+from configs import networks
+from configs.shared import Data, Experiment, Log, TrainingExperiment
 
 MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/train-labels-idx1-ubyte.gz"
 CIFAR_MIRROR = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
@@ -126,8 +127,6 @@ def prepare_dataset(
     Raises UserError, with a remedy, if files are missing or damaged, or if the data set cannot be written to the disk.
     """
     match data.name:
-        case "none":
-            return NO_DATA
         case "digits":
             return prepare_digits(Path(data.cache))
         case "generated" | "vectors":
@@ -139,14 +138,26 @@ def prepare_dataset(
     return prepare_custom_dataset(data, code) if ":" in data.name else prepare_mnist(data, fallback)
 
 
-def check_model_fits_data(cfg: Experiment, prepared: PreparedDataset) -> None:
-    """Raise UserError if the model of a config does not accept the samples of a data set."""
-    if not cfg.trains:
-        return
+def prepare_dataset_of_config(cfg: Experiment, fallback: bool, code: Path | None = None) -> PreparedDataset:
+    """Find or prepare the data set of a config; see `prepare_dataset`. A pure measurement has no data set.
+
+    Raises UserError also if the model does not accept the samples.
+    """
+    if not isinstance(cfg, TrainingExperiment):
+        return NO_DATA
+    prepared = prepare_dataset(cfg.data, fallback, log=cfg.log, code=code)
     try:
-        cfg.check_shape(prepared.map_array("train_images").shape[1:])
+        networks.check_shape(getattr(cfg, "model", ""), cfg.data.name, prepared.map_array("train_images").shape[1:])
     except ValueError as error:
         raise UserError(str(error)) from None
+    return prepared
+
+
+def list_replaced_settings(cfg: Experiment, prepared: PreparedDataset) -> dict[str, str]:
+    """Return the settings, by dotted name, that a fallback to another data set has replaced."""
+    if not isinstance(cfg, TrainingExperiment) or prepared.name == cfg.data.name:
+        return {}
+    return {"data.name": prepared.name}
 
 
 def prepare_mnist(data: Data, fallback: bool) -> PreparedDataset:

@@ -12,7 +12,8 @@ from common.checkpoint import storage
 from common.config.config_keys import replace_values
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
-from configs.optional import InitialWeights
+from configs.fields import find_group
+from configs.shared import Experiment, InitialWeights
 
 S = TypeVar("S")
 SHORT_ID_LENGTH = 4  # a short id consists of the last characters of a run id
@@ -34,10 +35,11 @@ def find_initial_weights(text: str, runs: Path) -> Path:
     )
 
 
-def check_weights_of_config(settings: object) -> None:
+def check_weights_of_config(settings: Experiment) -> None:
     """Raise UserError if a config refers to initial weights that do not exist."""
-    if isinstance(settings, InitialWeights) and settings.weights != "none":
-        find_initial_weights(settings.weights, Path(settings.runs))
+    initial = find_group(settings, InitialWeights)
+    if initial is not None and initial.weights != "none":
+        find_initial_weights(initial.weights, Path(settings.runs))
 
 
 def omit_weights_on_resume(settings: S, run: RunFolder) -> S:
@@ -45,6 +47,6 @@ def omit_weights_on_resume(settings: S, run: RunFolder) -> S:
 
     A resumed run does not need the file with the initial weights, and the file may no longer exist.
     """
-    if isinstance(settings, InitialWeights) and storage.list_resumable_checkpoints(run):
+    if find_group(settings, InitialWeights) is not None and storage.list_resumable_checkpoints(run):
         return replace_values(settings, {"weights": "none"})
     return settings

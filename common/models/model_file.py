@@ -24,6 +24,7 @@ from common.models.networks import Recipe
 from common.models.sample_dropout import add_dropout
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
 from common.system.errors import UserError
+from configs.shared import InitialWeights
 
 FORMAT = 1
 REQUIRED_FACTS = {"class", "arguments", "step", "shape", "dtype", "precision", "channels_last", "shares"}
@@ -176,12 +177,12 @@ def load_initial_weights(model: nn.Sequential, weights: str, runs: str) -> None:
 
 
 class ModelSettings(Protocol):
-    """Settings of a network and its initial weights, such as configs.optional.InitialWeights."""
+    """Settings of a network and its initial weights."""
 
     @property
     def model(self) -> str: ...
     @property
-    def weights(self) -> str: ...
+    def initial(self) -> InitialWeights: ...
     @property
     def runs(self) -> str:
         """Folder that contains all run folders."""
@@ -192,13 +193,13 @@ class ModelSettings(Protocol):
 
 
 def init_network(cfg: ModelSettings, shape: Sequence[int], classes: int) -> nn.Sequential:
-    """Build the network cfg.model and load the initial weights that cfg.weights refers to.
+    """Build the network cfg.model and load the initial weights that cfg.initial.weights refers to.
 
     `shape` is the shape of one image: [H, W] or [C, H, W]. If cfg.dropout exists and is not 0, a SampleDropout layer is
     inserted before the last layer. Raises UserError if the weights do not match the network.
     """
     model = networks.build_network(cfg.model, shape, classes)
-    load_initial_weights(model, cfg.weights, cfg.runs)
+    load_initial_weights(model, cfg.initial.weights, cfg.runs)
     return add_dropout(model, getattr(cfg, "dropout", 0.0), cfg.seed)
 
 

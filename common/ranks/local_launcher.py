@@ -26,7 +26,7 @@ from common.system import host_memory
 from common.system.errors import EXIT_REFUSED, EXIT_RESUMABLE, MachineError, UserError, convert_shortage_error
 from common.system.processes import exit_without_cleanup, kill_with_parent
 from common.system.signals import STOP_SIGNALS
-from configs.elastic import SUPERVISOR, Elastic
+from configs.dataparallel import SUPERVISOR, Elastic
 
 SHOW_CURSOR = "\x1b[?25h"
 

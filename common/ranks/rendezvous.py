@@ -27,7 +27,7 @@ from common.ranks.rank_info import RankInfo
 from common.system import network
 from common.system.errors import UnreachableError, UserError, summarize_error
 from common.system.text import format_count
-from configs.launch import Launch
+from configs.shared import Launch
 
 PROBE_SECONDS = 5.0  # a port that does not answer within this time belongs to another program
 

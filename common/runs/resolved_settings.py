@@ -18,6 +18,8 @@ def record_resolved_settings(run: Path, values: Mapping[str, Any]) -> None:
 
     Resumed and repeated runs use these values. Raises UserError if the file cannot be written or is damaged.
     """
+    if not values:
+        return
     file = run / config.RESOLVED_FILE
     known = config.read_config_file(file) if file.exists() else {}
     write_atomic(file, config.format_values(known | dict(values)), durable=True)

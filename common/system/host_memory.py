@@ -9,7 +9,7 @@ from pathlib import Path
 from common.system.errors import UserError
 from common.system.process_limits import list_control_groups
 from common.system.text import format_count, read_text_or_empty
-from configs.shared import Experiment
+from configs.shared import Experiment, Optim, TrainingExperiment
 
 UNLIMITED_BYTES = 1 << 60  # cgroups report a number near 2**63 if there is no limit
 FILE_CACHE = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)  # memory that the kernel frees on demand
@@ -21,7 +21,9 @@ def check_host_memory(settings: Experiment) -> None:
 
     The model needs memory for the parameters, gradients and optimizer state of all ranks on this host.
     """
-    needed = settings.memory_bytes
+    if not isinstance(settings, TrainingExperiment):
+        return
+    needed = estimate_memory_bytes(settings)
     available, limit_name = measure_available_memory()
     if needed > available:
         ranks = format_count(settings.processes // settings.launch.nodes, "rank")
@@ -29,6 +31,24 @@ def check_host_memory(settings: Experiment) -> None:
             f"the model needs {needed / 1e9:,.1f} GB per host for parameters, gradients and optimizer state of "
             f"{ranks}, but {available / 1e9:,.1f} GB are free ({limit_name}); choose a smaller model or fewer ranks"
         )
+
+
+def estimate_memory_bytes(settings: TrainingExperiment) -> float:
+    """Return the estimated memory of the model per host in bytes.
+
+    Each rank first builds the whole model. During training, each replica of the model needs memory for parameters,
+    gradients and optimizer state.
+    """
+    parameter_bytes = settings.estimated_parameters * (8 if settings.dtype == "float64" else 4)
+    while_building = settings.processes / settings.launch.nodes * parameter_bytes
+    in_training = settings.replicas_per_host * parameter_bytes * count_tensors_per_parameter(settings.optim)
+    return max(while_building, in_training)
+
+
+def count_tensors_per_parameter(optim: Optim) -> int:
+    """Return the number of tensors per parameter: the parameter, its gradient, and the optimizer state of this size."""
+    state = {"sgd": int(optim.momentum > 0), "lars": 1}.get(optim.name, 2)
+    return 2 + state
 
 
 def measure_available_memory() -> tuple[int, str]:

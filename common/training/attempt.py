@@ -13,12 +13,13 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint import extension, storage
 from common.config import changed_settings, config
+from common.config.config_keys import replace_values
 from common.data import prepare
 from common.data.prepare import PreparedDataset
 from common.runs import claims, provenance
@@ -35,7 +36,7 @@ from common.system.errors import (
     UserError,
 )
 from common.system.text import format_count
-from configs.shared import Experiment
+from configs.shared import Experiment, TrainingExperiment
 
 
 @dataclass
@@ -211,20 +212,18 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[RunFolder, PreparedData
     If another data set replaces the one in the config, resolved.yaml contains its name. Raises UserError if the data is
     missing or does not fit the model.
     """
-    prepared = prepare.prepare_dataset(cfg.data, fallback, log=cfg.log)
-    prepare.check_model_fits_data(cfg, prepared)
+    prepared = prepare.prepare_dataset_of_config(cfg, fallback)
     name = config.get_experiment_name(type(cfg))
     folder = RunFolder.create(Path(cfg.runs), name, config.format_yaml(cfg))
     try:
-        if prepared.name != cfg.data.name:
-            record_resolved_settings(folder.path, {"data.name": prepared.name})
+        record_resolved_settings(folder.path, prepare.list_replaced_settings(cfg, prepared))
         folder = claims.claim_next_attempt(folder)
     except UserError:
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
     if prepared.notice:
         print(prepared.notice, flush=True)
-    data = f", data {prepared.name}" if cfg.trains else ""
+    data = f", data {prepared.name}" if isinstance(cfg, TrainingExperiment) else ""
     print(f"{name}: {format_count(cfg.processes, 'rank')}{data}, run folder {folder.path}", flush=True)
     return folder, prepared
 
@@ -255,8 +254,11 @@ def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, Pr
 def prepare_data_of_run(cfg: Experiment, run_folder: RunFolder) -> PreparedDataset:
     """Prepare the data of an existing run, which always uses the same data set. Raises UserError if it has changed."""
     code = run_folder.path / "code"
-    data = replace(cfg.data, name=config.read_settings(run_folder.path).get("data.name", cfg.data.name))
-    prepared = prepare.prepare_dataset(data, fallback=False, log=cfg.log, code=code)
+    settings = cfg
+    name = config.read_settings(run_folder.path).get("data.name")
+    if name is not None and isinstance(cfg, TrainingExperiment):
+        settings = replace_values(cfg, {"data.name": name})
+    prepared = prepare.prepare_dataset_of_config(settings, fallback=False, code=code)
     recorded = provenance.read_metadata(run_folder).get("data") or {}
     checksums = prepared.to_dict()["sha256"]
     if recorded.get("sha256", checksums) != checksums:
@@ -287,7 +289,7 @@ def format_resume_command(folder: RunFolder, cfg: Experiment, reason: str) -> st
     if re.search(SOURCE_ERROR_PATTERN, reason):
         return provenance.format_new_run_command(folder)
     command = f"make exp RESUME={shlex.quote(str(folder.path))}"
-    if re.search(DIVERGENCE_PATTERN, reason):
+    if re.search(DIVERGENCE_PATTERN, reason) and isinstance(cfg, TrainingExperiment):
         return f'{command} ARGS="optim.lr={cfg.optim.lr / 2:g}"'
     if "ran out of memory" in reason:
         return f"{command} on a machine with more memory, or start a new run with a smaller batch or model"

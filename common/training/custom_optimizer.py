@@ -15,7 +15,7 @@ from common.config.custom_function import (
     load_function,
     locate_function_file,
 )
-from configs.shared import DECAYS, OPTIMIZERS, Experiment, Optim
+from configs.shared import DECAYS, OPTIMIZERS, Optim, TrainingExperiment
 
 BUILTIN_NAMES = {"name": ", ".join(OPTIMIZERS), "decay": ", ".join(DECAYS)}
 KINDS = {"name": "optimizer", "decay": "decay"}  # for each `optim` setting, the kind of object that its file defines
@@ -24,7 +24,7 @@ FILES_OF_RUN: dict[str, str] = {}
 DECAY_USAGE = "function(step, total) must return a finite number >= 0, by which the peak learning rate is multiplied"
 
 
-def check_optimizer_of_config(settings: Experiment) -> None:
+def check_optimizer_of_config(settings: TrainingExperiment) -> None:
     """Check the custom optimizer and the custom decay of a config, if any.
 
     Raises UserError if a custom file is missing or a custom decay returns an invalid factor. The class of a custom

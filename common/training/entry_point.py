@@ -18,7 +18,7 @@ from typing import IO, TypeVar
 
 from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_before_exit
-from common.config import config, custom_code
+from common.config import config, config_keys, custom_code
 from common.data.loader import DataWorkerError
 from common.models import initial_weights
 from common.ranks import backend_setup, local_launcher, rendezvous
@@ -46,8 +46,9 @@ from common.training import host_checks, optimizer_contract
 from common.training.attempt import Attempt, has_finished_run, is_run_finished
 from common.training.host_resources import check_memory, print_notice_of_shared_cores
 from common.training.run import Run
-from configs.elastic import get_enabled_elastic_settings
+from configs.dataparallel import get_enabled_elastic_settings
 from configs.shared import Experiment
+from configs.sweeps import is_sweep
 
 T = TypeVar("T", bound=Experiment)
 Main = Callable[[T, Run], None]
@@ -88,7 +89,7 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
             extension.check_resume(run_to_resume, cfg)
         elif rank_info is None or not rank_info.is_restart:  # a restarted launch resumes an existing run
             initial_weights.check_weights_of_config(cfg)
-        if getattr(cfg, "sweep", False) and (run_to_resume is not None or rank_info is not None):
+        if is_sweep(cfg) and (run_to_resume is not None or rank_info is not None):
             raise UserError(
                 "sweep=true starts one run after another and cannot be combined with srun, torchrun, RESUME, or "
                 "--resume; to run a sweep on a cluster, use make sweep"
@@ -96,7 +97,7 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
         if rank_info is None:
             cfg = cfg.adapt_to_gpus(provenance.count_visible_gpus())
         ranks = ForkedRanks() if rank_info is None else LaunchedRank(rank_info, cfg)
-    if getattr(cfg, "sweep", False):
+    if is_sweep(cfg):
         replace_process_with_sweep(config.get_experiment_name(schema))
     _, status = run_experiment(main, cfg, ranks, run_to_resume)
     return status
@@ -252,7 +253,8 @@ class LaunchedRank:
             remedy = f"srun -n {cfg.processes}"
             if rank_info.launcher == "torchrun":
                 remedy = f"--nproc-per-node={cfg.processes // rank_info.nodes}"
-            setting = "processes_per_node" if hasattr(cfg, "processes_per_node") else "the number of stages"
+            has_setting = config.RANKS_PER_NODE in config_keys.list_keys(type(cfg))
+            setting = config.RANKS_PER_NODE if has_setting else "the number of stages"
             raise UserError(
                 f"{rank_info.launcher} started {format_count(rank_info.size, 'rank')}, but the settings require "
                 f"{cfg.processes}; use {remedy}, or change {setting}"
@@ -366,7 +368,7 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
     try:
         stop.mark_state_saved()
         is_new_run = attempt.is_new and not world.is_joining
-        optimizer_contract.check_optimizer_of_run(cfg.optim, attempt.folder.path / "code", is_new_run=is_new_run)
+        optimizer_contract.check_optimizer_of_run(cfg, attempt.folder.path / "code", is_new_run=is_new_run)
         setup = backend_setup.import_backend_setup(world.backend)
         if setup is not None:
             setup.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)

@@ -75,7 +75,7 @@ def score_test_set(
         predict,
         run.test_set,
         run.device,
-        batch=run.cfg.eval_batch,
+        batch=run.training_cfg.eval_batch,
         dtype=run.dtype,
         inputs=inputs,
         shard=shard,

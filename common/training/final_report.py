@@ -33,12 +33,12 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
     result = Result(
         state="finished",
         exit_status=0,
-        data=run.prepared.name if run.cfg.trains else "",
+        data=run.prepared.name if run.trains else "",
         scores=run.scores,
         timings=measure_timings(run),
         memory=run.memory,
     )
-    if run.cfg.trains:
+    if run.trains:
         save_trained_model(run)
     run.saver.raise_if_run_taken(run.step)
     result.with_reports(report.result() for report in reports).write(run.folder)
@@ -58,7 +58,7 @@ def measure_timings(run: RunContext) -> dict[str, float]:
     timings: dict[str, float] = {}
     if not run.compute_step_seconds():
         return timings
-    if run.cfg.trains:
+    if run.trains:
         timings["samples_per_second"] = run.compute_samples_per_second()
     timings["step_seconds"] = run.compute_step_seconds()
     return timings
@@ -132,7 +132,7 @@ def save_trained_model(run: RunContext) -> None:
     Raises UserError if the model cannot be written.
     """
     state = run.state
-    cfg = run.cfg
+    cfg = run.training_cfg
     if state is None or run.progress.saved_step != run.step:
         problem = "the trained model was not written, because the state after the last step was not saved"
         run.log_message(f"WARNING: {problem}", logging.WARNING)

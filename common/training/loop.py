@@ -17,7 +17,8 @@ from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimer
 from common.training import optimizers
 from common.training.run_context import Evaluate, RunContext
-from configs.elastic import RECOVERY, get_enabled_elastic_settings
+from configs.dataparallel import RECOVERY, get_enabled_elastic_settings
+from configs.shared import TrainingExperiment
 
 
 class Step:
@@ -38,7 +39,7 @@ class Step:
         self.epoch = epoch
         """Epoch of this step, counted from 0."""
         self.rate = rate
-        """Learning rate of this step, already set in the optimizer."""
+        """Learning rate of this step, already set in the optimizer; 0 in a measurement."""
         self.values: dict[str, Tensor | float | None] = {}
         self.committed = False
         self.entered = False
@@ -185,7 +186,9 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
     for part in state.parts:
         part.train()
     for batch in run.times.iterate_batches(state.loader) if run.times else state.loader:
-        rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
+        rate = 0.0
+        if isinstance(cfg, TrainingExperiment):
+            rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
         if state.optimizer is not None:
             optimizers.set_learning_rate(state.optimizer, rate)
         step = Step(run, batch, run.step + 1, run.step // epoch_steps, rate)
@@ -218,7 +221,7 @@ def record_step(run: RunContext, step: Step) -> None:
     now = time.perf_counter()
     run.pace.record_step_end(now)
     run.progress.complete_step(step.number)
-    run.saver.stop_request.mark_state_unsaved()
+    run.stop_request.mark_state_unsaved()
     run.metrics.add_step(step.number, now, step.values)
     if run.metrics.is_flush_due:
         run.metrics.flush()
@@ -273,8 +276,8 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     saver.checkpoint_or_stop(run.step, now=True)
     run.pace.exclude_pause()
     if is_last:
-        saver.stop_request.mark_state_saved()
-        saver.stop_request.dump_stacks_after(None)  # reports and the model file may take longer than a step
+        run.stop_request.mark_state_saved()
+        run.stop_request.dump_stacks_after(None)  # reports and the model file may take longer than a step
     else:
-        saver.stop_request.mark_state_unsaved()
+        run.stop_request.mark_state_unsaved()
     return scores

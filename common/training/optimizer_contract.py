@@ -21,8 +21,7 @@ from common.config.custom_function import convert_errors_of_user_file
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
 from common.training import custom_optimizer, optimizers
-from configs.launch import Launch
-from configs.shared import Optim
+from configs.shared import Experiment, Launch, Optim, TrainingExperiment
 
 RATE = 0.1
 RELATIVE_TOLERANCE = 1e-12  # for float64 results that differ only in the order of operations
@@ -227,12 +226,15 @@ def check_optimizer(optim: Optim, passed: Callable[[str], object] = lambda name:
             passed(name)
 
 
-def check_optimizer_of_run(optim: Optim, code: Path, *, is_new_run: bool) -> None:
-    """Check the custom optimizer of a run, if any, before the first step.
+def check_optimizer_of_run(cfg: Experiment, code: Path, *, is_new_run: bool) -> None:
+    """Check the custom optimizer of a run, if any, before the first step. A pure measurement has no optimizer.
 
     After the check, this rank uses the copies of custom files in the run folder. In a new run, the original file is
     checked instead of the copy, so that error messages name the original file. Raises UserError if a check fails.
     """
+    if not isinstance(cfg, TrainingExperiment):
+        return
+    optim = cfg.optim
     run_optim = use_file_copies(optim, code)
     if ":" in optim.name:
         check_optimizer(optim if is_new_run else run_optim)

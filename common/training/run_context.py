@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,6 @@ from common.checkpoint.local_part import LocalPart
 from common.checkpoint.saver import Saver
 from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
-from common.data.loader import Images, Loader, draw_sample_order
 from common.data.prepare import PreparedDataset
 from common.measure import media, profiler
 from common.measure.metrics_log import MEAN, MetricsLog, SharedMetricsLog
@@ -30,7 +29,8 @@ from common.runs.progress import ProgressDisplay
 from common.runs.run_progress import RunProgress
 from common.system.errors import MachineError, UserError
 from common.training.hooks import RecoveryHook, StepHook
-from configs.elastic import get_enabled_elastic_settings
+from common.training.run_data import RunData
+from configs.dataparallel import get_enabled_elastic_settings
 from configs.shared import Experiment
 
 HEARTBEAT_SECONDS = 5.0
@@ -38,7 +38,7 @@ H = TypeVar("H", bound=StepHook)
 Evaluate = Callable[[], dict[str, float]]
 
 
-class RunContext:
+class RunContext(RunData):
     """State of a run on one rank.
 
     The subclass `Run` adds the methods that train the model and finish the run.
@@ -52,17 +52,16 @@ class RunContext:
         prepared: PreparedDataset,
         stop: StopRequest | None = None,
     ) -> None:
-        self.cfg = cfg
+        self.stop_request = stop or StopRequest(cfg.checkpoint.grace, sys.stderr)
+        super().__init__(cfg, ranks, prepared, self.stop_request)
         self.folder = folder
-        self.ranks = ranks
         world = ranks.current
-        self.prepared = prepared
         self.open_screen()
         self.logger = self._open_log()
         trace = folder.attempt_folder / f"trace-{world.original_rank}.json"
         self.profiler = profiler.start_profiler(cfg.profile, trace, self.log_message)
         self.progress = RunProgress()
-        self.saver = Saver(cfg, folder, ranks, stop, self.log_message, self.progress)
+        self.saver = Saver(cfg, folder, ranks, self.stop_request, self.log_message, self.progress)
         if world.backend == "nccl" and world.size > 1:
             self.saver.start_silence_watch(self.log_failure)
         self.pace = StepDurations()
@@ -97,11 +96,6 @@ class RunContext:
             write_json(folder.attempt_folder / "world.json", describe_world(world))
 
     @property
-    def world(self) -> World:
-        """The ranks that train now. In an elastic run, the ranks may change between two steps."""
-        return self.ranks.current
-
-    @property
     def step(self) -> int:
         """Number of completed steps, including those of earlier attempts."""
         return self.progress.step
@@ -110,99 +104,6 @@ class RunContext:
     def resumed_after(self) -> int:
         """Number of steps that earlier attempts completed."""
         return self.progress.resumed_after
-
-    # ---- data and devices
-
-    @cached_property
-    def train_set(self) -> Images:
-        """Training samples; only the first `data.train_limit` samples if this setting is not 0."""
-        return Images(self.prepared, "train", self.cfg.data.train_limit)
-
-    @cached_property
-    def test_set(self) -> Images:
-        """Test samples; only the first `data.test_limit` samples if this setting is not 0."""
-        return Images(self.prepared, "test", self.cfg.data.test_limit)
-
-    @property
-    def sample_shape(self) -> torch.Size:
-        """Shape of one input, as [C, H, W]."""
-        return self.train_set.shape
-
-    @property
-    def classes(self) -> int:
-        """Number of classes in the data set."""
-        return self.train_set.class_count
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which this rank trains."""
-        return self.world.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the model's parameters and computations."""
-        dtype: torch.dtype = getattr(torch, self.cfg.dtype)
-        return dtype
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        """Shard index of this rank and number of shards in data-parallel training."""
-        return self.world.rank, self.world.size
-
-    def batches(
-        self,
-        *,
-        shard: tuple[int, int] = (0, 1),
-        inputs: bool = True,
-        targets: bool = True,
-        keep_partial: bool = False,
-    ) -> Loader:
-        """Return a loader of this rank's training batches, one per optimizer step.
-
-        `shard` (r, n) selects the r-th of n shards of each batch. If `shard` equals `self.shard`, the sizes of the
-        shards are set in `cfg.batch_plan`; otherwise all shards have equal sizes. In a pipeline, the first rank needs
-        only inputs and the last rank needs only targets. If `keep_partial` is True, the last batch of an epoch may be
-        smaller. Raises UserError if the training set has too few samples.
-        """
-        return self._make_loader(shard, inputs=inputs, targets=targets, drop_last=not keep_partial)
-
-    def microbatches(self, count: int, *, shard: tuple[int, int] = (0, 1)) -> Loader:
-        """Return a loader of batches, each split into `count` microbatches for gradient accumulation.
-
-        The sizes of the microbatches are set in `cfg.batch_plan`. For a pipeline, use `batches` instead: the pipeline
-        engine splits each batch itself.
-        """
-        return self._make_loader(shard, batch=self.cfg.batch // count, microbatches=count)
-
-    def _make_loader(self, shard: tuple[int, int], **options: Any) -> Loader:
-        return Loader.from_config(
-            self.train_set,
-            self.cfg,
-            self.device,
-            shard=shard,
-            weights=self.cfg.batch_plan.weights if shard == self.shard else (),
-            stop_requested=lambda: bool(self.saver.stop_request.signal_number),
-            **options,
-        )
-
-    def load_first_inputs(self, samples: int) -> Tensor:
-        """Return the first inputs [samples, ...] of the training set, on this rank's device."""
-        return self.train_set.load_inputs(slice(0, samples), self.device, self.dtype)
-
-    def draw_random_batches(self, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's shard (inputs, targets) of up to `count` randomly drawn full batches.
-
-        `seed` determines the order of the samples, independently of their order in training. The samples are not
-        augmented.
-        """
-        size = self.cfg.batch
-        rank, ranks = self.shard
-        order = torch.from_numpy(draw_sample_order(len(self.train_set), seed, 0))
-        batches = order[: len(order) // size * size].view(-1, size)  # drops the last partial batch
-        for batch in batches[:count]:
-            samples = batch.view(ranks, -1)[rank]
-            inputs = self.train_set.load_inputs(samples, self.device, self.dtype)
-            yield inputs, self.train_set.load_targets(samples, self.device)
 
     # ---- training
 
@@ -327,7 +228,7 @@ class RunContext:
     def _show_progress(self, step: int, newest: dict[str, float]) -> None:
         columns = [f"{name} {value:.4g}" for name, value in newest.items()]
         speed = self.compute_samples_per_second()
-        if speed and self.cfg.trains:
+        if speed and self.trains:
             columns.append(f"{speed:.0f} samples/s")
         self.screen.show_progress("step", step, self.total, "  ".join(columns))
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from configs.fields import find_group
+from configs.shared import Sweep
+
 PointSettings = dict[str, Any]  # settings of a point that differ from the config, by dotted name
 RunRow = dict[str, Any]  # a finished run: its `cell` (the point's settings) and all values of its result, by name
 Points = Sequence[tuple[float, float, float]]  # tuples of x, mean and standard deviation
@@ -60,6 +63,12 @@ class SweepGrid(Generic[T]):
     new_seeds: bool = False
     """Whether repeats of a point use different seeds. Sweeps that measure accuracies need different seeds; sweeps that
     measure times use the same seed for all repeats."""
+
+
+def is_sweep(cfg: object) -> bool:
+    """Return whether a config has sweep=true."""
+    settings = find_group(cfg, Sweep)
+    return settings is not None and settings.sweep
 
 
 def format_settings(cell: PointSettings) -> dict[str, str]:

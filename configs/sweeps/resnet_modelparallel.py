@@ -72,7 +72,7 @@ def plot_times(cfg: Config, gpus: int, times: dict[tuple[Any, ...], Average]) ->
         else:
             levels[mode] = milliseconds
 
-    stages = cfg.stages
+    stages = cfg.pipeline.stages
     computed = {}
     if "naive" in levels and pipelined:
         stage_time = levels["naive"] / stages

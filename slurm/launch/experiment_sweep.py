@@ -35,7 +35,7 @@ from common.system.text import read_end_of_file
 from configs.shared import Experiment
 from configs.sweeps import Bars, RunRow, Summary, SweepGrid
 from slurm.launch import sweep
-from slurm.launch.sweep_file import SweepPlan, SweepPoint, format_values, load_grid
+from slurm.launch.sweep_file import SweepPlan, SweepPoint, format_values, get_repeats, load_grid
 
 QUIET = ("log.level=warning", "log.progress=none")
 
@@ -48,7 +48,7 @@ def plan_points(
     Raises UserError, which names the point, if the settings of a point are invalid.
     """
     points: list[SweepPoint] = []
-    for repeat, cell in itertools.product(range(cfg.repeats), grid.points(cfg, gpus)):  # type: ignore[attr-defined]
+    for repeat, cell in itertools.product(range(get_repeats(cfg)), grid.points(cfg, gpus)):
         values = cell | ({"seed": cfg.seed + repeat} if grid.new_seeds else {})
         overrides = format_values(values)
         try:

@@ -282,7 +282,7 @@ def main(args: argparse.Namespace) -> int:
     text = resolve_settings(old, [f"runs={old.path.parent}", *arguments])
     settings = build_config_from_known_keys(old.experiment, text)
     if scheduler is not None:  # the job starts in another folder, so relative paths would be wrong
-        absolute_paths = [f"{key}={Path(path).absolute()}" for key, path in settings.list_paths().items()]
+        absolute_paths = [f"{key}={Path(path).absolute()}" for key, path in config_keys.list_paths(settings).items()]
         text = resolve_settings(old, arguments + absolute_paths)
         settings = build_config_from_known_keys(old.experiment, text)
         submit.check_step_timeout(settings, profile)
@@ -292,8 +292,7 @@ def main(args: argparse.Namespace) -> int:
     old_code = old.path / "code"
     custom_code.check_custom_settings(settings, old_code, overridden)
     data_code = None if "data.name" in overridden else old_code
-    dataset = prepare.prepare_dataset(settings.data, fallback=False, log=settings.log, code=data_code)
-    prepare.check_model_fits_data(settings, dataset)
+    dataset = prepare.prepare_dataset_of_config(settings, fallback=False, code=data_code)
 
     print(f"repeats     {old.path}", flush=True)
     if not print_differences(list_differences(old, text, settings, dataset, scheduler)):

@@ -28,9 +28,11 @@ from common.runs.resolved_settings import record_resolved_settings
 from common.runs.tracking import wandb_account
 from common.system.errors import RunTakenError, UserError
 from common.system.text import format_count, read_text_or_empty
-from configs.elastic import get_enabled_elastic_settings
+from configs.dataparallel import RanksPerNode, get_enabled_elastic_settings
+from configs.fields import find_group
 from configs.profile import Profile
 from configs.shared import Experiment
+from configs.sweeps import is_sweep
 from slurm.arguments import (
     check_experiment_name,
     parse_count,
@@ -108,18 +110,16 @@ def prepare_run_folder(
     Each notice about the data is printed only once. `shown_notices` contains the notices that have been printed.
     """
     fallback = scheduler is None or scheduler.local is not None
-    dataset = prepare.prepare_dataset(settings.data, fallback, log=settings.log)
-    prepare.check_model_fits_data(settings, dataset)
+    dataset = prepare.prepare_dataset_of_config(settings, fallback)
     if dataset.notice and dataset.notice not in shown_notices:
         print(dataset.notice, flush=True)
         shown_notices.add(dataset.notice)
     # The job may start in another folder, so its paths are absolute.
-    absolute_paths = {key: str(Path(path).absolute()) for key, path in settings.list_paths().items()}
+    absolute_paths = {key: str(Path(path).absolute()) for key, path in config_keys.list_paths(settings).items()}
     text = config.format_yaml(config_keys.replace_values(settings, absolute_paths))
     folder = RunFolder.create(Path(absolute_paths["runs"]), name, text)
     with remove_folder_on_error(folder):
-        if dataset.name != settings.data.name:
-            record_resolved_settings(folder.path, {"data.name": dataset.name})
+        record_resolved_settings(folder.path, prepare.list_replaced_settings(settings, dataset))
         provenance.copy_source(folder)
         dataset.copy_user_data_file(folder.path / "code")
         provenance.copy_custom_files(settings, folder.path / "code")
@@ -224,7 +224,7 @@ def print_job(folder: RunFolder, settings: Experiment, job: str, scheduler: Sche
     ranks = format_count(settings.processes, "rank")
     run = shlex.quote(folder.reference)
     hint = ""
-    if settings.processes == 1 and hasattr(settings, "processes_per_node"):
+    if settings.processes == 1 and find_group(settings, RanksPerNode) is not None:
         hint = " (not distributed; for two ranks, use NODES=2 or ARGS=processes_per_node=2)"
     print(f"{folder.experiment}: job {job} on {scheduler.name}, {nodes}, {ranks}{hint}")
     print(f"  run folder  {folder.path}\n  follow      make logs RUN={run} FOLLOW=1")
@@ -236,7 +236,8 @@ def resolve_processes_per_node(settings: Experiment, profile: Profile) -> Experi
 
     Raises UserError if other settings are incompatible with the number in the profile.
     """
-    if getattr(settings, "processes_per_node", None) != 0:
+    ranks = find_group(settings, RanksPerNode)
+    if ranks is None or ranks.processes_per_node != 0:
         return settings
     settings = config_keys.replace_values(settings, {"processes_per_node": profile.ranks_per_node})
     try:
@@ -319,7 +320,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     if resumed:
         liveness.wait_for_earlier_attempt(resumed)
-    if getattr(settings, "sweep", False):
+    if is_sweep(settings):
         exec_sweep(name, arguments, args.launch)
     scheduler = choose_scheduler(args.launch or "auto")
     if scheduler is None:

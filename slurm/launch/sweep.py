@@ -28,7 +28,7 @@ from common.runs.folder import RunFolder, convert_disk_errors, write_json
 from common.system.errors import RunTakenError, UserError
 from common.system.signals import STOP_SIGNALS, STOPPED_STATUSES
 from common.system.text import format_count
-from configs.elastic import get_enabled_elastic_settings
+from configs.dataparallel import get_enabled_elastic_settings
 from configs.profile import Profile
 from slurm.arguments import parse_zero_or_one, split_experiment_and_cluster_settings
 from slurm.launch import submit, sweep_file

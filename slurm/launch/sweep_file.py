@@ -33,8 +33,9 @@ from common.models import initial_weights
 from common.runs.tracking import wandb_account
 from common.system.errors import UserError
 from common.system.text import format_count
-from configs.shared import Experiment
-from configs.sweeps import SweepGrid, format_settings
+from configs.fields import find_group
+from configs.shared import Experiment, Sweep
+from configs.sweeps import SweepGrid, format_settings, is_sweep
 from slurm.arguments import check_experiment_name, parse_count, suggest_nearest
 
 KEYS = ("experiment", "settings", "grid", "points", "repeats", "parallel", "nodes")
@@ -141,6 +142,13 @@ def load_grid(experiment: str) -> SweepGrid[Experiment]:
     return grid
 
 
+def get_repeats(cfg: Experiment) -> int:
+    """Return the number of runs per point of an experiment's Python grid."""
+    settings = find_group(cfg, Sweep)
+    assert settings is not None, "an experiment with a Python grid has sweep settings"
+    return settings.repeats
+
+
 def read_python_grid(experiment: str, overrides: list[str]) -> dict[str, Any]:
     """Return the Python grid of an experiment in the form of a parsed sweep file.
 
@@ -148,7 +156,7 @@ def read_python_grid(experiment: str, overrides: list[str]) -> dict[str, Any]:
     """
     cfg = config.load_config(config.import_schema(experiment), overrides)
     grid = load_grid(experiment)
-    repeats = str(cfg.repeats) if grid.new_seeds else "1"  # type: ignore[attr-defined]
+    repeats = str(get_repeats(cfg)) if grid.new_seeds else "1"
     points = [format_settings(cell) for cell in grid.points(cfg, 0)]
     return {"experiment": experiment, "points": points, "repeats": repeats}
 
@@ -216,7 +224,7 @@ def make_point(
         if repeat:
             settings = dataclasses.replace(settings, seed=settings.seed + repeat)
             cell = cell | {"seed": str(settings.seed)}
-        if getattr(settings, "sweep", False):
+        if is_sweep(settings):
             raise UserError("sweep=true would start another sweep; omit sweep")
         if settings.runs != common_settings.get("runs", settings.runs):
             raise UserError("runs must be the same for all points; set it under settings")

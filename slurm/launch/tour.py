@@ -7,9 +7,10 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from common.config import config
+from common.config import config, config_keys
 from slurm.reports import selection
 
 FEW_STEPS = ("epochs=1", "steps=30", "data.test_limit=1000")
@@ -27,6 +28,13 @@ SMALLEST_SETTINGS: dict[str, tuple[str, ...]] = {
 """Settings that make each experiment small. An experiment that is not listed here uses its default settings."""
 
 
+def list_tour_settings(name: str, words: Sequence[str]) -> list[str]:
+    """Return the settings of an experiment in the tour, followed by those of the settings `words` that it has."""
+    values = config.parse_command_line([*FEW_STEPS, *SMALLEST_SETTINGS.get(name, ()), *words]).values
+    values = config_keys.drop_training_keys(config.import_schema(name), values)
+    return [f"{key}={text}" for key, text in values.items()]
+
+
 def main(args: argparse.Namespace) -> int:
     """Run every experiment briefly at a small scale, compare the runs, and return the exit status."""
     root = Path(config.parse_command_line(args.words).values.get("runs", "runs"))
@@ -34,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     start = time.monotonic()
     failed: list[str] = []
     for name in config.list_experiments():
-        settings = shlex.join([*FEW_STEPS, *SMALLEST_SETTINGS.get(name, ()), *args.words])
+        settings = shlex.join(list_tour_settings(name, args.words))
         print(f"\n---- {name}: make exp NAME={name} ARGS={shlex.quote(settings)}", flush=True)
         command = [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={settings}", "--", name]
         if subprocess.run(command, check=False).returncode:

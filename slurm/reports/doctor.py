@@ -27,7 +27,7 @@ from common.runs.compare.compare_table import Column, join_columns
 from common.system.errors import UserError, exit_on_user_error
 from common.system.text import format_count
 from configs.profile import Profile
-from configs.shared import Experiment
+from configs.shared import Experiment, TrainingExperiment
 from slurm.arguments import parse_count, parse_zero_or_one, split_experiment_and_cluster_settings
 from slurm.reports import diagnosis, selection
 from slurm.scheduling import sbatch
@@ -73,7 +73,7 @@ def check_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> int:
     from common.ranks.rank_info import RankInfo, read_rank_info
     from common.runs.tracking import wandb_account
     from common.training import host_checks
-    from configs.launch import Launch
+    from configs.shared import Launch
 
     def collect_and_print_report(rank_info: RankInfo) -> None:
         """Collect the facts of all ranks, and print the report on rank 0."""
@@ -202,7 +202,9 @@ def explain_missing_report(lines: list[str], hosts: list[str], has_timed_out: bo
     return errors[:3] or last_lines or ["the ranks exited without an error message"]
 
 
-def check_nodes(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: Experiment) -> dict[str, Any]:
+def check_nodes(
+    scheduler: Scheduler | None, nodes: int, profile: Profile, settings: TrainingExperiment
+) -> dict[str, Any]:
     """Check `nodes` hosts of a cluster, and return a report.
 
     Without SLURM, `nodes` ranks check this machine. Raises UserError if the cluster has too few hosts or does not
@@ -271,7 +273,7 @@ def main(args: argparse.Namespace) -> int:
     return 1 if report["problems"] else 0
 
 
-class DoctorSettings(Experiment):
+class DoctorSettings(TrainingExperiment):
     """Settings of the doctor command, of which only USED_SETTINGS have an effect."""
 
     can_mix_devices: ClassVar[bool] = True

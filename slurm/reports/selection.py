@@ -243,9 +243,9 @@ def meets_condition(settings: Mapping[str, str], key: str, comparison: str, expe
 def trains_model(settings: Mapping[str, str]) -> bool:
     """Return whether a run with these settings trains a model.
 
-    A run that only measures has the setting data.name=none.
+    A run that only measures has no data set. Older versions stored data.name=none for such a run.
     """
-    return settings.get("data.name") != "none"
+    return settings.get("data.name", "none") != "none"
 
 
 def read_step_timeout(folder: RunFolder) -> float:

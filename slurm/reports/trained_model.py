@@ -23,6 +23,7 @@ from common.runs import provenance
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, convert_disk_errors, read_json
 from common.runs.progress import ProgressDisplay
 from common.system.errors import UserError, summarize_error
+from configs.shared import TrainingExperiment
 from slurm.arguments import split_experiment_and_cluster_settings
 from slurm.reports import selection
 
@@ -61,7 +62,10 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     for key, (_, new_value) in changed_settings.read_last_changes(folder.path).items():
         run_settings[key] = new_value
     changes = config.parse_command_line(arguments).values
-    cfg = config.build_config(config.import_schema(folder.experiment), [run_settings, changes])
+    schema = config.import_schema(folder.experiment)
+    if not issubclass(schema, TrainingExperiment):
+        raise UserError(f"{folder.path.name}: {folder.experiment} does not train a model; use another run")
+    cfg = config.build_config(schema, [run_settings, changes])
     for key in changes:
         if key not in EFFECTIVE_KEYS and not key.startswith("log."):
             raise UserError(f"ARGS: {key} has no effect on an evaluation; use {', '.join(EFFECTIVE_KEYS)} or log.*")

@@ -36,7 +36,7 @@ from common.runs.tracking.wandb_tracker import Tracker
 from common.system import network
 from common.system.errors import EXIT_RESUMABLE, exit_on_user_error
 from common.techniques.elastic.supervisor import Supervisor, open_listener
-from configs.elastic import get_enabled_elastic_settings
+from configs.dataparallel import get_enabled_elastic_settings
 from configs.shared import Experiment
 from slurm.scheduling.scheduler import Scheduler
 

@@ -20,7 +20,7 @@ from common.config import config
 from common.config.config import ROOT
 from common.runs.folder import RunFolder, convert_disk_errors, write_atomic
 from common.system.errors import UserError
-from configs.elastic import Elastic
+from configs.dataparallel import Elastic
 from configs.profile import Profile
 from slurm.scheduling import entry_points
 from slurm.scheduling.entry_points import JobReference, check_source_version

@@ -30,9 +30,8 @@ from common.system import network
 from common.techniques.data_parallel import ddp
 from common.techniques.local_sgd.worker import LocalWorker
 from common.training.optimizers import build_optimizer
-from configs.launch import Launch
 from configs.local_sgd import Config
-from configs.shared import Optim
+from configs.shared import Launch, Optim
 from experiments.local_sgd import create_exchange, exchange_differences
 from tests.harness.local_sgd import wrap_with_torch
 

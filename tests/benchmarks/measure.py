@@ -23,7 +23,7 @@ from typing import Any
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
 from common.ranks.rendezvous import World
-from configs.launch import Launch
+from configs.shared import Launch
 
 NOISY = 0.1  # share of the machine used by others during a turn, above which its round is disturbed
 SLACK = 0.03  # seconds: the resolution of /proc

@@ -23,7 +23,7 @@ from statistics import median
 
 from common.runs.folder import RunFolder
 from common.runs.rank_changes import read_rank_changes
-from configs.elastic import Elastic
+from configs.dataparallel import Elastic
 from tests.benchmarks.measure import summarize_values
 from tests.benchmarks.records import Record, Row, Table
 from tests.cluster.lab import Lab, Running, laboratory, time_step_after

@@ -119,7 +119,7 @@ def test_the_options_of_older_versions_are_taken_with_a_notice(made: Path) -> No
 def test_a_measurement_has_no_samples_and_its_points_are_shown_beside_measurements_alone(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     numbers = {"timings": {"samples_per_second": 60.0}}
-    folder = Made("collectives", 0, 4, settings={"data.name": "none"}, result=numbers).write(runs)
+    folder = Made("collectives", 0, 4, result=numbers).write(runs)
     scores = json.loads((folder.path / "result.json").read_text())
     kept = {key: value for key, value in scores.items() if key not in ("scores", "data")}
     (folder.path / "result.json").write_text(json.dumps(kept))

@@ -15,7 +15,7 @@ from common.ranks.rendezvous import join_world
 from common.techniques.collectives import measurement
 from common.techniques.collectives.measurement import CollectiveOperation
 from configs.collectives import ALGORITHMS, TRANSPORTS
-from configs.launch import Launch
+from configs.shared import Launch
 from tests.harness import warm
 from tests.harness.processes import environment, run
 

@@ -272,4 +272,19 @@ def test_settings_of_training_are_not_offered() -> None:
     text = config.format_help(Config)
     assert "  rounds=10  (int from 1 to 100000)" in text and "  launch.threads=0" in text
     assert not [key for key in ("epochs", "batch", "dtype", "data.name", "optim.lr") if f"  {key}=" in text]
-    assert config.load_config(Config, ["data.name=digits"], {}).data.name == "none"
+    with pytest.raises(UserError, match=r"unknown key data.name; this experiment trains no model"):
+        config.load_config(Config, ["data.name=digits"], {})
+    assert config.load_config(Config, [], {"DATA_ROOT": "/there"}) == config.load_config(Config, [], {})
+
+
+def test_settings_of_training_in_the_config_of_an_old_run_are_ignored_and_kept(tmp_path: Path) -> None:
+    expected = config.load_config(Config, ["rounds=3"], {})
+    file = tmp_path / "collectives-20260101-120000-4f1c" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text(config.format_yaml(expected) + "epochs: 1\ndata:\n  name: none\n")
+    for option in (f"--config={file}", f"--resume={file.parent}"):
+        assert config.load_config(Config, [option], {}) == expected
+        with pytest.raises(UserError, match=r"unknown key epochs; this experiment trains no model"):
+            config.load_config(Config, [option, "epochs=2"], {})
+    text = config.format_yaml_with_keys_of_file(expected, file)
+    assert "name: none" in text, "the source code that the run keeps still has these settings"

@@ -28,7 +28,7 @@ def test_what_a_run_chooses_stands_beside_the_config(tmp_path: Path, cache: Path
 
     for option in (f"--config={path / 'config.yaml'}", f"--resume={path}"):
         cfg = config.load_config(Config, [option], {})
-        assert [cfg.data.name, cfg.launch.algorithm, cfg.split] == list(resolved.values())
+        assert [cfg.data.name, cfg.launch.algorithm, cfg.pipeline.split] == list(resolved.values())
         assert config.find_changes(path, cfg) == {}
     compared = inside.run_verb("compare", "--where=data.name=digits launch.algorithm!=auto", cwd=tmp_path)
     assert compared.returncode == 0 and "finished" in compared.stdout, compared.stderr

@@ -174,7 +174,7 @@ def test_the_toy_learns_random_targets_in_two_stages_as_in_one(tmp_path: Path) -
 def test_a_stage_without_weights_is_refused(engine: str) -> None:
     model = networks.ResNet("resnet18", (3, 8, 8), 3, width=2)
     cfg = settings("stages=3", "split=[pool,fc]", f"engine={engine}")
-    run = cast(Any, SimpleNamespace(cfg=cfg, sample_shape=(3, 8, 8)))
+    run = cast(Any, SimpleNamespace(training_cfg=cfg, sample_shape=(3, 8, 8)))
     with pytest.raises(UserError, match="the stage that starts at layer pool has no trainable parameters"):
         model_split.split_model(cfg.make_pipeline_config(), model, run)
 

@@ -28,8 +28,7 @@ from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.training import optimizers
-from configs.launch import Launch
-from configs.shared import Checkpoint, Optim
+from configs.shared import Checkpoint, Launch, Optim
 from tests.harness.processes import wait_until
 
 ROUNDS = 20  # starts that are killed

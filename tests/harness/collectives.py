@@ -35,7 +35,7 @@ from common.backend.arguments import (
 from common.config.config import read_config_file, read_settings
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
-from configs.launch import Launch
+from configs.shared import Launch
 
 SETTINGS = Launch(backend="builtin", threads=1, setup_timeout=60, step_timeout=60)
 SIZES = (0, 1, 2, 7, 1000, 40_001)  # fewer than ranks, no multiple of them, more than is sent at once

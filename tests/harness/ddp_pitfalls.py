@@ -31,7 +31,7 @@ from common.techniques.data_parallel import ddp
 from common.techniques.pruning import pruning_masks
 from common.techniques.pruning.pruning_masks import Masks
 from configs.ddp_multinode import Config
-from configs.launch import Launch
+from configs.shared import Launch
 from experiments import ddp_multinode
 from tests.harness import warm
 from tests.harness.processes import environment

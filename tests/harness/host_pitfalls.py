@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 
 from common.ranks import objects, rendezvous
 from common.ranks.rank_info import RankInfo
-from configs.launch import Launch
+from configs.shared import Launch
 from slurm.local_cluster import namespaces
 from tests.harness.ddp_pitfalls import attempt
 

@@ -17,7 +17,7 @@ from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
 from common.techniques.local_sgd.exchange import Bf16Exchange, Exchange, Int8Exchange, TopkExchange
 from common.techniques.local_sgd.powersgd import PowerSgdExchange
-from configs.launch import Launch
+from configs.shared import Launch
 
 BACKEND: Any = sys.argv[1] if len(sys.argv) > 1 else "auto"
 SHAPES = [torch.Size(shape) for shape in ((8, 3, 2), (8,), (20, 8), (2, 1), (5,))]

@@ -19,7 +19,7 @@ from common.ranks.rank_info import RankInfo
 from common.ranks.ranks import Ranks
 from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
-from configs.launch import Launch
+from configs.shared import Launch
 
 STEPS = 24
 

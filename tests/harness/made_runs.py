@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.config import config
+from common.config import config, config_keys
 from common.runs.folder import RunFolder, write_atomic, write_json
+from configs.shared import TrainingExperiment
 
 STARTED = 1_790_000_000.0  # seconds since 1970: the first run
 EVERY = 3600.0  # seconds between two runs
@@ -35,7 +36,9 @@ class Made:
     def write(self, runs: Path) -> RunFolder:
         schema = config.import_schema(self.name)
         values = config.read_config_file(config.ROOT / "configs" / f"{self.name}.yaml")
-        settings = config.build_config(schema, [values, {"data.name": "digits", "runs": str(runs)} | self.settings])
+        data = config_keys.drop_training_keys(schema, {"data.name": "digits"})
+        settings = config.build_config(schema, [values, data | {"runs": str(runs)} | self.settings])
+        batch = settings.batch if isinstance(settings, TrainingExperiment) else 0
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(STARTED + EVERY * self.number))
         folder = RunFolder(runs / f"{self.name}-{stamp}-{self.number:04x}")
         folder.path.mkdir(parents=True)
@@ -46,7 +49,7 @@ class Made:
         for number, bound in enumerate(bounds, 1):
             attempt = folder.claim_attempt()
             attempt.record_parent_attempt(number - 1 if number > 1 else None, begin, rows)
-            self.train(attempt, begin, bound, settings.batch, settings.processes)
+            self.train(attempt, begin, bound, batch, settings.processes)
             begin = max(0, bound - 5)  # the next start goes on from a checkpoint of five steps ago
             rows = sum(row["global_step"] <= begin for row in attempt.read_attempt_rows())
         history = {"attempt": self.attempts, "host": os.uname().nodename, "pid": os.getpid(), "pid_started": 0}
@@ -54,7 +57,7 @@ class Made:
             history["pid_started"] = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         write_json(folder.path / "meta.json", {"data": {"name": "digits"}, "history": [history]})
         if self.state in ("finished", "failed"):
-            write_json(folder.path / "result.json", self.ending(done, settings.batch))
+            write_json(folder.path / "result.json", self.ending(done, batch))
         return folder
 
     def train(self, attempt: RunFolder, begin: int, end: int, batch: int, processes: int) -> None:

@@ -12,7 +12,7 @@ from tests.benchmarks import tables
 from tests.benchmarks.__main__ import all_parts
 from tests.harness import making, warm
 from tests.harness.made_runs import Made
-from tests.harness.processes import environment
+from tests.harness.processes import applicable, environment
 from tests.harness.warm import ROOT
 
 PAGES = tables.list_pages()
@@ -124,7 +124,10 @@ def check_command(command: str, cache: Path, folder: Path, place: Path, runs: Pa
     else:
         settings = ["data.name=digits", f"data.cache={cache}", f"runs={folder}", "steps=20", "data.test_limit=100"]
         settings.append("launch.threads=1")  # another worker has the other core
-        more = [*settings, *SMALLER.get(Path(words[1]).stem, ())] if words[1].startswith("experiments/") else []
+        more = []
+        if words[1].startswith("experiments/"):
+            name = Path(words[1]).stem
+            more = [*applicable(name, settings), *SMALLER.get(name, ())]
         script = [str(ROOT / words[1])] if more else words[1:2]
         done = warm.execute([sys.executable, *script, *words[2:], *more], env=environment())
     assert done.returncode == 0, done.stderr

@@ -18,8 +18,8 @@ from common.ranks.rank_info import RankInfo
 from common.techniques.pipeline import partition
 from common.techniques.pipeline.executor import PipelineEngine
 from common.techniques.pipeline.torch_engine import TorchPipelineEngine
-from configs.launch import Launch
 from configs.pipeline import PipelineConfig as Settings
+from configs.shared import Launch
 
 
 class Turn(nn.Module):

@@ -6,11 +6,12 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.config import config, config_keys
 from common.runs.folder import RunFolder
 from common.runs.result import parse_result
 from tests.harness import warm, warm_command
@@ -75,8 +76,14 @@ def environment(**extra: str) -> dict[str, str]:
     return kept | {"WANDB_MODE": "disabled", "CLUSTER_DIR": "/no/cluster"} | extra
 
 
+def applicable(name: str, settings: Iterable[str]) -> list[str]:
+    """The settings without those of training, if the experiment trains nothing."""
+    keys = config_keys.list_training_keys(config.import_schema(name)) if name in config.list_experiments() else ()
+    return [setting for setting in settings if setting.partition("=")[0] not in keys]
+
+
 def command(name: str, *settings: str, runs: Path) -> list[str]:
-    return [sys.executable, str(ROOT / "experiments" / f"{name}.py"), f"runs={runs}", *settings]
+    return [sys.executable, str(ROOT / "experiments" / f"{name}.py"), f"runs={runs}", *applicable(name, settings)]
 
 
 def run(name: str, *settings: str, runs: Path, timeout: float = 120, real: bool = False, **env: Any) -> Done:

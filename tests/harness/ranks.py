@@ -26,7 +26,7 @@ from common.backend.tls import TlsSocket
 from common.ranks import backend_setup, local_launcher, objects, rendezvous
 from common.ranks.rank_info import RankInfo
 from common.system.errors import UserError
-from configs.launch import Launch
+from configs.shared import Launch
 
 BACKEND: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"
 SETTINGS = Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=60)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.config import config
+from configs.shared import TrainingExperiment
 from slurm.launch.tour import SMALLEST_SETTINGS
 
 MLP = ("model=mlp", "bucket_mb=0.05")  # several buckets, as a larger model has them
@@ -37,7 +38,7 @@ class Entry:
     @property
     def trains(self) -> bool:
         """Whether there is a model: else there are neither losses nor scores."""
-        return config.import_schema(self.name).trains
+        return issubclass(config.import_schema(self.name), TrainingExperiment)
 
 
 EXPERIMENTS = [

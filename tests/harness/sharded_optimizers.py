@@ -12,8 +12,7 @@ import sys
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
 from common.training.optimizer_contract import check_sharded_parameters
-from configs.launch import Launch
-from configs.shared import Optim
+from configs.shared import Launch, Optim
 
 
 def compare(info: RankInfo) -> None:

@@ -17,7 +17,7 @@ from common.runs.folder import RunFolder
 from common.system.processes import Process
 from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness.processes import environment, processes_of, wait_until
+from tests.harness.processes import applicable, environment, processes_of, wait_until
 from tests.harness.warm import ROOT
 
 # before a command whose time is measured, as other tests go on beside it; only root may ask for that
@@ -51,14 +51,16 @@ class Site:
         assert status is None or done.returncode == status, done.stdout + done.stderr
         return done
 
-    def settings(self, runs: str, *more: str) -> str:
+    def settings(self, runs: str, *more: str, name: str = "mnist_pipeline") -> str:
         words = ["data.name=digits", f"data.cache={self.cache}", f"runs={self.runs / runs}", "data.test_limit=500"]
-        return "--args=" + " ".join([*words, *more])
+        return "--args=" + " ".join(applicable(name, [*words, *more]))
 
     def submit(
         self, name: str, runs: str, *more: str, options: tuple[str, ...] = ("--nodes=2",), **env: str
     ) -> subprocess.CompletedProcess[str]:
-        return self.call("slurm", "exp", self.settings(runs, *more), *options, "--", name, status=None, **env)
+        return self.call(
+            "slurm", "exp", self.settings(runs, *more, name=name), *options, "--", name, status=None, **env
+        )
 
     def run_of(self, runs: str) -> RunFolder:
         (path,) = (self.runs / runs).iterdir()

@@ -17,6 +17,7 @@ from common.models.networks import ConvNet
 from common.system.errors import UserError
 from common.training.evaluate import measure_accuracy
 from configs.resnet_dataparallel import Config
+from configs.shared import InitialWeights
 from tests.harness.registry import REPLICATED
 from tests.harness.shared import Make
 
@@ -94,10 +95,12 @@ def test_a_model_without_weights_is_not_pretrained(finished: Make, cache: Path) 
     assert torch.equal(old.fc.weight, new.fc.weight) and not torch.equal(new.fc.weight, other.fc.weight), "drawn"
     chance = [score(nn.Sequential(GreyToColour(), model)) for model in (new, other)]
     shape, runs = (28, 28), str(done.runs)
-    chance.append(score(model_file.init_network(Config(runs=runs, model="mlp", weights="none"), shape, 10)))
+    chance.append(score(model_file.init_network(Config(runs=runs, model="mlp"), shape, 10)))
     assert max(chance) < 0.16, "a tenth, and what 333 images leave to luck"
-    trained = model_file.init_network(Config(runs=runs, model="mlp", weights=done.folder.path.name), shape, 10)
+    trained = model_file.init_network(
+        Config(runs=runs, model="mlp", initial=InitialWeights(done.folder.path.name)), shape, 10
+    )
     assert score(trained) == pytest.approx(done.result["test_accuracy"])
     assert score(trained) > 0.2, "after 40 steps"
     with pytest.raises(UserError, match="weights=pretrained: no such file, checkpoint folder or run"):
-        model_file.init_network(Config(runs=runs, weights="pretrained"), shape, 10)
+        model_file.init_network(Config(runs=runs, initial=InitialWeights("pretrained")), shape, 10)

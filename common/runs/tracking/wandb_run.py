@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import secrets
 from pathlib import Path
 from typing import Any
 
-from common.config import changed_settings, config
+from common.config import changed_settings, config, config_keys
 from common.runs import provenance
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
 from common.system.text import read_text_or_empty
-from configs.shared import Experiment
+from configs.shared import Experiment, TrainingExperiment
 
 INIT_TIMEOUT = 20.0  # time limit in seconds for wandb.init in online mode
 MAX_TAG_LENGTH = 64  # maximum length in characters; W&B rejects longer tags
@@ -24,7 +23,8 @@ def load_run_config(folder: RunFolder) -> Experiment:
     original = config.read_settings(folder.path)
     changes = changed_settings.read_changes(folder.attempt_folder / changed_settings.CHANGES_FILE)
     changed = {name: new for name, (_, new) in changes.items()}
-    return config.build_config(config.import_schema(folder.experiment), [original, changed])
+    schema = config.import_schema(folder.experiment)
+    return config.build_config(schema, [config_keys.drop_training_keys(schema, original | changed)])
 
 
 def init_wandb_run(folder: RunFolder, mode: str, wandb_folder: Path) -> Any:
@@ -37,7 +37,7 @@ def init_wandb_run(folder: RunFolder, mode: str, wandb_folder: Path) -> Any:
     cfg = load_run_config(folder)
     name = folder.experiment
     tags = [name, f"world_size:{cfg.processes}", *cfg.wandb.tags]
-    if cfg.trains:
+    if isinstance(cfg, TrainingExperiment):
         tags.insert(1, f"data:{Path(cfg.data.name).name}"[:MAX_TAG_LENGTH])
 
     meta = provenance.read_metadata(folder)
@@ -66,7 +66,7 @@ def init_wandb_run(folder: RunFolder, mode: str, wandb_folder: Path) -> Any:
         dir=str(wandb_folder),
         mode=mode,  # type: ignore[arg-type]
         tags=tags,
-        config=dataclasses.asdict(cfg) | facts,
+        config=config_keys.nest_values(config_keys.read_values(cfg)) | facts,
         settings=settings,
     )
     run.define_metric("global_step")

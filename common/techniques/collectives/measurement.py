@@ -36,7 +36,7 @@ from common.ranks.rank_info import RankInfo
 from common.ranks.rendezvous import World
 from common.system import network
 from configs.collectives import TRANSPORTS
-from configs.launch import Launch
+from configs.shared import Launch
 
 CollectiveOperation = Callable[[Tensor, Tensor], object]
 """Function that executes an operation on the input and output tensors of this rank."""

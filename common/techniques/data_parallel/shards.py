@@ -21,7 +21,7 @@ from common.techniques.data_parallel.dropout_positions import DropoutPositions
 from common.training.hooks import StepHook
 from common.training.run_context import RunContext
 from configs.batch_plan import divide_batch
-from configs.dataparallel import Sharded
+from configs.dataparallel import Sharding
 
 SPEED_SECONDS = 0.05  # minimum duration of one timing, so that it spans several time slices of the operating system
 SPEED_TIMINGS = 8
@@ -188,7 +188,7 @@ class AutoShards(StepHook):
 
 
 def set_up_shards(
-    cfg: Sharded, run: RunContext, model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None
+    sharding: Sharding, run: RunContext, model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None
 ) -> None:
     """Prepare a model for the settings `shards` and `dropout`. All ranks must call this function.
 
@@ -198,16 +198,16 @@ def set_up_shards(
     dropout_layers = list_dropout_layers([model])
     if dropout_layers:
         run.add_hook(DropoutPositions(run, dropout_layers))
-    if cfg.shards == ["equal"]:
+    if sharding.shards == ["equal"]:
         return
     if sync_batchnorm.list_unsynchronized_norms(model):
-        remedy = "; sync_batchnorm=true avoids this" if hasattr(cfg, "sync_batchnorm") else ""
+        remedy = "; sync_batchnorm=true avoids this" if hasattr(run.cfg, "sync_batchnorm") else ""
         run.log_message(f"BatchNorm normalizes over each rank's shard, so unequal shards change the result{remedy}")
-    plan = cfg.batch_plan
+    plan = run.training_cfg.batch_plan
     counts = divide_batch(plan.batch // plan.microbatches, plan.weights)
     if not counts[run.world.rank]:
         sync_batchnorm.accept_empty_batches(model)
-    if cfg.shards == ["auto"] and run.world.size > 1:
+    if sharding.shards == ["auto"] and run.world.size > 1:
         run.add_hook(AutoShards(run, partial(measure_rank_speed, run, model, forward or model)))
 
 

@@ -25,7 +25,7 @@ from common.techniques.data_parallel.scaling_report import ScalingReport, time_g
 from common.techniques.data_parallel.shards import AutoShards
 from common.training import optimizers
 from common.training.run_context import RunContext
-from configs.dataparallel import Sharded
+from configs.dataparallel import Sharding
 from configs.ddp_multinode import Config
 
 COMPARE_ROUNDS = 3
@@ -41,8 +41,8 @@ def make_step_function(
     Each call trains on the given shard of the next batch. `model` is called for the forward pass; `module` contains the
     parameters to train.
     """
-    optimizer = optimizers.build_optimizer(module.train().parameters(), run.cfg.optim)
-    loader = Loader.from_config(run.train_set, run.cfg, run.device, shard=shard)
+    optimizer = optimizers.build_optimizer(module.train().parameters(), run.training_cfg.optim)
+    loader = Loader.from_config(run.train_set, run.training_cfg, run.device, shard=shard)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))  # continues with the next epoch indefinitely
 
     def step() -> Tensor:
@@ -106,21 +106,21 @@ def measure_variant_throughputs(run: RunContext, sides: Sequence[StepVariant]) -
             torch.set_num_threads(side.threads)
             if side.name in step_functions:
                 seconds = time_steps(step_functions[side.name], run.device, COMPARE_STEPS)
-                rates[side.name].append(run.cfg.batch / seconds)
+                rates[side.name].append(run.training_cfg.batch / seconds)
             world.wait_for_all_ranks(f"compare/{number}/{side.name}")
     torch.set_num_threads(world.threads)
     return rates
 
 
-def report_rank_differences(cfg: Sharded, run: RunContext) -> list[ReportData]:
+def report_rank_differences(sharding: Sharding, run: RunContext) -> list[ReportData]:
     """Report how ranks differ: unequal shards and, with launch.mixed=true, different devices.
 
     All ranks must call this function.
     """
     reports = []
-    if cfg.shards != ["equal"]:
+    if sharding.shards != ["equal"]:
         reports.append(report_shards(run))
-    if cfg.launch.mixed:
+    if run.cfg.launch.mixed:
         reports.append(report_rank_devices(run))
     return reports
 
@@ -176,11 +176,11 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
     if auto_shards:
         samples = auto_shards.average_local_samples(run.resumed_after + 1, run.step)
     times = gather_step_times(run.world, run.times, samples)
-    shards = f" = {run.world.size} x {cfg.batch_plan.shard}" if cfg.shards == ["equal"] else ""
+    shards = f" = {run.world.size} x {cfg.batch_plan.shard}" if cfg.sharding.shards == ["equal"] else ""
     assert run.state is not None and run.state.optimizer is not None
     return [
         ReportData({"strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch}{shards}"}),
-        *report_rank_differences(cfg, run),
+        *report_rank_differences(cfg.sharding, run),
         report_state_bytes(run.state.optimizer, run.world),
         ReportData({"peak memory": describe_peak_memory(run.memory, run.device)}),
         ScalingReport(times, run.world.hosts, run.compute_step_seconds(), communication, single_rank_seconds),

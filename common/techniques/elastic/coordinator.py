@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.techniques.elastic.member import disable_send_delay
-from configs.elastic import Elastic
+from configs.dataparallel import Elastic
 
 MAX_MESSAGE_BYTES = 1 << 20  # messages from members are far smaller
 MAX_HELLO_BYTES = 1 << 12  # size limit of the first message

@@ -34,7 +34,7 @@ from common.techniques.elastic.shared_values import AveragedValues
 from common.training.hooks import RecoveryHook
 from common.training.run_context import RunContext
 from configs.batch_plan import divide_batch
-from configs.elastic import Elastic
+from configs.dataparallel import Elastic
 
 MAX_EMPTY_GENERATIONS = 3  # consecutive generations in which no rank is lost or joins and no step is completed
 
@@ -275,7 +275,7 @@ class ElasticRecovery(RecoveryHook):
     def _divide_batches(self, members: Sequence[int]) -> None:
         """Divide each batch among the members in proportion to the `shards` setting, or equally if it is not set."""
         loader = self.state.loader
-        plan = self.run.cfg.batch_plan
+        plan = self.run.training_cfg.batch_plan
         assert isinstance(loader, Loader)
         weights = [plan.weights[member] for member in members] if plan.weights else []
         if not any(weights):
@@ -318,11 +318,11 @@ class ElasticRecovery(RecoveryHook):
         run.progress.add_generation(changed)
         run.log_message(describe_rank_change(changed))
         run.pace.exclude_pause()
-        if generation.stops and not run.saver.stop_request.signal_number:
+        if generation.stops and not run.stop_request.signal_number:
             run.log_message(
                 "fewer ranks than elastic.min remain; saving a checkpoint so that the run can be resumed with all ranks"
             )
-            run.saver.stop_request.request_stop()
+            run.stop_request.request_stop()
         if run.world.is_main:
             with contextlib.suppress(UserError):  # a full disk is reported when metrics or checkpoints are written
                 write_json(run.folder.attempt_folder / GENERATIONS_FILE, run.progress.generations)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Container
 
 from common.techniques.elastic.coordinator import Coordinator, EndReason
-from configs.elastic import Elastic
+from configs.dataparallel import Elastic
 
 POLL_SECONDS = 0.01
 

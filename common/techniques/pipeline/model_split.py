@@ -35,7 +35,7 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
     A partition that is based on measurements is stored in resolved.yaml. All ranks must call this function. Raises
     UserError if `split` is invalid, there are more stages than layers, or a stage has no parameters.
     """
-    sample = torch.randn(run.cfg.batch_plan.microbatch, *run.sample_shape)  # input for timing the layers
+    sample = torch.randn(run.training_cfg.batch_plan.microbatch, *run.sample_shape)  # input for timing the layers
     try:
         stages = partition.split_into_stages(model, choose_partition(cfg, model, sample, run))
     except ValueError as error:
@@ -78,13 +78,13 @@ def find_or_measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample:
         "layers": [name for name, _ in model.named_children()],
         "sample": list(sample.shape),
         "stages": cfg.stages,
-        "dtype": run.cfg.dtype,
+        "dtype": run.training_cfg.dtype,
         "channels_last": getattr(run.cfg, "channels_last", False),
         "machines": sorted(machines),
     }
     text = json.dumps(key, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    file = Path(run.cfg.data.cache) / "cuts" / f"{digest}.json"
+    file = Path(run.training_cfg.data.cache) / "cuts" / f"{digest}.json"
     with contextlib.ExitStack() as stack:
         split = None
         if world.is_main:
@@ -177,6 +177,5 @@ def build_pipeline_engine(
 
         engine_class = TorchPipelineEngine
     world = group or run.world
-    return engine_class(
-        cfg, stages, loss, world, batch=run.cfg.batch_plan.shard, sample=run.sample_shape, dtype=run.dtype
-    )
+    shard = run.training_cfg.batch_plan.shard
+    return engine_class(cfg, stages, loss, world, batch=shard, sample=run.sample_shape, dtype=run.dtype)

@@ -125,17 +125,17 @@ class PipelineReport:
 
     @classmethod
     def gather(
-        cls, pipe: PipelineEngine, group: World, cfg: PipelineConfig, folder: Path | None, model: str
+        cls, pipe: PipelineEngine, group: World, cfg: PipelineConfig, folder: Path, model: str
     ) -> PipelineReport:
         """Create a report on all ranks of a group. All ranks of the group must call this method.
 
-        The report is complete only on rank 0 of the group. If `folder` is given, `rows` writes a drawing of one step to
-        timeline.png in this folder. `model` describes the model and the batch in the title of the drawing.
+        The report is complete only on rank 0 of the group. If `cfg.plot` is true, `rows` writes a drawing of one step
+        to timeline.png in `folder`. `model` describes the model and the batch in the title of the drawing.
         """
         sizes = f"{format_count(cfg.stages, 'stage')}, {format_count(cfg.microbatches, 'microbatch')}"
         schedule = f"{cfg.schedule} ({ENGINES[cfg.engine]}), {sizes}"
         title = f"one step of {model}, {format_count(group.size, 'rank')}: {schedule}"
-        picture = (folder / "timeline.png", title) if folder else None
+        picture = (folder / "timeline.png", title) if cfg.plot else None
         packed = [list(map(pack_span, spans)) for spans in pipe.collect_spans()]
         gathered = []
         for steps in group.gather(packed):

@@ -24,7 +24,7 @@ from common.config.custom_function import (
 )
 from common.system.errors import exit_on_user_error
 from common.system.text import format_count
-from configs.pipeline import PipelineConfig, Stages
+from configs.pipeline import PipelineConfig, PipelineExperiment
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -290,7 +290,7 @@ def format_timeline(spans: Timeline, width: int = 72) -> list[str]:
     return lines
 
 
-def check_schedule_of_config(settings: Stages) -> None:
+def check_schedule_of_config(settings: PipelineExperiment) -> None:
     """Raise UserError if the pipeline schedule of a config is invalid."""
     pipeline = settings.make_pipeline_config()
     if pipeline.engine == "own":

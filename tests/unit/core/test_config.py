@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from common.config import config, config_keys
+from common.config import config
 from common.config.changed_settings import read_last_changes
 from common.config.config import load_config
-from common.config.config_keys import list_keys
+from common.config.config_keys import config_keys, list_keys, replace_values
 from common.runs.resolved_settings import record_resolved_settings
 from common.system.errors import UserError
 from configs.ddp_multinode import Config as ElasticConfig
@@ -225,9 +225,9 @@ def test_what_a_run_has_chosen_overrides_its_config(tmp_path: Path) -> None:
     requested = load_config(Config, ["balance=time"], {})
     resumed = load_config(Config, ["--resume", str(run)], {})
     assert load_config(Config, ["--config", str(file)], {}) == resumed != requested
-    assert (resumed.data.name, resumed.split) == ("digits", ["fc3"])
+    assert (resumed.data.name, resumed.pipeline.split) == ("digits", ["fc3"])
     assert config.find_changes(run, requested) == config.find_changes(run, resumed) == {}
-    other = dataclasses.replace(resumed, stages=1, split=[])
+    other = replace_values(resumed, {"stages": 1, "split": []})
     assert config.find_changes(run, other) == {"stages": ("2", "1"), "split": (["fc3"], [])}
 
     (run / "resolved.yaml").write_text("a: [")

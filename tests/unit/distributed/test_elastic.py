@@ -17,7 +17,7 @@ from common.ranks.rank_info import ORPHAN_COMMAND_VARIABLE
 from common.techniques.elastic.coordinator import EndReason
 from common.techniques.elastic.member import Generation, GenerationEnded, Member
 from common.techniques.elastic.supervisor import Supervisor
-from configs.elastic import Elastic
+from configs.dataparallel import Elastic
 from tests.harness.processes import environment, wait_until
 from tests.harness.warm import ROOT
 

@@ -19,7 +19,8 @@ from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from common.techniques.pipeline import partition
 from common.techniques.pruning import pruning_masks
-from configs.dataparallel import DataParallel
+from configs.ddp_multinode import Config
+from configs.shared import InitialWeights
 
 
 def load(model: nn.Module, file: Path | str) -> None:
@@ -198,10 +199,10 @@ def test_the_toy_is_10_10_5() -> None:
 
 def test_data_parallel_training_begins_with_a_file_of_weights(tmp_path: Path) -> None:
     source = networks.build_network("convnet", (28, 28), 10)
-    cfg = DataParallel(weights=str(saved(tmp_path, source.state_dict())))
+    cfg = Config(initial=InitialWeights(str(saved(tmp_path, source.state_dict()))))
     found = model_file.init_network(cfg, (28, 28), 10).state_dict()
     assert all(torch.equal(value, found[name]) for name, value in source.state_dict().items())
-    drawn = model_file.init_network(DataParallel(), (28, 28), 10).state_dict()
+    drawn = model_file.init_network(Config(), (28, 28), 10).state_dict()
     assert not torch.equal(drawn["conv1.weight"], found["conv1.weight"])
 
 

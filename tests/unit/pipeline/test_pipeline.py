@@ -12,7 +12,7 @@ from PIL import Image
 from common.ranks.rank_info import RankInfo
 from common.ranks.rendezvous import choose_device_and_backend
 from common.system.errors import UserError
-from configs.launch import Launch
+from configs.shared import Launch
 from tests.harness import warm
 from tests.harness.processes import environment, run
 

@@ -142,7 +142,8 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def state(run: Run, cache: Path, group: None) -> TrainState:
-    run.cfg.data.cache, run.cfg.data.name, run.cfg.batch, run.cfg.steps = str(cache), "digits", 16, 2
+    cfg = run.training_cfg
+    cfg.data.cache, cfg.data.name, cfg.batch, cfg.steps = str(cache), "digits", 16, 2
     run.prepared = prepare_digits(cache)
     model = networks.SimpleNN()
     run.register(model, torch.optim.SGD(model.parameters()), run.batches())

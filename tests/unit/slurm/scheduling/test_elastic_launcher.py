@@ -18,7 +18,7 @@ from common.ranks.rank_info import COORDINATOR_KEY_VARIABLE, COORDINATOR_VARIABL
 from common.runs.folder import RunFolder
 from common.system import network
 from common.techniques.elastic.coordinator import EndReason
-from configs.elastic import Elastic
+from configs.dataparallel import Elastic
 from configs.profile import Profile
 from slurm.scheduling import sbatch
 from slurm.scheduling.elastic_launcher import KILLED, JobLauncher, JobStep

@@ -1,9 +1,12 @@
-"""Dataclass fields for numbers within a range, and for settings that may name custom code."""
+"""Dataclass fields for numbers within a range, paths, custom code, and groups of settings."""
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import field, fields, is_dataclass
+from typing import Any, TypeVar
+
+G = TypeVar("G")
 
 
 def at_least(low: float, default: float, only: str = "") -> Any:
@@ -22,6 +25,14 @@ def between(low: float, high: float, default: float, only: str = "") -> Any:
     return field(default=default, metadata={"low": low, "high": high, "only": only})
 
 
+def file_path(default: str) -> Any:
+    """Define a dataclass field for the path of a file or folder.
+
+    If the default is `none`, this value means that there is no such file.
+    """
+    return field(default=default, metadata={"is_path": True})
+
+
 def custom_code(default: str, kind: str, checker: str, *, rank_0_only: bool = False) -> Any:
     """Define a dataclass field whose value may be `FILE.py:name`.
 
@@ -32,3 +43,20 @@ def custom_code(default: str, kind: str, checker: str, *, rank_0_only: bool = Fa
     return field(
         default=default, metadata={"custom_code": {"kind": kind, "checker": checker, "rank_0_only": rank_0_only}}
     )
+
+
+def flat(group: Callable[[], Any]) -> Any:
+    """Define a dataclass field for a group of settings whose keys have no prefix.
+
+    For example, the key of `cfg.sharding.shards` is `shards`. Without `flat`, the key would be `sharding.shards`.
+    """
+    return field(default_factory=group, metadata={"is_flat": True})
+
+
+def find_group(cfg: Any, group: type[G]) -> G | None:
+    """Return the group of settings of the class `group` in a config, or None if the config has none."""
+    for group_field in fields(cfg) if is_dataclass(cfg) else ():
+        value = getattr(cfg, group_field.name)
+        if isinstance(value, group):
+            return value
+    return None
