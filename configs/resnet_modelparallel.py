@@ -8,7 +8,7 @@ from typing import Literal
 
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.optional import InitialWeights, Sweep
-from configs.pipeline import BUILTIN_SCHEDULES, PipelineConfig, Stages
+from configs.pipeline import BUILTIN_SCHEDULES, MicrobatchError, PipelineConfig, Stages
 from configs.shared import RESNETS, at_least, between
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
@@ -138,9 +138,8 @@ class Config(Sweep, Stages, InitialWeights):
             self.check_devices()
         try:
             self.make_pipeline_config().check_pipeline(shard)
-        except ValueError as error:
-            hint = "; the number of microbatches is batch / split_size" if "microbatches" in str(error) else ""
-            raise ValueError(f"{error}{hint}") from None
+        except MicrobatchError as error:
+            raise ValueError(f"{error}; the number of microbatches is batch / split_size") from None
         super().check()
 
     def check_devices(self) -> None:

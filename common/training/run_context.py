@@ -23,10 +23,13 @@ from common.measure import media, profiler
 from common.measure.metrics_log import MetricsLog, SharedMetricsLog
 from common.measure.step_timing import StepDurations, StepTimer
 from common.ranks.rendezvous import World
+from common.runs.failures import Failure, write_failure
 from common.runs.folder import RunFolder, write_json
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.progress import ProgressDisplay
 from common.runs.run_progress import RunProgress
+from common.system import foreign_text
+from common.system.causes import Cause
 from common.system.errors import MachineError, UserError
 from common.training.hooks import RecoveryHook, StepHook
 from configs.elastic import get_enabled_elastic_settings
@@ -54,6 +57,7 @@ class RunContext:
         self.folder = folder
         self.world = world
         self.prepared = prepared
+        self.has_failed = False
         self.screen = ProgressDisplay(cfg.log, silent=not world.is_main)
         self.logger = self._open_log()
         trace = folder.attempt_folder / f"trace-{world.original_rank}.json"
@@ -281,15 +285,23 @@ class RunContext:
             self.screen.print_line(text)
 
     def log_failure(self, error: BaseException | str) -> None:
-        """Log the cause of this rank's failure and the last completed step.
+        """Log this rank's failure and the last completed step, and record the failure in the attempt's folder.
 
-        The log contains a traceback unless the error is a string, a UserError, or a MachineError.
+        A string names the ranks that did not respond. The log contains a traceback unless the error is a string, a
+        UserError, or a MachineError.
         """
-        if isinstance(error, str | UserError | MachineError):
-            self.logger.error("after step %d: %s", self.step, error)
-        else:
+        text = str(error)
+        trace = None
+        if not isinstance(error, str | UserError | MachineError):
             text = f"{type(error).__name__}: {error}"
-            self.logger.error("after step %d: %s", self.step, text, exc_info=error)
+            trace = error
+        self.logger.error("after step %d: %s", self.step, text, exc_info=trace)
+        if self.has_failed:  # the first error is the cause of later errors
+            return
+        self.has_failed = True
+        cause = Cause.SILENT_RANK if isinstance(error, str) else foreign_text.classify_error(error)
+        message = f"after step {self.step}: {text}".partition("\n")[0]
+        write_failure(self.folder, self.world.original_rank, Failure(cause, message, time.time()))
 
     def _show_progress(self, step: int, newest: dict[str, float]) -> None:
         columns = [f"{name} {value:.4g}" for name, value in newest.items()]
