@@ -13,6 +13,10 @@ BUILTIN_SCHEDULES = ("naive", "gpipe", "1f1b")
 TORCH_SCHEDULES = (*BUILTIN_SCHEDULES, "interleaved_1f1b", "zero_bubble")
 
 
+class MicrobatchError(ValueError):
+    """Error of settings that are incompatible with the number of microbatches."""
+
+
 @dataclass
 class Stages:
     """Settings for every experiment that partitions a model into stages."""
@@ -67,7 +71,7 @@ class PipelineConfig(Stages):
             higher = min(d for d in divisors if d >= min(self.microbatches, batch))
             counts = str(lower) if lower == higher else f"{lower} or {higher}"
             sizes = format_nearest_multiples(batch, self.microbatches)
-            raise ValueError(f"{problem}; use microbatches={counts}, or batch={sizes}")
+            raise MicrobatchError(f"{problem}; use microbatches={counts}, or batch={sizes}")
         if self.split and len(self.split) != self.stages - 1:
             problem = f"split={self.split} makes {len(self.split) + 1} stages, but stages={self.stages}"
             remedy = f"name {self.stages - 1} layers, set stages={len(self.split) + 1}"
@@ -97,7 +101,7 @@ class PipelineConfig(Stages):
         count = self.microbatches
         if self.schedule == "1f1b" and self.stages_per_process == 1:
             if count < self.stages:
-                raise ValueError(
+                raise MicrobatchError(
                     "engine=torch with schedule=1f1b needs at least as many microbatches as stages; "
                     f"set microbatches to {self.stages} or more"
                 )
@@ -108,7 +112,7 @@ class PipelineConfig(Stages):
             if count % rounds:
                 problem = f"with engine=torch schedule={self.schedule}, microbatches={count} must be a multiple of"
                 remedy = f"use microbatches={rounds * self.processes}"
-                raise ValueError(f"{problem} {rounds} (microbatches // ranks); {remedy}")
+                raise MicrobatchError(f"{problem} {rounds} (microbatches // ranks); {remedy}")
 
 
 @dataclass

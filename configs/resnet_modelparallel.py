@@ -9,7 +9,7 @@ from typing import Literal, Self
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.fields import at_least, between, flat
 from configs.networks import RESNETS
-from configs.pipeline import BUILTIN_SCHEDULES, PipelineConfig, PipelineExperiment, Stages
+from configs.pipeline import BUILTIN_SCHEDULES, MicrobatchError, PipelineConfig, PipelineExperiment, Stages
 from configs.shared import InitialWeights, Sweep
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
@@ -148,9 +148,8 @@ class Config(PipelineExperiment):
             self.check_devices()
         try:
             self.make_pipeline_config().check(shard)
-        except ValueError as error:
-            hint = "; the number of microbatches is batch / split_size" if "microbatches" in str(error) else ""
-            raise ValueError(f"{error}{hint}") from None
+        except MicrobatchError as error:
+            raise ValueError(f"{error}; the number of microbatches is batch / split_size") from None
         super().check()
 
     def check_devices(self) -> None:

@@ -23,7 +23,8 @@ from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder, fsync_path, write_atomic
 from common.runs.run_progress import RunProgress
-from common.system.errors import NO_VALID_CHECKPOINT_TEXT, RunTakenError, UserError, summarize_error
+from common.system.causes import Cause
+from common.system.errors import RunTakenError, UserError, summarize_error
 from common.system.text import format_count
 from configs.shared import Checkpoint
 
@@ -275,8 +276,6 @@ class Checkpointer:
             raise RunTakenError(stop_reason)
         return problem
 
-    # ---- loading
-
     def load(self, check: Callable[[LoadedCheckpoint], None] = lambda _: None) -> LoadedCheckpoint | None:
         """Load the newest valid checkpoint of the run.
 
@@ -346,8 +345,9 @@ class Checkpointer:
             if len(names) > MAX_NAMES_IN_MESSAGE:
                 shortened += ", ..."
             raise UserError(
-                f"{NO_VALID_CHECKPOINT_TEXT} ({shortened}); repair or restore one of them, or "
-                f"delete {self.folder.path}/attempts/*/checkpoints to restart from step 0"
+                f"no valid checkpoint left ({shortened}); repair or restore one of them, or "
+                f"delete {self.folder.path}/attempts/*/checkpoints to restart from step 0",
+                cause=Cause.NO_VALID_CHECKPOINT,
             )
         staging_dirs = storage.list_staging_dirs(self.folder) if self.world.is_main else []
         half_written = self.world.broadcast(len(staging_dirs))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from collections.abc import Callable
 from typing import NoReturn
@@ -19,6 +17,8 @@ from common.ranks.silent_ranks import SilentRankWatchdog
 from common.runs.claims import AttemptWatch
 from common.runs.folder import RunFolder, read_json
 from common.runs.run_progress import RunProgress
+from common.system import foreign_text
+from common.system.causes import Cause
 from common.system.errors import RunTakenError, UserError
 from configs.shared import Experiment
 
@@ -136,7 +136,7 @@ class Saver:
         assert self.metrics is not None
         problem = self.world.broadcast(self.metrics.divergence)
         if problem:
-            raise UserError(problem)
+            raise UserError(problem, cause=Cause.DIVERGED)
 
     def _find_stop_reason(self) -> str:
         """Return the reason why this attempt must stop without saving, or an empty string.
@@ -155,7 +155,8 @@ class Saver:
         if not saved:
             raise UserError(
                 f"stopped on request, but the checkpoint of step {step} could not be saved: "
-                f"{self._describe_failed_save()}"
+                f"{self._describe_failed_save()}",
+                cause=foreign_text.classify_text(self.checkpointer.problem),
             )
         self.log_message(f"stopped on request; checkpoint saved at step {step}")
         raise StopRequested
@@ -185,7 +186,8 @@ class Saver:
         state = self.state.collect_state()
         is_finite = all(bool(tensor.isfinite().all()) for tensor in state.model.values())
         if not self.world.broadcast(all(self.world.gather(is_finite))):
-            raise UserError(f"parameters contain NaN or infinity after step {step}; lower optim.lr")
+            problem = f"parameters contain NaN or infinity after step {step}; lower optim.lr"
+            raise UserError(problem, cause=Cause.DIVERGED)
 
         state.common["rows"] = writer.written
         state.common |= self.progress.to_checkpoint()
@@ -218,18 +220,22 @@ class Saver:
         if self.save(step):
             return
         problem = f"the final model (step {step}) could not be saved: {self._describe_failed_save()}"
+        cause = foreign_text.classify_text(self.checkpointer.problem)
         if self.world.is_main:
             assert self.metrics is not None
             try:  # if the metrics cannot be written either, report that error instead
                 self.metrics.writer.write_buffered_rows()
             except UserError as error:
                 problem = str(error)
-        raise UserError(self.world.broadcast(problem))
+                cause = error.cause
+        problem, cause = self.world.broadcast([problem, cause])
+        raise UserError(problem, cause=Cause(cause))
 
     def _describe_failed_save(self) -> str:
         """Return the reason why the newest checkpoint could not be written, and a remedy."""
         problem = self.checkpointer.problem
-        remedy = "raise ulimit -f" if os.strerror(errno.EFBIG) in problem else "free space"
+        is_too_large = foreign_text.classify_text(problem) is Cause.FILE_TOO_LARGE
+        remedy = "raise ulimit -f" if is_too_large else "free space"
         return f"{problem}; {remedy}"
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from common.data.prepare import PreparedDataset
 from common.data.workers import DataWorkerError as DataWorkerError  # noqa: PLC0414 (raised while iterating a Loader)
 from common.data.workers import Samples, WorkerPool
 from common.system import seeds
+from common.system.causes import Cause
 from common.system.errors import UserError
 from configs.batch_plan import divide_batch
 from configs.shared import TrainingExperiment
@@ -44,7 +45,8 @@ def get_pixel_statistics(prepared: PreparedDataset) -> tuple[Any, Any]:
     statistics = prepared.statistics or STATISTICS.get(prepared.name)
     if statistics is None:
         raise UserError(
-            f"{prepared.path} is damaged: the statistics file is missing; delete this folder and start the run again"
+            f"{prepared.path} is damaged: the statistics file is missing; delete this folder and start the run again",
+            cause=Cause.DAMAGED_DATA,
         )
     return statistics
 

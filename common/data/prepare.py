@@ -31,6 +31,7 @@ from common.data import image_folder, own_data, sources, synthetic_digits
 from common.data.sources import Arrays
 from common.runs.folder import convert_disk_errors, read_json
 from common.runs.progress import ProgressDisplay
+from common.system.causes import Cause
 from common.system.errors import UserError
 from configs import networks
 from configs.shared import Data, Experiment, Log, TrainingExperiment
@@ -103,7 +104,8 @@ class PreparedDataset:
         for part, expected in self.sha256.items():
             file = self.path / f"{part}.npy"
             if hash_file(file) != expected:
-                raise UserError(f"{file} is damaged (checksum differs); delete {self.path} and start the run again")
+                problem = f"{file} is damaged (checksum differs); delete {self.path} and start the run again"
+                raise UserError(problem, cause=Cause.DAMAGED_DATA)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entries of meta.json that describe this data set."""

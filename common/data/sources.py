@@ -24,6 +24,7 @@ import numpy as np
 
 from common.runs.folder import convert_disk_errors
 from common.system import network, seeds
+from common.system.causes import Cause
 from common.system.errors import UserError
 from common.system.processes import kill_with_parent
 
@@ -139,10 +140,12 @@ def check_mnist(raw: Path) -> None:
         if not file.exists():
             raise UserError(f"{file} is missing; {remedy}")
         if file.stat().st_size != size:
-            raise UserError(f"{file} is damaged: {file.stat().st_size} bytes, expected {size}; {remedy}")
+            problem = f"{file} is damaged: {file.stat().st_size} bytes, expected {size}; {remedy}"
+            raise UserError(problem, cause=Cause.DAMAGED_DATA)
         with open(file, "rb") as opened:
             if opened.read(4) != MAGIC[name.split("-")[1]]:
-                raise UserError(f"{file} is damaged: it does not start with the header of an MNIST file; {remedy}")
+                problem = f"{file} is damaged: it does not start with the header of an MNIST file; {remedy}"
+                raise UserError(problem, cause=Cause.DAMAGED_DATA)
 
 
 def fingerprint_mnist(raw: Path) -> str:

@@ -8,6 +8,7 @@ workers, each worker prepares every n-th block. If a worker hangs or exits, its 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import mmap
 import multiprocessing
@@ -20,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.system.errors import MachineError
+from common.system import foreign_text
+from common.system.causes import PEER_CAUSES, Cause
+from common.system.errors import CausedRuntimeError, MachineError
 from common.system.processes import kill_with_parent, read_process_stat
 from common.system.signals import STOP_SIGNALS, ignore_stop_signals
 
@@ -93,7 +96,8 @@ class DataWorker:
         except (OSError, EOFError):
             raise DataWorkerError(f"{self.name} {self._describe_exit()}") from None
         if failure:
-            raise RuntimeError(f"{self.name} failed:\n{failure.decode(errors='replace')}")
+            report = json.loads(failure)
+            raise CausedRuntimeError(f"{self.name} failed:\n{report['text']}", cause=Cause(report["cause"]))
         inputs, targets = self.slots[self.received % SLOTS]
         block = copy_samples(inputs, samples, device), copy_samples(targets, samples, device)
         self.received += 1
@@ -204,8 +208,12 @@ def prepare_blocks(
                 if samples is not None and slot is not None:
                     slot[: len(samples)].copy_(samples)
             connection.send_bytes(b"")  # an empty message means that the block is ready
-    except Exception:  # noqa: BLE001 (the rank reports the error)
-        connection.send_bytes(traceback.format_exc().encode())
+    except Exception as error:  # noqa: BLE001 (the rank reports the error)
+        cause = foreign_text.classify_error(error)
+        if cause in PEER_CAUSES:  # a worker does not communicate with other ranks
+            cause = Cause.OTHER
+        report = {"cause": cause, "text": traceback.format_exc()}
+        connection.send_bytes(json.dumps(report).encode())
 
 
 def allocate_samples(example: Samples, count: int) -> Samples:

@@ -17,16 +17,10 @@ from torch.optim import Optimizer
 
 from common.ranks.rendezvous import World
 from common.runs.result import ReportData
+from common.system import foreign_text
 from common.system.errors import UserError
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-OUT_OF_MEMORY_MESSAGES = (
-    "not enough memory",
-    "out of memory",
-    "Cannot allocate memory",
-    "std::bad_alloc",
-    "could not create a primitive",  # error message of oneDNN
-)
 
 
 class MemoryMeter:
@@ -168,8 +162,7 @@ def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[di
         for device, start_bytes in start.items():
             bytes_by_device[str(device)] = read_limited_bytes(device) - start_bytes
     except (MemoryError, RuntimeError) as error:
-        is_full = isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_MESSAGES)
-        if not megabytes or not is_full:
+        if not megabytes or not foreign_text.is_out_of_limited_memory(error):
             raise
         restore_memory_limits(devices, old_limits)
         raise UserError(

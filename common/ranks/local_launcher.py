@@ -22,7 +22,8 @@ from common.ranks.rank_info import RankInfo
 from common.ranks.rank_monitor import ChildRank, ImmediateStop, RankMonitor, StopSignalForwarder, kill_ranks
 from common.ranks.rendezvous_dir import create_rendezvous_dir
 from common.runs.folder import convert_disk_errors
-from common.system import host_memory
+from common.system import foreign_text, host_memory
+from common.system.causes import Cause
 from common.system.errors import EXIT_REFUSED, EXIT_RESUMABLE, MachineError, UserError, convert_shortage_error
 from common.system.processes import exit_without_cleanup, kill_with_parent
 from common.system.signals import STOP_SIGNALS
@@ -36,7 +37,7 @@ def run_ranks(
     size: int,
     nodes: int,
     during_start: Callable[[], None],
-    report_reason: Callable[[str], None] = lambda reason: None,
+    report_failure: Callable[[str, Cause], None] = lambda reason, cause: None,
     elastic: Elastic | None = None,
     read_log: Callable[[int], str] = lambda rank: "",
     setup_timeout: float = 60.0,
@@ -45,8 +46,8 @@ def run_ranks(
 
     `during_start` runs in this process while the ranks start. When one rank fails, all other ranks are stopped. The
     error message or traceback of the failed rank is printed once. Errors of the other ranks appear only in their logs.
-    `report_reason` is called with the reason for the failure as one line. `read_log` returns the last lines of a rank's
-    log, which may show why a library ended the process.
+    `report_failure` is called with the reason for the failure as one line, and with the cause. `read_log` returns the
+    last lines of a rank's log, which may show why a library ended the process.
 
     If `elastic` is set, the other ranks continue when one rank is killed. The new process of the killed rank must
     connect within `setup_timeout` seconds.
@@ -69,7 +70,7 @@ def run_ranks(
         if stop.number:
             stop.signal_ranks()  # the signal arrived before all ranks were forked
         during_start()
-        return RankMonitor(children, stop, report_reason, read_log, oom_kills, supervisor).wait_for_ranks()
+        return RankMonitor(children, stop, report_failure, read_log, oom_kills, supervisor).wait_for_ranks()
     except ImmediateStop as stopped:
         print(f"\nstopped by {stopped}", file=sys.stderr)
         return 128 + stopped.number
@@ -171,7 +172,7 @@ def run_rank_in_child_process(body: Callable[[RankInfo], None], info: RankInfo, 
         elif isinstance(error, MachineError):
             kind = "machine"
         text = traceback.format_exc() if kind == "other" else str(error)
-        note = json.dumps({"kind": kind, "text": text})
+        note = json.dumps({"kind": kind, "text": text, "cause": foreign_text.classify_error(error)})
         with contextlib.suppress(OSError):
             error_file.write_text(note)
     finally:

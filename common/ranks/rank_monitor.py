@@ -13,9 +13,10 @@ from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Protocol
 
-from common.system import host_memory
+from common.system import foreign_text, host_memory
+from common.system.causes import Cause
 from common.system.errors import EXIT_RESUMABLE
-from common.system.process_limits import explain_exit_from_log
+from common.system.process_limits import describe_thread_shortage
 from common.system.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
 
 POLL_SECONDS = 0.01
@@ -118,7 +119,7 @@ class RankMonitor:
 
     children: list[ChildRank]
     stop: StopSignalForwarder
-    report_reason: Callable[[str], None]
+    report_failure: Callable[[str, Cause], None]
     read_log: Callable[[int], str]
     oom_kills: int
     """Result of `host_memory.count_oom_kills` before the ranks started."""
@@ -146,7 +147,7 @@ class RankMonitor:
             if supervisor is not None:
                 problem = supervisor.find_problem_without_failed_rank()
                 if problem:
-                    self._report(problem)
+                    self._report(problem, Cause.OTHER)
                     return 128 + signal.SIGKILL
                 alive = [child for child in self.children if child.is_running]
                 if supervisor.joining_ranks.issuperset(child.rank for child in alive):
@@ -174,50 +175,62 @@ class RankMonitor:
     def _report_failure(self, child: ChildRank) -> int:
         """Print why a run failed, and return the exit status of the run."""
         assert child.exit_code is not None
-        cause = explain_exit_from_log(self.read_log(child.rank), child.exit_code)
         if child.exit_code < 0:
-            self._report_killed(child, -child.exit_code, cause)
+            self._report_killed(child, -child.exit_code)
             return 128 - child.exit_code
 
         try:
             error = json.loads(child.error_file.read_text())
         except (OSError, ValueError):
-            error = {"kind": "other", "text": ""}
+            self._report_exit_without_error(child, child.exit_code)
+            return child.exit_code
         text = error["text"]
+        cause = Cause(error["cause"])
         if error["kind"] == "user":
-            self._report(text)
+            self._report(text, cause)
         elif error["kind"] == "machine":
-            self._report(f"rank {child.rank} failed: {text}", self._describe_other_ranks())
-        elif text.strip():
-            self.report_reason(f"rank {child.rank} failed: {text.strip().splitlines()[-1]}")
+            self._report(f"rank {child.rank} failed: {text}", cause, self._describe_other_ranks())
+        else:
+            self.report_failure(f"rank {child.rank} failed: {text.strip().splitlines()[-1]}", cause)
             problem = f"rank {child.rank} failed as shown above"
             print(f"{text}error: {problem}{self._describe_other_ranks()}", file=sys.stderr)
-        else:
-            problem = f"failed: {cause}" if cause else f"exited with status {child.exit_code} without an error message"
-            self._report(f"rank {child.rank} {problem}", self._describe_other_ranks())
         return child.exit_code
 
-    def _report_killed(self, child: ChildRank, number: int, cause: str) -> None:
+    def _report_exit_without_error(self, child: ChildRank, exit_code: int) -> None:
+        """Report a rank that exited with an error status but wrote no error message."""
+        cause = foreign_text.classify_exit(exit_code, self.read_log(child.rank))
+        problem = f"exited with status {exit_code} without an error message"
+        if cause is Cause.THREAD_SHORTAGE:
+            problem = f"failed: {describe_thread_shortage()}"
+        self._report(f"rank {child.rank} {problem}", cause, self._describe_other_ranks())
+
+    def _report_killed(self, child: ChildRank, number: int) -> None:
         """Report a rank that was killed by a signal."""
-        if number == signal.SIGKILL and host_memory.count_oom_kills() > self.oom_kills:
-            cause = "the system ran out of memory"
+        cause = foreign_text.classify_exit(-number, self.read_log(child.rank))
         problem = f"was killed by {signal.Signals(number).name}"
-        if cause:
-            problem += f": {cause}"
+        if number == signal.SIGKILL and host_memory.count_oom_kills() > self.oom_kills:
+            cause = Cause.OUT_OF_MEMORY
+            problem += ": the system ran out of memory"
+        elif cause is Cause.THREAD_SHORTAGE:
+            problem += f": {describe_thread_shortage()}"
+
         end_reason = ""
         if self.supervisor is not None:
-            problem = self.supervisor.explain_loss(child.rank) or problem
+            loss = self.supervisor.explain_loss(child.rank)
+            if loss:  # the rank ended itself or was declared lost
+                problem = loss
+                cause = Cause.OTHER
             end_reason = self.supervisor.explain_end()
         print(f"error: rank {child.rank} (pid {child.pid}) {problem}{self._describe_other_ranks()}", file=sys.stderr)
         reason = f"rank {child.rank} {problem}"
         if end_reason:
             print(end_reason, file=sys.stderr)
             reason += f"; {end_reason}"
-        self.report_reason(reason)
+        self.report_failure(reason, cause)
 
-    def _report(self, problem: str, addition: str = "") -> None:
+    def _report(self, problem: str, cause: Cause, addition: str = "") -> None:
         """Report a problem as the reason for the failure, and print the problem followed by `addition`."""
-        self.report_reason(problem)
+        self.report_failure(problem, cause)
         print(f"error: {problem}{addition}", file=sys.stderr)
 
     def _describe_other_ranks(self) -> str:

@@ -14,6 +14,7 @@ runs/<name>-<time>-<4 hex>/
     world.json         ranks, hosts, device and backend
     logs/rank-0.log    one file per rank
     heartbeat-0.json   one file per rank: step, time, seconds per step before backward, and samples
+    failure-0.json     one file per rank that failed: cause, message and time (see failures.py)
     metrics.jsonl      one JSON object per logged step
     checkpoints/       see common/checkpoint/storage.py
   .private*/           TLS key while ranks connect (launch.tls=true); local runs store the key in the attempt folder
@@ -38,6 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from common.runs.metrics_rows import parse_rows
+from common.system import foreign_text
+from common.system.causes import Cause
 from common.system.errors import UserError
 
 BLOCK_CHARACTERS = 1 << 20  # number of characters of metrics.jsonl to read at a time
@@ -51,6 +54,7 @@ FILES_OF_RANKS = (
     "world.json",
     "generations.json",
     "heartbeat-*.json",
+    "failure-*.json",
     "metrics.jsonl",
     "media.jsonl",
     "logs/rank-*.log",
@@ -79,10 +83,11 @@ def convert_disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno is None:  # numpy raises such an error if the disk is full
-            raise UserError(f"cannot write {path}: {error}; free up space") from error
+            raise UserError(f"cannot write {path}: {error}; free up space", cause=Cause.DISK_FULL) from error
         if error.errno not in DISK_REMEDIES:
             raise
-        raise UserError(f"cannot write {path}: {DISK_REMEDIES[error.errno]}") from error
+        cause = foreign_text.classify_error(error)
+        raise UserError(f"cannot write {path}: {DISK_REMEDIES[error.errno]}", cause=cause) from error
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:

@@ -2,7 +2,8 @@
 
 format         2, the only format that this version reads
 state          finished, failed, cancelled or preempted; stored together with exit_status
-reason         why the run did not finish; stored together with last_step
+reason         why the run did not finish, as text for the user; stored together with last_step
+cause          why a run failed, as a `Cause`; results of older versions contain no cause
 data           name of the data set that was actually used
 scores         values of the last evaluation: test_loss (mean over samples), test_accuracy (0 to 1), test_samples
 timings        samples_per_second and step_seconds (means), excluding the first steps and evaluations
@@ -22,6 +23,8 @@ from typing import Any, Protocol
 
 from common.runs.folder import RunFolder, write_json, write_json_once
 from common.runs.metrics_writer import replace_nonfinite
+from common.system import foreign_text
+from common.system.causes import Cause
 
 FORMAT = 2
 GROUPS = ("scores", "timings", "outcome", "measured")
@@ -68,6 +71,7 @@ class Result:
     exit_status: int | None = None
     reason: str = ""
     last_step: int | None = None
+    cause: Cause | None = None
     data: str = ""
     scores: Values = field(default_factory=dict)
     timings: Values = field(default_factory=dict)
@@ -206,7 +210,22 @@ def parse_result(content: Values) -> Result:
     for group in (*GROUPS, "memory"):
         if not isinstance(fields.get(group), Mapping):
             fields.pop(group, None)
+    if "cause" in fields:
+        fields["cause"] = read_cause(content)
     return Result(**fields)
+
+
+def read_cause(content: Values) -> Cause:
+    """Return the cause in the content of result.json.
+
+    If there is no cause, as in results of older versions, the cause follows from the reason.
+    """
+    if "cause" not in content:
+        return foreign_text.classify_recorded_text(str(content.get("reason") or ""))
+    try:
+        return Cause(content["cause"])
+    except ValueError:  # a newer version may distinguish more causes
+        return Cause.OTHER
 
 
 def describe_unknown_format(content: Values) -> str:

@@ -3,44 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import signal
 import sys
 from collections.abc import Iterator
 
 from common import exit_on_interrupt
-from common.system import process_limits
+from common.system import foreign_text, process_limits
+from common.system.causes import Cause
 
-# matches the error of a run that diverged; the second alternative occurs only in old run folders
-DIVERGENCE_PATTERN = "the loss of step|no finite.number|contains? NaN|NaN or infinity|(?:is|are) not finite"
-NO_VALID_CHECKPOINT_TEXT = "no valid checkpoint left"  # part of the error of a run without a valid checkpoint
-# matches the failure reason of a run if its source code, and not a device or the network, caused the failure
-SOURCE_ERROR_PATTERN = (
-    r"failed(?: first)?: (?:after step \d+: )?"
-    r"(?:(?:Assertion|Attribute|Index|Key|Name|NotImplemented|Recursion|Type|UnboundLocal|Value|ZeroDivision)Error\b"
-    r"|RuntimeError: (?!.*(?:CUDA|NCCL|gloo|[Cc]onnection|peer|[Tt]imed out|new thread|temporarily unavailable)))"
-)
 EXIT_REFUSED = 2  # exit status after a UserError
 EXIT_RESUMABLE = 75  # exit status of a resumable run after a stop request (EX_TEMPFAIL in sysexits.h)
 
 
-class UserError(Exception):
+class CausedError(Exception):
+    """Base class of errors with a known cause."""
+
+    cause = Cause.OTHER
+
+    def __init__(self, *args: object, cause: Cause | None = None) -> None:
+        """Create an error. If `cause` is None, the error has the cause of its class."""
+        super().__init__(*args)
+        if cause is not None:
+            self.cause = cause
+
+
+class UserError(CausedError):
     """An error with a remedy for the user, shown as one message without a traceback."""
 
 
 class UnreachableError(UserError):
     """Error of a rank or host that does not respond. On a cluster, another attempt may run on a different host."""
 
+    cause = Cause.UNREACHABLE
 
-class MachineError(RuntimeError):
+
+class MachineError(CausedError, RuntimeError):
     """A machine failure that another attempt may avoid, shown as one message without a traceback."""
+
+
+class CausedRuntimeError(CausedError, RuntimeError):
+    """An error with a known cause that is shown with a traceback."""
 
 
 def convert_shortage_error(error: BaseException) -> BaseException:
     """Convert an error caused by a limit of the machine to a MachineError. Return other errors unchanged."""
-    if isinstance(error, MachineError) or not process_limits.is_thread_shortage(error):
+    if isinstance(error, MachineError) or not foreign_text.is_thread_shortage(error):
         return error
-    return MachineError(process_limits.describe_thread_shortage())
+    return MachineError(process_limits.describe_thread_shortage(), cause=Cause.THREAD_SHORTAGE)
 
 
 class RunTakenError(UserError):
@@ -48,6 +57,8 @@ class RunTakenError(UserError):
 
     Another attempt has taken over the run, or the folder of the attempt was deleted.
     """
+
+    cause = Cause.RUN_TAKEN
 
 
 def summarize_error(error: BaseException) -> str:
@@ -59,17 +70,6 @@ def summarize_error(error: BaseException) -> str:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def is_timeout(error: BaseException) -> bool:
-    """Return whether an error means that a collective or a message exceeded its time limit.
-
-    gloo reports a timeout in two ways: "Timed out waiting ..." for the operation that waited, and "Application timeout
-    caused pair closure" for operations that were queued behind it on the same connection.
-    """
-    if isinstance(error, MachineError):  # the message may contain the word timeout, as in launch.step_timeout
-        return False
-    return isinstance(error, TimeoutError) or bool(re.search("timed out|timeout", str(error), re.IGNORECASE))
 
 
 @contextlib.contextmanager

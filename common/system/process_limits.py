@@ -1,29 +1,13 @@
-"""Detect and describe errors caused by limits on threads and processes. This module does not import torch."""
+"""Description of the limits on threads and processes. This module does not import torch."""
 
 from __future__ import annotations
 
 import os
-import re
 import resource
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 from common.system.text import read_text_or_empty
-
-# matches messages of Python, the operating system, libgomp and OpenBLAS
-SHORTAGE_PATTERN = re.compile(
-    "can't start new thread|unable to start .*thread|thread creation failed|pthread_create failed"
-    r"|\bfork\b.*resource temporarily unavailable",
-    re.IGNORECASE,
-)
-# matches the same messages and two messages of std::thread, which gloo uses, in the log of an aborted process
-ABORT_MESSAGES = re.compile(
-    f"{SHORTAGE_PATTERN.pattern}|terminate called without an active exception"
-    r"|std::system_error'\s+what\(\):\s+resource temporarily unavailable",
-    re.IGNORECASE,
-)
-FORK_FUNCTIONS = {"fork", "fork_exec", "_fork_exec"}  # functions of os and subprocess that fork
 
 
 def describe_thread_shortage() -> str:
@@ -32,35 +16,6 @@ def describe_thread_shortage() -> str:
         f"no more threads or processes can be started: {describe_tightest_limit()}; raise that limit, or lower "
         "launch.threads, data.workers or the number of ranks"
     )
-
-
-def is_thread_shortage(error: BaseException) -> bool:
-    """Return whether an error occurred because a thread or process could not be started."""
-    if isinstance(error, BlockingIOError) and is_failed_fork(error):
-        return True
-    return isinstance(error, RuntimeError | OSError) and bool(SHORTAGE_PATTERN.search(str(error)))
-
-
-def is_failed_fork(error: BlockingIOError) -> bool:
-    """Return whether a function that forks raised the error. Sockets and locks raise the same error type."""
-    trace = error.__traceback__
-    if trace is None:
-        return False
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return not FORK_FUNCTIONS.isdisjoint(trace.tb_frame.f_code.co_names)
-
-
-def explain_exit_from_log(log: str, exit_code: int) -> str:
-    """Explain the exit of a process if its log reports a shortage of threads or processes.
-
-    Returns an empty string if the log reports no shortage. `exit_code` is negative if a signal ended the process.
-    Libraries that cannot start a thread abort the process (SIGABRT) or let the process exit. If any other signal ended
-    the process, the log does not contain the cause.
-    """
-    if exit_code == -signal.SIGABRT:
-        return describe_thread_shortage() if ABORT_MESSAGES.search(log) else ""
-    return describe_thread_shortage() if exit_code > 0 and SHORTAGE_PATTERN.search(log) else ""
 
 
 def describe_tightest_limit() -> str:

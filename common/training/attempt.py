@@ -7,7 +7,6 @@ attempt. If the ranks were forked, their parent process manages the attempt.
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
 import shutil
 import signal
@@ -27,16 +26,46 @@ from common.runs.folder import RunFolder, read_json, write_json
 from common.runs.resolved_settings import record_resolved_settings
 from common.runs.result import Result
 from common.runs.tracking import wandb_tracker
+from common.system import foreign_text
+from common.system.causes import Cause
 from common.system.errors import (
-    DIVERGENCE_PATTERN,
+    EXIT_REFUSED,
     EXIT_RESUMABLE,
-    NO_VALID_CHECKPOINT_TEXT,
-    SOURCE_ERROR_PATTERN,
+    MachineError,
     RunTakenError,
     UserError,
+    convert_shortage_error,
 )
 from common.system.text import format_count
 from configs.shared import Experiment, TrainingExperiment
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """Outcome of training in this process: the exit status and, after a failure, the cause."""
+
+    status: int
+    """Exit status of the attempt; 75 (EXIT_RESUMABLE) after a stop request."""
+    reason: str = ""
+    """Why training failed, as text for the user; empty if training succeeded or the reason is unknown."""
+    cause: Cause = Cause.OTHER
+    """Cause of a failure."""
+    is_agreed: bool = False
+    """True if all ranks agreed to stop after the same step."""
+
+    @classmethod
+    def from_error(cls, raised: BaseException) -> TrainingOutcome:
+        """Return the outcome of training that ended with an exception.
+
+        The reason contains only messages for the user, because other errors are in the log.
+        """
+        error = convert_shortage_error(raised)
+        is_message = isinstance(error, UserError | MachineError)
+        return cls(
+            EXIT_REFUSED if isinstance(error, UserError) else 1,
+            str(error) if is_message else "",
+            foreign_text.classify_error(error),
+        )
 
 
 @dataclass
@@ -125,7 +154,7 @@ class Attempt:
         if self.is_new and not self.folder.is_superseded:
             shutil.rmtree(self.folder.path, ignore_errors=True)
 
-    def record_end(self, status: int, cfg: Experiment, *, submitted: bool, reason: str) -> None:
+    def record_end(self, outcome: TrainingOutcome, cfg: Experiment, *, submitted: bool) -> None:
         """Record how the attempt ended, and print the command that resumes the run.
 
         This method also finishes tracking with W&B. Nothing is recorded or printed if a newer attempt has superseded
@@ -140,16 +169,16 @@ class Attempt:
             return
 
         try:
-            result = make_unfinished_result(self.folder, status, reason)
+            result = make_unfinished_result(self.folder, outcome)
             if not self.folder.result and not submitted:
                 with contextlib.suppress(UserError):  # a full disk has already been reported
                     result.write_once(self.folder)
                 if result.last_step:
                     print(f"metrics up to step {result.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
-                command = format_resume_command(self.folder, cfg, reason)
+                command = format_resume_command(self.folder, cfg, outcome.cause)
                 if storage.list_resumable_checkpoints(self.folder):
                     print(f"resume with: {command}", file=sys.stderr)
-                elif status:
+                elif outcome.status:
                     print(f"no checkpoint found; to restart from step 0: {command}", file=sys.stderr)
 
             # The result of a finished run already exists and has priority.
@@ -161,7 +190,7 @@ class Attempt:
         finally:
             if self.tracker is not None:
                 timeout = cfg.wandb.finish_timeout
-                if status == EXIT_RESUMABLE:  # the other ranks and the scheduler wait for this process
+                if outcome.status == EXIT_RESUMABLE:  # the other ranks and the scheduler wait for this process
                     timeout = min(timeout, 5.0)
                 print(self.tracker.finish(timeout), flush=True)
             with contextlib.suppress(UserError):
@@ -264,7 +293,8 @@ def prepare_data_of_run(cfg: Experiment, run_folder: RunFolder) -> PreparedDatas
     if recorded.get("sha256", checksums) != checksums:
         raise UserError(
             f"{run_folder.path} was trained on different data than {prepared.path} now contains; "
-            "restore the original data"
+            "restore the original data",
+            cause=Cause.DAMAGED_DATA,
         )
     return prepared
 
@@ -281,28 +311,26 @@ def warn_of_damaged_metrics(run_folder: RunFolder) -> None:
             print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
-def format_resume_command(folder: RunFolder, cfg: Experiment, reason: str) -> str:
+def format_resume_command(folder: RunFolder, cfg: Experiment, cause: Cause) -> str:
     """Return the command that resumes a run.
 
-    If an unchanged run would fail again for the same `reason`, the command contains a remedy or starts a new run.
+    If an unchanged run would fail again for the same `cause`, the command contains a remedy or starts a new run.
     """
-    if re.search(SOURCE_ERROR_PATTERN, reason):
+    if cause is Cause.SOURCE_ERROR:
         return provenance.format_new_run_command(folder)
     command = f"make exp RESUME={shlex.quote(str(folder.path))}"
-    if re.search(DIVERGENCE_PATTERN, reason) and isinstance(cfg, TrainingExperiment):
+    if cause is Cause.DIVERGED and isinstance(cfg, TrainingExperiment):
         return f'{command} ARGS="optim.lr={cfg.optim.lr / 2:g}"'
-    if "ran out of memory" in reason:
+    if cause is Cause.OUT_OF_MEMORY:
         return f"{command} on a machine with more memory, or start a new run with a smaller batch or model"
-    if NO_VALID_CHECKPOINT_TEXT in reason:
+    if cause is Cause.NO_VALID_CHECKPOINT:
         return f"{command} after removing {folder.path}/attempts/*/checkpoints; the run then restarts from step 0"
     return command
 
 
-def make_unfinished_result(folder: RunFolder, status: int, reason: str) -> Result:
-    """Return the result of an attempt that did not finish the run.
-
-    `status` is the exit status of the attempt, and `reason` is the cause of a failure.
-    """
+def make_unfinished_result(folder: RunFolder, outcome: TrainingOutcome) -> Result:
+    """Return the result of an attempt that did not finish the run."""
+    status = outcome.status
     last_step = folder.find_last_step()
     if status == 128 + signal.SIGINT:
         return Result("cancelled", status, "stopped by Ctrl-C", last_step)
@@ -310,4 +338,4 @@ def make_unfinished_result(folder: RunFolder, status: int, reason: str) -> Resul
         saved = bool(storage.list_resumable_checkpoints(folder))
         when = "after saving a checkpoint" if saved else "before the first step"
         return Result("preempted", status, f"stopped on request, {when}", last_step)
-    return Result("failed", status, reason, last_step)
+    return Result("failed", status, outcome.reason, last_step, outcome.cause)

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -30,20 +29,19 @@ from common.runs import provenance
 from common.runs.folder import RunFolder
 from common.runs.run_lock import lock_run, try_to_lock
 from common.runs.tracking import wandb_account, wandb_tracker
-from common.system import seeds
+from common.system import foreign_text, seeds
+from common.system.causes import Cause
 from common.system.errors import (
     EXIT_REFUSED,
     EXIT_RESUMABLE,
-    MachineError,
     UserError,
     convert_shortage_error,
     exit_on_user_error,
-    is_timeout,
 )
 from common.system.processes import exit_without_cleanup
 from common.system.text import format_count, read_end_of_file
 from common.training import host_checks, optimizer_contract
-from common.training.attempt import Attempt, has_finished_run, is_run_finished
+from common.training.attempt import Attempt, TrainingOutcome, has_finished_run, is_run_finished
 from common.training.host_resources import check_memory, print_notice_of_shared_cores
 from common.training.run import Run
 from configs.dataparallel import get_enabled_elastic_settings
@@ -134,37 +132,21 @@ def run_experiment(
         outcome = TrainingOutcome(1)
         try:
             outcome = ranks.train(main, cfg, attempt)
-        except UserError as error:
-            outcome = TrainingOutcome(EXIT_REFUSED, str(error))
-            raise
-        except (RuntimeError, OSError) as error:
-            cause = convert_shortage_error(error)
-            outcome = TrainingOutcome(1, str(cause) if isinstance(cause, MachineError) else "")
+        except Exception as error:
+            outcome = TrainingOutcome.from_error(error)
             raise
         finally:
             was_refused = outcome.status == EXIT_REFUSED and attempt.is_new and not attempt.has_started_training
             if ranks.is_main and was_refused and not submitted:
                 attempt.delete_new_run_folder()
             elif ranks.is_main:
-                attempt.record_end(outcome.status, cfg, submitted=submitted, reason=outcome.reason)
+                attempt.record_end(outcome, cfg, submitted=submitted)
 
         if outcome.is_agreed:
             synchronize_before_exit()
         elif has_finished_run(attempt.folder):  # a stop request after the last step has no effect
             return attempt.folder, 0
         return attempt.folder, outcome.status
-
-
-@dataclass(frozen=True)
-class TrainingOutcome:
-    """Outcome of training in this process: the exit status and, after a failure, the cause."""
-
-    status: int
-    """Exit status of the attempt; 75 (EXIT_RESUMABLE) after a stop request."""
-    reason: str = ""
-    """Cause of a failure; empty if training succeeded or the cause is unknown."""
-    is_agreed: bool = False
-    """True if all ranks agreed to stop after the same step."""
 
 
 class ForkedRanks:
@@ -226,19 +208,24 @@ class ForkedRanks:
                 provenance.update_metadata(folder, job=None)  # this attempt does not belong to a SLURM job
             attempt.tracker = wandb_tracker.Tracker.start(cfg, folder)
 
-        reasons = list[str]()
+        failure = ("", Cause.OTHER)
+
+        def set_failure(reason: str, cause: Cause) -> None:
+            nonlocal failure
+            failure = (reason, cause)
+
         with attempt.delete_new_run_folder_on(UserError):  # raised by `record_attempt`
             status = local_launcher.run_ranks(
                 train_forked,
                 cfg.processes,
                 cfg.launch.nodes,
                 record_attempt,
-                reasons.append,
+                set_failure,
                 elastic,
                 lambda rank: read_end_of_file(folder.log_file(rank)),
                 cfg.launch.setup_timeout,
             )
-        return TrainingOutcome(status, "".join(reasons))
+        return TrainingOutcome(status, *failure)
 
 
 class LaunchedRank:
@@ -379,11 +366,12 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
         error = convert_shortage_error(raised)
         # A stop request may have caused this error: ranks without unsaved state stop immediately and close their
         # connections. SIGTERM does not prove a stop request, because srun also sends SIGTERM when a rank has failed.
-        was_notified = stop.signal_number == signal.SIGUSR2 and not is_timeout(error)
+        is_timeout = foreign_text.classify_error(error) is Cause.TIMEOUT
+        was_notified = stop.signal_number == signal.SIGUSR2 and not is_timeout
         if was_notified or (stop.can_stop_immediately and stop.wait_for_request()):
             raise StopRequested(together=False) from error
         silent = ""
-        if is_timeout(error):
+        if is_timeout:
             silent = describe_silent_ranks(run.world, max(2.0, 2 * run.compute_step_seconds()))
         run.log_failure(silent or error)
         if isinstance(error, DataWorkerError) and run.recovery is not None:

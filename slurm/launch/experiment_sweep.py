@@ -29,7 +29,7 @@ from common.measure import plots
 from common.ranks.rank_info import read_rank_info
 from common.runs import provenance, result
 from common.runs.folder import RunFolder, write_atomic
-from common.system.errors import UserError, exit_on_user_error
+from common.system.errors import EXIT_REFUSED, UserError, exit_on_user_error
 from common.system.signals import STOPPED_STATUSES
 from common.system.text import read_end_of_file
 from configs.shared import Experiment
@@ -73,14 +73,14 @@ class ResultTable:
         self.path = sweep_folder.path
         self.rows: list[RunRow] = []
 
-    def add_run(self, point: SweepPoint, folder: RunFolder) -> None:
+    def add_run(self, point: SweepPoint, folder: RunFolder, status: int) -> None:
         """Add the result of a run and write the table, so that even an interrupted sweep has a table.
 
-        If the run failed before its first attempt, the run folder is removed. The error of the run is then raised as a
-        UserError.
+        `status` is the exit status of the run. If the run was refused before its first attempt, the run folder is
+        removed. The error that the run printed is then raised as a UserError.
         """
-        log = read_end_of_file(folder.path / "screen.log")
-        if not folder.result and not folder.list_attempts() and "error: " in log:
+        if status == EXIT_REFUSED and not folder.result and not folder.list_attempts():
+            log = read_end_of_file(folder.path / "screen.log")
             shutil.rmtree(folder.path)
             self.sweep.forget_run(point)
             self.sweep.save()

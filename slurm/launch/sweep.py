@@ -291,15 +291,15 @@ def start_local_run_of_point(folder: RunFolder) -> subprocess.Popen[bytes]:
 def run_points_locally(
     sweep: SweepFolder,
     point_runs: list[PointRun],
-    on_end: Callable[[SweepPoint, RunFolder], None] | None = None,
+    on_end: Callable[[SweepPoint, RunFolder, int], None] | None = None,
     *,
     stops_with_run: bool = False,
 ) -> int:
     """Run points on this machine and return the exit status. The plan limits the number of parallel runs.
 
-    `on_end` is called after each run with the point and the run folder as arguments. After Ctrl-C, SIGTERM, or SIGUSR2,
-    the runs save a checkpoint and stop. If `stops_with_run` is true, a run that is stopped, for example by
-    `make cancel`, also stops the sweep. The exit status of the stopped run is then returned.
+    `on_end` is called after each run with the point, the run folder, and the exit status as arguments. After Ctrl-C,
+    SIGTERM, or SIGUSR2, the runs save a checkpoint and stop. If `stops_with_run` is true, a run that is stopped, for
+    example by `make cancel`, also stops the sweep. The exit status of the stopped run is then returned.
     """
     waiting = list(point_runs)
     running: dict[subprocess.Popen[bytes], SweepPoint] = {}
@@ -335,7 +335,7 @@ def run_points_locally(
                     stopped_status = process.returncode
                 print(f"  {state:<9}  {point.label}  {cell['run']}", flush=True)
                 if on_end is not None:
-                    on_end(point, RunFolder(sweep.runs / cell["run"]))
+                    on_end(point, RunFolder(sweep.runs / cell["run"]), process.returncode)
             time.sleep(0.1)
     finally:
         for number, handler in old_handlers.items():

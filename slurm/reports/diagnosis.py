@@ -16,9 +16,11 @@ from typing import Any
 
 from common.checkpoint import storage
 from common.runs import provenance
+from common.runs.failures import read_failure
 from common.runs.folder import RunFolder
 from common.runs.rank_changes import describe_rank_changes
-from common.system.errors import DIVERGENCE_PATTERN, NO_VALID_CHECKPOINT_TEXT, SOURCE_ERROR_PATTERN
+from common.system import foreign_text
+from common.system.causes import PEER_CAUSES, Cause
 from common.system.text import format_duration, read_end_of_file
 from slurm.reports import status
 from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_rank, read_heartbeats
@@ -40,29 +42,33 @@ TASK_ENDING = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)", re.MULTIL
 SILENCE_SECONDS = 60.0  # a run hangs after at least this time without a sign of life
 JOB_START = "Starting with JobEnvironment"  # Submitit logs this text at each start of a job, in the same file
 NO_PROBLEM = "no problem detected; running"
-PEER_ERROR = re.compile(  # errors caused by another rank, as worded by gloo, NCCL and the built-in backend
-    r"(closed|reset) by peer|Connection refused|Broken pipe|timed out|pair closure|(did|does) not answer"
-    r"|closed its connection|connection with rank|neither sent nor took|no progress for",
-    re.I,
-)
-NO_PROCESSES = "no more threads or processes can be started"
-OUT_OF_MEMORY = "out of memory"
-DIVERGED = "training diverged"
-CAUSES = (
-    (r"out of memory|MemoryError|oom.kill|Cannot allocate memory",
-     f"{OUT_OF_MEMORY}; lower batch, use more microbatches, or request more memory with cluster.memory_gb"),
-    (NO_PROCESSES,
-     f"{NO_PROCESSES}; raise ulimit -u or the control group's pids.max, or lower launch.threads or data.workers"),
-    (r"No space left|disk is full|quota", "the disk is full; free some space, or set runs=<another folder>"),
-    (r"read-only|Read-only", "the disk is read-only; set runs=<another folder>"),
-    (DIVERGENCE_PATTERN, f"{DIVERGED}; lower optim.lr, or set clip if the experiment has this setting"),
-    (r"is damaged|(?:other|different) data than", "the data is damaged or has changed"),
-    (r"TIMEOUT|time limit", "the job reached its time limit; raise cluster.time, or run make exp RESUME=<id>"),
-    (r"NODE_FAIL", "a host failed; to resume the run: make exp RESUME=<id>"),
-    (r"OUT_OF_ME", f"{OUT_OF_MEMORY}; request more memory with cluster.memory_gb"),
-    (r"ModuleNotFoundError|ImportError", "a Python package is missing; to check all hosts: make doctor NODES=2"),
-)  # fmt: skip
-"""Patterns in the errors of ranks and in SLURM's job states. Each pattern has a cause and a remedy."""
+EXPLANATIONS = {
+    Cause.OUT_OF_MEMORY: (
+        "out of memory; lower batch, use more microbatches, or request more memory with cluster.memory_gb"
+    ),
+    Cause.THREAD_SHORTAGE: (
+        "no more threads or processes can be started; raise ulimit -u or the control group's pids.max, or lower "
+        "launch.threads or data.workers"
+    ),
+    Cause.DISK_FULL: "the disk is full; free some space, or set runs=<another folder>",
+    Cause.DISK_READ_ONLY: "the disk is read-only; set runs=<another folder>",
+    Cause.DIVERGED: "training diverged; lower optim.lr, or set clip if the experiment has this setting",
+    Cause.DAMAGED_DATA: "the data is damaged or has changed",
+    Cause.JOB_TIME_LIMIT: "the job reached its time limit; raise cluster.time, or run make exp RESUME=<id>",
+    Cause.HOST_FAILED: "a host failed; to resume the run: make exp RESUME=<id>",
+    Cause.JOB_OUT_OF_MEMORY: "out of memory; request more memory with cluster.memory_gb",
+    Cause.MISSING_PACKAGE: "a Python package is missing; to check all hosts: make doctor NODES=2",
+}
+"""Explanation, with a remedy, of causes that need no further details. Earlier entries have priority."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LikelyCause:
+    """Likely cause of a run's problem."""
+
+    text: str = ""
+    """Explanation in one line; empty if there is no problem."""
+    cause: Cause = Cause.OTHER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +79,15 @@ class RankFacts:
     last_sign: float
     """Time of the rank's newest sign of life, in seconds since 1970."""
     error_time: str
-    """Time of the rank's first error as text from the log, or an empty string if the time is unknown."""
+    """Time of the rank's first error as text, or an empty string if the time is unknown."""
     error: str
-    """First error in the rank's log, or an empty string if there is no error."""
+    """First error of the rank, or an empty string if there is no error."""
     stack: str
     """Code lines that the rank was executing when a step took too long, or an empty string."""
     exit_reason: str = ""
     """How the rank ended according to srun, such as `Killed`, or an empty string if unknown."""
+    cause: Cause = Cause.OTHER
+    """Cause of the rank's first error."""
 
     @property
     def name(self) -> str:
@@ -180,11 +188,26 @@ def read_rank_facts(folder: RunFolder) -> list[RankFacts]:
         for heartbeat in read_heartbeats(attempt):
             rank = heartbeat.rank
             log = f"{read_end_of_file(attempt.log_file(rank))}\n{read_job_log(folder, rank)}"
-            error_time, error = find_first_error(log)
+            error_time, error, cause = find_error_of_rank(attempt, rank, log)
             last_sign = heartbeat.time or start
             stack = find_stack_position(log)
-            ranks.append(RankFacts(heartbeat, last_sign, error_time, error, stack, exit_reasons.get(rank, "")))
+            exit_reason = exit_reasons.get(rank, "")
+            ranks.append(RankFacts(heartbeat, last_sign, error_time, error, stack, exit_reason, cause))
     return ranks
+
+
+def find_error_of_rank(attempt: RunFolder, rank: int, log: str) -> tuple[str, str, Cause]:
+    """Return the time, the text and the cause of a rank's first error, as recorded by the rank.
+
+    If there is no record, the error is the first error in the rank's log. The time is an empty string if unknown. The
+    text is empty if there is no error.
+    """
+    failure = read_failure(attempt, rank)
+    if failure is None:
+        error_time, error = find_first_error(log)
+        return error_time, error, foreign_text.classify_recorded_text(error)
+    seconds = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))
+    return f"{seconds},{int(failure.time % 1 * 1000):03d}", failure.message, failure.cause
 
 
 def list_failed_ranks(ranks: list[RankFacts]) -> list[RankFacts]:
@@ -196,19 +219,18 @@ def list_failed_ranks(ranks: list[RankFacts]) -> list[RankFacts]:
     return sorted(failed, key=lambda rank: (not rank.error_time, rank.error_time))
 
 
-def find_known_cause(detail: str, failed: list[RankFacts]) -> str:
-    """Return the first cause in CAUSES that matches, with a remedy.
+def find_explained_cause(run_cause: Cause, failed: list[RankFacts]) -> LikelyCause | None:
+    """Return the first cause in EXPLANATIONS that is the cause of a failed rank or of the run's failure.
 
-    A pattern in CAUSES matches the error of a failed rank or `detail`, the explanation of the run's state. Returns an
-    empty string if no pattern matches.
+    Returns None if there is no such cause.
     """
-    for pattern, cause in CAUSES:
+    for cause, explanation in EXPLANATIONS.items():
         for rank in failed:
-            if re.search(pattern, rank.error):
-                return f"{rank.name}: {cause}"
-        if re.search(pattern, detail):
-            return cause
-    return ""
+            if rank.cause is cause:
+                return LikelyCause(f"{rank.name}: {explanation}", cause)
+        if run_cause is cause:
+            return LikelyCause(explanation, cause)
+    return None
 
 
 def describe_lost_ranks(ranks: list[RankFacts]) -> str:
@@ -248,54 +270,57 @@ def diagnose_running_run(ranks: list[RankFacts], last_step: int, max_silence: fl
     return f"the run hangs after step {last_step}: {silence}"
 
 
-def find_cause(folder: RunFolder, state: str, detail: str, ranks: list[RankFacts]) -> str:
-    """Return the likely cause of a run's problem in one line.
+def find_likely_cause(
+    folder: RunFolder, state: str, detail: str, run_cause: Cause, ranks: list[RankFacts]
+) -> LikelyCause:
+    """Return the likely cause of a run's problem.
 
-    Returns an empty string if the run was canceled, or has finished without a slow rank. `state` and `detail` are the
-    state of the run and its explanation.
+    The text is empty if the run was canceled, or has finished without a slow rank. `state`, `detail` and `run_cause`
+    are the state of the run, its explanation, and the cause of a failure.
     """
     if state == "FINISHED":
-        return describe_slow_rank([rank.heartbeat for rank in ranks])
+        return LikelyCause(describe_slow_rank([rank.heartbeat for rank in ranks]))
     if state == "CANCELLED":
-        return ""
+        return LikelyCause()
     if state == "RUNNING":
         max_silence = max(SILENCE_SECONDS, read_step_timeout(folder))
-        return diagnose_running_run(ranks, status.read_last_step(folder), max_silence)
+        return LikelyCause(diagnose_running_run(ranks, status.read_last_step(folder), max_silence))
 
-    return explain_failure(folder, detail, ranks)
+    return explain_failure(folder, detail, run_cause, ranks)
 
 
-def explain_failure(folder: RunFolder, detail: str, ranks: list[RankFacts]) -> str:
+def explain_failure(folder: RunFolder, detail: str, run_cause: Cause, ranks: list[RankFacts]) -> LikelyCause:
     """Return the likely cause of a run's failure.
 
     Errors that another rank caused, such as lost connections, are used only if no rank has an error of another kind.
     """
     failed = list_failed_ranks(ranks)
     # The culprits are the ranks whose error was not caused by another rank.
-    culprits = [rank for rank in failed if not PEER_ERROR.search(rank.error)]
-    known_cause = find_known_cause(detail, culprits)
-    if known_cause:
-        return known_cause
+    culprits = [rank for rank in failed if rank.cause not in PEER_CAUSES]
+    explained = find_explained_cause(run_cause, culprits)
+    if explained:
+        return explained
     if culprits:
-        return f"{culprits[0].name} failed first: {culprits[0].error}"
+        return LikelyCause(f"{culprits[0].name} failed first: {culprits[0].error}", culprits[0].cause)
 
     # All errors were caused by other ranks. Such an error may name the rank that stopped or was killed.
     for rank in failed:
-        if "did not answer within" in rank.error:
-            return rank.error
-    if "was killed by" in detail:
-        return detail
+        if rank.cause is Cause.SILENT_RANK:
+            return LikelyCause(rank.error, rank.cause)
+    if run_cause is Cause.KILLED:
+        return LikelyCause(detail, run_cause)
     last_resort = failed[0].error if failed else describe_run_exit(folder)
-    return describe_lost_ranks(ranks) or detail or last_resort
+    return LikelyCause(describe_lost_ranks(ranks) or detail or last_resort, run_cause)
 
 
 def collect_diagnosis(folder: RunFolder) -> dict[str, Any]:
     """Return the diagnosis of a run as a dict, which JSON=1 prints."""
-    state, detail = status.read_state(folder)
+    state, detail, run_cause = status.read_state_and_cause(folder)
     ranks = read_rank_facts(folder)
     failed = list_failed_ranks(ranks)
     slow = find_slow_rank([rank.heartbeat for rank in ranks])
     attempts = folder.list_attempts()
+    likely = find_likely_cause(folder, state, detail, run_cause, ranks)
     return {
         "run": folder.path.name,
         "state": state.lower(),
@@ -306,24 +331,25 @@ def collect_diagnosis(folder: RunFolder) -> dict[str, Any]:
         "first_error": failed[0].to_dict() if failed else None,
         "ranks_changed": describe_rank_changes(attempts[-1]) if attempts else [],
         "straggler": slow.rank if slow else None,
-        "cause": find_cause(folder, state, detail, ranks),
+        "cause": likely.text,
+        "cause_kind": likely.cause,
     }
 
 
-def choose_resume_command(folder: RunFolder, cause: str) -> str:
+def choose_resume_command(folder: RunFolder, cause: Cause) -> str:
     """Return the command that continues an ended run, given the likely cause of its end.
 
     If the source code of the run has an error, the command starts a new run. The returned text may also contain advice.
     """
     resume = f"make exp RESUME={folder.reference}"
-    if re.search(SOURCE_ERROR_PATTERN, cause):
+    if cause is Cause.SOURCE_ERROR:
         return provenance.format_new_run_command(folder)
-    if NO_VALID_CHECKPOINT_TEXT in cause:
+    if cause is Cause.NO_VALID_CHECKPOINT:
         return f"{resume} after removing {folder.path}/attempts/*/checkpoints; the run then restarts from step 0"
-    if DIVERGED in cause:
+    if cause is Cause.DIVERGED:
         rate = parse_float(read_newest_settings(folder).get("optim.lr", "")) or 0
         return f'{resume} ARGS="optim.lr={rate / 2:g}" (lower than the current learning rate, {rate:g})'
-    if OUT_OF_MEMORY in cause:
+    if cause in (Cause.OUT_OF_MEMORY, Cause.JOB_OUT_OF_MEMORY):
         job = provenance.read_metadata(folder).get("job")
         command = f'{resume} ARGS="cluster.memory_gb=..."' if job else f"{resume} on a machine with more memory"
         return f"{command}, or start a new run with a smaller batch or model; an unchanged run would fail again"
@@ -366,5 +392,5 @@ def print_diagnosis(folder: RunFolder, as_json: bool) -> int:
     if cause:
         print(f"  likely cause  {cause}")
     if state.upper() in FINAL_STATES and state != "finished":
-        print(f"  continue with  {choose_resume_command(folder, cause)}")
+        print(f"  continue with  {choose_resume_command(folder, facts['cause_kind'])}")
     return 0

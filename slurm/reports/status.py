@@ -23,6 +23,8 @@ from common.runs import claims, provenance
 from common.runs import result as results
 from common.runs.folder import RunFolder
 from common.runs.rank_changes import describe_rank_changes
+from common.system import foreign_text
+from common.system.causes import Cause
 from common.system.errors import UserError
 from common.system.text import format_count, format_duration, read_end_of_file
 from slurm.arguments import parse_zero_or_one
@@ -38,6 +40,10 @@ MIN_FREE_BYTES = 1 << 16  # a disk with less free space counts as full
 SILENCE_SECONDS = 300.0  # a run on another host is LOST after at least twice this time without a sign of life
 PREPARATION_SECONDS = 600.0  # maximum time that a process on another host may take to prepare a run folder
 MAX_LISTED_RUNS = 20  # maximum number of runs listed without ALL=1
+DISK_PROBLEMS = {
+    Cause.DISK_READ_ONLY: "the disk is read-only; choose another folder",
+    Cause.DISK_FULL: "the disk is full; free some space",
+}
 RUN_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{8}-\d{6}-[0-9a-f]{4}")  # format of the names from RunFolder.create
 LINE = "{:<44}  {:<9}  {:>8}  {:>7}  {:>9}  {:>11}  {}"  # format of a table row: run, state, restarts, step, ...
 
@@ -164,29 +170,43 @@ def read_state(folder: RunFolder, timeout: float = COMMAND_TIMEOUT) -> tuple[str
 
     Each SLURM command may take up to `timeout` seconds.
     """
-    result = folder.result
-    if result:
-        return read_final_state(result)
-    state, detail = find_state_without_result(folder, timeout)
-    if state in FINAL_STATES and (folder.path / "result.json").exists():
-        detail = f"result.json is damaged; {detail}"
+    state, detail, _ = read_state_and_cause(folder, timeout)
     return state, detail
 
 
-def find_state_without_result(folder: RunFolder, timeout: float) -> tuple[str, str]:
-    """Return the state of a run without a result, and a short explanation.
+def read_state_and_cause(folder: RunFolder, timeout: float = COMMAND_TIMEOUT) -> tuple[str, str, Cause]:
+    """Return the state of a run, a short explanation of the state, and the cause of a failure.
+
+    The cause is that in result.json. Without a result, the cause is that of a full or read-only disk, or that of
+    SLURM. Each SLURM command may take up to `timeout` seconds.
+    """
+    result = folder.result
+    if result:
+        return *read_final_state(result), results.read_cause(result)
+    state, detail, cause = find_state_without_result(folder, timeout)
+    if state in FINAL_STATES and (folder.path / "result.json").exists():
+        detail = f"result.json is damaged; {detail}"
+    return state, detail, cause
+
+
+def find_state_without_result(folder: RunFolder, timeout: float) -> tuple[str, str, Cause]:
+    """Return the state of a run without a result, a short explanation, and the cause of a failure.
 
     Each SLURM command may take up to `timeout` seconds.
     """
     if submission.is_being_submitted(folder):
-        return "PENDING", "being submitted"
+        return "PENDING", "being submitted", Cause.OTHER
     meta = provenance.read_metadata(folder)
     claim = claims.find_newest_claim(folder)
     if claim is not None and not claim.job and claim.check_process() is claims.ProcessState.ALIVE:
-        return "RUNNING", ""
+        return "RUNNING", "", Cause.OTHER
     if meta.get("job"):
         return find_state_of_job(folder, meta, timeout)
+    return *find_state_of_local_run(folder, meta, claim), Cause.OTHER
 
+
+def find_state_of_local_run(folder: RunFolder, meta: dict[str, Any], claim: claims.Claim | None) -> tuple[str, str]:
+    """Return the state of a run without a result and without a job, and a short explanation."""
     # Attempts of older versions have no claim. Their process is recorded in the history in meta.json.
     process = claim.process if claim is not None else (meta.get("history") or [{}])[-1]
     if not process:
@@ -197,15 +217,18 @@ def find_state_without_result(folder: RunFolder, timeout: float) -> tuple[str, s
     return ("RUNNING", "") if is_alive else ("LOST", "process exited without writing result.json")
 
 
-def find_state_of_job(folder: RunFolder, meta: dict[str, Any], timeout: float) -> tuple[str, str]:
-    """Return the state of a run according to its SLURM job, and a short explanation."""
+def find_state_of_job(folder: RunFolder, meta: dict[str, Any], timeout: float) -> tuple[str, str, Cause]:
+    """Return the state of a run according to its SLURM job, a short explanation, and the cause of a failure."""
     scheduler = find_scheduler(meta)
     if scheduler is None:
-        return "LOST", "the local cluster of the run is down"
+        return "LOST", "the local cluster of the run is down", Cause.OTHER
     state, detail = scheduler.read_job_state(meta["job"]["id"], timeout)
     if state == "FAILED":
-        detail += describe_disk_problem(folder)
-    return state, detail
+        disk_cause = find_disk_problem(folder)
+        if disk_cause is not None:
+            problem = f"cannot write {folder.path}: {DISK_PROBLEMS[disk_cause]}"
+            return state, f"{detail}; {problem}", disk_cause
+    return state, detail, foreign_text.classify_job_state(detail)
 
 
 def read_final_state(content: dict[str, Any]) -> tuple[str, str]:
@@ -263,20 +286,20 @@ def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
     return Scheduler(name, local_cluster) if local_cluster else None
 
 
-def describe_disk_problem(folder: RunFolder) -> str:
-    """Return why a job may have been unable to write its log.
+def find_disk_problem(folder: RunFolder) -> Cause | None:
+    """Return why a job may have been unable to write its log: DISK_FULL or DISK_READ_ONLY.
 
-    Returns an empty string if the disk is writable and has free space.
+    Returns None if the disk is writable and has free space.
     """
     try:
         disk = os.statvfs(folder.path)
     except OSError:
-        return ""
+        return None
     if disk.f_flag & os.ST_RDONLY:
-        return f"; cannot write {folder.path}: the disk is read-only; choose another folder"
+        return Cause.DISK_READ_ONLY
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < MIN_FREE_BYTES:
-        return f"; cannot write {folder.path}: the disk is full; free some space"
-    return ""
+        return Cause.DISK_FULL
+    return None
 
 
 def wait_for_run_end(folder: RunFolder, seconds: float) -> Status:

@@ -26,11 +26,11 @@ from common.ranks.rank_info import (
     read_rank_info,
 )
 from common.runs.folder import RunFolder
+from common.system import foreign_text
+from common.system.causes import Cause
 from common.system.errors import (
     EXIT_RESUMABLE,
     MachineError,
-    RunTakenError,
-    UnreachableError,
     UserError,
     convert_shortage_error,
     exit_on_user_error,
@@ -105,22 +105,24 @@ def train_as_rank(folder: RunFolder) -> int:
         if is_joining_rank(rank):  # the other ranks continue without this rank
             raise
         replace_rank_if_coordinator_is_lost(rank, str(error))
-        if not isinstance(error, UnreachableError) or not may_be_reachable_in_next_attempt(rank):
+        cause = error.cause
+        if cause is not Cause.UNREACHABLE or not may_be_reachable_in_next_attempt(rank):
             number = int(os.environ.get("SLURM_PROCID", "0"))
             with contextlib.suppress(UserError):  # the run folder may have been deleted
-                record_start_error(folder, number, str(error), is_taken=isinstance(error, RunTakenError))
+                record_start_error(folder, number, error)
             raise
         print(f"error: {error}", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 (any error ends the rank with a suitable exit status)
-        cause = convert_shortage_error(error)
-        if isinstance(cause, MachineError):
-            print(f"error: {cause}", file=sys.stderr)
+        explained = convert_shortage_error(error)
+        cause = foreign_text.classify_error(explained)
+        if isinstance(explained, MachineError):
+            print(f"error: {explained}", file=sys.stderr)
         else:
             traceback.print_exc()
         replace_rank_if_coordinator_is_lost(rank, type(error).__name__)
     # A stop request or the failure of another rank may have caused the error.
     if not is_joining_rank(rank) and (rank is None or not rank.stop.wait_for_request()):
-        record_rank_failure(folder)
+        record_rank_failure(folder, cause)
     return 1 if rank is not None and rank.stop.signal_number == signal.SIGUSR2 else EXIT_FAILED
 
 

@@ -23,6 +23,7 @@ from common.config import config
 from common.runs import provenance
 from common.runs.folder import RunFolder, read_json, write_json
 from common.runs.result import Result
+from common.system.causes import PEER_CAUSES, Cause
 from common.system.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
 from common.system.signals import REQUESTED_STOP_STATUSES
 from slurm.scheduling import submission
@@ -39,13 +40,13 @@ CONTROLLER_TIMEOUT = 600.0
 RETRY_SECONDS = 5.0
 
 
-def record_start_error(folder: RunFolder, rank: int, reason: str, *, is_taken: bool = False) -> None:
+def record_start_error(folder: RunFolder, rank: int, error: UserError) -> None:
     """Record why a rank of this attempt could not start. The job is then not requeued.
 
-    If `is_taken` is true, the run belongs to another attempt, and this job must not change the result of the run.
+    If the run belongs to another attempt (RUN_TAKEN), this job must not change the result of the run.
     """
     file = folder.path / "submit" / f"refused-{make_attempt_name()}-{rank:05d}.json"
-    write_json(file, {"reason": reason, "is_taken": is_taken})
+    write_json(file, {"reason": str(error), "cause": error.cause})
 
 
 def read_start_errors(folder: RunFolder) -> list[dict[str, object]]:
@@ -63,13 +64,19 @@ def read_first_start_error(folder: RunFolder) -> str:
     return str(refusals[0].get("reason", "")) if refusals else ""
 
 
+def read_cause_of_failure(folder: RunFolder) -> Cause:
+    """Read the cause of this attempt's failure, as recorded by the rank with the first start error or failure."""
+    records = [*read_start_errors(folder), read_json(locate_rank_failure_file(folder))]
+    return Cause(records[0].get("cause", Cause.OTHER))
+
+
 def describe_other_owner_of_run(folder: RunFolder) -> str:
     """Return why the run does not belong to this job, or "" if the run belongs to this job.
 
     A job must not change the result of a run that belongs to another job.
     """
     for refusal in read_start_errors(folder):
-        if refusal.get("is_taken"):
+        if refusal.get("cause") == Cause.RUN_TAKEN:
             return str(refusal["reason"])
     owner = submission.describe_other_owner(folder)
     return f"the run belongs to {owner}" if owner else ""
@@ -80,13 +87,16 @@ def make_attempt_name() -> str:
     return f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
-def record_rank_failure(folder: RunFolder) -> None:
-    """Record that a rank has failed.
+def record_rank_failure(folder: RunFolder, cause: Cause) -> None:
+    """Record that a rank has failed. Failures that another rank may have caused do not replace an earlier record.
 
     The exit status of srun may be that of another rank, because srun kills the other ranks after a failure.
     """
+    file = locate_rank_failure_file(folder)
+    if cause in PEER_CAUSES and file.exists():
+        return
     with contextlib.suppress(UserError):  # the disk may be full; srun still reports an exit status
-        write_json(locate_rank_failure_file(folder), {"exit_status": 1})
+        write_json(file, {"exit_status": 1, "cause": cause})
 
 
 def locate_rank_failure_file(folder: RunFolder) -> Path:
@@ -175,7 +185,8 @@ def requeue_job_or_record_failure(folder: RunFolder, scheduler: Scheduler, job: 
             if not is_latest_restart(scheduler, job):
                 return EXIT_RESUMABLE
             reason = f"the job cannot be requeued: {error}"
-    Result("failed", status or 1, reason, folder.find_last_step()).write_once(folder)
+    cause = read_cause_of_failure(folder)
+    Result("failed", status or 1, reason, folder.find_last_step(), cause).write_once(folder)
     provenance.record_attempt_end(folder, "failed")
     print(f"not requeued: {reason}", file=sys.stderr)
     return status or 1
@@ -201,8 +212,8 @@ def main(path: str, status: int) -> int:
         status = 2  # srun may report the signal that ended the other ranks
     reason = find_reason_not_to_requeue(folder, status)
     if not reason:
-        cause = "stopped on request" if status in REQUESTED_STOP_STATUSES else f"failed with exit status {status}"
-        print(f"the ranks {cause}; requeueing job {job}", flush=True)
+        end = "stopped on request" if status in REQUESTED_STOP_STATUSES else f"failed with exit status {status}"
+        print(f"the ranks {end}; requeueing job {job}", flush=True)
     return requeue_job_or_record_failure(folder, scheduler, job, status, reason)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import shutil
 import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from common.system import foreign_text
+from common.system.causes import Cause
 from common.system.errors import UserError
 from common.system.text import format_count
 from slurm.local_cluster import cluster
@@ -53,6 +54,17 @@ QUEUE_CACHE: dict[tuple[str, ...], tuple[float, dict[str, str]]] = {}
 """Time at which the queue was listed, and the state and reason of each job in it."""
 FAILURE_CACHE: dict[tuple[str, ...], tuple[float, str]] = {}
 """Time and error message of the latest slow failure."""
+
+
+class CommandError(UserError):
+    """Error of a SLURM command that failed.
+
+    `output` is the error message of the command in one line.
+    """
+
+    def __init__(self, message: str, output: str) -> None:
+        super().__init__(message, cause=foreign_text.classify_slurm_output(output))
+        self.output = output
 
 
 def remove_launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -108,7 +120,7 @@ class Scheduler:
             ) from None
         if process.returncode:
             problem = " ".join((stderr or stdout).split()) or f"exit status {process.returncode}"
-            raise UserError(f"{self.name}: {command[0]} failed: {problem}")
+            raise CommandError(f"{self.name}: {command[0]} failed: {problem}", problem)
         return stdout
 
     def wait_for_output(self, process: subprocess.Popen[str], timeout: float, doubt: float) -> tuple[str, str]:
@@ -129,9 +141,10 @@ class Scheduler:
     def is_controller_down(self) -> bool:
         """Return whether the controller is down. Returns False if `scontrol ping` takes more than a second."""
         try:
-            return "is DOWN" in self.run_command("scontrol", "ping", timeout=1.0)
+            answer = self.run_command("scontrol", "ping", timeout=1.0)
+            return foreign_text.classify_slurm_output(answer) is Cause.CONTROLLER_DOWN
         except UserError as error:
-            return "is DOWN" in str(error)
+            return error.cause is Cause.CONTROLLER_DOWN
 
     def run_query(self, *command: str, timeout: float = COMMAND_TIMEOUT) -> str:
         """Run a query and return its output. Raises UserError if the query fails.
@@ -149,7 +162,7 @@ class Scheduler:
             return self.run_command(*command, timeout=min(timeout, COMMAND_TIMEOUT / 3), doubt=doubt)
         except UserError as error:
             is_slow = time.monotonic() - start > min(SLOW_FAILURE_SECONDS, 0.9 * timeout)
-            if is_slow and "Invalid job id" not in str(error):  # this error does not mean that the controller is slow
+            if is_slow and error.cause is not Cause.UNKNOWN_JOB:  # this error does not mean that the controller is slow
                 for name in CONTROLLER_COMMANDS if asks_controller else command[:1]:
                     FAILURE_CACHE[tuple(self.build_command(name))] = time.monotonic(), str(error)
             raise
@@ -181,7 +194,7 @@ class Scheduler:
             ("scontrol", "-o", "show", "job", job),
             ("sacct", "-n", "-X", "-P", "-j", job, "-o", "State"),
         )
-        problems: list[str] = []
+        problems: list[UserError] = []
         for query in queries:
             query_timeout = timeout
             if problems:
@@ -192,7 +205,7 @@ class Scheduler:
                 else:
                     answer = self.run_query(*query, timeout=query_timeout).strip()
             except UserError as error:
-                problems.append(str(error))
+                problems.append(error)
                 continue
             note = ""
             if query[0] == "scontrol":
@@ -209,9 +222,9 @@ class Scheduler:
                 return "RUNNING", f"job {job}"
             if state:
                 return ENDED_JOB_STATES.get(state, "FAILED"), f"job {job} {state}{note}"
-        failures = [problem for problem in problems if "Invalid job id" not in problem]
+        failures = [problem for problem in problems if problem.cause is not Cause.UNKNOWN_JOB]
         if len(failures) == len(queries):
-            return "UNKNOWN", failures[0]
+            return "UNKNOWN", str(failures[0])
         return "LOST", f"job {job} is no longer known to SLURM"
 
     def check_enough_hosts(self, nodes: int, partition: str, spares: int = 0) -> None:
@@ -237,14 +250,13 @@ class Scheduler:
         """Raise UserError if the controller does not answer."""
         try:
             answer = self.run_command("scontrol", "ping")
-        except UserError as error:
-            answer = str(error)
-            if "is DOWN" not in answer:
+        except CommandError as error:
+            if error.cause is not Cause.CONTROLLER_DOWN:
                 raise
-        if "is UP" in answer:
+            answer = error.output
+        if foreign_text.is_controller_up(answer):
             return
-        problem = re.sub(r"\*\*.*", "", answer, flags=re.DOTALL).rpartition("failed: ")[2]
-        problem = " ".join(problem.split())
+        problem = " ".join(answer.partition("**")[0].split())  # asterisks enclose a longer explanation
         raise UserError(f"{self.name}: the controller does not answer ({problem}); try later, or use LAUNCH=local")
 
 

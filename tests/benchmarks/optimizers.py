@@ -9,7 +9,6 @@ scaling rule with a warm-up (Goyal et al. 2017, arXiv 1706.02677). No winner is 
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -17,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 
-from common.system.errors import DIVERGENCE_PATTERN
+from common.system.causes import Cause
 from configs.shared import TRAIN_SAMPLES
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist
-from tests.benchmarks.parts import Part, finish
+from tests.benchmarks.parts import Part, RunFailedError, finish
 from tests.benchmarks.records import Cell, Row, Table
 
 NAME, EXPERIMENT = "optimizers", "ddp_multinode"
@@ -45,8 +44,8 @@ def try_rate(scratch: Path, label: str, rate: float, *settings: str) -> dict[str
     """Train once; return the mean loss of the last epoch, the test accuracy and the rate, or an infinite loss alone."""
     try:
         folder = finish(scratch, label, EXPERIMENT, *settings, f"optim.lr={rate}")
-    except RuntimeError as error:
-        if not re.search(DIVERGENCE_PATTERN, str(error)):
+    except RunFailedError as error:
+        if error.cause is not Cause.DIVERGED:
             raise
         return DIVERGED
     losses = [row["loss"] for row in folder.read_metrics() if row.get("loss") is not None]

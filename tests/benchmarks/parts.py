@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from common.config.config import ROOT
-from common.runs.folder import RunFolder
-from common.runs.result import parse_result
+from common.runs.folder import RunFolder, read_json
+from common.runs.result import parse_result, read_cause
+from common.system.causes import Cause
+from common.system.errors import CausedRuntimeError
 from tests.benchmarks.measure import Samples, Task, Team
 from tests.benchmarks.records import Table
 
@@ -73,10 +75,14 @@ def run_of(scratch: Path, label: str, experiment: str, *settings: str, keep: Seq
     return Task(label, run)
 
 
+class RunFailedError(CausedRuntimeError):
+    """A run has failed, with the cause in its result."""
+
+
 def finish(
     scratch: Path, label: str, experiment: str, *settings: str, nodes: int = 0, env: Mapping[str, str] | None = None
 ) -> RunFolder:
-    """The folder of a run that was started by its command and has ended. Raises RuntimeError if it failed.
+    """The folder of a run that was started by its command and has ended. Raises RunFailedError if it failed.
 
     With `nodes` it is submitted to the cluster that `env` leads to.
     """
@@ -89,7 +95,9 @@ def finish(
     env = dict(env or environment())
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
     if done.returncode:
-        raise RuntimeError(f"{label}: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        results = [read_json(file) for file in runs.glob("*/result.json")]
+        cause = read_cause(results[0]) if results else Cause.OTHER
+        raise RunFailedError(f"{label}: {' '.join(command)} failed:\n{done.stderr[-2000:]}", cause=cause)
     (path,) = (path for path in runs.iterdir() if path.is_dir())
     return RunFolder(path)
 

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 from common.config import config
+from common.runs.failures import Failure, write_failure
 from common.runs.folder import write_json
+from common.system.causes import Cause
+from common.system.foreign_text import classify_recorded_text
 from common.training import attempt
 from common.training.host_checks import find_problems
 from slurm.reports import diagnosis
@@ -141,6 +144,7 @@ def test_a_rank_that_was_killed_is_named(digits: tuple[str, ...], tmp_path: Path
         process.wait(90)
     found = doctor(f"--run={folder.path}")
     assert re.search("likely cause  .*rank 1 was killed by SIGKILL", found), found
+    assert folder.result["cause"] == "killed"
     assert "stuck at " not in found, found
 
 
@@ -178,7 +182,9 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -
 def test_the_last_line_of_a_run_says_how_it_goes_on(why: str, advice: str, tmp_path: Path) -> None:
     folder = Made(state="failed", result={"reason": why}).write(tmp_path)
     cfg = config.load_config(config.import_schema("ddp_multinode"), ["optim.lr=0.1"], {})
-    assert advice.replace("{}", str(folder.path)) in attempt.format_resume_command(folder, cfg, why)
+    assert advice.replace("{}", str(folder.path)) in attempt.format_resume_command(
+        folder, cfg, classify_recorded_text(why)
+    )
     told = doctor(f"--run={folder.path}")
     assert ("after removing" in told) == ("no valid checkpoint" in why), told
 
@@ -281,6 +287,22 @@ def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, 
     found = diagnosis.collect_diagnosis(folder)
     assert found["cause"].startswith(cause), found
     assert found["first_error"]["error"].startswith("after step 3: ") and found["first_error"]["rank"] == first
+
+
+def test_the_cause_that_a_rank_recorded_counts_and_no_message_is_searched(tmp_path: Path) -> None:
+    folder = Made(state="failed", result={"reason": "", "cause": "other"}).write(tmp_path)
+    attempt_of_run = folder.list_attempts()[-1]
+    attempt_of_run.log_file(1).write_text("2026-01-01 09:00:00,500 ERROR after step 3: ValueError: of an old log\n")
+    write_failure(attempt_of_run, 0, Failure(Cause.LOST_PEER, "after step 3: OddError: gone", 3.25))
+    write_failure(attempt_of_run, 1, Failure(Cause.OTHER, "after step 3: OddError: the loss of step 3", 4.5))
+    found = diagnosis.collect_diagnosis(folder)
+    assert found["cause"] == "rank 1 on vm failed first: after step 3: OddError: the loss of step 3"
+    assert found["cause_kind"] == "other" and found["first_error"]["rank"] == 0
+    assert f"continue with  make exp RESUME={folder.path}" in doctor(f"--run={folder.path}")
+    write_failure(attempt_of_run, 1, Failure(Cause.OUT_OF_MEMORY, "after step 3: OddError", 4.5))
+    found = diagnosis.collect_diagnosis(folder)
+    assert found["cause"].startswith("rank 1 on vm: out of memory; lower batch")
+    assert "on a machine with more memory" in doctor(f"--run={folder.path}")
 
 
 def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.harness.processes import run
 def test_a_loss_that_is_no_number_after_the_last_look_fails_the_run(tmp_path: Path, quick: tuple[str, ...]) -> None:
     done = run("mnist_pipeline", *quick, "checkpoint.every_steps=0", "optim.lr=30", "steps=13", runs=tmp_path)
     assert done.status == 2 and "the loss of step" in done.err
-    assert done.folder.result["state"] == "failed"
+    assert done.folder.result["state"] == "failed" and done.folder.result["cause"] == "diverged"
 
 
 def test_a_loss_that_is_no_number_stops_a_long_run_and_is_in_no_checkpoint(

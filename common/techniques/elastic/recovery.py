@@ -27,7 +27,9 @@ from common.ranks import objects
 from common.ranks.rank_info import COORDINATOR_KEY_VARIABLE
 from common.runs.folder import write_json
 from common.runs.rank_changes import GENERATIONS_FILE, describe_rank_change
-from common.system.errors import UserError, is_timeout
+from common.system import foreign_text
+from common.system.causes import PEER_CAUSES
+from common.system.errors import MachineError, UserError
 from common.techniques.elastic import group, peer_copy
 from common.techniques.elastic.member import Generation, GenerationEnded, Member
 from common.techniques.elastic.shared_values import AveragedValues
@@ -153,7 +155,7 @@ class ElasticRecovery(RecoveryHook):
             return False
         if isinstance(error, GenerationEnded) or self.member.generation_ended:
             return True
-        return "gloo" in str(error).lower() or is_timeout(error)
+        return foreign_text.is_gloo_error(error) or foreign_text.classify_error(error) in PEER_CAUSES
 
     def exit_if_others_can_continue(self, reason: str) -> None:
         """Exit as a lost rank, which can be restarted, if the other ranks can continue without this rank."""
@@ -178,7 +180,7 @@ class ElasticRecovery(RecoveryHook):
     def join_generation(self, generation: Generation | None = None) -> None:
         """Form the process group of `generation` (default: the next generation) so that training can continue.
 
-        Raises RuntimeError if communication fails repeatedly although no rank is lost.
+        Raises MachineError if communication fails repeatedly although no rank is lost.
         """
         failure_time = time.perf_counter()
         change = RankChange()
@@ -192,7 +194,7 @@ class ElasticRecovery(RecoveryHook):
             self.empty_generations = 0 if generation.lost or generation.joined else self.empty_generations + 1
             if self.empty_generations > MAX_EMPTY_GENERATIONS:
                 problem = "communication between ranks failed repeatedly although no rank was lost"
-                raise RuntimeError(f"{problem}; see the logs of the ranks")
+                raise MachineError(f"{problem}; see the logs of the ranks")
             try:
                 change = self._form_generation(generation, change)
                 self._record_change(generation, time.perf_counter() - failure_time, change)

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.system.errors import UserError
+from common.system.causes import Cause
+from common.system.errors import CausedRuntimeError, UserError
 from common.system.text import format_count
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -242,7 +243,7 @@ class ShardServer:
     def _wait_until(self, is_ready: Callable[[], bool]) -> None:
         in_time = self.changed.wait_for(lambda: self.failure is not None or is_ready(), self.timeout)
         if self.failure is not None:
-            raise RuntimeError(f"a worker has been lost: {self.failure}")
+            raise CausedRuntimeError(f"a worker has been lost: {self.failure}", cause=Cause.LOST_PEER)
         if not in_time:
             raise TimeoutError(
                 f"timed out: a server waited {self.timeout:.0f} s for the pushes of other workers; see their logs, or "

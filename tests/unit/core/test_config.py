@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from common.config import config
+from common.config import config, config_keys
 from common.config.changed_settings import read_last_changes
 from common.config.config import load_config
-from common.config.config_keys import config_keys, list_keys, replace_values
+from common.config.config_keys import list_keys, replace_values
 from common.runs.resolved_settings import record_resolved_settings
 from common.system.errors import UserError
 from configs.ddp_multinode import Config as ElasticConfig

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from common.system.causes import Cause
 from common.system.errors import convert_shortage_error
-from common.system.process_limits import explain_exit_from_log
+from common.system.foreign_text import classify_exit
 from slurm.local_cluster.namespaces import fork_child, wait_for_child
 from tests.harness.warm import ROOT
 
@@ -116,4 +117,4 @@ def test_a_socket_or_lock_that_would_wait_is_no_shortage() -> None:
     ],
 )
 def test_only_the_last_words_of_an_aborted_process_count(log: str, exit_code: int, is_shortage: bool) -> None:
-    assert bool(explain_exit_from_log(log, exit_code)) == is_shortage
+    assert (classify_exit(exit_code, log) is Cause.THREAD_SHORTAGE) == is_shortage

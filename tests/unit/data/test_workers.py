@@ -18,7 +18,8 @@ import torch
 
 from common.data.loader import DataWorkerError, Images, Loader
 from common.data.prepare import prepare_digits
-from common.system.errors import is_timeout
+from common.system.causes import PEER_CAUSES, Cause
+from common.system.foreign_text import classify_error
 from slurm.local_cluster import namespaces
 
 BATCH = 64
@@ -64,15 +65,16 @@ def test_a_worker_that_gives_no_batch_is_named(number: int, words: str, helped: 
     with pytest.raises(DataWorkerError) as caught:
         labels(batches)
     assert f"data worker 1 (pid {pid})" in str(caught.value) and words in str(caught.value)
-    assert not is_timeout(caught.value), "no other rank is asked for"
+    assert classify_error(caught.value) not in PEER_CAUSES, "no other rank is asked for"
     assert not multiprocessing.active_children()
 
 
 def test_an_error_in_a_worker_is_that_of_the_rank(helped: Callable[..., Loader]) -> None:
     broken = helped()
     broken.transform = lambda *_: 1 // 0  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match=r"(?s)data worker 0 .* failed:.*ZeroDivisionError"):
+    with pytest.raises(RuntimeError, match=r"(?s)data worker 0 .* failed:.*ZeroDivisionError") as caught:
         next(iter(broken))
+    assert classify_error(caught.value) is Cause.SOURCE_ERROR
 
 
 def test_a_rank_that_is_asked_to_stop_makes_the_batches_of_a_stopped_worker(helped: Callable[..., Loader]) -> None:

@@ -26,7 +26,7 @@ from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.tracking.wandb_tracker import Tracker
 from common.system.errors import EXIT_REFUSED, RunTakenError
-from common.training.attempt import Attempt
+from common.training.attempt import Attempt, TrainingOutcome
 from common.training.run import Run
 from configs.mnist_pipeline import Config
 from tests.harness import warm
@@ -224,6 +224,6 @@ def test_an_attempt_that_is_superseded_at_its_end_only_ends_its_tracking(
     attempt = Attempt(run.folder, run.prepared, is_new=False, tracker=tracker)
     run.folder.claim_attempt()
     capfd.readouterr()
-    attempt.record_end(EXIT_REFUSED, run.cfg, submitted=False, reason="")
+    attempt.record_end(TrainingOutcome(EXIT_REFUSED), run.cfg, submitted=False)
     assert capfd.readouterr() == ("", "") and not run.folder.result
     assert not (run.folder.attempt_folder / "logs" / "tracker.log").exists(), "nothing was converted"

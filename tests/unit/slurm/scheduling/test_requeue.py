@@ -16,6 +16,7 @@ import pytest
 from common.config.config import ROOT
 from common.ranks.rank_info import COORDINATOR_VARIABLE, ORPHAN_COMMAND_VARIABLE, RankInfo
 from common.runs.folder import RunFolder
+from common.system.causes import Cause
 from common.system.errors import EXIT_RESUMABLE, UnreachableError, UserError
 from common.training import entry_point
 from slurm.scheduling import job, requeue
@@ -114,9 +115,12 @@ def test_a_rank_that_failed_first_counts_before_one_that_srun_killed(
 ) -> None:
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
-    requeue.record_rank_failure(folder)
+    requeue.record_rank_failure(folder, Cause.LOST_PEER)
+    requeue.record_rank_failure(folder, Cause.SOURCE_ERROR)
+    requeue.record_rank_failure(folder, Cause.TIMEOUT)
     assert "failed with exit status 1;" in end(fake, folder, EXIT_RESUMABLE, OURS).stdout
     assert end(fake, folder, 137, OURS).returncode == 1 and folder.result["exit_status"] == 1
+    assert folder.result["cause"] == "source_error", "the others lost their connections because of it"
 
 
 def test_a_rank_that_fails_before_it_trains_leaves_a_note(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,11 +187,12 @@ def test_a_rank_that_meets_nobody_refuses_only_at_a_first_start_without_a_stop_r
 def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
-    requeue.record_start_error(folder, 1, "rank 0 tells")
-    requeue.record_start_error(folder, 0, "the loss is nan")
-    requeue.record_start_error(folder, 10, "rank 0 tells")
+    requeue.record_start_error(folder, 1, UserError("rank 0 tells"))
+    requeue.record_start_error(folder, 0, UserError("the loss is nan", cause=Cause.DIVERGED))
+    requeue.record_start_error(folder, 10, UserError("rank 0 tells"))
     assert end(fake, folder, 2, OURS).returncode == 2
     assert folder.result["reason"] == "the loss is nan" and requeues(fake) == 0
+    assert folder.result["cause"] == "diverged"
     assert folder.result["format"] == 2 and folder.result["last_step"] == 0
 
 

@@ -143,7 +143,7 @@ def test_a_job_leaves_a_run_alone_that_is_not_its_own(
     (folder.path / "submit").mkdir()
     words = {"job": "job 24", "local": "an attempt that was started without SLURM", "note": "because"}[taken]
     if taken == "note":
-        requeue.record_start_error(folder, 0, "because", is_taken=True)
+        requeue.record_start_error(folder, 0, RunTakenError("because"))
     else:
         write_json(folder.path / "meta.json", {"job": job | {"id": "24"} if taken == "job" else None})
         with pytest.raises(RunTakenError, match=f"job 23 cannot start {folder.path.name}: the run belongs to {words}"):

@@ -1,0 +1,212 @@
+"""Conversion of text and exceptions of other programs to causes.
+
+This is the only module that searches messages. The messages are those of the operating system, Python, torch, gloo,
+NCCL and SLURM. Errors of this project carry their cause (`CausedError`), so their messages are never searched. The only
+exception is `classify_recorded_text`, for run folders of older versions, which contain messages but no causes. This
+module does not import torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import signal
+
+from common.system.causes import Cause
+
+# messages of Python, the operating system, libgomp and OpenBLAS
+SHORTAGE_PATTERN = (
+    "can't start new thread|unable to start .*thread|thread creation failed|pthread_create failed"
+    r"|\bfork\b.*resource temporarily unavailable"
+)
+# the same messages, and two messages of std::thread, which gloo uses, in the log of an aborted process
+ABORT_PATTERN = (
+    f"{SHORTAGE_PATTERN}|terminate called without an active exception"
+    r"|std::system_error'\s+what\(\):\s+resource temporarily unavailable"
+)
+FORK_FUNCTIONS = {"fork", "fork_exec", "_fork_exec"}  # functions of os and subprocess that fork
+
+# gloo reports a timeout in two ways: "Timed out waiting ..." for the operation that waited, and "Application timeout
+# caused pair closure" for operations that were queued behind it on the same connection.
+TIMEOUT_PATTERN = r"(?i)timed out|timing out|(?<!_)timeout"
+FOREIGN_PATTERNS = (
+    (TIMEOUT_PATTERN, Cause.TIMEOUT),
+    (r"(?i)(closed|reset) by peer|connection refused|broken pipe|pair closure", Cause.LOST_PEER),
+    (r"(?i)out of memory|not enough memory|oom.kill|MemoryError|cannot allocate memory|bad_alloc", Cause.OUT_OF_MEMORY),
+    (f"(?i){SHORTAGE_PATTERN}", Cause.THREAD_SHORTAGE),
+    (r"No space left|[Qq]uota exceeded", Cause.DISK_FULL),
+    (r"Read-only", Cause.DISK_READ_ONLY),
+    (r"File too large", Cause.FILE_TOO_LARGE),
+    (r"ModuleNotFoundError|ImportError", Cause.MISSING_PACKAGE),
+)
+"""Patterns in messages of other programs. The first match counts."""
+OLD_PATTERNS = (
+    (r"did not answer within", Cause.SILENT_RANK),
+    (r"(?i)(did|does) not answer|neither sent nor took|no progress for", Cause.TIMEOUT),
+    (r"closed its connection|connection with rank", Cause.LOST_PEER),
+    (r"no more threads or processes can be started", Cause.THREAD_SHORTAGE),
+    (r"disk is full|quota", Cause.DISK_FULL),
+    (r"read-only", Cause.DISK_READ_ONLY),
+    (r"the loss of step|no finite.number|contains? NaN|NaN or infinity|(?:is|are) not finite", Cause.DIVERGED),
+    (r"no valid checkpoint left", Cause.NO_VALID_CHECKPOINT),
+    (r"is damaged|(?:other|different) data than", Cause.DAMAGED_DATA),
+    (r"time limit", Cause.JOB_TIME_LIMIT),
+)
+"""Patterns in messages that older versions of this project wrote. The first match counts."""
+JOB_STATE_PATTERNS = (
+    (r"\bTIMEOUT\b", Cause.JOB_TIME_LIMIT),
+    (r"\bNODE_FAIL\b", Cause.HOST_FAILED),
+    (r"\bOUT_OF_ME", Cause.JOB_OUT_OF_MEMORY),  # squeue abbreviates OUT_OF_MEMORY
+)
+SLURM_OUTPUT_PATTERNS = ((r"is DOWN", Cause.CONTROLLER_DOWN), (r"Invalid job id", Cause.UNKNOWN_JOB))
+
+SOURCE_ERRORS = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NameError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    UnboundLocalError,
+    ValueError,
+    ZeroDivisionError,
+)  # fmt: skip
+DEVICE_PATTERN = r"CUDA|NCCL|gloo|[Cc]onnection|peer|[Tt]imed out|new thread|temporarily unavailable"
+# matches the type of a source error at the start of a message, which older versions wrote after some words
+RECORDED_SOURCE_ERROR = (
+    rf"^(?:.*failed(?: first)?: )?(?:after step \d+: )?"
+    rf"(?:(?:{'|'.join(kind.__name__ for kind in SOURCE_ERRORS)})\b|RuntimeError: (?!.*(?:{DEVICE_PATTERN})))"
+)
+CAUSES_OF_CLASSES = (
+    (TimeoutError, Cause.TIMEOUT),
+    (ConnectionError, Cause.LOST_PEER),
+    (MemoryError, Cause.OUT_OF_MEMORY),
+    (ImportError, Cause.MISSING_PACKAGE),
+)
+DISK_CAUSES = {
+    errno.ENOSPC: Cause.DISK_FULL,
+    errno.EDQUOT: Cause.DISK_FULL,
+    errno.EROFS: Cause.DISK_READ_ONLY,
+    errno.EFBIG: Cause.FILE_TOO_LARGE,
+}
+
+
+def find_first_match(text: str, patterns: tuple[tuple[str, Cause], ...]) -> Cause:
+    """Return the cause of the first pattern that occurs in a text, or `Cause.OTHER`."""
+    for pattern, cause in patterns:
+        if re.search(pattern, text):
+            return cause
+    return Cause.OTHER
+
+
+def classify_error(error: BaseException) -> Cause:
+    """Return the cause of an exception.
+
+    The cause of an exception of this project is its attribute `cause`. The cause of any other exception follows from
+    its type, its error number, or its message.
+    """
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, Cause):
+        return cause
+    if is_thread_shortage(error):
+        return Cause.THREAD_SHORTAGE
+    for error_class, class_cause in CAUSES_OF_CLASSES:
+        if isinstance(error, error_class):
+            return class_cause
+    if isinstance(error, OSError) and error.errno in DISK_CAUSES:
+        return DISK_CAUSES[error.errno]
+    return classify_message_of_error(error)
+
+
+def classify_message_of_error(error: BaseException) -> Cause:
+    """Return the cause of an exception whose class is that of several causes, such as RuntimeError."""
+    if type(error) in SOURCE_ERRORS:
+        return Cause.SOURCE_ERROR
+    if type(error).__name__ == "DistNetworkError":  # a class of torch.distributed
+        return Cause.LOST_PEER
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror  # without the name of a file
+    cause = classify_text(text)
+    if cause is Cause.OTHER and type(error) is RuntimeError and not re.search(DEVICE_PATTERN, text):
+        return Cause.SOURCE_ERROR
+    return cause
+
+
+def classify_text(text: str) -> Cause:
+    """Return the cause in a message of another program, or `Cause.OTHER`."""
+    return find_first_match(text, FOREIGN_PATTERNS)
+
+
+def classify_recorded_text(text: str) -> Cause:
+    """Return the cause in a message that was recorded without a cause.
+
+    The message is in a log or a result of an older version of this project, or in the output of a rank that could not
+    record a cause, such as a process that a library has aborted.
+    """
+    cause = find_first_match(text, OLD_PATTERNS + FOREIGN_PATTERNS)
+    if cause is not Cause.OTHER:
+        return cause
+    if re.search(r"failed repeatedly", text):  # the message of an elastic run contains the name of an exception
+        return Cause.OTHER
+    if re.search(RECORDED_SOURCE_ERROR, text):
+        return Cause.SOURCE_ERROR
+    return Cause.KILLED if "was killed by" in text else Cause.OTHER
+
+
+def classify_job_state(description: str) -> Cause:
+    """Return the cause in a description that contains SLURM's state of a job, such as NODE_FAIL."""
+    return find_first_match(description, JOB_STATE_PATTERNS)
+
+
+def classify_slurm_output(text: str) -> Cause:
+    """Return the cause in the output of a SLURM command that failed."""
+    return find_first_match(text, SLURM_OUTPUT_PATTERNS)
+
+
+def is_controller_up(answer: str) -> bool:
+    """Return whether a SLURM controller responds, according to the answer of `scontrol ping`."""
+    return "is UP" in answer
+
+
+def classify_exit(exit_code: int, log: str) -> Cause:
+    """Return why a process without an error message ended, given its exit code and the last lines of its log.
+
+    `exit_code` is negative if a signal ended the process. Libraries that cannot start a thread abort the process
+    (SIGABRT) or let the process exit. If any other signal ended the process, the log does not contain the cause.
+    """
+    if exit_code == -signal.SIGABRT and re.search(ABORT_PATTERN, log, re.IGNORECASE):
+        return Cause.THREAD_SHORTAGE
+    if exit_code > 0 and re.search(SHORTAGE_PATTERN, log, re.IGNORECASE):
+        return Cause.THREAD_SHORTAGE
+    return Cause.KILLED if exit_code < 0 else Cause.OTHER
+
+
+def is_thread_shortage(error: BaseException) -> bool:
+    """Return whether an error occurred because a thread or process could not be started."""
+    if isinstance(error, BlockingIOError) and is_failed_fork(error):
+        return True
+    return isinstance(error, RuntimeError | OSError) and bool(re.search(SHORTAGE_PATTERN, str(error), re.IGNORECASE))
+
+
+def is_failed_fork(error: BlockingIOError) -> bool:
+    """Return whether a function that forks raised the error. Sockets and locks raise the same error type."""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return not FORK_FUNCTIONS.isdisjoint(trace.tb_frame.f_code.co_names)
+
+
+def is_gloo_error(error: BaseException) -> bool:
+    """Return whether a message of gloo, which contains the path of gloo's source file, caused an error."""
+    return "gloo" in str(error).lower()
+
+
+def is_out_of_limited_memory(error: BaseException) -> bool:
+    """Return whether an error occurred because the memory of this process is limited (RLIMIT_DATA)."""
+    # With little memory, oneDNN reports that it could not create a primitive.
+    return classify_error(error) is Cause.OUT_OF_MEMORY or "could not create a primitive" in str(error)

@@ -1,0 +1,69 @@
+"""Which cause follows from an exception, and from the text that older versions left."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from common.system.causes import Cause
+from common.system.errors import CausedRuntimeError, MachineError, RunTakenError, UnreachableError, UserError
+from common.system.foreign_text import classify_error, classify_recorded_text
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] "
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (RuntimeError(f"{GLOO}Timed out waiting 1800000ms for recv operation to complete"), Cause.TIMEOUT),
+        (RuntimeError(f"{GLOO}Application timeout caused pair closure"), Cause.TIMEOUT),
+        (RuntimeError("Watchdog caught collective operation timeout: ran for 600 milliseconds before"), Cause.TIMEOUT),
+        (TimeoutError("all_reduce: rank 1 does not answer"), Cause.TIMEOUT),
+        (RuntimeError(f"{GLOO}Connection closed by peer [127.0.0.1]:3141"), Cause.LOST_PEER),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), Cause.LOST_PEER),
+        (RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:10] op.nbytes. 8 vs 4"), Cause.OTHER),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), Cause.OUT_OF_MEMORY),
+        (MemoryError(), Cause.OUT_OF_MEMORY),
+        (RuntimeError("can't start new thread"), Cause.THREAD_SHORTAGE),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Cause.DISK_FULL),
+        (PermissionError(errno.EACCES, "Permission denied", "/runs/timeout/Read-only"), Cause.OTHER),
+        (ModuleNotFoundError("No module named 'x'"), Cause.MISSING_PACKAGE),
+        (ValueError("the loss of step 3 timed out"), Cause.SOURCE_ERROR),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), Cause.SOURCE_ERROR),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), Cause.OTHER),
+        (UserError("the loss of step 3 is nan; raise launch.step_timeout"), Cause.OTHER),
+        (UserError("the loss of step 3 is nan", cause=Cause.DIVERGED), Cause.DIVERGED),
+        (UnreachableError("rank 1 did not join"), Cause.UNREACHABLE),
+        (RunTakenError("was superseded"), Cause.RUN_TAKEN),
+        (MachineError("no batch for 9 s; raise launch.step_timeout"), Cause.OTHER),
+        (CausedRuntimeError("a worker has been lost", cause=Cause.LOST_PEER), Cause.LOST_PEER),
+    ],
+)
+def test_the_cause_of_an_error_follows_from_its_class_and_only_then_from_its_text(
+    error: BaseException, cause: Cause
+) -> None:
+    assert classify_error(error) is cause
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("rank 1 on vm did not answer within 8 s; check the log of each unresponsive rank", Cause.SILENT_RANK),
+        ("all_reduce: rank 1 does not answer (no progress for 120 s); raise launch.step_timeout", Cause.TIMEOUT),
+        ("data worker 0 has returned no batch for 9 s; raise launch.step_timeout or lower data.block", Cause.OTHER),
+        ("all_reduce: rank 1 has closed its connection; see its log", Cause.LOST_PEER),
+        ("rank 1 was killed by SIGKILL: the system ran out of memory", Cause.OUT_OF_MEMORY),
+        ("rank 1 was killed by SIGKILL", Cause.KILLED),
+        ("no valid checkpoint left (attempt 1 step 2): rank-0.pt is damaged", Cause.NO_VALID_CHECKPOINT),
+        ("cannot write runs/x: the disk is full; free up space", Cause.DISK_FULL),
+        ("the loss of step 3 is nan", Cause.DIVERGED),
+        ("rank 1 failed: TypeError: of x", Cause.SOURCE_ERROR),
+        ("after step 3: RuntimeError: mat1 and mat2 shapes cannot be multiplied", Cause.SOURCE_ERROR),
+        ("rank 0 failed: RuntimeError: communication between ranks failed repeatedly although no", Cause.OTHER),
+        ("2 attempts in a row ended without a new checkpoint", Cause.OTHER),
+    ],
+)
+def test_text_of_older_versions_has_a_cause(text: str, cause: Cause) -> None:
+    assert classify_recorded_text(text) is cause
