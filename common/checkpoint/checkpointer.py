@@ -108,6 +108,8 @@ class Checkpointer:
         """The ranks that train now."""
         return self.ranks.current
 
+    # ---- saving
+
     def save(self, step: int, state: CheckpointState, *, best: bool = False) -> bool:
         """Save the state after `step` steps; return False if the checkpoint could not be written.
 
@@ -372,19 +374,6 @@ def read_checkpoint(checkpoint: CheckpointPath, manifest: Manifest, world: World
         if rank == world.rank and manifest.processes == world.size:
             loaded.local = part["local"]
     return loaded
-
-
-def read_full_model(checkpoint: CheckpointPath) -> dict[str, Tensor]:
-    """Return all parameters and buffers in a checkpoint, by name.
-
-    The parts saved by different ranks, such as pipeline stages or servers, are merged. Raises InvalidCheckpoint if a
-    file is invalid.
-    """
-    manifest = storage.read_manifest(checkpoint)
-    model: dict[str, Tensor] = {}
-    for rank in range(manifest.processes):
-        model |= read_rank_file(checkpoint, manifest, rank)["model"]
-    return model
 
 
 def describe_first_problem(problems: list[str | None], world: World) -> str | None:

@@ -1,4 +1,4 @@
-"""Reading and writing of one rank's file in a checkpoint.
+"""Reading and writing of the ranks' files in a checkpoint.
 
 A checksum is computed while the file is written. Code in a checkpoint file is never executed.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+from torch import Tensor
 
 from common.checkpoint import storage
 from common.checkpoint.hashing_writer import HashingWriter
@@ -51,3 +52,16 @@ def read_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) ->
     if not isinstance(part, dict) or any(not isinstance(part.get(key), dict) for key in PARTS):
         raise InvalidCheckpoint(f"{name} does not contain the state of a rank")
     return part
+
+
+def read_full_model(checkpoint: CheckpointPath) -> dict[str, Tensor]:
+    """Return all parameters and buffers in a checkpoint, by name.
+
+    The parts saved by different ranks, such as pipeline stages or servers, are merged. Raises InvalidCheckpoint if a
+    file is invalid.
+    """
+    manifest = storage.read_manifest(checkpoint)
+    model: dict[str, Tensor] = {}
+    for rank in range(manifest.processes):
+        model |= read_rank_file(checkpoint, manifest, rank)["model"]
+    return model

@@ -79,7 +79,7 @@ class Saver:
     def start_silence_watch(self, log_failure: Callable[[str], None]) -> None:
         """Start to report ranks that do not respond, before NCCL's timeout kills this process."""
         timeout = self.cfg.launch.step_timeout
-        self.silence_watch = SilentRankWatchdog(self.world, 0.7 * timeout, 0.1 * timeout, log_failure)
+        self.silence_watch = SilentRankWatchdog(self.ranks, 0.7 * timeout, 0.1 * timeout, log_failure)
 
     def restart_watchdogs(self) -> None:
         """Restart the timers that detect a step that hangs.

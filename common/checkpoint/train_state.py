@@ -39,10 +39,9 @@ class TrainState:
 
     `parts`: modules of this rank, whose parameters have the names of the full model; empty if this rank has none.
     `optimizer`: the optimizer, or None if this rank has none.
-    `replicated`: True if every rank holds the full model, as in data parallelism, and rank 0 saves the model. The
-        BatchNorm statistics of replicas differ, so each rank also saves its own statistics.
-    `peers`: the ranks that hold the same parts as this rank, such as the replicas of a pipeline stage. Pass
-        `peers` only if other ranks hold different parts.
+    `peers`: the ranks that hold the same parts as this rank: all ranks in data parallelism, or the replicas of a
+        pipeline stage; None if no other rank holds these parts. The first peer saves the parts. The BatchNorm
+        statistics of peers differ, so each peer also saves its own statistics.
     `scaler`: gradient scaler, whose state must be the same on all ranks.
     `tensors`: named tensors that the run updates in place, such as measurements. Rank 0's tensors are saved.
     `local`: further state by name, such as the errors of a gradient compression. Each rank saves its own.
@@ -53,10 +52,8 @@ class TrainState:
         parts: Sequence[nn.Module],
         optimizer: Optimizer | None,
         loader: StepSource,
-        ranks: Ranks,
         *,
-        replicated: bool = False,
-        peers: World | None = None,
+        peers: Ranks | None = None,
         scaler: GradScaler | None = None,
         tensors: Mapping[str, Tensor] | None = None,
         local: Mapping[str, LocalPart] | None = None,
@@ -64,9 +61,7 @@ class TrainState:
         self.parts = list(parts)
         self.optimizer = optimizer
         self.loader = loader
-        self.is_replicated = replicated
-        self.ranks = ranks
-        self.peers_of_part = peers
+        self.peers = peers
         self.scaler = scaler
         self.tensors = dict(tensors or {})
         self.local_parts = dict(local or {})
@@ -80,11 +75,6 @@ class TrainState:
         self.buffer_copies: list[Tensor] | None = None
         """Copies of the buffers made before an evaluation; None outside of an evaluation."""
         self.recipe = get_model_recipe(parts[0]) if parts else {}
-
-    @property
-    def peers(self) -> World | None:
-        """The ranks that hold the same parts as this rank; None if no other rank holds them."""
-        return self.ranks.current if self.is_replicated else self.peers_of_part
 
     @property
     def shard_weight(self) -> float:
@@ -118,7 +108,7 @@ class TrainState:
 
     def collect_state(self) -> CheckpointState:
         """Return the state that this rank saves. All ranks must call this method."""
-        return self._collect_state_among(self.peers)
+        return self._collect_state_among(self.peers.current if self.peers else None)
 
     def collect_local_state(self) -> CheckpointState:
         """Return the state of this rank, without communication. This rank must hold the full model."""
@@ -163,7 +153,7 @@ class TrainState:
         The buffers saved with the model are used if the number of ranks has changed, if this rank now holds other parts
         of the model, or if no other rank holds the same parts.
         """
-        if self.peers is None or self.peers.size == 1 or not loaded.local:
+        if self.peers is None or self.peers.current.size == 1 or not loaded.local:
             return {}
         saved: dict[str, Tensor] = loaded.local["buffers"]
         return saved if saved.keys() == dict(self.buffers).keys() else {}

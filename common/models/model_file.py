@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import checkpointer
+from common.checkpoint import rank_file
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
 from common.data.prepare import hash_file
 from common.models import networks
@@ -238,7 +238,7 @@ def read_model_of_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
         attempt_number = int(path.parents[1].name)
         step = int(path.name.removeprefix("step-"))
         attempt = RunFolder(path.parents[3], attempt_number)
-        return checkpointer.read_full_model(CheckpointPath(attempt, step))
+        return rank_file.read_full_model(CheckpointPath(attempt, step))
     except (ValueError, IndexError):
         raise UserError(f"weights={text} must be a run folder or a checkpoint folder inside a run folder") from None
     except InvalidCheckpoint as reason:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.system.network import call_with_timeout
 
@@ -26,14 +27,14 @@ class SilentRankWatchdog:
     """
 
     def __init__(
-        self, world: World, timeout_seconds: float, step_seconds: float, report: Callable[[str], None]
+        self, ranks: Ranks, timeout_seconds: float, step_seconds: float, report: Callable[[str], None]
     ) -> None:
         """Start a thread that calls `report` once if `restart_time_limit` is not called for `timeout_seconds`.
 
         `report` receives a message that names the unresponsive ranks. `step_seconds` is the approximate duration of a
         step.
         """
-        self.world = world
+        self.ranks = ranks
         self.timeout_seconds = timeout_seconds
         self.step_seconds = step_seconds
         self.report = report
@@ -55,7 +56,7 @@ class SilentRankWatchdog:
         while not self.closed.wait(max(0.0, self.deadline - time.monotonic())):
             if time.monotonic() < self.deadline:
                 continue
-            message = describe_silent_ranks(self.world, self.step_seconds, f"{self.round}/")
+            message = describe_silent_ranks(self.ranks.current, self.step_seconds, f"{self.round}/")
             if message:
                 if not self.closed.is_set():
                     self.report(message)

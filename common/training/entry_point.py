@@ -247,7 +247,8 @@ class LaunchedRank:
                 f"{cfg.processes}; use {remedy}, or change {setting}"
             )
         self.started_as = rank_info
-        self.ranks: Ranks | None = None  # None before this rank has joined the other ranks
+        self.ranks: Ranks | None = None
+        """None before this rank has joined the other ranks."""
         self.stop = StopRequest.listen(cfg.checkpoint.grace, sys.stderr)
 
     @property
@@ -278,9 +279,8 @@ class LaunchedRank:
         if run_to_resume:
             launch = custom_code.use_file_copies(launch, run_to_resume.path / "code")
             parent = run_to_resume.path
-        with rendezvous.join_world(
-            self.rank_info, launch, backend_setup.get_key_folder(parent, self.rank_info)
-        ) as world:
+        private = backend_setup.get_key_folder(parent, self.rank_info)
+        with rendezvous.join_world(self.rank_info, launch, private) as world:
             self.ranks = Ranks(world)
             if run_to_resume is None and self.rank_info.is_restart:
                 run_to_resume = self._find_run_of_same_launch(cfg)
@@ -290,9 +290,8 @@ class LaunchedRank:
         """Return the run of this launch's previous attempt. All ranks must call this method."""
         earlier = None
         if self.is_main:
-            earlier = provenance.find_run_of_same_launch(
-                Path(cfg.runs), config.get_experiment_name(type(cfg)), sys.argv
-            )
+            name = config.get_experiment_name(type(cfg))
+            earlier = provenance.find_run_of_same_launch(Path(cfg.runs), name, sys.argv)
         path = self.world.broadcast(str(earlier.path) if earlier else None)
         return RunFolder(Path(path)) if path else None
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from common.checkpoint.checkpointer import read_full_model
+from common.checkpoint.rank_file import read_full_model
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
 from common.config import changed_settings
 from common.data.loader import get_pixel_statistics
@@ -153,7 +153,7 @@ def save_trained_model(run: RunContext) -> None:
         "precision": getattr(cfg, "precision", "fp32"),
         "channels_last": getattr(cfg, "channels_last", False),
         "eval_batch": cfg.eval_batch,
-        "shares": state.peers.size if state.peers else 1,
+        "shares": state.peers.current.size if state.peers else 1,
         "scores": run.scores,
     }
     try:

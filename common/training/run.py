@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from common.checkpoint.train_state import TrainState
 from common.data.loader import Loader
 from common.measure.metrics_log import MEAN
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.result import Report
 from common.training import final_report, loop
@@ -59,16 +60,10 @@ class Run(RunContext):
             parts = list(model.local_stages.values())
             evaluate = partial(score_stages, model, self, peers)
             loss_rank = model.last_rank
-        state = TrainState(
-            parts,
-            optimizer,
-            batches,
-            self.ranks,
-            replicated=replicated,
-            peers=peers,
-            scaler=scaler,
-            local=self.local_parts,
-        )
+        holders = self.ranks if replicated else None  # the ranks that hold the same parts as this rank
+        if peers is not None:
+            holders = Ranks(peers)
+        state = TrainState(parts, optimizer, batches, peers=holders, scaler=scaler, local=self.local_parts)
         self.set_up_training(state, evaluate, loss_rank)
 
     def register_state(self, state: TrainState) -> None:
@@ -104,7 +99,7 @@ class Run(RunContext):
         which the caller updates in place; those of rank 0 are saved in checkpoints. The values that rank 0 passes to
         `Step.log` are written to metrics.jsonl. Checkpoints, stop requests, and heartbeats work as in `steps`.
         """
-        state = TrainState([], None, MeasurementPoints(points), self.ranks, tensors=tensors)
+        state = TrainState([], None, MeasurementPoints(points), tensors=tensors)
         self.set_up_training(state, dict, 0)
         return loop.iterate_steps(self, self.evaluate)
 

@@ -60,7 +60,7 @@ class RunContext(RunData):
         self.folder = folder
         self.has_failed = False
         world = ranks.current
-        self.open_screen()
+        self.screen = self._open_screen()
         self.logger = self._open_log()
         trace = folder.attempt_folder / f"trace-{world.original_rank}.json"
         self.profiler = profiler.start_profiler(cfg.profile, trace, self.log_message)
@@ -196,9 +196,14 @@ class RunContext(RunData):
 
     # ---- log, progress and measurements
 
-    def open_screen(self) -> None:
-        """Open the progress display, which is silent unless this rank is rank 0."""
-        self.screen = ProgressDisplay(self.cfg.log, silent=not self.world.is_main)
+    def _open_screen(self) -> ProgressDisplay:
+        """Return a progress display, which is silent unless this rank is rank 0."""
+        return ProgressDisplay(self.cfg.log, silent=not self.world.is_main)
+
+    def reopen_screen(self) -> None:
+        """Show the progress if this rank has become rank 0, and hide it if another rank has become rank 0."""
+        self.screen.close()
+        self.screen = self._open_screen()
 
     def _open_log(self) -> logging.Logger:
         logging.raiseExceptions = False  # a full disk is reported when metrics or checkpoints are written

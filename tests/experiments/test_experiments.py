@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from common.checkpoint import storage
-from common.checkpoint.checkpointer import read_full_model
+from common.checkpoint.rank_file import read_full_model
 from common.config import config
 from common.runs.result import parse_result
 from tests.harness.processes import Done, command, environment, run

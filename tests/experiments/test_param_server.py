@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common.api import build_optimizer
 from common.checkpoint import state_dicts, storage
-from common.checkpoint.checkpointer import read_full_model
+from common.checkpoint.rank_file import read_full_model
 from common.config import config
 from common.data.loader import Images, Loader
 from common.data.prepare import prepare_dataset

@@ -69,7 +69,7 @@ def test_own_statistics_come_back_only_where_the_layout_is_the_same(
         part = nn.Sequential(OrderedDict((name, nn.BatchNorm1d(1)) for name in names))
         many = World(size=size, hosts=("here",) * size, device=cpu, backend="gloo", threads=1) if size else None
         loader = data.Loader(images, 8, 0, cpu, torch.float32)
-        return TrainState([part], torch.optim.SGD(part.parameters()), loader, cast(Ranks, None), peers=many)
+        return TrainState([part], torch.optim.SGD(part.parameters()), loader, peers=Ranks(many) if many else None)
 
     saved = training(["first", "second"], 1)
     for number, (_, buffer) in enumerate(pair for pair in saved.buffers if pair[0].endswith("mean")):

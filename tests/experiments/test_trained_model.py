@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint import checkpointer, storage
+from common.checkpoint import rank_file, storage
 from common.data.prepare import hash_file
 from common.models import model_file
 from common.runs import progress
@@ -48,7 +48,7 @@ def joined(folder: RunFolder) -> dict[str, torch.Tensor]:
     """The model in the checkpoint of the last step."""
     newest = storage.list_resumable_checkpoints(folder)[0]
     assert newest.step == json.loads((folder.path / "model.json").read_text())["step"]
-    return checkpointer.read_full_model(newest)
+    return rank_file.read_full_model(newest)
 
 
 @every

@@ -68,7 +68,6 @@ class ElasticRecovery(RecoveryHook):
         self.run = run
         self.state = state
         self.metrics = run.metrics
-        world = run.ranks.update(started_as_rank=world.original_rank)
         self.joining = world.is_joining
         self.writes_metrics = world.is_main
         """True if this rank writes the metrics as rank 0 of the newest generation that was formed successfully."""
@@ -240,7 +239,7 @@ class ElasticRecovery(RecoveryHook):
         self.connections = []
         group.form_process_group(self.member, run.world.timeout, run.world.original_rank)
         self._cut_connections_on_generation_end()
-        self._update_ranks(generation)
+        self._update_ranks()
         world = run.world
 
         # Copy the state of the source rank.
@@ -257,22 +256,17 @@ class ElasticRecovery(RecoveryHook):
 
         # Move the metrics and the progress display to the new rank 0.
         if world.is_main != self.writes_metrics:
-            run.open_screen()
+            run.reopen_screen()
         if world.is_main and not self.writes_metrics:
             self.metrics.take_over_metrics_file()
         self.writes_metrics = world.is_main
         self.metrics.write_rows(self.metrics.unwritten_rows)
         return RankChange(**facts["change"])
 
-    def _update_ranks(self, generation: Generation) -> None:
+    def _update_ranks(self) -> None:
         """Set the ranks and hosts of the run to those of the new process group."""
-        rank = dist.get_rank()
-        size = len(generation.members)
-        world = self.run.ranks.update(rank=rank, size=size, is_joining=False, store=None)
-        hosts = world.all_gather(socket.gethostname())
-        host = hosts[rank]
-        local_rank = hosts[:rank].count(host)
-        self.run.ranks.update(hosts=tuple(hosts), local_rank=local_rank, local_size=hosts.count(host))
+        hosts = self.run.world.all_gather(socket.gethostname())
+        self.run.ranks.renumber(dist.get_rank(), hosts)
 
     def _divide_batches(self, members: Sequence[int]) -> None:
         """Divide each batch among the members in proportion to the `shards` setting, or equally if it is not set."""

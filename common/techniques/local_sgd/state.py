@@ -29,13 +29,7 @@ class LocalState(TrainState):
 
     def __init__(self, worker: LocalWorker, optimizer: Optimizer, loader: Loader, **options: Any) -> None:
         super().__init__(
-            [worker.network],
-            optimizer,
-            loader,
-            Ranks(worker.world),
-            replicated=True,
-            tensors=worker.shared_tensors,
-            **options,
+            [worker.network], optimizer, loader, peers=Ranks(worker.world), tensors=worker.shared_tensors, **options
         )
         self.worker = worker
 

@@ -46,7 +46,7 @@ class ServerWorkerState(TrainState):
     optimizer: Optimizer
 
     def __init__(self, worker: ParameterServerRank, optimizer: Optimizer, loader: Loader, **options: Any) -> None:
-        super().__init__([worker.network], optimizer, loader, worker.ranks, replicated=True, **options)
+        super().__init__([worker.network], optimizer, loader, peers=worker.ranks, **options)
         self.worker = worker
 
     @property

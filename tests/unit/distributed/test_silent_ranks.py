@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from common.ranks import silent_ranks
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.ranks.silent_ranks import SilentRankWatchdog, describe_silent_ranks
 from tests.harness.processes import wait_until
@@ -77,7 +78,7 @@ def test_a_message_that_nothing_ends_is_watched(found: tuple[World, int]) -> Non
     """As long as steps come nothing is said; then who is missing is named, once."""
     world, _ = found
     said = list[str]()
-    watch = SilentRankWatchdog(world, 0.5, 0.1, said.append)
+    watch = SilentRankWatchdog(Ranks(world), 0.5, 0.1, said.append)
     for _ in range(20):
         time.sleep(0.05)
         watch.restart_time_limit()
@@ -91,7 +92,7 @@ def test_a_wait_of_all_is_no_end_of_the_watch(found: tuple[World, int]) -> None:
     assert world.store
     said = list[str]()
     world.store.set("waited/1/0", "")  # rank 0 waits, too
-    watch = SilentRankWatchdog(world, 0.2, 0.1, said.append)
+    watch = SilentRankWatchdog(Ranks(world), 0.2, 0.1, said.append)
     time.sleep(1)
     assert not said
     watch.restart_time_limit()
@@ -101,7 +102,7 @@ def test_a_wait_of_all_is_no_end_of_the_watch(found: tuple[World, int]) -> None:
 def test_a_watch_that_is_closed_says_nothing(found: tuple[World, int]) -> None:
     world, _ = found
     said = list[str]()
-    watch = SilentRankWatchdog(world, 0.1, 0.3, said.append)
+    watch = SilentRankWatchdog(Ranks(world), 0.1, 0.3, said.append)
     time.sleep(0.2)  # it asks by now
     watch.close()
     time.sleep(0.5)

@@ -31,7 +31,7 @@ def add_steps(log: SharedMetricsLog, first: int, last: int) -> None:
 
 def become_main(log: SharedMetricsLog) -> None:
     """Continue after the loss of rank 0, as the members of a new generation do."""
-    log.ranks.update(rank=0)
+    log.ranks.renumber(0, ["here"])
     log.take_over_metrics_file()
     log.write_rows(log.collect_unwritten_rows())
 

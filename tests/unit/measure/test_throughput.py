@@ -87,7 +87,7 @@ def train(gpu: Played, world: World, cache: Path, folder: Path, epoch: int, ever
         model = nn.Linear(1, 1)
         loader = data.Loader(images, len(images) // epoch, 0, world.device, torch.float32)
         assert loader.steps == epoch
-        training = Saved([model], torch.optim.SGD(model.parameters()), loader, Ranks(world))
+        training = Saved([model], torch.optim.SGD(model.parameters()), loader)
         training.gpu = gpu
         training.gpus = {torch.device("cuda", 0)} if cuda else set()
 
