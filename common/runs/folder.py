@@ -62,7 +62,6 @@ FILES_OF_RANKS = (
 )
 """Patterns of the files that ranks write to the attempt's folder. Tracking and reports write other files."""
 
-
 DISK_REMEDIES = {
     errno.ENOSPC: "the disk is full; free up space",
     errno.EDQUOT: "the disk quota is exhausted; free up space",
@@ -86,8 +85,8 @@ def convert_disk_errors(path: Path) -> Iterator[None]:
             raise UserError(f"cannot write {path}: {error}; free up space", cause=Cause.DISK_FULL) from error
         if error.errno not in DISK_REMEDIES:
             raise
-        cause = foreign_text.classify_error(error)
-        raise UserError(f"cannot write {path}: {DISK_REMEDIES[error.errno]}", cause=cause) from error
+        text = f"cannot write {path}: {DISK_REMEDIES[error.errno]}"
+        raise UserError(text, cause=foreign_text.classify_error(error)) from error
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
