@@ -90,6 +90,7 @@ lint: .settings  ## check the code with ruff (lint and format), mypy, readabilit
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(PY) -m tests.readability
+	@$(PY) -m tests.readability.assignments
 	@$(PY) -c 'from importlinter.cli import lint_imports_command as lint; lint()' --no-cache --no-logo
 
 bench: .settings  ## run comparison benchmarks within a time budget, and show which goals are met [NAME=ddp_multinode] [MINUTES=5]

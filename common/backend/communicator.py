@@ -93,18 +93,28 @@ class Communicator:
     ) -> None:
         """Create the communicator of one rank from its links to all other ranks.
 
-        `algorithms` contains pairs (minimum vector size in bytes, all-reduce algorithm). The pairs are in ascending
-        order of size, and the first size is 0.
+        `algorithms` are the all-reduce algorithms; see `replace_algorithms`.
         """
         self.rank = rank
         self.size = size
         self.outgoing = outgoing
         self.incoming = incoming
-        self.algorithms = algorithms
+        self.replace_algorithms(algorithms)
         self.tags = itertools.count()
         # At any time, all ranks send to different targets.
         self.targets = [(rank + distance) % size for distance in range(1, size)]
         self.sources = [(rank - distance) % size for distance in range(1, size)]
+
+    def replace_algorithms(self, algorithms: Sequence[tuple[int, Algorithm]]) -> None:
+        """Use these all-reduce algorithms from the next all-reduce on. All ranks must call this method.
+
+        `algorithms` contains pairs (minimum vector size in bytes, algorithm). Raises ValueError unless the pairs are in
+        ascending order of size and the first size is 0.
+        """
+        sizes = [size for size, _ in algorithms]
+        if sizes != sorted(sizes) or sizes[:1] != [0]:
+            raise ValueError(f"the minimum sizes of algorithms must be in ascending order, starting with 0: {sizes}")
+        self.algorithms = algorithms
 
     def close(self) -> None:
         """Close all links, so that a waiting collective raises LinkError. Any thread can call this method."""

@@ -205,12 +205,9 @@ class Saver:
             is_better = score > previous if name == "test_accuracy" else score < previous
             if not is_better:
                 return
-        self.progress.set_best_score(score)
-        try:
+        # If the save fails, an elastic run repeats the evaluation and compares its score again.
+        with self.progress.improve_best_score(score):
             self.save(step, best=True)
-        except RuntimeError:  # nothing was saved; an elastic run repeats the evaluation and compares its score again
-            self.progress.set_best_score(previous)
-            raise
 
     def save_final_model(self, step: int) -> None:
         """Save the trained model after the last step.

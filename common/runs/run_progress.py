@@ -5,8 +5,9 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -39,9 +40,9 @@ class RunProgress:
         """Duration of the run in seconds, including earlier attempts."""
         return time.perf_counter() - self.start_time
 
-    def complete_step(self, step: int) -> None:
-        """Record that a step was completed."""
-        self.step = step
+    def complete_step(self) -> None:
+        """Record that the next step was completed."""
+        self.step += 1
 
     def begin_evaluation(self) -> None:
         """Record that the evaluation after the newest step is due."""
@@ -51,9 +52,16 @@ class RunProgress:
         """Record that the evaluation after the newest step has finished."""
         self.unevaluated = False
 
-    def set_best_score(self, score: float | None) -> None:
-        """Record the best score so far."""
+    @contextlib.contextmanager
+    def improve_best_score(self, score: float) -> Iterator[None]:
+        """Record a new best score. If the `with` block raises RuntimeError, the previous best score counts again."""
+        previous = self.best_score
         self.best_score = score
+        try:
+            yield
+        except RuntimeError:
+            self.best_score = previous
+            raise
 
     def record_save(self, step: int, *, best: bool) -> None:
         """Record that a checkpoint was saved after `step` steps."""

@@ -220,7 +220,7 @@ def record_step(run: RunContext, step: Step) -> None:
     synchronize_gpus_if_due(run, run.state, step.number)
     now = time.perf_counter()
     run.pace.record_step_end(now)
-    run.progress.complete_step(step.number)
+    run.progress.complete_step()
     run.stop_request.mark_state_unsaved()
     run.metrics.add_step(step.number, now, step.values)
     if run.metrics.is_flush_due:

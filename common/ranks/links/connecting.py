@@ -15,7 +15,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from common.ranks.links.encryption import Encryption
@@ -77,6 +77,7 @@ def connect_ranks(
     host: str = "",
     polling_seconds: float = 0.0,
     warn: Warn = print_warning,
+    names: Sequence[int] = (),
 ) -> RankLinks:
     """Connect all ranks of a group with each other. All ranks must call this function.
 
@@ -85,7 +86,8 @@ def connect_ranks(
     IPv4 address of this rank's network interface. `setup_timeout` is the time limit of this call in seconds. After
     `timeout` seconds without progress, sending or receiving a message fails. If `identity` is given, all connections
     between hosts are encrypted. Ranks that pass the same `host` are connected through shared memory (memory_stream.py).
-    A rank that waits for shared memory polls for `polling_seconds` before it sleeps. `warn` prints a warning. Raises
+    A rank that waits for shared memory polls for `polling_seconds` before it sleeps. `warn` prints a warning. `names`
+    contains the number by which the links and their errors name each rank, by default the rank itself. Raises
     UnreachableError if a rank cannot be connected.
     """
     if size == 1:
@@ -107,9 +109,11 @@ def connect_ranks(
             if target.host != host:
                 target = target._replace(unix_socket_name="")
             connection = connect_to_rank(ConnectionId(group, rank, peer), target, deadline, identity, warn)
-            links.outgoing[peer] = OutgoingLink(open_stream(connection), peer)
+            name = names[peer] if names else peer
+            links.outgoing[name] = OutgoingLink(open_stream(connection), name)
         for peer, connection in acceptor.wait_for_ranks(deadline).items():
-            links.incoming[peer] = IncomingLink(open_stream(connection), peer)
+            name = names[peer] if names else peer
+            links.incoming[name] = IncomingLink(open_stream(connection), name)
     except BaseException:
         links.close()
         raise

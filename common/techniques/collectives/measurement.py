@@ -233,7 +233,7 @@ def all_reduce_with_algorithms(
     algorithms: Sequence[tuple[int, Algorithm]], group: dist.ProcessGroup, vector: Tensor, output: Tensor
 ) -> None:
     """All-reduce a vector in a `builtin` group with the given algorithms. `output` is not used."""
-    get_communicator(group).algorithms = algorithms
+    get_communicator(group).replace_algorithms(algorithms)
     dist.all_reduce(vector, group=group)
 
 

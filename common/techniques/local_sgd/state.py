@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,11 +44,8 @@ class LocalState(TrainState):
         state = super().collect_state()
         means = {name: torch.empty_like(parameter) for name, parameter in self.parameters}
         vector_to_parameters(self.worker.average_parameters(), means.values())
-        if state.model:
-            state.model |= means
-        state.optimizer = {}
-        state.local["worker"] = worker_state
-        return state
+        model = state.model | means if state.model else {}  # only one rank saves the model
+        return replace(state, model=model, optimizer={}, local=state.local | {"worker": worker_state})
 
     def prepare_evaluation(self) -> nn.Module:
         """Return a network with the mean parameters of the workers. All ranks must call this method."""

@@ -70,16 +70,12 @@ def connect_ranks_of_host(world: World, name: str) -> RankLinks:
     store = world.store
     group = f"pipeline-{name}-{members[0]}"
     timeout = world.timeout.total_seconds()
-    links = connect_ranks(
+    return connect_ranks(
         members.index(world.rank), len(members),
         lambda key, value: store.set(f"{group}/{key}", value), lambda key: store.get(f"{group}/{key}"),
         group=group, address="127.0.0.1", host=host, polling_seconds=choose_polling_seconds(world.local_size),
-        setup_timeout=timeout, timeout=timeout,
+        setup_timeout=timeout, timeout=timeout, names=members,
     )  # fmt: skip
-    for link in (*links.outgoing.values(), *links.incoming.values()):
-        link.peer = members[link.peer]
-    outgoing = {link.peer: link for link in links.outgoing.values()}
-    return RankLinks(outgoing, {link.peer: link for link in links.incoming.values()})
 
 
 def count_slot_bytes(route: MessageRoute, dtype: torch.dtype) -> int:
