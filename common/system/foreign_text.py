@@ -1,9 +1,10 @@
 """Conversion of text and exceptions of other programs to causes.
 
-This is the only module that searches messages. The messages are those of the operating system, Python, torch, gloo,
-NCCL and SLURM. Errors of this project carry their cause (`CausedError`), so their messages are never searched. The only
-exception is `classify_recorded_text`, for run folders of older versions, which contain messages but no causes. This
-module does not import torch.
+This is the only module that derives a cause from text. Other modules parse the output of commands only for values, such
+as the names of hosts. The messages are those of the operating system, Python, torch, gloo, NCCL and SLURM. Errors of
+this project carry their cause (`CausedError`), so their messages are never searched. The only exception is
+`classify_recorded_text`, for run folders of older versions, which contain messages but no causes. This module does not
+import torch.
 """
 
 from __future__ import annotations

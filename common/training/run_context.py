@@ -23,14 +23,12 @@ from common.measure.metrics_log import MEAN, MetricsLog, SharedMetricsLog
 from common.measure.step_timing import StepDurations, StepTimer
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
-from common.runs.failures import Failure, write_failure
 from common.runs.folder import RunFolder, write_json
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.progress import ProgressDisplay
 from common.runs.run_progress import RunProgress
-from common.system import foreign_text
-from common.system.causes import Cause
-from common.system.errors import MachineError, UserError
+from common.system.errors import UserError
+from common.training.failure_log import FailureLog
 from common.training.hooks import RecoveryHook, StepHook
 from common.training.run_data import RunData
 from configs.dataparallel import get_enabled_elastic_settings
@@ -58,10 +56,10 @@ class RunContext(RunData):
         self.stop_request = stop or StopRequest(cfg.checkpoint.grace, sys.stderr)
         super().__init__(cfg, ranks, prepared, self.stop_request)
         self.folder = folder
-        self.has_failed = False
         world = ranks.current
         self.screen = self._open_screen()
         self.logger = self._open_log()
+        self.failures = FailureLog(folder, world.original_rank, self.logger)
         trace = folder.attempt_folder / f"trace-{world.original_rank}.json"
         self.profiler = profiler.start_profiler(cfg.profile, trace, self.log_message)
         self.progress = RunProgress()
@@ -226,21 +224,9 @@ class RunContext(RunData):
     def log_failure(self, error: BaseException | str) -> None:
         """Log this rank's failure and the last completed step, and record the failure in the attempt's folder.
 
-        A string names the ranks that did not respond. The log contains a traceback unless the error is a string, a
-        UserError, or a MachineError.
+        A string names the ranks that did not respond.
         """
-        text = str(error)
-        trace = None
-        if not isinstance(error, str | UserError | MachineError):
-            text = f"{type(error).__name__}: {error}"
-            trace = error
-        self.logger.error("after step %d: %s", self.step, text, exc_info=trace)
-        if self.has_failed:  # the first error is the cause of later errors
-            return
-        self.has_failed = True
-        cause = Cause.SILENT_RANK if isinstance(error, str) else foreign_text.classify_error(error)
-        message = f"after step {self.step}: {text}".partition("\n")[0]
-        write_failure(self.folder, self.world.original_rank, Failure(cause, message, time.time()))
+        self.failures.log_failure(self.step, error)
 
     def _show_progress(self, step: int, newest: dict[str, float]) -> None:
         columns = [f"{name} {value:.4g}" for name, value in newest.items()]

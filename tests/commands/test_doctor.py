@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from common.config import config
-from common.runs.failures import Failure, write_failure
+from common.runs.failures import Failure, read_failure, write_failure
 from common.runs.folder import write_json
 from common.system.causes import Cause
 from common.system.foreign_text import classify_recorded_text
@@ -130,6 +130,9 @@ def test_a_run_that_diverged_is_explained(digits: tuple[str, ...], tmp_path: Pat
     found = doctor(f"--run={run.folder.path}")
     assert "training diverged; lower optim.lr" in found and "the loss of step" in found, found
     assert 'ARGS="optim.lr=50" (lower than the current learning rate, 100)' in found, "it would diverge again"
+    attempt_of_run = run.folder.list_attempts()[-1]
+    failures = [read_failure(attempt_of_run, rank) for rank in (0, 1)]
+    assert [failure and failure.cause for failure in failures] == [Cause.DIVERGED, Cause.DIVERGED]
     facts = json.loads(doctor(f"--run={run.folder.path}", "--json=1", status=1))
     assert facts["state"] == "failed" and facts["first_error"]["rank"] in (0, 1) and len(facts["ranks"]) == 2
     known = json.loads(inside.run_verb("status", "--json=1", "--", str(run.folder.path)).stdout)[0]
