@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from configs.batch_plan import BatchPlan
 from configs.dataparallel import Sharded
@@ -15,6 +15,8 @@ from configs.shared import at_least, between
 @dataclass
 class Config(Sweep, ElasticRanks, Sharded):
     """Settings for training with mixed precision and gradient accumulation."""
+
+    smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16", "optim.base_batch=16", "optim.warmup=0")
 
     model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions. The

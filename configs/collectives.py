@@ -25,6 +25,7 @@ class Config(RanksPerNode):
     """Settings for measuring collectives. Settings for the data, the model and the optimizer have no effect."""
 
     trains: ClassVar[bool] = False
+    smallest_settings: ClassVar[tuple[str, ...]] = ("sizes=[4,1K]", "rounds=10", "plot=false")
 
     ops: list[str] = field(default_factory=lambda: list(OPS))
     """Operations to measure: sendrecv (every rank sends to the next rank in a ring), broadcast, all_reduce,

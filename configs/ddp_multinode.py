@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from configs.dataparallel import DataParallel, Sharded
 from configs.elastic import ElasticRanks
@@ -13,6 +13,8 @@ from configs.shared import at_least, between
 @dataclass
 class Config(ElasticRanks, Sharded, DataParallel):
     """Settings for training with DDP or FSDP2."""
+
+    smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16", "optim.base_batch=16", "optim.warmup=0")
 
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """ddp keeps the whole model on every rank; fsdp (fully_shard) shards every parameter across the ranks."""

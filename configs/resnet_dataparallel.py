@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from configs.dataparallel import DataParallel
 from configs.optional import Sweep
@@ -17,6 +17,14 @@ ONE_DEVICE_MESSAGE = (
 @dataclass
 class Config(Sweep, DataParallel):
     """Settings for comparing nn.DataParallel, DDP and a single device."""
+
+    smallest_settings: ClassVar[tuple[str, ...]] = (
+        "model=convnet",
+        "batch=16",
+        "optim.base_batch=16",
+        "optim.warmup=0",
+        "compare=false",
+    )
 
     strategy: Literal["single", "data_parallel", "ddp"] = "ddp"
     """single uses one process on one device. data_parallel is nn.DataParallel: one process copies the model to all of

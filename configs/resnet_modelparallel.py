@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.optional import InitialWeights, Sweep
@@ -17,6 +17,8 @@ DEVICE = re.compile(r"cpu|cuda:\d+")
 @dataclass
 class Config(Sweep, Stages, InitialWeights):
     """Settings for model parallelism: an unsplit model, naive model parallelism, or a pipeline."""
+
+    smallest_settings: ClassVar[tuple[str, ...]] = ("width=8", "batch=16", "split_size=8", "plot=false")
 
     model: Literal["toy", "resnet18", "resnet50", "resnet101"] = "resnet18"
     """Network to train. toy has two linear layers (10-10-5 with data.name=vectors). The ResNets accept the images of

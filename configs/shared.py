@@ -217,6 +217,9 @@ class Experiment:
     ranks_have_separate_models: ClassVar[bool] = False
     """Whether a checkpoint contains a model per rank, so that only the same number of ranks can resume from it."""
 
+    smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16",)
+    """Settings that make a run small, for `make tour`."""
+
     seed: int = at_least(0, 0)
     """Seed of all random choices: initialization, data order and generated data."""
     epochs: int = at_least(1, 1)

@@ -13,18 +13,6 @@ from common.config import config
 from slurm.reports import selection
 
 FEW_STEPS = ("epochs=1", "steps=30", "data.test_limit=1000")
-SMALLEST_SETTINGS: dict[str, tuple[str, ...]] = {
-    "mnist_pipeline": ("batch=16", "microbatches=2"),
-    "ddp_multinode": ("batch=16", "optim.base_batch=16", "optim.warmup=0"),
-    "amp_accum": ("batch=16", "optim.base_batch=16", "optim.warmup=0"),
-    "param_server": ("batch=16", "optim.base_batch=16", "optim.warmup=0", "plot=false"),
-    "local_sgd": ("every=2", "batch=16", "optim.base_batch=16", "optim.warmup=0"),
-    "resnet_dataparallel": ("model=convnet", "batch=16", "optim.base_batch=16", "optim.warmup=0", "compare=false"),
-    "resnet_modelparallel": ("width=8", "batch=16", "split_size=8", "plot=false"),
-    "sparse_prune": ("batch=16", "optim.warmup=0", "every=5", "export=false", "int8=false"),
-    "collectives": ("sizes=[4,1K]", "rounds=10", "plot=false"),
-}
-"""Settings that make each experiment small. An experiment that is not listed here uses its default settings."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -34,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
     start = time.monotonic()
     failed: list[str] = []
     for name in config.list_experiments():
-        settings = shlex.join([*FEW_STEPS, *SMALLEST_SETTINGS.get(name, ()), *args.words])
+        settings = shlex.join([*FEW_STEPS, *config.import_schema(name).smallest_settings, *args.words])
         print(f"\n---- {name}: make exp NAME={name} ARGS={shlex.quote(settings)}", flush=True)
         command = [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={settings}", "--", name]
         if subprocess.run(command, check=False).returncode:
