@@ -23,6 +23,8 @@ class Entry:
     produces: tuple[str, ...]
     spread: Callable[[int], tuple[str, ...]]
     """The settings that give a run so many processes; they take a batch of 24."""
+    own_technique: str = ""
+    """The folder of the technique that belongs to this experiment alone, so that both can be deleted; else empty."""
     others: tuple[tuple[str, ...], ...] = ()
     """Settings under which resuming is no matter of course: each must go on to the bit, too."""
     learns_at_once: bool = True

@@ -9,6 +9,7 @@ ONE_SIDE = ("algorithms=[ring]", "transports=[memory]")  # of the built-in backe
 
 ENTRY = Entry(
     name="collectives",
+    own_technique="collectives",
     smallest=(*Config.smallest_settings, *ONE_SIDE),
     processes=2,
     produces=("points", "lines", "exact_results"),

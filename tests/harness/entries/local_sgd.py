@@ -7,6 +7,7 @@ from tests.harness.entry import SCORES, Entry
 
 ENTRY = Entry(
     name="local_sgd",
+    own_technique="local_sgd",
     smallest=(*Config.smallest_settings, "model=mlp"),
     processes=2,
     produces=(*SCORES, "exchanges", "bytes_sent", "exchange_seconds"),

@@ -7,6 +7,7 @@ from tests.harness.entry import SCORES, Entry
 
 ENTRY = Entry(
     name="param_server",
+    own_technique="parameter_server",
     smallest=(*Config.smallest_settings, "model=mlp"),
     processes=2,
     produces=(*SCORES, "pushes", "bytes_received", "staleness_counts"),

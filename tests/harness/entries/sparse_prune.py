@@ -7,6 +7,7 @@ from tests.harness.entry import Entry
 
 ENTRY = Entry(
     name="sparse_prune",
+    own_technique="pruning",
     smallest=Config.smallest_settings,
     processes=1,
     produces=(
