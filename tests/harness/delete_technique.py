@@ -2,8 +2,8 @@
 
     python -m tests.harness.delete_technique local_sgd /tmp/clone
 
-A technique can be deleted if it belongs to one experiment (`Entry.own_technique`). The program deletes the folder of the
-technique, every file of experiments, configs and tests that is named after the technique or its experiment, its
+A technique can be deleted if it belongs to one experiment (`Entry.own_technique`). The program deletes the folder of
+the technique, every file of experiments, configs and tests that is named after the technique or its experiment, its
 records, and the table rows and list items of the pages that name one of these. It edits no code.
 """
 
@@ -59,11 +59,13 @@ def delete_records(folder: Path, names: set[str]) -> None:
 
 
 def delete_rows(text: str, is_deleted: re.Pattern[str]) -> str:
-    """Return the text of a page without the table rows and list items that match."""
-    item = r"(?:^\|.*\n)|(?:^ *(?:-|\d+\.) .*\n(?:^ +(?!-|\d+\.).*\n)*)"
-    return re.sub(
-        item, lambda match: "" if is_deleted.search(match.group()) else match.group(), text, flags=re.MULTILINE
-    )
+    """Return the text of a page without the table rows and list items that match. Items may have several lines."""
+    table_row = r"^\|.*\n"
+    list_item = r"^ *(?:-|\d+\.) .*\n(?:^ +(?!-|\d+\.).*\n)*"
+    for block in re.findall(f"{table_row}|{list_item}", text, re.MULTILINE):
+        if is_deleted.search(block):
+            text = text.replace(block, "")
+    return text
 
 
 def delete_technique(technique: str, place: Path) -> None:
@@ -71,7 +73,8 @@ def delete_technique(technique: str, place: Path) -> None:
     experiment = DELETABLE[technique]
     clone_checkout(place)
     files = find_files(place, technique, experiment)
-    tests = {name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)}
+    sources = [file.read_text() for file in files if file.suffix == ".py"]
+    tests = {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
     shown = list_shown_parts([file for file in files if file.suffix == ".md"])
     for file in files:
         file.unlink()
