@@ -10,16 +10,17 @@ records, and the table rows and list items of the pages that name one of these. 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 from common.runs.folder import write_json
 from tests.benchmarks import tables
-from tests.harness.processes import script
 from tests.harness.registry import EXPERIMENTS
 from tests.harness.warm import ROOT
 
@@ -29,9 +30,18 @@ GIT = ("git", "-c", "user.name=deletion", "-c", "user.email=deletion@localhost",
 
 
 def clone_checkout(place: Path) -> None:
-    """Clone the commit that is checked out here. `make` uses the installed packages and the sources of the clone."""
+    """Clone the commit that is checked out here, with an environment of the same packages and the clone's sources."""
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(place)], check=True)
-    script(place / ".venv/bin/python", f'PYTHONPATH="{place}" exec "{sys.executable}" "$@"')
+    venv.create(place / ".venv", symlinks=True)
+    packages = importlib.util.find_spec("pytest")
+    assert packages and packages.origin
+    # A .pth file adds folders. It does not execute the .pth file that adds the sources of this checkout.
+    (site_packages,) = (place / ".venv/lib").glob("python*/site-packages")
+    (site_packages / "clone.pth").write_text(f"{Path(packages.origin).parents[1]}\n{place}\n")
+    for program in Path(sys.executable).parent.iterdir():
+        link = place / ".venv/bin" / program.name
+        if not link.exists():
+            link.symlink_to(program)
     shutil.copy(place / "requirements.txt", place / ".venv/.ready")
 
 
