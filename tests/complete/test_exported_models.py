@@ -44,7 +44,7 @@ def export(folder: RunFolder, *words: str) -> subprocess.CompletedProcess[str]:
 def test_the_torch_export_file_gives_the_outputs_elsewhere(
     entry: Entry, finished: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one in a process without this project; networks of the others there: tests/complete/test_pruning_export.py."""
+    """Of one experiment in a process without this project, of the others in this process."""
     if entry != STAGED:
         monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
     folder = copy(finished(entry).folder, tmp_path)
