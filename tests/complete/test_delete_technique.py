@@ -28,7 +28,7 @@ def test_nothing_else_needs_a_technique(tmp_path: Path) -> None:
     commands = (
         ("make", "lint"),
         (*PYTEST, "--collect-only", "tests"),
-        (*PYTEST, "-n", "2", f"--basetemp={tmp_path / 'temporary'}", "tests/unit", *LINKS),
+        (*PYTEST, "-n", "2", "tests/unit", *LINKS),
     )
     for command in commands:
         done = subprocess.run(
