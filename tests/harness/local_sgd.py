@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common.api import Run, build_optimizer, init_network
+from common.checkpoint.train_state import TrainState
 from common.config import config
 from common.data.prepare import PreparedDataset
 from common.ranks.rendezvous import World
