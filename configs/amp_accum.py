@@ -16,6 +16,7 @@ class Config(Replicated):
     """Settings for training with mixed precision and gradient accumulation."""
 
     can_mix_devices: ClassVar[bool] = True
+    smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16", "optim.base_batch=16", "optim.warmup=0")
 
     model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions. The

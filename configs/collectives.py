@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from configs.batch_plan import format_nearest_multiples
 from configs.dataparallel import RanksPerNode
@@ -24,6 +24,8 @@ MAX_VECTOR_BYTES = 2**30
 @dataclass
 class Config(Experiment):
     """Settings for measuring collectives, which trains no model."""
+
+    smallest_settings: ClassVar[tuple[str, ...]] = ("sizes=[4,1K]", "rounds=10", "plot=false")
 
     ranks: RanksPerNode = flat(RanksPerNode)
     ops: list[str] = field(default_factory=lambda: list(OPS))

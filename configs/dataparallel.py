@@ -109,8 +109,8 @@ class Elastic:
     on: bool = False
     """Continue without a restart when a rank is killed, a rank stops responding, or a host fails. The remaining ranks
     repeat the interrupted step and take over the lost rank's shard of the batch. The losses are the same as those of an
-    uninterrupted run, up to rounding. Elastic runs are limited to ranks on CPUs. In param_server, only ranks that serve
-    no parameter shard can be lost."""
+    uninterrupted run, up to rounding. Elastic runs are limited to ranks on CPUs. A rank that alone holds a part of
+    the training state, such as a shard of the parameters, cannot be lost."""
     timeout: float = between(0.2, 600, 3)
     """Seconds without a heartbeat after which a rank is considered lost. A separate thread sends the heartbeats, so
     slow steps, evaluations and checkpoints do not interrupt them. A killed rank is detected immediately."""

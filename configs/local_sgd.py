@@ -15,6 +15,7 @@ class Config(Replicated):
     """Settings for local SGD."""
 
     ranks_have_separate_models: ClassVar[bool] = True
+    smallest_settings: ClassVar[tuple[str, ...]] = ("every=2", "batch=16", "optim.base_batch=16", "optim.warmup=0")
 
     model: Literal["mlp", "convnet", "resnet18"] = "convnet"
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions. resnet18

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from configs.batch_plan import BatchPlan
 from configs.fields import between, flat
@@ -13,6 +14,8 @@ from configs.pipeline import PipelineConfig, PipelineExperiment
 @dataclass
 class Config(PipelineExperiment):
     """Settings for pipeline parallelism on MNIST."""
+
+    smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16", "microbatches=2")
 
     width: int = between(2, 65_536, 128)
     """Number of units per hidden layer. If `depth` is greater than 1, the last hidden layer has half as many units."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from configs.dataparallel import Elastic, Replicated
 from configs.fields import at_least
@@ -12,6 +12,8 @@ from configs.fields import at_least
 @dataclass
 class Config(Replicated):
     """Settings for training with parameter servers."""
+
+    smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16", "optim.base_batch=16", "optim.warmup=0", "plot=false")
 
     model: Literal["mlp", "convnet", "resnet18"] = "convnet"
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions. resnet18

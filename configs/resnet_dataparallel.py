@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated, check_sync_batchnorm
 from configs.fields import at_least, flat
@@ -17,6 +17,14 @@ ONE_DEVICE_MESSAGE = (
 @dataclass
 class Config(Replicated):
     """Settings for comparing nn.DataParallel, DDP and a single device."""
+
+    smallest_settings: ClassVar[tuple[str, ...]] = (
+        "model=convnet",
+        "batch=16",
+        "optim.base_batch=16",
+        "optim.warmup=0",
+        "compare=false",
+    )
 
     model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; resnet18

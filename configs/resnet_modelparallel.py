@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.fields import at_least, between, flat
@@ -18,6 +18,8 @@ DEVICE = re.compile(r"cpu|cuda:\d+")
 @dataclass
 class Config(PipelineExperiment):
     """Settings for model parallelism: an unsplit model, naive model parallelism, or a pipeline."""
+
+    smallest_settings: ClassVar[tuple[str, ...]] = ("width=8", "batch=16", "split_size=8", "plot=false")
 
     model: Literal["toy", "resnet18", "resnet50", "resnet101"] = "resnet18"
     """Network to train. toy has two linear layers (10-10-5 with data.name=vectors). The ResNets accept the images of

@@ -168,6 +168,9 @@ class Experiment:
     can_mix_devices: ClassVar[bool] = False
     """Whether ranks on GPUs and ranks on CPUs can take part in the same run."""
 
+    smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16",)
+    """Settings that make a run small, for `make tour`."""
+
     seed: int = at_least(0, 0)
     """Seed of all random choices: initialization, data order and generated data."""
     steps: int = at_least(0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated
 from configs.fields import at_least, between, flat
@@ -17,6 +17,14 @@ CRITERIA = ("magnitude", "gradient", "taylor", "random")
 @dataclass
 class Config(Replicated):
     """Settings for pruning."""
+
+    smallest_settings: ClassVar[tuple[str, ...]] = (
+        "batch=16",
+        "optim.warmup=0",
+        "every=5",
+        "export=false",
+        "int8=false",
+    )
 
     model: Literal["lenet300", "lenet5", "mlp", "convnet", "resnet18"] = "lenet300"
     """Network to train and prune. lenet300 is LeNet-300-100; mlp is the 784-128-64-10 network (on MNIST). lenet5 has

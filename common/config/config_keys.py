@@ -248,8 +248,8 @@ def suggest_key(name: str, schema: type) -> str:
     if name in list_training_keys(schema):
         return "this experiment trains no model and has no settings for training; omit this key"
     if name.partition(".")[0] == "elastic" and not any(key.startswith("elastic.") for key in keys):
-        problem = "only ddp_multinode, amp_accum and param_server can continue after losing a rank"
-        return f"{problem}. Omit this key; other experiments resume from their last checkpoint"
+        problem = "this experiment cannot continue after losing a rank"
+        return f"{problem}. Omit this key; the experiment resumes from its last checkpoint"
     last_part = name.rpartition(".")[2]
     suggestion = SYNONYMS.get(last_part.lower(), "")
     if suggestion not in keys:

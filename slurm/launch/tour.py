@@ -14,24 +14,13 @@ from common.config import config, config_keys
 from slurm.reports import selection
 
 FEW_STEPS = ("epochs=1", "steps=30", "data.test_limit=1000")
-SMALLEST_SETTINGS: dict[str, tuple[str, ...]] = {
-    "mnist_pipeline": ("batch=16", "microbatches=2"),
-    "ddp_multinode": ("batch=16", "optim.base_batch=16", "optim.warmup=0"),
-    "amp_accum": ("batch=16", "optim.base_batch=16", "optim.warmup=0"),
-    "param_server": ("batch=16", "optim.base_batch=16", "optim.warmup=0", "plot=false"),
-    "local_sgd": ("every=2", "batch=16", "optim.base_batch=16", "optim.warmup=0"),
-    "resnet_dataparallel": ("model=convnet", "batch=16", "optim.base_batch=16", "optim.warmup=0", "compare=false"),
-    "resnet_modelparallel": ("width=8", "batch=16", "split_size=8", "plot=false"),
-    "sparse_prune": ("batch=16", "optim.warmup=0", "every=5", "export=false", "int8=false"),
-    "collectives": ("sizes=[4,1K]", "rounds=10", "plot=false"),
-}
-"""Settings that make each experiment small. An experiment that is not listed here uses its default settings."""
 
 
 def list_tour_settings(name: str, words: Sequence[str]) -> list[str]:
     """Return the settings of an experiment in the tour, followed by those of the settings `words` that it has."""
-    values = config.parse_command_line([*FEW_STEPS, *SMALLEST_SETTINGS.get(name, ()), *words]).values
-    values = config_keys.drop_training_keys(config.import_schema(name), values)
+    schema = config.import_schema(name)
+    values = config.parse_command_line([*FEW_STEPS, *schema.smallest_settings, *words]).values
+    values = config_keys.drop_training_keys(schema, values)
     return [f"{key}={text}" for key, text in values.items()]
 
 

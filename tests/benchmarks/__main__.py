@@ -27,34 +27,25 @@ from tests.benchmarks import records
 from tests.benchmarks.measure import Pace, Samples, interleave
 from tests.benchmarks.parts import Part
 from tests.benchmarks.records import Record
+from tests.harness.declared import import_of_experiments
 
 FAILURES = (RuntimeError, AssertionError, OSError, KeyError, ValueError, subprocess.SubprocessError, SystemExit)
 
 
 def all_parts() -> list[Part]:
-    from tests.benchmarks import (
-        amp_accum,
-        checkpoint,
-        collectives,
-        crossover,
-        ddp_multinode,
-        local_sgd,
-        mnist_pipeline,
-        optimizers,
-        param_server,
-        ranks,
-        resnet_dataparallel,
-        resnet_modelparallel,
-        sparse_prune,
-        tools,
-        tracking,
-    )
+    """Return the parts of all experiments, in the order of their names, and those of the other topics.
 
-    modules = (mnist_pipeline, ddp_multinode, resnet_modelparallel, resnet_dataparallel, amp_accum, sparse_prune)
-    others = (collectives, param_server, local_sgd, crossover, optimizers, checkpoint, tracking, tools)
-    parts = [part for module in (*modules, *others) for part in module.PARTS]
-    known = {part.name.partition("/")[0] for part in parts}
-    return parts + [ranks.make_part(name) for name in config.list_experiments() if name not in known]
+    An experiment that has no module of its own here is measured with one rank and with two.
+    """
+    from tests.benchmarks import checkpoint, optimizers, ranks, tools, tracking
+
+    declared = import_of_experiments("tests.benchmarks.{}")
+    parts: list[Part] = []
+    for name in config.list_experiments():
+        parts += declared[name].PARTS if name in declared else [ranks.make_part(name)]
+    for module in (optimizers, checkpoint, tracking, tools):
+        parts += module.PARTS
+    return parts
 
 
 def choose_parts(names: Sequence[str]) -> list[Part]:

@@ -11,13 +11,17 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from common.config import config
+from common.measure import plots
 from common.ranks.rendezvous import World
 from configs.amp_accum import Config
+from tests.benchmarks.drawing import Figure, heights
 from tests.benchmarks.libraries import data_parallel_team, same_first_losses
 from tests.benchmarks.measure import Samples, Side, Task, Team, require_same
 from tests.benchmarks.parts import QUIET, Part, run_of
@@ -193,6 +197,12 @@ def no_gpu() -> str:
     return "" if any(os.path.exists(f"/dev/nvidia{n}") for n in range(8)) else "no CUDA GPU is here"  # noqa: PTH110
 
 
+def draw_precisions(path: Path, part: Mapping[str, Any]) -> None:
+    """Milliseconds of a step of each precision."""
+    sides = [side for side in part["samples"] if "product" not in side]
+    plots.draw_bar_chart(path, heights(part, sides, 1e3), "ms a step")
+
+
 PARTS = [
     Part(
         f"{NAME}/precisions",
@@ -231,3 +241,4 @@ PARTS = [
         missing=no_gpu,
     ),
 ]
+FIGURES: dict[str, Figure] = {NAME: (f"{NAME}/bits_64", draw_precisions)}

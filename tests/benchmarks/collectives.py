@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from common.measure import plots
 from common.runs.folder import RunFolder
 from common.runs.result import parse_result
 from slurm.local_cluster.cables import parse_rate_and_delay
 from tests.benchmarks import hosts
+from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.parts import Part, finish
 from tests.benchmarks.records import Cell, Row, Table, at_least, at_most
@@ -127,6 +131,24 @@ def tls_cable_table(taken: Samples) -> Table:
     return Table(("measured", "value"), [at_most(f"ring, tls / ring, network, {point} on {FAST}", slower, 1.05)])
 
 
+def draw_collectives(path: Path, part: Mapping[str, Any]) -> None:
+    """Microseconds of an all-reduce against its size, with the fitted lines."""
+    medians = {name: statistics.median(values) for name, values in part["samples"]["run"].items()}
+    series: dict[str, list[tuple[float, float, float]]] = {}
+    for name, seconds in medians.items():
+        point, _, side = name.partition(": ")
+        if point.startswith("all_reduce, ") and point.endswith(" bytes") and side in SIDES:
+            size = float(point.removeprefix("all_reduce, ").removesuffix(" bytes").replace(",", ""))
+            series.setdefault(side, []).append((size, 1e6 * seconds, 0.0))
+    lines: dict[str, list[tuple[float, float, float]]] = {}
+    for side, points in series.items():
+        alpha, beta = (medians[f"all_reduce float32 {side}: {part}"] for part in ("alpha", "beta"))
+        least, most = points[0][0], points[-1][0]
+        across = [least * (most / least) ** (i / 60) for i in range(61)]
+        lines[f"{side}, fitted"] = [(n, 1e6 * (alpha + beta * n), 0.0) for n in across]
+    plots.draw_curves(path, series, "bytes", "microseconds", computed=lines, loglog=True, title="all-reduce, two ranks")
+
+
 PARTS = [
     Part(
         f"{NAME}/sizes",
@@ -173,3 +195,4 @@ PARTS = [
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(FAST, "")),
     ),
 ]
+FIGURES: dict[str, Figure] = {NAME: (f"{NAME}/sizes", draw_collectives)}

@@ -13,7 +13,7 @@ from statistics import NormalDist, mean, stdev
 from common.config.config import ROOT
 from common.runs.result import parse_result
 from slurm.local_cluster.cables import parse_rate_and_delay
-from tests.benchmarks import hosts
+from tests.benchmarks import hosts, local_sgd_crossover
 from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist
 from tests.benchmarks.parts import Part, finish
@@ -84,13 +84,13 @@ def accuracy_table(taken: Samples) -> Table:
 
 
 def measure_on_cable(scratch: Path) -> list[Task]:
-    """All sides in one start of two hosts, in turns (tests/benchmarks/cable_ranks.py)."""
+    """All sides in one start of two hosts, in turns (tests/benchmarks/local_sgd_cable_ranks.py)."""
 
     def run(number: int) -> dict[str, float]:
         out = scratch / f"cable-{number}.json"
         with hosts.local_cluster(scratch, 2, rate=RATE) as env:
             start = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
-            program = (sys.executable, "-m", "tests.benchmarks.cable_ranks", str(out))
+            program = (sys.executable, "-m", "tests.benchmarks.local_sgd_cable_ranks", str(out))
             command = [sys.executable, "-m", "slurm", "cluster", "exec", *start, *program]
             done = subprocess.run(
                 command, cwd=ROOT, env=dict(env), capture_output=True, text=True, timeout=300, check=False
@@ -106,7 +106,7 @@ def measure_on_cable(scratch: Path) -> list[Task]:
 
 
 def cable_table(taken: Samples) -> Table:
-    from tests.benchmarks.cable_ranks import BF16, FP32, LOCAL, POWERSGD, TORCH  # which imports torch
+    from tests.benchmarks.local_sgd_cable_ranks import BF16, FP32, LOCAL, POWERSGD, TORCH  # which imports torch
 
     def compare(over: str, under: str) -> Number:
         return taken.ratio_of("run", f"{over}: seconds", f"{under}: seconds")
@@ -139,4 +139,6 @@ PARTS = [
         facts={"threads": "1 in each of 2 processes", "batch": 16, "cable": RATE, "other programs": "not known"},
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(RATE, "")),
     ),
+    *local_sgd_crossover.PARTS,
 ]
+FIGURES = local_sgd_crossover.FIGURES

@@ -32,6 +32,7 @@ from common.system import seeds
 from common.training import optimizers
 from configs.mnist_pipeline import Config
 from tests.benchmarks import peers
+from tests.benchmarks.drawing import steps_of
 from tests.benchmarks.measure import Samples, Side, Task, Team, require_same
 from tests.benchmarks.parts import QUIET, Part, finish, run_of, timelines
 from tests.benchmarks.records import Row, Table, at_least, at_most
@@ -330,14 +331,14 @@ def no_mnist() -> str:
 SMALL = ("microbatches=4", "steps=600")
 WIDE = ("width=1024", "batch=1024", "depth=2", "microbatches=4", "steps=24")
 ALL = ["naive", "gpipe", "1f1b"]
-IDLE = ["idle_share"]
+KEEP = ["idle_share"]
 
 PARTS = [
     Part(f"{NAME}/run", "make exp NAME=mnist_pipeline", run_side, run_table, rounds=1, more=output),
     Part(
         f"{NAME}/schedules",
         "width 128, batch 64, 4 microbatches: engines and schedules in two processes",
-        lambda scratch: pipelines(scratch, ALL, ["built-in", "torch"], *SMALL[1:], keep=IDLE),
+        lambda scratch: pipelines(scratch, ALL, ["built-in", "torch"], *SMALL[1:], keep=KEEP),
         small_table,
         check=same_losses,
         facts={"threads": "1 a process", "batch": 64},
@@ -346,7 +347,7 @@ PARTS = [
     Part(
         f"{NAME}/wide",
         "width 1024, batch 1024, depth 2, 4 microbatches: engines and schedules in two processes",
-        lambda scratch: pipelines(scratch, ALL[1:], ["built-in", "torch"], *WIDE, keep=IDLE),
+        lambda scratch: pipelines(scratch, ALL[1:], ["built-in", "torch"], *WIDE, keep=KEEP),
         wide_table,
         check=same_losses,
         facts={"threads": "1 a process", "batch": 1024},
@@ -387,3 +388,10 @@ PARTS = [
         missing=no_mnist,
     ),
 ]
+FIGURES = steps_of(
+    f"{NAME}/wide",
+    {
+        "built-in gpipe": "mnist_pipeline, GPipe, width 1024, a measured step",
+        "built-in 1f1b": "mnist_pipeline, 1F1B, width 1024, a measured step",
+    },
+)

@@ -10,9 +10,9 @@ from common.techniques.parameter_server.server import StalenessPolicy
 from slurm.local_cluster.cables import Shape, parse_rate_and_delay
 from tests.benchmarks import hosts
 from tests.benchmarks.measure import Samples, Task, summarize_values
+from tests.benchmarks.param_server_bound import compute_bound
 from tests.benchmarks.parts import Part, run_of
 from tests.benchmarks.records import Cell, Row, Table
-from tests.benchmarks.server_bound import compute_bound
 
 NAME = "param_server"
 BRIEF = ("processes_per_node=4", "launch.threads=1", "steps=300", "data.test_limit=0")

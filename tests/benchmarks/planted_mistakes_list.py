@@ -1,7 +1,7 @@
 """Forty mistakes as developers make them, each a small change of product code that runs on a CPU.
 
 Chosen by reading the code, one concern after the other, and not by what the tests look at. Each changes what the
-program does.
+program does. The mistakes in a technique are in tests/benchmarks/NAME_mistakes.py.
 """
 
 from __future__ import annotations
@@ -154,12 +154,6 @@ MISTAKES = [
         "number >= key.high\n",
     ),
     Mistake(
-        "layer-pruned-to-nothing",
-        "common/techniques/pruning/pruning_masks.py",
-        "min(round(sparsity * len(norms)), len(norms) - 1)",
-        "min(round(sparsity * len(norms)), len(norms))",
-    ),
-    Mistake(
         "stride-of-first-convolution",  # ResNet v1 instead of v1.5: the same shapes and names
         "common/models/networks.py",
         """\
@@ -266,20 +260,5 @@ MISTAKES = [
         "experiments/resnet_dataparallel.py",
         'F.cross_entropy(forward(step.x), step.y, reduction="sum") / step.mean_shard',
         "F.cross_entropy(forward(step.x), step.y)",
-    ),
-    Mistake(
-        "mask-forgotten",  # gradients and momentum bring pruned weights back
-        "experiments/sparse_prune.py",
-        """\
-        if masks.sparsity:
-            masks.apply_to_weights()  # the optimizer also changed pruned weights
-""",
-        "",
-    ),
-    Mistake(
-        "smallest-gradients-grow",
-        "common/techniques/pruning/pruning_masks.py",
-        "growth_scores = -weight.grad.abs().masked_fill(remaining, -1)",
-        "growth_scores = weight.grad.abs().masked_fill(remaining, math.inf)",
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.benchmarks.drawing import Figure, draw_bars
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.parts import Part, run_of
 from tests.benchmarks.records import Row, Table
@@ -42,3 +43,4 @@ PARTS = [
         facts={"threads": "as named", "batch": BATCH},
     )
 ]
+FIGURES: dict[str, Figure] = {NAME: (f"{NAME}/strategies", draw_bars)}

@@ -8,8 +8,12 @@ thread needs for the same microbatches, times (M + 1) / M.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from common.measure import plots
+from tests.benchmarks.drawing import Figure, heights, steps_of
 from tests.benchmarks.measure import Number, Samples, Task, require_same
 from tests.benchmarks.parts import Part, run_of, timelines
 from tests.benchmarks.records import Row, Table
@@ -99,6 +103,14 @@ def deep_table(taken: Samples) -> Table:
     return Table(("measured", "GPipe", "1F1B"), rows)
 
 
+def draw_sizes(path: Path, part: Mapping[str, Any]) -> None:
+    """Milliseconds a batch against the microbatch of the pipeline."""
+    found = {" ".join(name.split()): pair for name, pair in heights(part, list(part["samples"]), 1e3).items()}
+    points = [(float(name.split()[-1]), *found[name]) for name in found if name.startswith("pipelined")]
+    levels = {name: found[name][0] for name in ("single", "naive")}
+    plots.draw_curves(path, {"pipelined": points}, "samples in a microbatch", "ms a batch", levels, log=True)
+
+
 PARTS = [
     Part(
         f"{NAME}/modes",
@@ -119,3 +131,13 @@ PARTS = [
         more=timelines("naive", "gpipe", "1f1b"),
     ),
 ]
+FIGURES: dict[str, Figure] = {
+    **steps_of(
+        f"{NAME}/modes",
+        {
+            "naive": "ResNet-18 naively split, a measured step",
+            "pipelined, 16": "ResNet-18, GPipe, microbatches of 16, a measured step",
+        },
+    ),
+    f"{NAME}_sizes": (f"{NAME}/modes", draw_sizes),
+}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.nn.utils import prune as library
 from common.config import config
 from common.data import loader as data
 from common.data import prepare
+from common.measure import plots
 from common.models import networks
 from common.ranks.rendezvous import World
 from common.system import seeds
@@ -29,6 +30,7 @@ from common.techniques.pruning.pruning_masks import Masks
 from configs.sparse_prune import Config
 from tests.benchmarks import peers
 from tests.benchmarks.amp_accum import no_gpu
+from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Samples, Side, Task, Team
 from tests.benchmarks.mnist_pipeline import no_mnist
 from tests.benchmarks.parts import QUIET, Part, run_of
@@ -40,13 +42,13 @@ NAME = "sparse_prune"
 
 CRITERIA, LEVELS = ("magnitude", "taylor", "gradient", "random"), ("0.92", "0.97")
 BELOW = {"0.92": 0.1, "0.97": 0.5}  # points of accuracy that magnitude may lose
-SCORES = ("test_accuracy", "bytes_compressed", "nonzero")
+KEEP = ("test_accuracy", "bytes_compressed", "nonzero")
 
 
 def accuracy_sides(scratch: Path) -> list[Task]:
     words = ("export=false", "launch.threads=1", "seed={round}", "data.fallback=none", "data.test_limit=0")
     return [
-        run_of(scratch, "dense", NAME, *words, "schedule=none", keep=SCORES),
+        run_of(scratch, "dense", NAME, *words, "schedule=none", keep=KEEP),
         *(
             run_of(
                 scratch,
@@ -55,7 +57,7 @@ def accuracy_sides(scratch: Path) -> list[Task]:
                 *words,
                 f"criterion={criterion}",
                 f"sparsity={level}",
-                keep=SCORES,
+                keep=KEEP,
             )
             for level in LEVELS
             for criterion in CRITERIA
@@ -238,6 +240,27 @@ def card_table(taken: Samples) -> Table:
     return Table(("784-128-64-10, one pass", "ms"), [Row("dense float16", [dense]), Row("2:4", [sparse])])
 
 
+def draw_pruning(path: Path, part: Mapping[str, Any]) -> None:
+    """Test accuracy of each criterion against the weights that are left."""
+    series: dict[str, list[tuple[float, float, float]]] = {}
+    for side, found in part["samples"].items():
+        values = sorted(100 * value for value in found["test_accuracy"])
+        point = values[len(values) // 2], (values[-1] - values[0]) / 2
+        criterion, _, level = side.partition(" ")
+        if level:
+            series.setdefault(criterion, []).append((100 * (1 - float(level)), *point))
+        else:
+            levels = {"dense": point[0]}
+    at = plots.make_axes()
+    for label, points in series.items():
+        across, means, spread = zip(*sorted(points), strict=True)
+        at.errorbar(across, means, spread, marker="o", capsize=3, label=label)
+    for label, height in levels.items():
+        at.axhline(height, linestyle="--", color="0.35", label=label)
+    at.set(xlabel="weights left, %", ylabel="test accuracy, %", title="LeNet-300-100 on MNIST")
+    plots.save_with_legend(at, path)
+
+
 PARTS = [
     Part(
         f"{NAME}/criteria",
@@ -273,3 +296,4 @@ PARTS = [
     ),
     Part(f"{NAME}/gpu", "2:4 on sparse tensor cores", card_sides, card_table, missing=no_gpu),
 ]
+FIGURES: dict[str, Figure] = {NAME: (f"{NAME}/criteria", draw_pruning)}

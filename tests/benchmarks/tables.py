@@ -81,7 +81,7 @@ def format_output(parts: Parts, name: str) -> str:
 
 def format_figure(parts: Parts, name: str) -> str:
     """A figure of experiments/figures/, for a page beside that folder; nothing before its part is recorded."""
-    return f"![{name.replace('_', ' ')}](figures/{name}.svg)" if figures.FIGURES[name][0] in parts else ""
+    return f"![{name.replace('_', ' ')}](figures/{name}.svg)" if figures.collect_figures()[name][0] in parts else ""
 
 
 def format_value(parts: Parts, name: str, what: str, column: str) -> str:

@@ -19,12 +19,11 @@ from pathlib import Path
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
 from tests.cluster.lab import Lab, Running, laboratory
-from tests.harness.elastic_campaign import Case, Pace, Target, draw_case, parse_arguments
+from tests.harness.elastic_campaign import SETTINGS, Case, Pace, Target, draw_case, parse_arguments
 from tests.harness.elastic_runs import differences
 from tests.harness.processes import run
 
 PACE = Pace(steps=800, saves=50, timeout=3.0, latest=150)
-SETTINGS = {"ddp_multinode": (), "param_server": ("servers=1", "mode=sync", "plot=false")}
 MODEL = (
     "data.name=vectors",
     "data.samples=2400",

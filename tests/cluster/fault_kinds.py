@@ -375,8 +375,4 @@ FAULTS = (
         notice=True,
         conf=("SlurmctldParameters=preempt_send_user_signal", "GraceTime=20"),
     ),
-    Fault("kill -9 of a server", kill(1), only="param_server"),
-    Fault("kill -9 of a worker between exchanges", kill_any, only="local_sgd"),
-    Fault("USR2 between exchanges", signal_job, notice=True, only="local_sgd"),
-    Fault("requeue between exchanges", requeue, notice=True, only="local_sgd"),
 )

@@ -3,8 +3,8 @@
     python -m tests.cluster.faults [--rounds=N] [--seed=S] [--only NAME ...] [--skip=N] [--elastic] [--list]
 
 Three hosts, two of them used, one to spare. ddp_multinode (on a folder of images, two data workers a rank) and
-mnist_pipeline take turns, a server is killed in a run of param_server, and runs of local_sgd are struck between two
-exchanges; the step at which a fault strikes is drawn from a printed seed. The table goes to the screen and to
+mnist_pipeline take turns; faults of one experiment alone are in NAME_faults.py. The step at which a fault strikes is
+drawn from a printed seed. The table goes to the screen and to
 tests/benchmarks/results/. Needs slurm-wlm and iproute2, and root for the fault that fills a disk. With --elastic the
 faults that leave checkpoints alone strike runs with elastic=true, which may go on in flight and are compared in float64
 to 1e-9; theirs is a table of its own.
@@ -27,12 +27,16 @@ from typing import Any
 
 from common.checkpoint.storage import CheckpointPath
 from common.runs.folder import RunFolder
-from tests.cluster.fault_kinds import FAULTS, Fault, Mend
+from tests.cluster import fault_kinds
+from tests.cluster.fault_kinds import Fault, Mend
 from tests.cluster.fault_tables import Struck, line, save, table
 from tests.cluster.lab import EVERY, STEPS, USUAL, Lab, Running, laboratory, last_step, time_step_after
 from tests.harness import elastic_runs as near
+from tests.harness.declared import import_of_experiments
 from tests.harness.site import until
 
+OF_EXPERIMENTS = import_of_experiments("tests.cluster.{}_faults").values()
+FAULTS: list[Fault] = [*fault_kinds.FAULTS, *(fault for module in OF_EXPERIMENTS for fault in module.FAULTS)]
 GOING_ON = ("RUNNING", "COMPLETING")
 ELASTIC, FLOAT64 = ("elastic=true", "elastic.rejoin=100"), "dtype=float64"
 IN_FLIGHT = (  # what strikes neither checkpoints nor a new start

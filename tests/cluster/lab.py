@@ -23,29 +23,13 @@ from slurm.local_cluster import namespaces
 from slurm.local_cluster.cluster import Cluster
 from slurm.local_cluster.slurm_conf import make_search_path
 from tests.harness.processes import environment, processes_of
+from tests.harness.registry import BY_NAME
 from tests.harness.shared import locked
 from tests.harness.site import find_cluster, until
 from tests.harness.warm import ROOT
 
 STEPS, EVERY = 240, 20  # of a run; between two checkpoints
 TIMEOUT = 10  # seconds for a message, and until SLURM misses a host
-# Models and batches are small, and the cables slow: runs wait rather than compute, so that one is struck in its
-# middle on any machine, and several can go on beside each other.
-EXPERIMENTS = {
-    "ddp_multinode": (
-        *("data.name=imagefolder", "data.image_size=8", "data.block=1", "data.workers=2"),
-        *("batch=16", "optim.base_batch=16", "epochs=6"),
-    ),
-    "mnist_pipeline": ("data.name=digits", "data.train_limit=3200", "data.test_limit=500", "width=384", "epochs=5"),
-    "param_server": (
-        *("data.name=imagefolder", "data.image_size=8", "data.block=1", "model=mlp", "servers=2", "plot=false"),
-        *("batch=16", "optim.base_batch=16", "epochs=6"),
-    ),
-    "local_sgd": (  # an exchange is under way after each third step, and a checkpoint seldom where a round ends
-        *("data.name=imagefolder", "data.image_size=8", "data.block=1", "every=3", "delay=1", "communication=bf16"),
-        *("batch=16", "optim.base_batch=16", "epochs=6"),
-    ),
-}
 USUAL, SLOW, CRAWLING = "50mbit", "4mbit", "2mbit"  # of a cable: a step takes about 0.03, 0.4 and 0.8 s
 DISK = 2 << 30  # bytes of a disk that can be made full: a run refuses to begin with less than 1 GB
 Answer = TypeVar("Answer")
@@ -140,7 +124,12 @@ class Lab:
         """Submit a run on so many hosts."""
         self.count += 1
         runs = (self.disk if own_disk else self.base) / f"runs-{self.count}"
-        words = [*EXPERIMENTS[experiment], f"steps={STEPS}", f"runs={runs}", f"data.cache={self.shared / 'cache'}"]
+        words = [
+            *BY_NAME[experiment].cluster_settings,
+            f"steps={STEPS}",
+            f"runs={runs}",
+            f"data.cache={self.shared / 'cache'}",
+        ]
         words += [f"data.root={self.shared / 'images'}", "log.seconds=0.1", "checkpoint.every_seconds=0"]
         words += [f"checkpoint.every_steps={EVERY}", f"launch.step_timeout={TIMEOUT}", "wandb.finish_timeout=60", *more]
         self.command("exp", f"--nodes={nodes}", f"--args={' '.join(words)}", "--", experiment, env=env)

@@ -21,6 +21,7 @@ from slurm.reports import selection
 from tests.harness import inside, warm
 from tests.harness.made_runs import Made, write_six
 from tests.harness.processes import environment
+from tests.harness.registry import EXPERIMENTS
 from tests.harness.warm import ROOT
 
 
@@ -116,10 +117,13 @@ def test_the_options_of_older_versions_are_taken_with_a_notice(made: Path) -> No
     assert old.returncode == 0 and old.stderr == moved and "0003" in old.stdout
 
 
-def test_a_measurement_has_no_samples_and_its_points_are_shown_beside_measurements_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [entry.name for entry in EXPERIMENTS if not entry.trains])
+def test_a_measurement_has_no_samples_and_its_points_are_shown_beside_measurements_alone(
+    name: str, tmp_path: Path
+) -> None:
     runs = tmp_path / "runs"
     numbers = {"timings": {"samples_per_second": 60.0}}
-    folder = Made("collectives", 0, 4, result=numbers).write(runs)
+    folder = Made(name, 0, 4, result=numbers).write(runs)
     scores = json.loads((folder.path / "result.json").read_text())
     kept = {key: value for key, value in scores.items() if key not in ("scores", "data")}
     (folder.path / "result.json").write_text(json.dumps(kept))
@@ -138,7 +142,7 @@ def test_a_measurement_has_no_samples_and_its_points_are_shown_beside_measuremen
     beside = compare(runs)
     page = (runs / "compare.html").read_text()
     assert "all reduce float32 gloo" not in page and "test loss" in page
-    assert "the page omits the measurements of collectives because other runs train" in beside.stdout
+    assert f"the page omits the measurements of {name} because other runs train" in beside.stdout
 
 
 def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:

@@ -210,17 +210,6 @@ def test_a_python_file_that_is_no_grid_is_refused(name: str) -> None:
         sweep_file.read_sweep_file(f"configs/sweeps/{name}.py", [])
 
 
-def test_repeats_of_a_python_grid_have_seeds_of_their_own_where_accuracy_counts() -> None:
-    words = ["levels=[0.8]", "criteria=[taylor]", "repeats=2"]
-    grid = sweep_file.read_sweep_file("configs/sweeps/sparse_prune.py", words)
-    assert [(point.values.get("criterion"), point.settings.seed) for point in grid.points] == [
-        (None, 0),
-        ("taylor", 0),
-        (None, 1),
-        ("taylor", 1),
-    ]
-
-
 def test_a_refused_array_leaves_the_results_of_its_runs(tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}]
     file, fake = write(tmp_path, cache, points=points), Fake(tmp_path)

@@ -19,6 +19,6 @@ from tests.harness.processes import environment
     ],
 )
 def test_every_collective_gives_what_arithmetic_gives(ranks: int, transport: str, cases: tuple[str, ...]) -> None:
-    argv = [sys.executable, "-m", "tests.harness.collectives", str(ranks), transport, *cases]
+    argv = [sys.executable, "-m", "tests.harness.backend_calls", str(ranks), transport, *cases]
     done = warm.execute(argv, env=environment(), timeout=250)
     assert done.returncode == 0, done.stderr

@@ -15,12 +15,13 @@ from torch import Tensor
 from common.models import exporting, model_file
 from common.runs.folder import RunFolder
 from tests.harness import inside
+from tests.harness.entry import Entry
 from tests.harness.processes import run
-from tests.harness.registry import BY_NAME, REPLICATED, STAGED, Entry
+from tests.harness.registry import EXPERIMENTS, REPLICATED, STAGED
 from tests.harness.shared import Make
 
-NETWORKS = [BY_NAME[name] for name in ("mnist_pipeline", "amp_accum", "resnet_modelparallel", "sparse_prune")]
-"""An experiment for each kind of network."""
+NETWORKS = [entry for entry in EXPERIMENTS if entry.exports]
+EVALUATED = [(entry.name, words) for entry in EXPERIMENTS for words in entry.evaluated]
 
 
 def copy(folder: RunFolder, place: Path) -> RunFolder:
@@ -43,7 +44,7 @@ def export(folder: RunFolder, *words: str) -> subprocess.CompletedProcess[str]:
 def test_the_torch_export_file_gives_the_outputs_elsewhere(
     entry: Entry, finished: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one in a process without this project; networks of the others there: tests/complete/test_export.py."""
+    """Of one experiment in a process without this project, of the others in this process."""
     if entry != STAGED:
         monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
     folder = copy(finished(entry).folder, tmp_path)
@@ -78,20 +79,7 @@ def test_onnx_gives_the_outputs_or_names_what_it_needs(finished: Make, tmp_path:
         assert not list(folder.path.glob("*.onnx*")) and not list(folder.path.glob(".new*"))
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("mnist_pipeline", ("dtype=float64", "batch=16", "microbatches=2", "stages=3", "depth=3")),
-        (
-            "ddp_multinode",
-            ("strategy=fsdp", "model=mlp", "batch=18", "processes_per_node=3", "dtype=float64"),
-        ),
-        ("amp_accum", ("precision=fp16", "batch=16", "model=mlp", "optim.base_batch=16")),
-        ("resnet_modelparallel", ("replicas=2", "width=4", "batch=16", "split_size=4", "plot=false", "dtype=float64")),
-        ("resnet_modelparallel", ("channels_last=true", "mode=single", "width=16", "batch=16", "plot=false")),
-        ("sparse_prune", ("schedule=rigl", "every=4", "batch=16", "export=false", "int8=false")),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), EVALUATED)
 def test_models_of_every_kind_of_training_are_measured_alike(
     name: str, words: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
 ) -> None:

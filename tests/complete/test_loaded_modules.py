@@ -12,13 +12,10 @@ import pytest
 
 from common.config import config
 from tests.harness.processes import environment
+from tests.harness.registry import EXPERIMENTS
 from tests.harness.warm import ROOT
 
-TECHNIQUES = {
-    "mnist_pipeline": {"pipeline"},
-    "ddp_multinode": {"data_parallel"},
-    "local_sgd": {"local_sgd", "data_parallel"},
-}
+TRAINED = {entry.name: entry.techniques for entry in EXPERIMENTS if entry.techniques is not None}
 """For each experiment that is trained, the techniques that it may load."""
 MAX_MEAN_TOKENS = 93_300  # 75 % of the tokens that the nine scripts loaded when the core imported every technique
 
@@ -28,7 +25,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, d
     """The loaded modules of each experiment, with their tokens."""
     folder = tmp_path_factory.mktemp("modules")
     settings = f"data.name=digits data.cache={cache} data.test_limit=100 steps=20 log.progress=none launch.threads=1"
-    arguments = [f"{name}={settings}" if name in TECHNIQUES else name for name in config.list_experiments()]
+    arguments = [f"{name}={settings}" if name in TRAINED else name for name in config.list_experiments()]
     command = [sys.executable, "-m", "tests.harness.loaded_modules", str(folder), *arguments]
     done = subprocess.run(
         command, check=False, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
@@ -37,11 +34,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, d
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in config.list_experiments()}
 
 
-@pytest.mark.parametrize("name", TECHNIQUES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_an_experiment_loads_no_other_technique(loaded: dict[str, dict[str, int]], name: str) -> None:
     packages = [module.split(".") for module in loaded[name]]
     techniques = {package[2] for package in packages if package[:2] == ["common", "techniques"] and len(package) > 2}
-    assert techniques <= TECHNIQUES[name]
+    assert techniques <= TRAINED[name]
     assert not [module for module in loaded[name] if module.startswith("common.backend")]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.elastic_runs import differences, list_changes, train, train_alone, train_like
+from tests.harness.elastic_runs import differences, list_changes, train, train_alone
 
 
 def test_the_losses_are_those_of_one_process_though_rank_0_is_killed(
@@ -19,13 +19,3 @@ def test_the_losses_are_those_of_one_process_though_rank_0_is_killed(
     assert list_changes(done.folder) == [([0], [])]
     assert done.result["steps_redone"] == 1
     assert "after step 6: lost rank 0; ranks 1, 2 continued after" in done.out
-
-
-def test_the_losses_of_a_parameter_server_are_those_of_one_process_though_a_worker_is_killed(
-    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    words, name = (f"data.cache={cache}", "plot=false"), "param_server"
-    more = ("processes_per_node=3", "servers=2", "elastic=true", "elastic.rejoin=0")
-    alone = train_alone(tmp_path_factory, *words, name=name)
-    folder = train_like(alone, "push:2:7:kill", *words, *more, runs=tmp_path / "runs", name=name)
-    assert list_changes(folder) == [([2], [])]

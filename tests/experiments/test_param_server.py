@@ -24,6 +24,7 @@ from common.runs.folder import MODEL_FILE, RunFolder
 from common.system import seeds
 from common.techniques.parameter_server.server import replay_recorded_steps
 from configs.param_server import Config
+from tests.harness.elastic_runs import list_changes, train_alone, train_like
 from tests.harness.processes import Done, run
 from tests.harness.registry import BY_NAME
 from tests.harness.resuming import cut_off, resume, trained_steps
@@ -128,3 +129,13 @@ def test_the_report_tells_pushes_bytes_and_staleness(recorded: Done) -> None:
     assert "3 workers, 2 servers" in recorded.out and "90 gradients" in recorded.out
     assert (recorded.folder.path / "staleness.png").exists()
     assert f"with DDP       {result['ddp_samples_per_second']:,.0f} samples/s" in recorded.out
+
+
+def test_the_losses_of_a_parameter_server_are_those_of_one_process_though_a_worker_is_killed(
+    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    words, name = (f"data.cache={cache}", "plot=false"), "param_server"
+    more = ("processes_per_node=3", "servers=2", "elastic=true", "elastic.rejoin=0")
+    alone = train_alone(tmp_path_factory, *words, name=name)
+    folder = train_like(alone, "push:2:7:kill", *words, *more, runs=tmp_path / "runs", name=name)
+    assert list_changes(folder) == [([2], [])]

@@ -22,6 +22,7 @@ from common.techniques.pruning.pruning_masks import Masks
 from configs.sparse_prune import CRITERIA, Config
 from configs.sweeps.sparse_prune import GRID, describe_csr_speed
 from experiments import sparse_prune
+from slurm.launch import sweep_file
 from tests.harness.processes import Done, run
 
 # a run takes half a second; begin=0.1 and end=0.6 are steps 1 and 7 of 12
@@ -427,3 +428,14 @@ def test_the_verdict_knows_when_repeats_disagree() -> None:
     assert words == (
         "slower than dense fp32 for a; inconclusive (varies between seeds) for b; never slower than dense bf16"
     )
+
+
+def test_repeats_of_a_python_grid_have_seeds_of_their_own_where_accuracy_counts() -> None:
+    words = ["levels=[0.8]", "criteria=[taylor]", "repeats=2"]
+    grid = sweep_file.read_sweep_file("configs/sweeps/sparse_prune.py", words)
+    assert [(point.values.get("criterion"), point.settings.seed) for point in grid.points] == [
+        (None, 0),
+        ("taylor", 0),
+        (None, 1),
+        ("taylor", 1),
+    ]

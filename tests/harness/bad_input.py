@@ -57,7 +57,7 @@ def settings(name: str, *words: str, parts: tuple[str, ...]) -> Case:
 SETTINGS = [
     settings("unknown key", "epoch=3", parts=("unknown key epoch", "did you mean epochs?")),
     settings("unknown group", "optm.lr=1", parts=("unknown key optm.lr", "did you mean optim.lr?")),
-    settings("elastic stages", "elastic=true", parts=("unknown key elastic", "amp_accum and param_server")),
+    settings("elastic stages", "elastic=true", parts=("unknown key elastic", "resumes from its last checkpoint")),
     settings("wrong type", "batch=many", parts=("batch=many", "int >= 1")),
     settings("a float for an int", "batch=1.5", parts=("batch=1.5", "int >= 1")),
     settings("number without end", "seed=" + "9" * 5000, parts=("seed=9", "expected an integer")),

@@ -1,20 +1,21 @@
 """An experiment without one of its protections, for tests of what the protection is for.
 
-python -m tests.harness.careless attempts experiments/mnist_pipeline.py key=value ...
+    python -m tests.harness.careless attempts experiments/mnist_pipeline.py key=value ...
+
+Instead of one of DROPS, MODULE:FUNCTION names a function that drops a technique's own protection.
 """
 
 from __future__ import annotations
 
+import pkgutil
 import runpy
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from common.checkpoint.save_or_stop import Decision, SaveOrStopVote
-from common.checkpoint.train_state import TrainState
 from common.runs.folder import RunFolder
 from common.techniques.data_parallel import ddp
-from common.techniques.local_sgd.state import LocalState
 
 
 def drop_settling() -> None:
@@ -45,20 +46,16 @@ def drop_vote() -> None:
     SaveOrStopVote.vote_after_step = decide_alone  # type: ignore[method-assign,assignment]
 
 
-def drop_own() -> None:
-    """Each worker of local_sgd goes on from the mean of all, as if they held the same."""
-    LocalState.load = TrainState.load  # type: ignore[method-assign]
-
-
 DROPS = {
     "": lambda: None,
     "settling": drop_settling,
     "attempts": drop_attempts,
     "vote": drop_vote,
-    "own": drop_own,
 }
 
 if __name__ == "__main__":
-    DROPS[sys.argv[1]]()
+    protection = sys.argv[1]
+    drop = DROPS[protection] if protection in DROPS else pkgutil.resolve_name(protection)
+    drop()
     sys.argv = sys.argv[2:]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,8 +27,6 @@ from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
 from common.ranks.rendezvous import World
 from common.techniques.data_parallel import ddp
-from common.techniques.pruning import pruning_masks
-from common.techniques.pruning.pruning_masks import Masks
 from configs.ddp_multinode import Config
 from configs.shared import Launch
 from experiments import ddp_multinode
@@ -153,29 +150,6 @@ def own_statistics() -> Any:
 
 def torchs_norm() -> Any:
     return in_two(lambda world: attempt(lambda: nn.SyncBatchNorm(3)(torch.randn(2, 3, 4, 4)).sum().item()))
-
-
-def masks_per_rank() -> Any:
-    """The mistake: each process scores weights by its own gradient."""
-
-    def work(world: World) -> Any:
-        torch.manual_seed(0)
-        model = SimpleNN()
-        masks = Masks(model)
-        torch.manual_seed(world.rank)  # its own share of the batch
-        F.cross_entropy(model(torch.randn(8, 28, 28)), torch.arange(8)).backward()
-        gradients = [weight.grad for weight in masks.weights if weight.grad is not None]
-
-        def chosen() -> str:
-            masks.replace_masks(pruning_masks.make_global_masks([gradient.abs() for gradient in gradients], 0.9))
-            return masks.compute_digest()
-
-        own, refused = chosen(), attempt(masks.assert_equal_on_ranks)
-        for gradient in gradients:
-            dist.all_reduce(gradient)
-        return [own, refused, chosen(), attempt(masks.assert_equal_on_ranks)]
-
-    return in_two(work)
 
 
 def made(*names: str, module: str = "ddp_pitfalls", **variables: str) -> dict[str, Any]:

@@ -34,9 +34,9 @@ from common.measure.step_timing import StepTimer
 from common.models import networks
 from common.techniques.elastic import group, peer_copy
 from common.techniques.elastic.recovery import ElasticRecovery
-from common.techniques.parameter_server.worker import ParameterServerRank
 from common.training import loop
 from common.training.run_context import RunContext
+from tests.harness.declared import import_declared
 from tests.harness.processes import wait_until
 
 SLOW = 0.02
@@ -94,8 +94,11 @@ class Planted:
         return bool(member.has_waiting_rank or run.world.size == run.cfg.processes)
 
 
-def plant(faults: Faults) -> None:
-    """Put the points into the code that this process and its ranks execute."""
+def plant(name: str, faults: Faults) -> None:
+    """Put the points into the code that this process and its ranks execute.
+
+    An experiment adds its own points in tests/harness/NAME_points.py.
+    """
     planted = Planted(faults)
 
     def before(owner: Any, name: str, act: Callable[..., None], after: bool = False) -> None:
@@ -134,13 +137,9 @@ def plant(faults: Faults) -> None:
     before(ElasticRecovery, "__init__", begin)
     before(loop.Step, "__enter__", lambda step: planted.reach("begin", step.number))
     before(StepTimer, "record_mark", mark)
-    before(ParameterServerRank, "pull", lambda *_: planted.reach_in_step("pull"))
-    before(ParameterServerRank, "push", lambda *_: planted.reach_in_step("push"))
-    before(
-        ParameterServerRank,
-        "_send_large_message",
-        lambda _, __, server, ___: planted.reach_in_step(f"push to {server}"),
-    )
+    declared = import_declared(f"tests.harness.{name}_points")
+    if declared:
+        declared.plant_points(before, planted.reach_in_step)
     before(ElasticRecovery, "commit", lambda self: planted.reach("committed", self.run.step + 1), after=True)
     before(loop.Step, "__exit__", lambda step, *_: planted.reach("updated", step.number))
     before(RunContext, "stop_if_requested", lambda run: planted.reach("evaluation", run.step))
@@ -225,7 +224,7 @@ CHANGES |= {"slow": take_time, "overflow": overflow, "batchnorm": use_batchnorm}
 if __name__ == "__main__":
     (name, _, change), faults = sys.argv.pop(1).partition("+"), sys.argv.pop(1)
     if faults:
-        plant(parse_faults(faults))
+        plant(name, parse_faults(faults))
     if change:
         CHANGES[change]()
     start(importlib.import_module(f"experiments.{name}").main, config.import_schema(name))

@@ -34,16 +34,13 @@ from tests.harness.chance import draw_seed
 from tests.harness.elastic_runs import SMALL, differences
 from tests.harness.long_runs import ranks_of
 from tests.harness.processes import environment, processes_of, run
-from tests.harness.registry import BY_NAME
+from tests.harness.registry import BY_NAME, EXPERIMENTS
 from tests.harness.resuming import resume
 from tests.harness.warm import Command
 
 PATIENCE = 60.0  # seconds for a run that takes about six
 SETUP = "launch.setup_timeout=20"  # also of a new process that does not come
-SETTINGS = {
-    "ddp_multinode": (),
-    "param_server": ("servers=1", "mode=sync", "plot=false", "optim.name=adam", "optim.lr=0.01"),
-}
+SETTINGS = {entry.name: entry.elastic_campaign for entry in EXPERIMENTS if entry.elastic_campaign is not None}
 HOWS = ("kill", "stop", "blink")
 
 

@@ -13,6 +13,7 @@ from tests.benchmarks.__main__ import all_parts
 from tests.harness import making, warm
 from tests.harness.made_runs import Made
 from tests.harness.processes import applicable, environment
+from tests.harness.registry import BY_NAME, EXPERIMENTS
 from tests.harness.warm import ROOT
 
 PAGES = tables.list_pages()
@@ -52,24 +53,12 @@ ELSEWHERE = {
     "make doctor 'RUN=<id>'": "tests/commands/test_doctor.py",
     "make rerun 'RUN=<id>'": "tests/commands/test_rerun.py",
     "make rerun 'RUN=<id>' ARGS=seed=1": "tests/complete/test_rerun_through_make.py",
-    "make exp NAME=resnet_modelparallel ARGS=sweep=true": "tests/experiments/test_modelparallel.py",
-    "make exp NAME=resnet_dataparallel ARGS=sweep=true": "tests/experiments/test_resnet_dataparallel.py",
-    "make exp NAME=amp_accum ARGS=sweep=true": "tests/experiments/test_amp.py",
-    "make exp NAME=sparse_prune ARGS=sweep=true": "tests/complete/test_sweep_of_criteria.py",
     "make cluster-up NODES=2": "tests/cluster/test_cluster.py",
     "make cluster-status": "tests/cluster/test_cluster.py",
     "make cluster-down": "tests/cluster/test_cluster.py",
 }
-SMALLER = {  # of the commands that train: the smallest of these settings that leave the command's own
-    "amp_accum": ("batch=16", "steps=6"),  # fp16 is slow where the processor has no instructions for it
-    "ddp_multinode": ("batch=16",),
-    "local_sgd": ("batch=16", "every=5", "start=1"),
-    "param_server": ("batch=16", "steps=6", "plot=false"),
-    "resnet_modelparallel": ("width=8", "batch=16", "steps=6", "plot=false"),
-    "resnet_dataparallel": ("batch=8", "steps=3", "data.test_limit=20", "compare=false"),
-    "sparse_prune": ("every=5", "export=false"),
-    "collectives": ("sizes=[8,1K]", "plot=false"),
-}
+for entry in EXPERIMENTS:
+    ELSEWHERE.update(entry.page_commands)
 
 
 def list_commands(*pages: Path) -> list[str]:
@@ -127,7 +116,7 @@ def check_command(command: str, cache: Path, folder: Path, place: Path, runs: Pa
         more = []
         if words[1].startswith("experiments/"):
             name = Path(words[1]).stem
-            more = [*applicable(name, settings), *SMALLER.get(name, ())]
+            more = [*applicable(name, settings), *BY_NAME[name].page_settings]
         script = [str(ROOT / words[1])] if more else words[1:2]
         done = warm.execute([sys.executable, *script, *words[2:], *more], env=environment())
     assert done.returncode == 0, done.stderr

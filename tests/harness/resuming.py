@@ -84,7 +84,7 @@ def final_state(folder: RunFolder) -> dict[str, torch.Tensor]:
         found |= part["model"]
         found |= {f"scaler/{key}": torch.tensor(value) for key, value in part["common"].get("scaler", {}).items()}
         found |= list_moments(part["optimizer"])
-        own = part["local"].get("worker", {"vectors": {}, "optimizer": {}})  # of local_sgd
+        own = part["local"].get("worker", {"vectors": {}, "optimizer": {}})  # of a model that each rank has alone
         alone = own["vectors"] | list_moments(own["optimizer"])
         found |= {f"{file.stem}/{name}": value for name, value in alone.items()}
     return found

@@ -19,12 +19,11 @@ from tests.harness.shared import run_once
 STEPS = 5
 BUILTIN = ("launch.backend=builtin", "launch.transport=network")
 WIRE = ",".join((*BUILTIN, "transport=network"))
-QUIET = ("every=2", "export=false", "int8=false")
 
 
 @pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
 def test_two_ranks_equal_one(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
-    """collectives compares what it measures with arithmetic itself."""
+    """A pure measurement compares what it measures with arithmetic itself."""
     small = ("model=mlp",) if entry.name == "amp_accum" else ()  # BatchNorm sees other shards
     words = (*quick, "dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}", *small)
     two = run(entry.name, *words, *entry.spread(2), *BUILTIN, runs=tmp_path / "two")
@@ -41,31 +40,23 @@ OVER = {
     "two_level": ("launch.backend=builtin", "launch.nodes=2", "launch.algorithm=two_level"),
     "tls": (*BUILTIN, "launch.tls=true"),
 }
-METHODS = {
-    "pipeline": ("mnist_pipeline", ("stages=2", "microbatches=2"), ("stages=1", "microbatches=2")),
-    "fsdp": ("ddp_multinode", ("strategy=fsdp", "model=mlp"), ("strategy=fsdp", "model=mlp", "processes_per_node=1")),
-    "amp": ("amp_accum", ("model=mlp", "precision=fp32"), ("model=mlp", "precision=fp32", "processes_per_node=1")),
-    "sparse": ("sparse_prune", ("processes_per_node=2", *QUIET), ("processes_per_node=1", *QUIET)),
-}
+FSDP = {"ddp_multinode": ("strategy=fsdp",)}  # DDP is in all other tests
+OVER_TRANSPORTS = [(entry, over) for entry in EXPERIMENTS for over in entry.transports]
 
 
 @pytest.mark.parametrize(
-    ("method", "over"),
-    [
-        *(("pipeline", "tls"), ("pipeline", "two_level"), ("fsdp", "tls"), ("fsdp", "two_level")),
-        *(("amp", "memory"), ("amp", "two_level"), ("amp", "tls"), ("sparse", "memory"), ("sparse", "tls")),
-    ],
+    ("entry", "over"), OVER_TRANSPORTS, ids=[f"{entry.name}-{over}" for entry, over in OVER_TRANSPORTS]
 )
-def test_a_method_over_a_transport_equals_one_process(
-    method: str, over: str, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+def test_an_experiment_over_a_transport_equals_one_process(
+    entry: Entry, over: str, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Pairs that other tests of this file leave out; DDP is in all of them."""
-    name, spread, alone = METHODS[method]
-    words = (*quick, "dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}")
+    """Pairs that other tests of this file leave out."""
+    words = (*quick, "dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}", *FSDP.get(entry.name, ()))
+    spread = entry.spread(2)
     if over == "two_level":  # of hosts with one rank each
         spread = tuple(word.replace("processes_per_node=2", "processes_per_node=1") for word in spread)
-    one = run_once(tmp_path_factory, f"alone-{method}", name, *words, *alone)
-    found = run(name, *words, *spread, *OVER[over], runs=tmp_path)
+    one = run_once(tmp_path_factory, f"alone-{entry.name}", entry.name, *words, *entry.spread(1))
+    found = run(entry.name, *words, *spread, *OVER[over], runs=tmp_path)
     assert found.status == one.status == 0, found.err + one.err
     world = read_json(found.folder.list_attempts()[0].attempt_folder / "world.json")
     assert world["backend"] == "builtin" and world["tls"] == (over == "tls")
@@ -108,6 +99,6 @@ def test_encrypted_ranks_equal_one(tmp_path: Path, quick: tuple[str, ...]) -> No
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ddp_and_its_hooks_equal_one_process(ranks: int) -> None:
-    argv = [sys.executable, "-m", "tests.harness.collectives", str(ranks), "auto", "ddp"]
+    argv = [sys.executable, "-m", "tests.harness.backend_calls", str(ranks), "auto", "ddp"]
     done = warm.execute(argv, env=environment())
     assert done.returncode == 0, done.stderr

@@ -64,6 +64,6 @@ def test_between_two_exchanges_the_mean_is_not_the_state_of_the_workers(tmp_path
     whole = run("local_sgd", *quick, ALONE, "model=mlp", "steps=20", runs=tmp_path / "whole")
     assert whole.status == 0, whole.err
     folder = cut_off(whole.folder, 12, tmp_path / "cut")
-    done = resume(BY_NAME["local_sgd"], folder, careless="own")
+    done = resume(BY_NAME["local_sgd"], folder, careless="tests.harness.local_sgd:drop_own_state")
     assert done.returncode == 0, done.stderr
     assert differences(folder, whole.folder), "it goes on without an error, as another training"

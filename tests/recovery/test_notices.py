@@ -18,7 +18,7 @@ from slurm.reports import cancel, diagnosis, logs, status
 from tests.harness.long_runs import ENDLESS, check_hanging_rank, check_notice, only_folder, ranks_of, train_long
 from tests.harness.processes import PATIENCE, command, environment, processes_of, run, wait_until
 from tests.harness.registry import BY_NAME, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
-from tests.harness.resuming import check_notice_in_evaluation, resume
+from tests.harness.resuming import check_notice_in_evaluation
 from tests.harness.warm import Command
 
 NOTICES = [(STAGED, number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)]
@@ -100,24 +100,3 @@ def test_a_notice_while_data_are_prepared_leaves_nothing_half_made(number: signa
     done = run(STAGED.name, *words, runs=runs)
     assert done.status == 0 and len(done.losses) == 3, done.err
     assert not list(cache.glob(".digits-*")), "what was left goes with the next preparation"
-
-
-def test_a_notice_while_the_model_is_exported_loses_nothing(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    words = (*quick, "export=true", "int8=true", "processes_per_node=1")
-    site, begun, runs = tmp_path / "site", tmp_path / "begun", tmp_path / "runs"
-    site.mkdir()
-    # the process that the run starts to check the exported model says so, and then waits to be ended
-    waiting = f"if '-c' in sys.orig_argv:\n    open({str(begun)!r}, 'w')\n    signal.pause()\n"
-    (site / "sitecustomize.py").write_text(f"import signal, sys\n{waiting}")
-    with train_long("sparse_prune", *words, runs=runs, PYTHONPATH=str(site)) as process:
-        wait_until(lambda: begun.exists() or process.poll() is not None, "it exports")
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(PATIENCE)
-    folder = only_folder(runs)
-    assert process.returncode == 128 + signal.SIGINT and "Traceback" not in err, out + err
-    assert not processes_of(str(tmp_path))
-    before = folder.read_metrics()[-1]
-    done = resume(BY_NAME["sparse_prune"], folder, "export=false", "int8=false")
-    assert done.returncode == 0, done.stderr
-    assert folder.result["state"] == "finished" and folder.result["scores"]["test_loss"] == before["test_loss"]
-    assert [row["global_step"] for row in folder.read_metrics() if "loss" in row] == list(range(1, 31))

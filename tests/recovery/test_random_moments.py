@@ -1,7 +1,4 @@
-"""Notices at random moments, in a small set of images; in one of 60,000: tests/harness/random_moments.py.
-
-A notice while the model is exported: tests/recovery/test_notices.py.
-"""
+"""Notices at random moments, in a small set of images; in one of 60,000: tests/harness/random_moments.py."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from tests.harness.processes import environment, processes_of
 from tests.harness.random_moments import Trial, trials
 
 
-def test_a_run_that_is_stopped_at_any_moment_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_moments, "WORDS", (*random_moments.WORDS, "export=false"))
+def test_a_run_that_is_stopped_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     found = trials(images=600, moments=1, draw=open_stream("moments"), scratch=tmp_path)
     assert not [trial.line() for trial in found if trial.problem]
 

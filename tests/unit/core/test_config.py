@@ -16,8 +16,8 @@ from common.config.config_keys import list_keys, replace_values
 from common.runs.resolved_settings import record_resolved_settings
 from common.system.errors import UserError
 from configs.ddp_multinode import Config as ElasticConfig
+from configs.ddp_multinode import Config as ReplicaConfig
 from configs.mnist_pipeline import Config
-from configs.param_server import Config as ServerConfig
 from configs.profile import Profile
 
 
@@ -115,7 +115,7 @@ def test_what_is_no_finite_number_is_refused(text: str) -> None:
         ("nodes=2", ["unknown key nodes; did you mean launch.nodes?"]),
         ("data.rot=x", ["unknown key data.rot", "data.root"]),
         ("zzzz=1", ["unknown key zzzz", "--help"]),
-        ("elastic.min=2", ["unknown key elastic.min", "only ddp_multinode, amp_accum and param_server"]),
+        ("elastic.min=2", ["unknown key elastic.min", "this experiment cannot continue after losing a rank"]),
         ("batch=0", ["batch=0", "int >= 1"]),
         ("data.fallback=cifar", ["data.fallback=cifar", "digits | none"]),
         ("data=3", ["data is a group of settings; set one of its keys: data.name, data.root"]),
@@ -166,12 +166,14 @@ def test_settings_that_do_not_fit_together_are_refused(words: list[str], parts: 
 
 
 def test_a_setting_that_loses_its_effect_is_put_back_to_its_default(tmp_path: Path) -> None:
-    """As where a run with mode=bounded is repeated with another mode."""
+    """As where a run with communication=powersgd is repeated with another communication."""
     file = tmp_path / "config.yaml"
-    file.write_text(config.format_yaml(load_config(ServerConfig, ["mode=bounded", "staleness=3"], {})))
-    with pytest.raises(UserError, match="staleness=3 needs mode=bounded; set mode=bounded or use staleness=0"):
-        load_config(ServerConfig, ["--config", str(file), "mode=async"], {})
-    assert load_config(ServerConfig, ["--config", str(file), "mode=async", "staleness=0"], {}).mode == "async"
+    file.write_text(config.format_yaml(load_config(ReplicaConfig, ["communication=powersgd", "powersgd_rank=3"], {})))
+    words = ["--config", str(file), "communication=bf16"]
+    remedy = "set communication=powersgd or use powersgd_rank=2"
+    with pytest.raises(UserError, match=f"powersgd_rank=3 needs communication=powersgd; {remedy}"):
+        load_config(ReplicaConfig, words, {})
+    assert load_config(ReplicaConfig, [*words, "powersgd_rank=2"], {}).communication == "bf16"
 
 
 def test_help_names_every_key_with_default_type_and_meaning() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.harness import warm
-from tests.harness.collectives import CASES
+from tests.harness.backend_calls import CASES
 from tests.harness.processes import PATIENCE, environment, processes_of, run
 
 MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -32,7 +32,7 @@ def fork_ranks(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
     ids=["2-auto", "3-network"],
 )
 def test_every_collective_gives_what_arithmetic_gives(ranks: int, transport: str, cases: Iterable[str]) -> None:
-    argv = [sys.executable, "-m", "tests.harness.collectives", str(ranks), transport, *cases]
+    argv = [sys.executable, "-m", "tests.harness.backend_calls", str(ranks), transport, *cases]
     done = warm.execute(argv, env=environment())
     assert done.returncode == 0, done.stderr
 

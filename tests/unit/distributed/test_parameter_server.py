@@ -22,7 +22,7 @@ from common.techniques.parameter_server.server import (
 )
 from common.training.optimizers import SGD
 from configs.param_server import Config
-from tests.benchmarks.server_bound import compute_bound, play_turns
+from tests.benchmarks.param_server_bound import compute_bound, play_turns
 from tests.harness.chance import open_stream
 from tests.harness.processes import wait_until
 

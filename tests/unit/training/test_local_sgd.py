@@ -36,7 +36,7 @@ class World:
 
 @pytest.mark.parametrize("backend", ["gloo", "builtin"])
 def test_what_a_message_leaves_out_arrives_later(backend: str) -> None:
-    argv = [sys.executable, "-m", "tests.harness.local_exchanges", *([backend] if backend == "builtin" else [])]
+    argv = [sys.executable, "-m", "tests.harness.local_sgd_exchanges", *([backend] if backend == "builtin" else [])]
     done = warm.execute(argv, env=environment())
     assert done.returncode == 0, done.stderr
 

@@ -14,7 +14,7 @@ from common.runs.folder import read_json
 from common.system.errors import UserError
 from slurm.launch import experiment_sweep, sweep
 
-WORDS = ["repeats=1", "levels=[0.5]", "criteria=[magnitude]", "data.name=digits"]
+NAME, WORDS = "resnet_dataparallel", ["repeats=1", "data.name=digits"]
 
 
 def sweep_runs(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> int:
@@ -25,7 +25,7 @@ def sweep_runs(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, scr
         return subprocess.Popen(["sh", "-c", f"RUN={path}; {script}"])
 
     monkeypatch.setattr(sweep, "start_local_run_of_point", start)
-    return experiment_sweep.main("sparse_prune", [*WORDS, f"data.cache={cache}", f"runs={tmp_path}", "sweep=true"])
+    return experiment_sweep.main(NAME, [*WORDS, f"data.cache={cache}", f"runs={tmp_path}", "sweep=true"])
 
 
 @pytest.mark.parametrize(("name", "status"), [("INT", 130), ("USR2", 140), ("TERM", 143)])
@@ -55,13 +55,13 @@ def test_a_run_that_is_stopped_ends_the_sweep(
 ) -> None:
     result = f"""echo '{{"format": 2, "state": "cancelled", "exit_status": {status}}}' >$RUN/result.json"""
     assert sweep_runs(tmp_path, cache, monkeypatch, f"{result}; exit {status}") == status
-    assert len(list(tmp_path.glob("sparse_prune-*"))) == 1
+    assert len(list(tmp_path.glob(f"{NAME}-*"))) == 1
 
 
 def test_a_run_that_has_trained_is_never_deleted(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "mkdir -p $RUN/attempts/0001; echo 'error: attempt 1 was superseded' >$RUN/screen.log; exit 2"
     assert sweep_runs(tmp_path, cache, monkeypatch, script) == 1
-    runs = list(tmp_path.glob("sparse_prune-*"))
+    runs = list(tmp_path.glob(f"{NAME}-*"))
     assert runs and all((run / "screen.log").exists() for run in runs)
 
 
@@ -70,7 +70,7 @@ def test_a_run_that_is_refused_ends_the_sweep_with_its_error(
 ) -> None:
     with pytest.raises(UserError, match=r"^no GPU is visible$"):
         sweep_runs(tmp_path, cache, monkeypatch, "echo 'error: no GPU is visible' >$RUN/screen.log; exit 2")
-    assert not list((tmp_path / "sweeps").iterdir()) and not list(tmp_path.glob("sparse_prune-*"))
+    assert not list((tmp_path / "sweeps").iterdir()) and not list(tmp_path.glob(f"{NAME}-*"))
 
 
 @pytest.mark.parametrize("words", [["--resume=runs/x"], []])
@@ -81,4 +81,4 @@ def test_a_sweep_of_ranks_or_a_resumed_run_is_refused(
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
             monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="with srun, torchrun, RESUME, or --resume"):
-        experiment_sweep.main("sparse_prune", [*WORDS, *words, f"runs={tmp_path}", "sweep=true"])
+        experiment_sweep.main(NAME, [*WORDS, *words, f"runs={tmp_path}", "sweep=true"])

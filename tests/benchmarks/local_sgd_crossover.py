@@ -13,10 +13,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from common.measure import plots
 from common.models.networks import build_network
 from common.runs.result import parse_result
 from slurm.local_cluster.cables import parse_rate_and_delay
 from tests.benchmarks import hosts
+from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist
 from tests.benchmarks.parts import Part, finish
@@ -164,6 +166,30 @@ def sides(scratch: Path) -> Sequence[Task]:
     return [measure_rate(scratch, rate) for rate in ("", *RATES)]
 
 
+def draw_rates(path: Path, part: Mapping[str, Any]) -> None:
+    """Milliseconds of a step against the rate of the cable: measured points and the lines of the model."""
+    at = plots.make_axes()
+    for number, (side, (points, line)) in enumerate(trace_lines(part).items()):
+        across, means, spread = zip(*points, strict=True)
+        at.errorbar(across, means, spread, marker="o", linestyle="", capsize=3, color=f"C{number}", label=side)
+        at.plot(*zip(*line, strict=True), linestyle="--", color=f"C{number}")
+    at.plot([], [], linestyle="--", color="0.35", label="alpha + beta n")
+    at.set(xlabel="Mbit/s", ylabel="ms a step", xscale="log", yscale="log", title="the ConvNet on two hosts")
+    at.set_xticks(across, [f"{rate:g}" for rate in across])
+    plots.save_with_legend(at, path)
+
+
+def draw_accuracy(path: Path, part: Mapping[str, Any]) -> None:
+    """Test accuracy after an epoch against the bytes that a rank sends for it."""
+    at = plots.make_axes()
+    for side, found in part["samples"].items():
+        values = sorted(100 * value for value in found["test_accuracy"])
+        sent = median(found["bytes"]) / 1e6
+        at.errorbar(sent, median(values), (values[-1] - values[0]) / 2, marker="o", capsize=3, label=side)
+    at.set(xlabel="MB sent by a rank", ylabel="test accuracy, %", xscale="log", title="one epoch of MNIST, two ranks")
+    plots.save_with_legend(at, path)
+
+
 PARTS = [
     Part(
         f"{NAME}/rates",
@@ -184,3 +210,7 @@ PARTS = [
         missing=no_mnist,
     ),
 ]
+FIGURES: dict[str, Figure] = {
+    "local_sgd_crossover": (f"{NAME}/rates", draw_rates),
+    "local_sgd_bytes": (f"{NAME}/accuracy", draw_accuracy),
+}

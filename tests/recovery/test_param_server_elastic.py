@@ -121,7 +121,7 @@ def test_a_message_that_breaks_off_in_its_middle_is_noticed(side: str, tmp_path:
     """By who receives and by who sends it; messages time out after 60 s."""
     for number in range(5):  # on a busy machine the message may have come before the signal
         (folder := tmp_path / str(number)).mkdir()
-        line = [sys.executable, "-m", "tests.harness.half_served", side, str(folder)]
+        line = [sys.executable, "-m", "tests.harness.param_server_half_served", side, str(folder)]
         done = warm.execute(line, env=environment(), timeout=100)
         if done.stdout != "it came\n":
             break

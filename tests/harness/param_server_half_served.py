@@ -1,6 +1,6 @@
 """A message of 64 MB of a parameter server breaks off in its middle; prints the seconds until the other side notices.
 
-python -m tests.harness.half_served SIDE FOLDER
+python -m tests.harness.param_server_half_served SIDE FOLDER
 
 SIDE is who has to notice: server, whose worker is killed while it sends a gradient; worker, whose server stands still
 while it sends values; sender, whose server does while it receives a gradient, and all, where it does while all ranks

@@ -74,7 +74,7 @@ def test_the_sign_of_a_magnitude_moves_all_weights_the_same_way() -> None:
 
 
 def test_masks_computed_per_rank_differ() -> None:
-    one, other = made("masks_per_rank")["masks_per_rank"]
+    one, other = made("masks_per_rank", module="pruning_pitfalls")["masks_per_rank"]
     assert one[0] != other[0], "the models drift apart, and rank 0's checkpoint is not what the others train"
     assert "masks of ranks [1] differ from those of rank 0" in one[1]["error"] == other[1]["error"]
     assert one[2] == other[2] == one[3] == other[3]

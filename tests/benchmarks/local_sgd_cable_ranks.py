@@ -1,6 +1,6 @@
 """Steps of DDP and of local SGD on hosts that a cable joins, one way of exchanging after the other; srun starts it.
 
-    srun --nodes=2 --ntasks-per-node=1 python -m tests.benchmarks.cable_ranks OUT_FILE
+    srun --nodes=2 --ntasks-per-node=1 python -m tests.benchmarks.local_sgd_cable_ranks OUT_FILE
 
 Rank 0 writes JSON: of each side the seconds of a step and the MB that its host sends in one.
 """

@@ -1,6 +1,6 @@
 """Collectives of the backend `builtin` beside gloo's and beside arithmetic, for test_builtin.py.
 
-    python -m tests.harness.collectives RANKS TRANSPORT [CASE ...]      the ranks do the cases, or all but `ddp`
+    python -m tests.harness.backend_calls RANKS TRANSPORT [CASE ...]      the ranks do the cases, or all but `ddp`
 
 Every rank knows what the others hold, and so what must come out.
 """

@@ -1,6 +1,6 @@
 """Exchanges of local SGD between two ranks: what arrives, what is left over, and how many bytes are sent.
 
-python -m tests.harness.local_exchanges [BACKEND]
+python -m tests.harness.local_sgd_exchanges [BACKEND]
 """
 
 from __future__ import annotations

@@ -1,0 +1,23 @@
+"""Fixtures of the tests of this folder."""
+
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.benchmarks import parts
+from tests.harness import warm
+from tests.harness.warm import ROOT
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of benchmarks are forks of the warm process."""
+
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return warm.execute([command[0], str(ROOT / command[1]), *command[2:]], env=env)
+
+    monkeypatch.setattr(parts, "subprocess", SimpleNamespace(run=run))

@@ -1,0 +1,36 @@
+"""What the shared tests need to know about amp_accum."""
+
+from __future__ import annotations
+
+from configs.amp_accum import Config
+from tests.harness.entry import Entry
+
+ENTRY = Entry(
+    name="amp_accum",
+    smallest=Config.smallest_settings,
+    processes=2,
+    produces=(
+        "test_accuracy",
+        "samples_per_second",
+        "training_bytes",
+        "bytes_sent",
+        "steps_skipped",
+        "final_loss",
+    ),
+    # three microbatches of 8 samples: the last window of an epoch of 320 has only one of them
+    spread=lambda count: (
+        f"processes_per_node={count}",
+        "precision=fp32",
+        "model=mlp",
+        f"accumulate={2 if count == 3 else 3}",
+    ),
+    others=(
+        ("model=mlp", "precision=fp16", "growth_interval=4", "init_scale=1e8", "accumulate=3", "dropout=0.3"),
+        ("precision=bf16", "no_sync=false", "optim.name=adam", "clip=1", "accumulate=3", "shards=[1,4]"),
+    ),
+    page_settings=("batch=16", "steps=6"),  # fp16 is slow where the processor has no instructions for it
+    page_commands={"make exp NAME=amp_accum ARGS=sweep=true": "tests/experiments/test_amp.py"},
+    exports=True,
+    evaluated=(("precision=fp16", "batch=16", "model=mlp", "optim.base_batch=16"),),
+    transports=("memory", "two_level", "tls"),
+)

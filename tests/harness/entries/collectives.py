@@ -1,0 +1,24 @@
+"""What the shared tests need to know about collectives."""
+
+from __future__ import annotations
+
+from configs.collectives import Config
+from tests.harness.entry import Entry
+
+ONE_SIDE = ("algorithms=[ring]", "transports=[memory]")  # of the built-in backend
+
+ENTRY = Entry(
+    name="collectives",
+    own_technique="collectives",
+    smallest=(*Config.smallest_settings, *ONE_SIDE),
+    processes=2,
+    produces=("points", "lines", "exact_results"),
+    spread=lambda count: (
+        *Config.smallest_settings,
+        *ONE_SIDE,
+        f"processes_per_node={count}",
+        "rounds=2000",
+    ),
+    page_settings=("sizes=[8,1K]", "plot=false"),
+    check_four_hosts=lambda result: all(min(point["interface_bytes"]) > 0 for point in result["points"]),
+)

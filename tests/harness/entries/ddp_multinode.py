@@ -1,0 +1,28 @@
+"""What the shared tests need to know about ddp_multinode."""
+
+from __future__ import annotations
+
+from configs.ddp_multinode import Config
+from tests.harness.entry import FEW_STEPS, MLP, SCORES, Entry
+
+ENTRY = Entry(
+    name="ddp_multinode",
+    smallest=(*Config.smallest_settings, *MLP),
+    processes=2,
+    produces=(*SCORES, "ranks", "communication_exposed"),
+    spread=lambda count: (f"processes_per_node={count}", *MLP),
+    others=(
+        ("strategy=fsdp", "optim.name=adam", "clip=1", "shards=[3,1]", "dropout=0.3"),
+        ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "shards=[0,1]", *FEW_STEPS),
+        ("communication=powersgd", "optim.lr=0.01", "model=mlp"),  # which begins to compress at the tenth step
+    ),
+    page_settings=("batch=16",),
+    techniques=frozenset({"data_parallel"}),
+    evaluated=(("strategy=fsdp", "model=mlp", "batch=18", "processes_per_node=3", "dtype=float64"),),
+    elastic_campaign=(),
+    cluster_settings=(
+        *("data.name=imagefolder", "data.image_size=8", "data.block=1", "data.workers=2"),
+        *("batch=16", "optim.base_batch=16", "epochs=6"),
+    ),
+    transports=("tls", "two_level"),
+)

@@ -1,0 +1,29 @@
+"""What the shared tests need to know about local_sgd."""
+
+from __future__ import annotations
+
+from configs.local_sgd import Config
+from tests.harness.entry import SCORES, Entry
+
+ENTRY = Entry(
+    name="local_sgd",
+    own_technique="local_sgd",
+    smallest=(*Config.smallest_settings, "model=mlp"),
+    processes=2,
+    produces=(*SCORES, "exchanges", "bytes_sent", "exchange_seconds"),
+    # the settings with which it is what one process does
+    spread=lambda count: (f"processes_per_node={count}", "every=1", "momentum_of=averaged", "model=mlp"),
+    others=(
+        ("model=mlp", "every=4", "start=2", "outer=nesterov", "outer_lr=0.7", "optim.name=adamw", "optim.lr=0.001"),
+        ("model=mlp", "every=5", "delay=3", "communication=powersgd", "optim.lr=0.05", "momentum_of=reset"),
+        ("model=mlp", "every=4", "communication=int8", "momentum_of=averaged"),
+        ("model=mlp", "every=3", "delay=2", "communication=topk", "topk=0.1"),
+    ),
+    keeps_ranks=True,
+    page_settings=("batch=16", "every=5", "start=1"),
+    techniques=frozenset({"local_sgd", "data_parallel"}),
+    cluster_settings=(  # an exchange is under way after each third step, and a checkpoint seldom where a round ends
+        *("data.name=imagefolder", "data.image_size=8", "data.block=1", "every=3", "delay=1", "communication=bf16"),
+        *("batch=16", "optim.base_batch=16", "epochs=6"),
+    ),
+)

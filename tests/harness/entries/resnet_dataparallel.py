@@ -1,0 +1,18 @@
+"""What the shared tests need to know about resnet_dataparallel."""
+
+from __future__ import annotations
+
+from configs.resnet_dataparallel import Config
+from tests.harness.entry import SCORES, Entry
+
+ENTRY = Entry(
+    name="resnet_dataparallel",
+    smallest=Config.smallest_settings,
+    processes=2,
+    produces=(*SCORES, "devices", "memory"),
+    spread=lambda count: ("model=mlp", "compare=false", f"processes_per_node={count}"),
+    page_settings=("batch=8", "steps=3", "data.test_limit=20", "compare=false"),
+    page_commands={
+        "make exp NAME=resnet_dataparallel ARGS=sweep=true": "tests/experiments/test_resnet_dataparallel.py"
+    },
+)

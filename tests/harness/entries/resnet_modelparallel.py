@@ -1,0 +1,26 @@
+"""What the shared tests need to know about resnet_modelparallel."""
+
+from __future__ import annotations
+
+from configs.resnet_modelparallel import Config
+from tests.harness.entry import SCORES, Entry
+
+ENTRY = Entry(
+    name="resnet_modelparallel",
+    smallest=Config.smallest_settings,
+    processes=2,
+    produces=(*SCORES, "idle_share", "memory"),
+    spread=lambda count: ("width=4", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
+    others=(
+        ("width=8", "replicas=2", "split_size=6", "plot=false"),
+        ("width=8", "devices=[cpu,cpu]", "split_size=8", "plot=false"),
+        ("width=8", "schedule=zero_bubble", "split_size=12", "plot=false"),
+    ),
+    page_settings=("width=8", "batch=16", "steps=6", "plot=false"),
+    page_commands={"make exp NAME=resnet_modelparallel ARGS=sweep=true": "tests/experiments/test_modelparallel.py"},
+    exports=True,
+    evaluated=(
+        ("replicas=2", "width=4", "batch=16", "split_size=4", "plot=false", "dtype=float64"),
+        ("channels_last=true", "mode=single", "width=16", "batch=16", "plot=false"),
+    ),
+)

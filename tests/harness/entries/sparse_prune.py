@@ -1,0 +1,54 @@
+"""What the shared tests need to know about sparse_prune."""
+
+from __future__ import annotations
+
+from configs.sparse_prune import Config
+from tests.harness.entry import Entry
+
+ENTRY = Entry(
+    name="sparse_prune",
+    own_technique="pruning",
+    smallest=Config.smallest_settings,
+    processes=1,
+    produces=(
+        "test_accuracy",
+        "samples_per_second",
+        "sparsity",
+        "nonzero",
+        "masks",
+        "bytes_compressed",
+        "csr_seconds",
+    ),
+    spread=lambda count: (
+        f"processes_per_node={count}",
+        "every=4",
+        "criterion=taylor",
+        "export=false",
+        "int8=false",
+    ),
+    others=(
+        ("schedule=rigl", "every=4", "optim.name=sgd", "processes_per_node=2", "export=false", "int8=false"),
+        (
+            "model=lenet5",
+            "scope=n:m",
+            "sparsity=0.5",
+            "schedule=iterative",
+            "criterion=gradient",
+            "export=false",
+            "int8=false",
+        ),
+        (
+            "model=lenet5",
+            "scope=structured",
+            "l1=0.01",
+            "criterion=random",
+            "export=false",
+            "int8=false",
+        ),
+    ),
+    page_settings=("every=5", "export=false"),
+    page_commands={"make exp NAME=sparse_prune ARGS=sweep=true": "tests/complete/test_sparse_prune_sweep.py"},
+    exports=True,
+    evaluated=(("schedule=rigl", "every=4", "batch=16", "export=false", "int8=false"),),
+    transports=("memory", "tls"),
+)
