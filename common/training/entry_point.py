@@ -40,7 +40,7 @@ from common.system.errors import (
 )
 from common.system.processes import exit_without_cleanup
 from common.system.text import format_count, read_end_of_file
-from common.training import host_checks, optimizer_contract
+from common.training import optimizer_contract
 from common.training.attempt import Attempt, TrainingOutcome, has_finished_run, is_run_finished
 from common.training.host_resources import check_memory, print_notice_of_shared_cores
 from common.training.run import Run
@@ -347,6 +347,8 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
     """Call the experiment's `main` on one rank, and log the cause of any failure."""
     world = ranks.current
     if world.nodes > 1 and world.launcher != "local" and not world.is_joining:
+        from common.training import host_checks  # imported here because other runs do not need it
+
         host_checks.check_hosts(world, attempt.folder.path, mixed=cfg.launch.mixed)
     cfg = initial_weights.omit_weights_on_resume(cfg, attempt.folder)
     state_dicts.seed_global_rngs(seeds.derive_seed(cfg.seed, "init"))
