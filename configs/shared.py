@@ -168,7 +168,7 @@ class Experiment:
     can_mix_devices: ClassVar[bool] = False
     """Whether ranks on GPUs and ranks on CPUs can take part in the same run."""
 
-    smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16",)
+    smallest_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that make a run small, for `make tour`."""
 
     seed: int = at_least(0, 0)
@@ -345,6 +345,8 @@ class Sweep:
 @dataclass
 class TrainingExperiment(Experiment):
     """Settings of every run that trains a model."""
+
+    smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16",)
 
     ranks_have_separate_models: ClassVar[bool] = False
     """Whether a checkpoint contains a model per rank, so that only the same number of ranks can resume from it."""

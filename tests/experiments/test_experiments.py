@@ -21,6 +21,7 @@ from common.checkpoint import storage
 from common.checkpoint.rank_file import read_full_model
 from common.config import config
 from common.runs.result import parse_result
+from configs.dataparallel import Replicated
 from tests.harness.processes import Done, command, environment, run
 from tests.harness.registry import ARCHETYPES, EXPERIMENTS, STAGED, Entry
 from tests.harness.resuming import trained_steps
@@ -184,7 +185,9 @@ def test_every_script_begins_and_ends_alike(entry: Entry) -> None:
     assert [node for node in script.body[1:-1] if not isinstance(node, passive)] == [], "nothing else happens"
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "amp_accum", "param_server"])
+@pytest.mark.parametrize(
+    "name", [entry.name for entry in EXPERIMENTS if issubclass(config.import_schema(entry.name), Replicated)]
+)
 def test_the_mains_of_data_parallel_scripts_differ_in_their_technique_only(name: str) -> None:
     first, second = (read_main(script).splitlines() for script in ("ddp_multinode", name))
     assert sum(line[0] in "+-" for line in difflib.ndiff(first, second)) <= 40
