@@ -4,7 +4,8 @@
 
 A technique can be deleted if it belongs to one experiment (`Entry.own_technique`). The program deletes the folder of
 the technique, every file of experiments, configs and tests that is named after the technique or its experiment, its
-records, and the table rows and list items of the pages that name one of these. It edits no code.
+records, and the table rows and list items of the pages that name one of these. It edits no code. The clone contains
+the committed files only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import venv
 from pathlib import Path
 
 from common.runs.folder import write_json
+from common.system.errors import UserError, exit_on_user_error
 from tests.benchmarks import tables
 from tests.harness.registry import EXPERIMENTS
 from tests.harness.warm import ROOT
@@ -27,6 +29,12 @@ from tests.harness.warm import ROOT
 DELETABLE = {entry.own_technique: entry.name for entry in EXPERIMENTS if entry.own_technique}
 """Each technique that can be deleted, with its experiment."""
 GIT = ("git", "-c", "user.name=deletion", "-c", "user.email=deletion@localhost", "-c", "commit.gpgsign=false")
+
+
+def list_committed_files(folder: Path) -> list[str]:
+    """Return the files of a folder in the commit that is checked out."""
+    command = ["git", "ls-tree", "-r", "--name-only", "HEAD", "--", str(folder)]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 def clone_checkout(place: Path) -> None:
@@ -81,6 +89,9 @@ def delete_rows(text: str, is_deleted: re.Pattern[str]) -> str:
 def delete_technique(technique: str, place: Path) -> None:
     """Clone the checkout into the new folder `place`, and delete the technique there."""
     experiment = DELETABLE[technique]
+    folder = Path("common/techniques") / technique
+    if not list_committed_files(folder):
+        raise UserError(f"{folder} is not committed, and a clone has only committed files; commit it first")
     clone_checkout(place)
     files = find_files(place, technique, experiment)
     sources = [file.read_text() for file in files if file.suffix == ".py"]
@@ -107,8 +118,10 @@ def main() -> None:
     parser.add_argument("technique", choices=sorted(DELETABLE))
     parser.add_argument("place", type=Path, help="a new folder for the clone")
     arguments = parser.parse_args()
-    delete_technique(arguments.technique, arguments.place.absolute())
+    with exit_on_user_error():
+        delete_technique(arguments.technique, arguments.place.absolute())
     subprocess.run(["git", "show", "--stat=120", "--format="], cwd=arguments.place, check=True)
+    print(f"{arguments.place} is the clone without {arguments.technique}; run make lint and make test-all there")
 
 
 if __name__ == "__main__":
