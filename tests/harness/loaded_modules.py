@@ -1,4 +1,4 @@
-"""List the modules of `common` that an experiment loads, and the number of tokens of each module.
+"""List the modules of `common` that an experiment loads.
 
     python -m tests.harness.loaded_modules FOLDER "NAME=key=value ..."     after training, on rank 0
     python -m tests.harness.loaded_modules FOLDER NAME                     after importing the script
@@ -9,6 +9,7 @@ torch but no module of this project.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -23,19 +24,18 @@ import torch.distributed
 LAYOUT_TOKENS = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 
-def count_tokens(file: Path) -> int:
+@functools.cache
+def count_tokens(file: str) -> int:
     """Return the number of tokens of a source file, without comments and layout."""
     with open(file, "rb") as source:
         tokens = [token for token in tokenize.tokenize(source.readline) if token.type not in LAYOUT_TOKENS]
     return len(tokens)
 
 
-def list_loaded_modules() -> dict[str, int]:
-    """Return the number of tokens of each loaded module of `common`, by module name."""
+def list_loaded_modules() -> dict[str, str]:
+    """Return the file of each loaded module of `common`, by module name."""
     loaded = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "common"}
-    return {
-        name: count_tokens(Path(str(module.__file__))) for name, module in sorted(loaded.items()) if module.__file__
-    }
+    return {name: str(module.__file__) for name, module in sorted(loaded.items()) if module.__file__}
 
 
 def train(name: str, words: list[str], file: Path) -> None:

@@ -55,7 +55,7 @@ def test_an_experiment_over_a_transport_equals_one_process(
     spread = entry.spread(2)
     if over == "two_level":  # of hosts with one rank each
         spread = tuple(word.replace("processes_per_node=2", "processes_per_node=1") for word in spread)
-    one = run_once(tmp_path_factory, f"alone-{entry.name}", entry.name, *words, *entry.spread(1))
+    one = run_once(tmp_path_factory, f"one-process-{entry.name}", entry.name, *words, *entry.spread(1))
     found = run(entry.name, *words, *spread, *OVER[over], runs=tmp_path)
     assert found.status == one.status == 0, found.err + one.err
     world = read_json(found.folder.list_attempts()[0].attempt_folder / "world.json")
