@@ -7,7 +7,6 @@ declared with `configs.fields.flat` have no prefix, so the path of an attribute 
 from __future__ import annotations
 
 import ast
-import copy
 import dataclasses
 import difflib
 import functools
@@ -82,11 +81,6 @@ class ConfigKey:
         value = operator.attrgetter(self.path)(settings)
         return float(value) if self.type is float else value  # the default of a float may be an int
 
-    def set_value(self, settings: object, value: Any) -> None:
-        """Set the value of this key in a config."""
-        group, _, name = self.path.rpartition(".")
-        setattr(operator.attrgetter(group)(settings) if group else settings, name, value)
-
     @property
     def doc(self) -> str:
         """Documentation of the field, read from the source code."""
@@ -145,10 +139,23 @@ def nest_values(values: Mapping[str, Any]) -> dict[str, Any]:
 def replace_values(settings: S, values: Mapping[str, Any]) -> S:
     """Return a copy of a config in which the values of some keys are replaced."""
     keys = list_keys(type(settings))
-    changed = copy.deepcopy(settings)
-    for name, value in values.items():
-        keys[name].set_value(changed, value)
+    changed: S = replace_attributes(settings, {keys[name].path: value for name, value in values.items()})
     return changed
+
+
+def replace_attributes(group: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a dataclass in which the attributes with the given dotted paths are replaced."""
+    fields: dict[str, Any] = {}
+    subgroups: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        name, _, path_in_subgroup = path.partition(".")
+        if path_in_subgroup:
+            subgroups.setdefault(name, {})[path_in_subgroup] = value
+        else:
+            fields[name] = value
+    for name, subgroup_values in subgroups.items():
+        fields[name] = replace_attributes(getattr(group, name), subgroup_values)
+    return dataclasses.replace(group, **fields)
 
 
 def list_paths(settings: object) -> dict[str, str]:

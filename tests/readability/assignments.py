@@ -90,13 +90,13 @@ def is_of_library(unknown: AnyType) -> bool:
     return origin.type_of_any == TypeOfAny.from_unimported_type
 
 
-def list_classes(object_type: Type | None) -> list[TypeInfo] | None:
-    """Return the classes that an object of this type may have, or None if the type is unknown."""
+def list_classes(object_type: Type | None) -> list[TypeInfo | None]:
+    """Return the classes that an object of this type may have; None stands for an unknown class."""
     match get_proper_type(object_type):
         case AnyType() as unknown if is_of_library(unknown):
             return []
-        case None | AnyType():
-            return None
+        case None | AnyType() | Instance(type=TypeInfo(fullname="builtins.object")):
+            return [None]
         case Instance(type=kind):
             return [kind]
         case CallableType() as function if function.is_type_obj():
@@ -104,7 +104,7 @@ def list_classes(object_type: Type | None) -> list[TypeInfo] | None:
         case TypeType(item=item) | TypeVarType(upper_bound=item):
             return list_classes(item)
         case UnionType(items=items):
-            return [kind for item in items for kind in list_classes(item) or []]
+            return [kind for item in items for kind in list_classes(item)]
     return []
 
 
@@ -132,12 +132,13 @@ def list_assigned_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
 def is_one_line_setter(function: ast.FunctionDef) -> bool:
     """Return whether a method only assigns one of its parameters to an attribute of its object."""
     statements = function.body[1:] if ast.get_docstring(function) else function.body
-    parameters = [parameter.arg for parameter in (*function.args.args, *function.args.kwonlyargs)]
+    arguments = function.args
+    parameters = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     if len(statements) != 1 or not isinstance(statements[0], ast.Assign):
         return False
     match statements[0].targets[0], statements[0].value:
         case ast.Attribute(value=ast.Name(id=changed)), ast.Name(id=assigned):
-            return changed == parameters[0] and assigned in parameters[1:]
+            return parameters[:1] == [changed] and assigned in parameters[1:]
     return False
 
 
@@ -183,28 +184,28 @@ class Checker:
         self, module: str, changed: ast.expr, change: str, *, unknown_counts: bool = False
     ) -> Iterator[Change]:
         """Yield a change if another package defines the class of the object `changed`."""
-        classes = self._list_classes(module, changed)
-        if classes is None and unknown_counts:
-            yield self._create_change(module, changed, f"{change} of an object of unknown class")
-        for kind in classes or []:
-            if self._is_foreign(module, kind):
+        for kind in self._list_classes(module, changed):
+            if kind is None:
+                if unknown_counts:
+                    yield self._create_change(module, changed, f"{change} of an object of unknown class")
+            elif self._is_foreign(module, kind):
                 yield self._create_change(module, changed, f"{change} of an object of {kind.fullname}")
 
     def _check_setter(self, module: str, owner: ast.expr, name: str) -> Iterator[Change]:
         """Yield a change if the method `name` of the object `owner` is a one-line setter of another package."""
-        for kind in self._list_classes(module, owner) or []:
-            definer = kind.get_containing_type_info(name)
+        for kind in self._list_classes(module, owner):
+            definer = kind.get_containing_type_info(name) if kind else None
             if definer is not None and (definer.fullname, name) in self.setters and self._is_foreign(module, definer):
                 yield self._create_change(module, owner, f"call of the one-line setter {definer.fullname}.{name}")
 
-    def _list_classes(self, module: str, expression: ast.expr) -> list[TypeInfo] | None:
-        """Return the classes that the value of an expression may have, or None if its type is unknown."""
+    def _list_classes(self, module: str, expression: ast.expr) -> list[TypeInfo | None]:
+        """Return the classes that the value of an expression may have; None stands for an unknown class."""
         end_line = expression.end_lineno or expression.lineno
         end_column = expression.end_col_offset or 0
         typed_expression = find_by_location(
             self.typed_trees[module], expression.lineno, expression.col_offset, end_line, end_column
         )
-        return list_classes(self.types.get(typed_expression)) if typed_expression else None
+        return list_classes(self.types.get(typed_expression)) if typed_expression else [None]
 
     def _is_foreign(self, module: str, kind: TypeInfo) -> bool:
         """Return whether another package of this project than that of the module defines a class."""
@@ -218,7 +219,7 @@ class Checker:
 
 def main() -> int:
     """Print the changes and return the exit status."""
-    changes = sorted(Checker(ROOT).find_changes())
+    changes = sorted(set(Checker(ROOT).find_changes()))
     for change in changes:
         print(f"{change.path}:{change.line}: {change.text}")
     if changes:

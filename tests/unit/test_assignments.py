@@ -26,7 +26,7 @@ from common.data.box import Box
 
 
 class Own:
-    def __init__(self, box: Box, layer: nn.Module) -> None:
+    def __init__(self, box: Box, layer: nn.Module, anything: object) -> None:
         self.box = box
         box.double_content()
         layer.width = 3
@@ -34,6 +34,7 @@ class Own:
         self.box.content += 1
         self.box.set_content(2)
         setattr(box, "content", 3)
+        setattr(anything, "content", 3)
         object.__setattr__(box, "content", 4)
 """
 
@@ -45,4 +46,4 @@ def test_changes_of_objects_of_another_package_are_found(tmp_path: Path) -> None
         path.write_text(text)
     first = USER.splitlines().index("        box.content = 1") + 1
     changes = sorted(Checker(tmp_path).find_changes())
-    assert [change.line for change in changes] == list(range(first, first + 5)), changes
+    assert [change.line for change in changes] == list(range(first, first + 6)), changes
