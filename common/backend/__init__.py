@@ -2,6 +2,6 @@
 
 This package does not contain the connections between ranks (see `common.ranks.links`) and does not choose a backend;
 `common.ranks.backend_setup` looks up `setup` by name. `process_group` implements the backend, and `registration`
-registers it with torch. `algorithms` and `builders` represent all-reduce algorithms as lists of moves, which
+registers it with torch. `algorithms` and `builtin_algorithms` represent all-reduce algorithms as lists of moves, which
 `communicator` executes. `cost` predicts their times, and `algorithm_choice` implements `launch.algorithm=auto`.
 """

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any, NamedTuple, NoReturn
 
-from common.backend.builders import ALGORITHM_NAMES, BUILDERS, Hosts, build_two_level
+from common.backend.builtin_algorithms import ALGORITHM_NAMES, BUILDERS, Hosts, build_two_level
 from common.backend.moves import (
     Algorithm,
     CompletedMove,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from common.backend.algorithms import build_algorithm
-from common.backend.builders import Hosts
+from common.backend.builtin_algorithms import Hosts
 from common.backend.moves import Algorithm, CableRoute, Move, simulate_algorithm
 from common.system.errors import UserError
 

@@ -21,7 +21,7 @@ from typing import IO
 
 import torch.distributed as dist
 
-from common.system.errors import EXIT_RESUMABLE
+from common.system.exit_status import EXIT_RESUMABLE
 from common.system.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
 
 

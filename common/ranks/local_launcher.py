@@ -24,7 +24,8 @@ from common.ranks.rendezvous_dir import create_rendezvous_dir
 from common.runs.folder import convert_disk_errors
 from common.system import foreign_text, host_memory
 from common.system.causes import Cause
-from common.system.errors import EXIT_REFUSED, EXIT_RESUMABLE, MachineError, UserError, convert_shortage_error
+from common.system.errors import MachineError, UserError, convert_shortage_error
+from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE
 from common.system.processes import exit_without_cleanup, kill_with_parent
 from common.system.signals import STOP_SIGNALS
 from configs.dataparallel import SUPERVISOR, Elastic

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from common.system import foreign_text, host_memory
 from common.system.causes import Cause
-from common.system.errors import EXIT_RESUMABLE
+from common.system.exit_status import EXIT_RESUMABLE
 from common.system.process_limits import describe_thread_shortage
 from common.system.signals import REPEATED_SIGNAL_SECONDS, STOP_SIGNALS
 

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from common import exit_on_interrupt
 from common.system import foreign_text, process_limits
 from common.system.causes import Cause
-
-EXIT_REFUSED = 2  # exit status after a UserError
-EXIT_RESUMABLE = 75  # exit status of a resumable run after a stop request (EX_TEMPFAIL in sysexits.h)
+from common.system.exit_status import EXIT_REFUSED
 
 
 class CausedError(Exception):

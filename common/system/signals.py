@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from common.system.errors import EXIT_RESUMABLE
+from common.system.exit_status import EXIT_RESUMABLE
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 STOPPED_STATUSES = (EXIT_RESUMABLE, *(128 + number for number in STOP_SIGNALS))

@@ -29,13 +29,12 @@ from common.runs.tracking import wandb_tracker
 from common.system import foreign_text
 from common.system.causes import Cause
 from common.system.errors import (
-    EXIT_REFUSED,
-    EXIT_RESUMABLE,
     MachineError,
     RunTakenError,
     UserError,
     convert_shortage_error,
 )
+from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE
 from common.system.text import format_count
 from configs.shared import Experiment, TrainingExperiment
 

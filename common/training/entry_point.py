@@ -32,12 +32,11 @@ from common.runs.tracking import wandb_account, wandb_tracker
 from common.system import foreign_text, seeds
 from common.system.causes import Cause
 from common.system.errors import (
-    EXIT_REFUSED,
-    EXIT_RESUMABLE,
     UserError,
     convert_shortage_error,
     exit_on_user_error,
 )
+from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE
 from common.system.processes import exit_without_cleanup
 from common.system.text import format_count, read_end_of_file
 from common.training import optimizer_contract

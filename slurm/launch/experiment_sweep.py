@@ -29,7 +29,8 @@ from common.measure import plots
 from common.ranks.rank_info import read_rank_info
 from common.runs import provenance, result
 from common.runs.folder import RunFolder, write_atomic
-from common.system.errors import EXIT_REFUSED, UserError, exit_on_user_error
+from common.system.errors import UserError, exit_on_user_error
+from common.system.exit_status import EXIT_REFUSED
 from common.system.signals import STOPPED_STATUSES
 from common.system.text import read_end_of_file
 from configs.shared import Experiment

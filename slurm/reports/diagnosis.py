@@ -166,8 +166,8 @@ def find_first_error(log: str) -> tuple[str, str]:
 def find_stack_position(log: str) -> str:
     """Return the code lines that the main thread was executing in the newest stack dump.
 
-    The text contains the innermost stack frame and the two innermost frames of this project, such as `p2p.py:81 send`.
-    Returns an empty string if the log contains no stack dump.
+    The text contains the innermost stack frame and the two innermost frames of this project, such as
+    `stage_messages.py:81 send`. Returns an empty string if the log contains no stack dump.
     """
     dumps = STACK_DUMP.findall(log)
     if not dumps:

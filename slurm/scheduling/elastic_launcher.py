@@ -34,7 +34,8 @@ from common.ranks.rank_info import (
 from common.runs.folder import RunFolder
 from common.runs.tracking.wandb_tracker import Tracker
 from common.system import network
-from common.system.errors import EXIT_RESUMABLE, exit_on_user_error
+from common.system.errors import exit_on_user_error
+from common.system.exit_status import EXIT_RESUMABLE
 from common.techniques.elastic.supervisor import Supervisor, open_listener
 from configs.dataparallel import get_enabled_elastic_settings
 from configs.shared import Experiment

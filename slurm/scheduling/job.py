@@ -29,16 +29,16 @@ from common.runs.folder import RunFolder
 from common.system import foreign_text
 from common.system.causes import Cause
 from common.system.errors import (
-    EXIT_RESUMABLE,
     MachineError,
     UserError,
     convert_shortage_error,
     exit_on_user_error,
 )
+from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
 from common.system.processes import exit_without_cleanup
 from slurm.scheduling import submission
 from slurm.scheduling.orphaned_rank import reaches_coordinator
-from slurm.scheduling.requeue import EXIT_FAILED, record_rank_failure, record_start_error
+from slurm.scheduling.requeue import record_rank_failure, record_start_error
 
 if TYPE_CHECKING:
     from common.training.entry_point import LaunchedRank

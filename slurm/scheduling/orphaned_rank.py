@@ -20,7 +20,8 @@ from pathlib import Path
 
 from common.ranks.rank_info import COORDINATOR_VARIABLE
 from common.runs.folder import RunFolder
-from common.system.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
+from common.system.errors import UserError, exit_on_user_error
+from common.system.exit_status import EXIT_RESUMABLE
 from slurm.scheduling.requeue import is_latest_restart, is_restart_of_this_process, requeue_job_or_record_failure
 from slurm.scheduling.scheduler import STATUS_TIMEOUT, Scheduler, parse_job_fields
 

@@ -24,17 +24,12 @@ from common.runs import provenance
 from common.runs.folder import RunFolder, read_json, write_json
 from common.runs.result import Result
 from common.system.causes import PEER_CAUSES, Cause
-from common.system.errors import EXIT_RESUMABLE, UserError, exit_on_user_error
+from common.system.errors import UserError, exit_on_user_error
+from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
 from common.system.signals import REQUESTED_STOP_STATUSES
 from slurm.scheduling import submission
 from slurm.scheduling.scheduler import Scheduler, parse_job_fields
 
-EXIT_FAILED = EXIT_RESUMABLE + 1
-"""Exit status of a rank that failed on its own.
-
-srun reports the highest exit status of all ranks. EXIT_FAILED must therefore exceed 75 (EXIT_RESUMABLE), the exit
-status of ranks that were stopped because another rank failed.
-"""
 CONTROLLER_TIMEOUT = 600.0
 """Maximum time, in seconds, to wait for an unresponsive SLURM controller, which may be restarting."""
 RETRY_SECONDS = 5.0

@@ -430,9 +430,9 @@ def test_how_a_rank_ended_is_taken_from_srun(tmp_path: Path) -> None:
 def test_a_stack_in_an_installed_package_is_not_taken_for_ours() -> None:
     frames = [
         "torch/distributed/x.py",
-        "/r/code/common/techniques/pipeline/p2p.py",
+        "/r/code/common/techniques/pipeline/stage_messages.py",
         "/v/site-packages/submitit/slurm/slurm.py",
     ]
     lines = [f'  File "{path}", line {number} in f\n' for number, path in enumerate(frames)]
     dump = f"Timeout (0:00:08)!\nThread 0x1 (most recent call first):\n{''.join(lines)}"
-    assert diagnosis.find_stack_position(dump) == "x.py:0 f < p2p.py:1 f"
+    assert diagnosis.find_stack_position(dump) == "x.py:0 f < stage_messages.py:1 f"

@@ -19,8 +19,8 @@ import torch
 
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
-from common.techniques.pipeline.p2p import StageMessages, list_routes
 from common.techniques.pipeline.schedules import Action, make_gpipe_schedule
+from common.techniques.pipeline.stage_messages import StageMessages, list_routes
 from configs.shared import Launch
 
 SHAPES = [torch.Size([30_000]), torch.Size([2])]

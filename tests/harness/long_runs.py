@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.checkpoint import storage
 from common.runs.folder import RunFolder
-from common.system.errors import EXIT_RESUMABLE
+from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports.heartbeats import read_heartbeats
 from tests.harness.chance import open_stream
 from tests.harness.processes import PATIENCE, command, environment, processes_of, told, wait_until

@@ -15,7 +15,7 @@ import torch
 
 from common.checkpoint import storage
 from common.runs.folder import RunFolder
-from common.system.errors import EXIT_RESUMABLE
+from common.system.exit_status import EXIT_RESUMABLE
 from tests.harness import warm
 from tests.harness.chance import open_stream
 from tests.harness.long_runs import only_folder, train_long

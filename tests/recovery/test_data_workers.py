@@ -12,7 +12,7 @@ import pytest
 
 from common.checkpoint import storage
 from common.runs.folder import RunFolder
-from common.system.errors import EXIT_RESUMABLE
+from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports.diagnosis import collect_diagnosis
 from tests.harness.long_runs import only_folder, ranks_of, train_long
 from tests.harness.processes import PATIENCE, environment, run, wait_until

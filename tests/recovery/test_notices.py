@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import storage
-from common.system.errors import EXIT_RESUMABLE
+from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports import cancel, diagnosis, logs, status
 from tests.harness.long_runs import ENDLESS, check_hanging_rank, check_notice, only_folder, ranks_of, train_long
 from tests.harness.processes import PATIENCE, command, environment, processes_of, run, wait_until

@@ -15,7 +15,7 @@ import pytest
 from common.checkpoint import storage
 from common.runs import claims
 from common.runs.folder import RunFolder, write_atomic
-from common.system.errors import EXIT_RESUMABLE
+from common.system.exit_status import EXIT_RESUMABLE
 from tests.harness.long_runs import only_folder, ranks_of
 from tests.harness.processes import PATIENCE, environment, processes_of, run, wait_until
 from tests.harness.warm import ROOT, Command, end_session

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from common.measure.device_clock import MAX_STAMPED_STEPS, DeviceClock, Stamp
 from common.ranks.rendezvous import World
 from common.techniques.pipeline import schedules
-from common.techniques.pipeline.p2p import StageMessages, list_routes
 from common.techniques.pipeline.schedules import Action, Span, list_local_stages
+from common.techniques.pipeline.stage_messages import StageMessages, list_routes
 from configs.pipeline import PipelineConfig
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]

@@ -21,7 +21,7 @@ from common.ranks.rank_info import RankInfo, parse_first_host, read_rank_info
 from common.ranks.rendezvous_dir import create_rendezvous_dir
 from common.runs.folder import RunFolder, read_json
 from common.system import host_memory, process_limits
-from common.system.errors import EXIT_RESUMABLE
+from common.system.exit_status import EXIT_RESUMABLE
 from configs.amp_accum import Config as Precision
 from configs.resnet_modelparallel import Config as Split
 from slurm.reports import status

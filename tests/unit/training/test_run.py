@@ -25,7 +25,8 @@ from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.tracking.wandb_tracker import Tracker
-from common.system.errors import EXIT_REFUSED, RunTakenError
+from common.system.errors import RunTakenError
+from common.system.exit_status import EXIT_REFUSED
 from common.training.attempt import Attempt, TrainingOutcome
 from common.training.run import Run
 from configs.mnist_pipeline import Config

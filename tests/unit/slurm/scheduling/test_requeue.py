@@ -17,7 +17,8 @@ from common.config.config import ROOT
 from common.ranks.rank_info import COORDINATOR_VARIABLE, ORPHAN_COMMAND_VARIABLE, RankInfo
 from common.runs.folder import RunFolder
 from common.system.causes import Cause
-from common.system.errors import EXIT_RESUMABLE, UnreachableError, UserError
+from common.system.errors import UnreachableError, UserError
+from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
 from common.training import entry_point
 from slurm.scheduling import job, requeue
 from slurm.scheduling.job import train_as_rank
@@ -64,7 +65,7 @@ def requeues(fake: Fake) -> int:
         (EXIT_RESUMABLE, "the ranks stopped on request"),
         (128 + signal.SIGUSR2, "the ranks stopped on request"),
         (137, "failed with exit status 137"),
-        (requeue.EXIT_FAILED, "failed with exit status 1;"),
+        (EXIT_FAILED, "failed with exit status 1;"),
     ],
 )
 def test_a_run_goes_back_into_the_queue(fake: Fake, folder: RunFolder, status: int, words: str) -> None:
@@ -105,7 +106,7 @@ def test_starts_in_vain_are_counted(fake: Fake, folder: RunFolder) -> None:
     assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE  # it had saved
     assert end(fake, folder, 1, OURS).returncode == EXIT_RESUMABLE
     assert requeues(fake) == 3
-    done = end(fake, folder, requeue.EXIT_FAILED, OURS)  # higher than that of the ranks that srun then ends
+    done = end(fake, folder, EXIT_FAILED, OURS)  # higher than that of the ranks that srun then ends
     assert done.returncode == 1 and requeues(fake) == 3
     assert folder.result["reason"].startswith("2 attempts in a row ended without a new checkpoint")
 
@@ -126,7 +127,7 @@ def test_a_rank_that_failed_first_counts_before_one_that_srun_killed(
 def test_a_rank_that_fails_before_it_trains_leaves_a_note(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
-    assert train_as_rank(folder) == requeue.EXIT_FAILED, "it is no task of srun"
+    assert train_as_rank(folder) == EXIT_FAILED, "it is no task of srun"
     assert requeue.locate_rank_failure_file(folder).exists() and not requeue.read_first_start_error(folder)
     (folder.path / "submit" / "config.yaml").write_text("epoch: 1\n")
     with pytest.raises(UserError, match="unknown key epoch"):
@@ -152,12 +153,12 @@ def test_a_rank_that_fails_without_its_launcher_becomes_what_queues_the_job_agai
         assert "this rank is leaving the run: the coordinator is unreachable (" in done.stderr
         assert not requeue.locate_rank_failure_file(folder).exists()
         coordinator.listen()
-        assert train_as_rank(folder) == requeue.EXIT_FAILED, "the launcher is there, and ends the job"
+        assert train_as_rank(folder) == EXIT_FAILED, "the launcher is there, and ends the job"
 
 
 @pytest.mark.parametrize(
     ("number", "restarts", "status"),
-    [(0, "0", None), (signal.SIGUSR2, "0", 1), (0, "1", requeue.EXIT_FAILED), (signal.SIGUSR2, "1", 1)],
+    [(0, "0", None), (signal.SIGUSR2, "0", 1), (0, "1", EXIT_FAILED), (signal.SIGUSR2, "1", 1)],
 )
 def test_a_rank_that_meets_nobody_refuses_only_at_a_first_start_without_a_stop_request(
     number: int, restarts: str, status: int | None, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
@@ -181,7 +182,7 @@ def test_a_rank_that_meets_nobody_refuses_only_at_a_first_start_without_a_stop_r
     else:
         assert train_as_rank(folder) == status
     assert bool(requeue.read_first_start_error(folder)) == (status is None)
-    assert requeue.locate_rank_failure_file(folder).exists() == (status == requeue.EXIT_FAILED)
+    assert requeue.locate_rank_failure_file(folder).exists() == (status == EXIT_FAILED)
 
 
 def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
