@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from common.backend import algorithms
 from common.backend.cost import MessageTimeLine, MessageTimeLines, choose_algorithms_by_size, fit_message_time_line
-from common.backend.registration import replace_all_reduce_algorithm
+from common.backend.torch_registration import replace_all_reduce_algorithm
 from common.config.config import read_settings
 from common.config.custom_code import use_file_copies
 from common.ranks.rendezvous import World

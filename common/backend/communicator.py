@@ -1,6 +1,6 @@
 """Collectives on tensors in main memory, over links between all pairs of ranks.
 
-An all-reduce executes the moves of its algorithm (common/backend/algorithms.py). In most other collectives, a rank
+An all-reduce executes the moves of its algorithm (common/backend/algorithms). In most other collectives, a rank
 sends each block directly to the rank that needs it. In a reduce-scatter or all-to-all of n bytes per rank, each of p
 ranks sends and receives n (p - 1) / p bytes. A ring sends the same number of bytes, but has a higher latency. A large
 broadcast is a scatter followed by an all-gather (Barnett et al. 1994, "Interprocessor collective communication
@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.backend.algorithms.moves import Algorithm, compute_chunk_bounds
 from common.backend.arguments import COMBINE_FUNCTIONS, Combine, Operation, choose_precision
-from common.backend.moves import Algorithm, compute_chunk_bounds
 from common.ranks.links.incoming import ExpectedMessage, IncomingLink
 from common.ranks.links.outgoing import OutgoingLink
 

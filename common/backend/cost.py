@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from common.backend.algorithms import build_algorithm
-from common.backend.builtin_algorithms import Hosts
-from common.backend.moves import Algorithm, CableRoute, Move, simulate_algorithm
+from common.backend.algorithms.builtin import Hosts
+from common.backend.algorithms.moves import Algorithm, CableRoute, Move, simulate_algorithm
 from common.system.errors import UserError
 
 VECTOR_SIZES = tuple(4**power for power in range(1, 14))  # from 4 bytes to 64 MiB; an algorithm is chosen for each size

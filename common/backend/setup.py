@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from common.backend.algorithm_choice import set_all_reduce_algorithm
 from common.backend.certificates import Identity
 from common.backend.private_folder import check_tls, create_or_load_identity, delete_key_and_certificate
-from common.backend.registration import TransportSettings, register_backend
+from common.backend.torch_registration import TransportSettings, register_backend
 from common.ranks.links.memory_stream import choose_polling_seconds
 from common.ranks.rank_info import RankInfo
 from common.system import network

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from common.checkpoint.checkpointer import Checkpointer, LoadedCheckpoint
-from common.checkpoint.save_or_stop import SaveOrStopVote
+from common.checkpoint.save_or_stop_vote import SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest, StopRequested
 from common.checkpoint.train_state import TrainState
 from common.measure.metrics_log import MetricsLog

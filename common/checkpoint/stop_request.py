@@ -1,6 +1,6 @@
 """Stop requests: signals after which a run saves a checkpoint and exits.
 
-A stop signal only sets a flag. Between two steps, all ranks vote on their flags (`save_or_stop.SaveOrStopVote`).
+A stop signal only sets a flag. Between two steps, all ranks vote on their flags (`save_or_stop_vote.SaveOrStopVote`).
 
 SIGUSR2 is sent when a time limit is near or when SLURM preempts the job. SIGTERM is sent when the job is requeued, or
 when SLURM preempts the job at a site that does not send SIGUSR2. SIGINT is sent by Ctrl-C. A rank exits immediately

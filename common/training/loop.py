@@ -15,7 +15,7 @@ from common.config.lookup import import_object
 from common.measure.memory import read_peak_memory
 from common.measure.metrics_log import MEAN
 from common.measure.step_timing import StepTimer
-from common.training import optimizers
+from common.training import learning_rate
 from common.training.run_context import Evaluate, RunContext
 from configs.dataparallel import RECOVERY, get_enabled_elastic_settings
 from configs.shared import TrainingExperiment
@@ -188,9 +188,9 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
     for batch in run.times.iterate_batches(state.loader) if run.times else state.loader:
         rate = 0.0
         if isinstance(cfg, TrainingExperiment):
-            rate = optimizers.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
+            rate = learning_rate.compute_learning_rate(cfg.optim, run.step, run.total, cfg.batch)
         if state.optimizer is not None:
-            optimizers.set_learning_rate(state.optimizer, rate)
+            learning_rate.set_learning_rate(state.optimizer, rate)
         step = Step(run, batch, run.step + 1, run.step // epoch_steps, rate)
         for hook in run.hooks:
             hook.before_step()

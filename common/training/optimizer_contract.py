@@ -20,7 +20,7 @@ from common.config.custom_code import use_file_copies
 from common.config.custom_function import convert_errors_of_user_file
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
-from common.training import custom_optimizer, optimizers
+from common.training import custom_optimizer, learning_rate, optimizers
 from configs.shared import Experiment, Launch, Optim, TrainingExperiment
 
 RATE = 0.1
@@ -57,7 +57,7 @@ class OptimizerTrial:
         The number of a step determines its gradients. As in a run, the learning rate is set before each step.
         """
         for number in numbers:
-            optimizers.set_learning_rate(self.optimizer, rate)
+            learning_rate.set_learning_rate(self.optimizer, rate)
             self.set_gradients(number, scale)
             self.optimizer.step()
         return self

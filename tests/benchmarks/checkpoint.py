@@ -27,7 +27,7 @@ from torchvision.models import resnet50
 
 from common.checkpoint import state_dicts
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState
-from common.checkpoint.save_or_stop import POLL_SECONDS, SaveOrStopVote
+from common.checkpoint.save_or_stop_vote import POLL_SECONDS, SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest
 from common.config.config import ROOT
 from common.models import networks

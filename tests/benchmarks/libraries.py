@@ -20,7 +20,7 @@ from common.data import prepare
 from common.models import networks
 from common.ranks.rendezvous import World
 from common.system import seeds
-from common.training import optimizers
+from common.training import learning_rate
 from tests.benchmarks.measure import Samples, Side, Team, require_same
 
 STEPS = 3  # a turn, after one that does not count
@@ -102,7 +102,7 @@ def library_side(scratch: Path, name: str, world: World, cfg: Any, prepared: Any
     images = data.Images(prepared, "train")
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
     model = networks.build_network(cfg.model, images.shape, images.class_count).train()
-    rate = optimizers.compute_learning_rate(cfg.optim, 0, 1, cfg.batch)
+    rate = learning_rate.compute_learning_rate(cfg.optim, 0, 1, cfg.batch)
     made = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, fused=True)
     step = LIBRARIES[name](model, made, window, bf16)
     share = (world.rank, world.size)

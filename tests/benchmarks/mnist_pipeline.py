@@ -29,7 +29,7 @@ from common.models.networks import SimpleNN
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.system import seeds
-from common.training import optimizers
+from common.training import learning_rate
 from configs.mnist_pipeline import Config
 from tests.benchmarks import peers
 from tests.benchmarks.drawing import steps_of
@@ -185,7 +185,7 @@ def trained(batches: Callable[[], Any], cfg: Config, count: int, peer: peers.Pee
     """Seconds of a step of a peer; its first and last loss go to `found`."""
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
     model, stamped = SimpleNN(), Stamped(batches, count, warm=min(50, count // 3))
-    rates = [optimizers.compute_learning_rate(cfg.optim, step, count, cfg.batch) for step in range(count)]
+    rates = [learning_rate.compute_learning_rate(cfg.optim, step, count, cfg.batch) for step in range(count)]
     peer(model, cast(peers.Batches, stamped), rates, cfg.optim)
     found[:] = [total for p in model.parameters() for total in (p.sum().item(), p.abs().sum().item())]
     return stamped.seconds

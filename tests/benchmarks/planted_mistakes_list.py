@@ -107,7 +107,7 @@ MISTAKES = [
     ),
     Mistake(
         "warmup-from-zero",
-        "common/training/optimizers.py",
+        "common/training/learning_rate.py",
         "return peak * (step + 1) / cfg.warmup",
         "return peak * step / cfg.warmup",
     ),
@@ -119,7 +119,7 @@ MISTAKES = [
     ),
     Mistake(
         "saves-by-last-look",  # the clock of saving begins anew at every look
-        "common/checkpoint/save_or_stop.py",
+        "common/checkpoint/save_or_stop_vote.py",
         "<= now - self.saved_at",
         "<= now - self.voted_at",
     ),
@@ -246,7 +246,7 @@ MISTAKES = [
     Mistake(
         "rate-never-set",  # neither warm-up nor decay
         "common/training/loop.py",
-        "        optimizers.set_learning_rate(state.optimizer, rate)\n",
+        "        learning_rate.set_learning_rate(state.optimizer, rate)\n",
         "",
     ),
     Mistake(

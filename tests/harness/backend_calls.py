@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.backend import algorithm_choice, registration, setup
+from common.backend import algorithm_choice, setup, torch_registration
 from common.backend.algorithms import ALGORITHM_NAMES, build_algorithm, count_bytes_per_rank
 from common.backend.arguments import (
     ARITHMETIC_OPS,
@@ -160,7 +160,7 @@ def bits_are_equal(world: rendezvous.World) -> None:
         RankInfo(size=world.size, local_size=world.size), SETTINGS, world.hosts, "lo"
     )
     for name in ALGORITHM_NAMES:
-        registration.register_backend(dataclasses.replace(transport, run="bits", algorithm=name))
+        torch_registration.register_backend(dataclasses.replace(transport, run="bits", algorithm=name))
         group = make_group(every, backend="builtin")
         for dtype, length in itertools.product(types, (1, 5, 30_001)):
             source = torch.Generator().manual_seed(world.rank)
@@ -178,7 +178,7 @@ def bits_are_equal(world: rendezvous.World) -> None:
             assert all(torch.equal(one, seen[0]) for one in seen), (name, dtype, length)
             assert results[0].isnan().any() or dtype == torch.int64 or length < 5 or world.size == 1
         dist.destroy_process_group(group)
-    registration.register_backend(transport)
+    torch_registration.register_backend(transport)
 
 
 def copies(world: rendezvous.World) -> None:

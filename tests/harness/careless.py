@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from common.checkpoint.save_or_stop import Decision, SaveOrStopVote
+from common.checkpoint.save_or_stop_vote import Decision, SaveOrStopVote
 from common.runs.folder import RunFolder
 from common.techniques.data_parallel import ddp
 

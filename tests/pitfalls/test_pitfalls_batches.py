@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.techniques.data_parallel.shards import StepTimeModel, choose_shard_sizes, predict_slowest_rank_seconds
-from common.training import optimizers
+from common.training import learning_rate
 from configs.shared import Optim
 from tests.harness.batch_pitfalls import BATCH, SAMPLES
 from tests.harness.ddp_pitfalls import made
@@ -51,7 +51,7 @@ def test_the_batch_of_a_rank_is_not_that_of_a_step(epochs: list[dict[str, Any]])
         assert [len(step) for step in rank["right"]["seen"]] == [BATCH // 2] * STEPS
         assert rank["right"]["apart"][0] < 1e-12, "one process with the batch does that"
     rule = Optim(lr=0.1, base_batch=BATCH, decay="constant")  # where the larger batch is wanted
-    assert optimizers.compute_learning_rate(rule, 0, STEPS, 2 * BATCH) == pytest.approx(0.2)
+    assert learning_rate.compute_learning_rate(rule, 0, STEPS, 2 * BATCH) == pytest.approx(0.2)
 
 
 def test_the_mean_of_unequal_shards_means_is_another_gradient() -> None:

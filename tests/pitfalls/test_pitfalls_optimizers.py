@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.training import optimizers
+from common.training import learning_rate, optimizers
 from configs.shared import Optim
 
 
@@ -31,7 +31,7 @@ class Tutorial(torch.optim.Optimizer):
 
 def take_steps(weight: nn.Parameter, optimizer: torch.optim.Optimizer, rates: list[float]) -> Tensor:
     for rate in rates:
-        optimizers.set_learning_rate(optimizer, rate)
+        learning_rate.set_learning_rate(optimizer, rate)
         weight.grad = weight.detach().clone()
         optimizer.step()
     return weight.detach().clone()
@@ -81,7 +81,7 @@ def test_lars_on_biases_keeps_them_where_they_began() -> None:
             bias = nn.Parameter(torch.full((4,), begin))
             scale = 0.001 * bias.norm().item() / 2 if on_biases else 1.0  # the norm of the gradient is 2
             optimizer = optimizers.build_optimizer([bias], Optim(name="lars", momentum=0))
-            optimizers.set_learning_rate(optimizer, 0.1)
+            learning_rate.set_learning_rate(optimizer, 0.1)
             bias.grad = scale * torch.ones(4)
             optimizer.step()
             taken.append((bias - begin).abs().max().item())

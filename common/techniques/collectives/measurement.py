@@ -29,8 +29,8 @@ from common.backend.algorithms import Algorithm, build_algorithms_by_size, count
 from common.backend.communicator import Communicator
 from common.backend.cost import MessageTimeLine, fit_message_time_line
 from common.backend.process_group import BuiltinBackend
-from common.backend.registration import register_backend
 from common.backend.setup import make_transport_settings
+from common.backend.torch_registration import register_backend
 from common.ranks.links.memory_stream import MemoryStream
 from common.ranks.rank_info import RankInfo
 from common.ranks.rendezvous import World

@@ -20,7 +20,7 @@ from common.backend.algorithms import (
     check_algorithm,
     count_bytes_per_rank,
 )
-from common.backend.moves import Algorithm, Move, compute_chunk_bounds
+from common.backend.algorithms.moves import Algorithm, Move, compute_chunk_bounds
 from common.system.errors import UserError
 from tests.harness.warm import ROOT
 

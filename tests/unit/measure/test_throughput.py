@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.checkpoint.checkpointer import CheckpointState
-from common.checkpoint.save_or_stop import Decision, SaveOrStopVote
+from common.checkpoint.save_or_stop_vote import Decision, SaveOrStopVote
 from common.checkpoint.saver import Saver
 from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState

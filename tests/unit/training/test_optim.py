@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from common.training import optimizers
+from common.training import learning_rate, optimizers
 from configs.shared import Optim
 from tests.harness.warm import ROOT
 
 
 def train(parameters: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     for step in range(5):
-        optimizers.set_learning_rate(optimizer, optimizers.compute_learning_rate(Optim(lr=0.1), step, 5, 64))
+        learning_rate.set_learning_rate(optimizer, learning_rate.compute_learning_rate(Optim(lr=0.1), step, 5, 64))
         optimizer.zero_grad()
         parameters(torch.ones(2, 3)).pow(2).sum().backward()
         optimizer.step()
@@ -71,22 +71,22 @@ print("torch._dynamo" in sys.modules)
 
 def test_warm_up_cosine_and_the_linear_scaling_rule() -> None:
     settings = Optim(lr=0.1, warmup=2, decay="cosine", base_batch=32)
-    rates = [optimizers.compute_learning_rate(settings, step, 6, batch=64) for step in range(7)]
+    rates = [learning_rate.compute_learning_rate(settings, step, 6, batch=64) for step in range(7)]
     assert rates == pytest.approx([0.1, 0.2, 0.2, 0.2 * (2 + 2**0.5) / 4, 0.1, 0.2 * (2 - 2**0.5) / 4, 0])
-    assert optimizers.compute_learning_rate(Optim(lr=0.1, warmup=10), 4, 3, 64) == pytest.approx(0.05), (
+    assert learning_rate.compute_learning_rate(Optim(lr=0.1, warmup=10), 4, 3, 64) == pytest.approx(0.05), (
         "a run may end before its warm-up"
     )
 
 
 def test_linear_decay_ends_at_zero() -> None:
-    rates = [optimizers.compute_learning_rate(Optim(lr=0.1), step, 4, 64) for step in range(5)]
+    rates = [learning_rate.compute_learning_rate(Optim(lr=0.1), step, 4, 64) for step in range(5)]
     assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025, 0])
-    assert optimizers.compute_learning_rate(Optim(lr=0.1, decay="constant"), 3, 4, 64) == 0.1
+    assert learning_rate.compute_learning_rate(Optim(lr=0.1, decay="constant"), 3, 4, 64) == 0.1
 
 
 def test_decay_in_steps_is_a_tenth_after_half_and_a_hundredth_after_three_quarters() -> None:
     settings = Optim(lr=1, warmup=2, decay="step")
-    rates = [optimizers.compute_learning_rate(settings, step, 10, 64) for step in range(10)]
+    rates = [learning_rate.compute_learning_rate(settings, step, 10, 64) for step in range(10)]
     assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01])
 
 
@@ -133,7 +133,7 @@ def test_lars_and_lamb_are_those_of_their_papers(name: str, reference: Any, deca
     settings = Optim(name=name, lr=7, weight_decay=decay, decayed=decayed)
     optimizer = optimizers.build_optimizer(weights, settings)
     for rate, now in zip(rates, gradients, strict=True):
-        optimizers.set_learning_rate(optimizer, rate)
+        learning_rate.set_learning_rate(optimizer, rate)
         for w, gradient in zip(weights, now, strict=True):
             w.grad = gradient
         optimizer.step()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint.save_or_stop import SaveOrStopVote
+from common.checkpoint.save_or_stop_vote import SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World

@@ -1,11 +1,11 @@
-"""Build, check and draw all-reduce algorithms, both built-in and custom. This module does not import torch.
+"""Build, check and draw all-reduce algorithms: built-in (`builtin`) and custom ones. This package imports no torch.
 
     python -m common.backend.algorithms ring 4         draw the ring of 4 ranks
     python -m common.backend.algorithms two_level 6 2  draw two_level for 6 ranks, 2 ranks per host
     python -m common.backend.algorithms mine.py:f 4    draw the custom algorithm f for 4 ranks
 
-Moves are defined in common/backend/moves.py. A custom function takes the number of ranks and returns, for each rank, a
-list of tuples ("send", "receive" or "add", chunk, peer). The number of chunks is the highest chunk number plus one.
+Moves are defined in `moves`. A custom function takes the number of ranks and returns, for each rank, a list of tuples
+("send", "receive" or "add", chunk, peer). The number of chunks is the highest chunk number plus one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any, NamedTuple, NoReturn
 
-from common.backend.builtin_algorithms import ALGORITHM_NAMES, BUILDERS, Hosts, build_two_level
-from common.backend.moves import (
+from common.backend.algorithms.builtin import ALGORITHM_NAMES, BUILDERS, Hosts, build_two_level
+from common.backend.algorithms.moves import (
     Algorithm,
     CompletedMove,
     Move,
@@ -28,7 +28,7 @@ from common.config.custom_function import (
     convert_errors_of_user_file,
     load_function,
 )
-from common.system.errors import UserError, exit_on_user_error
+from common.system.errors import UserError
 from common.system.text import format_count
 from configs.shared import Experiment
 
@@ -288,8 +288,3 @@ def main() -> None:
     if algorithm.note:
         print(algorithm.note)
     print("\n".join(draw_algorithm(algorithm, hosts)))
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        main()

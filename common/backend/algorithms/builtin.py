@@ -2,9 +2,9 @@
 
 A builder returns the same data as a custom function: an ordered list of moves for each rank. A move is (kind, chunk,
 peer), or (kind, chunk, peer, chunks) if one message contains several consecutive chunks. The kinds are defined in
-common/backend/moves.py. In the docstrings below, p is the number of ranks and n is the size of the vector in bytes. The
-values of each chunk are added up in one fixed order, and the sum is then copied to the other ranks. Therefore, the
-results are bitwise identical on all ranks.
+moves.py. In the docstrings below, p is the number of ranks and n is the size of the vector in bytes. The values of each
+chunk are added up in one fixed order, and the sum is then copied to the other ranks. Therefore, the results are bitwise
+identical on all ranks.
 """
 
 from __future__ import annotations
