@@ -1,0 +1,50 @@
+"""A clone with a technique less and an experiment more passes lint, test collection and its unit tests.
+
+The tests that every experiment must pass are executed for the new one, as make new-experiment writes it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.harness.chance import open_stream
+from tests.harness.delete_technique import DELETABLE, delete_technique
+from tests.harness.processes import environment
+from tests.harness.warm import ROOT
+
+# All tests are collected. Those of the folder `unit` are executed, those of the new experiment, and those of the pages.
+SELECTION = "unit or my_mlp or list_is_complete or experiment_has or page_says or links_lead or every_pitfall"
+TESTS = (".venv/bin/python", "-m", "pytest", "-vv", "-n", "2", "-k", SELECTION, "tests")
+
+
+@pytest.mark.skipif(not DELETABLE, reason="no technique belongs to one experiment alone")
+def test_a_technique_can_be_deleted_and_an_experiment_added(tmp_path: Path) -> None:
+    technique = open_stream("the deleted technique").choice(sorted(DELETABLE))
+    place = tmp_path / "clone"
+    delete_technique(technique, place)
+    subprocess.run(["make", "new-experiment", "NAME=my_mlp"], cwd=place, env=environment(), check=True)
+    values = place / "configs" / "my_mlp.yaml"
+    values.write_text(values.read_text().replace("lr: 0.02", "lr: 0.000001"))  # one that learns slowly
+    if (ROOT / ".mypy_cache").exists():  # mypy takes half a minute without it
+        shutil.copytree(ROOT / ".mypy_cache", place / ".mypy_cache")
+
+    tests = start(place, *TESTS)  # they often wait, and leave time for lint
+    lint = start(place, "make", "lint")
+    said, tested = lint.communicate()[0], tests.communicate()[0]
+    if tests.returncode:  # once more, because short time limits can pass on a busy machine
+        tests = start(place, *TESTS, "--last-failed")
+        tested += tests.communicate()[0]
+    assert lint.returncode == 0, f"without {technique}: {said}"
+    assert tests.returncode == 0, f"without {technique}: {tested}"
+    assert len(re.findall(r"PASSED tests/\S+\[\S*my_mlp", tested)) > 20
+
+
+def start(place: Path, *command: str) -> subprocess.Popen[str]:
+    """Start a command in the clone, without the options of this pytest."""
+    env = environment(PYTEST_ADDOPTS="")
+    return subprocess.Popen(command, cwd=place, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
