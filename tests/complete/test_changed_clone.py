@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.chance import open_stream
-from tests.harness.delete_technique import DELETABLE, delete_technique
+from tests.harness.delete_technique import DELETABLE, delete_technique, list_committed_files
 from tests.harness.processes import environment
 from tests.harness.warm import ROOT
 
@@ -24,7 +24,8 @@ TESTS = (".venv/bin/python", "-m", "pytest", "-vv", "-n", "2", "-k", SELECTION, 
 
 @pytest.mark.skipif(not DELETABLE, reason="no technique belongs to one experiment alone")
 def test_a_technique_can_be_deleted_and_an_experiment_added(tmp_path: Path) -> None:
-    technique = open_stream("the deleted technique").choice(sorted(DELETABLE))
+    committed = [name for name in sorted(DELETABLE) if list_committed_files(Path("common/techniques") / name)]
+    technique = open_stream("the deleted technique").choice(committed)
     place = tmp_path / "clone"
     delete_technique(technique, place)
     subprocess.run(["make", "new-experiment", "NAME=my_mlp"], cwd=place, env=environment(), check=True)
