@@ -34,18 +34,20 @@ def test_a_technique_can_be_deleted_and_an_experiment_added(tmp_path: Path) -> N
     if (ROOT / ".mypy_cache").exists():  # mypy takes half a minute without it
         shutil.copytree(ROOT / ".mypy_cache", place / ".mypy_cache")
 
-    tests = start(place, *TESTS)  # they often wait, and leave time for lint
-    lint = start(place, "make", "lint")
-    said, tested = lint.communicate()[0], tests.communicate()[0]
-    if tests.returncode:  # once more, because short time limits can pass on a busy machine
-        tests = start(place, *TESTS, "--last-failed")
-        tested += tests.communicate()[0]
-    assert lint.returncode == 0, f"without {technique}: {said}"
-    assert tests.returncode == 0, f"without {technique}: {tested}"
-    assert len(re.findall(r"PASSED tests/\S+\[\S*my_mlp", tested)) > 20
+    commands = {"tests": TESTS, "lint": ("make", "lint")}
+    processes = [
+        start(place, name, *command) for name, command in commands.items()
+    ]  # tests leave time: they often wait
+    statuses = {name: process.wait() for name, process in zip(commands, processes, strict=True)}
+    passed = re.findall(r"PASSED tests/\S+\[\S*my_mlp", (place / "tests.log").read_text())
+    if statuses["tests"]:  # once more, because short time limits can pass on a busy machine
+        statuses["tests"] = start(place, "tests", *TESTS, "--last-failed").wait()
+    for name, status in statuses.items():
+        assert status == 0, f"without {technique}: {(place / f'{name}.log').read_text()}"
+    assert len(passed) > 20
 
 
-def start(place: Path, *command: str) -> subprocess.Popen[str]:
-    """Start a command in the clone, without the options of this pytest."""
-    env = environment(PYTEST_ADDOPTS="")
-    return subprocess.Popen(command, cwd=place, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def start(place: Path, name: str, *command: str) -> subprocess.Popen[bytes]:
+    """Start a command in the clone, without the options of this pytest. Its output is written to NAME.log."""
+    with open(place / f"{name}.log", "w") as log:
+        return subprocess.Popen(command, cwd=place, env=environment(PYTEST_ADDOPTS=""), stdout=log, stderr=log)
