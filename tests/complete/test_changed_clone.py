@@ -35,19 +35,18 @@ def test_a_technique_can_be_deleted_and_an_experiment_added(tmp_path: Path) -> N
         shutil.copytree(ROOT / ".mypy_cache", place / ".mypy_cache")
 
     commands = {"tests": TESTS, "lint": ("make", "lint")}
-    processes = [
-        start(place, name, *command) for name, command in commands.items()
-    ]  # tests leave time: they often wait
-    statuses = {name: process.wait() for name, process in zip(commands, processes, strict=True)}
-    passed = re.findall(r"PASSED tests/\S+\[\S*my_mlp", (place / "tests.log").read_text())
+    # At the same time: tests often wait, and leave time for lint.
+    processes = {name: start(name, command, place) for name, command in commands.items()}
+    statuses = {name: process.wait() for name, process in processes.items()}
+    passed = re.findall(r"PASSED tests/\S+\[\S*my_mlp", (tmp_path / "tests.log").read_text())
     if statuses["tests"]:  # once more, because short time limits can pass on a busy machine
-        statuses["tests"] = start(place, "tests", *TESTS, "--last-failed").wait()
+        statuses["tests"] = start("tests", (*TESTS, "--last-failed"), place).wait()
     for name, status in statuses.items():
-        assert status == 0, f"without {technique}: {(place / f'{name}.log').read_text()}"
+        assert status == 0, f"without {technique}: {(tmp_path / f'{name}.log').read_text()}"
     assert len(passed) > 20
 
 
-def start(place: Path, name: str, *command: str) -> subprocess.Popen[bytes]:
-    """Start a command in the clone, without the options of this pytest. Its output is written to NAME.log."""
-    with open(place / f"{name}.log", "w") as log:
+def start(name: str, command: tuple[str, ...], place: Path) -> subprocess.Popen[bytes]:
+    """Start a command in the clone, without the options of this pytest. Its output goes to NAME.log beside the clone."""
+    with open(place.with_name(f"{name}.log"), "w") as log:
         return subprocess.Popen(command, cwd=place, env=environment(PYTEST_ADDOPTS=""), stdout=log, stderr=log)
