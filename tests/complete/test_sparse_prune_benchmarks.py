@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+from tests.harness import warm
 from tests.harness.processes import environment
-from tests.harness.warm import ROOT
 
 
 def test_a_benchmark_ends_with_a_table_and_leaves_its_samples(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.benchmarks", f"--folder={tmp_path}", "--minutes=0.4", "--rounds=1"]
-    done = subprocess.run(
-        [*command, "--", "sparse_prune/linear"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    done = warm.execute([*command, "--", "sparse_prune/linear"], env=environment(), check=True)
     assert "sparse_prune/linear  98 %" in done.stdout
     (file,) = tmp_path.iterdir()
     part = json.loads(file.read_text())["parts"]["sparse_prune/linear"]
