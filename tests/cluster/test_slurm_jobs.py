@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.config import config
-from tests.harness.processes import run, values_of
+from tests.harness.processes import applicable, run, values_of
 from tests.harness.registry import EXPERIMENTS, Entry
 from tests.harness.site import FIRST, Site, until, up
 
@@ -137,7 +137,7 @@ def settings_words(site: Site, runs: str) -> list[str]:
 
 @every
 def test_srun_starts_an_experiments_script(site: Site, entry: Entry) -> None:
-    words = [*settings_words(site, f"srun-{entry.name}"), *entry.smallest, "launch.nodes=2"]
+    words = applicable(entry.name, [*settings_words(site, f"srun-{entry.name}"), *entry.smallest, "launch.nodes=2"])
     script = [sys.executable, f"experiments/{entry.name}.py", *words]
     done = site.inside("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *script)
     assert done.returncode == 0, done.stdout + done.stderr

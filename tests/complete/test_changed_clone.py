@@ -47,6 +47,6 @@ def test_a_technique_can_be_deleted_and_an_experiment_added(tmp_path: Path) -> N
 
 
 def start(name: str, command: tuple[str, ...], place: Path) -> subprocess.Popen[bytes]:
-    """Start a command in the clone, without the options of this pytest. Its output goes to NAME.log beside the clone."""
+    """Start a command in the clone, without the options of this pytest. NAME.log beside the clone gets its output."""
     with open(place.with_name(f"{name}.log"), "w") as log:
         return subprocess.Popen(command, cwd=place, env=environment(PYTEST_ADDOPTS=""), stdout=log, stderr=log)
