@@ -199,6 +199,7 @@ def main(cfg: Config, run: Run) -> None:
     run.register(
         inner_model, optimizer, batches, replicated=True, scaler=scaler, predict=partial(predict, cfg, inner_model)
     )
+    run.resume()  # the warm-up of DDP's buckets does not count as memory of a step
     footprint = MemoryMeter(run.device)
     all_reduce_bytes = ddp.compute_ring_all_reduce_bytes(model)
 

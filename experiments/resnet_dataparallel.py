@@ -134,7 +134,7 @@ def report_strategies(cfg: Config, run: Run) -> list[Report]:
     device_count = max(1, gpu_count) if cfg.strategy == "data_parallel" else run.world.size
     compare: Callable[[], dict[str, list[float]]] = dict  # compares no strategies
     if cfg.compare and device_count > 1 and len(run.train_set) >= cfg.batch:
-        run.log_message("comparing the strategies in alternating rounds; compare=false skips this")
+        run.log_message("comparing the strategies in alternating rounds; with compare=false, a run ends here")
         compare = partial(compare_strategies, cfg, run)
     samples = len(run.train_set)
     return report_devices(cfg, run.world, run.times, compare, run.folder.path, gpu_count, samples, run.total)

@@ -26,8 +26,8 @@ class Failure:
 
 
 def write_failure(attempt: RunFolder, rank: int, failure: Failure) -> None:
-    """Record the failure of a rank. On a full disk, the failure is not recorded."""
-    with contextlib.suppress(UserError):
+    """Record the failure of a rank. If the disk fails, the failure is not recorded."""
+    with contextlib.suppress(UserError, OSError):
         write_json(attempt.attempt_folder / f"failure-{rank}.json", asdict(failure))
 
 

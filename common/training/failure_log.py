@@ -37,5 +37,8 @@ class FailureLog:
             return
         self.has_record = True
         cause = Cause.SILENT_RANK if isinstance(error, str) else foreign_text.classify_error(error)
-        message = f"after step {step}: {text}".partition("\n")[0]
+        first, *others = text.strip().splitlines() or [text]
+        if others:  # the last line of a traceback in the text is the error itself
+            first = f"{first} {others[-1].strip()}"
+        message = f"after step {step}: {first}"
         write_failure(self.attempt, self.rank, Failure(cause, message, time.time()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -138,13 +139,16 @@ def iterate_steps(run: RunContext, evaluate: Evaluate) -> Iterator[Step]:
         model = state.parts[0]
         sharded_layers = (layer for layer in model.children() if hasattr(layer, "unshard"))  # added by fully_shard
         run.times = StepTimer(model, run.device, sharded_layers)
-    try:
+    with contextlib.ExitStack() as started_hooks:
         for hook in run.hooks:
             hook.on_start()
+            started_hooks.callback(hook.on_end)
         elastic = get_enabled_elastic_settings(run.cfg)
         if elastic is not None:
             run.add_recovery(import_object(RECOVERY)(run, state, elastic))
         recovery = run.recovery
+        if recovery is not None:
+            started_hooks.callback(recovery.on_end)
         while not run.complete:
             try:
                 yield from iterate_until_evaluation(run, state, evaluate)
@@ -152,9 +156,6 @@ def iterate_steps(run: RunContext, evaluate: Evaluate) -> Iterator[Step]:
                 if recovery is None or not recovery.may_come_from_rank_change(error):
                     raise
                 recovery.join_generation()
-    finally:
-        for hook in reversed(run.hooks):
-            hook.on_end()
 
 
 def iterate_until_evaluation(run: RunContext, state: TrainState, evaluate: Evaluate) -> Iterator[Step]:

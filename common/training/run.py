@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 from common.checkpoint.train_state import TrainState
 from common.data.loader import Loader
 from common.measure.metrics_log import MEAN
+from common.models.sample_dropout import list_dropout_layers
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.result import Report
 from common.training import final_report, loop
+from common.training.dropout_positions import DropoutPositions
 from common.training.evaluate import Predict, StagedModel, score_replicated, score_stages
 from common.training.loop import Step
 from common.training.measurement_points import MeasurementPoints
@@ -60,6 +62,9 @@ class Run(RunContext):
             parts = list(model.local_stages.values())
             evaluate = partial(score_stages, model, self, peers)
             loss_rank = model.last_rank
+        dropout_layers = list_dropout_layers(parts)
+        if dropout_layers:
+            self.add_hook(DropoutPositions(self, dropout_layers))
         holders = self.ranks if replicated else None  # the ranks that hold the same parts as this rank
         if peers is not None:
             holders = Ranks(peers)

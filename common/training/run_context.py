@@ -111,6 +111,8 @@ class RunContext(RunData):
 
     def set_up_training(self, state: TrainState, evaluate: Evaluate, loss_rank: int) -> None:
         """Set what is trained, how it is evaluated, and the rank that knows the loss (or MEAN)."""
+        if self.state is not None:
+            raise RuntimeError("a run trains one model; call run.register(...) only once")
         self.state = state
         self.evaluate = evaluate
         self.loss_rank = loss_rank
@@ -157,6 +159,8 @@ class RunContext(RunData):
 
     def add_local_part(self, name: str, part: LocalPart) -> None:
         """Add state that each rank saves and loads itself. Call this method before `register`."""
+        if self.state is not None:
+            raise RuntimeError(f"the state {name!r} would not be saved; add it before run.register(...)")
         self.local_parts[name] = part
 
     def _create_metrics_log(self, state: TrainState) -> MetricsLog:

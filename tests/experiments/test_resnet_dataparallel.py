@@ -117,7 +117,7 @@ def test_the_sides_of_the_comparison_take_turns_and_are_drawn(digits: tuple[str,
         len(values) == single_process_baseline.COMPARE_ROUNDS and min(values) > 0
         for values in result["compare"].values()
     )
-    told = ["comparing the strategies in alternating rounds; compare=false skips this"]
+    told = ["comparing the strategies in alternating rounds; with compare=false, a run ends here"]
     told += [f"comparison, round {number} of 3: {side}" for number in (1, 2, 3) for side in result["compare"]]
     assert [line for line in done.out.splitlines() if line.startswith(("comparison, ", "comparing the "))] == told
     one, *_, both = (fmean(values) for values in result["compare"].values())

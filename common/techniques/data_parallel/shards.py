@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from common.data.loader import Loader
 from common.measure.timing import time_calls
-from common.models.sample_dropout import list_dropout_layers
 from common.techniques.data_parallel import sync_batchnorm
 from common.techniques.data_parallel.ddp import restore_buffers_and_rng
-from common.techniques.data_parallel.dropout_positions import DropoutPositions
 from common.training.hooks import StepHook
 from common.training.run_context import RunContext
 from configs.batch_plan import divide_batch
@@ -190,14 +188,11 @@ class AutoShards(StepHook):
 def set_up_shards(
     sharding: Sharding, run: RunContext, model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """Prepare a model for the settings `shards` and `dropout`. All ranks must call this function.
+    """Prepare a model for the setting `shards`. All ranks must call this function.
 
     `model` must not be wrapped, for example by DDP. With shards=auto, the duration of forward and backward is measured
     on each rank before the first step. `forward` computes the outputs of the model, by default by calling the model.
     """
-    dropout_layers = list_dropout_layers([model])
-    if dropout_layers:
-        run.add_hook(DropoutPositions(run, dropout_layers))
     if sharding.shards == ["equal"]:
         return
     if sync_batchnorm.list_unsynchronized_norms(model):

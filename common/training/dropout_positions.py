@@ -11,7 +11,7 @@ from common.training.run_context import RunContext
 
 
 class DropoutPositions(StepHook):
-    """Hook that tells the dropout layers the positions of a step's samples in the epoch."""
+    """Hook that sets the positions of a step's samples in dropout layers."""
 
     def __init__(self, run: RunContext, layers: Sequence[SampleDropout]) -> None:
         self.run = run
