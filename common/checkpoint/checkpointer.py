@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from common.checkpoint import storage
-from common.checkpoint.rank_file import read_rank_file, write_rank_file
+from common.checkpoint.rank_file import WriteProblem, read_rank_file, write_rank_file
 from common.checkpoint.state_dicts import convert_to_plain_values
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry, StagingDir
 from common.ranks.ranks import Ranks
@@ -24,7 +24,7 @@ from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder, fsync_path, write_atomic
 from common.runs.run_progress import RunProgress
 from common.system.causes import Cause
-from common.system.errors import RunTakenError, UserError, summarize_error
+from common.system.errors import CausedDiskError, RunTakenError, UserError
 from common.system.text import format_count
 from configs.shared import Checkpoint
 
@@ -99,8 +99,8 @@ class Checkpointer:
         self.log_message = log_message
         self.find_stop_reason = find_stop_reason
         self.progress = progress or RunProgress()
-        self.problem = ""
-        """The reason why the newest checkpoint could not be written; empty if the newest checkpoint was written."""
+        self.problem: WriteProblem | None = None
+        """The reason why the newest checkpoint could not be written; None if the newest checkpoint was written."""
         self.deletion: threading.Thread | None = None
 
     @property
@@ -119,7 +119,7 @@ class Checkpointer:
         model tensor with the same name.
         """
         content = self._collect_rank_content(step, state)
-        problem: str | None = None
+        problem: WriteProblem | None = None
         for retries_left in range(self.settings.retries, -1, -1):
             # A checkpoint of the same step is not written twice, for example if the final model is also the best.
             problem = None if step == self.progress.saved_step else self._try_write_checkpoint(step, state, content)
@@ -133,15 +133,15 @@ class Checkpointer:
             return False
         if self.problem:
             self.log_message(f"checkpoint saved after step {step}; saving works again")
-        self.problem = ""
+        self.problem = None
         self.progress.record_save(step, best=best)
 
         problem = self._run_on_main(self._update_pointers_and_delete_old)
         if problem is not None:
-            self.log_message(f"WARNING: cannot delete old checkpoints: {problem}")
+            self.log_message(f"WARNING: cannot delete old checkpoints: {problem.text}")
         return True
 
-    def report_failed_save(self, step: int, problem: str, *, is_known: bool = False) -> None:
+    def report_failed_save(self, step: int, problem: WriteProblem, *, is_known: bool = False) -> None:
         """Report that no checkpoint was written after a step.
 
         Only the first of several consecutive failures is logged. If `is_known` is True, the user has already been
@@ -154,7 +154,7 @@ class Checkpointer:
                 else f"the newest checkpoint is from step {self.progress.saved_step}"
             )
             self.log_message(
-                f"WARNING: no checkpoint was saved for step {step}: {problem}; training continues ({newest})"
+                f"WARNING: no checkpoint was saved for step {step}: {problem.text}; training continues ({newest})"
             )
         self.problem = problem
 
@@ -171,7 +171,7 @@ class Checkpointer:
             content[name] = convert_to_plain_values(part, name) if is_saved else {}
         return content
 
-    def _try_write_checkpoint(self, step: int, state: CheckpointState, content: dict[str, Any]) -> str | None:
+    def _try_write_checkpoint(self, step: int, state: CheckpointState, content: dict[str, Any]) -> WriteProblem | None:
         """Try once to write and publish the files of all ranks; return None on success.
 
         On failure, return a description of the problem, which is the same on all ranks.
@@ -184,21 +184,24 @@ class Checkpointer:
 
         # Write the file of this rank.
         path = staging.path / storage.make_rank_file_name(self.world.rank)
-        report: dict[str, Any] | str
+        report: dict[str, Any]
         try:
             report = asdict(write_rank_file(path, content))
         except OSError as error:
-            report = f"rank {self.world.rank} on {self.world.hosts[self.world.rank]}: {summarize_error(error)}"
+            problem = WriteProblem.from_error(error)
+            place = f"rank {self.world.rank} on {self.world.hosts[self.world.rank]}"
+            report = {"problem": [f"{place}: {problem.text}", problem.cause]}
 
-        # Each rank sends its manifest entry (or an error message) and the names of its model tensors to rank 0.
+        # Each rank sends its manifest entry (or a problem) and the names of its model tensors to rank 0.
         reports = self.world.gather([report, list(state.model)])
         files: dict[str, ManifestEntry] = {}
-        problems: list[str] = []
+        problems: list[WriteProblem] = []
         names: list[str] = []
         for rank, (rank_report, rank_names) in enumerate(reports):
             names += rank_names
-            if isinstance(rank_report, str):
-                problems.append(rank_report)
+            if "problem" in rank_report:
+                text, cause = rank_report["problem"]
+                problems.append(WriteProblem(text, Cause(cause)))
             else:
                 entry = ManifestEntry(rank_report["bytes"], rank_report["sha256"])
                 files[storage.make_rank_file_name(rank)] = entry
@@ -213,7 +216,7 @@ class Checkpointer:
         return self._run_on_main(lambda: self._publish_or_discard(staging, files, problems, state))
 
     def _publish_or_discard(
-        self, staging: StagingDir, files: dict[str, ManifestEntry], problems: list[str], state: CheckpointState
+        self, staging: StagingDir, files: dict[str, ManifestEntry], problems: list[WriteProblem], state: CheckpointState
     ) -> None:
         """Publish the written files as a checkpoint, or delete the files if `problems` is not empty.
 
@@ -222,7 +225,7 @@ class Checkpointer:
         """
         try:
             if problems:
-                raise OSError("; ".join(problems))
+                raise CausedDiskError("; ".join(problem.text for problem in problems), cause=problems[0].cause)
             if self.folder.metrics_file.exists():
                 fsync_path(self.folder.metrics_file)  # a resumed attempt does not write these rows again
             facts = {name: value for name, value in state.common.items() if isinstance(value, FACT_TYPES)}
@@ -240,7 +243,7 @@ class Checkpointer:
             if self.progress.best_step is not None:
                 self._write_pointer_file("best", self.progress.best_step)
         except UserError as error:
-            raise OSError(str(error)) from error
+            raise CausedDiskError(str(error), cause=error.cause) from error
         finally:
             old = storage.retire_old_checkpoints(self.folder, self.settings.keep, self.progress.best_step)
             if old:  # delete the files in a thread, so that training does not wait for the disk
@@ -257,13 +260,13 @@ class Checkpointer:
         if self.deletion is not None:
             self.deletion.join()
 
-    def _run_on_main(self, function: Callable[[], None]) -> str | None:
-        """Call `function` on rank 0 and return the error message on all ranks, or None on success.
+    def _run_on_main(self, function: Callable[[], None]) -> WriteProblem | None:
+        """Call `function` on rank 0 and return the problem on all ranks, or None on success.
 
         Raises RunTakenError on all ranks if another attempt has taken over the run, or if the folder of this attempt
         was deleted.
         """
-        problem: str | None = None
+        problem: WriteProblem | None = None
         stop_reason = ""
         if self.world.is_main:
             try:
@@ -271,12 +274,12 @@ class Checkpointer:
             except RunTakenError as error:
                 stop_reason = str(error)
             except OSError as error:
-                problem = summarize_error(error)
+                problem = WriteProblem.from_error(error)
                 stop_reason = self.find_stop_reason()
         problem, stop_reason = self.world.broadcast([problem, stop_reason])
         if stop_reason:
             raise RunTakenError(stop_reason)
-        return problem
+        return WriteProblem(problem[0], Cause(problem[1])) if problem else None
 
     def load(self, check: Callable[[LoadedCheckpoint], None] = lambda _: None) -> LoadedCheckpoint | None:
         """Load the newest valid checkpoint of the run.

@@ -9,7 +9,7 @@ import io
 import os
 import pickle
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +17,23 @@ from torch import Tensor
 from common.checkpoint import storage
 from common.checkpoint.hashing_writer import HashingWriter
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry
+from common.system import foreign_text
+from common.system.causes import Cause
 from common.system.errors import summarize_error
 
 PARTS = ("model", "optimizer", "common", "local")
+
+
+class WriteProblem(NamedTuple):
+    """Why a checkpoint could not be written."""
+
+    text: str
+    cause: Cause
+
+    @classmethod
+    def from_error(cls, error: OSError) -> WriteProblem:
+        """Describe a disk error."""
+        return cls(summarize_error(error), foreign_text.classify_error(error))
 
 
 def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:

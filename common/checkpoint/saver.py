@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from common.checkpoint.checkpointer import Checkpointer, LoadedCheckpoint
+from common.checkpoint.rank_file import WriteProblem
 from common.checkpoint.save_or_stop_vote import SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest, StopRequested
 from common.checkpoint.train_state import TrainState
@@ -17,7 +18,6 @@ from common.ranks.silent_ranks import SilentRankWatchdog
 from common.runs.claims import AttemptWatch
 from common.runs.folder import RunFolder, read_json
 from common.runs.run_progress import RunProgress
-from common.system import foreign_text
 from common.system.causes import Cause
 from common.system.errors import RunTakenError, UserError
 from configs.shared import Experiment
@@ -153,10 +153,10 @@ class Saver:
     def _raise_stop_requested(self, step: int, saved: bool) -> NoReturn:
         """Raise StopRequested if the checkpoint has been saved, or UserError otherwise."""
         if not saved:
+            problem = self._describe_failed_save()
             raise UserError(
-                f"stopped on request, but the checkpoint of step {step} could not be saved: "
-                f"{self._describe_failed_save()}",
-                cause=foreign_text.classify_text(self.checkpointer.problem),
+                f"stopped on request, but the checkpoint of step {step} could not be saved: {problem.text}",
+                cause=problem.cause,
             )
         self.log_message(f"stopped on request; checkpoint saved at step {step}")
         raise StopRequested
@@ -179,15 +179,15 @@ class Saver:
         if self.world.broadcast(bool(writer.buffered_lines)):
             if self.world.broadcast(self.world.is_main and bool(self._find_stop_reason())):
                 self._raise_run_taken()
-            problem = f"cannot write {self.folder.metrics_file}; free disk space"
+            problem = WriteProblem(f"cannot write {self.folder.metrics_file}; free disk space", Cause.DISK_FULL)
             self.checkpointer.report_failed_save(step, problem, is_known=True)
             return False
 
         state = self.state.collect_state()
         is_finite = all(bool(tensor.isfinite().all()) for tensor in state.model.values())
         if not self.world.broadcast(all(self.world.gather(is_finite))):
-            problem = f"parameters contain NaN or infinity after step {step}; lower optim.lr"
-            raise UserError(problem, cause=Cause.DIVERGED)
+            text = f"parameters contain NaN or infinity after step {step}; lower optim.lr"
+            raise UserError(text, cause=Cause.DIVERGED)
 
         state.common["rows"] = writer.written
         state.common |= self.progress.to_checkpoint()
@@ -216,24 +216,25 @@ class Saver:
         """
         if self.save(step):
             return
-        problem = f"the final model (step {step}) could not be saved: {self._describe_failed_save()}"
-        cause = foreign_text.classify_text(self.checkpointer.problem)
+        problem = self._describe_failed_save()
+        text = f"the final model (step {step}) could not be saved: {problem.text}"
+        cause = problem.cause
         if self.world.is_main:
             assert self.metrics is not None
             try:  # if the metrics cannot be written either, report that error instead
                 self.metrics.writer.write_buffered_rows()
             except UserError as error:
-                problem = str(error)
+                text = str(error)
                 cause = error.cause
-        problem, cause = self.world.broadcast([problem, cause])
-        raise UserError(problem, cause=Cause(cause))
+        text, cause = self.world.broadcast([text, cause])
+        raise UserError(text, cause=Cause(cause))
 
-    def _describe_failed_save(self) -> str:
-        """Return the reason why the newest checkpoint could not be written, and a remedy."""
+    def _describe_failed_save(self) -> WriteProblem:
+        """Return the reason why the newest checkpoint could not be written, with a remedy."""
         problem = self.checkpointer.problem
-        is_too_large = foreign_text.classify_text(problem) is Cause.FILE_TOO_LARGE
-        remedy = "raise ulimit -f" if is_too_large else "free space"
-        return f"{problem}; {remedy}"
+        assert problem is not None
+        remedy = "raise ulimit -f" if problem.cause is Cause.FILE_TOO_LARGE else "free space"
+        return problem._replace(text=f"{problem.text}; {remedy}")
 
     def close(self) -> None:
         """Stop the watchdogs, and wait until old checkpoints have been deleted."""

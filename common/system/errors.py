@@ -39,6 +39,10 @@ class MachineError(CausedError, RuntimeError):
     """A machine failure that another attempt may avoid, shown as one message without a traceback."""
 
 
+class CausedDiskError(CausedError, OSError):
+    """A disk error that another rank has reported."""
+
+
 class CausedRuntimeError(CausedError, RuntimeError):
     """An error with a known cause that is shown with a traceback."""
 
