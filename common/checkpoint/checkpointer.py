@@ -276,10 +276,10 @@ class Checkpointer:
             except OSError as error:
                 problem = WriteProblem.from_error(error)
                 stop_reason = self.find_stop_reason()
-        problem, stop_reason = self.world.broadcast([problem, stop_reason])
+        facts, stop_reason = self.world.broadcast([list(problem) if problem else None, stop_reason])
         if stop_reason:
             raise RunTakenError(stop_reason)
-        return WriteProblem(problem[0], Cause(problem[1])) if problem else None
+        return WriteProblem(facts[0], Cause(facts[1])) if facts else None
 
     def load(self, check: Callable[[LoadedCheckpoint], None] = lambda _: None) -> LoadedCheckpoint | None:
         """Load the newest valid checkpoint of the run.
