@@ -210,8 +210,8 @@ class Checkpointer:
         if duplicates:
             self._run_on_main(staging.discard)
             raise ValueError(
-                f"several ranks save the same model tensor (duplicate names: {duplicates}); "
-                "each name must be saved by exactly one rank"
+                f"several ranks save the same model tensor (duplicate names: {duplicates}); each name must be saved by "
+                "exactly one rank. If every rank holds the full model, pass replicated=True to run.register"
             )
         return self._run_on_main(lambda: self._publish_or_discard(staging, files, problems, state))
 

@@ -131,6 +131,7 @@ class Step:
 
 def iterate_steps(run: RunContext, evaluate: Evaluate) -> Iterator[Step]:
     """Yield the remaining optimizer steps of a run; see `Run.steps`."""
+    run.start_loop()
     if not run.is_resumed:
         run.resume()
     state = run.state

@@ -85,6 +85,7 @@ class RunContext(RunData):
         """Total number of steps in the run; 0 before the state is registered."""
         self.is_resumed = False
         """True once the newest checkpoint, if any, is loaded."""
+        self.has_started_loop = False
         self.heartbeat_time = 0.0
         """Time of the last heartbeat, in seconds of time.perf_counter()."""
         self.scores: dict[str, float] = {}
@@ -117,6 +118,18 @@ class RunContext(RunData):
         self.evaluate = evaluate
         self.loss_rank = loss_rank
         self.total = self.cfg.compute_total_steps(state.loader.steps)
+
+    def start_loop(self) -> None:
+        """Record the start of the loop over the steps. Raises RuntimeError if a loop was started before.
+
+        A second loop would repeat the step in which the first one was left, although its update has been applied.
+        """
+        if self.has_started_loop:
+            raise RuntimeError(
+                f"the loop over the steps was started a second time, after step {self.step} of {self.total}; use one "
+                "loop, and the setting steps=N to stop early"
+            )
+        self.has_started_loop = True
 
     def resume(self) -> int:
         """Load the newest checkpoint, if any, and return the number of completed steps.

@@ -179,6 +179,13 @@ def test_a_step_whose_error_was_ignored_is_told(run: Run, state: TrainState) -> 
                 raise ValueError("wrong")
 
 
+def test_a_loop_that_was_left_is_not_started_again(run: Run, state: TrainState) -> None:
+    for _ in run.steps(no_scores):
+        break
+    with pytest.raises(RuntimeError, match=r"started a second time, after step 0 of 2; use one loop, and the setting"):
+        next(run.steps(no_scores))
+
+
 def test_steps_need_a_registered_model(run: Run) -> None:
     with pytest.raises(RuntimeError, match=r"call run\.register\(\.\.\.\) before run\.resume\(\) and run\.steps"):
         next(run.steps())
