@@ -17,14 +17,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-from common.data.sources import list_files, make_printable
+from common.data.sources import CLASSES_FILE, SKIPPED_FILE, list_files, make_printable
 from common.runs.folder import convert_disk_errors
 from common.system import seeds
 from common.system.errors import UserError
 from common.system.text import format_count
 
-CLASSES_FILE = "classes.json"  # contains the names of the classes, in the order of their labels
-SKIPPED_FILE = "left_out.txt"
 MAX_FILES_IN_MESSAGE = 5
 LabelledFile = tuple[str, int]  # path of a file relative to train or val, and its label
 DecodedImage = tuple[np.ndarray | None, str]  # uint8 pixels [3, side, side] and "", or None and the error

@@ -27,7 +27,7 @@ from common.config.custom_function import (
     locate_function_file,
     replace_file_with_run_copy,
 )
-from common.data import image_folder, own_data, sources, synthetic_digits
+from common.data import own_data, sources, synthetic_digits
 from common.data.sources import Arrays
 from common.runs.folder import convert_disk_errors, read_json
 from common.runs.progress import ProgressDisplay
@@ -71,7 +71,7 @@ class PreparedDataset:
     def classes(self) -> list[str] | None:
         """Names of the classes in the order of their labels; None if the data set has no class names."""
         try:
-            names = json.loads((self.path / image_folder.CLASSES_FILE).read_text())
+            names = json.loads((self.path / sources.CLASSES_FILE).read_text())
             return [str(name) for name in names]
         except (OSError, ValueError, TypeError):
             return None
@@ -234,6 +234,8 @@ def prepare_image_folder(data: Data, log: Log) -> PreparedDataset:
 
     Raises UserError if the folder is missing or cannot be converted.
     """
+    from common.data import image_folder  # imported here because other data sets do not need it
+
     root = Path(data.root)
     train = root / "train"
     val = root / "val"
@@ -255,7 +257,7 @@ def prepare_image_folder(data: Data, log: Log) -> PreparedDataset:
             return str(sources.call_in_subprocess(function, *settings, limit=READ_TIMEOUT, show=show))
 
     prepared = find_or_prepare_dataset(Path(data.cache), "imagefolder", state, write_arrays)
-    skipped = prepared.path / image_folder.SKIPPED_FILE
+    skipped = prepared.path / sources.SKIPPED_FILE
     if not skipped.exists():
         return prepared
     notice = f"{prepared.notice}; full list: {sources.make_printable(str(skipped))}"

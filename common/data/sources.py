@@ -37,6 +37,8 @@ MNIST_FILES = {  # uncompressed size of each file in bytes
 }
 # First four bytes of a file, which encode the data type (uint8) and the number of dimensions.
 MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}
+CLASSES_FILE = "classes.json"  # contains the names of the classes, in the order of their labels
+SKIPPED_FILE = "left_out.txt"  # lists the skipped files of an image folder
 EXIT_TIMEOUT = 5.0  # seconds to wait for a subprocess to exit after it has sent its result
 
 
