@@ -93,7 +93,7 @@ class Run(RunContext):
         mode, and must return a dict with test_loss, test_accuracy, and test_samples, or an empty dict.
 
         If any rank has received a stop request, all ranks save a checkpoint and raise StopRequested. Raises UserError
-        if the loss is NaN or infinite.
+        if the loss is NaN or infinite, and RuntimeError if a loop over the steps was started before.
         """
         return loop.iterate_steps(self, evaluate or self.evaluate)
 
