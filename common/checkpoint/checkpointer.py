@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from common.checkpoint import storage
-from common.checkpoint.rank_file import WriteProblem, read_rank_file, write_rank_file
+from common.checkpoint.loading import LoadedCheckpoint, ReadProblem, try_read_checkpoint
+from common.checkpoint.rank_file import WriteProblem, write_rank_file
 from common.checkpoint.state_dicts import convert_to_plain_values
-from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry, StagingDir
+from common.checkpoint.storage import CheckpointPath, Manifest, ManifestEntry, StagingDir
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder, fsync_path, write_atomic
@@ -49,27 +50,6 @@ class CheckpointState:
     """Values that are equal on all ranks, such as the epoch and the data position. Only rank 0 saves these values."""
     local: dict[str, Any] = field(default_factory=dict)
     """Values that are specific to this rank, such as its random states and its BatchNorm statistics."""
-
-
-@dataclass
-class LoadedCheckpoint:
-    """The content of a checkpoint as loaded by one rank."""
-
-    step: int
-    attempt: int
-    """Number of the attempt that saved the checkpoint."""
-    processes: int
-    """Number of ranks that saved the checkpoint."""
-    model: dict[str, Tensor]
-    optimizer: dict[str, dict[str, Any]]
-    common: dict[str, Any]
-    local: dict[str, Any] | None
-    """The local values of this rank, or None if the checkpoint was saved by a different number of ranks."""
-
-    @property
-    def resumes_exactly(self) -> bool:
-        """True if resumed training reproduces uninterrupted training bit for bit."""
-        return self.local is not None
 
 
 class Checkpointer:
@@ -290,13 +270,15 @@ class Checkpointer:
         resumable = storage.list_resumable_checkpoints(self.folder) if self.world.is_main else []
         positions = self.world.broadcast([[checkpoint.attempt.number, checkpoint.step] for checkpoint in resumable])
         candidates = [CheckpointPath(RunFolder(self.folder.path, attempt), step) for attempt, step in positions]
+        problems: list[ReadProblem] = []
         for checkpoint in candidates:
-            loaded, problem = self._try_read_checkpoint(checkpoint)
+            loaded, problem = try_read_checkpoint(checkpoint, self.world)
             if problem is None:
                 break
-            self.log_message(f"ignoring checkpoint {checkpoint}: {problem}")
+            problems.append(problem)
+            self.log_message(f"ignoring checkpoint {checkpoint}: {problem.text}")
         else:
-            self._report_no_checkpoint(candidates)
+            self._report_no_checkpoint(candidates, problems)
             return None
         assert loaded is not None
         check(loaded)
@@ -308,37 +290,12 @@ class Checkpointer:
             )
         return loaded
 
-    def _try_read_checkpoint(self, checkpoint: CheckpointPath) -> tuple[LoadedCheckpoint | None, str | None]:
-        """Read a checkpoint; return the content loaded by this rank, and an error message.
-
-        The error message is the same on all ranks. If the checkpoint is valid, the error message is None.
-        """
-        content: dict[str, Any] | None = None
-        problem: str | None = None
-        try:
-            if self.world.is_main:
-                content = asdict(storage.read_manifest(checkpoint))
-        except InvalidCheckpoint as error:
-            problem = str(error)
-        content, problem = self.world.broadcast([content, problem])
-        if content is None:
-            return None, problem
-        manifest = Manifest.from_content(content)
-
-        loaded: LoadedCheckpoint | None = None
-        try:
-            loaded = read_checkpoint(checkpoint, manifest, self.world)
-        except InvalidCheckpoint as error:
-            problem = str(error)
-        # A rank may use the checkpoint only after all ranks have read it successfully.
-        problems = self.world.gather(problem)
-        return loaded, self.world.broadcast(describe_first_problem(problems, self.world))
-
-    def _report_no_checkpoint(self, rejected: list[CheckpointPath]) -> None:
+    def _report_no_checkpoint(self, rejected: list[CheckpointPath], problems: list[ReadProblem]) -> None:
         """Report that no checkpoint can be loaded, and raise UserError if training must not start at step 0.
 
         A run that has saved checkpoints never restarts from step 0 by itself. Therefore UserError is raised if all
         checkpoints are invalid or missing. If the run has only incomplete checkpoints, their number is reported.
+        `problems` contains the problem of each rejected checkpoint.
         """
         lost = storage.list_lost_checkpoints(self.folder) if self.world.is_main and not rejected else []
         missing = self.world.broadcast([str(checkpoint) for checkpoint in lost])
@@ -349,6 +306,9 @@ class Checkpointer:
             shortened = ", ".join(names[:MAX_NAMES_IN_MESSAGE])
             if len(names) > MAX_NAMES_IN_MESSAGE:
                 shortened += ", ..."
+            if any(problem.is_permission_denied for problem in problems):
+                remedy = storage.format_permission_remedy(self.folder)
+                raise UserError(f"no checkpoint can be read ({shortened}); {remedy}, then resume the run")
             raise UserError(
                 f"no valid checkpoint left ({shortened}); repair or restore one of them, or "
                 f"delete {self.folder.path}/attempts/*/checkpoints to restart from step 0",
@@ -359,33 +319,3 @@ class Checkpointer:
         if half_written:
             count = format_count(half_written, "incomplete checkpoint")
             self.log_message(f"ignoring {count}; no complete checkpoint exists")
-
-
-def read_checkpoint(checkpoint: CheckpointPath, manifest: Manifest, world: World) -> LoadedCheckpoint:
-    """Read and merge the files of all ranks in a checkpoint. Raises InvalidCheckpoint if a file is invalid."""
-    loaded = LoadedCheckpoint(manifest.step, manifest.attempt, manifest.processes, {}, {}, {}, None)
-    for rank in range(manifest.processes):
-        part = read_rank_file(checkpoint, manifest, rank)
-        origin = [part.get(name) for name in ("step", "attempt", "rank", "processes")]
-        if origin != [manifest.step, manifest.attempt, rank, manifest.processes]:
-            raise InvalidCheckpoint(
-                "{} belongs to step {}, attempt {}, rank {} of {}".format(storage.make_rank_file_name(rank), *origin)
-            )
-        loaded.model |= part["model"]
-        loaded.optimizer |= part["optimizer"]
-        loaded.common |= part["common"]
-        if rank == world.rank and manifest.processes == world.size:
-            loaded.local = part["local"]
-    return loaded
-
-
-def describe_first_problem(problems: list[str | None], world: World) -> str | None:
-    """Return the problem that all ranks report, or None if no rank reports a problem.
-
-    If the ranks report different problems, or only some ranks report a problem, return the first problem together with
-    its rank and host.
-    """
-    if len(set(problems)) < 2:
-        return problems[0] if problems else None
-    rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem is not None)
-    return f"rank {rank} on {world.hosts[rank]} reports: {problem}"

@@ -26,29 +26,27 @@ def read_step_counts(folder: RunFolder) -> tuple[int, int]:
 
 
 def config_adds_steps(folder: RunFolder, cfg: Experiment) -> bool:
-    """Return True if a config has more steps than the finished run.
-
-    Raises UserError if the run cannot be extended because the checkpoint of its last step is missing.
-    """
+    """Return True if a config has more steps than the finished run."""
     steps, epoch_steps = read_step_counts(folder)
-    if not epoch_steps or cfg.compute_total_steps(epoch_steps) <= steps:
-        return False
-    if not has_checkpoint_of_step(folder, steps):
-        raise UserError(
-            f"{folder.path.name} cannot be extended: the checkpoint of its last step ({steps}) is missing; "
-            "start a new run"
-        )
-    return True
+    return bool(epoch_steps) and cfg.compute_total_steps(epoch_steps) > steps
 
 
-def has_checkpoint_of_step(folder: RunFolder, step: int) -> bool:
-    """Return True if a run has a checkpoint that was saved after a given step."""
-    return any(checkpoint.step == step for checkpoint in storage.list_resumable_checkpoints(folder))
+def find_checkpoint_of_step(folder: RunFolder, step: int) -> storage.CheckpointPath | None:
+    """Return the checkpoint that was saved after a given step, or None if this checkpoint does not exist."""
+    for checkpoint in storage.list_resumable_checkpoints(folder):
+        if checkpoint.step == step:
+            return checkpoint
+    return None
 
 
 def check_resume(folder: RunFolder, cfg: Experiment) -> None:
     """Raise UserError if a run cannot be resumed with the settings of `cfg`."""
-    check_settings_of_finished_run(folder, cfg)
+    check_read_permission(folder)
+    if folder.result.get("state") == "finished":
+        if config_adds_steps(folder, cfg):
+            check_last_checkpoint(folder)
+        else:
+            check_unchanged_settings(folder, cfg)
     newest = read_newest_manifest(folder)
     if newest is None:
         return
@@ -59,6 +57,13 @@ def check_resume(folder: RunFolder, cfg: Experiment) -> None:
         )
     if isinstance(cfg, TrainingExperiment) and cfg.ranks_have_separate_models:
         check_number_of_ranks(newest.processes, cfg.processes)
+
+
+def check_read_permission(folder: RunFolder) -> None:
+    """Raise UserError if checkpoints cannot be listed, because the run would then restart from an older step."""
+    unreadable = storage.list_unreadable_dirs(folder)
+    if unreadable:
+        raise UserError(f"{unreadable[0]} cannot be read; {storage.format_permission_remedy(folder)}")
 
 
 def read_newest_manifest(folder: RunFolder) -> storage.Manifest | None:
@@ -80,10 +85,28 @@ def check_number_of_ranks(saved_ranks: int, ranks: int) -> None:
     )
 
 
-def check_settings_of_finished_run(folder: RunFolder, cfg: Experiment) -> None:
-    """Raise UserError if the run is finished and the config changes settings without adding steps."""
-    if folder.result.get("state") != "finished" or config_adds_steps(folder, cfg):
-        return
+def check_last_checkpoint(folder: RunFolder) -> None:
+    """Raise UserError if a finished run cannot be extended from the checkpoint of its last step.
+
+    The checksums of all files are verified, because a run that fails after an attempt was opened loses its result.
+    """
+    step, _ = read_step_counts(folder)
+    problem = f"{folder.path.name} cannot be extended: the checkpoint of its last step ({step})"
+    checkpoint = find_checkpoint_of_step(folder, step)
+    if checkpoint is None:
+        raise UserError(f"{problem} is missing; start a new run")
+    try:
+        manifest = storage.read_manifest(checkpoint)
+        for rank in range(manifest.processes):
+            storage.read_verified_rank_file(checkpoint, manifest, rank)
+    except storage.UnreadableCheckpoint:
+        raise UserError(f"{problem} cannot be read; {storage.format_permission_remedy(folder)}") from None
+    except storage.InvalidCheckpoint as reason:
+        raise UserError(f"{problem} is invalid: {reason}; restore the checkpoint, or start a new run") from None
+
+
+def check_unchanged_settings(folder: RunFolder, cfg: Experiment) -> None:
+    """Raise UserError if a config changes settings of a finished run, which has no effect without more steps."""
     # `changes` compares the config with the run's settings. The newest attempt may have used other settings, so the
     # config is also compared with the settings of the newest attempt.
     changes = config.find_changes(folder.path, cfg)
@@ -103,11 +126,11 @@ def explain_finished_run(folder: RunFolder, cfg: Experiment) -> str:
     """Return a message that states that a run is finished and explains how to extend the run."""
     message = f"{folder.path} is finished; see {folder.path / 'result.json'}"
     steps, epoch_steps = read_step_counts(folder)
-    if not steps or not has_checkpoint_of_step(folder, steps):
+    if not isinstance(cfg, TrainingExperiment) or not steps:
+        return message
+    if find_checkpoint_of_step(folder, steps) is None:
         return message
     settings = [f"steps={2 * steps}"] if cfg.steps else []
-    if not isinstance(cfg, TrainingExperiment):
-        return message
     if not cfg.steps or cfg.epochs * epoch_steps < 2 * steps:
         settings.append(f"epochs={cfg.epochs + 1}")
     return f'{message}\nto extend it: make exp RESUME={folder.path.name} ARGS="{" ".join(settings)}"'

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from common.checkpoint.checkpointer import Checkpointer, LoadedCheckpoint
+from common.checkpoint.checkpointer import Checkpointer
+from common.checkpoint.loading import LoadedCheckpoint
 from common.checkpoint.rank_file import WriteProblem
 from common.checkpoint.save_or_stop_vote import SaveOrStopVote
 from common.checkpoint.stop_request import StopRequest, StopRequested

@@ -36,6 +36,10 @@ class InvalidCheckpoint(Exception):
     """Exception raised when a checkpoint cannot be used. The message states the reason."""
 
 
+class UnreadableCheckpoint(InvalidCheckpoint):
+    """Exception raised when the current user has no permission to read a checkpoint."""
+
+
 @dataclass(frozen=True)
 class ManifestEntry:
     """Size in bytes and SHA-256 checksum of a file in a checkpoint."""
@@ -163,6 +167,25 @@ def list_staging_dirs(folder: RunFolder) -> list[Path]:
     return paths
 
 
+def list_unreadable_dirs(folder: RunFolder) -> list[Path]:
+    """Return the folders whose checkpoints cannot be listed, because the current user has no permission."""
+    unreadable: list[Path] = []
+    for attempt, _ in folder.trace_attempts():
+        path = get_checkpoints_dir(attempt)
+        try:
+            os.scandir(path).close()
+        except PermissionError:
+            unreadable.append(path)
+        except OSError:  # this attempt has not saved any checkpoint
+            continue
+    return unreadable
+
+
+def format_permission_remedy(folder: RunFolder) -> str:
+    """Return a clause that explains how the current user gets permission to read the checkpoints of a run."""
+    return f"permission was denied: run chmod -R u+rwX {folder.path}/attempts/*/checkpoints"
+
+
 # ---- reading
 
 
@@ -177,6 +200,8 @@ def open_owned_path(path: str | Path, flags: int, label: str, parent_fd: int | N
         fd = os.open(path, flags, dir_fd=parent_fd)
     except FileNotFoundError:
         raise InvalidCheckpoint(f"{label} is missing") from None
+    except PermissionError as error:
+        raise UnreadableCheckpoint(f"{label}: {error.strerror}") from None
     except OSError as error:
         is_link = error.errno == errno.ELOOP or (parent_fd is None and Path(path).is_symlink())
         raise InvalidCheckpoint(f"{label} is a symbolic link" if is_link else f"{label}: {error.strerror}") from None

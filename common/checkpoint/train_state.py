@@ -11,7 +11,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from common.checkpoint import state_dicts
-from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
+from common.checkpoint.checkpointer import CheckpointState
+from common.checkpoint.loading import LoadedCheckpoint
 from common.checkpoint.local_part import LocalPart
 from common.data.step_source import StepSource
 from common.ranks.averaging import average_tensors

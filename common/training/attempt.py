@@ -219,8 +219,7 @@ class Attempt:
 def is_run_finished(folder: RunFolder | None, cfg: Experiment, *, report: bool) -> bool:
     """Return True if a run is finished and the config does not extend it.
 
-    If `report` is True, also print a message about the finished run. Raises UserError if the config has more steps than
-    the finished run, but the last checkpoint is missing.
+    If `report` is True, also print a message about the finished run.
     """
     if folder is None or folder.result.get("state") != "finished" or extension.config_adds_steps(folder, cfg):
         return False

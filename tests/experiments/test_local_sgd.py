@@ -62,14 +62,27 @@ def test_other_ranks_and_another_start_are_refused(trained: Done, tmp_path: Path
     assert "start cannot change when a run is resumed: it was 5" in again.stderr
 
 
-def test_a_finished_run_stays_finished_if_other_ranks_extend_it(trained: Done, tmp_path: Path) -> None:
+def test_a_finished_run_stays_finished_if_it_cannot_be_extended(trained: Done, tmp_path: Path) -> None:
     folder = RunFolder(Path(shutil.copytree(trained.folder.path, tmp_path / trained.folder.path.name)))
     attempts = len(folder.list_attempts())
+    result = folder.result
     done = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1", f"steps={STEPS + 4}")
     assert done.returncode == 2
     assert SEPARATE_MODELS in done.stderr and "Traceback" not in done.stderr
-    assert len(folder.list_attempts()) == attempts, "the refused attempt was opened"
-    assert folder.result["state"] == "finished"
+
+    newest = storage.list_resumable_checkpoints(folder)[0]
+    file = newest.path / "rank-1.pt"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    done = resume(BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}")
+    assert done.returncode == 2
+    assert f"its last step ({STEPS}) is invalid: rank-1.pt does not match its checksum; restore" in done.stderr
+    shutil.rmtree(newest.path)
+    done = resume(BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}")
+    assert done.returncode == 2 and f"its last step ({STEPS}) is missing; start a new run" in done.stderr
+
+    assert len(folder.list_attempts()) == attempts, "a refused attempt was opened"
+    assert folder.result == result and result["state"] == "finished"
 
 
 @pytest.mark.parametrize(

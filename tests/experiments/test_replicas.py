@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.checkpoint.checkpointer import LoadedCheckpoint
+from common.checkpoint.loading import LoadedCheckpoint
 from common.checkpoint.train_state import TrainState
 from common.config import config
 from common.data import loader as data

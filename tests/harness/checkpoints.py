@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from common.checkpoint import state_dicts, storage
-from common.checkpoint.checkpointer import Checkpointer, CheckpointState, LoadedCheckpoint
+from common.checkpoint.checkpointer import Checkpointer, CheckpointState
+from common.checkpoint.loading import LoadedCheckpoint
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
 from common.ranks.ranks import Ranks
@@ -129,7 +130,7 @@ def one_rank_sees_less(case: Case) -> Any:
 
         is_main = True
 
-        def gather(self, value: Any) -> list[Any]:
+        def all_gather(self, value: Any) -> list[Any]:
             return [value]
 
         def broadcast(self, value: Any) -> Any:

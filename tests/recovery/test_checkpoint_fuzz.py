@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from common.checkpoint import rank_file, storage
-from common.checkpoint.checkpointer import Checkpointer, CheckpointState, LoadedCheckpoint
+from common.checkpoint.checkpointer import Checkpointer, CheckpointState
+from common.checkpoint.loading import LoadedCheckpoint
 from common.checkpoint.storage import CheckpointPath, Manifest, StagingDir
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World

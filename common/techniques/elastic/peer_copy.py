@@ -6,7 +6,7 @@ import io
 
 import torch
 
-from common.checkpoint.checkpointer import LoadedCheckpoint
+from common.checkpoint.loading import LoadedCheckpoint
 from common.checkpoint.state_dicts import convert_to_plain_values
 from common.checkpoint.train_state import TrainState
 from common.ranks import objects

@@ -11,7 +11,8 @@ from torch.nn.utils import vector_to_parameters
 from torch.optim import Optimizer
 
 from common.checkpoint import extension, state_dicts
-from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
+from common.checkpoint.checkpointer import CheckpointState
+from common.checkpoint.loading import LoadedCheckpoint
 from common.checkpoint.train_state import TrainState
 from common.data.loader import Loader
 from common.ranks.ranks import Ranks

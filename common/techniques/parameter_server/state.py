@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from common.checkpoint.checkpointer import CheckpointState, LoadedCheckpoint
+from common.checkpoint.checkpointer import CheckpointState
+from common.checkpoint.loading import LoadedCheckpoint
 from common.checkpoint.train_state import TrainState
 from common.data.loader import Loader
 from common.techniques.parameter_server.worker import ParameterServerRank

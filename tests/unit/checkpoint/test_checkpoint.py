@@ -21,17 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.checkpoint import checkpointer, rank_file, state_dicts, storage
+from common.checkpoint import checkpointer, extension, loading, rank_file, state_dicts, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState
 from common.checkpoint.storage import CheckpointPath
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
+from common.system.causes import Cause
 from common.system.errors import RunTakenError, UserError
 from common.training import optimizers
+from configs.ddp_multinode import Config
 from configs.shared import Checkpoint, Optim
 from tests.harness import warm
 from tests.harness.checkpoints import right, state_of
+from tests.harness.permissions import permissions_apply
 from tests.harness.processes import environment
 from tests.harness.shared import make_once
 
@@ -455,7 +458,7 @@ def test_without_what_a_file_says_of_itself_wrong_weights_are_loaded(
     assert disk.load() == 1
     assert "rank-0.pt belongs to step 1, attempt 1, rank 0 of 1" in disk.said[0]
     read = rank_file.read_rank_file
-    monkeypatch.setattr(checkpointer, "read_rank_file", lambda *where: read(*where) | {"step": 2})
+    monkeypatch.setattr(loading, "read_rank_file", lambda *where: read(*where) | {"step": 2})
     loaded = disk.checkpoints.load()
     assert loaded is not None and loaded.step == 2 and not right(loaded, 0)
 
@@ -494,6 +497,34 @@ def test_all_lost_is_refused_as_all_damaged_is(disk: Disk) -> None:
     assert disk.said == ["step-00000002 of attempt 1 is missing: the checkpoint folder was deleted"]
     rmtree(disk.at(2).parent)
     assert disk.load() is None, "what the message says to do"
+
+
+@pytest.mark.parametrize("name", ["", "rank-0.pt", "manifest.json"])
+def test_without_permission_to_read_none_is_to_be_deleted(disk: Disk, name: str) -> None:
+    disk.save(1, 2)
+    for step in (1, 2):
+        disk.at(step, name).chmod(0)
+    with permissions_apply(), pytest.raises(UserError) as error:
+        disk.load()
+    assert "Permission denied" in disk.said[0] and "run chmod -R u+rwX " in str(error.value)
+    assert "delete" not in str(error.value) and error.value.cause is Cause.OTHER
+    flip(disk.at(2, "manifest.json"), 40)  # root can read it
+    with permissions_apply(), pytest.raises(UserError, match=r"run chmod -R u\+rwX "):
+        disk.load()
+    disk.at(1, name).chmod(0o700)
+    with permissions_apply():
+        assert disk.load() == 1
+
+
+def test_a_folder_without_permission_to_read_is_refused(disk: Disk) -> None:
+    """Its checkpoints cannot be found, and the run would begin at step 0."""
+    disk.save(1)
+    disk.at(1).parent.chmod(0)
+    with permissions_apply(), pytest.raises(UserError, match=r"/checkpoints cannot be read; .* run chmod -R u\+rwX "):
+        extension.check_resume(disk.folder, Config())
+    disk.at(1).parent.chmod(0o700)
+    with permissions_apply():
+        extension.check_resume(disk.folder, Config())
 
 
 def test_a_replaced_checkpoint_is_not_named_as_missing(disk: Disk) -> None:
