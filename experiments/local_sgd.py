@@ -132,7 +132,7 @@ def main(cfg: Config, run: Run) -> None:
     network.to(run.device, run.dtype)
     optimizer = build_optimizer(network.parameters(), cfg.optim)
     exchange = create_exchange(cfg, network, run.world.size)
-    worker = LocalWorker(network, optimizer, run.world, exchange, cfg.momentum_of)
+    worker = LocalWorker(network, optimizer, run.ranks, exchange, cfg.momentum_of)
     run.register_state(LocalState(worker, optimizer, run.batches(shard=run.shard)))  # evaluates the workers' mean
     check_rounds(cfg, run)
 

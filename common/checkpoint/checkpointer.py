@@ -21,7 +21,6 @@ from common.checkpoint.rank_file import WriteProblem, write_rank_file
 from common.checkpoint.state_dicts import convert_to_plain_values
 from common.checkpoint.storage import CheckpointPath, Manifest, ManifestEntry, StagingDir
 from common.ranks.ranks import Ranks
-from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder, fsync_path, write_atomic
 from common.runs.run_progress import RunProgress
 from common.system.causes import Cause
@@ -83,11 +82,6 @@ class Checkpointer:
         """The reason why the newest checkpoint could not be written; None if the newest checkpoint was written."""
         self.deletion: threading.Thread | None = None
 
-    @property
-    def world(self) -> World:
-        """The ranks that train now."""
-        return self.ranks.current
-
     # ---- saving
 
     def save(self, step: int, state: CheckpointState, *, best: bool = False) -> bool:
@@ -140,14 +134,15 @@ class Checkpointer:
 
     def _collect_rank_content(self, step: int, state: CheckpointState) -> dict[str, Any]:
         """Return the content of this rank's checkpoint file."""
+        world = self.ranks.current
         content: dict[str, Any] = {
             "step": step,
             "attempt": self.folder.number,
-            "rank": self.world.rank,
-            "processes": self.world.size,
+            "rank": world.rank,
+            "processes": world.size,
         }
         for name, part in vars(state).items():
-            is_saved = name != "common" or self.world.is_main
+            is_saved = name != "common" or world.is_main
             content[name] = convert_to_plain_values(part, name) if is_saved else {}
         return content
 
@@ -156,6 +151,7 @@ class Checkpointer:
 
         On failure, return a description of the problem, which is the same on all ranks.
         """
+        world = self.ranks.current
         self.wait_for_deletions()
         staging = StagingDir(self.folder, step)
         problem = self._run_on_main(staging.create)
@@ -163,17 +159,17 @@ class Checkpointer:
             return problem
 
         # Write the file of this rank.
-        path = staging.path / storage.make_rank_file_name(self.world.rank)
+        path = staging.path / storage.make_rank_file_name(world.rank)
         report: dict[str, Any]
         try:
             report = asdict(write_rank_file(path, content))
         except OSError as error:
             problem = WriteProblem.from_error(error)
-            place = f"rank {self.world.rank} on {self.world.hosts[self.world.rank]}"
+            place = f"rank {world.rank} on {world.hosts[world.rank]}"
             report = {"problem": [f"{place}: {problem.text}", problem.cause]}
 
         # Each rank sends its manifest entry (or a problem) and the names of its model tensors to rank 0.
-        reports = self.world.gather([report, list(state.model)])
+        reports = world.gather([report, list(state.model)])
         files: dict[str, ManifestEntry] = {}
         problems: list[WriteProblem] = []
         names: list[str] = []
@@ -186,7 +182,7 @@ class Checkpointer:
                 entry = ManifestEntry(rank_report["bytes"], rank_report["sha256"])
                 files[storage.make_rank_file_name(rank)] = entry
 
-        duplicates = self.world.broadcast(len(names) - len(set(names)))
+        duplicates = world.broadcast(len(names) - len(set(names)))
         if duplicates:
             self._run_on_main(staging.discard)
             raise ValueError(
@@ -209,7 +205,7 @@ class Checkpointer:
             if self.folder.metrics_file.exists():
                 fsync_path(self.folder.metrics_file)  # a resumed attempt does not write these rows again
             facts = {name: value for name, value in state.common.items() if isinstance(value, FACT_TYPES)}
-            manifest = Manifest(staging.target.step, self.folder.number, self.world.size, files, facts)
+            manifest = Manifest(staging.target.step, self.folder.number, self.ranks.current.size, files, facts)
             staging.publish(manifest)
         except (OSError, RunTakenError):
             staging.discard()
@@ -246,9 +242,10 @@ class Checkpointer:
         Raises RunTakenError on all ranks if another attempt has taken over the run, or if the folder of this attempt
         was deleted.
         """
+        world = self.ranks.current
         problem: WriteProblem | None = None
         stop_reason = ""
-        if self.world.is_main:
+        if world.is_main:
             try:
                 function()
             except RunTakenError as error:
@@ -256,7 +253,7 @@ class Checkpointer:
             except OSError as error:
                 problem = WriteProblem.from_error(error)
                 stop_reason = self.find_stop_reason()
-        facts, stop_reason = self.world.broadcast([list(problem) if problem else None, stop_reason])
+        facts, stop_reason = world.broadcast([list(problem) if problem else None, stop_reason])
         if stop_reason:
             raise RunTakenError(stop_reason)
         return WriteProblem(facts[0], Cause(facts[1])) if facts else None
@@ -267,12 +264,13 @@ class Checkpointer:
         Returns None if the run has never saved a checkpoint; training then starts at step 0. `check` may raise
         UserError to reject the checkpoint. Raises UserError if the run has saved checkpoints but none of them is valid.
         """
-        resumable = storage.list_resumable_checkpoints(self.folder) if self.world.is_main else []
-        positions = self.world.broadcast([[checkpoint.attempt.number, checkpoint.step] for checkpoint in resumable])
+        world = self.ranks.current
+        resumable = storage.list_resumable_checkpoints(self.folder) if world.is_main else []
+        positions = world.broadcast([[checkpoint.attempt.number, checkpoint.step] for checkpoint in resumable])
         candidates = [CheckpointPath(RunFolder(self.folder.path, attempt), step) for attempt, step in positions]
         problems: list[ReadProblem] = []
         for checkpoint in candidates:
-            loaded, problem = try_read_checkpoint(checkpoint, self.world)
+            loaded, problem = try_read_checkpoint(checkpoint, world)
             if problem is None:
                 break
             problems.append(problem)
@@ -285,7 +283,7 @@ class Checkpointer:
         if not loaded.resumes_exactly:
             self.log_message(
                 f"the checkpoint was saved by {format_count(loaded.processes, 'rank')} and is resumed by "
-                f"{self.world.size}: model, optimizer and data position are restored, but random states are not; "
+                f"{world.size}: model, optimizer and data position are restored, but random states are not; "
                 "results will match an uninterrupted run only up to rounding"
             )
         return loaded
@@ -297,8 +295,9 @@ class Checkpointer:
         checkpoints are invalid or missing. If the run has only incomplete checkpoints, their number is reported.
         `problems` contains the problem of each rejected checkpoint.
         """
-        lost = storage.list_lost_checkpoints(self.folder) if self.world.is_main and not rejected else []
-        missing = self.world.broadcast([str(checkpoint) for checkpoint in lost])
+        world = self.ranks.current
+        lost = storage.list_lost_checkpoints(self.folder) if world.is_main and not rejected else []
+        missing = world.broadcast([str(checkpoint) for checkpoint in lost])
         for name in missing:
             self.log_message(f"{name} is missing: the checkpoint folder was deleted")
         names = [str(checkpoint) for checkpoint in rejected] + missing
@@ -314,8 +313,8 @@ class Checkpointer:
                 f"delete {self.folder.path}/attempts/*/checkpoints to restart from step 0",
                 cause=Cause.NO_VALID_CHECKPOINT,
             )
-        staging_dirs = storage.list_staging_dirs(self.folder) if self.world.is_main else []
-        half_written = self.world.broadcast(len(staging_dirs))
+        staging_dirs = storage.list_staging_dirs(self.folder) if world.is_main else []
+        half_written = world.broadcast(len(staging_dirs))
         if half_written:
             count = format_count(half_written, "incomplete checkpoint")
             self.log_message(f"ignoring {count}; no complete checkpoint exists")

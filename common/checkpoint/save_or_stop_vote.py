@@ -65,11 +65,6 @@ class SaveOrStopVote:
         self.stop_request = stop_request
         self.start_votes_after(0)
 
-    @property
-    def world(self) -> World:
-        """The ranks that train now."""
-        return self.ranks.current
-
     def start_votes_after(self, step: int) -> None:
         """Start voting with the step after `step`, and start the timer for the next save now."""
         self.restart_votes_after(step)
@@ -107,9 +102,9 @@ class SaveOrStopVote:
             return Decision(stop=False, save=False, diverged=False)
         ballot = Ballot(stop=bool(self.stop_request.signal_number))
         interval = self._choose_interval(self.calls, time.perf_counter())
-        if self.world.is_main:
+        if self.ranks.current.is_main:
             ballot = ballot._replace(run_taken=bool(find_stop_reason()), next_vote=interval)
-        outcome = ballot.reduce_max(self.world)
+        outcome = ballot.reduce_max(self.ranks.current)
         self.calls = 0
         self.next_call = outcome.next_vote
         return Decision(bool(outcome.stop), save=False, diverged=False, run_taken=bool(outcome.run_taken))
@@ -136,9 +131,9 @@ class SaveOrStopVote:
         is_save_due = 0 < self.settings.every_seconds <= now - self.saved_at
         next_step = step + self._choose_interval(max(1, step - self.last_step), now)
         ballot = Ballot(stop=bool(self.stop_request.signal_number), wait_us=int(1e6 * self.local_wait))
-        if self.world.is_main:
+        if self.ranks.current.is_main:
             ballot = ballot._replace(save=is_save_due, diverged=diverged, run_taken=run_taken, next_vote=next_step)
-        outcome = ballot.reduce_max(self.world)
+        outcome = ballot.reduce_max(self.ranks.current)
 
         self.max_wait = outcome.wait_us / 1e6
         self.local_wait = time.perf_counter() - wait_start

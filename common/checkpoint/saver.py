@@ -14,7 +14,6 @@ from common.checkpoint.stop_request import StopRequest, StopRequested
 from common.checkpoint.train_state import TrainState
 from common.measure.metrics_log import MetricsLog
 from common.ranks.ranks import Ranks
-from common.ranks.rendezvous import World
 from common.ranks.silent_ranks import SilentRankWatchdog
 from common.runs.claims import AttemptWatch
 from common.runs.folder import RunFolder, read_json
@@ -57,11 +56,6 @@ class Saver:
         self.state: TrainState | None = None
         self.metrics: MetricsLog | None = None
 
-    @property
-    def world(self) -> World:
-        """The ranks that train now."""
-        return self.ranks.current
-
     def load(self, state: TrainState, metrics: MetricsLog) -> LoadedCheckpoint | None:
         """Load the newest valid checkpoint of the run into `state`; return None if the run has no checkpoint.
 
@@ -69,7 +63,7 @@ class Saver:
         """
         self.state = state
         self.metrics = metrics
-        loaded = None if self.world.is_joining else self.checkpointer.load(state.check_number_of_ranks)
+        loaded = None if self.ranks.current.is_joining else self.checkpointer.load(state.check_number_of_ranks)
         if loaded is not None:
             state.load(loaded)
             self.progress.resume_after(loaded.step, loaded.common)
@@ -105,7 +99,7 @@ class Saver:
         wait_start = time.perf_counter()
         self.metrics.flush()  # measured as waiting time, because flushing may wait for other ranks
         self.step = step
-        run_taken = self.world.is_main and bool(self._find_stop_reason())
+        run_taken = self.ranks.current.is_main and bool(self._find_stop_reason())
         decision = self.vote.vote_after_step(step, bool(self.metrics.divergence), wait_start, run_taken=run_taken)
         self.metrics.drop_unwritten_rows()
         self.restart_watchdogs()
@@ -135,7 +129,7 @@ class Saver:
     def raise_if_diverged(self) -> None:
         """Raise UserError on all ranks, with the same message, if the loss is NaN or infinite."""
         assert self.metrics is not None
-        problem = self.world.broadcast(self.metrics.divergence)
+        problem = self.ranks.current.broadcast(self.metrics.divergence)
         if problem:
             raise UserError(problem, cause=Cause.DIVERGED)
 
@@ -149,7 +143,7 @@ class Saver:
 
     def _raise_run_taken(self) -> NoReturn:
         """Raise RunTakenError on all ranks, with the same message."""
-        raise RunTakenError(self.world.broadcast(self.stop_reason))
+        raise RunTakenError(self.ranks.current.broadcast(self.stop_reason))
 
     def _raise_stop_requested(self, step: int, saved: bool) -> NoReturn:
         """Raise StopRequested if the checkpoint has been saved, or UserError otherwise."""
@@ -174,11 +168,12 @@ class Saver:
         Raises UserError if a parameter is NaN or infinite.
         """
         assert self.state is not None and self.metrics is not None
+        world = self.ranks.current
         self.step = step
         writer = self.metrics.writer
         # Rows of metrics that cannot be written to the disk would be missing after a resume from this checkpoint.
-        if self.world.broadcast(bool(writer.buffered_lines)):
-            if self.world.broadcast(self.world.is_main and bool(self._find_stop_reason())):
+        if world.broadcast(bool(writer.buffered_lines)):
+            if world.broadcast(world.is_main and bool(self._find_stop_reason())):
                 self._raise_run_taken()
             problem = WriteProblem(f"cannot write {self.folder.metrics_file}; free disk space", Cause.DISK_FULL)
             self.checkpointer.report_failed_save(step, problem, is_known=True)
@@ -186,7 +181,7 @@ class Saver:
 
         state = self.state.collect_state()
         is_finite = all(bool(tensor.isfinite().all()) for tensor in state.model.values())
-        if not self.world.broadcast(all(self.world.gather(is_finite))):
+        if not world.broadcast(all(world.gather(is_finite))):
             text = f"parameters contain NaN or infinity after step {step}; lower optim.lr"
             raise UserError(text, cause=Cause.DIVERGED)
 
@@ -198,7 +193,7 @@ class Saver:
     def save_if_best(self, step: int, scores: dict[str, float]) -> None:
         """Save the state after an evaluation if its score is the best so far (see `checkpoint.best`)."""
         name = self.cfg.checkpoint.best
-        score = self.world.broadcast(scores.get(name)) if name != "none" else None
+        score = self.ranks.current.broadcast(scores.get(name)) if name != "none" else None
         if score is None:
             return
         previous = self.progress.best_score
@@ -220,14 +215,14 @@ class Saver:
         problem = self._describe_failed_save()
         text = f"the final model (step {step}) could not be saved: {problem.text}"
         cause = problem.cause
-        if self.world.is_main:
+        if self.ranks.current.is_main:
             assert self.metrics is not None
             try:  # if the metrics cannot be written either, report that error instead
                 self.metrics.writer.write_buffered_rows()
             except UserError as error:
                 text = str(error)
                 cause = error.cause
-        text, cause = self.world.broadcast([text, cause])
+        text, cause = self.ranks.current.broadcast([text, cause])
         raise UserError(text, cause=Cause(cause))
 
     def _describe_failed_save(self) -> WriteProblem:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from common.ranks.ranks import Ranks
-from common.ranks.rendezvous import World
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.run_progress import RunProgress
 
@@ -133,11 +132,6 @@ class MetricsLog:
         self.divergence = ""
         """On rank 0, a message that training has diverged, or an empty string."""
 
-    @property
-    def world(self) -> World:
-        """The ranks that train now."""
-        return self.ranks.current
-
     def add_step(self, step: int, now: float, values: Values) -> None:
         """Store the values of a step until the next flush.
 
@@ -166,9 +160,9 @@ class MetricsLog:
         step, now, _ = rows[-1]
         interval = self._choose_interval(len(rows), now)
         local_values = fetch_values([values for _, _, values in rows])
-        gathered = self.world.all_gather([local_values, interval])
+        gathered = self.ranks.current.all_gather([local_values, interval])
         self.next_flush = step + gathered[self.source][1]  # all ranks use the interval of the same rank
-        if not self.world.is_main:
+        if not self.ranks.current.is_main:
             return
 
         step_values = gathered[self.source][0]
@@ -197,7 +191,7 @@ class MetricsLog:
         All ranks must call this method. The values of rank 0 are written.
         """
         self.flush()
-        if self.world.is_main:
+        if self.ranks.current.is_main:
             self.writer.add_rows([self._make_position_fields(step, time.perf_counter()) | values])
 
     def _make_position_fields(self, step: int, now: float) -> dict[str, Any]:
@@ -278,7 +272,7 @@ class SharedMetricsLog(MetricsLog):
 
         Rows that are already in metrics.jsonl, for example because an evaluation was repeated, are skipped.
         """
-        if not self.world.is_main:
+        if not self.ranks.current.is_main:
             return
         new_rows = []
         for row in rows:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from common.models.networks import build_network
 from common.ranks import rendezvous
 from common.ranks.rank_info import read_rank_info
+from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.system import network
 from common.techniques.data_parallel import ddp
@@ -66,7 +67,7 @@ def make_local(world: World, kind: str) -> Step:
     convnet = make_network()
     optimizer = build_optimizer(convnet.parameters(), OPTIM)
     cfg = Config(every=EVERY, delay=DELAY if kind == LATER else 0, communication="int8" if kind == INT8 else "none")
-    worker = LocalWorker(convnet, optimizer, world, create_exchange(cfg, convnet, world.size), cfg.momentum_of)
+    worker = LocalWorker(convnet, optimizer, Ranks(world), create_exchange(cfg, convnet, world.size), cfg.momentum_of)
     done = cfg.delay  # so that an exchange begins and ends within the same chunk
 
     def step(x: Tensor, y: Tensor) -> None:

@@ -54,8 +54,8 @@ MISTAKES = [
     Mistake(
         "evaluation-without-flush",  # its row comes before those of the steps that it is about
         "common/measure/metrics_log.py",
-        "        self.flush()\n        if self.world.is_main:\n            self.writer",
-        "        if self.world.is_main:\n            self.writer",
+        "        self.flush()\n        if self.ranks.current.is_main:\n            self.writer",
+        "        if self.ranks.current.is_main:\n            self.writer",
     ),
     Mistake(
         "checkpoint-not-synced",

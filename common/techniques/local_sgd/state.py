@@ -15,7 +15,6 @@ from common.checkpoint.checkpointer import CheckpointState
 from common.checkpoint.loading import LoadedCheckpoint
 from common.checkpoint.train_state import TrainState
 from common.data.loader import Loader
-from common.ranks.ranks import Ranks
 from common.techniques.local_sgd.worker import LocalWorker
 
 
@@ -31,7 +30,7 @@ class LocalState(TrainState):
 
     def __init__(self, worker: LocalWorker, optimizer: Optimizer, loader: Loader, **options: Any) -> None:
         super().__init__(
-            [worker.network], optimizer, loader, peers=Ranks(worker.world), tensors=worker.shared_tensors, **options
+            [worker.network], optimizer, loader, peers=worker.ranks, tensors=worker.shared_tensors, **options
         )
         self.worker = worker
 
@@ -54,7 +53,7 @@ class LocalState(TrainState):
 
     def check_number_of_ranks(self, loaded: LoadedCheckpoint) -> None:
         """Raise UserError if the checkpoint was saved by a different number of ranks."""
-        extension.check_number_of_ranks(loaded.processes, self.worker.world.size)
+        extension.check_number_of_ranks(loaded.processes, self.worker.ranks.current.size)
 
     def load(self, loaded: LoadedCheckpoint) -> None:
         """Load a checkpoint saved by the same number of ranks.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 
-from common.ranks.rendezvous import World
+from common.ranks.ranks import Ranks
 from common.system.errors import UserError
 from common.techniques.local_sgd.exchange import Exchange
 
@@ -37,11 +37,11 @@ class LocalWorker:
     """
 
     def __init__(
-        self, network: nn.Module, optimizer: Optimizer, world: World, exchange: Exchange, momentum_of: str
+        self, network: nn.Module, optimizer: Optimizer, ranks: Ranks, exchange: Exchange, momentum_of: str
     ) -> None:
         self.network = network
         self.optimizer = optimizer
-        self.world = world
+        self.ranks = ranks
         self.momentum_of = momentum_of
         self.exchange = exchange
         self.reference = self.flatten_parameters()
@@ -167,7 +167,7 @@ class LocalWorker:
                 if is_moment(value, parameter):
                     local_names[name] = None
         with self.count_traffic():
-            gathered = self.world.all_gather(list(local_names))
+            gathered = self.ranks.current.all_gather(list(local_names))
         names: dict[str, None] = {}
         for worker_names in gathered:
             names |= dict.fromkeys(worker_names)
@@ -204,7 +204,7 @@ class LocalWorker:
         """
         total = self.flatten_parameters()
         dist.all_reduce(total)
-        return total.div_(self.world.size)
+        return total.div_(self.ranks.current.size)
 
     @torch.no_grad()
     def build_average_network(self) -> nn.Module:

@@ -26,7 +26,6 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 
 from common.ranks.ranks import Ranks
-from common.ranks.rendezvous import World
 from common.techniques.parameter_server.server import (
     MakeOptimizer,
     Shard,
@@ -88,20 +87,16 @@ class ParameterServerRank:
         self.threads: list[threading.Thread] = []
         self.ticket = 0
 
-    @property
-    def world(self) -> World:
-        """The ranks that train now."""
-        return self.ranks.current
-
     def start_serving(self, done: int) -> None:
         """Start serving all workers after `done` completed steps.
 
         The call has no effect on a rank that has not joined the run yet.
         """
-        if self.world.is_joining:
+        world = self.ranks.current
+        if world.is_joining:
             return
-        rank = self.world.rank
-        workers = self.world.size
+        rank = world.rank
+        workers = world.size
         if (rank < len(self.parts)) != (self.server is not None):
             raise RuntimeError(
                 f"a server was lost: the ranks were renumbered, and rank {rank} of {workers} no longer fits its shard"
@@ -136,7 +131,7 @@ class ParameterServerRank:
 
         The next push is applied with the learning rate `rate`.
         """
-        rank = self.world.rank
+        rank = self.ranks.current.rank
         request = torch.tensor([self.ticket, rate], dtype=torch.float64)
         groups = [list(range(len(self.parts)))]
         if self.policy.mode == "bounded":
@@ -166,7 +161,7 @@ class ParameterServerRank:
         for server in self.remote_servers:
             works += self._send_large_message(gradient[self.parts[server]], server, GRADIENT)
         if self.server is not None:
-            rank = self.world.rank
+            rank = self.ranks.current.rank
             answer = self.server.push(rank, gradient[self.parts[rank]])
             answers[rank] = torch.tensor(answer)
         wait_for_messages(works)
@@ -211,7 +206,7 @@ class ParameterServerRank:
         """
         local_state = self.server.shard.optimizer.state[self.server.shard.values] if self.server else {}
         entries = [[key, value.dim() > 0] for key, value in local_state.items()]
-        for key, is_vector in self.world.broadcast(entries):
+        for key, is_vector in self.ranks.current.broadcast(entries):
             if is_vector:
                 vector = torch.zeros_like(self.flat)
                 self._all_gather_shards(vector, local_state.get(key))
@@ -231,7 +226,7 @@ class ParameterServerRank:
         if self.server is None:
             return
         shard = self.server.shard
-        part = self.parts[self.world.rank]
+        part = self.parts[self.ranks.current.rank]
         with torch.no_grad():
             shard.values.copy_(self.flat[part])
         states = [optimizer.state[parameter] for parameter in self.parameters]
@@ -248,7 +243,7 @@ class ParameterServerRank:
         """
         vector.zero_()
         if shard is not None:
-            vector[self.parts[self.world.rank]] = shard
+            vector[self.parts[self.ranks.current.rank]] = shard
         # dist.broadcast is not suitable: when the connection ends, gloo does not wake a rank that waits for the
         # remainder of a broadcast. The sum of an integer and zeros preserves all bits.
         dist.all_reduce(vector.view(torch.int32))
@@ -277,24 +272,26 @@ class ParameterServerRank:
 
     def _send_large_message(self, value: Tensor, rank: int, tag: int) -> list[dist.Work]:
         works = [self._send(value, rank, tag)]
-        if self.world.coordinator:
+        if self.ranks.current.coordinator:
             works.append(self._send(torch.zeros(1), rank, tag + FOLLOWER_OFFSET))
         return works
 
     def _receive_large_message(self, value: Tensor, rank: int, tag: int) -> list[dist.Work]:
         """Start receiving a large message. The caller must wait for the returned works in the order of the list."""
         works = [self._receive(value, rank, tag)]
-        if self.world.coordinator:
+        if self.ranks.current.coordinator:
             works.insert(0, self._receive(torch.zeros(1), rank, tag + FOLLOWER_OFFSET))
         return works
 
     def _send(self, value: Tensor, rank: int, tag: int) -> dist.Work:
-        work = dist.isend(value, self.world.get_global_rank(rank), self.world.group, tag)
+        world = self.ranks.current
+        work = dist.isend(value, world.get_global_rank(rank), world.group, tag)
         assert work is not None
         return work
 
     def _receive(self, value: Tensor, rank: int, tag: int) -> dist.Work:
-        work = dist.irecv(value, self.world.get_global_rank(rank), self.world.group, tag)
+        world = self.ranks.current
+        work = dist.irecv(value, world.get_global_rank(rank), world.group, tag)
         assert work is not None
         return work
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from common.ranks.ranks import Ranks
 from common.system.errors import UserError
 from common.techniques.local_sgd.exchange import Exchange
 from common.techniques.local_sgd.worker import LocalWorker
@@ -48,7 +49,7 @@ def test_what_a_worker_has_no_gradient_of_counts_as_zero(optimizer: Any) -> None
     network = nn.ModuleList([used, rest, frozen])
     own = optimizer(network.parameters(), lr=0.1, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
     exchange = Recorded(torch.zeros(12), 1)
-    worker: Any = LocalWorker(network, own, World([]), exchange, "averaged")  # type: ignore[arg-type]
+    worker: Any = LocalWorker(network, own, Ranks(World([])), exchange, "averaged")  # type: ignore[arg-type]
     used(torch.ones(1, 2)).sum().backward()
     own.step()
     worker.rebase_onto_reference()
@@ -68,9 +69,10 @@ def test_a_worker_without_any_gradient_sends_zeros_for_the_moments_of_the_others
     network = nn.Linear(2, 1)
     own = torch.optim.AdamW(network.parameters())
     exchange = Recorded(torch.zeros(3), 2)
-    worker: Any = LocalWorker(network, own, World(["exp_avg", "exp_avg_sq"]), exchange, "averaged")  # type: ignore[arg-type]
+    others = Ranks(World(["exp_avg", "exp_avg_sq"]))  # type: ignore[arg-type]
+    worker: Any = LocalWorker(network, own, others, exchange, "averaged")
     worker.rebase_onto_reference()
     assert exchange.given.tolist() == [0] * 6 and not own.state
-    worker.world = World([])
+    worker.ranks = Ranks(World([]))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="AdamW has no momentum in its state; use momentum_of=own"):  # on both
         worker.rebase_onto_reference()
