@@ -77,6 +77,7 @@ def test_gradients_are_exchanged_once_a_window(trained: Any) -> None:
     once, each, outside = (trained[2][case] for case in COUNTED)
     held = 8 * sum(p.numel() for p in networks.SimpleNN().parameters())
     assert once["exchanged"] == 5 * held == sum(once["bytes_sent"]), "of two processes each sends all it holds"
+    assert once["sent_before_meter"] == held, "the memory that DDP's buckets take is not that of a step"
     assert each["exchanged"] == 20 * held == sum(each["bytes_sent"])
     assert outside["exchanged"] == 20 * held, "with the forward outside no_sync nothing is saved"
     assert outside["losses"] == pytest.approx(once["losses"], abs=1e-9, rel=0), "the result is right: nothing tells"

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from common.config import config
 from common.data.loader import Loader
 from common.data.prepare import PreparedDataset
+from common.measure.memory import MemoryMeter
 from common.models import networks
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
@@ -242,6 +243,8 @@ def train_as_made(
 ) -> dict[str, Any]:
     wrap, make_scaler, update = amp_accum.wrap_model, amp_accum.make_scaler, amp_accum.update_weights
     sent, states, scalers = [0], list[Tensor](), list[GradScaler]()
+    warm_up = 0  # bytes that were sent before the first step
+    sent_before_meter = 0
 
     def wrap_otherwise(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
         model = wrap(cfg, model, run)
@@ -253,6 +256,11 @@ def train_as_made(
         scalers.append(make_scaler(*given))
         return scalers[-1]
 
+    def make_meter(device: torch.device) -> MemoryMeter:
+        nonlocal sent_before_meter
+        sent_before_meter = warm_up
+        return MemoryMeter(device)
+
     def look_behind(cfg: Config, model: nn.Module, *given: Any) -> bool:
         skipped = update(cfg, model, *given)
         states.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
@@ -260,7 +268,9 @@ def train_as_made(
 
     class Planted(FullWindowsRun if special == "last_window_dropped" else Run):  # type: ignore[misc]
         def resume(self) -> int:
+            nonlocal warm_up
             done = int(super().resume())
+            warm_up += sent[0]
             sent[0] = 0  # what came before was no step
             if special in PLANTS:
                 assert self.state is not None
@@ -268,7 +278,12 @@ def train_as_made(
             return done
 
     run = Planted(cfg, folder, Ranks(world), prepared)
-    changes = {"wrap_model": wrap_otherwise, "make_scaler": keep_scaler, "update_weights": look_behind}
+    changes = {
+        "wrap_model": wrap_otherwise,
+        "make_scaler": keep_scaler,
+        "update_weights": look_behind,
+        "MemoryMeter": make_meter,
+    }
     found = train_script(amp_accum, run, *((amp_accum, name, value) for name, value in changes.items()))
     sums = sums_of_ranks(found["state"])
     if not world.is_main:
@@ -281,6 +296,7 @@ def train_as_made(
             "losses": [float("nan") if row["loss"] is None else row["loss"] for row in rows],
             "sums": sums,
             "exchanged": sent[0],
+            "sent_before_meter": sent_before_meter,
             "moved": [bool((b != a).any()) for a, b in itertools.pairwise(states)],
             "scale": scalers[-1].get_scale(),
         }
