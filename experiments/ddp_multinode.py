@@ -9,7 +9,7 @@
     torchrun --nproc-per-node=2 experiments/ddp_multinode.py                   started by another launcher
     make exp NAME=ddp_multinode NODES=2                                        on a cluster
 
-A run takes about a minute on 2 CPU cores. Expect a test accuracy of 98 % on MNIST after one epoch. If MNIST is not
+A run takes less than a minute on 2 CPU cores. Expect a test accuracy of 98 % on MNIST after one epoch. If MNIST is not
 available, the built-in digits are used instead.
 
 `batch` is the global batch size N. A batch is divided into p shards, and rank r processes shard r. Shards are equal by

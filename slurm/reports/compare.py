@@ -195,6 +195,7 @@ COLUMN_HEADS = {
     "test_accuracy": "accuracy",
     "processes": "ranks",
     "memory_mb": "peak MB",  # highest peak memory of any rank
+    "shards": "shard sizes",  # the setting `shards` has its own column
 }
 """Headings of columns, by column name. The heading of any other column is the column name."""
 

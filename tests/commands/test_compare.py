@@ -157,9 +157,11 @@ def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
 def test_the_shards_at_the_end_are_shown(tmp_path: Path) -> None:
     for number, shards in enumerate(([[1, [64, 64]], [16, [96, 32]]], None, "damaged")):
         measured = {} if shards is None else {"shards": shards}
-        Made("ddp_multinode", number, 20, result={"measured": measured}).write(tmp_path)
+        settings = {} if shards is None else {"shards": "auto"}
+        Made("ddp_multinode", number, 20, settings=settings, result={"measured": measured}).write(tmp_path)
     assert [run["shards"] for run in as_json(tmp_path)["runs"]] == ["96+32", None, None]
-    assert "  shards" in compare(tmp_path).stdout.splitlines()[0]
+    shown = compare(tmp_path).stdout
+    assert shown.count(" shards ") == 1 and " shard sizes" in shown, "the setting has a column, too"
 
 
 def test_what_the_loss_of_ranks_cost_is_shown(tmp_path: Path) -> None:
