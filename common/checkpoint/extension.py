@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
 from common.checkpoint import storage
 from common.config import changed_settings, config
 from common.runs.folder import MODEL_FACTS_FILE, RunFolder, read_json
 from common.system.errors import UserError
 from common.system.text import format_count
+from configs.dataparallel import RanksPerNode
 from configs.shared import Experiment, TrainingExperiment
 
 
@@ -72,6 +74,25 @@ def read_newest_manifest(folder: RunFolder) -> storage.Manifest | None:
         with contextlib.suppress(storage.InvalidCheckpoint):
             return storage.read_manifest(checkpoint)
     return None
+
+
+def check_requested_ranks(folder: RunFolder, schema: type[Experiment], requested: Mapping[str, str]) -> None:
+    """Raise UserError if the command line requests a number of ranks that cannot load the newest checkpoint.
+
+    Call this function before the settings are checked. Otherwise, a batch that cannot be divided among these ranks is
+    reported first, but the batch of a resumed run cannot change.
+    """
+    if not (issubclass(schema, TrainingExperiment) and schema.ranks_have_separate_models):
+        return
+    newest = read_newest_manifest(folder)
+    if newest is None:
+        return
+    settings = config.read_settings(folder.path) | dict(requested)
+    nodes = str(settings.get("launch.nodes"))
+    ranks_per_node = str(settings.get(config.RANKS_PER_NODE))
+    if not nodes.isdecimal() or not ranks_per_node.isdecimal():  # an invalid number is reported with its key later
+        return
+    check_number_of_ranks(newest.processes, RanksPerNode(int(ranks_per_node)).count_ranks(int(nodes)))
 
 
 def check_number_of_ranks(saved_ranks: int, ranks: int) -> None:

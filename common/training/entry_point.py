@@ -71,10 +71,13 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
     """
     with report_common_error_once(rank_info):
         started = config.StartedRanks(rank_info.size, rank_info.nodes) if rank_info is not None else None
-        cfg = config.load_config(schema, sys.argv[1:], started=started)
-        path = config.parse_command_line(sys.argv[1:]).resume
+        command_line = config.parse_command_line(sys.argv[1:])
+        path = command_line.resume
         run_to_resume = RunFolder(path.absolute()) if path else None
         code = path.absolute() / "code" if path else None
+        if run_to_resume is not None:
+            extension.check_requested_ranks(run_to_resume, schema, command_line.values)
+        cfg = config.load_config(schema, sys.argv[1:], started=started)
 
         # Report invalid settings before a rank loads data or waits for other ranks.
         custom_code.check_custom_settings(cfg, code, is_main=rank_info is None or rank_info.rank == 0)

@@ -275,7 +275,10 @@ def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
 
 def load_checked_settings(name: str, arguments: list[str], resumed: RunFolder | None) -> Experiment:
     """Load and check the settings of a run and the files that the settings refer to. Raises UserError."""
-    settings = config.load_config(config.import_schema(name), arguments)
+    schema = config.import_schema(name)
+    if resumed is not None:
+        extension.check_requested_ranks(resumed, schema, config.parse_command_line(arguments).values)
+    settings = config.load_config(schema, arguments)
     code = resumed.path / "code" if resumed else None
     custom_code.check_custom_settings(settings, code)
     if resumed is None:

@@ -15,6 +15,7 @@ from common.models import networks
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.local_sgd import Config
+from tests.harness import inside
 from tests.harness.processes import Done
 from tests.harness.registry import BY_NAME
 from tests.harness.resuming import cut_off, resume
@@ -57,6 +58,11 @@ def test_other_ranks_and_another_start_are_refused(trained: Done, tmp_path: Path
     done = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1")
     assert done.returncode == 2
     assert SEPARATE_MODELS in done.stderr and "Traceback" not in done.stderr
+    for asked in (
+        inside.run_verb("exp", f"--resume={folder.path}", "--launch=local", "--nodes=5"),
+        resume(BY_NAME["local_sgd"], folder, "launch.nodes=5"),
+    ):  # not with the advice to change the batch, which five ranks cannot divide
+        assert asked.returncode == 2 and SEPARATE_MODELS.replace("has 1", "has 5") in asked.stderr, asked.stderr
     again = resume(BY_NAME["local_sgd"], folder, "start=20")
     assert again.returncode == 2
     assert "start cannot change when a run is resumed: it was 5" in again.stderr
