@@ -76,7 +76,7 @@ cluster-shell:  ## open a shell on the controller of a local cluster, for sbatch
 # Tests start thousands of processes. They write bytecode files, so that only the first process compiles a module.
 test test-all test-slurm: export PYTHONDONTWRITEBYTECODE =
 
-test: .settings  ## run the fast tests, which need no network, SLURM or W&B account [TESTS="tests/unit/core -k 'a or b'"]
+test: .settings  ## run the fast tests, which need no network, SLURM or W&B account [TESTS="tests/unit/config -k 'a or b'"]
 	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS "$(call given,TESTS) $(PY) -m pytest -o testpaths="$(FAST)" --numprocesses 3 --dist worksteal
 
 test-all: .settings  ## run the fast tests and all combinations: parity, recovery, compiler, export, browser, W&B host

@@ -189,7 +189,7 @@ def check_test_paths(arguments: list[str]) -> None:
         path = argument.partition("::")[0]
         if path.startswith("tests/") and "*" not in path and not Path(path).exists():
             hint = suggest_nearest(path, map(str, Path("tests").rglob("[!_.]*")))
-            raise UserError(f"TESTS={path}: no such file or folder{hint or '; use a path such as tests/unit/core'}")
+            raise UserError(f"TESTS={path}: no such file or folder{hint or '; use a path such as tests/unit/config'}")
 
 
 def translate_target(target: str, environ: Mapping[str, str]) -> list[str]:

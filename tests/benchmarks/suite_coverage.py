@@ -1,6 +1,6 @@
 """Lines and branches that a test suite executes, by test file; and what one suite executes that another does not.
 
-    python tests/benchmarks/suite_coverage.py record OUT.json tests/unit/core/test_config.py ...   run and save
+    python tests/benchmarks/suite_coverage.py record OUT.json tests/unit/config/test_config.py ...   run and save
     python tests/benchmarks/suite_coverage.py compare BEFORE.json AFTER.json                        what AFTER misses
 
 `record` runs each test file in a pytest of its own, `--jobs` at a time, with coverage in every process that the tests
