@@ -59,6 +59,8 @@ class Claim:
     """Id of the SLURM job or torchrun launch that started the process, or an empty string for a local run."""
     restart: int
     """Number of times that SLURM or torchrun had restarted the run when the attempt was claimed."""
+    time: float
+    """Time at which the attempt was claimed, in seconds since 1970, or 0 if the time is unknown."""
     is_ended: bool
 
     @classmethod
@@ -73,7 +75,8 @@ class Claim:
             return None
         starter = str(content.get("starter") or "")
         is_ended = bool(content.get("ended"))
-        return cls(attempt, process, starter, restart, is_ended)
+        claimed_at = provenance.parse_utc_time(content.get("time"))
+        return cls(attempt, process, starter, restart, claimed_at, is_ended)
 
     @property
     def job(self) -> str:
@@ -252,7 +255,7 @@ def find_recorded_process(attempt: RunFolder) -> Claim | None:
     if process.get("attempt") != attempt.number or not is_process_alive(process):
         return None
     starter = str(process.get("starter") or "")
-    return Claim(attempt, process, starter, restart=0, is_ended=False)
+    return Claim(attempt, process, starter, restart=0, time=0.0, is_ended=False)
 
 
 def read_step_timeout(folder: RunFolder) -> float:

@@ -32,12 +32,22 @@ GROUPS = ("git", "packages", "machine", "data", "prepared_by", "world", "job")
 ENTRY_TYPES: dict[str, type] = dict.fromkeys(GROUPS, dict) | {"argv": list, "history": list}
 """Expected types of the entries of meta.json that are dicts or lists."""
 JOB_TYPES: dict[str, Any] = {"id": str, "scheduler": str, "logs": str | None, "profile": dict | None}
+METADATA_FORMAT = 2
+"""Format of meta.json. Ranks of runs with an older format do not record the causes of their failures."""
 MAX_DAMAGED_FILES = 5  # maximum number of files that a message lists
 
 
 def format_utc_now() -> str:
     """Return the current time in UTC as an ISO 8601 string, rounded down to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def parse_utc_time(text: Any) -> float:
+    """Return a time that `format_utc_now` has formatted, in seconds since 1970, or 0 if the text is not a time."""
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError):
+        return 0.0
 
 
 def run_git(*arguments: str) -> str | None:
@@ -213,6 +223,7 @@ def write_metadata(folder: RunFolder, arguments: list[str], data: dict[str, Any]
         "cores": len(os.sched_getaffinity(0)),
     }
     meta = {
+        "format": METADATA_FORMAT,
         "git": git,
         "packages": {package: read_package_version(package) for package in PACKAGES},
         "python": platform.python_version(),
@@ -239,6 +250,11 @@ def read_metadata(folder: RunFolder) -> dict[str, Any]:
     if data and not isinstance(data.get("sha256", {}), dict):
         del data["sha256"]
     return meta
+
+
+def records_causes(folder: RunFolder) -> bool:
+    """Return whether the source code that a run executes records the causes of failures."""
+    return read_metadata(folder).get("format") == METADATA_FORMAT
 
 
 def record_attempt_start(folder: RunFolder) -> None:

@@ -218,12 +218,13 @@ def parse_result(content: Values) -> Result:
 def read_cause(content: Values) -> Cause:
     """Return the cause in the content of result.json.
 
-    If there is no cause, as in results of older versions, the cause follows from the reason.
+    If the result of a failed run contains no cause, the run is of an older version. The cause then follows from the
+    reason.
     """
-    if "cause" not in content:
+    if content.get("state") == "failed" and "cause" not in content:
         return foreign_text.classify_recorded_text(str(content.get("reason") or ""))
     try:
-        return Cause(content["cause"])
+        return Cause(content.get("cause", Cause.OTHER))
     except ValueError:  # a newer version may distinguish more causes
         return Cause.OTHER
 

@@ -27,6 +27,8 @@ class Cause(enum.StrEnum):
     MISSING_PACKAGE = "missing_package"
     KILLED = "killed"
     """A signal ended a rank. The reason in result.json names the rank and the signal."""
+    EXITED = "exited"
+    """A rank exited without an error message, for example with `sys.exit`. The reason names the exit status."""
     TIMEOUT = "timeout"
     """A collective or a message exceeded its time limit."""
     SILENT_RANK = "silent_rank"

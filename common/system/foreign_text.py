@@ -54,11 +54,12 @@ OLD_PATTERNS = (
     (r"time limit", Cause.JOB_TIME_LIMIT),
 )
 """Patterns in messages that older versions of this project wrote. The first match counts."""
-JOB_STATE_PATTERNS = (
-    (r"\bTIMEOUT\b", Cause.JOB_TIME_LIMIT),
-    (r"\bNODE_FAIL\b", Cause.HOST_FAILED),
-    (r"\bOUT_OF_ME", Cause.JOB_OUT_OF_MEMORY),  # squeue abbreviates OUT_OF_MEMORY
-)
+JOB_STATE_CAUSES = {
+    "TIMEOUT": Cause.JOB_TIME_LIMIT,
+    "NODE_FAIL": Cause.HOST_FAILED,
+    "OUT_OF_MEMORY": Cause.JOB_OUT_OF_MEMORY,
+    "OUT_OF_ME": Cause.JOB_OUT_OF_MEMORY,  # abbreviated by squeue
+}
 SLURM_OUTPUT_PATTERNS = ((r"is DOWN", Cause.CONTROLLER_DOWN), (r"Invalid job id", Cause.UNKNOWN_JOB))
 
 SOURCE_ERRORS = (
@@ -85,6 +86,7 @@ CAUSES_OF_CLASSES = (
     (ConnectionError, Cause.LOST_PEER),
     (MemoryError, Cause.OUT_OF_MEMORY),
     (ImportError, Cause.MISSING_PACKAGE),
+    (SystemExit, Cause.EXITED),
 )
 DISK_CAUSES = {
     errno.ENOSPC: Cause.DISK_FULL,
@@ -144,8 +146,7 @@ def classify_text(text: str) -> Cause:
 def classify_recorded_text(text: str) -> Cause:
     """Return the cause in a message that was recorded without a cause.
 
-    The message is in a log or a result of an older version of this project, or in the output of a rank that could not
-    record a cause, such as a process that a library has aborted.
+    The message is in a log or a result of an older version of this project.
     """
     cause = find_first_match(text, OLD_PATTERNS + FOREIGN_PATTERNS)
     if cause is not Cause.OTHER:
@@ -157,9 +158,9 @@ def classify_recorded_text(text: str) -> Cause:
     return Cause.KILLED if "was killed by" in text else Cause.OTHER
 
 
-def classify_job_state(description: str) -> Cause:
-    """Return the cause in a description that contains SLURM's state of a job, such as NODE_FAIL."""
-    return find_first_match(description, JOB_STATE_PATTERNS)
+def classify_job_state(state: str) -> Cause:
+    """Return the cause of a failure that SLURM reports as the state of a job, such as NODE_FAIL."""
+    return JOB_STATE_CAUSES.get(state, Cause.OTHER)
 
 
 def classify_slurm_output(text: str) -> Cause:
@@ -182,7 +183,7 @@ def classify_exit(exit_code: int, log: str) -> Cause:
         return Cause.THREAD_SHORTAGE
     if exit_code > 0 and re.search(SHORTAGE_PATTERN, log, re.IGNORECASE):
         return Cause.THREAD_SHORTAGE
-    return Cause.KILLED if exit_code < 0 else Cause.OTHER
+    return Cause.KILLED if exit_code < 0 else Cause.EXITED
 
 
 def is_thread_shortage(error: BaseException) -> bool:

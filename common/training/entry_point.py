@@ -373,9 +373,8 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
         was_notified = stop.signal_number == signal.SIGUSR2 and not is_timeout
         if was_notified or (stop.can_stop_immediately and stop.wait_for_request()):
             raise StopRequested(together=False) from error
-        silent = ""
-        if is_timeout:
-            silent = describe_silent_ranks(run.world, max(2.0, 2 * run.compute_step_seconds()))
+        patience = max(2.0, 2 * run.compute_step_seconds())
+        silent = describe_silent_ranks(run.world, patience) if is_timeout else ""
         run.log_failure(silent or error)
         if isinstance(error, DataWorkerError) and run.recovery is not None:
             run.recovery.exit_if_others_can_continue(str(error))
@@ -384,7 +383,9 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
         if error is not raised:
             raise error from raised
         raise
-    except Exception as error:
+    except StopRequested:
+        raise
+    except (Exception, SystemExit) as error:  # the experiment may call sys.exit
         # The launcher sends a signal when other ranks have ended. The signal must not hide this error.
         stop.mark_state_unsaved()
         run.log_failure(error)

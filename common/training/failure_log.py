@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from common.runs.failures import Failure, write_failure
+from common.runs.failures import Failure, describe_error, join_first_and_last_line, write_failure
 from common.runs.folder import RunFolder
 from common.system import foreign_text
 from common.system.causes import Cause
@@ -27,18 +27,12 @@ class FailureLog:
         A string names the ranks that did not respond. The log contains a traceback unless the error is a string, a
         UserError, or a MachineError.
         """
-        text = str(error)
-        trace = None
-        if not isinstance(error, str | UserError | MachineError):
-            text = f"{type(error).__name__}: {error}"
-            trace = error
+        text = error if isinstance(error, str) else describe_error(error)
+        trace = None if isinstance(error, str | UserError | MachineError) else error
         self.logger.error("after step %d: %s", step, text, exc_info=trace)
         if self.has_record:  # the first failure is the cause of later failures
             return
         self.has_record = True
         cause = Cause.SILENT_RANK if isinstance(error, str) else foreign_text.classify_error(error)
-        first, *others = text.strip().splitlines() or [text]
-        if others:  # the last line of a traceback in the text is the error itself
-            first = f"{first} {others[-1].strip()}"
-        message = f"after step {step}: {first}"
+        message = f"after step {step}: {join_first_and_last_line(text)}"
         write_failure(self.attempt, self.rank, Failure(cause, message, time.time()))

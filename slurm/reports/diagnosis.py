@@ -8,39 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 from common.checkpoint import storage
-from common.runs import provenance
+from common.runs import claims, provenance
 from common.runs.failures import read_failure
 from common.runs.folder import RunFolder
 from common.runs.rank_changes import describe_rank_changes
-from common.system import foreign_text
 from common.system.causes import PEER_CAUSES, Cause
 from common.system.text import format_duration, read_end_of_file
-from slurm.reports import status
+from slurm.reports import rank_logs, status
 from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_rank, read_heartbeats
 from slurm.reports.selection import parse_float, read_newest_settings, read_step_timeout
 from slurm.reports.status import FINAL_STATES
+from slurm.scheduling import job_failures
 
-# The time and text of an error in the log of a rank.
-LOGGED_ERROR = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) (?:ERROR|CRITICAL) (.*)", re.MULTILINE)
-# The last line of a traceback.
-RAISED_ERROR = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)
-PRINTED_ERROR = re.compile(r"^error: (.*)", re.MULTILINE)
-# The stacks of all threads, which the module faulthandler prints if a step takes too long.
-STACK_DUMP = re.compile(r"^Timeout \(.*\)!\n((?:.+\n|\n(?=Thread|Current))*)", re.MULTILINE)
-THREAD = re.compile(r"^(?:Current thread|Thread) .*\n", re.MULTILINE)
-FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)', re.MULTILINE)
-PROJECT_FILE = re.compile(r"^(?!.*/(site|dist)-packages/).*/(common|slurm|experiments)/([\w/]+/)?\w+\.py$")
-# The task numbers, such as 0,2-3, and how the tasks ended.
-TASK_ENDING = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)", re.MULTILINE)
 SILENCE_SECONDS = 60.0  # a run hangs after at least this time without a sign of life
-JOB_START = "Starting with JobEnvironment"  # Submitit logs this text at each start of a job, in the same file
 NO_PROBLEM = "no problem detected; running"
 EXPLANATIONS = {
     Cause.OUT_OF_MEMORY: (
@@ -110,29 +95,6 @@ class RankFacts:
         }
 
 
-def read_job_log(folder: RunFolder, rank: int) -> str:
-    """Return a rank's output since the latest start of the job.
-
-    Returns an empty string if the run has no job.
-    """
-    job = provenance.read_metadata(folder).get("job")
-    if not job:
-        return ""
-    logs = Path(job.get("logs") or folder.path / "submit")
-    return read_end_of_file(logs / f"{job['id']}_{rank}_log.out").rpartition(JOB_START)[2]
-
-
-def parse_task_exit_reasons(text: str) -> dict[int, str]:
-    """Return how ranks ended according to srun's messages in `text`, by rank."""
-    exit_reasons: dict[int, str] = {}
-    for numbers, exit_reason in TASK_ENDING.findall(text):
-        for part in numbers.split(","):
-            first, _, last = part.partition("-")
-            for rank in range(int(first), int(last or first) + 1):
-                exit_reasons.setdefault(rank, exit_reason)
-    return exit_reasons
-
-
 def find_last_sign_of_life(attempt: RunFolder) -> float:
     """Return the newest modification time of an attempt's files other than heartbeats.
 
@@ -143,54 +105,20 @@ def find_last_sign_of_life(attempt: RunFolder) -> float:
     return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
-def find_first_error(log: str) -> tuple[str, str]:
-    """Return the time and text of the first error in a log.
-
-    The time is an empty string if unknown. Both strings are empty if there is no error. Warnings and messages from W&B
-    do not count as errors.
-    """
-    match = LOGGED_ERROR.search(log)
-    if match:
-        time_of_error, text = match.groups()
-        raised = RAISED_ERROR.search(log, match.end())
-        if raised and raised[0].split(":")[0] not in text:
-            text += f" {raised[0]}"
-        return time_of_error, text
-    printed = PRINTED_ERROR.search(log)
-    if printed:
-        return "", printed[1]
-    raised = RAISED_ERROR.search(log)
-    return "", raised[0] if raised else ""
-
-
-def find_stack_position(log: str) -> str:
-    """Return the code lines that the main thread was executing in the newest stack dump.
-
-    The text contains the innermost stack frame and the two innermost frames of this project, such as
-    `stage_messages.py:81 send`. Returns an empty string if the log contains no stack dump.
-    """
-    dumps = STACK_DUMP.findall(log)
-    if not dumps:
-        return ""
-    main_thread = THREAD.split(dumps[-1])[-1]  # faulthandler prints the main thread last
-    frames = FRAME.findall(main_thread)
-    project_frames = [frame for frame in frames if PROJECT_FILE.match(frame[0])]
-    selected = dict.fromkeys(frames[:1] + project_frames[:2])  # without duplicates
-    return " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in selected)
-
-
 def read_rank_facts(folder: RunFolder) -> list[RankFacts]:
     """Return the facts about all ranks of a run's newest attempt."""
     ranks = []
-    exit_reasons = parse_task_exit_reasons(read_job_log(folder, 0))  # srun writes to the log of rank 0
+    exit_reasons = rank_logs.parse_task_exit_reasons(
+        rank_logs.read_job_log(folder, 0)
+    )  # srun writes to the log of rank 0
     for attempt in folder.list_attempts()[-1:]:
         start = find_last_sign_of_life(attempt)  # used for ranks that have not written a heartbeat
         for heartbeat in read_heartbeats(attempt):
             rank = heartbeat.rank
-            log = f"{read_end_of_file(attempt.log_file(rank))}\n{read_job_log(folder, rank)}"
+            log = f"{read_end_of_file(attempt.log_file(rank))}\n{rank_logs.read_job_log(folder, rank)}"
             error_time, error, cause = find_error_of_rank(attempt, rank, log)
             last_sign = heartbeat.time or start
-            stack = find_stack_position(log)
+            stack = rank_logs.find_stack_position(log)
             exit_reason = exit_reasons.get(rank, "")
             ranks.append(RankFacts(heartbeat, last_sign, error_time, error, stack, exit_reason, cause))
     return ranks
@@ -199,13 +127,16 @@ def read_rank_facts(folder: RunFolder) -> list[RankFacts]:
 def find_error_of_rank(attempt: RunFolder, rank: int, log: str) -> tuple[str, str, Cause]:
     """Return the time, the text and the cause of a rank's first error, as recorded by the rank.
 
-    If there is no record, the error is the first error in the rank's log. The time is an empty string if unknown. The
-    text is empty if there is no error.
+    A rank of a job that fails before it trains has only a record of the job. If there is no record, the error is the
+    first error in the rank's log. The time is an empty string if unknown. The text is empty if there is no error.
     """
     failure = read_failure(attempt, rank)
     if failure is None:
-        error_time, error = find_first_error(log)
-        return error_time, error, foreign_text.classify_recorded_text(error)
+        claim = claims.Claim.read(attempt)
+        failure = job_failures.find_newest_failure_of_rank(attempt, rank, start=claim.time if claim else 0.0)
+    if failure is None:
+        logged = rank_logs.find_first_error(log)
+        return logged.time, logged.text, rank_logs.classify_logged_error(attempt, logged)
     seconds = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))
     return f"{seconds},{int(failure.time % 1 * 1000):03d}", failure.message, failure.cause
 
@@ -307,7 +238,7 @@ def explain_failure(folder: RunFolder, detail: str, run_cause: Cause, ranks: lis
     for rank in failed:
         if rank.cause is Cause.SILENT_RANK:
             return LikelyCause(rank.error, rank.cause)
-    if run_cause is Cause.KILLED:
+    if run_cause in (Cause.KILLED, Cause.EXITED):
         return LikelyCause(detail, run_cause)
     last_resort = failed[0].error if failed else describe_run_exit(folder)
     return LikelyCause(describe_lost_ranks(ranks) or detail or last_resort, run_cause)

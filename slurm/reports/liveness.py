@@ -30,7 +30,7 @@ def check_claim_liveness(claim: Claim) -> ProcessState:
     scheduler = find_scheduler(meta)
     if scheduler is None:
         return ProcessState.ENDED  # the local cluster is down, so its jobs have ended
-    state, _ = scheduler.read_job_state(claim.job, STATUS_TIMEOUT)
+    state = scheduler.read_job_state(claim.job, STATUS_TIMEOUT)[0]
     if state == "UNKNOWN":
         return claim.check_process()
     return ProcessState.ALIVE if state == "RUNNING" else ProcessState.ENDED

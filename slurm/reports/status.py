@@ -23,7 +23,6 @@ from common.runs import claims, provenance
 from common.runs import result as results
 from common.runs.folder import RunFolder
 from common.runs.rank_changes import describe_rank_changes
-from common.system import foreign_text
 from common.system.causes import Cause
 from common.system.errors import UserError
 from common.system.text import format_count, format_duration, read_end_of_file
@@ -222,13 +221,13 @@ def find_state_of_job(folder: RunFolder, meta: dict[str, Any], timeout: float) -
     scheduler = find_scheduler(meta)
     if scheduler is None:
         return "LOST", "the local cluster of the run is down", Cause.OTHER
-    state, detail = scheduler.read_job_state(meta["job"]["id"], timeout)
+    state, detail, cause = scheduler.read_job_state(meta["job"]["id"], timeout)
     if state == "FAILED":
         disk_cause = find_disk_problem(folder)
         if disk_cause is not None:
             problem = f"cannot write {folder.path}: {DISK_PROBLEMS[disk_cause]}"
             return state, f"{detail}; {problem}", disk_cause
-    return state, detail, foreign_text.classify_job_state(detail)
+    return state, detail, cause
 
 
 def read_final_state(content: dict[str, Any]) -> tuple[str, str]:

@@ -6,7 +6,6 @@ the run folder first on the import path. All attempts of a job therefore execute
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -25,8 +24,8 @@ from common.ranks.rank_info import (
     REPLACED_RANK_VARIABLE,
     read_rank_info,
 )
+from common.runs.failures import Failure
 from common.runs.folder import RunFolder
-from common.system import foreign_text
 from common.system.causes import Cause
 from common.system.errors import (
     MachineError,
@@ -37,8 +36,8 @@ from common.system.errors import (
 from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
 from common.system.processes import exit_without_cleanup
 from slurm.scheduling import submission
+from slurm.scheduling.job_failures import record_job_failure
 from slurm.scheduling.orphaned_rank import reaches_coordinator
-from slurm.scheduling.requeue import record_rank_failure, record_start_error
 
 if TYPE_CHECKING:
     from common.training.entry_point import LaunchedRank
@@ -105,25 +104,32 @@ def train_as_rank(folder: RunFolder) -> int:
         if is_joining_rank(rank):  # the other ranks continue without this rank
             raise
         replace_rank_if_coordinator_is_lost(rank, str(error))
-        cause = error.cause
-        if cause is not Cause.UNREACHABLE or not may_be_reachable_in_next_attempt(rank):
-            number = int(os.environ.get("SLURM_PROCID", "0"))
-            with contextlib.suppress(UserError):  # the run folder may have been deleted
-                record_start_error(folder, number, error)
+        failure = Failure.from_error(error)
+        if failure.cause is not Cause.UNREACHABLE or not may_be_reachable_in_next_attempt(rank):
+            record_job_failure(folder, read_original_rank(), failure, is_refusal=True)
             raise
         print(f"error: {error}", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 (any error ends the rank with a suitable exit status)
         explained = convert_shortage_error(error)
-        cause = foreign_text.classify_error(explained)
+        failure = Failure.from_error(explained)
         if isinstance(explained, MachineError):
             print(f"error: {explained}", file=sys.stderr)
         else:
             traceback.print_exc()
         replace_rank_if_coordinator_is_lost(rank, type(error).__name__)
+    except SystemExit as end:  # raised by the experiment or by a stop request
+        if end.code != EXIT_RESUMABLE and not is_joining_rank(rank):
+            record_job_failure(folder, read_original_rank(), Failure.from_error(end), is_refusal=False)
+        raise
     # A stop request or the failure of another rank may have caused the error.
     if not is_joining_rank(rank) and (rank is None or not rank.stop.wait_for_request()):
-        record_rank_failure(folder, cause)
+        record_job_failure(folder, read_original_rank(), failure, is_refusal=False)
     return 1 if rank is not None and rank.stop.signal_number == signal.SIGUSR2 else EXIT_FAILED
+
+
+def read_original_rank() -> int:
+    """Return the rank that this process has or, in an elastic job, had before other ranks were lost."""
+    return int(os.environ.get(REPLACED_RANK_VARIABLE) or os.environ.get("SLURM_PROCID", "0"))
 
 
 def replace_rank_if_coordinator_is_lost(rank: LaunchedRank | None, reason: str) -> None:

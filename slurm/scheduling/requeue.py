@@ -11,7 +11,6 @@ This module does not import torch.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -23,11 +22,12 @@ from common.config import config
 from common.runs import provenance
 from common.runs.folder import RunFolder, read_json, write_json
 from common.runs.result import Result
-from common.system.causes import PEER_CAUSES, Cause
+from common.system.causes import Cause
 from common.system.errors import UserError, exit_on_user_error
 from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
 from common.system.signals import REQUESTED_STOP_STATUSES
 from slurm.scheduling import submission
+from slurm.scheduling.job_failures import find_first_failure, find_refusal, make_attempt_name, read_job_failures
 from slurm.scheduling.scheduler import Scheduler, parse_job_fields
 
 CONTROLLER_TIMEOUT = 600.0
@@ -35,34 +35,10 @@ CONTROLLER_TIMEOUT = 600.0
 RETRY_SECONDS = 5.0
 
 
-def record_start_error(folder: RunFolder, rank: int, error: UserError) -> None:
-    """Record why a rank of this attempt could not start. The job is then not requeued.
-
-    If the run belongs to another attempt (RUN_TAKEN), this job must not change the result of the run.
-    """
-    file = folder.path / "submit" / f"refused-{make_attempt_name()}-{rank:05d}.json"
-    write_json(file, {"reason": str(error), "cause": error.cause})
-
-
-def read_start_errors(folder: RunFolder) -> list[dict[str, object]]:
-    """Read the recorded start errors of this attempt's ranks, in the order of the ranks."""
-    files = sorted((folder.path / "submit").glob(f"refused-{make_attempt_name()}-*.json"))
-    return [read_json(file) for file in files]
-
-
-def read_first_start_error(folder: RunFolder) -> str:
-    """Read the start error of the lowest rank that recorded an error. Return "" if no rank recorded an error.
-
-    Higher ranks may have recorded only that another rank failed.
-    """
-    refusals = read_start_errors(folder)
-    return str(refusals[0].get("reason", "")) if refusals else ""
-
-
 def read_cause_of_failure(folder: RunFolder) -> Cause:
-    """Read the cause of this attempt's failure, as recorded by the rank with the first start error or failure."""
-    records = [*read_start_errors(folder), read_json(locate_rank_failure_file(folder))]
-    return Cause(records[0].get("cause", Cause.OTHER))
+    """Read the cause of this attempt's failure, as recorded by its ranks."""
+    failure = find_refusal(folder) or find_first_failure(folder)
+    return failure.cause if failure is not None else Cause.OTHER
 
 
 def describe_other_owner_of_run(folder: RunFolder) -> str:
@@ -70,33 +46,11 @@ def describe_other_owner_of_run(folder: RunFolder) -> str:
 
     A job must not change the result of a run that belongs to another job.
     """
-    for refusal in read_start_errors(folder):
-        if refusal.get("cause") == Cause.RUN_TAKEN:
-            return str(refusal["reason"])
+    for recorded in read_job_failures(folder, make_attempt_name()):
+        if recorded.failure.cause is Cause.RUN_TAKEN:
+            return recorded.failure.message
     owner = submission.describe_other_owner(folder)
     return f"the run belongs to {owner}" if owner else ""
-
-
-def make_attempt_name() -> str:
-    """Return the job id and restart count of this attempt, for use in file names."""
-    return f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-
-
-def record_rank_failure(folder: RunFolder, cause: Cause) -> None:
-    """Record that a rank has failed. Failures that another rank may have caused do not replace an earlier record.
-
-    The exit status of srun may be that of another rank, because srun kills the other ranks after a failure.
-    """
-    file = locate_rank_failure_file(folder)
-    if cause in PEER_CAUSES and file.exists():
-        return
-    with contextlib.suppress(UserError):  # the disk may be full; srun still reports an exit status
-        write_json(file, {"exit_status": 1, "cause": cause})
-
-
-def locate_rank_failure_file(folder: RunFolder) -> Path:
-    """Return the path of the file that records that a rank of this attempt failed."""
-    return folder.path / "submit" / f"failed-{make_attempt_name()}.json"
 
 
 def find_newest_checkpoint(folder: RunFolder) -> list[int] | None:
@@ -128,9 +82,9 @@ def find_reason_not_to_requeue(folder: RunFolder, status: int) -> str:
 
     A job that was not stopped on request is recorded as a failure.
     """
-    refusal = read_first_start_error(folder)
-    if refusal:
-        return refusal
+    refusal = find_refusal(folder)
+    if refusal is not None:
+        return refusal.message
     if status == 2:
         return "a rank could not start; see the log"
     job = provenance.read_metadata(folder).get("job") or {}
@@ -192,7 +146,7 @@ def main(path: str, status: int) -> int:
     folder = RunFolder(Path(path))
     job = os.environ["SLURM_JOB_ID"]
     scheduler = Scheduler("SLURM")
-    if status == EXIT_FAILED or locate_rank_failure_file(folder).exists():
+    if status == EXIT_FAILED or find_first_failure(folder) is not None:
         status = 1
     if taker := describe_other_owner_of_run(folder):
         print(f"not requeued: {taker}", file=sys.stderr)
@@ -203,7 +157,7 @@ def main(path: str, status: int) -> int:
     if not is_latest_restart(scheduler, job):
         print(f"job {job} has already been requeued", flush=True)
         return status
-    if read_first_start_error(folder):
+    if find_refusal(folder) is not None:
         status = 2  # srun may report the signal that ended the other ranks
     reason = find_reason_not_to_requeue(folder, status)
     if not reason:

@@ -184,10 +184,11 @@ class Scheduler:
         QUEUE_CACHE[key] = time.monotonic(), jobs
         return jobs
 
-    def read_job_state(self, job: str, timeout: float = COMMAND_TIMEOUT) -> tuple[str, str]:
-        """Return the state of a run and a description of its job, as reported by squeue, scontrol, or sacct.
+    def read_job_state(self, job: str, timeout: float = COMMAND_TIMEOUT) -> tuple[str, str, Cause]:
+        """Return the state of a run, a description of its job, and the cause of a failure.
 
-        The state is LOST if SLURM does not know the job, and UNKNOWN if all queries fail.
+        SLURM reports the state of the job with squeue, scontrol, or sacct. The state of the run is LOST if SLURM does
+        not know the job, and UNKNOWN if all queries fail.
         """
         queries = (
             ("squeue",),
@@ -217,15 +218,16 @@ class Scheduler:
             state_text, _, reason = answer.rpartition("\n")[2].partition("|")
             state = state_text.strip().partition(" ")[0].rstrip("+")  # sacct prints, for example, CANCELLED by 1000
             if state in PENDING_JOB_STATES:
-                return "PENDING", f"job {job} {reason}".strip()
+                return "PENDING", f"job {job} {reason}".strip(), Cause.OTHER
             if state in RUNNING_JOB_STATES:
-                return "RUNNING", f"job {job}"
+                return "RUNNING", f"job {job}", Cause.OTHER
             if state:
-                return ENDED_JOB_STATES.get(state, "FAILED"), f"job {job} {state}{note}"
+                run_state = ENDED_JOB_STATES.get(state, "FAILED")
+                return run_state, f"job {job} {state}{note}", foreign_text.classify_job_state(state)
         failures = [problem for problem in problems if problem.cause is not Cause.UNKNOWN_JOB]
         if len(failures) == len(queries):
-            return "UNKNOWN", str(failures[0])
-        return "LOST", f"job {job} is no longer known to SLURM"
+            return "UNKNOWN", str(failures[0]), Cause.OTHER
+        return "LOST", f"job {job} is no longer known to SLURM", Cause.OTHER
 
     def check_enough_hosts(self, nodes: int, partition: str, spares: int = 0) -> None:
         """Raise UserError if the controller does not answer or the cluster has fewer than `nodes + spares` hosts.

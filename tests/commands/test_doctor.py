@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -15,15 +16,18 @@ from typing import Any
 import pytest
 
 from common.config import config
+from common.runs import provenance
 from common.runs.failures import Failure, read_failure, write_failure
 from common.runs.folder import write_json
 from common.system.causes import Cause
+from common.system.errors import UnreachableError
 from common.system.foreign_text import classify_recorded_text
 from common.training import attempt
 from common.training.host_checks import find_problems
-from slurm.reports import diagnosis
+from slurm.reports import diagnosis, rank_logs
 from slurm.reports import doctor as checks
 from slurm.reports.heartbeats import Heartbeat, find_slow_rank
+from slurm.scheduling.job_failures import record_job_failure
 from slurm.scheduling.scheduler import Scheduler
 from tests.harness import inside, warm
 from tests.harness.long_runs import only_folder, ranks_of, train_long
@@ -340,6 +344,75 @@ def test_a_run_that_hangs_before_its_first_heartbeat_is_told(
     assert diagnosis.print_diagnosis(folder, as_json=True) == (0 if well else 1)
 
 
+DAMAGED = "the certificate in /x is damaged (BAD); restart the run"
+
+
+@pytest.mark.parametrize(
+    ("output", "cause", "old_cause"),
+    [
+        (f"error: {DAMAGED}", "other", "damaged_data"),
+        (f"Traceback\n  File x\ncommon.system.errors.UserError: {DAMAGED}", "other", "damaged_data"),
+        (f"2026-01-01 09:00:02,500 ERROR after step 3: {DAMAGED}", "other", "damaged_data"),
+        ("Traceback\n  File x\nModuleNotFoundError: No module named 'torch'", "missing_package", "missing_package"),
+        ("2026-01-01 09:00:02,500 ERROR in a hook:\nOSError: No space left on device", "disk_full", "disk_full"),
+    ],
+)
+def test_messages_of_this_project_are_searched_only_in_logs_of_older_versions(
+    tmp_path: Path, output: str, cause: str, old_cause: str
+) -> None:
+    folder = Made(state="failed", result={"reason": "", "cause": "other"}).write(tmp_path)
+    job = {"id": "7", "scheduler": "SLURM"}
+    (folder.path / "submit").mkdir()
+    (folder.path / "submit" / "7_1_log.out").write_text(f"{rank_logs.JOB_START}\n{output}\n")
+    write_json(folder.path / "meta.json", {"job": job})
+    assert diagnosis.collect_diagnosis(folder)["cause_kind"] == old_cause
+    write_json(folder.path / "meta.json", {"format": provenance.METADATA_FORMAT, "job": job})
+    found = diagnosis.collect_diagnosis(folder)
+    assert found["cause_kind"] == cause and found["first_error"]["rank"] == 1
+
+
+def test_a_rank_of_a_job_that_failed_before_it_trained_has_a_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Made(state="failed", result={"reason": "", "cause": "other"}).write(tmp_path)
+    (folder.path / "submit").mkdir()
+    attempt_of_run = folder.list_attempts()[-1]
+    now = provenance.format_utc_now()
+    write_json(attempt_of_run.attempt_folder / "claim.json", {"process": provenance.identify_process(), "time": now})
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    record_job_failure(folder, 0, Failure.from_error(UnreachableError("rank 1 is missing")), is_refusal=True)
+    record_job_failure(folder, 1, Failure.from_error(OSError(errno.ENOSPC, "x")), is_refusal=False)
+    found = diagnosis.collect_diagnosis(folder)
+    assert found["cause_kind"] == "disk_full" and found["cause"].startswith("rank 1 on vm: the disk is full")
+    assert [rank["error"] for rank in found["ranks"]] == ["rank 1 is missing", "OSError: [Errno 28] x"]
+    earlier = Failure(Cause.OUT_OF_MEMORY, "before this attempt", provenance.parse_utc_time(now) - 9)
+    record_job_failure(folder, 1, earlier, is_refusal=False)
+    assert [rank["error"] for rank in diagnosis.collect_diagnosis(folder)["ranks"]] == ["rank 1 is missing", ""]
+
+
+LEAVES = """
+import sys
+import torch
+
+
+class Leaves(torch.optim.SGD):
+    def step(self):
+        is_real_model = sum(p.numel() for group in self.param_groups for p in group["params"]) > 5000
+        if is_real_model and torch.distributed.get_rank() == 1:
+            sys.exit(3)
+        super().step()
+"""
+
+
+def test_a_rank_that_exits_without_an_error_message_is_named(digits: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(LEAVES)
+    settings = (f"optim.name={tmp_path / 'own.py'}:Leaves", "steps=4")
+    run = experiment("ddp_multinode", *digits, *settings, runs=tmp_path / "runs")
+    assert run.folder.result["cause"] == "exited", run.err
+    found = doctor(f"--run={run.folder.path}")
+    assert re.search(r"likely cause  rank 1 .*: after step 0: exited with status 3 without an error message", found)
+
+
 def test_an_earlier_start_of_the_same_job_is_no_error_of_this_one(tmp_path: Path) -> None:
     """SLURM appends what all starts of a job say to one file."""
     folder = Made(attempts=2).write(tmp_path)
@@ -418,7 +491,7 @@ def test_how_a_rank_ended_is_taken_from_srun(tmp_path: Path) -> None:
     kept.parent.mkdir()
     error = "2026-01-01 09:00:02,500 ERROR RuntimeError: Connection closed by peer\n"
     srun = "srun: error: node2: task 1: Exited with exit code 3\nsrun: error: node1: tasks 0-1: Killed\n"
-    kept.write_text(f"{diagnosis.JOB_START}\n{error}{srun}")
+    kept.write_text(f"{rank_logs.JOB_START}\n{error}{srun}")
     found = diagnosis.collect_diagnosis(folder)["cause"]
     ended = "rank 1 on vm ended without an error message (Exited with exit code 3)"
     assert found == f"{ended}; the other ranks then lost their connections"
@@ -435,4 +508,4 @@ def test_a_stack_in_an_installed_package_is_not_taken_for_ours() -> None:
     ]
     lines = [f'  File "{path}", line {number} in f\n' for number, path in enumerate(frames)]
     dump = f"Timeout (0:00:08)!\nThread 0x1 (most recent call first):\n{''.join(lines)}"
-    assert diagnosis.find_stack_position(dump) == "x.py:0 f < stage_messages.py:1 f"
+    assert rank_logs.find_stack_position(dump) == "x.py:0 f < stage_messages.py:1 f"

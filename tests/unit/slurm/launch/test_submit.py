@@ -29,7 +29,7 @@ from configs import mnist_pipeline, resnet_modelparallel
 from configs.profile import Profile
 from slurm.arguments import check_experiment_name
 from slurm.launch.submit import check_source_knows_settings, prepare_run_folder, submit_prepared_run
-from slurm.reports import cancel, logs, status
+from slurm.reports import cancel, diagnosis, logs, status
 from slurm.scheduling import sbatch, scheduler
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake, call
@@ -334,6 +334,26 @@ def test_status_asks_in_turn(fake: Fake, answers: dict[str, str], state: str, ex
     assert re.search(rf"  {state}  ", done.stdout), done.stdout + done.stderr
     assert state != "PENDING" or done.stdout.endswith("  job 4711 Resources\n")
     assert done.returncode == exit_status
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ("JobState=TIMEOUT", "job_time_limit"),
+        ("JobState=NODE_FAIL", "host_failed"),
+        ("JobState=OUT_OF_MEMORY", "job_out_of_memory"),
+        ("JobState=FAILED Reason=JobLaunchFailure BatchHost=TIMEOUT", "other"),
+    ],
+)
+def test_the_state_of_a_job_is_the_cause_and_not_the_text_about_it(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, fields: str, cause: str
+) -> None:
+    folder = waiting(fake.bin.parent / "runs", 0, "4711")
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    monkeypatch.setattr(scheduler, "QUEUE_CACHE", {})
+    fake.answer("squeue", "true")
+    fake.answer("scontrol", f"echo {fields}")
+    assert diagnosis.collect_diagnosis(folder)["cause_kind"] == cause
 
 
 @pytest.mark.parametrize(

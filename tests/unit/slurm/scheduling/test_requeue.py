@@ -15,13 +15,15 @@ import pytest
 
 from common.config.config import ROOT
 from common.ranks.rank_info import COORDINATOR_VARIABLE, ORPHAN_COMMAND_VARIABLE, RankInfo
+from common.runs.failures import Failure
 from common.runs.folder import RunFolder
 from common.system.causes import Cause
 from common.system.errors import UnreachableError, UserError
 from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
 from common.training import entry_point
-from slurm.scheduling import job, requeue
+from slurm.scheduling import job
 from slurm.scheduling.job import train_as_rank
+from slurm.scheduling.job_failures import find_first_failure, find_refusal, record_job_failure
 from tests.harness.fake_slurm import Fake, call
 
 OURS, ELSEWHERE, QUEUED = "JobState=RUNNING Restarts=1", "JobState=RUNNING Restarts=2", "JobState=PENDING Restarts=2"
@@ -111,14 +113,20 @@ def test_starts_in_vain_are_counted(fake: Fake, folder: RunFolder) -> None:
     assert folder.result["reason"].startswith("2 attempts in a row ended without a new checkpoint")
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
 def test_a_rank_that_failed_first_counts_before_one_that_srun_killed(
-    fake: Fake, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    is_reversed: bool, fake: Fake, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In whatever order they write, as other hosts see their files."""
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
-    requeue.record_rank_failure(folder, Cause.LOST_PEER)
-    requeue.record_rank_failure(folder, Cause.SOURCE_ERROR)
-    requeue.record_rank_failure(folder, Cause.TIMEOUT)
+    failures = list(
+        enumerate([(Cause.LOST_PEER, 1.0), (Cause.SOURCE_ERROR, 2.0), (Cause.THREAD_SHORTAGE, 3.0), (Cause.TIMEOUT, 0)])
+    )
+    if is_reversed:
+        failures.reverse()
+    for rank, (cause, seconds) in failures:
+        record_job_failure(folder, rank, Failure(cause, "of a rank", seconds), is_refusal=False)
     assert "failed with exit status 1;" in end(fake, folder, EXIT_RESUMABLE, OURS).stdout
     assert end(fake, folder, 137, OURS).returncode == 1 and folder.result["exit_status"] == 1
     assert folder.result["cause"] == "source_error", "the others lost their connections because of it"
@@ -128,11 +136,12 @@ def test_a_rank_that_fails_before_it_trains_leaves_a_note(folder: RunFolder, mon
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
     assert train_as_rank(folder) == EXIT_FAILED, "it is no task of srun"
-    assert requeue.locate_rank_failure_file(folder).exists() and not requeue.read_first_start_error(folder)
+    assert find_first_failure(folder) and not find_refusal(folder)
     (folder.path / "submit" / "config.yaml").write_text("epoch: 1\n")
     with pytest.raises(UserError, match="unknown key epoch"):
         train_as_rank(folder)
-    assert "did you mean epochs?" in requeue.read_first_start_error(folder)
+    refusal = find_refusal(folder)
+    assert refusal and "did you mean epochs?" in refusal.message
 
 
 def test_a_rank_that_fails_without_its_launcher_becomes_what_queues_the_job_again(
@@ -151,7 +160,7 @@ def test_a_rank_that_fails_without_its_launcher_becomes_what_queues_the_job_agai
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout == "orphaned\n", done.stderr
         assert "this rank is leaving the run: the coordinator is unreachable (" in done.stderr
-        assert not requeue.locate_rank_failure_file(folder).exists()
+        assert not find_first_failure(folder)
         coordinator.listen()
         assert train_as_rank(folder) == EXIT_FAILED, "the launcher is there, and ends the job"
 
@@ -181,16 +190,23 @@ def test_a_rank_that_meets_nobody_refuses_only_at_a_first_start_without_a_stop_r
             train_as_rank(folder)
     else:
         assert train_as_rank(folder) == status
-    assert bool(requeue.read_first_start_error(folder)) == (status is None)
-    assert requeue.locate_rank_failure_file(folder).exists() == (status == EXIT_FAILED)
+    assert bool(find_refusal(folder)) == (status is None)
+    assert bool(find_first_failure(folder)) == (status == EXIT_FAILED)
 
 
-def test_the_reason_is_that_of_the_lowest_rank(fake: Fake, folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_is_that_of_the_lowest_rank_that_does_not_blame_another_one(
+    fake: Fake, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
-    requeue.record_start_error(folder, 1, UserError("rank 0 tells"))
-    requeue.record_start_error(folder, 0, UserError("the loss is nan", cause=Cause.DIVERGED))
-    requeue.record_start_error(folder, 10, UserError("rank 0 tells"))
+    refusals = {
+        2: UserError("rank 1 tells"),
+        1: UserError("the loss is nan", cause=Cause.DIVERGED),
+        0: UnreachableError("rank 1 has not joined"),
+        10: UserError("rank 1 tells"),
+    }
+    for rank, error in refusals.items():
+        record_job_failure(folder, rank, Failure.from_error(error), is_refusal=True)
     assert end(fake, folder, 2, OURS).returncode == 2
     assert folder.result["reason"] == "the loss is nan" and requeues(fake) == 0
     assert folder.result["cause"] == "diverged"

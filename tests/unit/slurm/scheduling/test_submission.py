@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from common.runs import claims, provenance
+from common.runs.failures import Failure
 from common.runs.folder import RunFolder, write_json
 from common.runs.result import Result
 from common.system.errors import RunTakenError
@@ -22,6 +23,7 @@ from configs.mnist_pipeline import Config
 from slurm.launch import submit
 from slurm.reports import cancel, liveness, status
 from slurm.scheduling import requeue, submission
+from slurm.scheduling.job_failures import record_job_failure
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake, call
 from tests.harness.made_runs import Made
@@ -143,7 +145,7 @@ def test_a_job_leaves_a_run_alone_that_is_not_its_own(
     (folder.path / "submit").mkdir()
     words = {"job": "job 24", "local": "an attempt that was started without SLURM", "note": "because"}[taken]
     if taken == "note":
-        requeue.record_start_error(folder, 0, RunTakenError("because"))
+        record_job_failure(folder, 0, Failure.from_error(RunTakenError("because")), is_refusal=True)
     else:
         write_json(folder.path / "meta.json", {"job": job | {"id": "24"} if taken == "job" else None})
         with pytest.raises(RunTakenError, match=f"job 23 cannot start {folder.path.name}: the run belongs to {words}"):
