@@ -20,6 +20,9 @@ from typing import NamedTuple
 
 from common.backend.tls import TlsSocket, TlsStream
 from common.ranks.links.welcome import UntrustedPeer
+from common.runs.folder import convert_disk_errors
+from common.system import foreign_text
+from common.system.disk_problems import DISK_PROBLEMS
 from common.system.errors import UserError, summarize_error
 
 KEY_FILE = "key.pem"
@@ -122,13 +125,15 @@ def create_identity_files(folder: Path, seconds: float, start: float | None = No
     be created, for example because the `openssl` program is not installed.
     """
     begin = time.time() if start is None else start
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # created with mode 0700
+    with convert_disk_errors(folder):
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # created with mode 0700
     try:
-        create_certificate(staging, begin - CLOCK_SKEW_SECONDS, begin + seconds + CLOCK_SKEW_SECONDS)
-        shutil.rmtree(folder, ignore_errors=True)
-        staging.rename(folder)
+        with convert_disk_errors(folder):
+            create_certificate(staging, begin - CLOCK_SKEW_SECONDS, begin + seconds + CLOCK_SKEW_SECONDS)
+            shutil.rmtree(folder, ignore_errors=True)
+            staging.rename(folder)
     except OSError as error:
-        raise UserError(f"cannot write the TLS key to {folder}: {summarize_error(error)}") from None
+        raise UserError(f"cannot write the TLS key to {folder}: {summarize_error(error)}; check the disk") from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -175,7 +180,9 @@ def run_openssl(folder: Path, command: str, *arguments: str) -> None:
         ) from None
     if process.returncode:
         lines = process.stderr.strip().splitlines() or [f"exit status {process.returncode}"]
-        raise UserError(f"openssl {command} failed: {lines[-1]}; check that `openssl version` is at least 1.1.1")
+        cause = foreign_text.classify_text("\n".join(lines))
+        remedy = DISK_PROBLEMS.get(cause, "check that `openssl version` is at least 1.1.1")
+        raise UserError(f"openssl {command} failed: {lines[-1]}; {remedy}", cause=cause)
 
 
 def format_certificate_date(moment: float) -> str:

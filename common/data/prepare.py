@@ -32,6 +32,7 @@ from common.data.sources import Arrays
 from common.runs.folder import convert_disk_errors, read_json
 from common.runs.progress import ProgressDisplay
 from common.system.causes import Cause
+from common.system.disk_problems import DISK_PROBLEMS
 from common.system.errors import UserError
 from configs import networks
 from configs.shared import Data, Experiment, Log, TrainingExperiment
@@ -226,7 +227,10 @@ def prepare_cifar10(data: Data) -> PreparedDataset:
             Path(data.cache), "cifar10", state, lambda: sources.call_in_subprocess(sources.read_cifar10, root)
         )
     except UserError as error:
-        raise UserError(f"{error}; delete {root / CIFAR_FOLDER} to download it again, {remedy}") from None
+        if error.cause in DISK_PROBLEMS:  # the arrays cannot be written
+            raise
+        problem = f"{error}; delete {root / CIFAR_FOLDER} to download it again, {remedy}"
+        raise UserError(problem, cause=error.cause) from None
 
 
 def prepare_image_folder(data: Data, log: Log) -> PreparedDataset:

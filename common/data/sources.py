@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from common.runs.folder import convert_disk_errors
-from common.system import network, seeds
-from common.system.causes import Cause
+from common.system import foreign_text, network, seeds
+from common.system.causes import PEER_CAUSES, Cause
 from common.system.errors import UserError
 from common.system.processes import kill_with_parent
 
@@ -251,9 +251,10 @@ def call_in_subprocess(
         try:
             sender.send(("value", function(*arguments, *reporters)))
         except UserError as error:
-            sender.send(("error", str(error)))
+            sender.send(("error", (str(error), error.cause)))
         except BaseException as error:  # noqa: BLE001 (the parent reports the error)
-            sender.send(("error", f"{function.__name__} failed: {type(error).__name__}: {error}"))
+            text = f"{function.__name__} failed: {type(error).__name__}: {error}"
+            sender.send(("error", (text, classify_data_error(error))))
         os._exit(0)
 
     process = context.Process(target=call_and_send_result)
@@ -275,5 +276,13 @@ def call_in_subprocess(
         process.kill()
         process.join()
     if kind == "error":
-        raise UserError(content)
+        text, cause = content
+        raise UserError(text, cause=cause)
     return content
+
+
+def classify_data_error(error: BaseException) -> Cause:
+    """Return the cause of an error that occurred while a library read, downloaded or generated data."""
+    cause = foreign_text.classify_error(error)
+    # A library that reads damaged files may raise a ValueError. A download does not communicate with other ranks.
+    return Cause.OTHER if cause is Cause.SOURCE_ERROR or cause in PEER_CAUSES else cause

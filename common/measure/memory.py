@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from common.ranks.rendezvous import World
 from common.runs.result import ReportData
 from common.system import foreign_text
+from common.system.causes import Cause
 from common.system.errors import UserError
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -168,7 +169,8 @@ def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[di
         raise UserError(
             f"memory_cap={megabytes}: the model with its gradients, optimizer state and activations does not fit into "
             f"{megabytes} MB; split the model into more stages (stages=, mode=pipelined), lower batch, "
-            "or raise memory_cap"
+            "or raise memory_cap",
+            cause=Cause.OUT_OF_MEMORY,
         ) from None
     finally:
         restore_memory_limits(devices, old_limits)

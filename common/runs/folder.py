@@ -41,6 +41,7 @@ from typing import Any
 from common.runs.metrics_rows import parse_rows
 from common.system import foreign_text
 from common.system.causes import Cause
+from common.system.disk_problems import DISK_ERRORS
 from common.system.errors import UserError
 
 BLOCK_CHARACTERS = 1 << 20  # number of characters of metrics.jsonl to read at a time
@@ -62,18 +63,6 @@ FILES_OF_RANKS = (
 )
 """Patterns of the files that ranks write to the attempt's folder. Tracking and reports write other files."""
 
-DISK_REMEDIES = {
-    errno.ENOSPC: "the disk is full; free up space",
-    errno.EDQUOT: "the disk quota is exhausted; free up space",
-    errno.EFBIG: "the file would exceed the size limit (ulimit -f); raise the limit",
-    errno.EROFS: "the disk is read-only; choose another folder",
-    errno.EACCES: "no permission to write; choose another folder",
-    errno.EPERM: "no permission to write; choose another folder",
-    errno.ENOENT: "the folder does not exist or was deleted; choose another folder",
-    errno.ENOTDIR: "part of the path is a file; choose another folder",
-}
-"""Description and remedy of each disk problem, by error number."""
-
 
 @contextlib.contextmanager
 def convert_disk_errors(path: Path) -> Iterator[None]:
@@ -83,9 +72,9 @@ def convert_disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:  # numpy raises such an error if the disk is full
             raise UserError(f"cannot write {path}: {error}; free up space", cause=Cause.DISK_FULL) from error
-        if error.errno not in DISK_REMEDIES:
+        if error.errno not in DISK_ERRORS:
             raise
-        text = f"cannot write {path}: {DISK_REMEDIES[error.errno]}"
+        text = f"cannot write {path}: {DISK_ERRORS[error.errno]}"
         raise UserError(text, cause=foreign_text.classify_error(error)) from error
 
 

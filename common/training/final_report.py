@@ -15,6 +15,8 @@ from common.measure import tables
 from common.models import model_file
 from common.runs.rank_changes import describe_rank_change, read_earlier_rank_changes
 from common.runs.result import Report, ReportData, Result
+from common.system import foreign_text
+from common.system.disk_problems import DISK_PROBLEMS
 from common.system.errors import UserError, summarize_error
 from common.system.text import format_count
 from common.training.run_context import RunContext
@@ -159,6 +161,9 @@ def save_trained_model(run: RunContext) -> None:
     try:
         model = read_full_model(CheckpointPath(run.folder, run.step))
         model_file.write_model(run.folder, model, state.recipe, facts)
-    except (OSError, InvalidCheckpoint) as error:
-        cause = summarize_error(error)
-        raise UserError(f"cannot write the model of step {run.step}: {cause}; free disk space") from None
+    except InvalidCheckpoint as error:
+        raise UserError(f"cannot write the model of step {run.step}: {error}; resume the run") from None
+    except OSError as error:
+        cause = foreign_text.classify_error(error)
+        problem = DISK_PROBLEMS.get(cause, f"{summarize_error(error)}; check the disk, then resume the run")
+        raise UserError(f"cannot write the model of step {run.step}: {problem}", cause=cause) from None

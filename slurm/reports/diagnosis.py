@@ -18,6 +18,7 @@ from common.runs.failures import read_failure
 from common.runs.folder import RunFolder
 from common.runs.rank_changes import describe_rank_changes
 from common.system.causes import PEER_CAUSES, Cause
+from common.system.disk_problems import DISK_PROBLEMS
 from common.system.text import format_duration, read_end_of_file
 from slurm.reports import rank_logs, status
 from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_rank, read_heartbeats
@@ -35,8 +36,8 @@ EXPLANATIONS = {
         "no more threads or processes can be started; raise ulimit -u or the control group's pids.max, or lower "
         "launch.threads or data.workers"
     ),
-    Cause.DISK_FULL: "the disk is full; free some space, or set runs=<another folder>",
-    Cause.DISK_READ_ONLY: "the disk is read-only; set runs=<another folder>",
+    Cause.DISK_FULL: f"{DISK_PROBLEMS[Cause.DISK_FULL]}, or set runs=<another folder>",
+    Cause.DISK_READ_ONLY: f"{DISK_PROBLEMS[Cause.DISK_READ_ONLY]} with runs=<another folder>",
     Cause.DIVERGED: "training diverged; lower optim.lr, or set clip if the experiment has this setting",
     Cause.DAMAGED_DATA: "the data is damaged or has changed",
     Cause.JOB_TIME_LIMIT: "the job reached its time limit; raise cluster.time, or run make exp RESUME=<id>",

@@ -24,6 +24,7 @@ from common.runs import result as results
 from common.runs.folder import RunFolder
 from common.runs.rank_changes import describe_rank_changes
 from common.system.causes import Cause
+from common.system.disk_problems import DISK_PROBLEMS
 from common.system.errors import UserError
 from common.system.text import format_count, format_duration, read_end_of_file
 from slurm.arguments import parse_zero_or_one
@@ -39,10 +40,6 @@ MIN_FREE_BYTES = 1 << 16  # a disk with less free space counts as full
 SILENCE_SECONDS = 300.0  # a run on another host is LOST after at least twice this time without a sign of life
 PREPARATION_SECONDS = 600.0  # maximum time that a process on another host may take to prepare a run folder
 MAX_LISTED_RUNS = 20  # maximum number of runs listed without ALL=1
-DISK_PROBLEMS = {
-    Cause.DISK_READ_ONLY: "the disk is read-only; choose another folder",
-    Cause.DISK_FULL: "the disk is full; free some space",
-}
 RUN_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{8}-\d{6}-[0-9a-f]{4}")  # format of the names from RunFolder.create
 LINE = "{:<44}  {:<9}  {:>8}  {:>7}  {:>9}  {:>11}  {}"  # format of a table row: run, state, restarts, step, ...
 

@@ -265,7 +265,11 @@ OWN = "torch.distributed.DistNetworkError: all_reduce: "
             0,
             "rank 0 on vm failed first: after step 3: V",
         ),
-        (("09:00:01,000 UserError: the disk is full", LOST), 0, "rank 0 on vm: the disk is full; free some space"),
+        (
+            ("09:00:01,000 UserError: the disk is full", LOST),
+            0,
+            "rank 0 on vm: the disk is full; free up space",
+        ),
         (
             ("09:00:01,000 ModuleNotFoundError: x", ""),
             0,

@@ -104,6 +104,7 @@ def test_what_does_not_fit_into_one_process_trains_in_two(tmp_path: Path) -> Non
     tight = (f"data.cache={tmp_path}", "optim.name=adam", "balance=parameters", "memory_cap=210", "launch.threads=1")
     whole = run("resnet_modelparallel", *small, *tight, "mode=single", runs=tmp_path / "one")
     assert whole.status == 2 and "Traceback" not in whole.err
+    assert whole.folder.result["cause"] == "out_of_memory"
     (line,) = [line for line in whole.err.splitlines() if "error" in line]
     assert "memory_cap=210" in line and "does not fit into 210 MB" in line and "stages=" in line
     split = run("resnet_modelparallel", *small, *tight, "mode=pipelined", "stages=2", runs=tmp_path / "two")

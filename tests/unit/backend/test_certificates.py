@@ -15,7 +15,9 @@ import pytest
 
 from common.backend.certificates import Identity, create_identity_files, load_identity
 from common.ranks.links.connecting import RankAddress, RankLinks
+from common.system.causes import Cause
 from common.system.errors import UnreachableError, UserError
+from tests.harness.file_limit import limit_file_size
 from tests.harness.processes import PATIENCE, wait_until
 from tests.harness.transport import Meeting, identity
 
@@ -42,6 +44,12 @@ def test_without_openssl_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UserError, match=r"requires the openssl program, which is not installed on .*; install openssl"):
         create_identity_files(tmp_path / "tls", HOUR)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_that_cannot_be_written_has_a_cause(tmp_path: Path) -> None:
+    with limit_file_size(0), pytest.raises(UserError, match=r"cannot write .*tls: .*; raise the limit") as caught:
+        create_identity_files(tmp_path / "tls", HOUR)
+    assert caught.value.cause is Cause.FILE_TOO_LARGE and list(tmp_path.iterdir()) == []
 
 
 def expire(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -18,10 +19,12 @@ import pytest
 import torch
 from PIL import Image
 
-from common.data import prepare
+from common.data import prepare, sources
 from common.runs import progress
+from common.system.causes import Cause
 from common.system.errors import UserError
 from configs.shared import Data, Log
+from tests.harness.file_limit import limit_file_size
 from tests.harness.images import load_train_test
 
 
@@ -63,9 +66,31 @@ def test_cifar10_comes_through_torchvision(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(CIFAR10, "test_list", [test_file])
     monkeypatch.setattr(CIFAR10, "meta", {"filename": name, "key": "label_names", "md5": md5})
     settings = Data(name="cifar10", root=str(tmp_path), cache=str(tmp_path / "cache"))
+    with limit_file_size(9), pytest.raises(UserError, match="cannot write ") as caught:
+        prepare.prepare_dataset(settings)
+    assert caught.value.cause is Cause.FILE_TOO_LARGE and "to download it again" not in str(caught.value)
     train_set, test_set = load_train_test(prepare.prepare_dataset(settings), settings)
     assert (train_set.images.numpy().reshape(15, -1) == pixels[:15]).all() and train_set.shape == (3, 32, 32)
     assert test_set.labels.tolist() == [9, 8, 7, 6, 5]
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (MemoryError(), Cause.OUT_OF_MEMORY),
+        (OSError(errno.ENOSPC, "x"), Cause.DISK_FULL),
+        (UserError("x", cause=Cause.DAMAGED_DATA), Cause.DAMAGED_DATA),
+        (ValueError("a damaged file"), Cause.OTHER),
+        (ConnectionResetError("by a mirror"), Cause.OTHER),
+    ],
+)
+def test_the_cause_of_an_error_leaves_the_process_that_reads(error: Exception, cause: Cause) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(UserError) as caught:
+        sources.call_in_subprocess(fail)
+    assert caught.value.cause is cause
 
 
 def test_an_image_folder_is_decoded_once(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import threading
 import time
@@ -15,6 +14,7 @@ from common.ranks.links.connecting import RankLinks
 from common.ranks.links.memory_stream import SLOT_COUNT, MemoryStream, allocate_memory
 from common.ranks.links.outgoing import LinkError, LinkTimeout
 from common.ranks.links.socket_stream import PIECE_BYTES, SMALL_BYTES
+from tests.harness.file_limit import limit_file_size
 from tests.harness.processes import PATIENCE
 from tests.harness.transport import Meeting, fork, identity, meeting, pair
 
@@ -221,13 +221,9 @@ def test_without_memory_messages_go_through_the_socket(pair: list[RankLinks]) ->
     stream = sender.stream
     assert isinstance(stream, MemoryStream)
     data, got = os.urandom(LARGE), bytearray(LARGE)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
+    with limit_file_size(100_000):
         for _ in range(2):
             ticket = sender.send(0, data)
             reader.receive(0, got)
             sender.wait_until_written(ticket)
             assert got == data and not stream.shared
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

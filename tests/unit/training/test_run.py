@@ -25,12 +25,14 @@ from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
 from common.runs.tracking.wandb_tracker import Tracker
-from common.system.errors import RunTakenError
+from common.system.causes import Cause
+from common.system.errors import RunTakenError, UserError
 from common.system.exit_status import EXIT_REFUSED
 from common.training.attempt import Attempt, TrainingOutcome
 from common.training.run import Run
 from configs.mnist_pipeline import Config
 from tests.harness import warm
+from tests.harness.file_limit import limit_file_size
 from tests.harness.logging_ranks import STEPS, Counted
 from tests.harness.processes import environment, wait_until
 
@@ -219,6 +221,16 @@ def test_a_run_that_is_superseded_at_its_end_publishes_nothing(run: Run, state: 
     with pytest.raises(RunTakenError, match=r"was superseded by attempt 2; stopping without saving"):
         run.report()
     assert not run.folder.result and not list(run.folder.path.glob("model.*"))
+
+
+def test_a_model_that_cannot_be_written_has_a_cause(run: Run, state: TrainState) -> None:
+    for step in run.steps(no_scores):
+        with step:
+            step.log(loss=torch.tensor(1.0))
+    problem = r"cannot write the model of step 2: the file would exceed the size limit \(ulimit -f\); raise the limit"
+    with limit_file_size(20_000), pytest.raises(UserError, match=problem) as caught:
+        run.report()
+    assert caught.value.cause is Cause.FILE_TOO_LARGE and not run.folder.result
 
 
 def test_an_attempt_that_is_superseded_at_its_end_only_ends_its_tracking(
