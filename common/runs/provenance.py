@@ -348,10 +348,10 @@ def record_attempt_end(folder: RunFolder, state: str) -> None:
 
 
 def format_new_run_command(folder: RunFolder) -> str:
-    """Return a message with the command for a new run after the user has fixed an error in the source code.
+    """Return the command for a new run after the user has fixed an error in the source code."""
+    return f'make exp NAME={folder.experiment} ARGS="..."'
 
-    Resuming the failed run would execute its copy of the old source code again.
-    """
-    command = f'make exp NAME={folder.experiment} ARGS="..."'
-    warning = f"RESUME= would use the old source in {folder.path}/code"
-    return f"{command} to start a new run after fixing the error; {warning}"
+
+def describe_old_source(folder: RunFolder) -> str:
+    """Return why resuming a run does not help after the user has fixed an error in the source code."""
+    return f"RESUME= would use the old source in {folder.path}/code"

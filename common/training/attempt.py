@@ -174,11 +174,8 @@ class Attempt:
                     result.write_once(self.folder)
                 if result.last_step:
                     print(f"metrics up to step {result.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
-                command = format_resume_command(self.folder, cfg, outcome.cause)
-                if storage.list_resumable_checkpoints(self.folder):
-                    print(f"resume with: {command}", file=sys.stderr)
-                elif outcome.status:
-                    print(f"no checkpoint found; to restart from step 0: {command}", file=sys.stderr)
+                if outcome.status or storage.list_resumable_checkpoints(self.folder):
+                    print(describe_continuation(self.folder, cfg, outcome.cause), file=sys.stderr)
 
             # The result of a finished run already exists and has priority.
             state = self.folder.result.get("state", result.state)
@@ -309,13 +306,22 @@ def warn_of_damaged_metrics(run_folder: RunFolder) -> None:
             print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
-def format_resume_command(folder: RunFolder, cfg: Experiment, cause: Cause) -> str:
-    """Return the command that resumes a run.
+def describe_continuation(folder: RunFolder, cfg: Experiment, cause: Cause) -> str:
+    """Return how the user can continue a run that has ended, with the command.
 
-    If an unchanged run would fail again for the same `cause`, the command contains a remedy or starts a new run.
+    If an unchanged run would fail again for the same `cause`, the text contains a remedy.
     """
     if cause is Cause.SOURCE_ERROR:
-        return provenance.format_new_run_command(folder)
+        command = provenance.format_new_run_command(folder)
+        return f"fix the error, then start a new run: {command}\n{provenance.describe_old_source(folder)}"
+    command = format_resume_command(folder, cfg, cause)
+    if storage.list_resumable_checkpoints(folder):
+        return f"resume with: {command}"
+    return f"no checkpoint found; to restart from step 0: {command}"
+
+
+def format_resume_command(folder: RunFolder, cfg: Experiment, cause: Cause) -> str:
+    """Return the command that resumes a run, with a remedy for some causes."""
     command = f"make exp RESUME={shlex.quote(str(folder.path))}"
     if cause is Cause.DIVERGED and isinstance(cfg, TrainingExperiment):
         return f'{command} ARGS="optim.lr={cfg.optim.lr / 2:g}"'

@@ -275,7 +275,8 @@ def choose_resume_command(folder: RunFolder, cause: Cause) -> str:
     """
     resume = f"make exp RESUME={folder.reference}"
     if cause is Cause.SOURCE_ERROR:
-        return provenance.format_new_run_command(folder)
+        command = provenance.format_new_run_command(folder)
+        return f"{command} after fixing the error ({provenance.describe_old_source(folder)})"
     if cause is Cause.NO_VALID_CHECKPOINT:
         return f"{resume} after removing {folder.path}/attempts/*/checkpoints; the run then restarts from step 0"
     if cause is Cause.DIVERGED:

@@ -183,15 +183,19 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -
         ),
         ("rank 1 was killed by SIGKILL", "make exp RESUME={}"),
         ("rank 1 failed: RuntimeError: Connection closed by peer", "make exp RESUME={}"),
-        ("rank 1 failed: TypeError: of x", 'make exp NAME=ddp_multinode ARGS="..." to start a new run'),
+        (
+            "rank 1 failed: TypeError: of x",
+            'fix the error, then start a new run: make exp NAME=ddp_multinode ARGS="..."\n'
+            "RESUME= would use the old source in {}/code",
+        ),
     ],
 )
 def test_the_last_line_of_a_run_says_how_it_goes_on(why: str, advice: str, tmp_path: Path) -> None:
     folder = Made(state="failed", result={"reason": why}).write(tmp_path)
     cfg = config.load_config(config.import_schema("ddp_multinode"), ["optim.lr=0.1"], {})
-    assert advice.replace("{}", str(folder.path)) in attempt.format_resume_command(
-        folder, cfg, classify_recorded_text(why)
-    )
+    last_lines = attempt.describe_continuation(folder, cfg, classify_recorded_text(why))
+    assert advice.replace("{}", str(folder.path)) in last_lines
+    assert last_lines.startswith("no checkpoint found; to restart from step 0: " if "RESUME={}" in advice else "fix ")
     told = doctor(f"--run={folder.path}")
     assert ("after removing" in told) == ("no valid checkpoint" in why), told
 
@@ -218,9 +222,9 @@ def test_an_error_of_the_source_is_not_to_be_run_again(tmp_path: Path, error: st
     folder = Made(state="failed", result={"reason": ""}).write(tmp_path)
     folder.list_attempts()[-1].log_file(1).write_text(f"2026-01-01 09:00:02,500 ERROR after step 3: {error}\n")
     (advice,) = (line for line in doctor(f"--run={folder.path}").splitlines() if "continue with  " in line)
-    new = 'make exp NAME=ddp_multinode ARGS="..." to start a new run after fixing the error; RESUME= would use the old '
+    new = 'make exp NAME=ddp_multinode ARGS="..." after fixing the error (RESUME= would use the old '
     resumed = f"make exp RESUME={folder.path} (no checkpoint found; the run restarts from step 0)"
-    expected = f"{new}source in {folder.path}/code" if mended else resumed
+    expected = f"{new}source in {folder.path}/code)" if mended else resumed
     assert advice.strip().removeprefix("continue with  ").startswith(expected)
 
 

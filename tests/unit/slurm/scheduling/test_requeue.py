@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 from common.config.config import ROOT
-from common.ranks.rank_info import COORDINATOR_VARIABLE, ORPHAN_COMMAND_VARIABLE, RankInfo
+from common.ranks.rank_info import (
+    COORDINATOR_VARIABLE,
+    ORPHAN_COMMAND_VARIABLE,
+    REPLACED_RANK_VARIABLE,
+    RankInfo,
+)
 from common.runs.failures import Failure
 from common.runs.folder import RunFolder
 from common.system.causes import Cause
@@ -23,7 +28,7 @@ from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
 from common.training import entry_point
 from slurm.scheduling import job
 from slurm.scheduling.job import train_as_rank
-from slurm.scheduling.job_failures import find_first_failure, find_refusal, record_job_failure
+from slurm.scheduling.job_failures import find_first_failure, find_refusal, read_job_failures, record_job_failure
 from tests.harness.fake_slurm import Fake, call
 
 OURS, ELSEWHERE, QUEUED = "JobState=RUNNING Restarts=1", "JobState=RUNNING Restarts=2", "JobState=PENDING Restarts=2"
@@ -192,6 +197,28 @@ def test_a_rank_that_meets_nobody_refuses_only_at_a_first_start_without_a_stop_r
         assert train_as_rank(folder) == status
     assert bool(find_refusal(folder)) == (status is None)
     assert bool(find_first_failure(folder)) == (status == EXIT_FAILED)
+
+
+@pytest.mark.parametrize("code", [3, EXIT_RESUMABLE])
+def test_an_experiment_that_exits_leaves_a_note_of_its_rank(
+    code: int, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a process that has replaced another one; a stop request is no failure."""
+
+    def run_experiment(*_: object, **__: object) -> None:
+        sys.exit(code)
+
+    stop = SimpleNamespace(signal_number=0, wait_for_request=lambda: False)
+    monkeypatch.setattr(job, "read_rank_info", lambda environ: RankInfo())
+    monkeypatch.setattr(entry_point, "LaunchedRank", lambda info, cfg: SimpleNamespace(rank_info=info, stop=stop))
+    monkeypatch.setattr(entry_point, "run_experiment", run_experiment)
+    for name, value in (PLACE | {REPLACED_RANK_VARIABLE: "2"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exited:
+        train_as_rank(folder)
+    assert exited.value.code == code
+    noted = [(each.failure.cause, each.failure.message) for each in read_job_failures(folder, rank=2)]
+    assert noted == ([(Cause.EXITED, "exited with status 3 without an error message")] if code == 3 else [])
 
 
 def test_the_reason_is_that_of_the_lowest_rank_that_does_not_blame_another_one(
