@@ -76,6 +76,7 @@ def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], r
         beats = read_heartbeats(folder.list_attempts()[0])
         assert [beat.step for beat in beats] == [checkpoint.step] * 2, "the doctor shows the newest step"
         assert folder.result["state"] == ("cancelled" if number == signal.SIGINT else "preempted"), folder.result
+        assert not list(folder.path.rglob("failure-*.json")), "a stop request is no failure"
         assert not processes_of(str(runs))
 
 
