@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -49,11 +50,11 @@ class StopRequest:
         self.grace = grace
         self.log = log
         self.signal_number = 0
-        """Signal number of the first stop request; 0 if no request has been received."""
-        self.received = 0.0
-        """Time at which the first stop request was received, as a time.monotonic() value."""
-        self.can_stop_immediately = False
-        """True while there is no unsaved state. The main thread then stops immediately when a request is received."""
+        """Signal number of the first stop request; 0 if no stop has been requested."""
+        self.first_signal_time: float | None = None
+        """Time of the first stop signal, as a time.monotonic() value; None if no signal has been received."""
+        self._can_stop_immediately: Callable[[], bool] | None = None
+        """Condition of the innermost `interruptible` block; None outside of such blocks."""
 
     @classmethod
     def listen(cls, grace: float, log: IO[str]) -> StopRequest:
@@ -76,9 +77,9 @@ class StopRequest:
         threading.Thread(target=self._read_signals, args=(reader,), daemon=True, name="stop-request").start()
 
     def _handle_signal(self, number: int, frame: object) -> None:
-        """Raise StopRequested in the main thread if there is no unsaved state; otherwise, do nothing."""
-        if self.can_stop_immediately:
-            self.can_stop_immediately = False  # the same request may be received twice
+        """Raise StopRequested in the main thread if the main thread can stop immediately; otherwise, do nothing."""
+        if self._can_stop_immediately is not None and self._can_stop_immediately():
+            self._can_stop_immediately = None  # the same request may be received twice
             raise StopRequested(together=False)
 
     def _read_signals(self, reader: int) -> None:
@@ -88,27 +89,39 @@ class StopRequest:
                 self._record_signal(byte[0])
 
     def _record_signal(self, number: int) -> None:
-        """Record the first stop request and start the grace time; exit immediately after a second request."""
+        """Request a stop after the first signal, and exit immediately after a repeated signal."""
         now = time.monotonic()
-        if not self.signal_number:
-            self.signal_number = number
-            self.received = now
-            self._start_watchdog(self.grace, exits=True)
-        elif number == signal.SIGINT or now - self.received > REPEATED_SIGNAL_SECONDS:
+        if self.first_signal_time is None:
+            self.first_signal_time = now
+            self._record_request(number)
+        elif number == signal.SIGINT or now - self.first_signal_time > REPEATED_SIGNAL_SECONDS:
             os._exit(128 + number)
 
-    def mark_state_saved(self) -> None:
-        """Let the main thread stop immediately when a request is received, because there is no unsaved state."""
-        self.can_stop_immediately = True
+    def _record_request(self, number: int) -> None:
+        """Set the flag and start the grace time, unless a stop was requested before."""
+        if not self.signal_number:
+            self.signal_number = number
+            self._start_watchdog(self.grace, exits=True)
 
-    def mark_state_unsaved(self) -> None:
-        """Delay the stop after a request until the state is saved."""
-        self.can_stop_immediately = False
+    @contextlib.contextmanager
+    def interruptible(self, can_stop: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Within the `with` block, a stop signal raises StopRequested immediately if `can_stop()` is True.
+
+        `can_stop` must return False while a stop without a checkpoint would lose work. Otherwise, the stop is delayed
+        until the ranks vote.
+        """
+        self._can_stop_immediately = can_stop
+        try:
+            yield
+        finally:
+            self._can_stop_immediately = None
 
     def request_stop(self) -> None:
-        """Stop this run as if SIGUSR2 had been received, unless a stop was requested before."""
-        if not self.signal_number:
-            self._record_signal(signal.SIGUSR2)
+        """Stop this run as if SIGUSR2 had been received, unless a stop was requested before.
+
+        The first signal after this call does not count as a repeated signal.
+        """
+        self._record_request(signal.SIGUSR2)
 
     def write_stacks_to(self, path: Path) -> None:
         """Append later stack traces to a file, which stays open until the process exits."""

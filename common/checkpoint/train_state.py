@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,16 +96,24 @@ class TrainState:
         """Return the model that is evaluated, which is the registered model. All ranks must call this method."""
         return self.parts[0]
 
-    @torch.no_grad()
-    def snapshot_buffers(self) -> None:
+    @contextlib.contextmanager
+    def buffer_snapshot(self) -> Iterator[None]:
         """Copy the buffers before an evaluation, which may replace the buffers with means over the ranks.
 
-        Until `drop_buffer_snapshot` is called, `collect_state` returns the copies of the buffers.
+        Within the `with` block, `collect_state` returns the copies of the buffers. After an error, the copies remain
+        until `restore_buffers` is called.
         """
-        self.buffer_copies = [buffer.clone() for _, buffer in self.buffers]
+        self.buffer_copies = [buffer.detach().clone() for _, buffer in self.buffers]
+        yield
+        self.buffer_copies = None
 
-    def drop_buffer_snapshot(self) -> None:
-        """Discard the copies of the buffers, so that `collect_state` returns the current buffers again."""
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """Set the buffers to the copies that a failed evaluation has left, if any."""
+        if self.buffer_copies is None:
+            return
+        for (_, buffer), copy in zip(self.buffers, self.buffer_copies, strict=True):
+            buffer.copy_(copy)
         self.buffer_copies = None
 
     def collect_state(self) -> CheckpointState:

@@ -44,12 +44,11 @@ class RunProgress:
         """Record that the next step was completed."""
         self.step += 1
 
-    def begin_evaluation(self) -> None:
-        """Record that the evaluation after the newest step is due."""
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Evaluate after the newest step within the `with` block. After an error, the evaluation remains due."""
         self.unevaluated = True
-
-    def end_evaluation(self) -> None:
-        """Record that the evaluation after the newest step has finished."""
+        yield
         self.unevaluated = False
 
     @contextlib.contextmanager

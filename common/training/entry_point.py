@@ -305,15 +305,14 @@ class LaunchedRank:
         """
         if self.rank_info.is_joining:
             return Attempt.join_newest_attempt(cfg, run_to_resume)
-        self.stop.mark_state_saved()
         try:
-            opened = self._try_open_attempt(cfg, run_to_resume) if self.is_main else None
-            content = self.world.broadcast(opened.to_content() if isinstance(opened, Attempt) else None)
+            with self.stop.interruptible():
+                opened = self._try_open_attempt(cfg, run_to_resume) if self.is_main else None
+                content = self.world.broadcast(opened.to_content() if isinstance(opened, Attempt) else None)
         except (StopRequested, RuntimeError):
             if self.stop.signal_number:
                 return EXIT_RESUMABLE
             raise
-        self.stop.mark_state_unsaved()
         if content is None:
             synchronize_before_exit()
             if isinstance(opened, UserError):
@@ -356,13 +355,14 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
     state_dicts.seed_global_rngs(seeds.derive_seed(cfg.seed, "init"))
     run = Run(cfg, attempt.folder, ranks, attempt.prepared, stop)
     try:
-        stop.mark_state_saved()
-        is_new_run = attempt.is_new and not world.is_joining
-        optimizer_contract.check_optimizer_of_run(cfg, attempt.folder.path / "code", is_new_run=is_new_run)
-        setup = backend_setup.import_backend_setup(world.backend)
-        if setup is not None:
-            setup.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
-        main(cfg, run)
+        # The launcher sends a signal after another rank has failed. Outside this block, the signal hides no error.
+        with stop.interruptible(run.can_stop_immediately):
+            is_new_run = attempt.is_new and not world.is_joining
+            optimizer_contract.check_optimizer_of_run(cfg, attempt.folder.path / "code", is_new_run=is_new_run)
+            setup = backend_setup.import_backend_setup(world.backend)
+            if setup is not None:
+                setup.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
+            main(cfg, run)
         if run.world.is_main and not run.finished:
             raise RuntimeError("main() did not call run.report(...); add this call after the training loop")
     except (RuntimeError, TimeoutError, BlockingIOError) as raised:  # BlockingIOError: os.fork failed
@@ -371,7 +371,7 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
         # connections. SIGTERM does not prove a stop request, because srun also sends SIGTERM when a rank has failed.
         is_timeout = foreign_text.classify_error(error) is Cause.TIMEOUT
         was_notified = stop.signal_number == signal.SIGUSR2 and not is_timeout
-        if was_notified or (stop.can_stop_immediately and stop.wait_for_request()):
+        if was_notified or (run.can_stop_immediately() and stop.wait_for_request()):
             raise StopRequested(together=False) from error
         patience = max(2.0, 2 * run.compute_step_seconds())
         silent = describe_silent_ranks(run.world, patience) if is_timeout else ""
@@ -386,8 +386,6 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
     except StopRequested:
         raise
     except (Exception, SystemExit) as error:  # the experiment may call sys.exit
-        # The launcher sends a signal when other ranks have ended. The signal must not hide this error.
-        stop.mark_state_unsaved()
         run.log_failure(error)
         raise
     finally:

@@ -223,7 +223,6 @@ def record_step(run: RunContext, step: Step) -> None:
     now = time.perf_counter()
     run.pace.record_step_end(now)
     run.progress.complete_step()
-    run.stop_request.mark_state_unsaved()
     run.metrics.add_step(step.number, now, step.values)
     if run.metrics.is_flush_due:
         run.metrics.flush()
@@ -259,18 +258,15 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     is_last = run.step >= run.total
     assert metrics is not None
     metrics.flush()
-    run.progress.begin_evaluation()  # before the evaluation, in which a rank may be lost
-    saver.raise_if_diverged()
-
-    # A checkpoint that is saved during the evaluation contains the snapshot, because an evaluation may change buffers.
-    state.snapshot_buffers()
-    for part in state.parts:
-        part.eval()
-    scores = evaluate()
-    if is_last:
-        saver.save_final_model(run.step)
-    state.drop_buffer_snapshot()
-    run.progress.end_evaluation()
+    with run.progress.evaluation():  # includes all calls in which a rank may be lost
+        saver.raise_if_diverged()
+        # A checkpoint during the evaluation contains the snapshot, because an evaluation may change buffers.
+        with state.buffer_snapshot():
+            for part in state.parts:
+                part.eval()
+            scores = evaluate()
+            if is_last:
+                saver.save_final_model(run.step)
 
     if scores:
         metrics.write_values(run.step, scores)
@@ -278,8 +274,5 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
     saver.checkpoint_or_stop(run.step, now=True)
     run.pace.exclude_pause()
     if is_last:
-        run.stop_request.mark_state_saved()
         run.stop_request.dump_stacks_after(None)  # reports and the model file may take longer than a step
-    else:
-        run.stop_request.mark_state_unsaved()
     return scores

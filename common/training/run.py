@@ -121,5 +121,4 @@ class Run(RunContext):
             )
         if self.world.is_main:
             self.finished = True
-            self.stop_request.mark_state_unsaved()  # until the model and the result are written
             final_report.write_final_report(self, reports)

@@ -95,6 +95,7 @@ class RunContext(RunData):
         self.memory: dict[str, int] = {}
         """Peak memory of each rank in bytes, known on rank 0 only; empty until training is complete."""
         self.finished = False
+        """True on rank 0 once it has started to write the result."""
         if world.is_main:
             write_json(folder.attempt_folder / "world.json", describe_world(world))
 
@@ -107,6 +108,16 @@ class RunContext(RunData):
     def resumed_after(self) -> int:
         """Number of steps that earlier attempts completed."""
         return self.progress.resumed_after
+
+    def can_stop_immediately(self) -> bool:
+        """Return True if a stop without a checkpoint loses no work of this rank.
+
+        This is the case before the first step of this attempt, and again after the last evaluation, until rank 0
+        writes the result.
+        """
+        if self.complete:
+            return not self.finished
+        return self.step == self.resumed_after
 
     # ---- training
 

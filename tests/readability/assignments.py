@@ -2,7 +2,7 @@
 
 Reports each assignment (`=`, `+=`, `del`, `setattr`, target of `for` or `with`) to an attribute of an object whose
 class is defined in another package of this project, and each call of another package's one-line setter: a method that
-only assigns its parameter to an attribute. Objects of libraries do not count. mypy decides the class of an object.
+only assigns its parameter or a constant to an attribute. Objects of libraries do not count. mypy decides the class of an object.
 `setattr` is also reported for an object of unknown class. `object.__setattr__`, which changes frozen objects, is always
 reported. The exit status is 1 if there are findings.
 """
@@ -130,7 +130,7 @@ def list_assigned_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
 
 
 def is_one_line_setter(function: ast.FunctionDef) -> bool:
-    """Return whether a method only assigns one of its parameters to an attribute of its object."""
+    """Return whether a method only assigns one of its parameters or a constant to an attribute of its object."""
     statements = function.body[1:] if ast.get_docstring(function) else function.body
     arguments = function.args
     parameters = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
@@ -139,6 +139,8 @@ def is_one_line_setter(function: ast.FunctionDef) -> bool:
     match statements[0].targets[0], statements[0].value:
         case ast.Attribute(value=ast.Name(id=changed)), ast.Name(id=assigned):
             return parameters[:1] == [changed] and assigned in parameters[1:]
+        case ast.Attribute(value=ast.Name(id=changed)), ast.Constant():
+            return parameters[:1] == [changed]
     return False
 
 

@@ -16,6 +16,9 @@ class Box:
     def set_content(self, value: int) -> None:
         self.content = value
 
+    def remove_content(self) -> None:
+        self.content = 0
+
     def double_content(self) -> None:
         self.content *= 2
 """
@@ -33,6 +36,7 @@ class Own:
         box.content = 1
         self.box.content += 1
         self.box.set_content(2)
+        self.box.remove_content()
         setattr(box, "content", 3)
         setattr(anything, "content", 3)
         object.__setattr__(box, "content", 4)
@@ -46,4 +50,4 @@ def test_changes_of_objects_of_another_package_are_found(tmp_path: Path) -> None
         path.write_text(text)
     first = USER.splitlines().index("        box.content = 1") + 1
     changes = sorted(Checker(tmp_path).find_changes())
-    assert [change.line for change in changes] == list(range(first, first + 6)), changes
+    assert [change.line for change in changes] == list(range(first, first + 7)), changes

@@ -210,9 +210,7 @@ class ElasticRecovery(RecoveryHook):
         self.state.leave_group(together=self.leaving)
         for _, parameter in self.state.parameters:
             parameter.grad = None
-        if self.state.buffer_copies is not None:  # an evaluation has started and may have averaged buffers
-            copy_tensors(self.state.buffer_copies, self.buffers)
-            self.state.drop_buffer_snapshot()
+        self.state.restore_buffers()  # an evaluation may have averaged the buffers
         self.run.saver.restart_watchdogs()
 
     def _measure_progress(self) -> list[int]:

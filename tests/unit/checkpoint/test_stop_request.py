@@ -1,0 +1,83 @@
+"""When a signal stops a process at once, and when the process saves first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from common.checkpoint import stop_request
+from common.checkpoint.stop_request import StopRequest
+from common.system.exit_status import EXIT_RESUMABLE
+from tests.harness.processes import wait_until
+
+CaseBody = Callable[[StopRequest], None]
+
+
+def send_signal_to_self(stop: StopRequest, number: int) -> None:
+    """Send a signal to this process, and wait until it was received."""
+    os.kill(os.getpid(), number)
+    wait_until(lambda: stop.first_signal_time is not None, "the signal is received", 10.0)
+
+
+def run_in_fork(body: CaseBody, log_file: Path) -> int:
+    """Call `body` in a forked process that listens for stop requests, and return the exit status."""
+
+    def run_body() -> NoReturn:
+        status = 0
+        try:
+            with open(log_file, "w") as log:
+                body(StopRequest.listen(60, log))
+        except SystemExit as end:
+            status = int(end.code or 0)
+        except BaseException:  # noqa: BLE001 (a forked test must not return to pytest)
+            status = 1
+        finally:
+            os._exit(status)
+
+    pid = os.fork()
+    if not pid:
+        run_body()
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_the_first_signal_after_a_request_of_the_run_itself_is_not_a_repeated_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_request, "REPEATED_SIGNAL_SECONDS", 0.0)
+
+    def request_stop_before_signals(stop: StopRequest) -> None:
+        stop.request_stop()
+        assert stop.signal_number == signal.SIGUSR2
+        send_signal_to_self(stop, signal.SIGINT)
+        send_signal_to_self(stop, signal.SIGTERM)
+        time.sleep(10)
+
+    assert run_in_fork(request_stop_before_signals, tmp_path / "log") == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("has_unsaved_work", [False, True])
+def test_a_signal_stops_at_once_only_without_unsaved_work(has_unsaved_work: bool, tmp_path: Path) -> None:
+    def receive_signal(stop: StopRequest) -> None:
+        with stop.interruptible(lambda: not has_unsaved_work):
+            send_signal_to_self(stop, signal.SIGUSR2)
+        os._exit(3)
+
+    status = run_in_fork(receive_signal, tmp_path / "log")
+    assert status == (3 if has_unsaved_work else EXIT_RESUMABLE)
+
+
+def test_a_signal_after_an_interruptible_block_does_not_stop_at_once(tmp_path: Path) -> None:
+    def receive_signal(stop: StopRequest) -> None:
+        with stop.interruptible():
+            pass
+        send_signal_to_self(stop, signal.SIGUSR2)
+        os._exit(3)
+
+    assert run_in_fork(receive_signal, tmp_path / "log") == 3
