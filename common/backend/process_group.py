@@ -30,6 +30,7 @@ from common.backend.communicator import Communicator
 from common.backend.messages import BackgroundReader, ReceiveWork, SendWork
 from common.backend.worker import CollectiveExecutor, CollectiveWork
 from common.ranks.links.outgoing import LINK_ERRORS, LinkError, LinkTimeout
+from common.system.errors import RankTimeoutError
 
 Tensors = list[Tensor]
 Collective = Callable[..., None]
@@ -269,9 +270,9 @@ class BuiltinBackend(Backend):
             raise
 
     def _convert_error(self, name: str, error: BaseException) -> BaseException:
-        """Convert a link error to the exception that other backends would raise: a RuntimeError or a TimeoutError."""
+        """Convert a link error to the exception that other backends would raise: a RuntimeError or a RankTimeoutError."""
         message = f"{name}: {error}{self._describe_group()}"
-        return TimeoutError(message) if isinstance(error, LinkTimeout) else dist.DistNetworkError(message)
+        return RankTimeoutError(message) if isinstance(error, LinkTimeout) else dist.DistNetworkError(message)
 
     def _describe_group(self) -> str:
         """Return a note for the error messages of a subgroup, which numbers its ranks from 0.

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.system.errors import RankTimeoutError
+
 Task = Callable[[], object]
 NO_TIMEOUT = datetime.timedelta(0)  # torch's default for `wait`
 
@@ -62,10 +64,10 @@ class CollectiveWork(dist.Work):
     def wait(self, timeout: datetime.timedelta = NO_TIMEOUT) -> bool:
         """Wait until the collective has completed.
 
-        Raises the error of the collective, or TimeoutError if a non-zero `timeout` is exceeded.
+        Raises the error of the collective, or RankTimeoutError if a non-zero `timeout` is exceeded.
         """
         if not self.done.wait(timeout.total_seconds() or None):
-            raise TimeoutError(f"the collective timed out after {timeout.total_seconds():g} s")
+            raise RankTimeoutError(f"the collective timed out after {timeout.total_seconds():g} s")
         self.get_tensors()
         return True
 

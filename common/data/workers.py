@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from common.system import foreign_text
-from common.system.causes import PEER_CAUSES, Cause
+from common.system.causes import Cause
 from common.system.errors import CausedRuntimeError, MachineError
 from common.system.processes import kill_with_parent, read_process_stat
 from common.system.signals import STOP_SIGNALS, ignore_stop_signals
@@ -209,10 +209,7 @@ def prepare_blocks(
                     slot[: len(samples)].copy_(samples)
             connection.send_bytes(b"")  # an empty message means that the block is ready
     except Exception as error:  # noqa: BLE001 (the rank reports the error)
-        cause = foreign_text.classify_error(error)
-        if cause in PEER_CAUSES:  # a worker does not communicate with other ranks
-            cause = Cause.OTHER
-        report = {"cause": cause, "text": traceback.format_exc()}
+        report = {"cause": foreign_text.classify_error(error), "text": traceback.format_exc()}
         connection.send_bytes(json.dumps(report).encode())
 
 

@@ -43,6 +43,12 @@ class CausedDiskError(CausedError, OSError):
     """A disk error that another rank has reported."""
 
 
+class RankTimeoutError(CausedError, TimeoutError):
+    """A collective or a message between ranks that exceeded its time limit."""
+
+    cause = Cause.TIMEOUT
+
+
 class CausedRuntimeError(CausedError, RuntimeError):
     """An error with a known cause that is shown with a traceback."""
 

@@ -13,7 +13,7 @@ import errno
 import re
 import signal
 
-from common.system.causes import Cause
+from common.system.causes import PEER_CAUSES, Cause
 
 # messages of Python, the operating system, libgomp and OpenBLAS
 SHORTAGE_PATTERN = (
@@ -81,9 +81,9 @@ RECORDED_SOURCE_ERROR = (
     rf"^(?:.*failed(?: first)?: )?(?:after step \d+: )?"
     rf"(?:(?:{'|'.join(kind.__name__ for kind in SOURCE_ERRORS)})\b|RuntimeError: (?!.*(?:{DEVICE_PATTERN})))"
 )
+# matches messages of torch.distributed, and names of exceptions in the message of an exception that C++ code has passed on
+COMMUNICATION_PATTERN = r"(?i)gloo|nccl|tensorpipe|\brpc\b|collective|RankTimeoutError|Dist(Backend|Network|Store)Error"
 CAUSES_OF_CLASSES = (
-    (TimeoutError, Cause.TIMEOUT),
-    (ConnectionError, Cause.LOST_PEER),
     (MemoryError, Cause.OUT_OF_MEMORY),
     (ImportError, Cause.MISSING_PACKAGE),
     (SystemExit, Cause.EXITED),
@@ -133,9 +133,18 @@ def classify_message_of_error(error: BaseException) -> Cause:
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror  # without the name of a file
     cause = classify_text(text)
+    if cause in PEER_CAUSES and not is_communication_error(error):
+        return Cause.OTHER  # for example, a web server did not answer the code of an experiment in time
     if cause is Cause.OTHER and type(error) is RuntimeError and not re.search(DEVICE_PATTERN, text):
         return Cause.SOURCE_ERROR
     return cause
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Return whether torch.distributed raised an error. Other errors do not come from another rank."""
+    if any(kind.__name__ == "DistError" for kind in type(error).__mro__):  # base class of errors of torch.distributed
+        return True
+    return isinstance(error, RuntimeError) and bool(re.search(COMMUNICATION_PATTERN, str(error)))
 
 
 def classify_text(text: str) -> Cause:

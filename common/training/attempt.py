@@ -35,6 +35,7 @@ from common.system.errors import (
     convert_shortage_error,
 )
 from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE
+from common.system.signals import STOPPED_STATUSES
 from common.system.text import format_count
 from configs.shared import Experiment, TrainingExperiment
 
@@ -176,6 +177,9 @@ class Attempt:
                     print(f"metrics up to step {result.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
                 if outcome.status or storage.list_resumable_checkpoints(self.folder):
                     print(describe_continuation(self.folder, cfg, outcome.cause), file=sys.stderr)
+            elif outcome.status not in (0, *STOPPED_STATUSES) and has_finished_run(self.folder):
+                path = self.folder.path / "result.json"
+                print(f"the run is finished; the error occurred after the result was written: {path}", file=sys.stderr)
 
             # The result of a finished run already exists and has priority.
             state = self.folder.result.get("state", result.state)

@@ -32,12 +32,14 @@ from common.runs.tracking import wandb_account, wandb_tracker
 from common.system import foreign_text, seeds
 from common.system.causes import Cause
 from common.system.errors import (
+    RankTimeoutError,
     UserError,
     convert_shortage_error,
     exit_on_user_error,
 )
 from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE
 from common.system.processes import exit_without_cleanup
+from common.system.signals import STOPPED_STATUSES
 from common.system.text import format_count, read_end_of_file
 from common.training import optimizer_contract
 from common.training.attempt import Attempt, TrainingOutcome, has_finished_run, is_run_finished
@@ -146,8 +148,8 @@ def run_experiment(
 
         if outcome.is_agreed:
             synchronize_before_exit()
-        elif has_finished_run(attempt.folder):  # a stop request after the last step has no effect
-            return attempt.folder, 0
+        elif outcome.status in STOPPED_STATUSES and has_finished_run(attempt.folder):
+            return attempt.folder, 0  # a stop request after the last step has no effect
         return attempt.folder, outcome.status
 
 
@@ -365,7 +367,7 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
             main(cfg, run)
         if run.world.is_main and not run.finished:
             raise RuntimeError("main() did not call run.report(...); add this call after the training loop")
-    except (RuntimeError, TimeoutError, BlockingIOError) as raised:  # BlockingIOError: os.fork failed
+    except (RuntimeError, RankTimeoutError, BlockingIOError) as raised:  # BlockingIOError: os.fork failed
         error = convert_shortage_error(raised)
         # A stop request may have caused this error: ranks without unsaved state stop immediately and close their
         # connections. SIGTERM does not prove a stop request, because srun also sends SIGTERM when a rank has failed.
@@ -379,7 +381,7 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
         if isinstance(error, DataWorkerError) and run.recovery is not None:
             run.recovery.exit_if_others_can_continue(str(error))
         if silent:
-            raise TimeoutError(silent) from error
+            raise RankTimeoutError(silent) from error
         if error is not raised:
             raise error from raised
         raise

@@ -16,17 +16,20 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from common.ranks.links.socket_stream import EMPTY_VIEW, FinishWrite, SocketStream, copy_if_small
-from common.system.errors import summarize_error
+from common.system.causes import Cause
+from common.system.errors import CausedError, RankTimeoutError, summarize_error
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-class LinkError(ConnectionError):
+class LinkError(CausedError, ConnectionError):
     """Raised if the connection between two ranks fails or if either rank closes it."""
 
+    cause = Cause.LOST_PEER
 
-class LinkTimeout(TimeoutError):
+
+class LinkTimeout(RankTimeoutError):
     """Raised if a rank makes no progress within the time limit."""
 
 

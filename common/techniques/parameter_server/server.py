@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.system.causes import Cause
-from common.system.errors import CausedRuntimeError, UserError
+from common.system.errors import CausedRuntimeError, RankTimeoutError, UserError
 from common.system.text import format_count
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -111,7 +111,7 @@ class ShardServer:
     """Server of one shard, which all workers may use concurrently.
 
     Each worker alternates between `pull` and `push`. Both methods block as long as the policy requires. Both methods
-    raise TimeoutError after `timeout` seconds, and RuntimeError after a call of `abort_waiting_calls`. Pulls are
+    raise RankTimeoutError after `timeout` seconds, and RuntimeError after a call of `abort_waiting_calls`. Pulls are
     answered in order of arrival, so no pull waits forever.
     """
 
@@ -245,7 +245,7 @@ class ShardServer:
         if self.failure is not None:
             raise CausedRuntimeError(f"a worker has been lost: {self.failure}", cause=Cause.LOST_PEER)
         if not in_time:
-            raise TimeoutError(
+            raise RankTimeoutError(
                 f"timed out: a server waited {self.timeout:.0f} s for the pushes of other workers; see their logs, or "
                 "raise launch.step_timeout"
             )

@@ -26,6 +26,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 
 from common.ranks.ranks import Ranks
+from common.system.errors import RankTimeoutError
 from common.techniques.parameter_server.server import (
     MakeOptimizer,
     Shard,
@@ -267,7 +268,7 @@ class ParameterServerRank:
                 wait_for_messages(works, IDLE_TIMEOUT)
                 answer = torch.tensor(self.server.push(worker, gradient))
                 self._send(answer, worker, ANSWER).wait()
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, RankTimeoutError) as error:
             self.server.abort_waiting_calls(error)
 
     def _send_large_message(self, value: Tensor, rank: int, tag: int) -> list[dist.Work]:

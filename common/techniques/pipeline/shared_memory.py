@@ -24,7 +24,7 @@ from torch import Tensor
 from common.ranks.links.connecting import RankLinks, connect_ranks
 from common.ranks.links.memory_stream import MemoryStream, choose_polling_seconds
 from common.ranks.rendezvous import World
-from common.system.errors import UnreachableError
+from common.system.errors import RankTimeoutError, UnreachableError
 from common.techniques.pipeline.schedules import Action
 
 SLOT_ALIGNMENT_BYTES = 64  # size of a cache line
@@ -140,7 +140,7 @@ class SharedMemoryMessages:
     def receive(self, consumer: Action) -> Tensor:
         """Wait for a message and return its slot.
 
-        Raises LinkError, or TimeoutError after launch.step_timeout seconds.
+        Raises LinkError, or RankTimeoutError after launch.step_timeout seconds.
         """
         number = self.numbers[consumer]
         if number not in self.full:
@@ -156,7 +156,7 @@ class SharedMemoryMessages:
                 self.full.update(self.sources[source].receive_numbers())
         except BlockingIOError:
             seconds = self.world.timeout.total_seconds()
-            raise TimeoutError(
+            raise RankTimeoutError(
                 f"rank {self.world.rank} received no message from rank {source} for the {consumer} within {seconds:g} "
                 f"s; see the log of rank {source}, or raise launch.step_timeout"
             ) from None

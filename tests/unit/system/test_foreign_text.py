@@ -6,9 +6,18 @@ import errno
 import os
 
 import pytest
+from torch.distributed import DistStoreError
 
+from common.ranks.links.outgoing import LinkError
 from common.system.causes import Cause
-from common.system.errors import CausedRuntimeError, MachineError, RunTakenError, UnreachableError, UserError
+from common.system.errors import (
+    CausedRuntimeError,
+    MachineError,
+    RankTimeoutError,
+    RunTakenError,
+    UnreachableError,
+    UserError,
+)
 from common.system.foreign_text import classify_error, classify_recorded_text
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] "
@@ -20,9 +29,15 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] "
         (RuntimeError(f"{GLOO}Timed out waiting 1800000ms for recv operation to complete"), Cause.TIMEOUT),
         (RuntimeError(f"{GLOO}Application timeout caused pair closure"), Cause.TIMEOUT),
         (RuntimeError("Watchdog caught collective operation timeout: ran for 600 milliseconds before"), Cause.TIMEOUT),
-        (TimeoutError("all_reduce: rank 1 does not answer"), Cause.TIMEOUT),
+        (RankTimeoutError("all_reduce: rank 1 does not answer"), Cause.TIMEOUT),
+        (DistStoreError("wait timeout after 3000ms, keys: /default_pg/0"), Cause.TIMEOUT),
+        (RuntimeError("RankTimeoutError: all_reduce: rank 1 does not answer"), Cause.TIMEOUT),
+        (TimeoutError("the label server did not answer within 3 s"), Cause.OTHER),
+        (OSError("HTTPSConnectionPool(host='labels', port=443): Read timed out."), Cause.OTHER),
+        (RuntimeError("DataLoader timed out after 5 seconds"), Cause.OTHER),
         (RuntimeError(f"{GLOO}Connection closed by peer [127.0.0.1]:3141"), Cause.LOST_PEER),
-        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), Cause.LOST_PEER),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), Cause.OTHER),
+        (LinkError("rank 1 has closed its connection; see its log"), Cause.LOST_PEER),
         (RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:10] op.nbytes. 8 vs 4"), Cause.OTHER),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), Cause.OUT_OF_MEMORY),
         (MemoryError(), Cause.OUT_OF_MEMORY),

@@ -1,0 +1,28 @@
+"""An experiment with an error of its author: ERROR_OF_USER=CASE python -m tests.harness.errors_of_users WORDS
+
+CASE is `timeout` (rank 1 waits in vain for something that is no rank), `after_report_0` or `after_report_1` (that rank
+raises an error after the report).
+"""
+
+from __future__ import annotations
+
+import os
+
+from common.training.entry_point import start
+from common.training.run import Run
+from configs.mnist_pipeline import Config
+from experiments import mnist_pipeline
+
+
+def main(cfg: Config, run: Run) -> None:
+    case = os.environ["ERROR_OF_USER"]
+    if case == "timeout" and run.world.rank == 1:
+        raise TimeoutError("the label server did not answer within 3 s")
+    mnist_pipeline.main(cfg, run)
+    run.world.gather(0)  # rank 0 has written the result
+    if case == f"after_report_{run.world.rank}":
+        raise ValueError("the plot has no axes")
+
+
+if __name__ == "__main__":
+    start(main, Config)
