@@ -38,6 +38,7 @@ from common.system.errors import (
     exit_on_user_error,
 )
 from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE
+from common.system.output import discard_unwritable_output
 from common.system.processes import exit_without_cleanup
 from common.system.signals import STOPPED_STATUSES
 from common.system.text import format_count, read_end_of_file
@@ -124,6 +125,7 @@ def run_experiment(
     Returns the run folder and the exit status. If a rank raises UserError before training starts in a new run, the run
     folder is deleted. If `submitted` is True, the folder is kept, and the SLURM job of the run writes the result.
     """
+    discard_unwritable_output()
     if is_run_finished(run_to_resume, cfg, report=ranks.is_main):  # a finished run needs no memory check or rendezvous
         return run_to_resume, 0
     with ranks.acquire_run(cfg, run_to_resume) as run_folder:

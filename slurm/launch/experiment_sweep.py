@@ -31,6 +31,7 @@ from common.runs import provenance, result
 from common.runs.folder import RunFolder, write_atomic
 from common.system.errors import UserError, exit_on_user_error
 from common.system.exit_status import EXIT_REFUSED
+from common.system.output import discard_unwritable_output
 from common.system.signals import STOPPED_STATUSES
 from common.system.text import read_end_of_file
 from configs.shared import Experiment
@@ -160,5 +161,6 @@ def main(name: str, arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    discard_unwritable_output()
     with exit_on_user_error():
         sys.exit(main(sys.argv[1], sys.argv[2:]))

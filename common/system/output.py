@@ -1,0 +1,61 @@
+"""Standard output and standard error that discard text which cannot be written.
+
+Without this module, `... | head -1` would end a run when `head` exits, and `... > FILE` when the disk is full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class DiscardingFile(io.FileIO):
+    """File that discards data which cannot be written, because its reader has exited or its disk is full."""
+
+    def __init__(self, descriptor: int, *, warns: bool) -> None:
+        """Open a file descriptor. If `warns` is True, print one warning on standard error about discarded data."""
+        super().__init__(descriptor, "w", closefd=False)
+        self.warns = warns
+
+    def write(self, data: ReadableBuffer, /) -> int | None:
+        """Write data, and return the number of bytes that were written or discarded."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._warn_once(error)
+            return memoryview(data).nbytes
+
+    def _warn_once(self, error: OSError) -> None:
+        if not self.warns:
+            return
+        self.warns = False
+        text = f"WARNING: cannot write standard output ({error.strerror}); the run continues, see its run folder"
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def discard_unwritable_output() -> None:
+    """Let this process continue when its standard output or standard error cannot be written."""
+    sys.stdout = replace_stream(sys.stdout, warns=True)
+    sys.stderr = replace_stream(sys.stderr, warns=False)
+
+
+def replace_stream(stream: TextIO | None, *, warns: bool) -> TextIO:
+    """Return a stream that writes to the same file as a standard stream, and discards what cannot be written.
+
+    `stream` is None if the file was closed before Python started.
+    """
+    if stream is None:
+        return open(os.devnull, "w")  # noqa: SIM115 (stays open until the process exits)
+    with contextlib.suppress(OSError):
+        stream.flush()
+    file = DiscardingFile(stream.fileno(), warns=warns)
+    return io.TextIOWrapper(
+        io.BufferedWriter(file), encoding=stream.encoding, errors=stream.errors, line_buffering=True
+    )
