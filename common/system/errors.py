@@ -55,9 +55,13 @@ class CausedRuntimeError(CausedError, RuntimeError):
 
 def convert_shortage_error(error: BaseException) -> BaseException:
     """Convert an error caused by a limit of the machine to a MachineError. Return other errors unchanged."""
-    if isinstance(error, MachineError) or not foreign_text.is_thread_shortage(error):
+    if isinstance(error, MachineError):
         return error
-    return MachineError(process_limits.describe_thread_shortage(), cause=Cause.THREAD_SHORTAGE)
+    if foreign_text.is_thread_shortage(error):
+        return MachineError(process_limits.describe_thread_shortage(), cause=Cause.THREAD_SHORTAGE)
+    if foreign_text.is_file_shortage(error):
+        return MachineError(process_limits.describe_file_shortage())
+    return error
 
 
 class RunTakenError(UserError):

@@ -202,6 +202,13 @@ def is_thread_shortage(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and bool(re.search(SHORTAGE_PATTERN, str(error), re.IGNORECASE))
 
 
+def is_file_shortage(error: BaseException) -> bool:
+    """Return whether an error occurred because this process cannot open another file or connection."""
+    if isinstance(error, OSError):
+        return error.errno == errno.EMFILE
+    return isinstance(error, RuntimeError) and "Too many open files" in str(error)
+
+
 def is_failed_fork(error: BlockingIOError) -> bool:
     """Return whether a function that forks raised the error. Sockets and locks raise the same error type."""
     trace = error.__traceback__

@@ -1,4 +1,4 @@
-"""Description of the limits on threads and processes. This module does not import torch."""
+"""Description of the limits on threads, processes and open files. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,19 @@ def describe_thread_shortage() -> str:
     return (
         f"no more threads or processes can be started: {describe_tightest_limit()}; raise that limit, or lower "
         "launch.threads, data.workers or the number of ranks"
+    )
+
+
+def get_open_file_limit() -> int:
+    """Return the number of files and connections that this process can have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def describe_file_shortage() -> str:
+    """Describe a shortage of open files, with the limit and a remedy."""
+    return (
+        f"no more files or connections can be opened: ulimit -n is {get_open_file_limit()}; raise that limit, or lower "
+        "data.workers or the number of ranks"
     )
 
 

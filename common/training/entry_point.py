@@ -44,7 +44,7 @@ from common.system.signals import STOPPED_STATUSES
 from common.system.text import format_count, read_end_of_file
 from common.training import optimizer_contract
 from common.training.attempt import Attempt, TrainingOutcome, has_finished_run, is_run_finished
-from common.training.host_resources import check_memory, print_notice_of_shared_cores
+from common.training.host_resources import check_resources, print_notice_of_shared_cores
 from common.training.run import Run
 from configs.dataparallel import get_enabled_elastic_settings
 from configs.shared import Experiment
@@ -177,7 +177,7 @@ class ForkedRanks:
         """Check this machine's devices and memory, and claim a new attempt. Raises UserError."""
         if cfg.launch.device == "cuda":  # report missing GPUs before any rank is forked
             rendezvous.check_gpus(cfg.processes, provenance.count_visible_gpus())
-        check_memory(cfg)
+        check_resources(cfg)
         print_notice_of_shared_cores(cfg, cfg.processes)
         attempt = Attempt.open(cfg, run_to_resume, fallback=True)
         if run_to_resume is None:
@@ -279,7 +279,7 @@ class LaunchedRank:
 
         If SLURM or torchrun has restarted the ranks, the run of the previous attempt is resumed.
         """
-        check_memory(cfg)
+        check_resources(cfg)
         launch = cfg.launch
         parent = Path(cfg.runs)
         if run_to_resume:

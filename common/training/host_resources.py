@@ -1,12 +1,15 @@
-"""Checks of the memory and the CPU cores of this host before training starts."""
+"""Checks of the memory, the limits and the CPU cores of this host before training starts."""
 
 from __future__ import annotations
 
 from common.runs import provenance
-from common.system import host_memory
+from common.system import host_memory, process_limits
+from common.system.errors import UserError
 from common.system.processes import count_host_cores
 from common.system.text import format_count
 from configs.shared import Experiment
+
+MIN_OPEN_FILES = 64  # a run of two ranks needs about half
 
 
 def print_notice_of_shared_cores(cfg: Experiment, ranks: int) -> None:
@@ -19,10 +22,13 @@ def print_notice_of_shared_cores(cfg: Experiment, ranks: int) -> None:
         print(f"{ranks} ranks share {format_count(cores, 'core')} of this host; steps will be slow", flush=True)
 
 
-def check_memory(cfg: Experiment) -> None:
-    """Raise UserError if the model does not fit into the memory of this host.
+def check_resources(cfg: Experiment) -> None:
+    """Raise UserError if the limit on open files is too low, or if the model does not fit into the memory of this host.
 
-    The check is skipped for runs on GPUs.
+    The memory is not checked for runs on GPUs.
     """
+    limit = process_limits.get_open_file_limit()
+    if limit < MIN_OPEN_FILES:
+        raise UserError(f"ulimit -n is {limit}, but a run opens more files and connections; use ulimit -n 1024")
     if cfg.launch.excludes_gpus or not provenance.count_visible_gpus():
         host_memory.check_host_memory(cfg)

@@ -35,3 +35,12 @@ def test_a_timeout_in_the_code_of_an_experiment_is_not_that_of_a_rank(tmp_path: 
     assert "TimeoutError: the label server did not answer within 3 s" in done.err
     assert "rank 0 on" not in done.err
     assert done.folder.result["cause"] == "other"
+
+
+@pytest.mark.parametrize(("case", "reason"), [("pipe", "Broken pipe"), ("disk", "No space left on device")])
+def test_a_run_whose_output_cannot_be_written_goes_on(
+    case: str, reason: str, tmp_path: Path, quick: tuple[str, ...]
+) -> None:
+    done = run_with_error(case, (*quick, "steps=3"), tmp_path)
+    assert done.status == 0 and done.folder.result["state"] == "finished"
+    assert done.err == f"WARNING: cannot write standard output ({reason}); the run continues, see its run folder\n"

@@ -1,7 +1,7 @@
-"""An experiment with an error of its author: ERROR_OF_USER=CASE python -m tests.harness.errors_of_users WORDS
+"""An experiment with an error of its author or user: ERROR_OF_USER=CASE python -m tests.harness.errors_of_users WORDS
 
 CASE is `timeout` (rank 1 waits in vain for something that is no rank), `after_report_0` or `after_report_1` (that rank
-raises an error after the report).
+raises an error after the report), `pipe` (nobody reads the output) or `disk` (the output goes to a full disk).
 """
 
 from __future__ import annotations
@@ -24,5 +24,16 @@ def main(cfg: Config, run: Run) -> None:
         raise ValueError("the plot has no axes")
 
 
+def make_output_unwritable(case: str) -> None:
+    """Replace standard output by a pipe that nobody reads, or by a file on a full disk."""
+    if case == "pipe":
+        reader, writer = os.pipe()
+        os.dup2(writer, 1)
+        os.close(reader)
+    if case == "disk":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+
 if __name__ == "__main__":
+    make_output_unwritable(os.environ["ERROR_OF_USER"])
     start(main, Config)

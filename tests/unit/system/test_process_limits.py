@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -84,6 +85,18 @@ def test_numpy_that_can_start_no_threads_is_no_ctrl_c(narrow_group: Path) -> Non
     done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Ctrl-C" not in done.stderr, done
     assert "error: no more threads or processes can be started" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE), "metrics.jsonl"),
+        RuntimeError("[enforce fail at gloo/transport/tcp/socket.cc:24] socket: Too many open files"),
+    ],
+)
+def test_a_shortage_of_files_names_the_limit_and_the_remedy(error: Exception) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert f"ulimit -n is {limit}; raise that limit, or lower data.workers" in str(convert_shortage_error(error))
 
 
 def test_other_errors_stay_as_they_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,20 @@ def test_files_of_ones_own_are_read_before_anything_starts(
         run_from_command_line(lambda cfg, run: None, Config, None)
     assert told in str(caught.value) and "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["own.py"]
+
+
+def test_a_limit_on_open_files_that_is_too_low_is_refused_before_anything_starts(
+    tmp_path: Path, digits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ddp_multinode.py", *digits, "wandb.mode=disabled", f"runs={tmp_path / 'runs'}"])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (63, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"^ulimit -n is 63, but a run opens more .*; use ulimit -n 1024$"):
+            run_from_command_line(lambda cfg, run: None, Config, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("rank", range(4))
