@@ -175,8 +175,7 @@ class Attempt:
                     result.write_once(self.folder)
                 if result.last_step:
                     print(f"metrics up to step {result.last_step} are in {self.folder.metrics_file}", file=sys.stderr)
-                if outcome.status or storage.list_resumable_checkpoints(self.folder):
-                    print(describe_continuation(self.folder, cfg, outcome.cause), file=sys.stderr)
+                print(describe_continuation(self.folder, cfg, outcome.cause), file=sys.stderr)
             elif outcome.status not in (0, *STOPPED_STATUSES) and has_finished_run(self.folder):
                 path = self.folder.path / "result.json"
                 print(f"the run is finished; the error occurred after the result was written: {path}", file=sys.stderr)

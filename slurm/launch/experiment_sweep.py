@@ -29,11 +29,13 @@ from common.measure import plots
 from common.ranks.rank_info import read_rank_info
 from common.runs import provenance, result
 from common.runs.folder import RunFolder, write_atomic
+from common.system.causes import Cause
 from common.system.errors import UserError, exit_on_user_error
 from common.system.exit_status import EXIT_REFUSED
 from common.system.output import discard_unwritable_output
 from common.system.signals import STOPPED_STATUSES
 from common.system.text import read_end_of_file
+from common.training import attempt
 from configs.shared import Experiment
 from configs.sweeps import Bars, RunRow, Summary, SweepGrid
 from slurm.launch import sweep
@@ -125,6 +127,16 @@ def report_summary(summary: Summary, folder: Path) -> None:
         print(f"  {title}{separator}{text}", flush=True)
 
 
+def report_stop(table: ResultTable, cfg: Experiment, number_of_points: int) -> None:
+    """Print what a stopped sweep has measured, and how to resume a run that was stopped."""
+    stopped = [row for row in table.rows if row.get("state") != "finished"]
+    finished = len(table.rows) - len(stopped)
+    text = f"the sweep was stopped after {finished} of {number_of_points} runs; a new sweep runs all points again"
+    print(text, file=sys.stderr)
+    for row in stopped:
+        print(attempt.describe_continuation(RunFolder(table.sweep.runs / row["run"]), cfg, Cause.OTHER), file=sys.stderr)
+
+
 def main(name: str, arguments: Sequence[str]) -> int:
     """Run all points of an experiment's grid and return the exit status. Raises UserError."""
     if config.parse_command_line(arguments).resume or read_rank_info(os.environ) is not None:
@@ -149,6 +161,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
             shutil.rmtree(folder)
         raise
     if status in STOPPED_STATUSES:
+        report_stop(table, cfg, len(points))
         return status
     finished = [row for row in table.rows if row.get("state") == "finished"]
     if finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -43,7 +44,9 @@ def test_a_stop_request_at_the_end_of_a_run_ends_the_sweep(
     script = f"{result}; kill -{name} {os.getpid()}"
     assert sweep_runs(tmp_path, cache, monkeypatch, script) == status
     assert signal.signal(number, before) is signal.default_int_handler
-    assert "FINISHED" in capfd.readouterr().out
+    told = capfd.readouterr()
+    assert "FINISHED" in told.out
+    assert re.fullmatch(r"the sweep was stopped after 1 of \d+ runs; a new sweep runs all points again\n", told.err)
     (folder,) = (tmp_path / "sweeps").iterdir()
     (cell,) = read_json(folder / "sweep.json")["cells"]
     assert cell["state"] == "finished" and cell["run"] in (folder / "table.csv").read_text()
@@ -51,11 +54,17 @@ def test_a_stop_request_at_the_end_of_a_run_ends_the_sweep(
 
 @pytest.mark.parametrize("status", [75, 130])
 def test_a_run_that_is_stopped_ends_the_sweep(
-    status: int, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    status: int,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     result = f"""echo '{{"format": 2, "state": "cancelled", "exit_status": {status}}}' >$RUN/result.json"""
     assert sweep_runs(tmp_path, cache, monkeypatch, f"{result}; exit {status}") == status
-    assert len(list(tmp_path.glob(f"{NAME}-*"))) == 1
+    (run,) = tmp_path.glob(f"{NAME}-*")
+    told = capsys.readouterr().err
+    assert told.endswith(f"\nno checkpoint found; to restart from step 0: make exp RESUME={run}\n")
 
 
 def test_a_run_that_has_trained_is_never_deleted(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
