@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.runs.folder import RunFolder
+from common.system.text import format_ranks
 
 GENERATIONS_FILE = "generations.json"
 
@@ -17,10 +18,10 @@ GENERATIONS_FILE = "generations.json"
 def describe_rank_change(change: Mapping[str, Any]) -> str:
     """Describe a rank change in one line."""
     attempt = f"attempt {change['attempt']}, " if "attempt" in change else ""
-    events = [f"{kind} rank {', '.join(map(str, change[kind]))}" for kind in ("lost", "joined") if change[kind]]
+    events = [f"{kind} {format_ranks(change[kind])}" for kind in ("lost", "joined") if change[kind]]
     return (
         f"after {attempt}step {change['step']}: {'; '.join(events) or 'connections failed'}; "
-        f"ranks {', '.join(map(str, change['ranks']))} continued after {change['seconds']:.3f} s"
+        f"{format_ranks(change['ranks'])} continued after {change['seconds']:.3f} s"
     )
 
 

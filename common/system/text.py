@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -11,6 +12,12 @@ def format_count(count: int, noun: str) -> str:
         return f"1 {noun}"
     suffix = "es" if noun.endswith(("s", "ch")) else "s"
     return f"{count:,} {noun}{suffix}"
+
+
+def format_ranks(numbers: Sequence[int]) -> str:
+    """Format the numbers of ranks, such as `rank 1` or `ranks 0, 2`."""
+    noun = "rank" if len(numbers) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, numbers))}"
 
 
 def format_duration(seconds: float) -> str:

@@ -102,8 +102,14 @@ class Run(RunContext):
 
         `Step.batch` is the point, and `Step.epoch` is the round, counted from 0. `tensors` contain the measured values,
         which the caller updates in place; those of rank 0 are saved in checkpoints. The values that rank 0 passes to
-        `Step.log` are written to metrics.jsonl. Checkpoints, stop requests, and heartbeats work as in `steps`.
+        `Step.log` are written to metrics.jsonl. Checkpoints, stop requests, and heartbeats work as in `steps`. Raises
+        RuntimeError if there are no `tensors`, or after `register` or `repeat` was called.
         """
+        if not tensors:
+            raise RuntimeError(
+                "a resumed run would lose the measurements; pass the tensors that contain them, for example "
+                "run.repeat(points, measured=table)"
+            )
         state = TrainState([], None, MeasurementPoints(points), tensors=tensors)
         self.set_up_training(state, dict, 0)
         return loop.iterate_steps(self, self.evaluate)

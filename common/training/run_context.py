@@ -124,7 +124,10 @@ class RunContext(RunData):
     def set_up_training(self, state: TrainState, evaluate: Evaluate, loss_rank: int) -> None:
         """Set what is trained, how it is evaluated, and the rank that knows the loss (or MEAN)."""
         if self.state is not None:
-            raise RuntimeError("a run trains one model; call run.register(...) only once")
+            raise RuntimeError(
+                "a run trains one model or repeats one measurement; call either run.register(...) or run.repeat(...), and "
+                "only once"
+            )
         self.state = state
         self.evaluate = evaluate
         self.loss_rank = loss_rank

@@ -188,6 +188,19 @@ def test_a_loop_that_was_left_is_not_started_again(run: Run, state: TrainState) 
         next(run.steps(no_scores))
 
 
+def test_a_measurement_needs_a_table_and_is_the_only_one(run: Run) -> None:
+    with pytest.raises(RuntimeError, match=r"would lose the measurements; pass .* run\.repeat\(points, measured=table"):
+        run.repeat([1, 2])
+    run.repeat([1, 2], measured=torch.zeros(2))
+    with pytest.raises(RuntimeError, match=r"call either run\.register\(\.\.\.\) or run\.repeat\(\.\.\.\), and only once"):
+        run.repeat([1, 2], measured=torch.zeros(2))
+
+
+def test_a_run_that_trains_repeats_no_measurement(run: Run, state: TrainState) -> None:
+    with pytest.raises(RuntimeError, match=r"call either run\.register\(\.\.\.\) or run\.repeat"):
+        run.repeat([1, 2], measured=torch.zeros(2))
+
+
 def test_steps_need_a_registered_model(run: Run) -> None:
     with pytest.raises(RuntimeError, match=r"call run\.register\(\.\.\.\) before run\.resume\(\) and run\.steps"):
         next(run.steps())
