@@ -270,7 +270,7 @@ class BuiltinBackend(Backend):
             raise
 
     def _convert_error(self, name: str, error: BaseException) -> BaseException:
-        """Convert a link error to the exception that other backends would raise: a RuntimeError or a RankTimeoutError."""
+        """Convert a link error to the error of a collective: a DistNetworkError or a RankTimeoutError."""
         message = f"{name}: {error}{self._describe_group()}"
         return RankTimeoutError(message) if isinstance(error, LinkTimeout) else dist.DistNetworkError(message)
 

@@ -81,7 +81,7 @@ RECORDED_SOURCE_ERROR = (
     rf"^(?:.*failed(?: first)?: )?(?:after step \d+: )?"
     rf"(?:(?:{'|'.join(kind.__name__ for kind in SOURCE_ERRORS)})\b|RuntimeError: (?!.*(?:{DEVICE_PATTERN})))"
 )
-# matches messages of torch.distributed, and names of exceptions in the message of an exception that C++ code has passed on
+# matches messages of torch.distributed, and names of exceptions that C++ code has converted to a RuntimeError
 COMMUNICATION_PATTERN = r"(?i)gloo|nccl|tensorpipe|\brpc\b|collective|RankTimeoutError|Dist(Backend|Network|Store)Error"
 CAUSES_OF_CLASSES = (
     (MemoryError, Cause.OUT_OF_MEMORY),

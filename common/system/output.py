@@ -23,7 +23,7 @@ class DiscardingFile(io.FileIO):
         super().__init__(descriptor, "w", closefd=False)
         self.warns = warns
 
-    def write(self, data: ReadableBuffer, /) -> int | None:
+    def write(self, data: ReadableBuffer, /) -> int:
         """Write data, and return the number of bytes that were written or discarded."""
         try:
             return super().write(data)
@@ -52,7 +52,7 @@ def replace_stream(stream: TextIO | None, *, warns: bool) -> TextIO:
     `stream` is None if the file was closed before Python started.
     """
     if stream is None:
-        return open(os.devnull, "w")  # noqa: SIM115 (stays open until the process exits)
+        return open(os.devnull, "w")
     with contextlib.suppress(OSError):
         stream.flush()
     file = DiscardingFile(stream.fileno(), warns=warns)

@@ -125,8 +125,8 @@ class RunContext(RunData):
         """Set what is trained, how it is evaluated, and the rank that knows the loss (or MEAN)."""
         if self.state is not None:
             raise RuntimeError(
-                "a run trains one model or repeats one measurement; call either run.register(...) or run.repeat(...), and "
-                "only once"
+                "a run trains one model or repeats one measurement; call either run.register(...) or run.repeat(...), "
+                "and only once"
             )
         self.state = state
         self.evaluate = evaluate

@@ -2,9 +2,9 @@
 
 Reports each assignment (`=`, `+=`, `del`, `setattr`, target of `for` or `with`) to an attribute of an object whose
 class is defined in another package of this project, and each call of another package's one-line setter: a method that
-only assigns its parameter or a constant to an attribute. Objects of libraries do not count. mypy decides the class of an object.
-`setattr` is also reported for an object of unknown class. `object.__setattr__`, which changes frozen objects, is always
-reported. The exit status is 1 if there are findings.
+only assigns its parameter or a constant to an attribute. Objects of libraries do not count. mypy decides the class of
+an object. `setattr` is also reported for an object of unknown class. `object.__setattr__`, which changes frozen
+objects, is always reported. The exit status is 1 if there are findings.
 """
 
 from __future__ import annotations

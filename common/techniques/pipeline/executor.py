@@ -92,7 +92,8 @@ class PipelineEngine:
 
         The rank with the first stage must pass the inputs x [batch, ...], and the rank with the last stage must pass
         the targets y [batch]. The rank with the last stage returns the mean loss, a 0-d tensor whose value the device
-        may still be computing. All other ranks return None. Raises RankTimeoutError if a message does not arrive in time.
+        may still be computing. All other ranks return None. Raises RankTimeoutError if a message does not arrive in
+        time.
         """
         self.clock.refresh_reference_event()
         self.inputs = self._split_batch(x) if x is not None and self.has_first_stage else ()

@@ -35,7 +35,7 @@ def run_in_fork(body: CaseBody, log_file: Path) -> int:
                 body(StopRequest.listen(60, log))
         except SystemExit as end:
             status = int(end.code or 0)
-        except BaseException:  # noqa: BLE001 (a forked test must not return to pytest)
+        except BaseException:
             status = 1
         finally:
             os._exit(status)

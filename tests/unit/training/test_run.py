@@ -192,7 +192,9 @@ def test_a_measurement_needs_a_table_and_is_the_only_one(run: Run) -> None:
     with pytest.raises(RuntimeError, match=r"would lose the measurements; pass .* run\.repeat\(points, measured=table"):
         run.repeat([1, 2])
     run.repeat([1, 2], measured=torch.zeros(2))
-    with pytest.raises(RuntimeError, match=r"call either run\.register\(\.\.\.\) or run\.repeat\(\.\.\.\), and only once"):
+    with pytest.raises(
+        RuntimeError, match=r"call either run\.register\(\.\.\.\) or run\.repeat\(\.\.\.\), and only once"
+    ):
         run.repeat([1, 2], measured=torch.zeros(2))
 
 
