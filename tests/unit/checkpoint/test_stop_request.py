@@ -31,8 +31,8 @@ def run_in_fork(body: CaseBody, log_file: Path) -> int:
     def run_body() -> NoReturn:
         status = 0
         try:
-            with open(log_file, "w") as log:
-                body(StopRequest.listen(60, log))
+            log = open(log_file, "w")  # noqa: SIM115 (the thread that reads signals uses it until the process exits)
+            body(StopRequest.listen(60, log))
         except SystemExit as end:
             status = int(end.code or 0)
         except BaseException:
