@@ -134,7 +134,8 @@ def report_stop(table: ResultTable, cfg: Experiment, number_of_points: int) -> N
     text = f"the sweep was stopped after {finished} of {number_of_points} runs; a new sweep runs all points again"
     print(text, file=sys.stderr)
     for row in stopped:
-        print(attempt.describe_continuation(RunFolder(table.sweep.runs / row["run"]), cfg, Cause.OTHER), file=sys.stderr)
+        folder = RunFolder(table.sweep.runs / row["run"])
+        print(attempt.describe_continuation(folder, cfg, Cause.OTHER), file=sys.stderr)
 
 
 def main(name: str, arguments: Sequence[str]) -> int:
