@@ -18,10 +18,11 @@ import torch.distributed as dist
 from common.backend import algorithms
 from common.backend.cost import MessageTimeLine, MessageTimeLines, choose_algorithms_by_size, fit_message_time_line
 from common.backend.torch_registration import replace_all_reduce_algorithm
+from common.config.changed_settings import read_last_changes
 from common.config.config import read_settings
 from common.config.custom_code import use_file_copies
 from common.ranks.rendezvous import World
-from common.runs.resolved_settings import record_resolved_settings
+from common.runs.resolved_settings import record_resolved_settings, warn_of_lost_choice
 from configs.shared import Launch
 
 CONFIG_KEY = "launch.algorithm"
@@ -46,15 +47,22 @@ def set_all_reduce_algorithm(launch: Launch, run: Path, world: World) -> None:
 def load_or_choose_algorithm(run: Path, world: World) -> str:
     """Return the all-reduce algorithm of a run folder, or choose and store one if the setting is `auto`.
 
-    All ranks must call this function. Raises UserError if the choice cannot be written.
+    An attempt that was resumed with `auto` instead of another algorithm chooses its own, which is not stored. All ranks
+    must call this function. Raises UserError if the choice cannot be written.
     """
-    stored = read_settings(run).get(CONFIG_KEY) if world.is_main else None
+    stored = None
+    is_changed = False
+    if world.is_main:
+        is_changed = CONFIG_KEY in read_last_changes(run)
+        stored = None if is_changed else read_settings(run).get(CONFIG_KEY)
     stored = world.broadcast(stored)
     if stored not in (None, "auto"):
         return str(stored)
     choice = world.broadcast(choose_algorithm_by_link_speeds(world))
     if world.is_main:
         print(f"{CONFIG_KEY}=auto: using {describe_algorithm_choice(choice)}", flush=True)
+    if world.is_main and not is_changed:
+        warn_of_lost_choice(run, CONFIG_KEY)
         record_resolved_settings(run, {CONFIG_KEY: choice})
     return str(choice)
 

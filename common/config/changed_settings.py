@@ -6,15 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from common.config.config_keys import format_value
 from common.system.errors import UserError
 
 Changes = dict[str, tuple[Any, Any]]  # old and new value by dotted name, as strings or lists of strings
 CHANGES_FILE = "changed.json"  # exists in an attempt folder if the attempt's settings differ from those of the run
 
 
+UNREPEATED_KEYS = ("wandb.", "launch.transport", "launch.tls")
+"""Keys and groups that do not affect the results of a run, so a run can be repeated although they have changed."""
+
+
 def describe_changes(changed: Changes) -> str:
     """Format changed settings as text, such as `stages 2 -> 1`."""
-    return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+    return ", ".join(f"{name} {format_value(old)} -> {format_value(new)}" for name, (old, new) in changed.items())
 
 
 def read_last_changes(run: Path) -> Changes:
@@ -28,7 +33,7 @@ def read_changes_of_attempts(run: Path) -> Changes:
     changes: Changes = {}
     for path in sorted(run.glob(f"attempts/[0-9]*/{CHANGES_FILE}")):
         changes |= read_changes(path)
-    return {name: pair for name, pair in changes.items() if not name.startswith("wandb.")}
+    return {name: pair for name, pair in changes.items() if not name.startswith(UNREPEATED_KEYS)}
 
 
 def is_setting_text(value: Any) -> bool:

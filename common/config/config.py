@@ -20,20 +20,28 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
 
-from common.config.changed_settings import Changes, describe_changes, read_changes_of_attempts, read_last_changes
+from common.config.changed_settings import (
+    Changes,
+    describe_changes,
+    read_changes_of_attempts,
+    read_last_changes,
+)
+from common.config.command_line import USAGE, parse_command_line
 from common.config.config_keys import (
     drop_training_keys,
+    format_value,
     list_keys,
-    nest_values,
     parse_value,
     read_values,
     reject_unused_keys,
     replace_values,
     suggest_key,
 )
+from common.config.yaml_values import describe_yaml_position, flatten_mapping, format_values, load_yaml
 from common.system.errors import UserError
+from configs.dataparallel import RanksPerNode
+from configs.fields import find_group
 from configs.shared import Experiment
 
 
@@ -71,47 +79,41 @@ FIXED_KEYS = (
     "wandb.entity",
 )
 RANKS_PER_NODE = "processes_per_node"  # sets the number of ranks in experiments without pipeline stages
-YAML_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the loader of libyaml is eight times faster
 CONFIG_FILE = "config.yaml"  # the settings with which a run was started
 RESOLVED_FILE = "resolved.yaml"  # the settings that a run has measured or chosen, if any
-USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=value ...]"
-OPTION_VALUES = {
-    "--config": "file, such as runs/<id>/config.yaml",
-    "--resume": "run folder, such as runs/<id>",
-}
-
-
-def flatten_mapping(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into one dict with dotted names as keys."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten_mapping(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
-
-
-def describe_yaml_position(error: yaml.YAMLError) -> str:
-    """Return the position of a YAML error, such as " at line 2, column 5", or an empty string if it is unknown."""
-    mark = getattr(error, "problem_mark", None)
-    return f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """Read the values of a YAML file as text, by dotted name. Raises UserError if the file is invalid."""
     try:
-        tree = yaml.load(path.read_text(), Loader=YAML_LOADER)  # noqa: S506 (creates only str, list and dict)
+        tree = load_yaml(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"{path}: configuration file not found") from None
+        raise UserError(f"{path}: configuration file not found; correct the path or create the file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
+        raise UserError(f"{path}: cannot be read ({error}); use a readable text file") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML{describe_yaml_position(error)}") from None
+        raise UserError(f"{path}: not valid YAML{describe_yaml_position(error)}; correct the file") from None
     tree = tree or {}  # an empty file yields None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: expected `key: value` lines")
+        raise UserError(f"{path}: expected `key: value` lines; correct the file")
     return flatten_mapping(tree)
+
+
+def check_settings_file(schema: type[Experiment], file: Path) -> None:
+    """Raise UserError, which names the file, for an unknown key or an invalid value in a file with settings."""
+    values = read_config_file(file)
+    if not values and file.name == RESOLVED_FILE:
+        raise UserError(f"{file} is empty; restore it, or delete it so that the run chooses these settings again")
+    try:
+        parse_values(schema, drop_training_keys(schema, values))
+    except UserError as error:
+        raise UserError(f"correct {file}: {error}") from None
+
+
+def list_settings_files(run: Path) -> list[Path]:
+    """Return the files that contain the settings of a run: config.yaml, and resolved.yaml if it exists."""
+    resolved = run / RESOLVED_FILE
+    return [run / CONFIG_FILE, resolved] if resolved.exists() else [run / CONFIG_FILE]
 
 
 def read_settings(run: Path) -> dict[str, Any]:
@@ -120,10 +122,29 @@ def read_settings(run: Path) -> dict[str, Any]:
     resolved.yaml contains the values that the run has measured or chosen. Older versions stored these values in
     config.yaml. Raises UserError if a file is invalid or config.yaml does not exist.
     """
-    settings = read_config_file(run / CONFIG_FILE)
-    if (run / RESOLVED_FILE).exists():
-        settings |= read_config_file(run / RESOLVED_FILE)
+    settings: dict[str, Any] = {}
+    for file in list_settings_files(run):
+        settings |= read_config_file(file)
     return settings
+
+
+def parse_values(schema: type[S], texts: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert values, given as text by dotted name, to the types of a config.
+
+    Raises UserError for an unknown key or an invalid value.
+    """
+    keys = list_keys(schema)
+    values: dict[str, Any] = {}
+    for text_key, text in texts.items():
+        # The name of a group, as in elastic=true, refers to its key `on`.
+        name = f"{text_key}.on" if f"{text_key}.on" in keys else text_key
+        group = [key for key in keys if key.startswith(f"{name}.")]
+        if group:
+            raise UserError(f"{name} is a group of settings; set one of its keys: {', '.join(group)}")
+        if name not in keys:
+            raise UserError(f"unknown key {name}; {suggest_key(name, schema)}")
+        values[name] = parse_value(keys[name], text)
+    return values
 
 
 def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
@@ -131,18 +152,9 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
 
     Later layers override earlier layers. Raises UserError for an unknown key or an invalid value.
     """
-    keys = list_keys(schema)
     values: dict[str, Any] = {}
     for layer in layers:
-        for layer_key, text in layer.items():
-            # The name of a group, as in elastic=true, refers to its key `on`.
-            name = f"{layer_key}.on" if f"{layer_key}.on" in keys else layer_key
-            group = [key for key in keys if key.startswith(f"{name}.")]
-            if group:
-                raise UserError(f"{name} is a group of settings; set one of its keys: {', '.join(group)}")
-            if name not in keys:
-                raise UserError(f"unknown key {name}; {suggest_key(name, schema)}")
-            values[name] = parse_value(keys[name], text)
+        values |= parse_values(schema, layer)
     settings = replace_values(schema(), values)
     try:
         settings.check()
@@ -179,47 +191,6 @@ def build_config_for_started_ranks(
     nodes = str(user_values.get("launch.nodes", started.nodes))
     ranks_per_node = started.ranks // int(nodes) if nodes.isdecimal() and int(nodes) else 0
     return build_config(schema, [*layers, {RANKS_PER_NODE: str(ranks_per_node), "launch.nodes": nodes}])
-
-
-@dataclasses.dataclass(frozen=True)
-class CommandLine:
-    """Options and values of a command line, before the values are converted to their types."""
-
-    help: bool
-    print_config: bool
-    file: Path | None
-    resume: Path | None
-    values: dict[str, str]
-
-
-def parse_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Split a command line into options and key=value pairs. Raises UserError for an invalid argument."""
-    remaining = list(arguments)
-    values: dict[str, str] = {}
-    show_help = False
-    print_config = False
-    paths: dict[str, Path] = {}
-    while remaining:
-        argument = remaining.pop(0)
-        name, separator, text = argument.partition("=")
-        if argument in ("--help", "-h"):
-            show_help = True
-        elif argument == "--print-config":
-            print_config = True
-        elif name in OPTION_VALUES:
-            if not text and remaining:
-                text = remaining.pop(0)
-            if not text:
-                raise UserError(f"{name} requires a {OPTION_VALUES[name]}")
-            paths[name] = Path(text)
-        elif argument.startswith("-") or not separator:
-            expected = "expected key=value (no spaces, no leading dashes)"
-            raise UserError(f"unexpected argument {argument!r}: {expected}; usage: {USAGE}")
-        elif not text.isprintable():
-            raise UserError(f"{name}={text!r}: line breaks and control characters are not allowed")
-        else:
-            values[name] = text
-    return CommandLine(show_help, print_config, paths.get("--config"), paths.get("--resume"), values)
 
 
 def import_schema(name: str) -> type[Experiment]:
@@ -269,7 +240,7 @@ def load_config(
         resumed = {name: new for name, (_, new) in read_last_changes(command_line.resume).items()}
         user_values |= from_file | resumed
     elif command_line.file:
-        from_file = read_repeated_config(command_line.file)
+        from_file = read_repeated_config(schema, command_line.file)
         user_values |= from_file
     else:
         from_file = read_config_file(ROOT / "configs" / f"{get_experiment_name(schema)}.yaml")
@@ -279,6 +250,8 @@ def load_config(
         layers.append(drop_training_keys(schema, layer))
     layers.append(command_line.values)
     settings = build_config_for_started_ranks(schema, layers, user_values, started)
+    if command_line.resume:
+        reject_repeated_choices(command_line.resume, settings, command_line.values)
     if command_line.print_config:
         print_text(format_yaml(settings).rstrip("\n"))
         sys.exit(0)
@@ -292,11 +265,14 @@ def read_resumed_config(schema: type[Experiment], run: Path, new_values: Mapping
         raise UserError(f"--resume {run}: not a run folder (no config.yaml); list the runs with: make status")
     if not read_config_file(file):
         raise UserError(f"{file} is empty; restore it or start a new run")
-    stored = read_settings(run)
     name = get_experiment_name(schema)
     experiment = run.absolute().name.rsplit("-", 3)[0]
     if experiment != name:
-        raise UserError(f"--resume {run} is a run of {experiment}, not of {name}")
+        remedy = f"resume it with python experiments/{experiment}.py --resume {run}, or name a run of {name}"
+        raise UserError(f"--resume {run} is a run of {experiment}, not of {name}; {remedy}")
+    for settings_file in list_settings_files(run):
+        check_settings_file(schema, settings_file)
+    stored = read_settings(run)
     keys = list_keys(schema)
     for key in [key for key in FIXED_KEYS if key in keys]:
         old = stored.get(key)
@@ -305,11 +281,14 @@ def read_resumed_config(schema: type[Experiment], run: Path, new_values: Mapping
     return stored
 
 
-def read_repeated_config(file: Path) -> dict[str, Any]:
+def read_repeated_config(schema: type[Experiment], file: Path) -> dict[str, Any]:
     """Read the file of the option --config. The config.yaml of a run includes the values in its resolved.yaml.
 
-    Raises UserError if the run was resumed with other settings.
+    Raises UserError if a setting is invalid or the run was resumed with other settings.
     """
+    files = list_settings_files(file.parent) if file.name == CONFIG_FILE else [file]
+    for settings_file in files:
+        check_settings_file(schema, settings_file)
     changes = read_changes_of_attempts(file.parent)
     if changes:
         problem = f"{file} contains the initial settings of a run that was resumed with different settings"
@@ -332,13 +311,10 @@ def format_yaml_with_keys_of_file(settings: Experiment, file: Path) -> str:
     return format_values({name: values.get(name, text) for name, text in read_config_file(file).items()})
 
 
-def format_values(values: Mapping[str, Any]) -> str:
-    """Return values by dotted name as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(nest_values(values)))
-
-
-# keys and groups that do not affect training
+# Keys and groups that do not affect training, or that depend on the machine on which a run is resumed.
 UNRELATED_KEYS = ("runs", "data.root", "data.cache", "launch.", "log.", "checkpoint.")
+# Keys of the group `launch` that a resumed run keeps on every machine.
+KEPT_LAUNCH_KEYS = ("launch.backend", "launch.algorithm", "launch.transport", "launch.tls", "launch.mixed")
 
 
 def find_changes(run: Path, settings: Experiment) -> Changes:
@@ -347,15 +323,45 @@ def find_changes(run: Path, settings: Experiment) -> Changes:
     The result is empty if all differing values are those of config.yaml: the values in resolved.yaml then apply.
     """
     requested = read_config_file(run / CONFIG_FILE)
-    old = read_settings(run)
-    new = flatten_mapping(yaml.load(format_yaml(settings), Loader=yaml.BaseLoader))  # noqa: S506 (as above)
-    changes = {}
-    for name, value in new.items():
-        if name in old and old[name] != value and not name.startswith(UNRELATED_KEYS):
-            changes[name] = (old[name], value)
+    changes = find_differences(run, settings)
     if all(requested.get(name) == value for name, (_, value) in changes.items()):
         return {}
     return changes
+
+
+def find_differences(run: Path, settings: Experiment) -> Changes:
+    """Return the training and tracking settings whose values differ from those in config.yaml and resolved.yaml."""
+    old = read_settings(run)
+    new = flatten_mapping(load_yaml(format_yaml(settings)))
+    differences = {}
+    for name, value in new.items():
+        is_unrelated = name.startswith(UNRELATED_KEYS) and name not in KEPT_LAUNCH_KEYS
+        if name in old and old[name] != value and not is_unrelated:
+            differences[name] = (old[name], value)
+    if RANKS_PER_NODE in differences and count_ranks_of_run(old, settings) == settings.processes:
+        del differences[RANKS_PER_NODE]  # the run has as many ranks as before, possibly on other hosts
+    return differences
+
+
+def count_ranks_of_run(old: Mapping[str, Any], settings: Experiment) -> int:
+    """Return the number of ranks of a run with the settings `old`. `settings` has the setting processes_per_node."""
+    group = find_group(settings, RanksPerNode)
+    assert group is not None
+    keys = list_keys(type(settings))
+    ranks_per_node = parse_value(keys[RANKS_PER_NODE], old[RANKS_PER_NODE])
+    nodes = parse_value(keys["launch.nodes"], old.get("launch.nodes", "1"))
+    return dataclasses.replace(group, processes_per_node=ranks_per_node).count_ranks(nodes)
+
+
+def reject_repeated_choices(run: Path, settings: Experiment, user_values: Mapping[str, str]) -> None:
+    """Raise UserError if a user value requests a choice that a run has already made and keeps."""
+    if find_changes(run, settings):
+        return
+    for name, (chosen, _) in find_differences(run, settings).items():
+        if name in user_values:
+            text = f"{name}={user_values[name]}"
+            problem = f"{text} has no effect: the run has already chosen {name}={format_value(chosen)}"
+            raise UserError(f"{problem}; omit it, set another value, or start a new run")
 
 
 def format_help(schema: type[Experiment]) -> str:
@@ -365,11 +371,7 @@ def format_help(schema: type[Experiment]) -> str:
     lines = [f"usage: python experiments/{name}.py {USAGE}", f"       make exp NAME={name} ARGS='key=value ...'", ""]
     for key in list_keys(schema).values():
         default = parse_value(key, values[key.name]) if key.name in values else key.default
-        if isinstance(default, bool):
-            default = str(default).lower()
-        elif isinstance(default, list):
-            default = f"[{','.join(default)}]"
-        lines.append(f"  {key.name}={default}  ({key.allowed})")
+        lines.append(f"  {key.name}={format_value(default)}  ({key.allowed})")
         paragraph = " ".join(key.doc.split())
         lines += textwrap.wrap(paragraph, 100, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)

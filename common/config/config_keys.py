@@ -192,6 +192,13 @@ def parse_value(key: ConfigKey, text: Any) -> Any:
         raise UserError(f"{key.name}={text}: {error}; allowed: {key.allowed}") from None
 
 
+def format_value(value: Any) -> str:
+    """Return a value as text, as on the command line, such as `true` or `[a,b]`."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+
+
 def convert_value(key: ConfigKey, text: Any) -> Any:
     """Convert text to the type of its key. Raises ValueError if the text is invalid."""
     if key.type == list[str]:

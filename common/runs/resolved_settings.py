@@ -5,12 +5,14 @@ The config of a run does not change. `common.config.config.read_settings` reads 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from common.config import config
-from common.runs.folder import write_atomic
+from common.config.yaml_values import format_values
+from common.runs.folder import RunFolder, write_atomic
 
 
 def record_resolved_settings(run: Path, values: Mapping[str, Any]) -> None:
@@ -22,4 +24,14 @@ def record_resolved_settings(run: Path, values: Mapping[str, Any]) -> None:
         return
     file = run / config.RESOLVED_FILE
     known = config.read_config_file(file) if file.exists() else {}
-    write_atomic(file, config.format_values(known | dict(values)), durable=True)
+    write_atomic(file, format_values(known | dict(values)), durable=True)
+
+
+def warn_of_lost_choice(run: Path, name: str) -> None:
+    """Print a warning if earlier attempts have trained with a choice that resolved.yaml no longer contains.
+
+    An attempt calls this function after it has chosen the setting `name` and before its first step.
+    """
+    if RunFolder(run).trace_attempts():
+        problem = f"{run / config.RESOLVED_FILE} no longer contains {name}, which earlier attempts have chosen"
+        print(f"WARNING: {problem}; this attempt has chosen it again", file=sys.stderr, flush=True)

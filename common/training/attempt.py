@@ -285,8 +285,15 @@ def prepare_data_of_run(cfg: Experiment, run_folder: RunFolder) -> PreparedDatas
     name = config.read_settings(run_folder.path).get("data.name")
     if name is not None and isinstance(cfg, TrainingExperiment):
         settings = replace_values(cfg, {"data.name": name})
-    prepared = prepare.prepare_dataset_of_config(settings, fallback=False, code=code)
     recorded = provenance.read_metadata(run_folder).get("data") or {}
+    recorded_name = recorded.get("name", name)
+    if isinstance(cfg, TrainingExperiment) and name not in (None, recorded_name):
+        raise UserError(
+            f"{run_folder.path} was trained on data.name={recorded_name}, but its {config.RESOLVED_FILE} no longer "
+            f"contains this setting; restore the file, or write `data.name: {recorded_name}` to it",
+            cause=Cause.DAMAGED_DATA,
+        )
+    prepared = prepare.prepare_dataset_of_config(settings, fallback=False, code=code)
     checksums = prepared.to_dict()["sha256"]
     if recorded.get("sha256", checksums) != checksums:
         raise UserError(

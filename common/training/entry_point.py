@@ -18,6 +18,7 @@ from typing import IO, TypeVar
 from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_before_exit
 from common.config import config, config_keys, custom_code
+from common.config.command_line import parse_command_line
 from common.data.loader import DataWorkerError
 from common.models import initial_weights
 from common.ranks import backend_setup, local_launcher, rendezvous
@@ -74,7 +75,7 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
     """
     with report_common_error_once(rank_info):
         started = config.StartedRanks(rank_info.size, rank_info.nodes) if rank_info is not None else None
-        command_line = config.parse_command_line(sys.argv[1:])
+        command_line = parse_command_line(sys.argv[1:])
         path = command_line.resume
         run_to_resume = RunFolder(path.absolute()) if path else None
         code = path.absolute() / "code" if path else None

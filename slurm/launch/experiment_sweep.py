@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import config, config_keys
+from common.config.command_line import parse_command_line
 from common.measure import plots
 from common.ranks.rank_info import read_rank_info
 from common.runs import provenance, result
@@ -140,7 +141,7 @@ def report_stop(table: ResultTable, cfg: Experiment, number_of_points: int) -> N
 
 def main(name: str, arguments: Sequence[str]) -> int:
     """Run all points of an experiment's grid and return the exit status. Raises UserError."""
-    if config.parse_command_line(arguments).resume or read_rank_info(os.environ) is not None:
+    if parse_command_line(arguments).resume or read_rank_info(os.environ) is not None:
         raise UserError("sweep=true starts its own runs; do not combine it with srun, torchrun, RESUME, or --resume")
     cfg = config.load_config(config.import_schema(name), arguments)
     gpus = provenance.count_visible_gpus()

@@ -25,7 +25,8 @@ from typing import Any
 
 import yaml
 
-from common.config import changed_settings, config, config_keys, custom_code
+from common.config import changed_settings, config, config_keys, custom_code, yaml_values
+from common.config.command_line import parse_command_line
 from common.data import prepare
 from common.data.prepare import PreparedDataset
 from common.runs import provenance, result
@@ -89,7 +90,7 @@ def resolve_settings(old: RunFolder, overrides: list[str]) -> str:
 
 def parse_settings_text(text: str) -> dict[str, Any]:
     """Parse YAML into a dict from the dotted name of each setting to its value as text."""
-    return config.flatten_mapping(yaml.load(text, Loader=config.YAML_LOADER) or {})  # noqa: S506 (builds only str, list, dict)
+    return yaml_values.flatten_mapping(yaml_values.load_yaml(text) or {})
 
 
 def build_config_from_known_keys(name: str, text: str) -> Experiment:
@@ -288,7 +289,7 @@ def main(args: argparse.Namespace) -> int:
         submit.check_step_timeout(settings, profile)
         scheduler.check_enough_hosts(settings.launch.nodes, profile.partition)
 
-    overridden = config.parse_command_line(arguments).values
+    overridden = parse_command_line(arguments).values
     old_code = old.path / "code"
     custom_code.check_custom_settings(settings, old_code, overridden)
     data_code = None if "data.name" in overridden else old_code

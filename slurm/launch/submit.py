@@ -19,6 +19,7 @@ from pathlib import Path
 
 from common.checkpoint import extension
 from common.config import config, config_keys, custom_code
+from common.config.command_line import parse_command_line
 from common.config.config import ROOT
 from common.data import prepare
 from common.models import initial_weights
@@ -259,7 +260,7 @@ def check_step_timeout(settings: Experiment, profile: Profile) -> None:
 def check_source_knows_settings(folder: RunFolder, arguments: list[str]) -> None:
     """Raise UserError if a setting does not exist in the source code that the resumed run keeps."""
     known_settings = config.read_settings(folder.path)
-    unknown = [name for name in config.parse_command_line(arguments).values if name not in known_settings]
+    unknown = [name for name in parse_command_line(arguments).values if name not in known_settings]
     if unknown:
         names = ", ".join(unknown)
         raise UserError(f"the source code saved with {folder.path.name} has no setting {names}; remove it from ARGS")

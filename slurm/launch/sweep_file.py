@@ -28,7 +28,8 @@ from typing import Any
 
 import yaml
 
-from common.config import config, custom_code
+from common.config import config, custom_code, yaml_values
+from common.config.command_line import parse_command_line
 from common.models import initial_weights
 from common.runs.tracking import wandb_account
 from common.system.errors import UserError
@@ -98,7 +99,7 @@ def read_sweep_file(path: str, overrides: list[str]) -> SweepPlan:
             hint = suggest_nearest(key, KEYS) or f"; valid keys are {', '.join(KEYS)}"
             raise UserError(f"{path}: unknown key {key}{hint}")
     try:
-        return build_plan(name, tree, config.parse_command_line(overrides).values)
+        return build_plan(name, tree, parse_command_line(overrides).values)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -164,11 +165,11 @@ def read_python_grid(experiment: str, overrides: list[str]) -> dict[str, Any]:
 def read_yaml_tree(path: Path) -> dict[str, Any]:
     """Parse a YAML file and keep all scalars as text. Raises UserError."""
     try:
-        tree = yaml.load(path.read_text(), Loader=config.YAML_LOADER)  # noqa: S506 (builds only str, list, dict)
+        tree = yaml_values.load_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"GRID={path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML{config.describe_yaml_position(error)}") from None
+        raise UserError(f"{path}: not valid YAML{yaml_values.describe_yaml_position(error)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines, including experiment and either grid or points")
     return tree
@@ -188,7 +189,7 @@ def flatten_settings(tree: Any, key: str) -> dict[str, str]:
     """
     if not isinstance(tree, dict):
         raise UserError(f"{key}: expected `key: value` pairs")
-    return format_settings(config.flatten_mapping(tree))
+    return format_settings(yaml_values.flatten_mapping(tree))
 
 
 def expand_grid_and_points(tree: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -197,7 +198,7 @@ def expand_grid_and_points(tree: Mapping[str, Any]) -> list[dict[str, str]]:
     single_points = tree.get("points") or []
     if not isinstance(grid, dict) or not isinstance(single_points, list):
         raise UserError("grid must contain `key: [values]` pairs, and points must be a list of `{key: value}` items")
-    axes = config.flatten_mapping(grid)
+    axes = yaml_values.flatten_mapping(grid)
     for key, values in axes.items():
         if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
             raise UserError(f"grid: {key}: expected a list of values, such as [1, 2]")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.config import config, config_keys
+from common.config.command_line import parse_command_line
 from slurm.reports import selection
 
 FEW_STEPS = ("epochs=1", "steps=30", "data.test_limit=1000")
@@ -19,14 +20,14 @@ FEW_STEPS = ("epochs=1", "steps=30", "data.test_limit=1000")
 def list_tour_settings(name: str, words: Sequence[str]) -> list[str]:
     """Return the settings of an experiment in the tour, followed by those of the settings `words` that it has."""
     schema = config.import_schema(name)
-    values = config.parse_command_line([*FEW_STEPS, *schema.smallest_settings, *words]).values
+    values = parse_command_line([*FEW_STEPS, *schema.smallest_settings, *words]).values
     values = config_keys.drop_training_keys(schema, values)
     return [f"{key}={text}" for key, text in values.items()]
 
 
 def main(args: argparse.Namespace) -> int:
     """Run every experiment briefly at a small scale, compare the runs, and return the exit status."""
-    root = Path(config.parse_command_line(args.words).values.get("runs", "runs"))
+    root = Path(parse_command_line(args.words).values.get("runs", "runs"))
     old_paths = {folder.path for folder in selection.list_all_runs(root)}
     start = time.monotonic()
     failed: list[str] = []

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common.config import config
+from common.config.command_line import parse_command_line
 from common.config.config import ROOT
 from common.runs.compare.compare_table import Column, join_columns
 from common.system.errors import UserError, exit_on_user_error
@@ -254,7 +255,7 @@ def main(args: argparse.Namespace) -> int:
 
     nodes = parse_count("NODES", args.nodes or "1")
     settings_arguments, profile_arguments = split_experiment_and_cluster_settings(args.args)
-    values = config.parse_command_line(settings_arguments).values
+    values = parse_command_line(settings_arguments).values
     settings = config.build_config(DoctorSettings, [values])
     ignored = [name for name in values if name not in USED_SETTINGS]
     if ignored:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.config import changed_settings, config
+from common.config.command_line import parse_command_line
 from common.data import prepare
 from common.runs import provenance
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, convert_disk_errors, read_json
@@ -61,7 +62,7 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     run_settings = config.read_settings(folder.path)
     for key, (_, new_value) in changed_settings.read_last_changes(folder.path).items():
         run_settings[key] = new_value
-    changes = config.parse_command_line(arguments).values
+    changes = parse_command_line(arguments).values
     schema = config.import_schema(folder.experiment)
     if not issubclass(schema, TrainingExperiment):
         raise UserError(f"{folder.path.name}: {folder.experiment} does not train a model; use another run")

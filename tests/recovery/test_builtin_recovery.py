@@ -53,7 +53,7 @@ def test_an_algorithm_is_measured_once_and_stands_beside_the_config(tmp_path: Pa
     known = config.read_settings(file.parent)["launch.algorithm"]
     assert known != "auto" and "launch.algorithm=auto: " in whole.out
     assert known in config.format_yaml(config.load_config(ddp_multinode.Config, ["--config", str(file)], {}))
-    folder = check_that_it_goes_on(REPLICATED, whole, "auto", tmp_path / "cut", "launch.algorithm=auto")
+    folder = check_that_it_goes_on(REPLICATED, whole, "auto", tmp_path / "cut")
     assert config.read_settings(folder.path) == config.read_settings(file.parent)
 
 

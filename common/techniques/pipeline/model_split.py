@@ -21,7 +21,7 @@ from common.measure.memory import reset_peak_memory
 from common.ranks.rendezvous import World
 from common.runs import provenance
 from common.runs.folder import read_json, write_json
-from common.runs.resolved_settings import record_resolved_settings
+from common.runs.resolved_settings import record_resolved_settings, warn_of_lost_choice
 from common.system.errors import UserError
 from common.techniques.pipeline import partition
 from common.techniques.pipeline.executor import LossFunction, PipelineEngine
@@ -149,6 +149,7 @@ def load_or_measure_split(run: RunContext, measure: Callable[[], list[str]]) -> 
         return stored
     split = run.world.broadcast(measure())
     if is_unchanged:
+        warn_of_lost_choice(run.folder.path, "split")
         record_resolved_settings(run.folder.path, {"split": split})
     return split
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from common.config import config, config_keys
-from common.config.changed_settings import read_last_changes
+from common.config.changed_settings import read_changes_of_attempts, read_last_changes
 from common.config.config import load_config
 from common.config.config_keys import list_keys, replace_values
-from common.runs.resolved_settings import record_resolved_settings
+from common.runs.folder import RunFolder
+from common.runs.resolved_settings import record_resolved_settings, warn_of_lost_choice
 from common.system.errors import UserError
 from configs.ddp_multinode import Config as ElasticConfig
 from configs.ddp_multinode import Config as ReplicaConfig
@@ -186,10 +188,12 @@ def test_help_names_every_key_with_default_type_and_meaning() -> None:
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
-    assert "configuration file not found" in refused("--config", str(tmp_path / "none.yaml"))
+    assert "none.yaml: configuration file not found; correct the path" in refused(
+        "--config", str(tmp_path / "none.yaml")
+    )
     bad = tmp_path / "bad.yaml"
     bad.write_text("a: [1\n")
-    assert "not valid YAML" in refused("--config", str(bad))
+    assert "bad.yaml: not valid YAML at line 2, column 1; correct the file" in refused("--config", str(bad))
     bad.write_text("- a\n- b\n")
     assert "key: value" in refused("--config", str(bad))
     bad.write_text("batch:\n  size: 3\n")
@@ -232,9 +236,103 @@ def test_what_a_run_has_chosen_overrides_its_config(tmp_path: Path) -> None:
     other = replace_values(resumed, {"stages": 1, "split": []})
     assert config.find_changes(run, other) == {"stages": ("2", "1"), "split": (["fc3"], [])}
 
+    refusal = r"split=\[\] has no effect: the run has already chosen split=\[fc3\]; omit it, set another value"
+    with pytest.raises(UserError, match=refusal):
+        load_config(Config, ["--resume", str(run), "split=[]"], {})
+    for words in (["split=[fc2]"], ["stages=1", "split=[]"], ["balance=time"], ["log.level=debug"]):
+        load_config(Config, ["--resume", str(run), *words], {})
+
     (run / "resolved.yaml").write_text("a: [")
-    with pytest.raises(UserError, match=r"resolved\.yaml: not valid YAML"):
+    with pytest.raises(UserError, match=r"resolved\.yaml: not valid YAML at line 2, column 1; correct the file"):
         config.read_settings(run)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("split: fc2]", "correct {file}: split=fc2]: expected a list such as [a,b]; allowed: list"),
+        ("optim.lr: fast", "correct {file}: optim.lr=fast: expected a decimal number; allowed: float from 0 to 100"),
+        ("splits: [fc2]", "correct {file}: unknown key splits; did you mean split?"),
+    ],
+)
+def test_a_wrong_setting_in_a_file_is_refused_with_the_name_of_the_file(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "mnist_pipeline-1-2-3"
+    run.mkdir()
+    (run / "config.yaml").write_text(config.format_yaml(Config()))
+    for name, options in (
+        ("own.yaml", [f"--config={tmp_path / 'own.yaml'}"]),
+        ("mnist_pipeline-1-2-3/resolved.yaml", [f"--config={run / 'config.yaml'}", f"--resume={run}"]),
+    ):
+        file = tmp_path / name
+        file.write_text(text)
+        for option in options:
+            assert refused(option).startswith(message.format(file=file))
+
+
+def test_an_empty_file_of_choices_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "mnist_pipeline-1-2-3"
+    run.mkdir()
+    (run / "config.yaml").write_text(config.format_yaml(Config()))
+    (run / "resolved.yaml").touch()
+    remedy = "resolved.yaml is empty; restore it, or delete it so that the run chooses these settings again"
+    for option in (f"--config={run / 'config.yaml'}", f"--resume={run}"):
+        assert remedy in refused(option)
+
+
+def test_a_choice_that_is_gone_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path)
+    warn_of_lost_choice(tmp_path, "split")
+    assert not capsys.readouterr().err, "no attempt has trained"
+    folder.claim_attempt().record_parent_attempt(None, 0)
+    warn_of_lost_choice(tmp_path, "split")
+    warning = f"WARNING: {tmp_path}/resolved.yaml no longer contains split, which earlier attempts have chosen"
+    assert capsys.readouterr().err.startswith(warning)
+
+
+def test_how_ranks_communicate_is_kept_and_where_they_run_is_not(tmp_path: Path) -> None:
+    run = tmp_path / "ddp_multinode-1-2-3"
+    run.mkdir()
+    (run / "config.yaml").write_text(config.format_yaml(ReplicaConfig()))
+    kept = {
+        "launch.backend": ("auto", "builtin"),
+        "launch.algorithm": ("ring", "tree"),
+        "launch.tls": ("false", "true"),
+    }
+    words = [f"{name}={new}" for name, (_, new) in kept.items()]
+    resumed = load_config(ReplicaConfig, [f"--resume={run}", *words, "launch.threads=3", "launch.step_timeout=7"], {})
+    changes = config.find_changes(run, resumed)
+    assert changes == kept
+
+    file = run / "attempts/0002/changed.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(changes))
+    again = load_config(ReplicaConfig, [f"--resume={run}"], {})
+    assert (again.launch.backend, again.launch.algorithm, again.launch.tls) == ("builtin", "tree", True)
+    with pytest.raises(UserError, match=r"launch\.backend auto -> builtin, launch\.algorithm ring -> tree"):
+        load_config(ReplicaConfig, [f"--config={run / 'config.yaml'}"], {})
+    file.write_text(json.dumps({"launch.tls": ["false", "true"], "launch.transport": ["auto", "network"]}))
+    assert read_changes_of_attempts(run) == {}, "they do not affect results, so a single run can repeat them"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ([], ["processes_per_node=2"], False),
+        (["processes_per_node=2"], ["processes_per_node=0"], False),
+        ([], ["launch.nodes=2", "processes_per_node=1"], False),
+        ([], ["processes_per_node=4"], True),
+    ],
+)
+def test_the_automatic_number_of_ranks_may_be_given(
+    old: list[str], new: list[str], changed: bool, tmp_path: Path
+) -> None:
+    run = tmp_path / "ddp_multinode-1-2-3"
+    run.mkdir()
+    (run / "config.yaml").write_text(config.format_yaml(load_config(ReplicaConfig, old, {})))
+    resumed = load_config(ReplicaConfig, [f"--resume={run}", *new], {})
+    assert bool(config.find_changes(run, resumed)) is changed
 
 
 @pytest.mark.parametrize("option", ["--help", "--print-config"])

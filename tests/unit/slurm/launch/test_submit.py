@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from common.config import config, custom_code
+from common.config.yaml_values import flatten_mapping
 from common.data import prepare
 from common.runs import provenance
 from common.runs.folder import RunFolder, write_json
@@ -198,7 +199,7 @@ def test_every_path_of_a_job_is_absolute_and_its_notice_is_printed_once(
     shown: set[str] = set()
     settings = config.load_config(resnet_modelparallel.Config, words, {})
     folder = prepare_run_folder("resnet_modelparallel", settings, None, shown)
-    written = config.flatten_mapping(config.read_config_file(folder.path / "config.yaml"))
+    written = flatten_mapping(config.read_config_file(folder.path / "config.yaml"))
     assert folder.path.parent == tmp_path / "mine"
     found = [written[key] for key in ("weights", "data.root", "data.cache", "runs")]
     assert found == [str(tmp_path / name) for name in ("start.pt", "raw", "sets", "mine")]
@@ -217,6 +218,11 @@ def test_a_job_uses_the_data_set_that_was_there_when_it_was_submitted(
     settings = config.build_config(mnist_pipeline.Config, [config.read_config_file(folder.path / "config.yaml")])
     assert settings.data.name == "mnist" and config.find_changes(folder.path, settings) == {}
     assert prepare_data_of_run(settings, folder).name == config.read_settings(folder.path)["data.name"] == "digits"
+    (folder.path / "resolved.yaml").unlink()
+    with pytest.raises(UserError, match=r"was trained on data\.name=digits, but its resolved\.yaml no longer contains"):
+        prepare_data_of_run(settings, folder)
+    (folder.path / "resolved.yaml").write_text("data.name: digits\n")  # the remedy of the message
+    assert prepare_data_of_run(settings, folder).name == "digits"
 
 
 def test_new_and_changed_files_belong_to_the_run(fake: Fake, cache: Path) -> None:
