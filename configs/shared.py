@@ -147,7 +147,7 @@ class Checkpoint:
     keep: int = at_least(2, 2)
     """Number of complete checkpoints of a run to keep across all attempts, in addition to the best one. The minimum is
     2, so that the previous checkpoint can be used if the newest one is damaged."""
-    best: Literal["none", "test_loss", "test_accuracy"] = "none"
+    best: Literal["none", "test_loss", "test_accuracy"] = field(default="none", metadata={"needs_model": True})
     """Also keep the checkpoint with the best value of this score. The checkpoint is saved after each evaluation that
     improves the score."""
     retries: int = between(0, 10, 1)
@@ -210,7 +210,7 @@ class Experiment:
             raise ValueError("runs= must not be empty; name a folder or omit runs")
         self.launch.check()
         if self.launch.mixed and not self.can_mix_devices:
-            raise ValueError("launch.mixed=true is available only in ddp_multinode and amp_accum; omit launch.mixed")
+            raise ValueError("launch.mixed=true is not available: this experiment needs devices of one type; omit it")
         self.wandb.check()
 
 

@@ -137,10 +137,11 @@ def check_unchanged_settings(folder: RunFolder, cfg: Experiment) -> None:
         ineffective[name] = (newest, requested)
     ineffective = {name: pair for name, pair in ineffective.items() if pair[0] != pair[1]}
     if ineffective:
-        raise UserError(
-            f"{folder.path.name} is finished: {changed_settings.describe_changes(ineffective)} has no effect; "
-            "increase steps or epochs, or start a new run"
-        )
+        remedy = "start a new run"
+        if isinstance(cfg, TrainingExperiment):
+            remedy = f"increase steps or epochs, or {remedy}"
+        problem = f"{changed_settings.describe_changes(ineffective)} has no effect"
+        raise UserError(f"{folder.path.name} is finished: {problem}; {remedy}")
 
 
 def explain_finished_run(folder: RunFolder, cfg: Experiment) -> str:

@@ -17,7 +17,7 @@ import operator
 import re
 import textwrap
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from common.system.errors import UserError
@@ -196,7 +196,7 @@ def format_value(value: Any) -> str:
     """Return a value as text, as on the command line, such as `true` or `[a,b]`."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
 def convert_value(key: ConfigKey, text: Any) -> Any:
@@ -233,8 +233,12 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
 def reject_unused_keys(settings: object) -> None:
     """Raise UserError if a key differs from its default but has no effect with the other settings."""
     keys = list_keys(type(settings))
+    trains_model = isinstance(settings, TrainingExperiment)
     for key in keys.values():
         value = key.get_value(settings)
+        if key.metadata.get("needs_model") and value != key.default and not trains_model:
+            problem = f"{key.name}={value} has no effect, because this experiment trains no model"
+            raise UserError(f"{problem}; use {key.name}={key.default}")
         other_key, _, needed_value = key.only.partition("=")
         if key.only and value != key.default and keys[other_key].get_value(settings) != needed_value:
             raise UserError(f"{key.name}={value} needs {key.only}; set {key.only} or use {key.name}={key.default}")
@@ -259,19 +263,26 @@ def drop_training_keys(schema: type, values: Mapping[str, Any]) -> dict[str, Any
 def suggest_key(name: str, schema: type) -> str:
     """Return a remedy for a key that a config does not have."""
     keys = list_keys(schema)
-    if name in list_training_keys(schema):
-        return "this experiment trains no model and has no settings for training; omit this key"
     if name.partition(".")[0] == "elastic" and not any(key.startswith("elastic.") for key in keys):
         problem = "this experiment cannot continue after losing a rank"
         return f"{problem}. Omit this key; the experiment resumes from its last checkpoint"
+    training_keys = list_training_keys(schema)
+    suggestion = find_similar_key(name, keys.keys() | training_keys)
+    if suggestion in training_keys:
+        return "this experiment trains no model and has no settings for training; omit this key"
+    return f"did you mean {suggestion}?" if suggestion else "list all keys with --help"
+
+
+def find_similar_key(name: str, keys: Collection[str]) -> str:
+    """Return the key that a user most likely means by `name`, or an empty string."""
     last_part = name.rpartition(".")[2]
     suggestion = SYNONYMS.get(last_part.lower(), "")
-    if suggestion not in keys:
-        same_last_part = [key for key in keys if key.rpartition(".")[2] == last_part]
-        similar = difflib.get_close_matches(name, keys, n=1, cutoff=0.5)
-        candidates = same_last_part if len(same_last_part) == 1 else similar
-        suggestion = candidates[0] if candidates else ""
-    return f"did you mean {suggestion}?" if suggestion else "list all keys with --help"
+    if name in keys or suggestion in keys:
+        return name if name in keys else suggestion
+    same_last_part = [key for key in keys if key.rpartition(".")[2] == last_part]
+    similar = difflib.get_close_matches(name, sorted(keys), n=1, cutoff=0.5)
+    candidates = same_last_part if len(same_last_part) == 1 else similar
+    return candidates[0] if candidates else ""
 
 
 def parse_number(number_type: type, text: str) -> int | float | None:

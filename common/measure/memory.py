@@ -137,7 +137,7 @@ def get_local_shard(tensor: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[dict[str, int]]:
+def limit_memory(megabytes: int, devices: Sequence[torch.device], remedy: str) -> Iterator[dict[str, int]]:
     """Limit the memory that this process may use within the `with` block.
 
     Within the block, the process may use `megabytes` MB (1e6 bytes) more than at the start; 0 means no limit. On GPUs,
@@ -146,7 +146,7 @@ def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[di
 
     Yields a dict that is filled at the end of the block. The dict then contains the growth of memory on each device
     since the start of the block, in bytes: the peak on a GPU, and the value at the end of the block on a CPU. Raises
-    UserError if the limit is too low.
+    UserError, which includes `remedy`, if the limit is too low.
     """
     old_limits = resource.getrlimit(resource.RLIMIT_DATA)
     bytes_by_device: dict[str, int] = {}
@@ -168,8 +168,7 @@ def limit_memory(megabytes: int, devices: Sequence[torch.device]) -> Iterator[di
         restore_memory_limits(devices, old_limits)
         raise UserError(
             f"memory_cap={megabytes}: the model with its gradients, optimizer state and activations does not fit into "
-            f"{megabytes} MB; split the model into more stages (stages=, mode=pipelined), lower batch, "
-            "or raise memory_cap",
+            f"{megabytes} MB; {remedy}, or raise memory_cap",
             cause=Cause.OUT_OF_MEMORY,
         ) from None
     finally:

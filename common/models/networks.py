@@ -243,7 +243,7 @@ SIZE_REMEDY = (
 )
 RESNET18_REMEDY = (
     "in this experiment, the first convolution of resnet18 is always 3x3; "
-    "use model=resnet50 or the experiment resnet_modelparallel"
+    "use model=resnet50, or an experiment whose resnet18 adapts to the size of the images"
 )
 OTHER_REMEDY = "use the same number of classes and color channels and the same width as the model in the file"
 

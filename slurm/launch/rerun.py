@@ -128,7 +128,7 @@ def list_differences(
     old: RunFolder, text: str, settings: Experiment, dataset: PreparedDataset, scheduler: Scheduler | None
 ) -> Comparisons:
     """Yield the name, old value, and new value of every item that can differ between the old and the new run."""
-    old_settings = config.read_settings(old.path)
+    old_settings = config_keys.drop_training_keys(type(settings), config.read_settings(old.path))
     new_settings = parse_settings_text(text)
     for key in new_settings | old_settings:
         if key not in PATH_KEYS:

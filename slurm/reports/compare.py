@@ -273,7 +273,7 @@ def hide_measurement_curves(runs: list[RunFacts]) -> list[str]:
     Each curve of a measurement-only run adds a chart and a column to the page. A training run has no values for these
     charts and columns. Returns the names of the experiments whose curves were removed.
     """
-    measuring = [run for run in runs if not selection.trains_model(run.settings)]
+    measuring = [run for run in runs if not selection.trains_model(run.folder.experiment, run.settings)]
     if len(measuring) == len(runs):
         return []
     for run in measuring:

@@ -15,6 +15,7 @@ from common.runs.folder import RunFolder, read_json
 from common.runs.metrics_rows import parse_json
 from common.system.errors import UserError
 from common.system.text import format_count
+from configs.shared import TrainingExperiment
 from slurm.arguments import parse_count, split_words, suggest_nearest
 
 CONDITION = re.compile(r"([a-z][a-z0-9_.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)  # key, comparison and value in WHERE
@@ -165,12 +166,12 @@ def read_newest_settings(folder: RunFolder) -> dict[str, str]:
         config_values = config.read_settings(folder.path)
     except UserError:
         return {}
-    settings = {key: str(value) for key, value in config_values.items()}
+    settings = {key: config_keys.format_value(value) for key, value in config_values.items()}
     # changed.json contains the old and the new value of each setting that differs from the settings of the run.
     for attempt in folder.list_attempts()[-1:]:
         for key, change in read_json(attempt.attempt_folder / "changed.json").items():
             if isinstance(change, list) and change:
-                settings[key] = str(change[-1])
+                settings[key] = config_keys.format_value(change[-1])
     return settings
 
 
@@ -221,7 +222,8 @@ def matches_short_name(short: str, full: str) -> bool:
 def meets_condition(settings: Mapping[str, str], key: str, comparison: str, expected: str) -> bool:
     """Return whether a run's settings meet one condition of WHERE.
 
-    The actual and the expected value are compared as numbers if both are numbers. A run that lacks the setting does not
+    The actual and the expected value are compared as numbers if both are numbers, and as lists if the setting is a list,
+    such as `[a,b]`. A run that lacks the setting does not
     meet the condition. Raises UserError if `comparison` requires a number and `expected` is not a number.
     """
     first_match = next((text for name, text in settings.items() if matches_short_name(key, name)), None)
@@ -237,14 +239,19 @@ def meets_condition(settings: Mapping[str, str], key: str, comparison: str, expe
     is_equal = actual == expected
     if actual_number is not None and expected_number is not None:
         is_equal = actual_number == expected_number
+    elif actual.startswith("["):
+        is_equal = config_keys.parse_list(actual) == config_keys.parse_list(expected)
     return is_equal == (comparison == "=")
 
 
-def trains_model(settings: Mapping[str, str]) -> bool:
-    """Return whether a run with these settings trains a model.
+def trains_model(experiment: str, settings: Mapping[str, str]) -> bool:
+    """Return whether a run of an experiment with these settings trains a model.
 
-    A run that only measures has no data set. Older versions stored data.name=none for such a run.
+    The settings decide only for an experiment that no longer exists. Older versions stored settings for training in the
+    config.yaml of a run that only measures.
     """
+    if experiment in config.list_experiments():
+        return issubclass(config.import_schema(experiment), TrainingExperiment)
     return settings.get("data.name", "none") != "none"
 
 

@@ -131,9 +131,11 @@ def read_final_speed(folder: RunFolder) -> float | None:
     """
     result = results.parse_result(folder.result)
     speed = result.find_number("samples_per_second")
-    if speed and not result.scores and not selection.trains_model(selection.read_newest_settings(folder)):
-        return None  # results of older versions count the points of a measurement as samples
-    return speed
+    if not speed or result.scores:
+        return speed
+    settings = selection.read_newest_settings(folder)
+    # Results of older versions count the points of a measurement as samples.
+    return speed if selection.trains_model(folder.experiment, settings) else None
 
 
 def read_status(folder: RunFolder) -> Status:

@@ -138,6 +138,9 @@ def test_a_measurement_has_no_samples_and_its_points_are_shown_beside_measuremen
     assert (
         json.loads(inside.run_verb("status", f"--runs-folder={runs}", "--json=1").stdout)[0]["samples_per_second"] == 0
     )
+    older = Made(name, 2, 4).write(runs)  # with settings for training that have no effect
+    (older.path / "config.yaml").write_text((older.path / "config.yaml").read_text() + "data:\n  name: mnist\n")
+    assert "the page omits" not in compare(runs, f"--name={name}").stdout
     Made("mnist_pipeline", 1, 20).write(runs)
     beside = compare(runs)
     page = (runs / "compare.html").read_text()
@@ -213,6 +216,18 @@ def test_runs_are_chosen(made: Path, words: tuple[str, ...], found: list[str]) -
     cells: list[dict[str, Any]] = [{"values": {}, "repeat": 0, "run": one} for one in [*ids, ids[0], None, "gone"]]
     (made / "sweeps" / "grid" / "sweep.json").write_text(json.dumps({"experiment": "ddp_multinode", "cells": cells}))
     assert ends(as_json(made, *words)) == found
+
+
+def test_runs_are_chosen_by_lists(tmp_path: Path) -> None:
+    for number, split in enumerate(("[fc2]", "[fc3]", "[]")):
+        Made("mnist_pipeline", number, 10, settings={"split": split, "wandb.tags": "[a,b]"}).write(tmp_path)
+    for where, found in (
+        ("split=[fc2]", ["0000"]),
+        ("split=fc3 'wandb.tags=[a, b]'", ["0001"]),
+        ("split!=[]", ["0000", "0001"]),
+    ):
+        assert ends(as_json(tmp_path, f"--where={where}")) == found
+    assert "[fc2]" in compare(tmp_path).stdout
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from tests.harness import inside, warm
 from tests.harness.made_runs import Made
 from tests.harness.own_data import write_example, write_schedule
 from tests.harness.processes import environment, run
+from tests.harness.registry import EXPERIMENTS
 from tests.harness.warm import ROOT
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
@@ -258,6 +259,19 @@ def test_all_that_depends_on_the_training_alone_is_compared(tmp_path: Path, caps
         apart = ", 0.5 apart" if isinstance(value, int | float) else ""
         said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("result")]
         assert said == [f"result      {key}: was {value}, now {changed}{apart}"]
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in EXPERIMENTS if not entry.trains])
+def test_settings_for_training_of_an_older_measurement_do_not_differ(name: str, tmp_path: Path) -> None:
+    old = Made(name, 1, 4).write(tmp_path)
+    text = (old.path / "config.yaml").read_text()
+    (old.path / "config.yaml").write_text(f"{text}batch: 64\ndata:\n  name: none\n")
+    write_json(old.path / "meta.json", {})
+    words = [f"--config={old.path / 'config.yaml'}", "seed=3"]
+    settings = config.load_config(config.import_schema(name), words, {})
+    found = rerun.list_differences(old, config.format_yaml(settings), settings, prepare.NO_DATA, None)
+    differing = [name for name, old_value, new_value in found if old_value not in (None, new_value)]
+    assert differing == ["seed"]
 
 
 def test_words_for_the_cluster_are_laid_over_the_runs_own_profile(tmp_path: Path) -> None:

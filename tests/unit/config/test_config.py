@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from common.checkpoint import extension
 from common.config import config, config_keys
 from common.config.changed_settings import read_changes_of_attempts, read_last_changes
 from common.config.config import load_config
@@ -21,6 +22,14 @@ from configs.ddp_multinode import Config as ElasticConfig
 from configs.ddp_multinode import Config as ReplicaConfig
 from configs.mnist_pipeline import Config
 from configs.profile import Profile
+from configs.shared import Experiment
+
+
+@dataclasses.dataclass
+class Measurement(Experiment):
+    sizes: list[str] = dataclasses.field(default_factory=list)
+    """Sizes to measure."""
+    processes = 1
 
 
 def refused(*words: str) -> str:
@@ -132,6 +141,30 @@ def test_mistakes_are_answered_with_the_remedy(word: str, parts: list[str]) -> N
     message = refused(word)
     assert all(part in message for part in parts), message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("lr=0.1", "unknown key lr; this experiment trains no model and has no settings for training; omit this key"),
+        ("batch_size=8", "this experiment trains no model"),
+        ("epoch=3", "this experiment trains no model"),
+        ("size=[4]", "unknown key size; did you mean sizes?"),
+        ("checkpoint.best=test_loss", "this experiment trains no model; use checkpoint.best=none"),
+    ],
+)
+def test_a_measurement_refuses_settings_for_training(word: str, remedy: str) -> None:
+    with pytest.raises(UserError) as caught:
+        config.build_config(Measurement, [dict([word.split("=")])])
+    assert remedy in str(caught.value)
+
+
+def test_a_finished_measurement_cannot_be_extended(tmp_path: Path) -> None:
+    settings = config.build_config(Measurement, [])
+    (tmp_path / "config.yaml").write_text(config.format_yaml(settings))
+    (tmp_path / "result.json").write_text('{"state": "finished"}')
+    with pytest.raises(UserError, match=r"is finished: sizes \[\] -> \[4\] has no effect; start a new run$"):
+        extension.check_resume(RunFolder(tmp_path), replace_values(settings, {"sizes": ["4"]}))
 
 
 def test_a_key_of_elastic_is_corrected_where_there_are_some() -> None:

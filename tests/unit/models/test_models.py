@@ -212,5 +212,5 @@ def test_resnet50_has_the_stem_of_imagenet_and_weights_for_it_do_not_fit_resnet1
     assert sum(p.numel() for p in large.parameters()) == 23_528_522  # torchvision's, with ten classes
     shape = large.get_submodule("conv1").get_parameter("weight").shape
     assert shape == (64, 3, 7, 7)
-    with pytest.raises(UserError, match="use model=resnet50 or the experiment resnet_modelparallel"):
+    with pytest.raises(UserError, match="use model=resnet50, or an experiment whose resnet18 adapts"):
         networks.load_weights(small, small.state_dict() | {"conv1.weight": torch.zeros(shape)}, "it")
