@@ -49,7 +49,8 @@ def split_words(name: str, text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise UserError(f"{name}={text!r} cannot be split into words: {error}") from None
+        remedy = "close each quotation mark, and omit a backslash at the end"
+        raise UserError(f"{name}={text!r} cannot be split into words: {error}; {remedy}") from None
 
 
 def parse_zero_or_one(name: str, text: str) -> bool:
@@ -72,10 +73,15 @@ def split_experiment_and_cluster_settings(text: str) -> tuple[list[str], list[st
     Raises UserError if ARGS contains a command-line option.
     """
     arguments, for_profile = split_experiment_and_cluster_arguments(text)
+    reject_options(arguments)
+    return arguments, for_profile
+
+
+def reject_options(arguments: Iterable[str]) -> None:
+    """Raise UserError if one of the arguments of an experiment is a command-line option instead of a setting."""
     for argument in arguments:
         if argument.startswith("-"):
             raise UserError(
                 f"ARGS: {argument} is not a setting; expected key=value "
                 "(make exp NAME=<experiment> ARGS=--help lists all settings)"
             )
-    return arguments, for_profile

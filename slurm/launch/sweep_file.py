@@ -87,9 +87,7 @@ def make_point_key(values: Mapping[str, Any], repeat: int) -> str:
 def read_sweep_file(path: str, overrides: list[str]) -> SweepPlan:
     """Read a sweep file and apply `key=value` overrides to all of its points. Raises UserError."""
     if not path:
-        files = sorted((config.ROOT / "configs" / "sweeps").glob("[a-z]*.*"))
-        names = ", ".join(str(file.relative_to(config.ROOT)) for file in files)
-        raise UserError(f"GRID is missing; run make sweep GRID=<file> (available files: {names})")
+        raise UserError(f"GRID is missing; run make sweep GRID=<file> (available files: {list_sweep_files()})")
     name = Path(path).stem
     tree = read_python_grid(name, overrides) if is_python_grid(Path(path)) else read_yaml_tree(Path(path))
     if not NAME.fullmatch(name):
@@ -102,6 +100,12 @@ def read_sweep_file(path: str, overrides: list[str]) -> SweepPlan:
         return build_plan(name, tree, parse_command_line(overrides).values)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def list_sweep_files() -> str:
+    """Return the sweep files of this project as a comma-separated list."""
+    files = sorted((config.ROOT / "configs" / "sweeps").glob("[a-z]*.*"))
+    return ", ".join(str(file.relative_to(config.ROOT)) for file in files)
 
 
 def build_plan(name: str, tree: Mapping[str, Any], overrides: Mapping[str, str]) -> SweepPlan:
@@ -167,9 +171,13 @@ def read_yaml_tree(path: Path) -> dict[str, Any]:
     try:
         tree = yaml_values.load_yaml(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"GRID={path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        reason = getattr(error, "strerror", None) or error
+        remedy = f"name a readable sweep file (available files: {list_sweep_files()})"
+        raise UserError(f"GRID={path} cannot be read ({reason}); {remedy}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML{yaml_values.describe_yaml_position(error)}") from None
+        raise UserError(
+            f"{path}: not valid YAML{yaml_values.describe_yaml_position(error)}; correct the file"
+        ) from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines, including experiment and either grid or points")
     return tree

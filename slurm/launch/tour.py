@@ -12,6 +12,7 @@ from pathlib import Path
 
 from common.config import config, config_keys
 from common.config.command_line import parse_command_line
+from slurm.arguments import reject_options
 from slurm.reports import selection
 
 FEW_STEPS = ("epochs=1", "steps=30", "data.test_limit=1000")
@@ -27,6 +28,7 @@ def list_tour_settings(name: str, words: Sequence[str]) -> list[str]:
 
 def main(args: argparse.Namespace) -> int:
     """Run every experiment briefly at a small scale, compare the runs, and return the exit status."""
+    reject_options(args.words)
     root = Path(parse_command_line(args.words).values.get("runs", "runs"))
     old_paths = {folder.path for folder in selection.list_all_runs(root)}
     start = time.monotonic()

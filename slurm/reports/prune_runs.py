@@ -81,6 +81,8 @@ def remove_superfluous_files(folders: list[RunFolder], are_named: bool, delete: 
     for folder in folders:
         state, _ = status.read_state(folder)
         # A run that ended in another state can be resumed from its checkpoints, so RUNS must name the run.
+        if are_named and state not in status.FINAL_STATES:
+            print(f"skipped {folder.path.name}: the run has not ended yet ({state})")
         if state != "FINISHED" and not (are_named and state in status.FINAL_STATES):
             continue
         paths = list_superfluous_files(folder, are_named)

@@ -222,9 +222,9 @@ def matches_short_name(short: str, full: str) -> bool:
 def meets_condition(settings: Mapping[str, str], key: str, comparison: str, expected: str) -> bool:
     """Return whether a run's settings meet one condition of WHERE.
 
-    The actual and the expected value are compared as numbers if both are numbers, and as lists if the setting is a list,
-    such as `[a,b]`. A run that lacks the setting does not
-    meet the condition. Raises UserError if `comparison` requires a number and `expected` is not a number.
+    The actual and the expected value are compared as numbers if both are numbers, and as lists if the setting is a
+    list, such as `[a,b]`. A run that lacks the setting does not meet the condition. Raises UserError if `comparison`
+    requires a number and `expected` is not a number.
     """
     first_match = next((text for name, text in settings.items() if matches_short_name(key, name)), None)
     actual = settings.get(key, first_match)

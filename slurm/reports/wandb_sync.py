@@ -46,15 +46,13 @@ def list_unsent_folders(folders: list[RunFolder]) -> list[Path]:
 
 
 def describe_pending_writes(folder: RunFolder) -> str:
-    """Return why a run may still write to its W&B folder.
-
-    The reason is the state of the run, or that the tracking process is still running. Returns an empty string if the
-    run has stopped writing.
-    """
-    state = status.read_state(folder)[0]
+    """Return why a run may still write to its W&B folder, or an empty string if the run has stopped writing."""
+    state, detail = status.read_state(folder)
+    if state == "UNKNOWN":
+        return f"it is not known whether the run has ended ({detail}); run make sync again when SLURM answers"
     if state not in status.FINAL_STATES:
-        return state
-    return "the tracking process is still running" if wandb_tracker.is_tracked_now(folder) else ""
+        return f"the run has not ended yet ({state})"
+    return "its tracking process is still running" if wandb_tracker.is_tracked_now(folder) else ""
 
 
 def send_runs_to_wandb(folders: list[RunFolder], dry: bool) -> int:
@@ -70,7 +68,7 @@ def send_runs_to_wandb(folders: list[RunFolder], dry: bool) -> int:
             continue
         activity = describe_pending_writes(folder)
         if activity:
-            print(f"skipped {folder.path.name}: the run has not ended yet ({activity})")
+            print(f"skipped {folder.path.name}: {activity}")
             continue
         selected.append(folder)
         if is_incomplete:

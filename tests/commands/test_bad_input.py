@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.config import config
 from common.data.sources import MNIST_FILES
 from common.system.errors import UserError
 from slurm.__main__ import main
@@ -49,6 +50,7 @@ FILES = [
         "pass",
         "there is no file ",
         "name an existing FILE.py:function",
+        "naive, gpipe, 1f1b (with engine=torch also interleaved_1f1b, zero_bubble)",
         words=("schedule=no.py:f",),
     ),
     scheduled("schedule: no function", "pass", "no function 'g'", "it has f", words=("schedule=own.py:g",)),
@@ -216,6 +218,31 @@ def test_bad_words_about_a_trained_model(words: tuple[str, ...], message: str, t
     done = inside.run_verb(*(word.replace("{}", str(folder.path)) for word in words))
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1, done
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("sweep", "--", "nope.yaml"),
+            "GRID=nope.yaml cannot be read (No such file or directory); name a",
+        ),
+        (("exp", "--args=steps=5 'x", "--", "mnist_pipeline"), "No closing quotation; close each quotation mark"),
+        (("tour", "--", "steps=3", "--print-config"), "ARGS: --print-config is not a setting"),
+        (("check-optimizer", "--", "sdg"), "FILE=sdg is unknown; use FILE.py:Class or one of sgd, adam"),
+        (("check-optimizer", "--", "no.py:Own"), "FILE=no.py:Own: there is no file"),
+    ],
+)
+def test_bad_words_of_other_commands(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = inside.run_verb(*words, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done
+    assert not done.stdout and not list(tmp_path.iterdir())
+
+
+def test_a_run_of_another_experiment_is_not_resumed(tmp_path: Path) -> None:
+    folder = Made("ddp_multinode", 0, 20).write(tmp_path)
+    with pytest.raises(UserError, match=r"is a run of ddp_multinode, not of .*; resume it with python experiments/ddp"):
+        config.load_config(config.import_schema("mnist_pipeline"), [f"--resume={folder.path}"], {})
 
 
 def test_a_mistake_at_the_real_command_is_one_line(tmp_path: Path) -> None:

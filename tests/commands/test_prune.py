@@ -66,12 +66,13 @@ def test_only_what_is_superfluous_goes(runs: Path, tmp_path: Path) -> None:
     assert "rank-0.pt" in files(running)
     assert (tmp_path / "outside" / "precious").exists()
 
-    assert prune(runs, f"--runs={failed.name} {running.name}", "--delete=1").returncode == 0
+    named = prune(runs, f"--runs={failed.name} {running.name}", "--delete=1")
+    assert named.returncode == 0 and f"skipped {running.name}: the run has not ended yet (RUNNING)\n" in named.stdout
     assert "rank-0.pt" not in files(failed) and files(failed) >= KEPT | {"run-unsent.wandb"}
     assert "rank-0.pt" in files(running)
     assert "0.0 MB would be freed" in prune(runs).stdout
-    named = prune(runs, f"--runs={failed.name}", "--last=2").stdout
-    assert f"make prune-runs RUNS={failed.name} LAST=2 DELETE=1" in named
+    preview = prune(runs, f"--runs={failed.name}", "--last=2").stdout
+    assert f"make prune-runs RUNS={failed.name} LAST=2 DELETE=1" in preview
 
 
 def test_the_only_model_of_a_run_goes_only_with_its_name(runs: Path) -> None:

@@ -35,7 +35,7 @@ def test_every_experiment_is_visited(tmp_path: Path, cache: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = {path.parent.name.rsplit("-", 3)[0] for path in runs.glob("*/config.yaml")}
     assert found == set(config.list_experiments())
-    table = done.stdout.rpartition("---- side by side")[2]
+    table = done.stdout.partition("---- comparison")[2]
     assert all(re.search(rf"^{name}:\n\S+ +finished", table, re.MULTILINE) for name in found)
     assert (runs / "compare.html").exists()
 
@@ -46,4 +46,4 @@ def test_one_that_fails_is_named_and_the_others_run(tmp_path: Path, cache: Path)
     assert done.returncode == 1
     assert "unknown key depth" in done.stderr
     assert re.search("^error: .*ddp_multinode.* failed", done.stderr, re.MULTILINE)
-    assert "mnist_pipeline:" in done.stdout.rpartition("---- side by side")[2]
+    assert "mnist_pipeline:" in done.stdout.partition("---- comparison")[2]

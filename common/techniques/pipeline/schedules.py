@@ -24,7 +24,7 @@ from common.config.custom_function import (
 )
 from common.system.errors import exit_on_user_error
 from common.system.text import format_count
-from configs.pipeline import PipelineConfig, PipelineExperiment
+from configs.pipeline import TORCH_SCHEDULES, PipelineConfig, PipelineExperiment
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -259,7 +259,9 @@ def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
     `sizes` contains the number of ranks, the number of stages, and the number of microbatches. Raises UserError if the
     schedule is invalid.
     """
-    maker = load_function("schedule", name, ", ".join(SCHEDULES))
+    torch_only = ", ".join(name for name in TORCH_SCHEDULES if name not in SCHEDULES)
+    alternatives = f"{', '.join(SCHEDULES)} (with engine=torch also {torch_only})"
+    maker = load_function("schedule", name, alternatives)
     with convert_errors_of_user_file("schedule", name, maker, USAGE):
         plan = []
         for actions in maker(*sizes):
