@@ -11,7 +11,7 @@ from configs.fields import at_least, between, flat
 from configs.shared import Sweep
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(Replicated):
     """Settings for training with mixed precision and gradient accumulation."""
 

@@ -21,7 +21,7 @@ BYTES_PER_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 MAX_VECTOR_BYTES = 2**30
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(Experiment):
     """Settings for measuring collectives, which trains no model."""
 

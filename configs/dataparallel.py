@@ -14,7 +14,7 @@ RECOVERY = "common.techniques.elastic.recovery:ElasticRecovery"
 """Import path of the hook with which each rank recovers from the loss of a rank."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class RanksPerNode:
     """Setting for experiments with the same number of ranks on each host."""
 
@@ -29,7 +29,7 @@ class RanksPerNode:
         return nodes * (self.processes_per_node or default)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Replicated(TrainingExperiment):
     """Settings for experiments in which all ranks train the same model."""
 
@@ -56,7 +56,7 @@ class Replicated(TrainingExperiment):
         raise ValueError(f"{problem}; {remedy}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sharding:
     """Setting for experiments whose ranks may differ in speed or in device type."""
 
@@ -102,7 +102,7 @@ class Sharding:
             )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Elastic:
     """Settings for elastic runs. `elastic=true` is short for `elastic.on=true`."""
 

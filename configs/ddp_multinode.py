@@ -11,7 +11,7 @@ from configs.fields import at_least, between, flat
 from configs.shared import InitialWeights
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(Replicated):
     """Settings for training with DDP or FSDP2."""
 

@@ -10,7 +10,7 @@ from configs.fields import at_least, between, flat
 from configs.shared import InitialWeights
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(Replicated):
     """Settings for local SGD."""
 

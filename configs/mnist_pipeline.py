@@ -11,7 +11,7 @@ from configs.fields import between, flat
 from configs.pipeline import PipelineConfig, PipelineExperiment
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(PipelineExperiment):
     """Settings for pipeline parallelism on MNIST."""
 

@@ -9,7 +9,7 @@ from configs.dataparallel import Elastic, Replicated
 from configs.fields import at_least
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(Replicated):
     """Settings for training with parameter servers."""
 

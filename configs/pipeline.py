@@ -17,7 +17,7 @@ class MicrobatchError(ValueError):
     """Error of settings that are incompatible with the number of microbatches."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stages:
     """Settings for every experiment that partitions a model into stages."""
 
@@ -41,7 +41,7 @@ class Stages:
     run."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class PipelineConfig(Stages):
     """Settings for the engine that executes the pipeline schedule."""
 
@@ -115,7 +115,7 @@ class PipelineConfig(Stages):
                 raise MicrobatchError(f"{problem} {rounds} (microbatches // ranks); {remedy}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class PipelineExperiment(TrainingExperiment):
     """Settings for experiments that partition a model into stages."""
 

@@ -8,7 +8,7 @@ from typing import Literal
 from configs.fields import at_least, between
 
 
-@dataclass
+@dataclass(frozen=True)
 class Profile:
     """Settings for a SLURM cluster and for the resources that a job requests on it."""
 

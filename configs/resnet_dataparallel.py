@@ -14,7 +14,7 @@ ONE_DEVICE_MESSAGE = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(Replicated):
     """Settings for comparing nn.DataParallel, DDP and a single device."""
 

@@ -15,7 +15,7 @@ from configs.shared import InitialWeights, Sweep
 DEVICE = re.compile(r"cpu|cuda:\d+")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(PipelineExperiment):
     """Settings for model parallelism: an unsplit model, naive model parallelism, or a pipeline."""
 

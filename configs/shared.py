@@ -23,7 +23,7 @@ OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb")
 DECAYS = ("linear", "cosine", "constant", "step")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Launch:
     """Settings for the ranks of a run: hosts, devices and communication."""
 
@@ -92,7 +92,7 @@ class Launch:
                 raise ValueError(f"{setting} requires launch.backend=builtin; add this setting or omit launch.{name}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Log:
     """Settings for terminal output and metrics.jsonl."""
 
@@ -105,7 +105,7 @@ class Log:
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Wandb:
     """Settings for Weights & Biases (W&B)."""
 
@@ -135,7 +135,7 @@ class Wandb:
                 raise ValueError(f"wandb.tags: {tag!r} has {len(tag)} characters; a tag must have 1 to 64")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Checkpoint:
     """Settings for saving and resuming."""
 
@@ -161,7 +161,7 @@ class Checkpoint:
     the job ends."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Experiment:
     """Settings of every run. A pure measurement has only these settings and its own."""
 
@@ -214,7 +214,7 @@ class Experiment:
         self.wandb.check()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Data:
     """Settings for the data set and its loader."""
 
@@ -279,7 +279,7 @@ class Data:
             raise ValueError(f"{problem}; omit data.augment")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Optim:
     """Settings for the optimizer and the learning rate."""
 
@@ -322,7 +322,7 @@ class Optim:
             raise ValueError(f"optim.decay={self.decay} is unknown; use {', '.join(DECAYS)} or FILE.py:function")
 
 
-@dataclass
+@dataclass(frozen=True)
 class InitialWeights:
     """Settings for models that can start from trained weights."""
 
@@ -331,7 +331,7 @@ class InitialWeights:
     those of this project or of torchvision. none initializes the weights randomly."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sweep:
     """Settings for experiments that have a sweep grid in configs/sweeps."""
 
@@ -342,7 +342,7 @@ class Sweep:
     points equally."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainingExperiment(Experiment):
     """Settings of every run that trains a model."""
 

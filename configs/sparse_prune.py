@@ -14,7 +14,7 @@ from configs.shared import Sweep
 CRITERIA = ("magnitude", "gradient", "taylor", "random")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(Replicated):
     """Settings for pruning."""
 

@@ -26,6 +26,7 @@ from common.runs.tracking.wandb_tracker import Tracker, send_missing_rows
 from common.system.errors import UserError
 from common.system.processes import Process
 from configs.mnist_pipeline import Config
+from configs.shared import Wandb
 from tests.harness import warm
 from tests.harness.made_runs import Made
 from tests.harness.processes import Done, command, environment, run, values_of, wait_until
@@ -307,8 +308,7 @@ def start_offline(place: Path, steps: int = 10) -> tuple[Tracker, RunFolder]:
     made = Made("mnist_pipeline", steps=steps, step_seconds=0.2, settings=settings).write(place / "runs")
     folder = made.list_attempts()[0]
     (folder.attempt_folder / "logs").mkdir(exist_ok=True)
-    cfg = Config()
-    cfg.wandb.mode = "offline"
+    cfg = Config(wandb=Wandb(mode="offline"))
     tracker = Tracker.start(cfg, folder)
     assert tracker is not None and tracker.process is None
     return tracker, folder

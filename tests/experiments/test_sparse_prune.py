@@ -90,12 +90,12 @@ def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
     masks.replace_masks(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.1))
     shares = [float(mask.float().mean()) for mask in masks.masks]
     assert shares[0] > 0.98 and shares[1] < 0.3, "a layer with large weights loses nearly none"
-    cfg.criterion = "random"
+    cfg = Config(criterion="random")
     before = [mask.clone() for mask in masks.masks]
     masks.replace_masks(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 1), 0.8))
     assert masks.sparsity == pytest.approx(0.8, abs=1 / masks.weight_count)
     assert not any((now & ~then).any() for now, then in zip(masks.masks, before, strict=True)), "none comes back"
-    cfg.criterion, cfg.normalize = "magnitude", "layer"
+    cfg = Config(criterion="magnitude", normalize="layer")
     masks.replace_masks([torch.ones_like(mask) for mask in masks.masks])
     masks.replace_masks(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.5))
     assert [float(mask.float().mean()) for mask in masks.masks] == pytest.approx([0.5] * 3, abs=0.04)

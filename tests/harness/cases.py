@@ -8,6 +8,7 @@ A module of this package whose `train` trains a case is executed by `train_cases
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import tempfile
 import unittest.mock
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.config.config import format_yaml
+from common.config.config_keys import replace_values
 from common.data import prepare
 from common.data.prepare import PreparedDataset
 from common.ranks import local_launcher, rendezvous
@@ -31,8 +33,7 @@ from tests.harness.processes import environment
 
 
 def prepare_for(cfg: Any, cache: str) -> PreparedDataset:
-    cfg.data.cache = cache
-    return prepare.prepare_dataset(cfg.data)
+    return prepare.prepare_dataset(dataclasses.replace(cfg.data, cache=cache))
 
 
 def save_cases(
@@ -48,7 +49,10 @@ def save_cases(
 
     `counted` is what tells a case how many processes there are.
     """
-    chosen = {case: settings(case + counted.format(count)) for case in cases}
+    chosen = {}
+    for case in cases:
+        cfg, special = settings(case + counted.format(count))
+        chosen[case] = replace_values(cfg, {"data.cache": cache}), special
     sets = {case: prepare_for(cfg, cache) for case, (cfg, _) in chosen.items()}
     runs = Path(tempfile.mkdtemp(dir=Path(out).parent))
 

@@ -25,7 +25,7 @@ from configs.profile import Profile
 from configs.shared import Experiment
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Measurement(Experiment):
     sizes: list[str] = dataclasses.field(default_factory=list)
     """Sizes to measure."""

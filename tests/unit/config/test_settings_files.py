@@ -28,3 +28,13 @@ def test_a_reader_finds_all_settings_in_four_files(name: str) -> None:
     files = {str(inspect.getsourcefile(cls)) for cls in classes} | {f"configs/{name}.yaml"}
     assert len(files) <= 4, sorted(files)
     assert all(len(cls.__bases__) == 1 for cls in classes), "each class has one base"
+
+
+@pytest.mark.parametrize("name", config.list_experiments())
+def test_a_checked_config_cannot_change(name: str) -> None:
+    settings = config.load_config(config.import_schema(name), [], {})
+    groups = [getattr(settings, field.name) for field in dataclasses.fields(settings)]
+    for group in [settings, *filter(dataclasses.is_dataclass, groups)]:
+        attribute = dataclasses.fields(group)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(group, attribute, "other")

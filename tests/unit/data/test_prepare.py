@@ -183,8 +183,7 @@ def test_what_a_killed_preparation_left_goes_with_the_next(many: Data) -> None:
     process.kill()
     process.join()
     assert [path.name[:13] for path in cache.iterdir() if path.name != ".lock"] == [".imagefolder-"]
-    many.image_size = 64
-    found = prepare.prepare_dataset(many)
+    found = prepare.prepare_dataset(dataclasses.replace(many, image_size=64))
     assert sorted(path.name for path in cache.iterdir()) == [".lock", found.path.name]
     assert found.map_array("train_images").shape == (200, 3, 64, 64)
 
@@ -226,8 +225,9 @@ def test_files_that_cannot_be_read_are_named_and_refused(damaged: Path) -> None:
 
 
 def test_files_that_cannot_be_read_are_skipped_if_asked_and_told_of_every_time(damaged: Path) -> None:
-    settings = Data(name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), image_size=8)
-    settings.unreadable = "skip"
+    settings = Data(
+        name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), image_size=8, unreadable="skip"
+    )
     for _ in range(2):  # when it is prepared, and when it lies there
         found = prepare.prepare_dataset(settings)
         assert "(cannot be read): 3 files: train/red/0.jpg" in found.notice
@@ -239,9 +239,8 @@ def test_files_that_cannot_be_read_are_skipped_if_asked_and_told_of_every_time(d
     kept = torch.from_numpy(noise).permute(2, 0, 1).double().mean()
     (red,) = train_set.images[train_set.labels == 1]
     assert abs(red.double().mean() - kept) < 5, "the label goes with its own image"
-    settings.unreadable = "refuse"
     with pytest.raises(UserError, match="3 files"):
-        prepare.prepare_dataset(settings)
+        prepare.prepare_dataset(dataclasses.replace(settings, unreadable="refuse"))
 
 
 def test_many_files_left_out_are_listed_beside_the_arrays_whatever_their_names(damaged: Path) -> None:
@@ -251,7 +250,7 @@ def test_many_files_left_out_are_listed_beside_the_arrays_whatever_their_names(d
     with pytest.raises(UserError, match=r"4 files: train/blue/\\udcff.png \(") as caught:
         prepare.prepare_dataset(settings)
     str(caught.value).encode()  # else it could not be printed
-    settings.unreadable = "skip"
+    settings = dataclasses.replace(settings, unreadable="skip")
     notice = prepare.prepare_dataset(settings).notice
     notice.encode()
     assert "full list" not in notice, "4 are named"
@@ -280,8 +279,9 @@ def test_the_progress_of_a_preparation_is_shown(
     damaged: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
-    settings = Data(name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), image_size=8)
-    settings.unreadable = "skip"
+    settings = Data(
+        name="imagefolder", root=str(damaged), cache=str(damaged / "cache"), image_size=8, unreadable="skip"
+    )
     prepare.prepare_dataset(settings, log=Log(progress="lines"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["preparation", "0/0"]

@@ -12,6 +12,7 @@ from common.system.errors import UserError
 from common.training.entry_point import run_from_command_line
 from common.training.host_resources import print_notice_of_shared_cores
 from configs.ddp_multinode import Config
+from configs.shared import Launch
 
 
 @pytest.mark.parametrize(
@@ -64,8 +65,7 @@ def test_more_ranks_than_cores_get_a_notice(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", str(job_cores))
-    cfg = Config()
-    cfg.launch.device = "cpu"
+    cfg = Config(launch=Launch(device="cpu"))
     print_notice_of_shared_cores(cfg, ranks)
     notice = "64 ranks share 2 cores of this host; steps will be slow\n"
     assert capsys.readouterr().out == (notice if told else "")

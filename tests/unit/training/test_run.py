@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from common.system.exit_status import EXIT_REFUSED
 from common.training.attempt import Attempt, TrainingOutcome
 from common.training.run import Run
 from configs.mnist_pipeline import Config
+from configs.shared import Data, Wandb
 from tests.harness import warm
 from tests.harness.file_limit import limit_file_size
 from tests.harness.logging_ranks import STEPS, Counted
@@ -132,7 +134,8 @@ def test_on_nccl_a_rank_that_hangs_is_named_before_the_time_is_over(tmp_path: Pa
 def run(tmp_path: Path) -> Run:
     folder = RunFolder.create(tmp_path, "mnist_pipeline", "").claim_attempt()
     world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
-    return Run(Config(), folder, Ranks(world), PreparedDataset("digits", tmp_path, {}))
+    cfg = Config(batch=16, steps=2, data=Data(name="digits"))
+    return Run(cfg, folder, Ranks(world), PreparedDataset("digits", tmp_path, {}))
 
 
 @pytest.fixture
@@ -145,8 +148,6 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def state(run: Run, cache: Path, group: None) -> TrainState:
-    cfg = run.training_cfg
-    cfg.data.cache, cfg.data.name, cfg.batch, cfg.steps = str(cache), "digits", 16, 2
     run.prepared = prepare_digits(cache)
     model = networks.SimpleNN()
     run.register(model, torch.optim.SGD(model.parameters()), run.batches())
@@ -252,13 +253,13 @@ def test_an_attempt_that_is_superseded_at_its_end_only_ends_its_tracking(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It leaves the conversion to the newer attempt, and result and history alone."""
-    run.cfg.wandb.mode = "offline"
+    cfg = dataclasses.replace(run.cfg, wandb=Wandb(mode="offline"))
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setattr("common.runs.claims.WITHDRAWAL_SECONDS", 0.1)
-    tracker = Tracker.start(run.cfg, run.folder)
+    tracker = Tracker.start(cfg, run.folder)
     attempt = Attempt(run.folder, run.prepared, is_new=False, tracker=tracker)
     run.folder.claim_attempt()
     capfd.readouterr()
-    attempt.record_end(TrainingOutcome(EXIT_REFUSED), run.cfg, submitted=False)
+    attempt.record_end(TrainingOutcome(EXIT_REFUSED), cfg, submitted=False)
     assert capfd.readouterr() == ("", "") and not run.folder.result
     assert not (run.folder.attempt_folder / "logs" / "tracker.log").exists(), "nothing was converted"
