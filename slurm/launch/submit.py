@@ -278,7 +278,7 @@ def load_checked_settings(name: str, arguments: list[str], resumed: RunFolder | 
     """Load and check the settings of a run and the files that the settings refer to. Raises UserError."""
     schema = config.import_schema(name)
     if resumed is not None:
-        extension.check_requested_ranks(resumed, schema, config.parse_command_line(arguments).values)
+        extension.check_requested_ranks(resumed, schema, parse_command_line(arguments).values)
     settings = config.load_config(schema, arguments)
     code = resumed.path / "code" if resumed else None
     custom_code.check_custom_settings(settings, code)
