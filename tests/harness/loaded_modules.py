@@ -21,15 +21,16 @@ from typing import Any
 import torch
 import torch.distributed
 
+from tests.readability.python_tokens import list_tokens
+
 LAYOUT_TOKENS = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 
 @functools.cache
 def count_tokens(file: str) -> int:
     """Return the number of tokens of a source file, without comments and layout."""
-    with open(file, "rb") as source:
-        tokens = [token for token in tokenize.tokenize(source.readline) if token.type not in LAYOUT_TOKENS]
-    return len(tokens)
+    source = Path(file).read_text()
+    return sum(token.type not in LAYOUT_TOKENS for token in list_tokens(source))
 
 
 def list_loaded_modules() -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.readability import rules
+from tests.readability.python_tokens import list_tokens
 
 ROOT = Path(__file__).parents[2]
 Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -55,7 +55,7 @@ def inspect_statements(inspection: Inspection, source: str, docstring_lines: set
     code_lines: set[int] = set()
     first_line = 0
     length = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in list_tokens(source):
         if token.type in NO_CODE or token.start[0] in docstring_lines:
             continue
         if token.type == tokenize.NEWLINE:

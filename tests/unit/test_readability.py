@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tokenize
 from pathlib import Path
 
 import pytest
 
 from tests.readability import __main__ as readability
+from tests.readability.python_tokens import list_tokens
 from tests.readability.rules import RULES, Rule
 
 READABLE = """
@@ -62,3 +64,9 @@ def test_an_exchange_is_one_idea(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text("first, second = second, first\n")
     assert readability.check_files([path], is_verbose=False)
+
+
+def test_a_string_with_replacement_fields_is_one_token_in_every_python_version() -> None:
+    tokens = list_tokens("print(f'{name!r:{width}} of {f\"{count:,}\"}')\n")
+    strings = [token.string for token in tokens if token.type == tokenize.STRING]
+    assert len(strings) == 1
