@@ -30,6 +30,9 @@ from common.system.text import format_count
 from configs.shared import Launch
 
 PROBE_SECONDS = 5.0  # a port that does not answer within this time belongs to another program
+STORES_OF_JOBS: list[dist.Store] = []
+"""Stores in private folders, kept until the process exits. The destructor of a FileStore opens the file again, and
+waits for minutes if rank 0 deletes the folder at this moment."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,6 +192,7 @@ def set_up_rendezvous(
         if rank_info.rank == 0:
             check_rank0_name(rank_info)
         store = dist.FileStore(str(key_folder / "store"), rank_info.size)
+        STORES_OF_JOBS.append(store)
     elif rank_info.is_joining:
         store = dist.HashStore()
     elif rank_info.launcher == "torchrun":
