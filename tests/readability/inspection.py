@@ -41,10 +41,10 @@ class Inspection:
         self.findings.append(Finding(self.path, line, kind, text, replacement))
 
 
-def list_docstrings(tree: ast.AST) -> list[ast.Constant]:
+def list_docstrings(nodes: list[ast.AST]) -> list[ast.Constant]:
     """Return the docstrings of modules, classes and functions, and the strings that document fields."""
     docstrings = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             docstrings.append(node.value)
     return docstrings
@@ -72,13 +72,13 @@ def inspect_statements(inspection: Inspection, source: str, docstring_lines: set
     inspection.sizes["code_lines"] = len(code_lines)
 
 
-def list_bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def list_bound_names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the line and name of each definition of a variable, attribute, parameter, function or class."""
     idiomatic = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Starred) and isinstance(node.value, ast.Name):
             idiomatic.add((node.lineno, node.value.id))  # a starred name, such as `first, *rest`
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             if (node.lineno, node.id) not in idiomatic:
                 yield node.lineno, node.id
@@ -90,9 +90,9 @@ def list_bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.name
 
 
-def inspect_names(inspection: Inspection, tree: ast.AST) -> None:
+def inspect_names(inspection: Inspection, nodes: list[ast.AST]) -> None:
     """Count names, and record those that do not describe their values."""
-    for line, name in list_bound_names(tree):
+    for line, name in list_bound_names(nodes):
         inspection.sizes["names"] += 1
         word = name.strip("_").lower()
         if word in rules.VAGUE_NAMES:
@@ -127,13 +127,13 @@ def inspect_comprehension(inspection: Inspection, node: Comprehension) -> None:
         inspection.add_finding(node.lineno, "nested comprehension", "several loops or conditions in one comprehension")
 
 
-def inspect_assignments_and_calls(inspection: Inspection, tree: ast.AST) -> None:
+def inspect_assignments_and_calls(inspection: Inspection, nodes: list[ast.AST]) -> None:
     """Count assignments, comprehensions, and calls that unpack a value of type Any."""
     typed_any = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "Any":
             typed_any.add(ast.unparse(node.target))
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign):
             inspect_assignment(inspection, node)
         elif isinstance(node, Comprehension):
@@ -146,11 +146,11 @@ def inspect_assignments_and_calls(inspection: Inspection, tree: ast.AST) -> None
                     )
 
 
-def inspect_messages(inspection: Inspection, tree: ast.AST, docstrings: list[ast.Constant]) -> None:
+def inspect_messages(inspection: Inspection, nodes: list[ast.AST], docstrings: list[ast.Constant]) -> None:
     """Record odd phrases in strings other than docstrings, joining the parts of an f-string to one text."""
     skipped = set(map(id, docstrings))
     texts: list[tuple[int, str]] = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             parts = [part for part in node.values if isinstance(part, ast.Constant)]
             skipped.update(map(id, parts))
@@ -176,13 +176,13 @@ def inspect_file(path: Path) -> Inspection:
     if path.suffix != ".py":
         return inspection
 
-    tree = ast.parse(source)
-    docstrings = list_docstrings(tree)
+    nodes = list(ast.walk(ast.parse(source)))
+    docstrings = list_docstrings(nodes)
     docstring_lines: set[int] = set()
     for docstring in docstrings:
         docstring_lines.update(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
     inspect_statements(inspection, source, docstring_lines)
-    inspect_names(inspection, tree)
-    inspect_assignments_and_calls(inspection, tree)
-    inspect_messages(inspection, tree, docstrings)
+    inspect_names(inspection, nodes)
+    inspect_assignments_and_calls(inspection, nodes)
+    inspect_messages(inspection, nodes, docstrings)
     return inspection
