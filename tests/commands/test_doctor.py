@@ -32,7 +32,7 @@ from slurm.scheduling.scheduler import Scheduler
 from tests.harness import inside, warm
 from tests.harness.long_runs import only_folder, ranks_of, train_long
 from tests.harness.made_runs import Made
-from tests.harness.processes import environment, script
+from tests.harness.processes import PATIENCE, environment, script
 from tests.harness.processes import run as experiment
 
 SOUND = {
@@ -119,10 +119,13 @@ def test_a_damaged_set_is_named(cache: Path, tmp_path: Path) -> None:
     file.write_bytes(raw)
     words = [sys.executable, "-m", "slurm", "doctor", "--nodes=2", "--json=1"]
     words.append(f"--args=runs={tmp_path / 'runs'} data.cache={tmp_path / 'prepared'}")
-    done = warm.execute(words, env=environment(), timeout=90)
+    done = warm.execute(words, env=environment(), timeout=PATIENCE)
     found = json.loads(done.stdout)
     assert done.returncode == 1 and [host["rank"] for host in found["hosts"]] == [0, 1] and not found["sound"]
-    assert len(found["problems"]) == 1 and f"{file} is damaged" in found["problems"][0]
+    # Other programs may slow one of the ranks, which is a problem of its own.
+    others = [problem for problem in found["problems"] if f"{file} is damaged" not in problem]
+    assert len(found["problems"]) == len(others) + 1
+    assert all(" is slow: " in problem or "writes run folders at only" in problem for problem in others)
     assert all(host["memory_free_gb"] > 0 for host in found["hosts"]), "also of a host without a GPU"
     assert not list((tmp_path / "runs").iterdir())
 
