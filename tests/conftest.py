@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from common.data.prepare import prepare_digits
@@ -18,8 +17,6 @@ from tests.harness.processes import script
 from tests.harness.shared import Make, make_once, run_once
 from tests.harness.warm import ROOT, Server
 
-torch.set_num_threads(1)  # tests run three at a time, and threads that wait for each other burn the other's core
-
 MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 
 
@@ -27,15 +24,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """Have one warm server for all workers; it makes its imports while they collect the tests.
 
     It and all that workers start keep the memory of freed tensors, instead of asking the kernel for it in each step.
+    The process that starts the workers executes no test, and imports no torch.
     """
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         os.environ.update(MEMORY)
         Server.start()
+        return
+    import torch
+
+    torch.set_num_threads(1)  # tests run three at a time, and threads that wait for each other burn the other's core
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Weights and images are drawn alike whatever tests ran before in this process."""
+    import torch
+
     torch.manual_seed(0)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import parts
 from tests.harness import warm
 from tests.harness.warm import ROOT
 
@@ -16,6 +15,7 @@ from tests.harness.warm import ROOT
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs of benchmarks are forks of the warm process."""
+    from tests.benchmarks import parts
 
     def run(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
         return warm.execute([command[0], str(ROOT / command[1]), *command[2:]], env=env)
