@@ -18,8 +18,9 @@ from tests.harness.processes import environment
 from tests.harness.warm import ROOT
 
 # All tests are collected. Those of the folder `unit` are executed, those of the new experiment, and those of the pages.
+# None of them starts a SLURM cluster: `make test-slurm` does that.
 SELECTION = "unit or my_mlp or list_is_complete or experiment_has or page_says or links_lead or every_pitfall"
-TESTS = (".venv/bin/python", "-m", "pytest", "-vv", "-n", "2", "-k", SELECTION, "tests")
+TESTS = (".venv/bin/python", "-m", "pytest", "-vv", "-n", "2", "--deselect", "tests/cluster", "-k", SELECTION, "tests")
 
 
 @pytest.mark.skipif(not DELETABLE, reason="no technique belongs to one experiment alone")

@@ -51,6 +51,20 @@ def clone_checkout(place: Path) -> None:
         if not link.exists():
             link.symlink_to(program)
     shutil.copy(place / "requirements.txt", place / ".venv/.ready")
+    copy_bytecode(place)
+
+
+def copy_bytecode(place: Path) -> None:
+    """Copy this checkout's bytecode of the files that are equal in the clone, which is not compiled again there."""
+    for file in place.glob("[a-z]*/**/*.py"):
+        original = ROOT / file.relative_to(place)
+        compiled = list((original.parent / "__pycache__").glob(f"{original.stem}.*.pyc"))
+        if not compiled or original.read_bytes() != file.read_bytes():
+            continue
+        shutil.copystat(original, file)  # bytecode is valid for a source file with this time of change
+        (file.parent / "__pycache__").mkdir(exist_ok=True)
+        for bytecode in compiled:
+            shutil.copy(bytecode, file.parent / "__pycache__")
 
 
 def find_files(place: Path, technique: str, experiment: str) -> list[Path]:
