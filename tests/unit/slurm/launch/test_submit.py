@@ -28,12 +28,13 @@ from common.training import custom_optimizer
 from common.training.attempt import prepare_data_of_run
 from configs import mnist_pipeline, resnet_modelparallel
 from configs.profile import Profile
+from slurm.__main__ import main as slurm_main
 from slurm.arguments import check_experiment_name
 from slurm.launch.submit import check_source_knows_settings, prepare_run_folder, submit_prepared_run
 from slurm.reports import cancel, diagnosis, logs, status
 from slurm.scheduling import sbatch, scheduler
 from tests.harness import inside
-from tests.harness.fake_slurm import Fake, call
+from tests.harness.fake_slurm import Fake, call, call_here, report
 from tests.harness.made_runs import Made
 from tests.harness.own_data import write_example, write_schedule
 from tests.harness.warm import ROOT
@@ -141,9 +142,18 @@ def fake(tmp_path: Path) -> Fake:
     return Fake(tmp_path)
 
 
-def submit(fake: Fake, cache: Path, *options: str, settings: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
+def words_of(fake: Fake, cache: Path, *options: str, settings: str = "") -> tuple[str, ...]:
     args = f"data.name=digits data.cache={cache} runs={fake.bin.parent}/runs {settings}"
-    return call(fake, "slurm", "exp", f"--args={args}", *options, "--", "mnist_pipeline", **more)
+    return ("exp", f"--args={args}", *options, "--", "mnist_pipeline")
+
+
+def submit(fake: Fake, cache: Path, *options: str, settings: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
+    return call(fake, "slurm", *words_of(fake, cache, *options, settings=settings), **more)
+
+
+def submit_here(fake: Fake, cache: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Submit within this process."""
+    return call_here(fake, slurm_main, *words_of(fake, cache, *options), **env)
 
 
 def the_folder(fake: Fake) -> RunFolder:
@@ -239,7 +249,7 @@ def test_new_and_changed_files_belong_to_the_run(fake: Fake, cache: Path) -> Non
 
 
 def test_dry_run_leaves_no_trace(fake: Fake, cache: Path) -> None:
-    done = submit(fake, cache, "--dry-run=1", "--nodes=2")
+    done = submit_here(fake, cache, "--dry-run=1", "--nodes=2")
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --nodes=2" in done.stdout and "microbatches: 4" in done.stdout
     assert not fake.calls.exists() and not (fake.bin.parent / "runs").exists()
@@ -286,7 +296,7 @@ def test_settings_that_do_not_fit_the_ranks_of_a_job_are_refused_before_it_is_su
 )
 def test_refusals_are_passed_on_and_leave_nothing(fake: Fake, cache: Path, name: str, body: str, message: str) -> None:
     fake.answer(name, body)
-    done = submit(fake, cache)
+    done = submit_here(fake, cache)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert not list((fake.bin.parent / "runs").glob("*"))
@@ -314,7 +324,7 @@ def test_launch_slurm_never_runs_here(fake: Fake, cache: Path, launch: str, remo
     if remove == "conf":
         fake.conf.unlink()
     extra = {"PATH": f"{fake.bin}:{Path(sys.executable).parent}"} if remove == "sbatch" else {}
-    done = submit(fake, cache, f"--launch={launch}", **extra)
+    done = submit_here(fake, cache, f"--launch={launch}", **extra)
     assert done.returncode == 2 and message in done.stderr
 
 
@@ -336,7 +346,7 @@ def test_status_asks_in_turn(fake: Fake, answers: dict[str, str], state: str, ex
     folder = waiting(fake.bin.parent / "runs", 0, "4711")
     for name, body in answers.items():
         fake.answer(name, body)
-    done = call(fake, "slurm", "status", "--wait=0", str(folder.path))
+    done = report(fake, "status", "--wait=0", str(folder.path))
     assert re.search(rf"  {state}  ", done.stdout), done.stdout + done.stderr
     assert state != "PENDING" or done.stdout.endswith("  job 4711 Resources\n")
     assert done.returncode == exit_status
@@ -403,7 +413,7 @@ def test_the_queue_is_asked_once_for_all_runs(fake: Fake) -> None:
         waiting(runs, number, job)
     fake.answer("squeue", "printf '1|RUNNING|None\\n2_0|RUNNING|None\\n2_1|PENDING|JobArrayTaskLimit\\n'")
     fake.answer("scontrol", "echo JobState=FAILED")
-    done = call(fake, "slurm", "status", f"--runs-folder={runs}")
+    done = report(fake, "status", f"--runs-folder={runs}")
     states = [line.split()[1:2] + line.split()[6:] for line in done.stdout.splitlines()[1:]]
     assert [state for state, *_ in states] == ["FAILED", "PENDING", "RUNNING", "RUNNING"], done.stdout + done.stderr
     assert "job 2_1 JobArrayTaskLimit" in done.stdout
@@ -432,7 +442,7 @@ def test_a_controller_that_hangs_is_waited_for_once(
 def test_a_slow_controller_is_waited_for(fake: Fake) -> None:
     waiting(fake.bin.parent / "runs", 0, "1")
     fake.answer("squeue", "sleep 2.5; echo '1|RUNNING|None'")
-    done = call(fake, "slurm", "status", f"--runs-folder={fake.bin.parent / 'runs'}")
+    done = report(fake, "status", f"--runs-folder={fake.bin.parent / 'runs'}")
     assert " RUNNING " in done.stdout, done.stdout
 
 
@@ -458,23 +468,23 @@ def test_a_run_of_which_nothing_is_known_is_not_over(fake: Fake) -> None:
     for name in ("squeue", "scontrol", "sacct"):
         fake.answer(name, "exit 1")
     sync = ("sync", f"--runs-folder={folder.path.parent}", "--dry-run=1")
-    skipped = call(fake, "slurm", *sync).stdout
+    skipped = report(fake, *sync).stdout
     assert f"skipped {folder.path.name}: it is not known whether the run has ended (SLURM: " in skipped
     assert "); run make sync again when SLURM answers\nnothing to send" in skipped
     for words in (["rerun", "--", str(folder.path)], ["exp", f"--resume={folder.path}"]):
-        done = call(fake, "slurm", *words)
+        done = report(fake, *words)
         assert done.returncode == 2 and f"{folder.path.name} is UNKNOWN; " in done.stderr, done.stderr
     fake.answer("sacct", "echo FAILED")
-    assert call(fake, "slurm", *sync).stdout == f"{folder.path}/wandb/offline-run-1\n"
+    assert report(fake, *sync).stdout == f"{folder.path}/wandb/offline-run-1\n"
 
 
 def test_the_result_file_is_asked_first_and_cancel_is_remembered(fake: Fake) -> None:
     folder = str(waiting(fake.bin.parent / "runs", 0, "4711").path)
-    done = call(fake, "slurm", "cancel", folder)
+    done = report(fake, "cancel", folder)
     assert done.stdout == "canceled job 4711\n"
     assert "scancel 4711" in fake.calls.read_text()
-    assert "CANCELLED" in call(fake, "slurm", "status", folder).stdout
-    assert "is already CANCELLED" in call(fake, "slurm", "cancel", folder).stdout
+    assert "CANCELLED" in report(fake, "status", folder).stdout
+    assert "is already CANCELLED" in report(fake, "cancel", folder).stdout
 
 
 @pytest.mark.parametrize("words", [["status", "../x"], ["logs", "nothing"], ["cancel", "x"]])
@@ -485,7 +495,7 @@ def test_unknown_runs_are_refused(fake: Fake, words: list[str]) -> None:
 
 def test_the_end_of_an_id_will_do(fake: Fake) -> None:
     path = waiting(fake.bin.parent / "runs", 0, "4711").path
-    done = call(fake, "slurm", "status", "--runs-folder", str(path.parent), path.name[-4:])
+    done = report(fake, "status", "--runs-folder", str(path.parent), path.name[-4:])
     assert path.name in done.stdout, done.stderr
 
 
@@ -510,7 +520,7 @@ def test_runs_are_listed_within_seconds_when_the_controller_is_dead(fake: Fake, 
     for name in ("squeue", "scontrol", "sacct"):
         fake.answer(name, "exec sleep 60")
     began = time.monotonic()
-    done = call(fake, "slurm", "status", f"--runs-folder={tmp_path / 'runs'}")
+    done = report(fake, "status", f"--runs-folder={tmp_path / 'runs'}")
     assert done.returncode == 0 and done.stdout.count("UNKNOWN") == 5, done.stdout + done.stderr
     assert time.monotonic() - began < 30, "far less than one patience of 15 s for each run"
     asked = [" ".join(line.split()[:2]) for line in fake.calls.read_text().splitlines()]
@@ -544,12 +554,12 @@ def test_a_folder_that_was_prepared_and_never_begun_is_lost(fake: Fake, cache: P
     assert submit(fake, cache).returncode == -signal.SIGKILL
     folder = the_folder(fake)
     assert not folder.list_attempts() and not json.loads((folder.path / "meta.json").read_text()).get("job")
-    done = call(fake, "slurm", "status", str(folder.path))
+    done = report(fake, "status", str(folder.path))
     assert "LOST" in done.stdout and "created but never started" in done.stdout, done.stdout
-    assert "is already LOST" in call(fake, "slurm", "cancel", str(folder.path)).stdout
+    assert "is already LOST" in report(fake, "cancel", str(folder.path)).stdout
     provenance.write_metadata(folder, [], {})  # as a living submitter, this process
     assert status.read_state(folder) == ("PENDING", "being prepared")
-    done = call(fake, "slurm", "cancel", str(folder.path))
+    done = report(fake, "cancel", str(folder.path))
     assert done.returncode == 2 and "is still being prepared" in done.stderr and "Traceback" not in done.stderr
     (folder.path / "meta.json").unlink()  # the first thing that is written is config.yaml
     assert status.read_state(folder)[0] == "PENDING"
@@ -596,7 +606,7 @@ def test_a_run_folder_without_settings_is_named(fake: Fake, tmp_path: Path) -> N
     broken = Made(number=2, steps=20).write(tmp_path / "runs")
     (broken.path / "config.yaml").unlink()
     (tmp_path / "runs" / "sweeps").mkdir()
-    done = call(fake, "slurm", "status", f"--runs-folder={tmp_path / 'runs'}")
+    done = report(fake, "status", f"--runs-folder={tmp_path / 'runs'}")
     assert sound.path.name in done.stdout and broken.path.name not in done.stdout
     assert done.stderr == f"not listed because config.yaml is missing: {broken.path.name}\n"
 

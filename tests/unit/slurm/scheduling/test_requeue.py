@@ -26,10 +26,10 @@ from common.system.causes import Cause
 from common.system.errors import UnreachableError, UserError
 from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
 from common.training import entry_point
-from slurm.scheduling import job
+from slurm.scheduling import job, requeue
 from slurm.scheduling.job import train_as_rank
 from slurm.scheduling.job_failures import find_first_failure, find_refusal, read_job_failures, record_job_failure
-from tests.harness.fake_slurm import Fake, call
+from tests.harness.fake_slurm import Fake, call, call_here
 
 OURS, ELSEWHERE, QUEUED = "JobState=RUNNING Restarts=1", "JobState=RUNNING Restarts=2", "JobState=PENDING Restarts=2"
 PLACE: dict[str, Any] = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
@@ -52,14 +52,17 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def end(
-    fake: Fake, folder: RunFolder, status: int, *shown: str, requeue: str = "exit 0"
+    fake: Fake, folder: RunFolder, status: int, *shown: str, on_requeue: str = "exit 0", as_command: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """The processes have ended; `shown` is what SLURM says of the job, one look after the other, the last for ever."""
     looks = fake.bin.parent / "looks"
     looks.write_text("".join(f"{line}\n" for line in shown))
     once = f'head -1 {looks}; [ "$(wc -l <{looks})" = 1 ] || sed -i 1d {looks}'
-    fake.answer("scontrol", f'case "$1" in requeue) {requeue};; *) {once};; esac')
-    return call(fake, "slurm.scheduling.requeue", str(folder.path), str(status), **PLACE)
+    fake.answer("scontrol", f'case "$1" in requeue) {on_requeue};; *) {once};; esac')
+    words = (str(folder.path), str(status))
+    if as_command:
+        return call(fake, "slurm.scheduling.requeue", *words, **PLACE)
+    return call_here(fake, lambda words: requeue.main(words[0], int(words[1])), *words, **PLACE)
 
 
 def requeues(fake: Fake) -> int:
@@ -89,12 +92,12 @@ def test_a_job_that_was_started_again_is_left_alone(fake: Fake, folder: RunFolde
 
 
 def test_a_requeue_that_slurm_made_itself_is_no_failure(fake: Fake, folder: RunFolder) -> None:
-    assert end(fake, folder, EXIT_RESUMABLE, OURS, QUEUED, requeue="exit 1").returncode == EXIT_RESUMABLE
+    assert end(fake, folder, EXIT_RESUMABLE, OURS, QUEUED, on_requeue="exit 1").returncode == EXIT_RESUMABLE
     assert not folder.result
 
 
 def test_a_requeue_that_is_refused_is_told(fake: Fake, folder: RunFolder) -> None:
-    done = end(fake, folder, EXIT_RESUMABLE, OURS, requeue="echo 'requeue is disabled' >&2; exit 1")
+    done = end(fake, folder, EXIT_RESUMABLE, OURS, on_requeue="echo 'requeue is disabled' >&2; exit 1", as_command=True)
     assert done.returncode == EXIT_RESUMABLE and folder.result["state"] == "failed"
     assert "the job cannot be requeued" in folder.result["reason"] and "requeue is disabled" in folder.result["reason"]
 
