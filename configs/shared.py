@@ -210,7 +210,9 @@ class Experiment:
             raise ValueError("runs= must not be empty; name a folder or omit runs")
         self.launch.check()
         if self.launch.mixed and not self.can_mix_devices:
-            raise ValueError("launch.mixed=true is not available: this experiment needs devices of one type; omit it")
+            raise ValueError(
+                "launch.mixed=true is not available: this experiment needs devices of one type; omit launch.mixed"
+            )
         self.wandb.check()
 
 

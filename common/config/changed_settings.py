@@ -11,10 +11,8 @@ from common.system.errors import UserError
 
 Changes = dict[str, tuple[Any, Any]]  # old and new value by dotted name, as strings or lists of strings
 CHANGES_FILE = "changed.json"  # exists in an attempt folder if the attempt's settings differ from those of the run
-
-
-UNREPEATED_KEYS = ("wandb.", "launch.transport", "launch.tls")
-"""Keys and groups that do not affect the results of a run, so a run can be repeated although they have changed."""
+# Keys and groups that do not affect results, so a run can be repeated although they have changed.
+KEYS_WITHOUT_EFFECT_ON_RESULTS = ("wandb.", "launch.transport", "launch.tls")
 
 
 def describe_changes(changed: Changes) -> str:
@@ -33,7 +31,7 @@ def read_changes_of_attempts(run: Path) -> Changes:
     changes: Changes = {}
     for path in sorted(run.glob(f"attempts/[0-9]*/{CHANGES_FILE}")):
         changes |= read_changes(path)
-    return {name: pair for name, pair in changes.items() if not name.startswith(UNREPEATED_KEYS)}
+    return {name: pair for name, pair in changes.items() if not name.startswith(KEYS_WITHOUT_EFFECT_ON_RESULTS)}
 
 
 def is_setting_text(value: Any) -> bool:

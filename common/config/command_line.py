@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,3 +56,11 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         else:
             values[name] = text
     return CommandLine(show_help, print_config, paths.get("--config"), paths.get("--resume"), values)
+
+
+def print_text(text: str) -> None:
+    """Print text. Ignore a closed pipe, for example if the output is piped to `head`."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail

@@ -27,7 +27,7 @@ from common.config.changed_settings import (
     read_changes_of_attempts,
     read_last_changes,
 )
-from common.config.command_line import USAGE, parse_command_line
+from common.config.command_line import USAGE, parse_command_line, print_text
 from common.config.config_keys import (
     drop_training_keys,
     format_value,
@@ -78,6 +78,8 @@ FIXED_KEYS = (
     "wandb.project",
     "wandb.entity",
 )
+# Settings on which a choice of a run depends, by the key of the choice. If one of them changes, it can choose again.
+CHOICE_DEPENDENCIES = {"split": ("stages", "stages_per_process", "balance")}
 RANKS_PER_NODE = "processes_per_node"  # sets the number of ranks in experiments without pipeline stages
 CONFIG_FILE = "config.yaml"  # the settings with which a run was started
 RESOLVED_FILE = "resolved.yaml"  # the settings that a run has measured or chosen, if any
@@ -170,6 +172,8 @@ class StartedRanks:
 
     ranks: int
     nodes: int
+    is_restart: bool = False
+    """Whether the launcher has restarted the ranks, with the same command line as before."""
 
 
 def build_config_for_started_ranks(
@@ -194,8 +198,17 @@ def build_config_for_started_ranks(
 
 
 def import_schema(name: str) -> type[Experiment]:
-    """Import and return the Config dataclass of the experiment with this name."""
-    return importlib.import_module(f"configs.{name}").Config
+    """Import and return the Config dataclass of the experiment with this name.
+
+    Raises UserError if a config class is not frozen.
+    """
+    try:
+        return importlib.import_module(f"configs.{name}").Config
+    except TypeError as error:
+        if "cannot inherit non-frozen dataclass" not in str(error):
+            raise
+        problem = f"configs/{name}.py: a config class is not frozen"
+        raise UserError(f"{problem}; declare each config class with @dataclass(frozen=True)") from None
 
 
 def list_experiments() -> list[str]:
@@ -207,14 +220,6 @@ def list_experiments() -> list[str]:
 def get_experiment_name(schema: type[Experiment]) -> str:
     """Return the name of the experiment to which a Config dataclass belongs."""
     return schema.__module__.rpartition(".")[2]
-
-
-def print_text(text: str) -> None:
-    """Print text. Ignore a closed pipe, for example if the output is piped to `head`."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail
 
 
 def load_config(
@@ -250,7 +255,8 @@ def load_config(
         layers.append(drop_training_keys(schema, layer))
     layers.append(command_line.values)
     settings = build_config_for_started_ranks(schema, layers, user_values, started)
-    if command_line.resume:
+    is_restart = started is not None and started.is_restart
+    if command_line.resume and not is_restart:  # after the first start, the run may have made the requested choice
         reject_repeated_choices(command_line.resume, settings, command_line.values)
     if command_line.print_config:
         print_text(format_yaml(settings).rstrip("\n"))
@@ -320,13 +326,25 @@ KEPT_LAUNCH_KEYS = ("launch.backend", "launch.algorithm", "launch.transport", "l
 def find_changes(run: Path, settings: Experiment) -> Changes:
     """Return the training and tracking settings that differ from the settings of a run.
 
-    The result is empty if all differing values are those of config.yaml: the values in resolved.yaml then apply.
+    A setting with the value in config.yaml is not a change if the run has chosen another value, which then applies.
+    """
+    differences = find_differences(run, settings)
+    kept_choices = find_kept_choices(run, differences)
+    return {name: pair for name, pair in differences.items() if name not in kept_choices}
+
+
+def find_kept_choices(run: Path, differences: Changes) -> list[str]:
+    """Return the keys in `differences` for which the choice in resolved.yaml applies.
+
+    The requested value of such a key is the value in config.yaml, which lets the run choose.
     """
     requested = read_config_file(run / CONFIG_FILE)
-    changes = find_differences(run, settings)
-    if all(requested.get(name) == value for name, (_, value) in changes.items()):
-        return {}
-    return changes
+    keys = []
+    for name, (_, value) in differences.items():
+        can_choose_again = not differences.keys().isdisjoint(CHOICE_DEPENDENCIES.get(name, ()))
+        if requested.get(name) == value and not can_choose_again:
+            keys.append(name)
+    return keys
 
 
 def find_differences(run: Path, settings: Experiment) -> Changes:
@@ -355,13 +373,14 @@ def count_ranks_of_run(old: Mapping[str, Any], settings: Experiment) -> int:
 
 def reject_repeated_choices(run: Path, settings: Experiment, user_values: Mapping[str, str]) -> None:
     """Raise UserError if a user value requests a choice that a run has already made and keeps."""
-    if find_changes(run, settings):
-        return
-    for name, (chosen, _) in find_differences(run, settings).items():
-        if name in user_values:
+    differences = find_differences(run, settings)
+    replaced_choices = read_last_changes(run)  # the newest attempt has not used these choices
+    for name in find_kept_choices(run, differences):
+        if name in user_values and name not in replaced_choices:
+            chosen, _ = differences[name]
             text = f"{name}={user_values[name]}"
             problem = f"{text} has no effect: the run has already chosen {name}={format_value(chosen)}"
-            raise UserError(f"{problem}; omit it, set another value, or start a new run")
+            raise UserError(f"{problem}; omit {name}, set another value, or start a new run")
 
 
 def format_help(schema: type[Experiment]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 import os
@@ -247,11 +248,12 @@ def meets_condition(settings: Mapping[str, str], key: str, comparison: str, expe
 def trains_model(experiment: str, settings: Mapping[str, str]) -> bool:
     """Return whether a run of an experiment with these settings trains a model.
 
-    The settings decide only for an experiment that no longer exists. Older versions stored settings for training in the
-    config.yaml of a run that only measures.
+    The settings decide only for an experiment that no longer exists or whose config class is invalid. Older versions
+    stored settings for training in the config.yaml of a run that only measures.
     """
     if experiment in config.list_experiments():
-        return issubclass(config.import_schema(experiment), TrainingExperiment)
+        with contextlib.suppress(UserError):
+            return issubclass(config.import_schema(experiment), TrainingExperiment)
     return settings.get("data.name", "none") != "none"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import configs
 from common.checkpoint import extension
 from common.config import config, config_keys
 from common.config.changed_settings import read_changes_of_attempts, read_last_changes
@@ -23,6 +24,7 @@ from configs.ddp_multinode import Config as ReplicaConfig
 from configs.mnist_pipeline import Config
 from configs.profile import Profile
 from configs.shared import Experiment
+from slurm.reports import selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,18 +268,62 @@ def test_what_a_run_has_chosen_overrides_its_config(tmp_path: Path) -> None:
     assert load_config(Config, ["--config", str(file)], {}) == resumed != requested
     assert (resumed.data.name, resumed.pipeline.split) == ("digits", ["fc3"])
     assert config.find_changes(run, requested) == config.find_changes(run, resumed) == {}
+    requeued = replace_values(requested, {"optim.lr": 0.05})
+    assert config.find_changes(run, requeued) == {"optim.lr": ("0.02", "0.05")}, "the split that it lacks is no change"
     other = replace_values(resumed, {"stages": 1, "split": []})
     assert config.find_changes(run, other) == {"stages": ("2", "1"), "split": (["fc3"], [])}
 
-    refusal = r"split=\[\] has no effect: the run has already chosen split=\[fc3\]; omit it, set another value"
-    with pytest.raises(UserError, match=refusal):
-        load_config(Config, ["--resume", str(run), "split=[]"], {})
-    for words in (["split=[fc2]"], ["stages=1", "split=[]"], ["balance=time"], ["log.level=debug"]):
+    refusal = r"split=\[\] has no effect: the run has already chosen split=\[fc3\]; omit split, set another"
+    for words in (["split=[]"], ["split=[]", "optim.lr=0.05"]):
+        with pytest.raises(UserError, match=refusal):
+            load_config(Config, ["--resume", str(run), *words], {})
+    restarted = config.StartedRanks(ranks=2, nodes=1, is_restart=True)
+    assert load_config(Config, ["--resume", str(run), "split=[]"], {}, restarted).pipeline.split == []
+    for words in (
+        ["split=[fc2]"],
+        ["stages=1", "split=[]"],
+        ["balance=parameters", "split=[]"],
+        ["balance=time"],
+        ["log.level=debug"],
+    ):
         load_config(Config, ["--resume", str(run), *words], {})
 
     (run / "resolved.yaml").write_text("a: [")
     with pytest.raises(UserError, match=r"resolved\.yaml: not valid YAML at line 2, column 1; correct the file"):
         config.read_settings(run)
+
+
+def test_the_choice_of_a_run_may_be_requested_if_the_newest_attempt_has_replaced_it(tmp_path: Path) -> None:
+    run = tmp_path / "ddp_multinode-1-2-3"
+    attempt = run / "attempts/0002"
+    attempt.mkdir(parents=True)
+    initial = load_config(ReplicaConfig, ["launch.backend=builtin", "launch.algorithm=auto"], {})
+    (run / "config.yaml").write_text(config.format_yaml(initial))
+    record_resolved_settings(run, {"launch.algorithm": "tree"})
+    words = [f"--resume={run}", "launch.algorithm=auto"]
+    with pytest.raises(UserError, match=r"already chosen launch\.algorithm=tree; omit launch\.algorithm,"):
+        load_config(ReplicaConfig, words, {})
+    (attempt / "changed.json").write_text(json.dumps({"launch.algorithm": ["tree", "star"]}))
+    assert load_config(ReplicaConfig, words[:1], {}).launch.algorithm == "star"
+    assert config.find_changes(run, load_config(ReplicaConfig, words, {})) == {}, "the run's own choice applies again"
+
+
+def test_a_config_class_that_is_not_frozen_is_refused_and_its_runs_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("configs/unfrozen.py", "configs/unfrozen.yaml", "experiments/unfrozen.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    source = "import dataclasses\nfrom configs.shared import TrainingExperiment\n"
+    source += "@dataclasses.dataclass\nclass Config(TrainingExperiment): pass\n"
+    (tmp_path / "configs/unfrozen.py").write_text(source)
+    monkeypatch.setattr(configs, "__path__", [*configs.__path__, str(tmp_path / "configs")])
+    monkeypatch.setattr(config, "ROOT", tmp_path)
+    refusal = r"^configs/unfrozen\.py: a config class is not frozen; declare each config class with @dataclass\("
+    with pytest.raises(UserError, match=refusal):
+        config.import_schema("unfrozen")
+    found = [selection.trains_model("unfrozen", {"data.name": name}) for name in ("digits", "none")]
+    assert found == [True, False]
 
 
 @pytest.mark.parametrize(
