@@ -130,13 +130,13 @@ def report_summary(summary: Summary, folder: Path) -> None:
 
 def report_stop(table: ResultTable, cfg: Experiment, number_of_points: int) -> None:
     """Print what a stopped sweep has measured, and how to resume a run that was stopped."""
-    stopped = [row for row in table.rows if row.get("state") != "finished"]
-    finished = len(table.rows) - len(stopped)
-    text = f"the sweep was stopped after {finished} of {number_of_points} runs; a new sweep runs all points again"
+    finished = [row for row in table.rows if row.get("state") == "finished"]
+    stopped = [row for row in table.rows if row["exit_status"] in STOPPED_STATUSES]
+    text = f"the sweep was stopped after {len(finished)} of {number_of_points} runs; a new sweep runs all points again"
     print(text, file=sys.stderr)
     for row in stopped:
         folder = RunFolder(table.sweep.runs / row["run"])
-        print(attempt.describe_continuation(folder, cfg, Cause.OTHER), file=sys.stderr)
+        print(f"{row['run']}: {attempt.describe_continuation(folder, cfg, Cause.OTHER)}", file=sys.stderr)
 
 
 def main(name: str, arguments: Sequence[str]) -> int:

@@ -60,11 +60,15 @@ def test_a_run_that_is_stopped_ends_the_sweep(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    result = f"""echo '{{"format": 2, "state": "cancelled", "exit_status": {status}}}' >$RUN/result.json"""
-    assert sweep_runs(tmp_path, cache, monkeypatch, f"{result}; exit {status}") == status
-    (run,) = tmp_path.glob(f"{NAME}-*")
-    told = capsys.readouterr().err
-    assert told.endswith(f"\nno checkpoint found; to restart from step 0: make exp RESUME={run}\n")
+    """A run that has failed before is not listed as stopped."""
+    end = """echo '{"format": 2, "state": "'$STATE'", "exit_status": '$STATUS'}' >$RUN/result.json; exit $STATUS"""
+    failed = f"mkdir {tmp_path / 'failed'} 2>/dev/null && STATE=failed STATUS=1 || STATE=cancelled STATUS={status}"
+    assert sweep_runs(tmp_path, cache, monkeypatch, f"{failed}; {end}") == status
+    _, stopped = sorted(tmp_path.glob(f"{NAME}-*"), key=lambda path: path.stat().st_mtime_ns)
+    first_line, *lines = capsys.readouterr().err.splitlines()
+    assert first_line.startswith("the sweep was stopped after 0 of ")
+    remedy = f"no checkpoint found; to restart from step 0: make exp RESUME={stopped}"
+    assert lines == [f"{stopped.name}: {remedy}"]
 
 
 def test_a_run_that_has_trained_is_never_deleted(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
