@@ -32,8 +32,8 @@ GROUPS = ("git", "packages", "machine", "data", "prepared_by", "world", "job")
 ENTRY_TYPES: dict[str, type] = dict.fromkeys(GROUPS, dict) | {"argv": list, "history": list}
 """Expected types of the entries of meta.json that are dicts or lists."""
 JOB_TYPES: dict[str, Any] = {"id": str, "scheduler": str, "logs": str | None, "profile": dict | None}
-METADATA_FORMAT = 2
-"""Format of meta.json. Ranks of runs with an older format do not record the causes of their failures."""
+METADATA_FORMAT = 2  # format of meta.json
+FIRST_FORMAT_WITH_CAUSES = 2  # ranks of runs with an older format do not record the causes of their failures
 MAX_DAMAGED_FILES = 5  # maximum number of files that a message lists
 
 
@@ -254,7 +254,8 @@ def read_metadata(folder: RunFolder) -> dict[str, Any]:
 
 def records_causes(folder: RunFolder) -> bool:
     """Return whether the source code that a run executes records the causes of failures."""
-    return read_metadata(folder).get("format") == METADATA_FORMAT
+    metadata_format = read_metadata(folder).get("format")
+    return isinstance(metadata_format, int) and metadata_format >= FIRST_FORMAT_WITH_CAUSES
 
 
 def record_attempt_start(folder: RunFolder) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.checkpoint import storage
 from common.runs import claims, provenance
-from common.runs.failures import read_failure
+from common.runs.failures import Failure, read_failure
 from common.runs.folder import RunFolder
 from common.runs.rank_changes import describe_rank_changes
 from common.system.causes import PEER_CAUSES, Cause
@@ -37,7 +37,7 @@ EXPLANATIONS = {
         "launch.threads or data.workers"
     ),
     Cause.DISK_FULL: f"{DISK_PROBLEMS[Cause.DISK_FULL]}, or set runs=<another folder>",
-    Cause.DISK_READ_ONLY: f"{DISK_PROBLEMS[Cause.DISK_READ_ONLY]} with runs=<another folder>",
+    Cause.DISK_READ_ONLY: "the disk is read-only; set runs=<another folder>",
     Cause.DIVERGED: "training diverged; lower optim.lr, or set clip if the experiment has this setting",
     Cause.DAMAGED_DATA: "the data is damaged or has changed",
     Cause.JOB_TIME_LIMIT: "the job reached its time limit; raise cluster.time, or run make exp RESUME=<id>",
@@ -109,9 +109,8 @@ def find_last_sign_of_life(attempt: RunFolder) -> float:
 def read_rank_facts(folder: RunFolder) -> list[RankFacts]:
     """Return the facts about all ranks of a run's newest attempt."""
     ranks = []
-    exit_reasons = rank_logs.parse_task_exit_reasons(
-        rank_logs.read_job_log(folder, 0)
-    )  # srun writes to the log of rank 0
+    job_log = rank_logs.read_job_log(folder, 0)  # srun writes to the log of rank 0
+    exit_reasons = rank_logs.parse_task_exit_reasons(job_log)
     for attempt in folder.list_attempts()[-1:]:
         start = find_last_sign_of_life(attempt)  # used for ranks that have not written a heartbeat
         for heartbeat in read_heartbeats(attempt):
@@ -131,15 +130,32 @@ def find_error_of_rank(attempt: RunFolder, rank: int, log: str) -> tuple[str, st
     A rank of a job that fails before it trains has only a record of the job. If there is no record, the error is the
     first error in the rank's log. The time is an empty string if unknown. The text is empty if there is no error.
     """
-    failure = read_failure(attempt, rank)
-    if failure is None:
-        claim = claims.Claim.read(attempt)
-        failure = job_failures.find_newest_failure_of_rank(attempt, rank, start=claim.time if claim else 0.0)
+    failure = find_recorded_failure(attempt, rank)
     if failure is None:
         logged = rank_logs.find_first_error(log)
         return logged.time, logged.text, rank_logs.classify_logged_error(attempt, logged)
     seconds = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))
     return f"{seconds},{int(failure.time % 1 * 1000):03d}", failure.message, failure.cause
+
+
+def find_recorded_failure(attempt: RunFolder, rank: int) -> Failure | None:
+    """Return the failure of a rank in an attempt, or in a later job that failed before it opened an attempt.
+
+    Returns None if there is no record.
+    """
+    claim = claims.Claim.read(attempt)
+    failure = read_failure(attempt, rank)
+    job_failure = job_failures.find_newest_failure_of_rank(attempt, rank, start=claim.time if claim else 0.0)
+    if job_failure is None:
+        return failure
+    if failure is None:
+        return job_failure.failure
+
+    # The job of the attempt may have recorded the same failure again, with fewer details.
+    is_job_of_attempt = claim is not None and job_failure.job_start == f"{claim.job}-{claim.restart}"
+    if is_job_of_attempt or job_failure.failure.time < failure.time:
+        return failure
+    return job_failure.failure
 
 
 def list_failed_ranks(ranks: list[RankFacts]) -> list[RankFacts]:

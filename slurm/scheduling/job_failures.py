@@ -25,6 +25,8 @@ class JobFailure:
     failure: Failure
     is_refusal: bool
     """Whether the user must fix the problem, so that the job is not requeued."""
+    job_start: str
+    """Job id and restart count of the job, as returned by `make_attempt_name`."""
 
 
 def make_attempt_name() -> str:
@@ -54,7 +56,8 @@ def read_job_failures(folder: RunFolder, attempt_name: str = "*", rank: int | No
         content = read_json(file)
         failure = Failure.from_content(content)
         if failure is not None:
-            failures.append(JobFailure(failure, bool(content.get("is_refusal"))))
+            job_start = file.stem.removeprefix("failure-").rpartition("-")[0]
+            failures.append(JobFailure(failure, bool(content.get("is_refusal")), job_start))
     return failures
 
 
@@ -79,11 +82,10 @@ def find_first_failure(folder: RunFolder) -> Failure | None:
     return min(failures, key=lambda failure: (failure.blames_peer, failure.time), default=None)
 
 
-def find_newest_failure_of_rank(folder: RunFolder, rank: int, start: float) -> Failure | None:
+def find_newest_failure_of_rank(folder: RunFolder, rank: int, start: float) -> JobFailure | None:
     """Return the newest failure of a rank in any job of a run, or None if the rank has not failed since `start`.
 
     `start` is in seconds since 1970.
     """
-    failures = [recorded.failure for recorded in read_job_failures(folder, rank=rank)]
-    recent = [failure for failure in failures if failure.time >= start]
-    return max(recent, key=lambda failure: failure.time, default=None)
+    recent = [recorded for recorded in read_job_failures(folder, rank=rank) if recorded.failure.time >= start]
+    return max(recent, key=lambda recorded: recorded.failure.time, default=None)

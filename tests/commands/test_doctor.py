@@ -383,9 +383,10 @@ def test_messages_of_this_project_are_searched_only_in_logs_of_older_versions(
     (folder.path / "submit" / "7_1_log.out").write_text(f"{rank_logs.JOB_START}\n{output}\n")
     write_json(folder.path / "meta.json", {"job": job})
     assert diagnosis.collect_diagnosis(folder)["cause_kind"] == old_cause
-    write_json(folder.path / "meta.json", {"format": provenance.METADATA_FORMAT, "job": job})
-    found = diagnosis.collect_diagnosis(folder)
-    assert found["cause_kind"] == cause and found["first_error"]["rank"] == 1
+    for number in (provenance.METADATA_FORMAT, provenance.METADATA_FORMAT + 1):
+        write_json(folder.path / "meta.json", {"format": number, "job": job})
+        found = diagnosis.collect_diagnosis(folder)
+        assert found["cause_kind"] == cause and found["first_error"]["rank"] == 1
 
 
 def test_a_rank_of_a_job_that_failed_before_it_trained_has_a_cause(
@@ -395,8 +396,10 @@ def test_a_rank_of_a_job_that_failed_before_it_trained_has_a_cause(
     (folder.path / "submit").mkdir()
     attempt_of_run = folder.list_attempts()[-1]
     now = provenance.format_utc_now()
-    write_json(attempt_of_run.attempt_folder / "claim.json", {"process": provenance.identify_process(), "time": now})
+    claim = {"process": provenance.identify_process(), "time": now, "starter": "slurm 7", "restart": 0}
+    write_json(attempt_of_run.attempt_folder / "claim.json", claim)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     record_job_failure(folder, 0, Failure.from_error(UnreachableError("rank 1 is missing")), is_refusal=True)
     record_job_failure(folder, 1, Failure.from_error(OSError(errno.ENOSPC, "x")), is_refusal=False)
     found = diagnosis.collect_diagnosis(folder)
@@ -405,6 +408,14 @@ def test_a_rank_of_a_job_that_failed_before_it_trained_has_a_cause(
     earlier = Failure(Cause.OUT_OF_MEMORY, "before this attempt", provenance.parse_utc_time(now) - 9)
     record_job_failure(folder, 1, earlier, is_refusal=False)
     assert [rank["error"] for rank in diagnosis.collect_diagnosis(folder)["ranks"]] == ["rank 1 is missing", ""]
+
+    seconds = provenance.parse_utc_time(now)
+    write_failure(attempt_of_run, 0, Failure(Cause.OTHER, "after step 3: OddError", seconds + 1))
+    record_job_failure(folder, 0, Failure(Cause.OTHER, "OddError", seconds + 2), is_refusal=False)
+    assert diagnosis.collect_diagnosis(folder)["ranks"][0]["error"] == "after step 3: OddError"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    record_job_failure(folder, 0, Failure(Cause.OTHER, "the data has changed", seconds + 3), is_refusal=True)
+    assert diagnosis.collect_diagnosis(folder)["ranks"][0]["error"] == "the data has changed", "no second attempt began"
 
 
 LEAVES = """
