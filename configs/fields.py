@@ -1,4 +1,4 @@
-"""Dataclass fields for numbers within a range, paths, custom code, and groups of settings."""
+"""Dataclass fields for numbers within a range, paths, custom code, automatic choices, and groups of settings."""
 
 from __future__ import annotations
 
@@ -43,6 +43,14 @@ def custom_code(default: str, kind: str, checker: str, *, rank_0_only: bool = Fa
     return field(
         default=default, metadata={"custom_code": {"kind": kind, "checker": checker, "rank_0_only": rank_0_only}}
     )
+
+
+def chosen_from(*keys: str) -> Any:
+    """Define a dataclass field for a list that the run chooses if the list is empty.
+
+    The choice depends on the settings `keys`. A resumed run keeps its choice unless one of these settings changes.
+    """
+    return field(default_factory=list, metadata={"chosen_from": keys})
 
 
 def flat(group: Callable[[], Any]) -> Any:

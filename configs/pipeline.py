@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from configs.batch_plan import format_nearest_multiples, list_divisors
-from configs.fields import between, custom_code
+from configs.fields import between, chosen_from, custom_code
 from configs.shared import TrainingExperiment
 
 BUILTIN_SCHEDULES = ("naive", "gpipe", "1f1b")
@@ -31,7 +31,7 @@ class Stages:
     """Number of stages of the model; 1 trains the unsplit model."""
     stages_per_process: int = between(1, 64, 1)
     """Number of stages per rank. Stage s is placed on rank s modulo the number of ranks."""
-    split: list[str] = field(default_factory=list)
+    split: list[str] = chosen_from("stages", "stages_per_process", "balance")
     """Names of the layers that start a new stage, such as [fc2]. If the list is empty, the stages are balanced
     according to `balance`."""
     balance: Literal["parameters", "time"] = "parameters"

@@ -210,9 +210,7 @@ class Experiment:
             raise ValueError("runs= must not be empty; name a folder or omit runs")
         self.launch.check()
         if self.launch.mixed and not self.can_mix_devices:
-            raise ValueError(
-                "launch.mixed=true is not available: this experiment needs devices of one type; omit launch.mixed"
-            )
+            raise ValueError("this experiment needs devices of one type; omit launch.mixed=true")
         self.wandb.check()
 
 

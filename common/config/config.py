@@ -78,8 +78,6 @@ FIXED_KEYS = (
     "wandb.project",
     "wandb.entity",
 )
-# Settings on which a choice of a run depends, by the key of the choice. If one of them changes, it can choose again.
-CHOICE_DEPENDENCIES = {"split": ("stages", "stages_per_process", "balance")}
 RANKS_PER_NODE = "processes_per_node"  # sets the number of ranks in experiments without pipeline stages
 CONFIG_FILE = "config.yaml"  # the settings with which a run was started
 RESOLVED_FILE = "resolved.yaml"  # the settings that a run has measured or chosen, if any
@@ -329,22 +327,23 @@ def find_changes(run: Path, settings: Experiment) -> Changes:
     A setting with the value in config.yaml is not a change if the run has chosen another value, which then applies.
     """
     differences = find_differences(run, settings)
-    kept_choices = find_kept_choices(run, differences)
+    kept_choices = find_kept_choices(run, differences, type(settings))
     return {name: pair for name, pair in differences.items() if name not in kept_choices}
 
 
-def find_kept_choices(run: Path, differences: Changes) -> list[str]:
+def find_kept_choices(run: Path, differences: Changes, schema: type[Experiment]) -> list[str]:
     """Return the keys in `differences` for which the choice in resolved.yaml applies.
 
     The requested value of such a key is the value in config.yaml, which lets the run choose.
     """
     requested = read_config_file(run / CONFIG_FILE)
-    keys = []
+    keys = list_keys(schema)
+    kept = []
     for name, (_, value) in differences.items():
-        can_choose_again = not differences.keys().isdisjoint(CHOICE_DEPENDENCIES.get(name, ()))
+        can_choose_again = not differences.keys().isdisjoint(keys[name].chosen_from)
         if requested.get(name) == value and not can_choose_again:
-            keys.append(name)
-    return keys
+            kept.append(name)
+    return kept
 
 
 def find_differences(run: Path, settings: Experiment) -> Changes:
@@ -375,7 +374,7 @@ def reject_repeated_choices(run: Path, settings: Experiment, user_values: Mappin
     """Raise UserError if a user value requests a choice that a run has already made and keeps."""
     differences = find_differences(run, settings)
     replaced_choices = read_last_changes(run)  # the newest attempt has not used these choices
-    for name in find_kept_choices(run, differences):
+    for name in find_kept_choices(run, differences, type(settings)):
         if name in user_values and name not in replaced_choices:
             chosen, _ = differences[name]
             text = f"{name}={user_values[name]}"

@@ -76,6 +76,11 @@ class ConfigKey:
         """Another setting that this key requires, such as `mode=bounded`, or an empty string."""
         return str(self.metadata.get("only", ""))
 
+    @property
+    def chosen_from(self) -> tuple[str, ...]:
+        """Settings on which the automatic choice of this setting depends."""
+        return tuple(self.metadata.get("chosen_from", ()))
+
     def get_value(self, settings: object) -> Any:
         """Return the value of this key in a config."""
         value = operator.attrgetter(self.path)(settings)

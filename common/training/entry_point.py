@@ -74,7 +74,7 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
     This process forks the ranks if `rank_info` is None. Otherwise, this process is the rank that `rank_info` describes.
     """
     with report_common_error_once(rank_info):
-        started = config.StartedRanks(rank_info.size, rank_info.nodes) if rank_info is not None else None
+        started = config.StartedRanks(rank_info.size, rank_info.nodes, rank_info.is_restart) if rank_info else None
         command_line = parse_command_line(sys.argv[1:])
         path = command_line.resume
         run_to_resume = RunFolder(path.absolute()) if path else None

@@ -312,7 +312,7 @@ def find_host_problems(facts: HostFacts, hosts: int) -> list[str]:
     elif facts["disk_free_gb"] < MIN_FREE_GB:
         problem = f"has only {facts['disk_free_gb']} GB free on the disk of the run folders"
         problems.append(f"{host} {problem}; free some space, or set runs=<another folder>")
-    elif (facts.get("disk_mb_per_s") or MIN_DISK_MB_PER_S) < MIN_DISK_MB_PER_S:
+    elif facts.get("disk_mb_per_s", MIN_DISK_MB_PER_S) < MIN_DISK_MB_PER_S:
         problem = f"writes run folders at only {facts['disk_mb_per_s']} MB/s"
         problems.append(f"{host} {problem}; set runs=<folder on a faster disk>")
     for file in facts.get("data_damaged", []):

@@ -61,6 +61,7 @@ SOUND = {
         ({"gflop_per_s": 26.0}, ""),
         ({"disk_error": "cannot write /r: the disk is full", "disk_free_gb": 0.0}, "node3 (rank 2) cannot write /r"),
         ({"disk_mb_per_s": 2}, "node3 (rank 2) writes run folders at only 2 MB/s"),
+        ({"disk_mb_per_s": 0}, "node3 (rank 2) writes run folders at only 0 MB/s"),
         ({"data": {"digits-1": "ffff"}}, "node3 (rank 2): the data set digits-1 is missing or differs"),
         ({"data": {}}, "node3 (rank 2): the data set digits-1 is missing or differs"),
         ({"data_damaged": ["/d/x.npy"]}, "node3 (rank 2): /d/x.npy is damaged"),

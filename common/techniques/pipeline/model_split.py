@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint.train_state import get_model_recipe
-from common.config import changed_settings, config
+from common.config import changed_settings, config, config_keys
 from common.config.custom_code import use_file_copies
 from common.measure.memory import reset_peak_memory
 from common.ranks.rendezvous import World
@@ -136,13 +136,15 @@ def measure_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor,
 def load_or_measure_split(run: RunContext, measure: Callable[[], list[str]]) -> list[str]:
     """Return the split that an earlier attempt has measured, or measure the split and store it in resolved.yaml.
 
-    All ranks must call this function, and all ranks call `measure` at the same time. An attempt whose settings differ
-    from those of the run measures its own split, which is not stored.
+    All ranks must call this function, and all ranks call `measure` at the same time. An attempt with another
+    `split`, or with other settings on which the split depends, measures its own split, which is not stored.
     """
     stored: list[str] = []
     is_unchanged = False
     if run.world.is_main:
-        is_unchanged = not (run.folder.attempt_folder / changed_settings.CHANGES_FILE).exists()
+        changes = changed_settings.read_changes(run.folder.attempt_folder / changed_settings.CHANGES_FILE)
+        split_key = config_keys.list_keys(type(run.cfg))["split"]
+        is_unchanged = changes.keys().isdisjoint(("split", *split_key.chosen_from))
         stored = config.read_settings(run.folder.path)["split"] if is_unchanged else []
     stored = run.world.broadcast(stored)
     if stored:
