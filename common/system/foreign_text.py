@@ -2,9 +2,10 @@
 
 This is the only module that derives a cause from text. Other modules parse the output of commands only for values, such
 as the names of hosts. The messages are those of the operating system, Python, torch, gloo, NCCL and SLURM. Errors of
-this project carry their cause (`CausedError`), so their messages are never searched. The only exception is
-`classify_recorded_text`, for run folders of older versions, which contain messages but no causes. This module does not
-import torch.
+this project carry their cause (`CausedError`), so their messages are never searched, with two exceptions. C++ code
+passes on any Python exception as a RuntimeError without a cause, whose message starts with the name of the class of
+the exception. `classify_recorded_text` is for run folders of older versions, which contain messages but no causes. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -81,8 +82,14 @@ RECORDED_SOURCE_ERROR = (
     rf"^(?:.*failed(?: first)?: )?(?:after step \d+: )?"
     rf"(?:(?:{'|'.join(kind.__name__ for kind in SOURCE_ERRORS)})\b|RuntimeError: (?!.*(?:{DEVICE_PATTERN})))"
 )
-# matches messages of torch.distributed, and names of exceptions that C++ code has converted to a RuntimeError
-COMMUNICATION_PATTERN = r"(?i)gloo|nccl|tensorpipe|\brpc\b|collective|RankTimeoutError|Dist(Backend|Network|Store)Error"
+# matches messages of torch.distributed; the last two are those of a FileStore, which raises plain RuntimeErrors
+COMMUNICATION_PATTERN = (
+    r"(?i)gloo|nccl|tensorpipe|\brpc\b|collective|Dist(Backend|Store)Error|^wait timeout\b|^timeout waiting for key: "
+)
+# matches the class name with which C++ code starts the message of an exception that it passes on
+PASSED_ON_CLASS = r"^(?:Got the following error when running the callback: )?(\w+): "
+CAUSES_OF_CLASS_NAMES = {"DistNetworkError": Cause.LOST_PEER, "RankTimeoutError": Cause.TIMEOUT}
+"""Causes of exceptions whose classes this module cannot import, or that C++ code has passed on."""
 CAUSES_OF_CLASSES = (
     (MemoryError, Cause.OUT_OF_MEMORY),
     (ImportError, Cause.MISSING_PACKAGE),
@@ -127,8 +134,9 @@ def classify_message_of_error(error: BaseException) -> Cause:
     """Return the cause of an exception whose class is that of several causes, such as RuntimeError."""
     if type(error) in SOURCE_ERRORS:
         return Cause.SOURCE_ERROR
-    if type(error).__name__ == "DistNetworkError":  # a class of torch.distributed
-        return Cause.LOST_PEER
+    class_name = find_class_name(error)
+    if class_name in CAUSES_OF_CLASS_NAMES:
+        return CAUSES_OF_CLASS_NAMES[class_name]
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror  # without the name of a file
@@ -138,6 +146,15 @@ def classify_message_of_error(error: BaseException) -> Cause:
     if cause is Cause.OTHER and type(error) is RuntimeError and not re.search(DEVICE_PATTERN, text):
         return Cause.SOURCE_ERROR
     return cause
+
+
+def find_class_name(error: BaseException) -> str:
+    """Return the name of the class of an error, or of the Python exception that C++ code has passed on."""
+    if type(error) is RuntimeError:
+        match = re.search(PASSED_ON_CLASS, str(error))
+        if match:
+            return match[1]
+    return type(error).__name__
 
 
 def is_communication_error(error: BaseException) -> bool:

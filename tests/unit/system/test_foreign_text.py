@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError, FileStore
+from torch.futures import Future
 
 from common.ranks.links.outgoing import LinkError
 from common.system.causes import Cause
@@ -31,11 +34,16 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] "
         (RuntimeError("Watchdog caught collective operation timeout: ran for 600 milliseconds before"), Cause.TIMEOUT),
         (RankTimeoutError("all_reduce: rank 1 does not answer"), Cause.TIMEOUT),
         (DistStoreError("wait timeout after 3000ms, keys: /default_pg/0"), Cause.TIMEOUT),
+        (RuntimeError("Timeout waiting for key: here/1 after 300 ms"), Cause.TIMEOUT),
         (RuntimeError("RankTimeoutError: all_reduce: rank 1 does not answer"), Cause.TIMEOUT),
+        (RuntimeError("DistNetworkError: all_reduce: rank 1 has closed its connection"), Cause.LOST_PEER),
+        (DistNetworkError("all_reduce: rank 1 timed out"), Cause.LOST_PEER),
+        (RuntimeError("the cache does not handle a RankTimeoutError: it timed out"), Cause.OTHER),
         (TimeoutError("the label server did not answer within 3 s"), Cause.OTHER),
         (OSError("HTTPSConnectionPool(host='labels', port=443): Read timed out."), Cause.OTHER),
         (RuntimeError("DataLoader timed out after 5 seconds"), Cause.OTHER),
         (RuntimeError(f"{GLOO}Connection closed by peer [127.0.0.1]:3141"), Cause.LOST_PEER),
+        (RuntimeError(f"{GLOO}Read error [127.0.0.1]:2957: Connection reset by peer. This is"), Cause.LOST_PEER),
         (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), Cause.OTHER),
         (LinkError("rank 1 has closed its connection; see its log"), Cause.LOST_PEER),
         (RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:10] op.nbytes. 8 vs 4"), Cause.OTHER),
@@ -60,6 +68,26 @@ def test_the_cause_of_an_error_follows_from_its_class_and_only_then_from_its_tex
     error: BaseException, cause: Cause
 ) -> None:
     assert classify_error(error) is cause
+
+
+def test_a_key_that_no_rank_sets_in_a_file_is_a_timeout(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 2)
+    with pytest.raises(RuntimeError) as raised:
+        store.wait(["missing"], timedelta(milliseconds=1))
+    assert classify_error(raised.value) is Cause.TIMEOUT, raised.value
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [(RankTimeoutError("rank 1 does not answer"), Cause.TIMEOUT), (DistNetworkError("it is gone"), Cause.LOST_PEER)],
+)
+def test_an_error_that_torch_passes_on_as_text_keeps_its_cause(error: Exception, cause: Cause) -> None:
+    work: Future[Exception] = Future()
+    following = work.then(lambda done: done.value())
+    work.set_exception(error)
+    with pytest.raises(RuntimeError) as raised:
+        following.wait()
+    assert type(raised.value) is RuntimeError and classify_error(raised.value) is cause
 
 
 @pytest.mark.parametrize(
