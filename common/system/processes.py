@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from common.system.exit_status import get_exit_status
+
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -56,9 +58,7 @@ def exit_without_cleanup(status: str | int | None) -> NoReturn:
     with contextlib.suppress(Exception):  # the disk may be full or the pipe closed
         sys.stdout.flush()
         sys.stderr.flush()
-    if not isinstance(status, int):
-        status = 1 if status else 0
-    os._exit(status)
+    os._exit(get_exit_status(status))
 
 
 class Process(NamedTuple):

@@ -22,6 +22,7 @@ from common.config.config_keys import replace_values
 from common.data import prepare
 from common.data.prepare import PreparedDataset
 from common.runs import claims, provenance
+from common.runs.failures import describe_error
 from common.runs.folder import RunFolder, read_json, write_json
 from common.runs.resolved_settings import record_resolved_settings
 from common.runs.result import Result
@@ -34,7 +35,7 @@ from common.system.errors import (
     UserError,
     convert_shortage_error,
 )
-from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE
+from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE, get_exit_status
 from common.system.signals import STOPPED_STATUSES
 from common.system.text import format_count
 from configs.shared import Experiment, TrainingExperiment
@@ -60,12 +61,19 @@ class TrainingOutcome:
         The reason contains only messages for the user, because other errors are in the log.
         """
         error = convert_shortage_error(raised)
-        is_message = isinstance(error, UserError | MachineError)
-        return cls(
-            EXIT_REFUSED if isinstance(error, UserError) else 1,
-            str(error) if is_message else "",
-            foreign_text.classify_error(error),
-        )
+        status = 1
+        if isinstance(error, UserError):
+            status = EXIT_REFUSED
+        elif isinstance(error, SystemExit):
+            status = get_exit_status(error.code)
+        is_message = isinstance(error, UserError | MachineError | SystemExit)
+        reason = describe_error(error) if is_message else ""
+        return cls(status, reason, foreign_text.classify_error(error))
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether a UserError ended training. An experiment may also call `sys.exit` with the same status."""
+        return self.status == EXIT_REFUSED and self.cause is not Cause.EXITED
 
 
 @dataclass

@@ -32,13 +32,8 @@ from common.runs.run_lock import lock_run, try_to_lock
 from common.runs.tracking import wandb_account, wandb_tracker
 from common.system import foreign_text, seeds
 from common.system.causes import Cause
-from common.system.errors import (
-    RankTimeoutError,
-    UserError,
-    convert_shortage_error,
-    exit_on_user_error,
-)
-from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE
+from common.system.errors import RankTimeoutError, UserError, convert_shortage_error, exit_on_user_error
+from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE, ignore_successful_exit
 from common.system.output import discard_unwritable_output
 from common.system.processes import exit_without_cleanup
 from common.system.signals import STOPPED_STATUSES
@@ -139,11 +134,11 @@ def run_experiment(
         outcome = TrainingOutcome(1)
         try:
             outcome = ranks.train(main, cfg, attempt)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the experiment may call sys.exit
             outcome = TrainingOutcome.from_error(error)
             raise
         finally:
-            was_refused = outcome.status == EXIT_REFUSED and attempt.is_new and not attempt.has_started_training
+            was_refused = outcome.is_refusal and attempt.is_new and not attempt.has_started_training
             if ranks.is_main and was_refused and not submitted:
                 attempt.delete_new_run_folder()
             elif ranks.is_main:
@@ -367,7 +362,8 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
             setup = backend_setup.import_backend_setup(world.backend)
             if setup is not None:
                 setup.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
-            main(cfg, run)
+            with ignore_successful_exit():
+                main(cfg, run)
         if run.world.is_main and not run.finished:
             raise RuntimeError("main() did not call run.report(...); add this call after the training loop")
     except (RuntimeError, RankTimeoutError, BlockingIOError) as raised:  # BlockingIOError: os.fork failed

@@ -1,12 +1,14 @@
 """An experiment with an error of its author or user: ERROR_OF_USER=CASE python -m tests.harness.errors_of_users WORDS
 
 CASE is `timeout` (rank 1 waits in vain for something that is no rank), `after_report_0` or `after_report_1` (that rank
-raises an error after the report), `pipe` (nobody reads the output) or `disk` (the output goes to a full disk).
+raises an error after the report), `exit` (each rank exits before training), `pipe` (nobody reads the output) or `disk`
+(the output goes to a full disk). In the last two cases, `main` ends with sys.exit, as a script may.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
 from common.training.entry_point import start
 from common.training.run import Run
@@ -18,10 +20,16 @@ def main(cfg: Config, run: Run) -> None:
     case = os.environ["ERROR_OF_USER"]
     if case == "timeout" and run.world.rank == 1:
         raise TimeoutError("the label server did not answer within 3 s")
+    if case == "exit":
+        sys.exit(2)
     mnist_pipeline.main(cfg, run)
     run.world.gather(0)  # rank 0 has written the result
     if case == f"after_report_{run.world.rank}":
         raise ValueError("the plot has no axes")
+    if case == "pipe":
+        sys.exit()
+    if case == "disk":
+        sys.exit(0)
 
 
 def make_output_unwritable(case: str) -> None:
