@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class DiscardingFile(io.FileIO):
-    """File that discards data which cannot be written, because its reader has exited or its disk is full."""
+    """File that discards data which cannot be written.
+
+    The reader of the file has exited or, if the file is non-blocking, is too slow; or the disk is full.
+    """
 
     def __init__(self, descriptor: int, *, warns: bool) -> None:
         """Open a file descriptor. If `warns` is True, print one warning on standard error about discarded data."""
@@ -26,16 +29,20 @@ class DiscardingFile(io.FileIO):
     def write(self, data: ReadableBuffer, /) -> int:
         """Write data, and return the number of bytes that were written or discarded."""
         try:
-            return super().write(data)
+            written: int | None = super().write(data)
         except OSError as error:
-            self._warn_once(error)
-            return memoryview(data).nbytes
+            self._warn_once(str(error.strerror))
+            written = memoryview(data).nbytes
+        if written is None:  # the file is non-blocking
+            self._warn_once("its reader is too slow")
+            written = memoryview(data).nbytes
+        return written
 
-    def _warn_once(self, error: OSError) -> None:
+    def _warn_once(self, reason: str) -> None:
         if not self.warns:
             return
         self.warns = False
-        text = f"WARNING: cannot write standard output ({error.strerror}); the run continues, see its run folder"
+        text = f"WARNING: cannot write standard output ({reason}); the run continues, see its run folder"
         with contextlib.suppress(OSError):
             print(text, file=sys.stderr, flush=True)
 
@@ -49,13 +56,17 @@ def discard_unwritable_output() -> None:
 def replace_stream(stream: TextIO | None, *, warns: bool) -> TextIO:
     """Return a stream that writes to the same file as a standard stream, and discards what cannot be written.
 
-    `stream` is None if the file was closed before Python started.
+    `stream` is None if the file was closed before Python started. A stream without a file is returned unchanged.
     """
     if stream is None:
         return open(os.devnull, "w")
+    try:
+        descriptor = stream.fileno()
+    except io.UnsupportedOperation:  # for example, an io.StringIO
+        return stream
     with contextlib.suppress(OSError):
         stream.flush()
-    file = DiscardingFile(stream.fileno(), warns=warns)
+    file = DiscardingFile(descriptor, warns=warns)
     return io.TextIOWrapper(
         io.BufferedWriter(file), encoding=stream.encoding, errors=stream.errors, line_buffering=True
     )
