@@ -8,6 +8,7 @@ each other.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import os
@@ -30,9 +31,6 @@ from common.system.text import format_count
 from configs.shared import Launch
 
 PROBE_SECONDS = 5.0  # a port that does not answer within this time belongs to another program
-STORES_OF_JOBS: list[dist.Store] = []
-"""Stores in private folders, kept until the process exits. The destructor of a FileStore opens the file again, and
-waits for minutes if rank 0 deletes the folder at this moment."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,7 +190,7 @@ def set_up_rendezvous(
         if rank_info.rank == 0:
             check_rank0_name(rank_info)
         store = dist.FileStore(str(key_folder / "store"), rank_info.size)
-        STORES_OF_JOBS.append(store)
+        prevent_destruction(store)
     elif rank_info.is_joining:
         store = dist.HashStore()
     elif rank_info.launcher == "torchrun":
@@ -204,6 +202,14 @@ def set_up_rendezvous(
         interface = "lo" if rank_info.nodes == 1 else network.find_interface(address)
     set_interface(interface)
     return store, interface
+
+
+def prevent_destruction(store: dist.FileStore) -> None:
+    """Prevent the destructor of a FileStore from running, also when the interpreter exits.
+
+    The destructor opens the file again, and waits for minutes if rank 0 deletes the folder of the file at this moment.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # this reference is never released
 
 
 def open_torchrun_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.Store:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from common.ranks import rendezvous
 from common.ranks.rank_info import RankInfo
 from common.system import network
 from common.system.errors import UnreachableError, UserError
+from configs.shared import Launch
 
 
 def make_rank_info(rank: int, attempt_id: str, **changed: object) -> RankInfo:
@@ -36,6 +39,20 @@ def test_a_rank_of_another_attempt_does_not_get_in() -> None:
     store.set("token", "of another attempt")
     with pytest.raises(UnreachableError, match="is used by another program"):
         rendezvous.open_slurm_store(make_rank_info(1, attempt), timedelta(seconds=1))
+
+
+def test_the_file_of_a_store_is_left_alone_when_its_rank_exits(tmp_path: Path) -> None:
+    """The destructor of the only member would delete the file."""
+    rank_info = make_rank_info(0, "1", size=1, local_size=1)
+    pid = os.fork()
+    if not pid:
+        try:
+            rendezvous.set_up_rendezvous(rank_info, Launch(), timedelta(seconds=20), tmp_path)[0].set("key", "value")
+            vars(rendezvous).clear()  # what the interpreter does with each module when it exits
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert b"value" in (tmp_path / "store").read_bytes()
 
 
 def test_a_first_host_that_others_cannot_find_is_told() -> None:
