@@ -54,7 +54,7 @@ class StopRequest:
         self.first_signal_time: float | None = None
         """Time of the first stop signal, as a time.monotonic() value; None if no signal has been received."""
         self._can_stop_immediately: Callable[[], bool] | None = None
-        """Condition of the innermost `interruptible` block; None outside of such blocks."""
+        """Condition of the current `interruptible` block; None outside of such a block."""
 
     @classmethod
     def listen(cls, grace: float, log: IO[str]) -> StopRequest:
@@ -108,7 +108,7 @@ class StopRequest:
         """Within the `with` block, a stop signal raises StopRequested immediately if `can_stop()` is True.
 
         `can_stop` must return False while a stop without a checkpoint would lose work. Otherwise, the stop is delayed
-        until the ranks vote.
+        until the ranks vote. Blocks must not be nested.
         """
         self._can_stop_immediately = can_stop
         try:

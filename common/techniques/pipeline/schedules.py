@@ -259,7 +259,7 @@ def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
     `sizes` contains the number of ranks, the number of stages, and the number of microbatches. Raises UserError if the
     schedule is invalid.
     """
-    torch_only = ", ".join(name for name in TORCH_SCHEDULES if name not in SCHEDULES)
+    torch_only = ", ".join(known for known in TORCH_SCHEDULES if known not in SCHEDULES)
     alternatives = f"{', '.join(SCHEDULES)} (with engine=torch also {torch_only})"
     maker = load_function("schedule", name, alternatives)
     with convert_errors_of_user_file("schedule", name, maker, USAGE):
