@@ -27,7 +27,7 @@ from common.config.custom_function import (
     locate_function_file,
     replace_file_with_run_copy,
 )
-from common.data import own_data, sources, synthetic_digits
+from common.data import own_data, sources
 from common.data.sources import Arrays
 from common.runs.folder import convert_disk_errors, read_json
 from common.runs.progress import ProgressDisplay
@@ -193,6 +193,8 @@ def prepare_digits(cache: Path) -> PreparedDataset:
     """Find or generate the built-in digits: 60,000 training samples and 10,000 test samples, as in MNIST."""
 
     def generate_arrays() -> Arrays:
+        from common.data import synthetic_digits  # imported here because the digits are generated once per machine
+
         train = synthetic_digits.generate_digits(60_000, DATA_SEED, "train")
         test = synthetic_digits.generate_digits(10_000, DATA_SEED, "test")
         return *train, *test

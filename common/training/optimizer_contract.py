@@ -7,7 +7,6 @@ import io
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +15,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from common.checkpoint import state_dicts
-from common.config.custom_code import use_file_copies
 from common.config.custom_function import convert_errors_of_user_file
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
-from common.training import custom_optimizer, learning_rate, optimizers
-from configs.shared import Experiment, Launch, Optim, TrainingExperiment
+from common.training import learning_rate, optimizers
+from configs.shared import Launch, Optim
 
 RATE = 0.1
 RELATIVE_TOLERANCE = 1e-12  # for float64 results that differ only in the order of operations
@@ -224,21 +222,6 @@ def check_optimizer(optim: Optim, passed: Callable[[str], object] = lambda name:
             with convert_errors_of_user_file("optim.name", optim.name, step if is_custom else None):
                 check(optim)
             passed(name)
-
-
-def check_optimizer_of_run(cfg: Experiment, code: Path, *, is_new_run: bool) -> None:
-    """Check the custom optimizer of a run, if any, before the first step. A pure measurement has no optimizer.
-
-    After the check, this rank uses the copies of custom files in the run folder. In a new run, the original file is
-    checked instead of the copy, so that error messages name the original file. Raises UserError if a check fails.
-    """
-    if not isinstance(cfg, TrainingExperiment):
-        return
-    optim = cfg.optim
-    run_optim = use_file_copies(optim, code)
-    if ":" in optim.name:
-        check_optimizer(optim if is_new_run else run_optim)
-    custom_optimizer.register_file_copies(optim, run_optim)
 
 
 # ---- checks with sharded parameters, which need several ranks

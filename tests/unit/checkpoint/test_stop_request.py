@@ -31,6 +31,7 @@ def run_in_fork(body: CaseBody, log_file: Path) -> int:
     def run_body() -> NoReturn:
         status = 0
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # commands in the background ignore this signal
             log = open(log_file, "w")  # noqa: SIM115 (the thread that reads signals uses it until the process exits)
             body(StopRequest.listen(60, log))
         except SystemExit as end:
