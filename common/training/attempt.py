@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint import extension, storage
-from common.config import changed_settings, config
+from common.config import changed_settings, config, custom_code
 from common.config.config_keys import replace_values
 from common.data import prepare
 from common.data.prepare import PreparedDataset
@@ -38,6 +38,7 @@ from common.system.errors import (
 from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE, get_exit_status
 from common.system.signals import STOPPED_STATUSES
 from common.system.text import format_count
+from common.training import custom_optimizer
 from configs.shared import Experiment, TrainingExperiment
 
 
@@ -161,6 +162,22 @@ class Attempt:
             self.tracker.kill()
         if self.is_new and not self.folder.is_superseded:
             shutil.rmtree(self.folder.path, ignore_errors=True)
+
+    def check_custom_optimizer(self, cfg: Experiment, *, is_joining: bool) -> None:
+        """Check the custom optimizer of the run, if any, before the first step.
+
+        After the check, this rank uses the copies of custom files in the run folder. In a new run, the original file is
+        checked instead of the copy, so that error messages name the original file. Raises UserError if a check fails.
+        """
+        if not isinstance(cfg, TrainingExperiment):  # a pure measurement has no optimizer
+            return
+        run_optim = custom_code.use_file_copies(cfg.optim, self.folder.path / "code")
+        if ":" in cfg.optim.name:
+            from common.training import optimizer_contract  # imported here because other runs do not need it
+
+            uses_original = self.is_new and not is_joining
+            optimizer_contract.check_optimizer(cfg.optim if uses_original else run_optim)
+        custom_optimizer.register_file_copies(cfg.optim, run_optim)
 
     def record_end(self, outcome: TrainingOutcome, cfg: Experiment, *, submitted: bool) -> None:
         """Record how the attempt ended, and print the command that resumes the run.

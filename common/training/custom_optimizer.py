@@ -1,6 +1,6 @@
 """Custom optimizers and learning rate decays: functions that check and use the user's files.
 
-This module imports torch only to check the class of a custom optimizer.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -8,16 +8,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from common.config.custom_code import use_file_copies
 from common.config.custom_function import (
     convert_errors_of_user_file,
     load_function,
     locate_function_file,
 )
-from configs.shared import DECAYS, OPTIMIZERS, Experiment, Optim, TrainingExperiment
+from configs.shared import DECAYS, OPTIMIZERS, Optim, TrainingExperiment
 
 BUILTIN_NAMES = {"name": ", ".join(OPTIMIZERS), "decay": ", ".join(DECAYS)}
 KINDS = {"name": "optimizer", "decay": "decay"}  # for each `optim` setting, the kind of object that its file defines
@@ -30,7 +28,7 @@ def check_optimizer_of_config(settings: TrainingExperiment) -> None:
     """Check the custom optimizer and the custom decay of a config, if any.
 
     Raises UserError if a custom file is missing or a custom decay returns an invalid factor. The class of a custom
-    optimizer is checked by `check_optimizer_of_run` after the ranks have started, because the check imports torch.
+    optimizer is checked by `Attempt.check_custom_optimizer`, because this check imports torch.
     """
     check_custom_optimizer(settings.optim)
 
@@ -45,23 +43,6 @@ def check_custom_optimizer(optim: Optim) -> None:
     if ":" in optim.decay:
         for step in (0, 1, 50, 99):
             compute_custom_decay(optim.decay, step, 100)
-
-
-def check_optimizer_of_run(cfg: Experiment, code: Path, *, is_new_run: bool) -> None:
-    """Check the custom optimizer of a run, if any, before the first step. A pure measurement has no optimizer.
-
-    After the check, this rank uses the copies of custom files in the run folder. In a new run, the original file is
-    checked instead of the copy, so that error messages name the original file. Raises UserError if a check fails.
-    """
-    if not isinstance(cfg, TrainingExperiment):
-        return
-    optim = cfg.optim
-    run_optim = use_file_copies(optim, code)
-    if ":" in optim.name:
-        from common.training import optimizer_contract  # imported here because it imports torch
-
-        optimizer_contract.check_optimizer(optim if is_new_run else run_optim)
-    register_file_copies(optim, run_optim)
 
 
 def register_file_copies(optim: Optim, run_optim: Optim) -> None:

@@ -38,7 +38,6 @@ from common.system.output import discard_unwritable_output
 from common.system.processes import exit_without_cleanup
 from common.system.signals import STOPPED_STATUSES
 from common.system.text import format_count, read_end_of_file
-from common.training import custom_optimizer
 from common.training.attempt import Attempt, TrainingOutcome, has_finished_run, is_run_finished
 from common.training.host_resources import check_resources, print_notice_of_shared_cores
 from common.training.run import Run
@@ -357,8 +356,7 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
     try:
         # The launcher sends a signal after another rank has failed. Outside this block, the signal hides no error.
         with stop.interruptible(run.can_stop_immediately):
-            is_new_run = attempt.is_new and not world.is_joining
-            custom_optimizer.check_optimizer_of_run(cfg, attempt.folder.path / "code", is_new_run=is_new_run)
+            attempt.check_custom_optimizer(cfg, is_joining=world.is_joining)
             setup = backend_setup.import_backend_setup(world.backend)
             if setup is not None:
                 setup.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
