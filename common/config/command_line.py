@@ -28,6 +28,18 @@ class CommandLine:
     values: dict[str, str]
 
 
+def check_script(script: Path, experiment: str) -> None:
+    """Raise UserError if a script in the folder `experiments` has the config of another experiment.
+
+    Resumed runs, reruns and jobs execute the script that is named after the config.
+    """
+    if script.parent.name != "experiments" or script.stem == experiment:
+        return
+    problem = f"{script.name} has the config of {experiment}, so resumed runs and jobs would execute {experiment}.py"
+    remedy = f"make new-experiment NAME={script.stem} writes a script with its own config"
+    raise UserError(f"{problem}; {remedy}")
+
+
 def parse_command_line(arguments: Sequence[str]) -> CommandLine:
     """Split a command line into options and key=value pairs. Raises UserError for an invalid argument."""
     remaining = list(arguments)

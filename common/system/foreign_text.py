@@ -10,6 +10,7 @@ module does not import torch.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import re
 import signal
@@ -66,6 +67,7 @@ SLURM_OUTPUT_PATTERNS = ((r"is DOWN", Cause.CONTROLLER_DOWN), (r"Invalid job id"
 SOURCE_ERRORS = (
     AssertionError,
     AttributeError,
+    dataclasses.FrozenInstanceError,
     IndexError,
     KeyError,
     NameError,

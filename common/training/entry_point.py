@@ -18,7 +18,7 @@ from typing import IO, TypeVar
 from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_before_exit
 from common.config import config, config_keys, custom_code
-from common.config.command_line import parse_command_line
+from common.config.command_line import check_script, parse_command_line
 from common.data.loader import DataWorkerError
 from common.models import initial_weights
 from common.ranks import backend_setup, local_launcher, rendezvous
@@ -69,6 +69,7 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
     """
     with report_common_error_once(rank_info):
         started = config.StartedRanks(rank_info.size, rank_info.nodes, rank_info.is_restart) if rank_info else None
+        check_script(Path(sys.argv[0]).resolve(), config.get_experiment_name(schema))
         command_line = parse_command_line(sys.argv[1:])
         path = command_line.resume
         run_to_resume = RunFolder(path.absolute()) if path else None

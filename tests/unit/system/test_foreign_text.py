@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import FrozenInstanceError
 from datetime import timedelta
 from pathlib import Path
 
@@ -54,6 +55,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] "
         (PermissionError(errno.EACCES, "Permission denied", "/runs/timeout/Read-only"), Cause.OTHER),
         (ModuleNotFoundError("No module named 'x'"), Cause.MISSING_PACKAGE),
         (ValueError("the loss of step 3 timed out"), Cause.SOURCE_ERROR),
+        (FrozenInstanceError("cannot assign to field 'width'"), Cause.SOURCE_ERROR),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), Cause.SOURCE_ERROR),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), Cause.OTHER),
         (UserError("the loss of step 3 is nan; raise launch.step_timeout"), Cause.OTHER),

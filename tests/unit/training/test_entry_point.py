@@ -34,6 +34,16 @@ def test_files_of_ones_own_are_read_before_anything_starts(
     assert [path.name for path in tmp_path.iterdir()] == ["own.py"]
 
 
+def test_a_copied_script_with_the_config_of_another_experiment_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["experiments/my_ddp.py", f"runs={tmp_path / 'runs'}"])
+    with pytest.raises(UserError, match="make new-experiment NAME=my_ddp") as caught:
+        run_from_command_line(lambda cfg, run: None, Config, None)
+    assert "would execute ddp_multinode.py" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_limit_on_open_files_that_is_too_low_is_refused_before_anything_starts(
     tmp_path: Path, digits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
