@@ -338,12 +338,12 @@ def find_kept_choices(run: Path, differences: Changes, schema: type[Experiment])
     """
     requested = read_config_file(run / CONFIG_FILE)
     keys = list_keys(schema)
-    kept = []
+    kept_keys = []
     for name, (_, value) in differences.items():
         can_choose_again = not differences.keys().isdisjoint(keys[name].chosen_from)
         if requested.get(name) == value and not can_choose_again:
-            kept.append(name)
-    return kept
+            kept_keys.append(name)
+    return kept_keys
 
 
 def find_differences(run: Path, settings: Experiment) -> Changes:
@@ -376,9 +376,9 @@ def reject_repeated_choices(run: Path, settings: Experiment, user_values: Mappin
     replaced_choices = read_last_changes(run)  # the newest attempt has not used these choices
     for name in find_kept_choices(run, differences, type(settings)):
         if name in user_values and name not in replaced_choices:
-            chosen, _ = differences[name]
+            chosen_value, _ = differences[name]
             text = f"{name}={user_values[name]}"
-            problem = f"{text} has no effect: the run has already chosen {name}={format_value(chosen)}"
+            problem = f"{text} has no effect: the run has already chosen {name}={format_value(chosen_value)}"
             raise UserError(f"{problem}; omit {name}, set another value, or start a new run")
 
 
