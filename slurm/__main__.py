@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.system.errors import UserError, exit_on_user_error
+from common.system.output import discard_standard_output, explain_full_output
 from slurm.arguments import split_words, suggest_nearest
 
 
@@ -232,14 +233,20 @@ def main(arguments: list[str]) -> int:
 
 
 def run_verb(arguments: list[str]) -> int:
-    """Execute a verb as `main` does, but exit silently if a program such as `head` closes the output pipe."""
+    """Execute a verb as `main` does, but exit silently if a program such as `head` closes the output pipe.
+
+    Raises UserError if standard output is on a full disk.
+    """
+    if sys.stdout is None:  # standard output was closed before Python started
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process exits)
     try:
-        try:
-            return main(arguments)
-        finally:
-            sys.stdout.flush()
+        with explain_full_output():
+            try:
+                return main(arguments)
+            finally:
+                sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the output that is flushed at exit
+        discard_standard_output()
         verb = arguments[1] if arguments[0] == "--make" else arguments[0]
         return 0 if verb in REPORTS else 128 + signal.SIGPIPE
 

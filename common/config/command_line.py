@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from common.system.errors import UserError
+from common.system.output import discard_standard_output, explain_full_output
 
 USAGE = "[--help] [--print-config] [--config FILE | --resume RUN_FOLDER] [key=value ...]"
 OPTION_VALUES = {
@@ -71,8 +70,12 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
 
 
 def print_text(text: str) -> None:
-    """Print text. Ignore a closed pipe, for example if the output is piped to `head`."""
+    """Print text. Ignore a closed pipe, for example if the output is piped to `head`.
+
+    Raises UserError if standard output is on a full disk.
+    """
     try:
-        print(text, flush=True)
+        with explain_full_output():
+            print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail
+        discard_standard_output()

@@ -6,10 +6,14 @@ Without this module, `... | head -1` would end a run when `head` exits, and `...
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
+
+from common.system.errors import UserError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -70,3 +74,22 @@ def replace_stream(stream: TextIO | None, *, warns: bool) -> TextIO:
     return io.TextIOWrapper(
         io.BufferedWriter(file), encoding=stream.encoding, errors=stream.errors, line_buffering=True
     )
+
+
+def discard_standard_output() -> None:
+    """Discard what standard output still buffers and what is printed later, so that the flush at exit cannot fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def explain_full_output() -> Iterator[None]:
+    """Raise UserError if standard output is redirected to a file on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        discard_standard_output()
+        raise UserError(
+            f"cannot write standard output ({error.strerror}); free disk space, or redirect the output to another file"
+        ) from None

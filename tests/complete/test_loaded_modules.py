@@ -14,6 +14,7 @@ from common.config import config
 from tests.harness.loaded_modules import count_tokens
 from tests.harness.processes import environment
 from tests.harness.registry import EXPERIMENTS
+from tests.harness.shared import make_once
 from tests.harness.warm import ROOT
 
 TRAINED = {entry.name: entry.techniques for entry in EXPERIMENTS if entry.techniques is not None}
@@ -26,15 +27,19 @@ MAX_MEAN_TOKENS = 92_400  # 75 % of the tokens that these scripts loaded when th
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, dict[str, int]]:
     """The loaded modules of each experiment, with their tokens."""
-    folder = tmp_path_factory.mktemp("modules")
     settings = f"data.name=digits data.cache={cache} data.test_limit=100 steps=20 log.progress=none launch.threads=1"
-    arguments = [f"{name}={settings}" if name in TRAINED else name for name in config.list_experiments()]
-    command = [sys.executable, "-m", "tests.harness.loaded_modules", str(folder), *arguments]
-    done = subprocess.run(
-        command, check=False, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    files = {name: json.loads((folder / f"{name}.json").read_text()) for name in config.list_experiments()}
+    names = config.list_experiments()
+    arguments = [f"{name}={settings}" if name in TRAINED else name for name in names]
+
+    def list_modules(folder: Path) -> None:
+        command = [sys.executable, "-m", "tests.harness.loaded_modules", str(folder), *arguments]
+        done = subprocess.run(
+            command, check=False, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+
+    folder = make_once(tmp_path_factory, "modules", list_modules)
+    files = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
     return {name: {module: count_tokens(file) for module, file in modules.items()} for name, modules in files.items()}
 
 
