@@ -197,14 +197,18 @@ def is_failure(file: Path) -> bool:
 
 
 def final(folder: RunFolder) -> list[Any]:
-    """All that the checkpoint of the last step holds, but what tells of the start that saved it."""
+    """Return the content of the checkpoint of the last step, without values that depend on when it was saved.
+
+    A checkpoint that is due after the last step is saved before the last evaluation, any other one during it. The flag
+    `unevaluated` differs between the two; a resumed run makes the last evaluation in both cases.
+    """
     import torch
 
     place = CheckpointPath(folder.trace_attempts()[0][0], STEPS)
     parts = [torch.load(file, weights_only=True) for file in sorted(place.path.glob("rank-*.pt"))]
     for part in parts:
         part.pop("attempt")
-        for name in ("seconds", "rows", "wandb"):
+        for name in ("seconds", "rows", "wandb", "unevaluated"):
             part["common"].pop(name, None)
     return parts
 

@@ -1,0 +1,37 @@
+"""An experiment that make new-experiment has written passes the tests of all experiments."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from tests.harness.delete_technique import clone_checkout
+from tests.harness.processes import environment
+
+FOLDERS = ("tests/commands", "tests/experiments", "tests/parity", "tests/recovery")
+FILES = ("tests/complete/test_benchmarks.py", "tests/complete/test_page_commands.py")
+SELECTION = "my_mlp or list_is_complete or experiment_has or page_says or links_lead or every_pitfall"
+# These tests train a new experiment with the command of its page, as tests/commands/test_new_experiment.py does.
+OMITTED = (
+    "tests/commands/test_new_experiment.py",
+    "tests/complete/test_page_commands.py::test_every_command_runs[python experiments/my_mlp.py]",
+)
+MIN_TESTS = 20
+
+
+def test_an_added_experiment_passes_the_tests_of_all_experiments(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    clone_checkout(clone)
+    subprocess.run(["make", "new-experiment", "NAME=my_mlp"], cwd=clone, env=environment(), check=True)
+    settings = clone / "configs" / "my_mlp.yaml"
+    slow_learner = settings.read_text().replace("lr: 0.02", "lr: 0.000001")
+    settings.write_text(slow_learner)
+
+    omitted = [argument for test in OMITTED for argument in ("--deselect", test)]
+    pytest = [".venv/bin/python", "-m", "pytest", "-vv", "-k", SELECTION, *omitted, *FOLDERS, *FILES]
+    done = subprocess.run(
+        pytest, cwd=clone, env=environment(PYTEST_ADDOPTS=""), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"\[\S*my_mlp\S*\] PASSED", done.stdout)) > MIN_TESTS
