@@ -61,6 +61,7 @@ def in_ranks(size: int, work: Callable[[World], Any], seconds: float = SECONDS) 
 
     def body(place: RankInfo) -> None:
         with rendezvous.join_world(place, Launch(device="cpu", threads=1, step_timeout=seconds)) as world:
+            dist.barrier()  # a rank that leaves at once would fail the others, which may still connect to it
             files[place.rank].write_text(json.dumps(attempt(lambda: work(world))))
             if world.is_main:  # it keeps the meeting place alive until the others have found out too
                 deadline = time.monotonic() + 3 * seconds
