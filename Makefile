@@ -19,7 +19,7 @@ override REPORTS := status logs cancel compare sync dashboard leet prune-runs cl
 override ONLY_REPORTS := $(if $(filter-out $(REPORTS),$(or $(MAKECMDGOALS),help)),no,yes)
 
 .DEFAULT_GOAL := help
-.PHONY: $(VERBS) help test test-all test-slurm lint bench tables requirements clean .settings
+.PHONY: $(VERBS) help test test-all test-slurm verify lint bench tables requirements clean .settings
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -74,7 +74,7 @@ cluster-shell:  ## open a shell on the controller of a local cluster, for sbatch
 	@$(PY) -m slurm --make --check
 
 # Tests start thousands of processes. They write bytecode files, so that only the first process compiles a module.
-test test-all test-slurm: export PYTHONDONTWRITEBYTECODE =
+test test-all test-slurm verify: export PYTHONDONTWRITEBYTECODE =
 
 test: .settings  ## run the fast tests, which need no network, SLURM or W&B account [TESTS="tests/unit/config -k 'a or b'"]
 	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS "$(call given,TESTS) $(PY) -m pytest -o testpaths="$(FAST)" --numprocesses 3 --dist worksteal
@@ -85,6 +85,9 @@ test-all: .settings  ## run the fast tests and all combinations: parity, recover
 
 test-slurm: .settings  ## run the tests that need a real SLURM cluster
 	@$(PY) -m pytest tests/cluster --numprocesses 4 --dist worksteal
+
+verify: .settings  ## run every case of every list, all campaigns and lint, without a time limit; continues if repeated
+	@$(PY) -m tests.harness.verify
 
 lint: .settings  ## check the code with ruff (lint and format), mypy, readability rules and import-linter
 	@$(PY) -m ruff check .

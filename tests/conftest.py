@@ -13,6 +13,7 @@ from PIL import Image
 
 from common.data.prepare import prepare_digits
 from configs.shared import Data
+from tests.harness.chance import ALL_CASES_VARIABLE, SEED_VARIABLE, read_commit_seed
 from tests.harness.processes import script
 from tests.harness.shared import Make, make_once, run_once
 from tests.harness.warm import ROOT, Server
@@ -33,6 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)  # tests run three at a time, and threads that wait for each other burn the other's core
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the seed from which cases were drawn."""
+    if not os.environ.get(ALL_CASES_VARIABLE):
+        terminalreporter.write_line(f"{SEED_VARIABLE}={read_commit_seed()} repeats the drawn cases")
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.harness.bad_input import BAD_VALUES
+from tests.harness.chance import draw_cases
 from tests.harness.damaged_runs import DAMAGES, FILES, call_all, check_commands
 from tests.harness.made_runs import Made
 from tests.harness.registry import REPLICATED
@@ -19,12 +20,12 @@ QUICK = list(zip(FILES, itertools.cycle(DAMAGES), strict=False))  # tests/comman
 OTHERS = [pair for pair in itertools.product(FILES, DAMAGES) if pair not in QUICK]
 
 
-@pytest.mark.parametrize(("name", "damage"), OTHERS)
+@pytest.mark.parametrize(("name", "damage"), draw_cases("damaged files", OTHERS, 30))
 def test_each_damage_is_told_in_one_line(name: str, damage: str, finished: Make, tmp_path: Path) -> None:
     check_commands(finished(REPLICATED).folder, name, damage, tmp_path)
 
 
-@pytest.mark.parametrize("word", BAD_VALUES, ids=lambda word: word[:30])
+@pytest.mark.parametrize("word", draw_cases("bad values", BAD_VALUES, 15), ids=lambda word: word[:30])
 def test_a_bad_value_in_the_configuration_of_a_run(word: str, tmp_path: Path) -> None:
     """Every command that reads runs meets it."""
     folder = Made("mnist_pipeline", 0, 20).write(tmp_path / "runs")

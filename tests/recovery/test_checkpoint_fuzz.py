@@ -27,10 +27,10 @@ from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.shared import Checkpoint
 from tests.harness import warm
-from tests.harness.chance import draw_seed
+from tests.harness.chance import ALL_CASES_VARIABLE, draw_seed
 from tests.harness.processes import environment
 
-ROUNDS = 300
+ROUNDS = 300 if os.environ.get(ALL_CASES_VARIABLE) else 100
 RANKS = 2
 STRANGER = 12345  # a user that is neither us nor root
 SAVED = {1: (1, 2, 3), 2: (3, 4, 5)}  # attempt: steps; the second one continues step 2 of the first

@@ -13,12 +13,14 @@ import pytest
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
 from tests.harness import warm
+from tests.harness.chance import draw_cases
 from tests.harness.elastic_runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
 from tests.harness.processes import environment
 from tests.harness.registry import BY_NAME
 from tests.harness.resuming import resume
 
 POINTS = ("begin", "reduction", "reduced", "committed", "updated", "evaluation", "save")
+PLACES = [*itertools.product(range(3), POINTS)]
 STEP = {"evaluation": 10, "save": 8}  # an epoch has 10 steps, and every fourth step is saved
 THREE = ("processes_per_node=3", "elastic=true")
 
@@ -28,7 +30,7 @@ def pick_step(point: str) -> int:
     return STEP.get(point) or random.SystemRandom().randrange(2, 24)
 
 
-@pytest.mark.parametrize(("rank", "point"), [*itertools.product(range(3), POINTS)])
+@pytest.mark.parametrize(("rank", "point"), draw_cases("killed ranks", PLACES, 10))
 def test_each_rank_may_be_killed_at_each_point(
     rank: int, point: str, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

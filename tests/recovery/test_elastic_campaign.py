@@ -1,4 +1,4 @@
-"""Ten cases of the campaign of tests/harness/elastic_campaign.py, in short runs."""
+"""A draw of ten cases of the campaign of tests/harness/elastic_campaign.py, in short runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.chance import draw_cases
 from tests.harness.elastic_campaign import SHORT, draw_case, list_settings, suffer
 from tests.harness.shared import run_once
 
@@ -13,7 +14,7 @@ SEED = "37"
 CASES = (4, 17, 27, 30, 47, 56, 60, 65, 74, 78)  # two or three ranks, and strikes that come soon
 
 
-@pytest.mark.parametrize("number", CASES)
+@pytest.mark.parametrize("number", draw_cases("elastic campaign", CASES, 5))
 def test_ranks_are_struck_around_joins(
     number: int, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -16,6 +16,7 @@ from common.checkpoint import storage
 from common.runs import provenance
 from slurm.reports.status import read_status
 from tests.harness import warm
+from tests.harness.chance import draw_cases
 from tests.harness.long_runs import only_folder
 from tests.harness.processes import environment, run
 from tests.harness.registry import ARCHETYPES, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
@@ -53,7 +54,7 @@ def test_a_resumed_run_is_equal_to_the_bit(
     check_that_it_goes_on(entry, whole, f"{entry.name}-{ranks}", tmp_path, real=real)
 
 
-@pytest.mark.parametrize(("entry", "words"), OTHERS, ids=named)
+@pytest.mark.parametrize(("entry", "words"), draw_cases("resumes with other settings", OTHERS, 9), ids=named)
 def test_a_resumed_run_with_other_settings_is_equal_to_the_bit(
     entry: Entry, words: tuple[str, ...], tmp_path: Path, quick: tuple[str, ...]
 ) -> None:
