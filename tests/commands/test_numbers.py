@@ -70,6 +70,30 @@ def test_a_changed_number_is_noticed() -> None:
         tables.fill_page(text, {"x/y": part | {"table": {"columns": ["measured", "value"], "rows": []}}})
 
 
+def test_a_long_table_shows_twelve_rows_with_goals_first_and_folds_the_others() -> None:
+    rows = [Row(f"row {number}", ["1"]) for number in range(13)] + [at_least("with goal", Number(3, 3, 3), 2)]
+    about = {"date": "2026-01-01", "machine": {"cpu": "cpu", "cores": 2}, "versions": {}}
+    table = {"columns": ["measured", "value"], "rows": [row.json() for row in rows]}
+    part = about | {"table": table, "rounds": 1, "command": "make bench NAME=x/y"}
+
+    shown, folded = tables.format_measured({"x/y": part}, "x/y").split("\n\n<details>")
+    shown_names = re.findall(r"^\| (\w+ \w+) \|", shown, re.MULTILINE)
+    assert shown_names == ["with goal", *(f"row {number}" for number in range(11))]
+    assert folded.startswith(
+        "<summary>2 more rows</summary>\n\n| measured | value | goal |\n| --- | --- | --- |\n| row 11 "
+    )
+    assert "| row 12 | 1 |  |\n\n</details>\n\n`make bench NAME=x/y`" in folded
+
+    value = "<!-- value x/y | row 12 | value --><!-- end -->"
+    assert tables.fill_page(value, {"x/y": part}) == "<!-- value x/y | row 12 | value -->1<!-- end -->"
+
+
+def test_a_table_of_twelve_rows_is_shown_in_its_order() -> None:
+    rows = [["dense", ""], *([f"row {number}", ">= 1, met"] for number in range(11))]
+    table = tables.fold_table(["measured", "goal"], rows)
+    assert table.splitlines()[2] == "| dense |  |" and "<details>" not in table
+
+
 @pytest.mark.parametrize(
     ("row", "verdict"),
     [
