@@ -46,6 +46,12 @@ def test_pages_show_what_is_recorded(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_line_of_a_paragraph_starts_with_a_value(page: Path) -> None:
+    """In Markdown, a line that starts with a comment ends the paragraph before it."""
+    assert not re.search(r"^ *<!-- value", page.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_measured_tables_are_generated(page: Path) -> None:
     rows = [line for line in unmarked(page.read_text()).splitlines() if line.startswith("|")]
     typed = [row for row in rows if set(MEASURED.findall(row)) - GIVEN]
