@@ -28,6 +28,7 @@ FORMAT = 1
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 RECORDED = ROOT / "tests" / "benchmarks" / "recorded"
 PACKAGES = ("torch", "torchvision", "numpy", "lightning", "accelerate")
+GOAL = "goal"  # head of the last column of a table in which rows have goals
 NEAR = 0.05  # a goal missed by no more counts as met
 Cell = str | Number
 Json = dict[str, Any]
@@ -165,7 +166,7 @@ def lines_of(part: Mapping[str, Any]) -> list[list[str]]:
     """The cells of a part's table as text, its head first."""
     table, disturbed = part["table"], is_disturbed(part)
     goals = any("goal" in row for row in table["rows"])
-    lines = [[*table["columns"], *(["goal"] if goals else [])]]
+    lines = [[*table["columns"], *([GOAL] if goals else [])]]
     for row in table["rows"]:
         lines.append([row["what"], *map(text_of, row["cells"]), *([goal_of(row, disturbed)] if goals else [])])
     return lines

@@ -10,6 +10,7 @@ A page holds markers, and what stands between them is generated:
     <!-- figure ddp_multinode -->                                           a figure of what was recorded
     <!-- end -->
 
+A table of more than twelve rows shows those with a goal first, and folds all but twelve. A value is found in any row.
 A part that has not been recorded yet is shown as such, with its command.
 """
 
@@ -36,6 +37,7 @@ ELSEWHERE = {  # parts that are measured by other commands than `make bench`
     "cluster/elastic": "python -m tests.cluster.elastic_times",
     "cluster/kills": "python -m tests.cluster.elastic_times --minutes=10",
 }
+MAX_SHOWN_ROWS = 12  # of a measured table; a page folds the other rows below it
 Parts = Mapping[str, Mapping[str, Any]]
 
 
@@ -65,13 +67,35 @@ def format_missing(name: str) -> str:
     return f"Not recorded yet: `{command}` measures it, on a quiet machine."
 
 
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    rule = ["---"] * len(header)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
+
+
+def fold_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table of a few rows, below which the others are folded.
+
+    A table of at most MAX_SHOWN_ROWS rows is shown as it is. In a longer table, the rows with a goal come first.
+    """
+    if len(rows) <= MAX_SHOWN_ROWS:
+        return format_table(header, rows)
+    ordered = list(rows)
+    if header[-1] == records.GOAL:
+        ordered.sort(key=lambda cells: not cells[-1])  # keeps the order of the rows with a goal, and of the others
+    folded = ordered[MAX_SHOWN_ROWS:]
+    summary = f"<summary>{len(folded)} more row{'s' * (len(folded) != 1)}</summary>"
+    # GitHub renders a table inside <details> only between blank lines.
+    details = ["<details>" + summary, format_table(header, folded), "</details>"]
+    return "\n\n".join([format_table(header, ordered[:MAX_SHOWN_ROWS]), *details])
+
+
 def format_measured(parts: Parts, name: str) -> str:
     """A part's table and its origin."""
     if name not in parts:
         return format_missing(name)
-    head, *lines = [f"| {' | '.join(cells)} |" for cells in records.lines_of(parts[name])]
-    rule = "| " + " | ".join(["---"] * (head.count("|") - 1)) + " |"
-    return "\n".join([head, rule, *lines, "", records.origin_of(parts[name])])
+    header, *rows = records.lines_of(parts[name])
+    return f"{fold_table(header, rows)}\n\n{records.origin_of(parts[name])}"
 
 
 def format_output(parts: Parts, name: str) -> str:

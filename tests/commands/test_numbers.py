@@ -46,6 +46,12 @@ def test_pages_show_what_is_recorded(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_line_of_a_paragraph_starts_with_a_value(page: Path) -> None:
+    """In Markdown, a line that starts with a comment ends the paragraph before it."""
+    assert not re.search(r"^ *<!-- value", page.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_measured_tables_are_generated(page: Path) -> None:
     rows = [line for line in unmarked(page.read_text()).splitlines() if line.startswith("|")]
     typed = [row for row in rows if set(MEASURED.findall(row)) - GIVEN]
@@ -68,6 +74,30 @@ def test_a_changed_number_is_noticed() -> None:
     assert tables.fill_page(filled, {"x/y": part}) == filled != text
     with pytest.raises(ValueError, match="no row 'a / b'"):
         tables.fill_page(text, {"x/y": part | {"table": {"columns": ["measured", "value"], "rows": []}}})
+
+
+def test_a_long_table_shows_twelve_rows_with_goals_first_and_folds_the_others() -> None:
+    rows = [Row(f"row {number}", ["1"]) for number in range(13)] + [at_least("with goal", Number(3, 3, 3), 2)]
+    about = {"date": "2026-01-01", "machine": {"cpu": "cpu", "cores": 2}, "versions": {}}
+    table = {"columns": ["measured", "value"], "rows": [row.json() for row in rows]}
+    part = about | {"table": table, "rounds": 1, "command": "make bench NAME=x/y"}
+
+    shown, folded = tables.format_measured({"x/y": part}, "x/y").split("\n\n<details>")
+    shown_names = re.findall(r"^\| (\w+ \w+) \|", shown, re.MULTILINE)
+    assert shown_names == ["with goal", *(f"row {number}" for number in range(11))]
+    assert folded.startswith(
+        "<summary>2 more rows</summary>\n\n| measured | value | goal |\n| --- | --- | --- |\n| row 11 "
+    )
+    assert "| row 12 | 1 |  |\n\n</details>\n\n`make bench NAME=x/y`" in folded
+
+    value = "<!-- value x/y | row 12 | value --><!-- end -->"
+    assert tables.fill_page(value, {"x/y": part}) == "<!-- value x/y | row 12 | value -->1<!-- end -->"
+
+
+def test_a_table_of_twelve_rows_is_shown_in_its_order() -> None:
+    rows = [["dense", ""], *([f"row {number}", ">= 1, met"] for number in range(11))]
+    table = tables.fold_table(["measured", "goal"], rows)
+    assert table.splitlines()[2] == "| dense |  |" and "<details>" not in table
 
 
 @pytest.mark.parametrize(
