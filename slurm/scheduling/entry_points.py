@@ -2,7 +2,7 @@
 
 A run executes the copy of the source code in `code/` of the run folder. A command that resumes or repeats the run may
 belong to a different version of the project. The file `slurm/entry_points.json` in the copy contains the version of
-these names.
+these names. A change that moves Job, requeue, elastic_launcher or the verb `exp` needs a new version.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ Parts = Mapping[str, Mapping[str, Any]]
 
 def list_pages() -> list[Path]:
     """The pages of the project."""
-    beside = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "common/README.md", "slurm/README.md")
+    inside = [f"{folder}/README.md" for folder in ("common", "configs", "slurm")]
+    beside = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *inside, "slurm/security.md")
     named = [ROOT / name for name in beside if (ROOT / name).exists()]
     return [*named, *sorted(ROOT.glob("tests/*/README.md")), *sorted(ROOT.glob("experiments/*.md"))]
 

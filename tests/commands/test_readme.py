@@ -95,15 +95,16 @@ def test_every_package_says_what_it_is_for() -> None:
         assert ast.get_docstring(ast.parse((package / "__init__.py").read_text())), package
 
 
-def test_every_pitfall_names_the_tests_that_show_it() -> None:
-    rows = re.findall(r"^\| (?!mistake |---).*$", (ROOT / "tests/pitfalls/README.md").read_text(), re.MULTILINE)
-    shown = [re.findall(r"`(test_\w+)`", row.rstrip("| ").rpartition(" | ")[2]) for row in rows]
-    own, every = (
-        {name for path in folder.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)}
-        for folder in (ROOT / "tests/pitfalls", ROOT / "tests")
-    )
-    named = {name for names in shown for name in names}
-    assert rows and all(shown) and own <= named <= every
+def test_every_pitfall_links_the_tests_that_show_it() -> None:
+    folder = ROOT / "tests/pitfalls"
+    rows = re.findall(r"^\| (?!mistake |---).*$", (folder / "README.md").read_text(), re.MULTILINE)
+    shown = [re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", row.rstrip("| ").rpartition(" | ")[2]) for row in rows]
+    assert rows and all(shown)
+    for name, file in (link for links in shown for link in links):
+        assert re.search(rf"^def {name}\(", (folder / file).read_text(), re.MULTILINE), f"{name} is not in {file}"
+    sources = [path.read_text() for path in folder.rglob("test_*.py")]
+    own = {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
+    assert own <= {name for links in shown for name, _ in links}
 
 
 def test_ci_and_hooks_call_what_the_pages_name() -> None:

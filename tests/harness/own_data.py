@@ -1,4 +1,4 @@
-"""Files of one's own: the data set, optimizer and decay that CONTRIBUTING.md shows, and a schedule."""
+"""Custom code for tests: the data set, optimizer and decay that configs/README.md shows, and a schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLES = ("shapes.py", "lion.py", "halving.py")
 
 def write_example(folder: Path, name: str = "shapes.py") -> Path:
     """Write one of the page's files into a folder."""
-    texts = re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL | re.MULTILINE)
+    texts = re.findall(r"^```python\n(.*?)^```", (ROOT / "configs/README.md").read_text(), re.DOTALL | re.MULTILINE)
     (folder / name).write_text(dict(zip(EXAMPLES, texts, strict=True))[name])
     return folder / name
 
