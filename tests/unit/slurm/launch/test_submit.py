@@ -114,6 +114,7 @@ def test_a_notice_is_printed_once_for_all_runs_of_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(provenance, "copy_source", lambda folder: None)  # to save time
     printed_notices: set[str] = set()
     cfg = config.load_config(resnet_modelparallel.Config, GENERATED_IMAGES, {})
     for _ in range(2):
