@@ -1,4 +1,4 @@
-"""The check that no code changes objects of other packages sees each kind of change."""
+"""The check for changes of objects of other packages finds each kind of change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch import nn
 from common.data.box import Box
 
 
-class Own:
+class User:
     def __init__(self, box: Box, layer: nn.Module, anything: object) -> None:
         self.box = box
         box.double_content()
@@ -44,10 +44,10 @@ class Own:
 
 
 def test_changes_of_objects_of_another_package_are_found(tmp_path: Path) -> None:
-    for name, text in (("data/box.py", OWNER), ("measure/own.py", USER)):
+    for name, source in (("data/box.py", OWNER), ("measure/user.py", USER)):
         path = tmp_path / "common" / name
         path.parent.mkdir(parents=True)
-        path.write_text(text)
-    first = USER.splitlines().index("        box.content = 1") + 1
+        path.write_text(source)
+    first_change = USER.splitlines().index("        box.content = 1") + 1
     changes = sorted(Checker(tmp_path).find_changes())
-    assert [change.line for change in changes] == list(range(first, first + 7)), changes
+    assert [change.line for change in changes] == list(range(first_change, first_change + 7)), changes

@@ -1,4 +1,4 @@
-"""The lint step that keeps code and messages readable: each rule finds its case, and names what to write instead."""
+"""Readability step of `make lint`: each rule finds its case and prints what to write instead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNREADABLE = {
     "comprehensions per 100 code lines": "squares = [n * n for n in numbers]\n",
     "nested comprehensions": "pairs = [(a, b) for a in rows for b in rows]\n" * 11,
     "unpacked dicts of type Any": "settings: Any = {}\nstart(**settings)\n",
-    "odd phrases per 1,000 lines": "# The run goes on.\n",
+    "odd phrases per 1,000 lines": "# Write an optimizer of your own.\n",
     "odd phrases in messages": "message = f'{path} is no file'\n",
 }
 
@@ -46,21 +46,23 @@ def test_each_rule_prints_the_line_and_what_to_write_instead(
     path = tmp_path / "module.py"
     path.write_text(UNREADABLE[rule.name])
     assert not readability.check_files([path], is_verbose=False)
-    printed = capsys.readouterr().out
-    assert f"error: {rule.name}: " in printed
-    if rule.count != "tokens":
-        assert f"{path}:{1 + (rule.count == 'unpacked Any')}: " in printed
-        assert rule.remedy.split("{}")[0] in printed
+    output = capsys.readouterr().out
+    assert f"error: {rule.name}: " in output
+    if rule.count == "tokens":  # a mean has no line
+        return
+    line = 2 if rule.count == "unpacked Any" else 1
+    assert f"{path}:{line}: " in output
+    assert rule.remedy.split("{}")[0] in output
 
 
 def test_a_phrase_is_found_across_a_line_break(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "page.md"
-    path.write_text("The run goes\non.\n")
+    path.write_text("Write an optimizer of your\nown.\n")
     assert not readability.check_files([path], is_verbose=False)
-    assert f"{path}:1: odd phrase `goes on`; write `resume`, `continue` or `happen`" in capsys.readouterr().out
+    assert f"{path}:1: odd phrase `of your own`; write `custom` or `your`" in capsys.readouterr().out
 
 
-def test_an_exchange_is_one_idea(tmp_path: Path) -> None:
+def test_an_exchange_of_two_names_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text("first, second = second, first\n")
     assert readability.check_files([path], is_verbose=False)

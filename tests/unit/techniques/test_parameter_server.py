@@ -29,16 +29,21 @@ from tests.harness.processes import wait_until
 sgd = partial(SGD, lr=1.0)
 
 
-def serve(policy: StalenessPolicy, timeout: float = 60, *, damp: bool = False) -> ShardServer:
+def make_server(policy: StalenessPolicy, timeout: float = 60, *, damp: bool = False) -> ShardServer:
+    """Return the server of two parameters that start at zero."""
     return ShardServer(Shard(torch.zeros(2), sgd, policy.workers), policy, timeout, damp=damp, record=True)
 
 
 @pytest.mark.parametrize(("length", "servers"), [(10, 1), (10, 3), (3, 3), (7, 4)])
-def test_shards_cover_the_vector_and_differ_by_one_at_most(length: int, servers: int) -> None:
-    parts = split_vector_into_shards(length, servers)
-    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(length))
-    sizes = [part.stop - part.start for part in parts]
-    assert len(sizes) == servers and max(sizes) - min(sizes) <= 1
+def test_shards_cover_the_vector_and_their_sizes_differ_by_at_most_one(length: int, servers: int) -> None:
+    shards = split_vector_into_shards(length, servers)
+    indices: list[int] = []
+    for shard in shards:
+        indices += range(shard.start, shard.stop)
+    assert indices == list(range(length))
+    assert len(shards) == servers
+    sizes = [shard.stop - shard.start for shard in shards]
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_more_servers_than_parameters_are_refused() -> None:
@@ -47,7 +52,7 @@ def test_more_servers_than_parameters_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("settings", "phrases"),
     [
         (["staleness=-1"], ["staleness=-1: out of range; allowed: int >= 0"]),
         (["staleness=3"], ["staleness=3 needs mode=bounded"]),
@@ -68,72 +73,109 @@ def test_more_servers_than_parameters_are_refused() -> None:
         (["elastic.mni=3"], ["unknown key elastic.mni", "did you mean elastic.min?"]),
     ],
 )
-def test_settings_of_the_parameter_server_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
+def test_invalid_settings_of_the_parameter_server_are_refused(settings: list[str], phrases: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        config.load_config(Config, words, {})
-    assert all(part in str(caught.value) for part in parts), caught.value
+        config.load_config(Config, settings, {})
+    for phrase in phrases:
+        assert phrase in str(caught.value)
+
+
+class SimulatedWorkers:
+    """Workers that compute for random times, and a server that follows the policy."""
+
+    def __init__(self, policy: StalenessPolicy) -> None:
+        self.policy = policy
+        self.version = 0
+        self.pulled_versions: dict[int, int] = {}
+        """Version that each computing or waiting worker has pulled."""
+        self.waiting_pushes: list[int] = []
+        self.max_computing = 0
+        self.max_staleness = 0
+
+    def list_possible_pulls(self) -> list[int]:
+        """Return the workers that may pull."""
+        if not self.policy.admits_pull(self.pulled_versions.values(), self.version):
+            return []
+        return [worker for worker in range(self.policy.workers) if worker not in self.pulled_versions]
+
+    def list_possible_pushes(self) -> list[int]:
+        """Return the workers that compute and may push."""
+        return [worker for worker in self.pulled_versions if worker not in self.waiting_pushes]
+
+    def pull(self, worker: int) -> None:
+        self.pulled_versions[worker] = self.version
+        self.max_computing = max(self.max_computing, len(self.pulled_versions))
+
+    def push(self, worker: int) -> None:
+        """Add a push, and apply all pushes that the policy allows."""
+        self.waiting_pushes.append(worker)
+        while workers := self.policy.choose_pushes(self.waiting_pushes, self.pulled_versions, self.version):
+            (applied,) = workers
+            self.waiting_pushes.remove(applied)
+            self.max_staleness = max(self.max_staleness, self.version - self.pulled_versions.pop(applied))
+            self.version += 1
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4, 7])
-def test_no_push_becomes_staler_than_its_bound_and_somebody_always_goes_on(workers: int, staleness: int) -> None:
-    """Workers that compute for times drawn at random, against a server that keeps to the policy."""
-    draw = open_stream(f"bounded-{workers}-{staleness}")
-    policy, version, applied, most = StalenessPolicy("bounded", staleness, workers), 0, 0, 0
-    pulled: dict[int, int] = {}
-    held: list[int] = []
-    while applied < 300:
-        resting = [worker for worker in range(workers) if worker not in pulled]
-        asking = [worker for worker in resting if policy.admits_pull(pulled.values(), version)]
-        computing = [worker for worker in pulled if worker not in held]
-        assert asking or computing, "nobody can go on"
-        most = max(most, len(pulled))
-        worker = draw.choice(asking + computing)
-        if worker in asking:
-            pulled[worker] = version
-            continue
-        held.append(worker)
-        while chosen := policy.choose_pushes(held, pulled, version):
-            (done,) = chosen
-            held.remove(done)
-            assert version - pulled.pop(done) <= staleness
-            version, applied = version + 1, applied + 1
-    assert most == min(workers, staleness + 1), "as many compute at a time as the bound allows"
+def test_the_bound_limits_the_staleness_of_pushes_and_causes_no_deadlock(workers: int, staleness: int) -> None:
+    random_choices = open_stream(f"bounded-{workers}-{staleness}")
+    simulation = SimulatedWorkers(StalenessPolicy("bounded", staleness, workers))
+    while simulation.version < 300:
+        pulls = simulation.list_possible_pulls()
+        pushes = simulation.list_possible_pushes()
+        assert pulls or pushes, "no worker can continue"
+        worker = random_choices.choice(pulls + pushes)
+        if worker in pulls:
+            simulation.pull(worker)
+        else:
+            simulation.push(worker)
+    assert simulation.max_staleness <= staleness
+    assert simulation.max_computing == min(workers, staleness + 1), "as many workers compute as the bound allows"
 
 
-def test_a_synchronous_server_applies_the_mean_of_all_pushes_once_all_are_there() -> None:
-    server, found = serve(StalenessPolicy("sync", 0, 2)), dict[int, tuple[int, int]]()
+def test_a_synchronous_server_applies_the_mean_of_all_pushes() -> None:
+    server = make_server(StalenessPolicy("sync", 0, 2))
+    answers: dict[int, tuple[int, int]] = {}
     for worker in (0, 1):
         assert server.pull(worker, worker, 0.5).tolist() == [0, 0]
-    waiting = threading.Thread(target=lambda: found.update({1: server.push(1, torch.tensor([2.0, 0]))}))
+
+    def push_as_worker_1() -> None:
+        answers[1] = server.push(1, torch.tensor([2.0, 0]))
+
+    waiting = threading.Thread(target=push_as_worker_1)
     waiting.start()
-    wait_until(lambda: 1 in server.waiting_pushes, "the first push has come")
+    wait_until(lambda: 1 in server.waiting_pushes, "the first push has arrived")
     assert server.shard.version == 0
     server.next_ticket = 2
-    found[0] = server.push(0, torch.tensor([0.0, 4]))
+    answers[0] = server.push(0, torch.tensor([0.0, 4]))
     waiting.join()
-    assert server.shard.version == 0, "until it is told that all servers have all pushes"
+    assert server.shard.version == 0, "the step is applied when all servers have all pushes"
+
     server.apply_prepared_step()
     server.apply_prepared_step()
-    assert server.shard.values.tolist() == [-0.5, -1] and server.shard.version == 1
-    assert found == {0: (2, 0), 1: (3, 0)}
+    assert server.shard.values.tolist() == [-0.5, -1]
+    assert server.shard.version == 1
+    assert answers == {0: (2, 0), 1: (3, 0)}
     assert server.events[-1] == {"push": [0, 1], "rate": 0.5, "version": 1}
 
 
-@pytest.mark.parametrize(("damp", "expected"), [(False, -1.5), (True, -1.25)])
-def test_an_asynchronous_server_applies_pushes_as_they_come(damp: bool, expected: float) -> None:
-    server = serve(StalenessPolicy("async", 0, 2), damp=damp)
+@pytest.mark.parametrize(("damp", "parameter"), [(False, -1.5), (True, -1.25)])
+def test_an_asynchronous_server_applies_each_push_when_it_arrives(damp: bool, parameter: float) -> None:
+    server = make_server(StalenessPolicy("async", 0, 2), damp=damp)
+    gradient = torch.ones(2)
     for worker in (0, 1):
         server.pull(worker, worker, 1.0)
-    assert server.push(1, torch.ones(2))[1] == 0
+    assert server.push(1, gradient)[1] == 0
     server.pull(1, 2, 1.0)
-    assert server.push(1, torch.ones(2))[1] == 0
-    assert server.push(0, torch.ones(2))[1] == 2, "two versions were made since its pull"
-    assert server.shard.values.tolist() == [expected] * 2 and server.staleness == {0: 2, 2: 1}
+    assert server.push(1, gradient)[1] == 0
+    assert server.push(0, gradient)[1] == 2, "there are two versions since the pull"
+    assert server.shard.values.tolist() == [parameter, parameter]
+    assert server.staleness == {0: 2, 2: 1}
 
 
-def test_waiting_ends_when_a_worker_is_lost_or_takes_too_long() -> None:
-    server = serve(StalenessPolicy("sync", 0, 2), timeout=0.05)
+def test_waiting_ends_with_a_timeout_or_a_lost_worker() -> None:
+    server = make_server(StalenessPolicy("sync", 0, 2), timeout=0.05)
     server.pull(0, 0, 1.0)
     with pytest.raises(TimeoutError, match="timed out"):
         server.push(0, torch.ones(2))
@@ -142,15 +184,26 @@ def test_waiting_ends_when_a_worker_is_lost_or_takes_too_long() -> None:
         server.push(0, torch.ones(2))
 
 
-def test_pulls_that_wait_are_answered_in_the_order_in_which_they_came() -> None:
-    """Whoever is quickest to ask again, such as the worker on the server's own rank, comes last."""
+def start_turn(server: ShardServer, worker: int) -> threading.Thread:
+    """Start a worker that pulls and pushes, and return its thread as soon as the pull waits."""
+
+    def take_turn() -> None:
+        server.pull(worker, worker, 1.0)
+        server.push(worker, torch.ones(2))
+
+    waiting_pulls = len(server.pull_queue)
+    thread = threading.Thread(target=take_turn)
+    thread.start()
+    wait_until(lambda: len(server.pull_queue) > waiting_pulls, "the pull waits", pause=0.001)
+    return thread
+
+
+def test_waiting_pulls_are_answered_in_the_order_of_their_arrival() -> None:
+    """A fast worker, such as that on the rank of the server, does not overtake the others when it pulls again."""
     for _ in range(20):
-        server = serve(StalenessPolicy("bounded", 0, 3))
+        server = make_server(StalenessPolicy("bounded", 0, 3))
         server.pull(0, 0, 1.0)
-        threads = [threading.Thread(target=take_turn, args=(server, worker)) for worker in (2, 1)]
-        for number, thread in enumerate(threads):
-            thread.start()
-            wait_until(lambda server=server, number=number: len(server.pull_queue) > number, "it asks", pause=0.001)  # type: ignore[misc]
+        threads = [start_turn(server, worker) for worker in (2, 1)]
         server.push(0, torch.ones(2))
         server.pull(0, 3, 1.0)
         for thread in threads:
@@ -158,30 +211,35 @@ def test_pulls_that_wait_are_answered_in_the_order_in_which_they_came() -> None:
         assert [event["pull"] for event in server.events if "pull" in event] == [0, 2, 1, 3]
 
 
-def take_turn(server: ShardServer, worker: int) -> None:
-    server.pull(worker, worker, 1.0)
-    server.push(worker, torch.ones(2))
+Log = list[dict[str, Any]]
+FIRST_LOG: Log = [{"pull": 0}, {"pull": 1}, {"push": [1], "rate": 1.0}, {"push": [0], "rate": 0.5}]
+SECOND_LOG: Log = [{"pull": 0}, {"push": [0], "rate": 0.5}, {"pull": 1}, {"push": [1], "rate": 1.0}]
 
 
-def test_a_log_is_replayed_with_the_versions_that_were_pulled_and_a_gap_is_noticed() -> None:
-    first: list[dict[str, Any]] = [{"pull": 0}, {"pull": 1}, {"push": [1], "rate": 1.0}, {"push": [0], "rate": 0.5}]
-    second: list[dict[str, Any]] = [{"pull": 0}, {"push": [0], "rate": 0.5}, {"pull": 1}, {"push": [1], "rate": 1.0}]
-    seen: dict[int, list[float]] = {}
+def compute_gradient(ticket: int, parameters: Tensor) -> Tensor:
+    return torch.tensor([1.0, 2.0]) * (ticket + 1)
 
-    def compute(ticket: int, values: Tensor) -> Tensor:
-        seen[ticket] = values.tolist()
-        return torch.tensor([1.0, 2.0]) * (ticket + 1)
 
-    found = replay_recorded_steps([first, second], torch.tensor([10.0, 10.0]), sgd, 1, compute)
-    assert seen == {0: [10, 10], 1: [10, 9]}, "of the second shard ticket 1 has pulled a newer version"
-    assert found.tolist() == [10 - 2 - 0.5, 10 - 1 - 4]
+def test_a_replay_computes_with_the_versions_that_were_pulled() -> None:
+    pulled: dict[int, list[float]] = {}
+
+    def record_and_compute(ticket: int, parameters: Tensor) -> Tensor:
+        pulled[ticket] = parameters.tolist()
+        return compute_gradient(ticket, parameters)
+
+    parameters = replay_recorded_steps([FIRST_LOG, SECOND_LOG], torch.tensor([10.0, 10.0]), sgd, 1, record_and_compute)
+    assert pulled == {0: [10, 10], 1: [10, 9]}, "ticket 1 has pulled a newer version of the second shard"
+    assert parameters.tolist() == [10 - 2 - 0.5, 10 - 1 - 4]
+
+
+def test_a_replay_detects_a_missing_event() -> None:
     with pytest.raises(ValueError, match="an event is missing"):
-        replay_recorded_steps([first, second[1:]], torch.zeros(2), sgd, 1, compute)
+        replay_recorded_steps([FIRST_LOG, SECOND_LOG[1:]], torch.zeros(2), sgd, 1, compute_gradient)
 
 
 def test_the_report_counts_the_pushes_of_all_servers() -> None:
-    served = [ServerCounts(4, 400, 400, {"0": 1, "1": 3}), ServerCounts(4, 400, 400, {"1": 2, "5": 2})]
-    report = ServerReport(StalenessPolicy("bounded", 5, 3), served)
+    counts = [ServerCounts(4, 400, 400, {"0": 1, "1": 3}), ServerCounts(4, 400, 400, {"1": 2, "5": 2})]
+    report = ServerReport(StalenessPolicy("bounded", 5, 3), counts)
     assert report.compute_staleness_shares() == {0: 1 / 8, 1: 5 / 8, 2: 0, 3: 0, 4: 0, 5: 2 / 8}
     assert report.mean_staleness == pytest.approx(15 / 8)
     rows = report.rows()
@@ -190,34 +248,35 @@ def test_the_report_counts_the_pushes_of_all_servers() -> None:
     assert report.result().measured["staleness_counts"] == {"0": 1, "1": 5, "5": 2}
 
 
-# ---- how many pushes that are at most
+# ---- bounds on the rate of pushes, by which benchmarks are judged
 
 
 @pytest.mark.parametrize("turns", [(1.0, 1.0, 1.0, 10.0), (3.0, 1.0), (0.5, 0.7, 2.0), (2.0,)])
-def test_turns_that_are_played_in_theory_take_what_the_formulas_say(turns: tuple[float, ...]) -> None:
-    workers, alone = len(turns), sum(1 / turn for turn in turns)
-    for policy, rate in (
+def test_the_rate_of_simulated_turns_agrees_with_the_formulas(turns: tuple[float, ...]) -> None:
+    workers = len(turns)
+    independent_rate = sum(1 / turn for turn in turns)
+    rates = [
         (StalenessPolicy("sync", 0, workers), workers / max(turns)),
-        (StalenessPolicy("async", 0, workers), alone),
+        (StalenessPolicy("async", 0, workers), independent_rate),
         (StalenessPolicy("bounded", 0, workers), workers / sum(turns)),
-        (StalenessPolicy("bounded", 1000, workers), alone),
-    ):
+        (StalenessPolicy("bounded", 1000, workers), independent_rate),
+    ]
+    for policy, rate in rates:
         assert play_turns(policy, turns) == pytest.approx(rate, rel=0.02)
 
 
 @pytest.mark.parametrize(("staleness", "pushes"), [(3, 7), (5, 9), (8, 12), (12, 16)])
-def test_between_two_pushes_of_a_slow_worker_its_bound_and_what_waits_for_it_are_applied(
-    staleness: int, pushes: int
-) -> None:
-    assert play_turns(StalenessPolicy("bounded", staleness, 4), (0.1, 0.1, 0.1, 10)) == pytest.approx(
-        pushes / 10, rel=0.02
-    )
+def test_the_bound_limits_the_pushes_during_one_turn_of_a_slow_worker(staleness: int, pushes: int) -> None:
+    """The pushes within the bound, and those that waited for the slow worker."""
+    rate = play_turns(StalenessPolicy("bounded", staleness, 4), (0.1, 0.1, 0.1, 10))
+    assert rate == pytest.approx(pushes / 10, rel=0.02)
 
 
-def test_no_mode_makes_more_pushes_than_without_a_slow_cable_or_than_the_others_and_the_cable() -> None:
+def test_a_slow_cable_limits_the_rate_of_pushes() -> None:
+    """No mode exceeds the rate without the cable, nor the sum of the rates of the other workers and of the cable."""
     compute = partial(compute_bound, free=100, others=100)
-    alone = StalenessPolicy("async", 0, 4)
-    assert compute(alone, carrying=0.1, processors=4) == pytest.approx(75 + 1 / 0.14, rel=0.02)
-    assert compute(alone, carrying=0.1, processors=2) == 100
-    assert compute(alone, others=80, carrying=0.1, processors=2) == pytest.approx(80 + 1 / 0.12)
+    asynchronous = StalenessPolicy("async", 0, 4)
+    assert compute(asynchronous, carrying=0.1, processors=4) == pytest.approx(75 + 1 / 0.14, rel=0.02)
+    assert compute(asynchronous, carrying=0.1, processors=2) == 100
+    assert compute(asynchronous, others=80, carrying=0.1, processors=2) == pytest.approx(80 + 1 / 0.12)
     assert compute(StalenessPolicy("sync", 0, 4), carrying=0.18, processors=2) == pytest.approx(20)

@@ -1,4 +1,4 @@
-"""Command lines that are refused before a folder is made and a rank is started."""
+"""Command lines that are refused before a run folder is created and a rank is started."""
 
 from __future__ import annotations
 
@@ -10,27 +10,38 @@ import pytest
 from common.ranks.rank_info import RankInfo
 from common.system.errors import UserError
 from common.training.entry_point import run_from_command_line
-from common.training.host_resources import print_notice_of_shared_cores
 from configs.ddp_multinode import Config
-from configs.shared import Launch
+
+
+def run_script(rank_info: RankInfo | None = None) -> None:
+    """Run a script that trains nothing, with the command line in sys.argv."""
+    run_from_command_line(lambda cfg, run: None, Config, rank_info)
+
+
+@pytest.fixture
+def command_line(tmp_path: Path, digits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A valid command line, which is set as sys.argv. Tests append other settings."""
+    arguments = ["ddp_multinode.py", *digits, "wandb.mode=disabled", f"runs={tmp_path / 'runs'}"]
+    monkeypatch.setattr("sys.argv", arguments)
+    return arguments
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [
         ("optim.name=no.py:Own", "no.py; name an existing FILE.py:Class, or use one of sgd, adam, adamw, lars, lamb"),
-        ("optim.decay={}/own.py:f", "own.py:1: the function returned -1 for step 0 of 100"),
+        ("optim.decay={folder}/own.py:f", "own.py:1: the function returned -1 for step 0 of 100"),
     ],
 )
-def test_files_of_ones_own_are_read_before_anything_starts(
-    setting: str, told: str, tmp_path: Path, digits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_custom_files_are_checked_before_anything_starts(
+    setting: str, message: str, tmp_path: Path, command_line: list[str]
 ) -> None:
     (tmp_path / "own.py").write_text("def f(step, total): return -1")
-    words = (*digits, "wandb.mode=disabled", f"runs={tmp_path / 'runs'}", setting.format(tmp_path))
-    monkeypatch.setattr("sys.argv", ["ddp_multinode.py", *words])
+    command_line.append(setting.format(folder=tmp_path))
     with pytest.raises(UserError) as caught:
-        run_from_command_line(lambda cfg, run: None, Config, None)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+        run_script()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["own.py"]
 
 
@@ -39,43 +50,30 @@ def test_a_copied_script_with_the_config_of_another_experiment_is_refused(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["experiments/my_ddp.py", f"runs={tmp_path / 'runs'}"])
     with pytest.raises(UserError, match="make new-experiment NAME=my_ddp") as caught:
-        run_from_command_line(lambda cfg, run: None, Config, None)
+        run_script()
     assert "would execute ddp_multinode.py" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_limit_on_open_files_that_is_too_low_is_refused_before_anything_starts(
-    tmp_path: Path, digits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["ddp_multinode.py", *digits, "wandb.mode=disabled", f"runs={tmp_path / 'runs'}"])
+@pytest.mark.usefixtures("command_line")
+def test_a_limit_on_open_files_that_is_too_low_is_refused_before_anything_starts(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (63, limits[1]))
     try:
         with pytest.raises(UserError, match=r"^ulimit -n is 63, but a run opens more .*; use ulimit -n 1024$"):
-            run_from_command_line(lambda cfg, run: None, Config, None)
+            run_script()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_rank_0_says_at_once_why_all_refuse(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited = list[float]()
-    monkeypatch.setattr("time.sleep", waited.append)
+def test_rank_0_reports_an_error_of_all_ranks_first(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait, and the launcher ends them meanwhile."""
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
     monkeypatch.setattr("sys.argv", ["ddp_multinode.py", "no_such_key=1"])
-    info = RankInfo(rank, 4, rank % 2, 2, 2, launcher="torchrun")
+    rank_info = RankInfo(rank, 4, rank % 2, 2, 2, launcher="torchrun")
     with pytest.raises(UserError, match="unknown key no_such_key"):
-        run_from_command_line(lambda cfg, run: None, Config, info)
-    assert bool(waited) == (rank > 0), "the launcher ends the others meanwhile"
-
-
-@pytest.mark.parametrize(("ranks", "job_cores", "told"), [(64, 0, True), (2, 0, False), (64, 64, False)])
-def test_more_ranks_than_cores_get_a_notice(
-    ranks: int, job_cores: int, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setenv("SLURM_CPUS_ON_NODE", str(job_cores))
-    cfg = Config(launch=Launch(device="cpu"))
-    print_notice_of_shared_cores(cfg, ranks)
-    notice = "64 ranks share 2 cores of this host; steps will be slow\n"
-    assert capsys.readouterr().out == (notice if told else "")
+        run_script(rank_info)
+    assert bool(waits) == (rank > 0)

@@ -1,4 +1,4 @@
-"""Following the log of a run to its last line."""
+"""`make logs`: following the log of a run to its last line, and the exit status."""
 
 from __future__ import annotations
 
@@ -17,49 +17,64 @@ from slurm.reports import logs
 from slurm.scheduling import scheduler
 from tests.harness.fake_slurm import Fake
 from tests.harness.made_runs import Made
+from tests.unit.slurm.submitted_runs import write_submitted_run
 
-LAST = "W&B: offline"
+LAST_LINE = "W&B: offline"
 
 
-def test_a_process_that_has_its_result_is_followed_until_it_ends(
+def test_the_log_of_a_process_is_followed_until_the_process_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The run already has its result."""
     folder = Made(steps=10).write(tmp_path)
     log = folder.list_attempts()[-1].log_file(0)
-    writes = f"sleep 0.7; echo '{LAST}' >> {shlex.quote(str(log))}"
-    with subprocess.Popen(["sh", "-c", writes]) as process:
-        found = Process.identify(process.pid)
-        history = {"attempt": 1, "host": os.uname().nodename, "pid": found.pid, "pid_started": found.start}
-        provenance.update_metadata(folder, history=[history])
-        threading.Thread(target=process.wait).start()  # as the shell waits for it that started it
+    script = f"sleep 0.7; echo '{LAST_LINE}' >> {shlex.quote(str(log))}"
+    with subprocess.Popen(["sh", "-c", script]) as process:
+        identity = Process.identify(process.pid)
+        start = {"attempt": 1, "host": os.uname().nodename, "pid": identity.pid, "pid_started": identity.start}
+        provenance.update_metadata(folder, history=[start])
+        threading.Thread(target=process.wait).start()  # as the shell that has started the process
         assert logs.follow_log(folder, log) == 0
-    assert capsys.readouterr().out.splitlines()[:2] == ["it began", LAST]
+    assert capsys.readouterr().out.splitlines()[:2] == ["it began", LAST_LINE]
 
 
-def test_a_job_that_has_its_result_is_followed_until_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_log_of_a_job_is_followed_until_the_job_ends(
+    tmp_path: Path, fake_here: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The run already has its result. SLURM lists the job once, and no longer when it is queried again."""
     folder = Made(steps=10).write(tmp_path)
-    log, asked = folder.list_attempts()[-1].log_file(0), tmp_path / "asked"
+    log = folder.list_attempts()[-1].log_file(0)
     provenance.update_metadata(folder, job={"id": "4711", "scheduler": "SLURM"})
-    fake = Fake(tmp_path)
-    ends = f"test -e {asked} && echo '{LAST}' >> {shlex.quote(str(log))}"
-    fake.answer("squeue", f"{ends} || {{ touch {asked}; echo '4711|RUNNING|None'; }}")
-    fake.answer("scontrol", "echo JobState=COMPLETED")
-    for name, value in (("QUEUE_CACHE", {}), ("FAILURE_CACHE", {}), ("QUEUE_CACHE_SECONDS", 0)):
-        monkeypatch.setattr(scheduler, name, value)
-    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    was_queried = tmp_path / "was_queried"
+    end_job = f"test -e {was_queried} && echo '{LAST_LINE}' >> {shlex.quote(str(log))}"
+    fake_here.answer("squeue", f"{end_job} || {{ touch {was_queried}; echo '4711|RUNNING|None'; }}")
+    fake_here.answer("scontrol", "echo JobState=COMPLETED")
+    monkeypatch.setattr(scheduler, "QUEUE_CACHE_SECONDS", 0)
     assert logs.follow_log(folder, log) == 0
-    assert capsys.readouterr().out.splitlines()[:2] == ["it began", LAST]
+    assert capsys.readouterr().out.splitlines()[:2] == ["it began", LAST_LINE]
 
 
-def test_a_job_that_does_not_end_is_followed_no_longer_than_wandb_may_take(
+def test_the_log_of_a_finished_run_is_followed_no_longer_than_wandb_may_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Made(steps=10, settings={"wandb.finish_timeout": "4"}).write(tmp_path)
     monkeypatch.setattr(logs, "MARGIN_SECONDS", 0.0)
     monkeypatch.setattr(logs, "is_still_writing", lambda folder: True)
-    began = time.time()
-    os.utime(folder.path / "result.json", (began - 3, began - 3))
+    start = time.time()
+    os.utime(folder.path / "result.json", (start - 3, start - 3))
     assert logs.follow_log(folder, folder.list_attempts()[-1].log_file(0)) == 0
-    assert time.time() - began > 0.9
+    assert time.time() - start > 0.9
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "exit_status"), [("0:9", 128 + 9), ("3:0", 3), ("0:0", 1), ("1:15", 1), ("0:53", 1)]
+)
+def test_slurm_knows_the_exit_status_of_a_job_without_a_result(
+    fake_here: Fake, runs: Path, exit_code: str, exit_status: int
+) -> None:
+    folder = write_submitted_run(runs, "17")
+    fake_here.answer("scontrol", f'echo "JobId=17 JobState=FAILED ExitCode={exit_code} DerivedExitCode=0:0"')
+    assert logs.find_exit_status(folder) == exit_status
+    fake_here.answer("scontrol", "exit 1")
+    fake_here.answer("sacct", f"echo {exit_code}")
+    assert logs.find_exit_status(folder) == exit_status

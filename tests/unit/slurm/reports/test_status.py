@@ -1,47 +1,279 @@
-"""The list of runs: order, length, ages, and settings that do not fit together."""
+"""`make status`: the list of runs, and the state of a run according to its files, its process and SLURM."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slurm.reports import status
+from common.runs import provenance
+from common.runs.folder import RunFolder, write_json
+from common.runs.tracking.wandb_rows import TrackingNote, write_note
+from common.system.errors import UserError
+from common.system.processes import Process
+from slurm.reports import cancel, logs, status
+from slurm.scheduling import scheduler
 from tests.harness import inside
+from tests.harness.fake_slurm import Fake, call, report
 from tests.harness.made_runs import Made
+from tests.unit.slurm.submitted_runs import write_submitted_run
+
+
+def list_calls(fake: Fake, word_count: int = 1) -> list[str]:
+    """Return the first words of each recorded call of SLURM's commands."""
+    return [" ".join(line.split()[:word_count]) for line in fake.calls.read_text().splitlines()]
+
+
+def answer_nothing(fake: Fake, *names: str) -> None:
+    """Make commands hang."""
+    for name in names:
+        fake.answer(name, "exec sleep 60")
+
+
+def list_runs(folder: Path, *options: str) -> list[str]:
+    """Return the lines below the head of the list, shortened to the id for runs that have finished."""
+    lines = inside.run_verb("status", f"--runs-folder={folder}", *options).stdout.splitlines()[1:]
+    return [line.split()[0] if "FINISHED" in line else line for line in lines]
 
 
 def test_the_newest_runs_come_first_and_older_ones_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [Made(("mnist_pipeline", "ddp_multinode")[n % 2], n, steps=1).write(tmp_path).path.name for n in range(3)]
+    experiments = ("mnist_pipeline", "ddp_multinode", "mnist_pipeline")
+    ids = [Made(name, number, steps=1).write(tmp_path).path.name for number, name in enumerate(experiments)]
     monkeypatch.setattr(status, "MAX_LISTED_RUNS", 2)
-
-    def listed(*words: str) -> list[str]:
-        done = inside.run_verb("status", f"--runs-folder={tmp_path}", *words)
-        return [line.split()[0] if "FINISHED" in line else line for line in done.stdout.splitlines()[1:]]
-
-    assert listed() == [names[2], names[1], "not listed: 1 older run; to list all runs: make status ALL=1"]
-    assert listed("--all=1") == names[::-1]
-    assert sum("samples_per_second" in line for line in listed("--json=1")) == 3, "programs get all"
+    assert list_runs(tmp_path) == [ids[2], ids[1], "not listed: 1 older run; to list all runs: make status ALL=1"]
+    assert list_runs(tmp_path, "--all=1") == ids[::-1]
+    json_lines = [line for line in list_runs(tmp_path, "--json=1") if "samples_per_second" in line]
+    assert len(json_lines) == 3, "JSON contains all runs"
 
 
 def test_the_shards_of_a_run_are_shown(tmp_path: Path) -> None:
     folder = Made("ddp_multinode", state="running", steps=200).write(tmp_path)
     assert "shards" not in inside.run_verb("status", f"--runs-folder={tmp_path}").stdout
-    for rank, samples in ((0, 96), (1, 32)):
-        folder.list_attempts()[-1].write_heartbeat(rank, 100, time.time(), samples=samples)
+    attempt = folder.list_attempts()[-1]
+    attempt.write_heartbeat(0, 100, time.time(), samples=96)
+    attempt.write_heartbeat(1, 100, time.time(), samples=32)
     assert "shards 96+32" in inside.run_verb("status", f"--runs-folder={tmp_path}").stdout
 
 
-def test_waiting_needs_a_run(tmp_path: Path) -> None:
-    done = inside.run_verb("status", f"--runs-folder={tmp_path}", "--wait=abc")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "error: WAIT requires RUN=<id>" in done.stderr
+def test_waiting_requires_a_run(tmp_path: Path) -> None:
+    process = inside.run_verb("status", f"--runs-folder={tmp_path}", "--wait=abc")
+    assert process.returncode == 2
+    assert process.stderr.count("\n") == 1
+    assert "error: WAIT requires RUN=<id>" in process.stderr
 
 
-@pytest.mark.parametrize(("state", "failed"), [("failed", 1), ("lost", 1), ("finished", 0)])
-def test_only_scripts_get_a_failing_status_for_a_run_that_failed(tmp_path: Path, state: str, failed: int) -> None:
+@pytest.mark.parametrize(("state", "exit_status"), [("failed", 1), ("lost", 1), ("finished", 0)])
+def test_a_failed_run_changes_the_exit_status_only_for_scripts(tmp_path: Path, state: str, exit_status: int) -> None:
     run = str(Made(state=state).write(tmp_path).path)
-    asked = {"status": ["--", run], "doctor": [f"--run={run}"]}
-    for verb, words in asked.items():
-        assert [inside.run_verb(verb, *more, *words).returncode for more in ([], ["--json=1"])] == [0, failed], verb
-    assert inside.run_verb("status", "--wait=1", "--", run).returncode == failed
+    for verb, arguments in {"status": ["--", run], "doctor": [f"--run={run}"]}.items():
+        assert inside.run_verb(verb, *arguments).returncode == 0, verb
+        assert inside.run_verb(verb, "--json=1", *arguments).returncode == exit_status, verb
+    assert inside.run_verb("status", "--wait=1", "--", run).returncode == exit_status
+
+
+# ---- the state of a job
+
+
+@pytest.mark.parametrize(
+    ("answers", "state", "exit_status"),
+    [
+        ({"squeue": "echo '4711|PENDING|Resources'"}, "PENDING", 0),
+        ({"squeue": "echo '4711|RUNNING|None'"}, "RUNNING", 0),
+        ({"squeue": "echo '47|PENDING|None'"}, "RUNNING", 0),  # another job; scontrol knows that of the run
+        ({"squeue": "exit 1", "scontrol": "echo JobId=1 JobState=RUNNING"}, "RUNNING", 0),
+        ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo FAILED"}, "FAILED", 1),
+        ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo 'CANCELLED by 0'"}, "CANCELLED", 0),
+        ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo COMPLETED"}, "LOST", 1),
+        ({"squeue": "true", "scontrol": "exit 1", "sacct": "exit 1"}, "LOST", 1),
+        ({"squeue": "exit 1", "scontrol": "exit 1", "sacct": "exit 1"}, "UNKNOWN", 0),
+    ],
+)
+def test_squeue_scontrol_and_sacct_are_queried_in_turn(
+    fake: Fake, runs: Path, answers: dict[str, str], state: str, exit_status: int
+) -> None:
+    folder = write_submitted_run(runs, "4711")
+    for name, body in answers.items():
+        fake.answer(name, body)
+    process = report(fake, "status", "--wait=0", str(folder.path))
+    assert re.search(rf"  {state}  ", process.stdout), process.stdout + process.stderr
+    if state == "PENDING":
+        assert process.stdout.endswith("  job 4711 Resources\n")
+    assert process.returncode == exit_status
+
+
+def test_the_queue_is_queried_once_for_all_runs(fake: Fake, runs: Path) -> None:
+    for number, job in enumerate(("1", "2_0", "2_1", "3")):
+        write_submitted_run(runs, job, number)
+    fake.answer("squeue", "printf '1|RUNNING|None\\n2_0|RUNNING|None\\n2_1|PENDING|JobArrayTaskLimit\\n'")
+    fake.answer("scontrol", "echo JobState=FAILED")
+    process = report(fake, "status", f"--runs-folder={runs}")
+    states = [line.split()[1] for line in process.stdout.splitlines()[1:]]
+    assert states == ["FAILED", "PENDING", "RUNNING", "RUNNING"], process.stdout + process.stderr
+    assert "job 2_1 JobArrayTaskLimit" in process.stdout
+    assert list_calls(fake) == ["squeue", "scontrol"]
+
+
+def test_a_hanging_controller_is_queried_once(fake_here: Fake, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [write_submitted_run(runs, str(number), number) for number in range(5)]
+    answer_nothing(fake_here, "squeue", "scontrol", "sacct")
+    monkeypatch.setattr(scheduler, "COMMAND_TIMEOUT", 3.3)
+    assert {status.read_state(folder)[0] for folder in folders} == {"UNKNOWN"}
+    assert list_calls(fake_here) == ["squeue", "sacct"], "scontrol would query the same controller as squeue"
+    monkeypatch.setattr(scheduler, "COOLDOWN_SECONDS", 0.0)
+    fake_here.answer("squeue", "echo '3|RUNNING|None'")
+    assert status.read_state(folders[3])[0] == "RUNNING"
+
+
+def test_runs_are_listed_within_seconds_if_slurm_does_not_answer(fake: Fake, runs: Path) -> None:
+    for number in range(5):
+        write_submitted_run(runs, str(number), number)
+    answer_nothing(fake, "squeue", "scontrol", "sacct")
+    start = time.monotonic()
+    process = report(fake, "status", f"--runs-folder={runs}")
+    assert process.returncode == 0
+    assert process.stdout.count("UNKNOWN") == 5, process.stdout + process.stderr
+    assert time.monotonic() - start < 30, "much less than a time limit of 15 s per run"
+    assert list_calls(fake, word_count=2) == ["squeue -h", "scontrol ping", "sacct -n"], "one call each for all runs"
+
+
+def test_the_answer_of_a_slow_controller_is_used(fake: Fake, runs: Path) -> None:
+    write_submitted_run(runs, "1")
+    fake.answer("squeue", "sleep 2.5; echo '1|RUNNING|None'")
+    process = report(fake, "status", f"--runs-folder={runs}")
+    assert " RUNNING " in process.stdout, process.stdout
+
+
+def test_status_does_not_wait_for_a_controller_that_is_down(fake_here: Fake, runs: Path) -> None:
+    """SLURM's commands try for ten seconds to reach a controller that refuses them."""
+    folder = write_submitted_run(runs, "1")
+    answer_nothing(fake_here, "squeue", "sacct")
+    fake_here.answer("scontrol", 'echo "Slurmctld(primary) at ctl is DOWN"; exit 1')
+    start = time.monotonic()
+    state, detail = status.read_state(folder, timeout=scheduler.STATUS_TIMEOUT)
+    assert state == "UNKNOWN"
+    assert detail == "SLURM: the controller is down"
+    assert time.monotonic() - start < scheduler.STATUS_TIMEOUT, "about 2 s"
+
+
+def test_a_run_in_an_unknown_state_may_still_be_running(fake: Fake, runs: Path) -> None:
+    """Nothing is sent to W&B, and no second job starts, until SLURM answers."""
+    folder = write_submitted_run(runs, "1")
+    offline_run = folder.path / "wandb" / "offline-run-1"
+    offline_run.mkdir(parents=True)
+    (offline_run / "run.wandb").touch()
+    for name in ("squeue", "scontrol", "sacct"):
+        fake.answer(name, "exit 1")
+    sync = ("sync", f"--runs-folder={runs}", "--dry-run=1")
+    output = report(fake, *sync).stdout
+    assert f"skipped {folder.path.name}: it is not known whether the run has ended (SLURM: " in output
+    assert "); run make sync again when SLURM answers\nnothing to send" in output
+    for command in (["rerun", "--", str(folder.path)], ["exp", f"--resume={folder.path}"]):
+        process = report(fake, *command)
+        assert process.returncode == 2
+        assert f"{folder.path.name} is UNKNOWN; " in process.stderr, process.stderr
+    fake.answer("sacct", "echo FAILED")
+    assert report(fake, *sync).stdout == f"{offline_run}\n"
+
+
+# ---- the state of a process and of the files of a run
+
+
+def test_a_run_on_a_renamed_host_is_not_running_forever(
+    tmp_path: Path, waiting_process: subprocess.Popen[bytes]
+) -> None:
+    folder = Made(steps=10, state="running").write(tmp_path)
+    identity = Process.identify(waiting_process.pid)
+    start = {"host": "before", "boot": provenance.read_boot_id(), "pid": identity.pid, "pid_started": identity.start}
+    write_json(folder.path / "meta.json", {"history": [start]})
+    long_ago = time.time() - 100_000
+    for path in folder.path.rglob("*"):
+        os.utime(path, (long_ago, long_ago))
+    assert status.read_state(folder) == ("RUNNING", ""), "the process is visible, although the host has a new name"
+
+    waiting_process.kill()
+    waiting_process.wait()
+    attempt = folder.list_attempts()[0]
+    write_note(attempt, TrackingNote())  # as `make sync` does
+    state, detail = status.read_state(folder)
+    assert state == "LOST"
+    assert "no sign of life for 28 h" in detail
+    assert "on before is not visible" in detail
+
+    attempt.write_heartbeat(0, 10, time.time())
+    assert status.read_state(folder)[0] == "RUNNING", "the run may be on another host"
+    start_elsewhere = start | {"boot": "another", "pid": os.getpid()}
+    write_json(folder.path / "meta.json", {"history": [start_elsewhere]})
+    with pytest.raises(UserError, match="is running on before; run make cancel there"):
+        cancel.cancel_run(folder)
+
+
+def submit_and_kill(fake: Fake, cache: Path, runs: Path) -> RunFolder:
+    """Submit a run, and kill the command before it can delete the folder or record the job."""
+    fake.answer("sbatch", "kill -9 $PPID")
+    settings = f"data.name=digits data.cache={cache} runs={runs}"
+    process = call(fake, "slurm", "exp", f"--args={settings}", "--", "mnist_pipeline")
+    assert process.returncode == -signal.SIGKILL
+    (path,) = runs.iterdir()
+    folder = RunFolder(path)
+    assert not folder.list_attempts()
+    assert not json.loads((path / "meta.json").read_text()).get("job")
+    return folder
+
+
+def test_a_run_that_was_created_and_never_started_is_lost(fake: Fake, cache: Path, runs: Path) -> None:
+    folder = submit_and_kill(fake, cache, runs)
+    process = report(fake, "status", str(folder.path))
+    assert "LOST" in process.stdout, process.stdout
+    assert "created but never started" in process.stdout
+    assert "is already LOST" in report(fake, "cancel", str(folder.path)).stdout
+
+    provenance.write_metadata(folder, [], {})  # as if this process, which is alive, were submitting the run
+    assert status.read_state(folder) == ("PENDING", "being prepared")
+    process = report(fake, "cancel", str(folder.path))
+    assert process.returncode == 2
+    assert "is still being prepared" in process.stderr
+    assert "Traceback" not in process.stderr
+
+    (folder.path / "meta.json").unlink()  # config.yaml is written first
+    assert status.read_state(folder)[0] == "PENDING"
+    config_file = folder.path / "config.yaml"
+    long_ago = config_file.stat().st_mtime - 2 * status.PREPARATION_SECONDS
+    os.utime(config_file, (long_ago, long_ago))
+    assert status.read_state(folder)[0] == "LOST"
+
+
+@pytest.mark.parametrize(
+    ("content", "state", "detail"),
+    [
+        ({"scores": {"test_accuracy": 0.5}}, "FAILED", "result.json does not contain a known state"),
+        ({"state": None, "exit_status": None}, "FAILED", "result.json does not contain a known state"),
+        ({"state": "finished", "scores": {"test_accuracy": None}, "timings": None}, "FINISHED", ""),
+        ({"state": "failed", "scores": {"test_accuracy": "x"}, "reason": None, "timings": "x"}, "FAILED", ""),
+        ({"state": "finished", "scores": {"test_accuracy": 0.5}}, "FINISHED", "accuracy 50.00%"),
+    ],
+)
+def test_an_incomplete_result_does_not_prevent_the_list(
+    tmp_path: Path, content: dict[str, Any], state: str, detail: str
+) -> None:
+    folder = Made(steps=10).write(tmp_path)
+    write_json(folder.path / "result.json", content)
+    run_status = status.read_status(folder)
+    assert run_status.state == state
+    assert run_status.detail == detail
+    assert run_status.format_line()
+    assert logs.find_exit_status(folder) == 1
+
+
+def test_a_damaged_result_is_reported(runs: Path) -> None:
+    folder = Made(steps=20, state="lost").write(runs)
+    (folder.path / "result.json").write_text('{"state": "fini')
+    state, detail = status.read_state(folder)
+    assert state == "LOST"
+    assert detail.startswith("result.json is damaged; "), detail

@@ -1,113 +1,97 @@
-"""Who may submit a run, and whether a job still has it."""
+"""Which command may submit a run, and whether a run belongs to a job."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from common.runs import claims, provenance
+from common.runs import provenance
 from common.runs.failures import Failure
 from common.runs.folder import RunFolder, write_json
 from common.runs.result import Result
 from common.system.errors import RunTakenError
-from common.system.processes import Process
 from configs.mnist_pipeline import Config
 from slurm.launch import submit
-from slurm.reports import cancel, liveness, status
+from slurm.reports import liveness, status
 from slurm.scheduling import requeue, submission
 from slurm.scheduling.job_failures import record_job_failure
 from tests.harness import inside
 from tests.harness.fake_slurm import Fake, call
 from tests.harness.made_runs import Made
+from tests.unit.slurm.submitted_runs import identify_process
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return RunFolder.create(tmp_path, "mnist_pipeline", "")
+def write_stopped_run(runs: Path, state: str = "preempted", status: int = 75) -> RunFolder:
+    """Write the folder of a run that can be resumed."""
+    folder = Made(steps=20).write(runs)
+    Result(state, status).write(folder)
+    provenance.copy_source(folder)
+    return folder
 
 
-@pytest.fixture
-def other() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that may have claimed a run."""
-    with subprocess.Popen(["sleep", "600"]) as process:
-        yield process
-        process.kill()
-
-
-def identify(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    return provenance.identify_process() | {
-        "pid": process.pid,
-        "pid_started": Process.identify(process.pid).start,
-    }
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> Fake:
-    return Fake(tmp_path)
-
-
-def test_a_run_is_submitted_by_one_command_at_a_time(folder: RunFolder, other: subprocess.Popen[bytes]) -> None:
+def test_a_run_is_submitted_by_one_command_at_a_time(
+    folder: RunFolder, waiting_process: subprocess.Popen[bytes]
+) -> None:
+    file = submission.locate_submission_file(folder)
     with submission.lock_run_for_submission(folder):
-        assert not submission.is_being_submitted(folder), "another command is meant"
+        assert not submission.is_being_submitted(folder), "only submissions by other commands count"
         with pytest.raises(RunTakenError, match="is being started or submitted by another command on this machine"):
             submission.lock_run_for_submission(folder).__enter__()
-    assert not submission.locate_submission_file(folder).exists()
-    write_json(submission.locate_submission_file(folder), identify(other))  # of another host as far as the lock goes
+    assert not file.exists()
+
+    write_json(file, identify_process(waiting_process))  # without the lock, as from another host
     assert status.read_state(folder) == ("PENDING", "being submitted")
-    with pytest.raises(RunTakenError, match=f"is being submitted by process {other.pid} on "):
+    with pytest.raises(RunTakenError, match=f"is being submitted by process {waiting_process.pid} on "):
         submission.lock_run_for_submission(folder).__enter__()
-    other.kill()
-    other.wait()
-    with submission.lock_run_for_submission(folder):  # the one before was given up
-        assert json.loads(submission.locate_submission_file(folder).read_text())["pid"] == os.getpid()
-    assert [path.name for path in (folder.path / "submit").iterdir()] == []
+
+    waiting_process.kill()
+    waiting_process.wait()
+    with submission.lock_run_for_submission(folder):  # the submission before was aborted
+        assert json.loads(file.read_text())["pid"] == os.getpid()
+    assert not list((folder.path / "submit").iterdir())
 
 
-def test_a_run_that_another_command_has_started_is_refused_with_its_process(
-    folder: RunFolder, other: subprocess.Popen[bytes]
+def test_the_process_of_another_command_that_has_started_the_run_is_reported(
+    folder: RunFolder, waiting_process: subprocess.Popen[bytes]
 ) -> None:
-    folder.claim_attempt({"process": identify(other)})
-    words = rf"was just started by another command \(attempt 1, process {other.pid} on this machine\); see make status"
-    with pytest.raises(RunTakenError, match=words):
+    folder.claim_attempt({"process": identify_process(waiting_process)})
+    process = rf"process {waiting_process.pid} on this machine"
+    message = rf"was just started by another command \(attempt 1, {process}\); see make status"
+    with pytest.raises(RunTakenError, match=message):
         submit.check_run_has_ended(folder, Config())
 
 
-def test_of_two_commands_that_resume_a_run_on_a_cluster_one_is_accepted(fake: Fake, tmp_path: Path) -> None:
+def test_of_two_commands_that_resume_a_run_on_a_cluster_one_succeeds(fake: Fake, runs: Path) -> None:
     fake.answer("sbatch", 'sleep 1; cat "$1" >/dev/null; echo "Submitted batch job 4711"')
-    run = Made(steps=20).write(tmp_path / "runs")
-    Result("preempted", 75).write(run)
-    provenance.copy_source(run)
-    done: list[subprocess.CompletedProcess[str]] = []
+    folder = write_stopped_run(runs)
+    processes: list[subprocess.CompletedProcess[str]] = []
 
     def resume() -> None:
-        done.append(call(fake, "slurm", "exp", f"--resume={run.path}", "--nodes=1"))
+        processes.append(call(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1"))
 
     threads = [threading.Thread(target=resume) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(one.returncode for one in done) == [0, 2], [one.stderr for one in done]
-    (refused,) = [one.stderr for one in done if one.returncode]
-    words = ("is being s", "PENDING", "RUNNING", "was just started by another command")
-    assert any(word in refused for word in words), refused
+    processes.sort(key=lambda process: process.returncode)
+    accepted, refused = processes
+    assert accepted.returncode == 0, accepted.stderr
+    assert refused.returncode == 2, refused.stderr
+    reasons = ("is being s", "PENDING", "RUNNING", "was just started by another command")
+    assert any(reason in refused.stderr for reason in reasons), refused.stderr
     assert fake.calls.read_text().count("sbatch") == 1
 
 
-def test_a_run_that_was_taken_while_a_command_waited_is_not_started_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_another_command_starts_meanwhile_is_not_started(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Made(steps=20).write(tmp_path / "runs")
-    Result("cancelled", 130, "stopped").write(run)
-    provenance.copy_source(run)
+    folder = write_stopped_run(runs, "cancelled", 130)
     started = []
 
     def let_another_command_start(folder: RunFolder) -> None:
@@ -116,67 +100,61 @@ def test_a_run_that_was_taken_while_a_command_waited_is_not_started_here(
 
     monkeypatch.setattr(liveness, "wait_for_earlier_attempt", let_another_command_start)
     monkeypatch.setattr(submit, "exec_script", lambda *arguments: started.append(arguments))
-    done = inside.run_verb("exp", f"--resume={run.path}", "--launch=local")
-    assert done.returncode == 2 and not started
-    assert "was just started by another command" in done.stderr
+    process = inside.run_verb("exp", f"--resume={folder.path}", "--launch=local")
+    assert process.returncode == 2
+    assert not started
+    assert "was just started by another command" in process.stderr
 
 
-def test_a_refused_submission_leaves_the_result(fake: Fake, tmp_path: Path) -> None:
+def test_a_refused_submission_does_not_change_the_result(fake: Fake, runs: Path) -> None:
     fake.answer("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
-    run = Made(steps=20).write(tmp_path / "runs")
-    Result("preempted", 75).write(run)
-    provenance.copy_source(run)
-    done = call(fake, "slurm", "exp", f"--resume={run.path}", "--nodes=1")
-    assert done.returncode == 2 and run.result["state"] == "preempted", done.stderr
+    folder = write_stopped_run(runs)
+    process = call(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1")
+    assert process.returncode == 2, process.stderr
+    assert folder.result["state"] == "preempted"
 
 
-@pytest.mark.parametrize("taken", ["job", "local", "note"])
-def test_a_job_leaves_a_run_alone_that_is_not_its_own(
-    folder: RunFolder, taken: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+ARRAY_TASK = {"id": "20_3", "scheduler": "SLURM"}
+
+
+@pytest.fixture
+def array_task(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """The folder of a run whose job is this process: task 3 of the array 20."""
     monkeypatch.setenv("SLURM_JOB_ID", "23")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "20")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     monkeypatch.setattr(submission, "UNANNOUNCED_SECONDS", 0.1)
-    assert submission.describe_other_owner(folder) == "", "its job was never recorded"
-    job = {"id": "20_3", "scheduler": "SLURM"}
-    write_json(folder.path / "meta.json", {"job": job})
-    submission.check_run_belongs_to_this_job(folder)
     (folder.path / "submit").mkdir()
-    words = {"job": "job 24", "local": "an attempt that was started without SLURM", "note": "because"}[taken]
-    if taken == "note":
-        record_job_failure(folder, 0, Failure.from_error(RunTakenError("because")), is_refusal=True)
-    else:
-        write_json(folder.path / "meta.json", {"job": job | {"id": "24"} if taken == "job" else None})
-        with pytest.raises(RunTakenError, match=f"job 23 cannot start {folder.path.name}: the run belongs to {words}"):
-            submission.check_run_belongs_to_this_job(folder)
-    assert requeue.main(str(folder.path), 0) == 1 and not folder.result
-    assert f"not requeued: {'the run belongs to ' if taken != 'note' else ''}{words}" in capfd.readouterr().err
+    return folder
 
 
-def test_a_run_that_finishes_while_it_is_cancelled_is_finished(
-    folder: RunFolder, other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+def test_a_run_belongs_to_its_job_and_to_any_job_before_its_job_is_recorded(array_task: RunFolder) -> None:
+    assert submission.describe_other_owner(array_task) == ""
+    write_json(array_task.path / "meta.json", {"job": ARRAY_TASK})
+    submission.check_run_belongs_to_this_job(array_task)
+
+
+@pytest.mark.parametrize(
+    ("job", "owner"),
+    [(ARRAY_TASK | {"id": "24"}, "job 24"), (None, "an attempt that was started without SLURM")],
+)
+def test_a_job_neither_starts_nor_requeues_a_run_of_another_owner(
+    array_task: RunFolder, job: dict[str, str] | None, owner: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    read_state = status.read_state
-
-    def finish_meanwhile(run: RunFolder) -> tuple[str, str]:
-        monkeypatch.setattr(cancel, "read_state", read_state)
-        Result("finished", 0).write(run)
-        return "RUNNING", ""
-
-    folder.claim_attempt({"process": identify(other)})
-    monkeypatch.setattr(cancel, "read_state", finish_meanwhile)
-    answer = cancel.cancel_run(folder)
-    assert f"is already FINISHED; still stopping: attempt 1, process {other.pid} on this machine" in answer
-    assert other.poll() is None
+    write_json(array_task.path / "meta.json", {"job": job})
+    message = f"job 23 cannot start {array_task.path.name}: the run belongs to {owner}"
+    with pytest.raises(RunTakenError, match=message):
+        submission.check_run_belongs_to_this_job(array_task)
+    assert requeue.main(str(array_task.path), 0) == 1
+    assert not array_task.result
+    assert f"not requeued: the run belongs to {owner}" in capfd.readouterr().err
 
 
-def test_cancel_ends_what_only_a_claim_names(folder: RunFolder, other: subprocess.Popen[bytes]) -> None:
-    """An attempt that has begun, where meta.json still names the one before it."""
-    job = {"id": "7", "scheduler": "the local cluster nowhere"}
-    write_json(folder.path / "meta.json", {"history": [{"pid": 1, "host": "elsewhere"}], "job": job})
-    folder.claim_attempt({"process": identify(other)})
-    assert status.read_state(folder)[0] == "RUNNING" and len(claims.find_live_claims(folder)) == 1
-    message = f"canceled process {other.pid}; the process will save a checkpoint and stop"
-    assert cancel.cancel_run(folder) == message
-    assert other.wait(timeout=5) == -signal.SIGTERM and folder.result["state"] == "cancelled"
+def test_a_job_whose_rank_found_another_owner_is_not_requeued(
+    array_task: RunFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_json(array_task.path / "meta.json", {"job": ARRAY_TASK})
+    record_job_failure(array_task, 0, Failure.from_error(RunTakenError("because")), is_refusal=True)
+    assert requeue.main(str(array_task.path), 0) == 1
+    assert not array_task.result
+    assert "not requeued: because" in capfd.readouterr().err

@@ -1,0 +1,49 @@
+"""SLURM's commands as scripts, and what else several tests of slurm need."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.runs.folder import RunFolder
+from slurm.scheduling import scheduler
+from tests.harness.fake_slurm import Fake
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Fake:
+    """SLURM's commands for processes that a test starts."""
+    return Fake(tmp_path)
+
+
+@pytest.fixture
+def fake_here(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """SLURM's commands for functions that a test calls in its own process, without cached answers."""
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    monkeypatch.setattr(scheduler, "FAILURE_CACHE", {})
+    monkeypatch.setattr(scheduler, "QUEUE_CACHE", {})
+    return fake
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """The folder that contains the run folders of a test."""
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """The folder of a run that has not started."""
+    return RunFolder.create(tmp_path, "mnist_pipeline", "")
+
+
+@pytest.fixture
+def waiting_process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that a test may record as that of a run."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()

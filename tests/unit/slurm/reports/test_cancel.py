@@ -1,0 +1,74 @@
+"""`make cancel`: which process or job it ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common.runs import claims
+from common.runs.folder import RunFolder, write_json
+from common.runs.result import Result
+from common.system.processes import Process
+from slurm.reports import cancel, status
+from tests.harness.fake_slurm import Fake, report
+from tests.unit.slurm.submitted_runs import identify_process, write_submitted_run
+
+
+def test_a_canceled_job_is_recorded(fake: Fake, runs: Path) -> None:
+    folder = str(write_submitted_run(runs, "4711").path)
+    assert report(fake, "cancel", folder).stdout == "canceled job 4711\n"
+    assert "scancel 4711" in fake.calls.read_text()
+    assert "CANCELLED" in report(fake, "status", folder).stdout
+    assert "is already CANCELLED" in report(fake, "cancel", folder).stdout
+
+
+def test_only_the_process_of_the_run_is_canceled(tmp_path: Path, waiting_process: subprocess.Popen[bytes]) -> None:
+    """If the pid belongs to another process by now, that process is not signalled."""
+    folder = RunFolder(tmp_path)
+    started = Process.identify(waiting_process.pid).start
+    record = {"host": socket.gethostname(), "pid": waiting_process.pid}
+    write_json(tmp_path / "meta.json", {"history": [record | {"pid_started": started - 1}]})
+    assert status.read_state(folder)[0] == "LOST"
+    assert "is already LOST" in cancel.cancel_run(folder)
+    assert waiting_process.poll() is None
+
+    write_json(tmp_path / "meta.json", {"history": [record | {"pid_started": started}]})
+    assert status.read_state(folder)[0] == "RUNNING"
+    cancel.cancel_run(folder)
+    assert waiting_process.wait(timeout=5) == -signal.SIGTERM
+
+
+def test_a_run_that_finishes_while_it_is_canceled_is_finished(
+    folder: RunFolder, waiting_process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_state = status.read_state
+
+    def finish_meanwhile(run: RunFolder) -> tuple[str, str]:
+        monkeypatch.setattr(cancel, "read_state", read_state)
+        Result("finished", 0).write(run)
+        return "RUNNING", ""
+
+    folder.claim_attempt({"process": identify_process(waiting_process)})
+    monkeypatch.setattr(cancel, "read_state", finish_meanwhile)
+    still_stopping = f"still stopping: attempt 1, process {waiting_process.pid} on this machine"
+    assert f"is already FINISHED; {still_stopping}" in cancel.cancel_run(folder)
+    assert waiting_process.poll() is None
+
+
+def test_a_process_that_is_recorded_only_in_a_claim_is_canceled(
+    folder: RunFolder, waiting_process: subprocess.Popen[bytes]
+) -> None:
+    """The attempt has just started, and meta.json still contains the attempt before it."""
+    job = {"id": "7", "scheduler": "the local cluster nowhere"}
+    write_json(folder.path / "meta.json", {"history": [{"pid": 1, "host": "elsewhere"}], "job": job})
+    folder.claim_attempt({"process": identify_process(waiting_process)})
+    assert status.read_state(folder)[0] == "RUNNING"
+    assert len(claims.find_live_claims(folder)) == 1
+    message = f"canceled process {waiting_process.pid}; the process will save a checkpoint and stop"
+    assert cancel.cancel_run(folder) == message
+    assert waiting_process.wait(timeout=5) == -signal.SIGTERM
+    assert folder.result["state"] == "cancelled"

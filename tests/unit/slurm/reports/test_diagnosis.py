@@ -1,0 +1,29 @@
+"""Diagnosis of a run that failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm.reports import diagnosis
+from tests.harness.fake_slurm import Fake
+from tests.unit.slurm.submitted_runs import write_submitted_run
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ("JobState=TIMEOUT", "job_time_limit"),
+        ("JobState=NODE_FAIL", "host_failed"),
+        ("JobState=OUT_OF_MEMORY", "job_out_of_memory"),
+        ("JobState=FAILED Reason=JobLaunchFailure BatchHost=TIMEOUT", "other"),
+    ],
+)
+def test_the_cause_follows_from_the_state_of_the_job_and_not_from_other_fields(
+    fake_here: Fake, runs: Path, fields: str, cause: str
+) -> None:
+    folder = write_submitted_run(runs, "4711")
+    fake_here.answer("squeue", "true")
+    fake_here.answer("scontrol", f"echo {fields}")
+    assert diagnosis.collect_diagnosis(folder)["cause_kind"] == cause
