@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from common.backend.cost import MessageTimeLine
 from common.config import config
 from common.ranks.rank_info import RankInfo
 from common.ranks.rendezvous import World
-from common.runs.folder import RunFolder, write_json
+from common.runs.folder import RunFolder, read_json, write_json
 from common.system.errors import UserError
 from common.system.processes import count_host_cores
 from common.techniques.collectives.measurement import (
@@ -231,7 +230,7 @@ def test_repeated_measurements_are_compared_by_their_exact_results(
     again = RunFolder(shutil.copytree(first.path, tmp_path / first.path.name))
     assert rerun.compare_runs(first, again)
     assert capsys.readouterr().out == "result      bitwise equal: exact_results, data\n"
-    result = json.loads((again.path / "result.json").read_text())
+    result = read_json(again.path / "result.json")
     write_json(again.path / "result.json", result | {"outcome": {"exact_results": exact_results - 1}})
     assert not rerun.compare_runs(first, again)
     message = f"result      exact_results: was {exact_results}, now {exact_results - 1}, 1 apart\n"
@@ -311,7 +310,7 @@ def test_settings_of_training_are_not_available() -> None:
 
 def test_settings_of_training_in_the_config_of_an_old_run_are_ignored_and_kept(tmp_path: Path) -> None:
     expected = config.load_config(Config, ["rounds=3"], {})
-    file = tmp_path / "collectives-20260101-120000-4f1c" / "config.yaml"
+    file = tmp_path / "collectives-20260101-120000-4f1c/config.yaml"
     file.parent.mkdir()
     file.write_text(config.format_yaml(expected) + "epochs: 1\ndata:\n  name: none\n")
     for option in (f"--config={file}", f"--resume={file.parent}"):

@@ -19,6 +19,7 @@ from torch import nn
 from common.config import config
 from common.models import networks
 from common.runs import provenance
+from common.runs.folder import read_json
 from common.system.errors import UserError
 from common.system.seeds import derive_seed
 from common.techniques.pipeline import model_split, partition, report, schedules
@@ -50,21 +51,21 @@ def train(tmp_path: Path, *settings: str) -> Done:
 @pytest.mark.parametrize(
     ("settings", "processes", "plan"),
     [
-        (["mode=single"], 1, ("naive", "own", 1, 1)),
-        (["mode=single", "split_size=16", "schedule=zero_bubble"], 1, ("naive", "own", 1, 4)),
-        (["mode=naive"], 2, ("naive", "own", 2, 1)),
-        (["mode=naive", "schedule=1f1b", "split_size=8"], 2, ("naive", "own", 2, 8)),
-        (["mode=pipelined"], 2, ("gpipe", "own", 2, 4)),
-        (["schedule=1f1b", "stages=4", "stages_per_process=2"], 2, ("1f1b", "own", 4, 4)),
-        (["schedule=zero_bubble", "stages=3"], 3, ("zero_bubble", "torch", 3, 4)),
-        (["schedule=1f1b", "engine=torch"], 2, ("1f1b", "torch", 2, 4)),
-        (["devices=[cpu,cpu]"], 1, ("gpipe", "own", 2, 4)),
-        (["devices=[cpu,cpu]", "mode=naive"], 1, ("naive", "own", 2, 1)),
-        (["devices=[cuda:0,cuda:1]", "mode=single"], 1, ("naive", "own", 1, 1)),
+        ("mode=single", 1, ("naive", "own", 1, 1)),
+        ("mode=single split_size=16 schedule=zero_bubble", 1, ("naive", "own", 1, 4)),
+        ("mode=naive", 2, ("naive", "own", 2, 1)),
+        ("mode=naive schedule=1f1b split_size=8", 2, ("naive", "own", 2, 8)),
+        ("mode=pipelined", 2, ("gpipe", "own", 2, 4)),
+        ("schedule=1f1b stages=4 stages_per_process=2", 2, ("1f1b", "own", 4, 4)),
+        ("schedule=zero_bubble stages=3", 3, ("zero_bubble", "torch", 3, 4)),
+        ("schedule=1f1b engine=torch", 2, ("1f1b", "torch", 2, 4)),
+        ("devices=[cpu,cpu]", 1, ("gpipe", "own", 2, 4)),
+        ("devices=[cpu,cpu] mode=naive", 1, ("naive", "own", 2, 1)),
+        ("devices=[cuda:0,cuda:1] mode=single", 1, ("naive", "own", 1, 1)),
     ],
 )
-def test_a_mode_is_a_schedule_and_its_microbatches(settings: list[str], processes: int, plan: tuple[Any, ...]) -> None:
-    cfg = load_settings(*settings)
+def test_a_mode_is_a_schedule_and_its_microbatches(settings: str, processes: int, plan: tuple[Any, ...]) -> None:
+    cfg = load_settings(*settings.split())
     pipeline = cfg.make_pipeline_config()
     assert cfg.processes == processes
     assert (pipeline.schedule, pipeline.engine, pipeline.stages, pipeline.microbatches) == plan
@@ -73,29 +74,29 @@ def test_a_mode_is_a_schedule_and_its_microbatches(settings: list[str], processe
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        (["split_size=5"], ["split_size=5", "1, 2, 4, 8, 16, 32, 64"]),
-        (["split_size=65"], ["batch=64", "split_size=65"]),
-        (["engine=own", "schedule=zero_bubble"], ["needs engine=torch"]),
-        (["engine=torch", "schedule=1f1b", "stages=3", "split_size=32"], ["at least as many", "batch / split_size"]),
-        (["split=[layer2_0]", "stages=3"], ["makes 2 stages", "split=[] to balance"]),
-        (["devices=[gpu,gpu]"], ["gpu is not a valid device", "[cuda:0,cuda:1]"]),
-        (["devices=[cpu]"], ["lists 1 devices for stages=2"]),
-        (["devices=[cpu,cpu]", "schedule=1f1b"], ["supports only schedule=gpipe", "devices=[]"]),
-        (["devices=[cpu,cpu]", "stages_per_process=2"], ["a single process on one host"]),
-        (["data.name=vectors"], ["the model needs images", "model=toy"]),
+        ("split_size=5", ["split_size=5", "1, 2, 4, 8, 16, 32, 64"]),
+        ("split_size=65", ["batch=64", "split_size=65"]),
+        ("engine=own schedule=zero_bubble", ["needs engine=torch"]),
+        ("engine=torch schedule=1f1b stages=3 split_size=32", ["at least as many", "batch / split_size"]),
+        ("split=[layer2_0] stages=3", ["makes 2 stages", "split=[] to balance"]),
+        ("devices=[gpu,gpu]", ["gpu is not a valid device", "[cuda:0,cuda:1]"]),
+        ("devices=[cpu]", ["lists 1 devices for stages=2"]),
+        ("devices=[cpu,cpu] schedule=1f1b", ["supports only schedule=gpipe", "devices=[]"]),
+        ("devices=[cpu,cpu] stages_per_process=2", ["a single process on one host"]),
+        ("data.name=vectors", ["the model needs images", "model=toy"]),
         (
-            ["model=toy", "data.name=vectors", "data.augment=crop"],
+            "model=toy data.name=vectors data.augment=crop",
             ["data.augment=crop", "data.name=vectors has none", "omit data.augment"],
         ),
-        (["channels_last=true", "width=8"], ["width=8", "1x1 convolutions", "width=16"]),
-        (["loss=mse"], ["loss=mse", "model=resnet18", "use model=toy"]),
-        (["sweep=true", "split_sizes=[8,x]"], ["split_sizes=[8,x]"]),
-        (["sweep=true", "split_sizes=[]"], ["split_sizes=[]"]),
+        ("channels_last=true width=8", ["width=8", "1x1 convolutions", "width=16"]),
+        ("loss=mse", ["loss=mse", "model=resnet18", "use model=toy"]),
+        ("sweep=true split_sizes=[8,x]", ["split_sizes=[8,x]"]),
+        ("sweep=true split_sizes=[]", ["split_sizes=[]"]),
     ],
 )
-def test_invalid_settings_are_refused_with_the_remedy(settings: list[str], parts: list[str]) -> None:
+def test_invalid_settings_are_refused_with_the_remedy(settings: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        load_settings(*settings)
+        load_settings(*settings.split())
     for part in parts:
         assert part in str(caught.value)
 
@@ -103,23 +104,23 @@ def test_invalid_settings_are_refused_with_the_remedy(settings: list[str], parts
 @pytest.mark.parametrize(
     ("settings", "gpus", "devices"),
     [
-        ([], 0, ["auto"]),
-        ([], 1, ["cuda:0", "cuda:0"]),
-        ([], 2, ["cuda:0", "cuda:1"]),
-        (["stages=3"], 2, ["cuda:0", "cuda:1", "cuda:0"]),
-        (["mode=naive"], 2, ["cuda:0", "cuda:1"]),
-        (["mode=single"], 2, ["auto"]),
-        (["schedule=1f1b"], 2, ["auto"]),
-        (["engine=torch"], 2, ["auto"]),
-        (["stages=4", "stages_per_process=2"], 2, ["auto"]),
-        (["launch.nodes=2"], 2, ["auto"]),
-        (["replicas=2"], 2, ["auto"]),
-        (["launch.device=cpu"], 2, ["auto"]),
-        (["devices=[]"], 2, []),
+        ("", 0, ["auto"]),
+        ("", 1, ["cuda:0", "cuda:0"]),
+        ("", 2, ["cuda:0", "cuda:1"]),
+        ("stages=3", 2, ["cuda:0", "cuda:1", "cuda:0"]),
+        ("mode=naive", 2, ["cuda:0", "cuda:1"]),
+        ("mode=single", 2, ["auto"]),
+        ("schedule=1f1b", 2, ["auto"]),
+        ("engine=torch", 2, ["auto"]),
+        ("stages=4 stages_per_process=2", 2, ["auto"]),
+        ("launch.nodes=2", 2, ["auto"]),
+        ("replicas=2", 2, ["auto"]),
+        ("launch.device=cpu", 2, ["auto"]),
+        ("devices=[]", 2, []),
     ],
 )
-def test_one_process_uses_all_visible_gpus(settings: list[str], gpus: int, devices: list[str]) -> None:
-    cfg = load_settings(*settings).adapt_to_gpus(gpus)
+def test_one_process_uses_all_visible_gpus(settings: str, gpus: int, devices: list[str]) -> None:
+    cfg = load_settings(*settings.split()).adapt_to_gpus(gpus)
     assert cfg.devices == devices
     expected_processes = cfg.make_pipeline_config().processes * cfg.replicas
     if devices not in ([], ["auto"]) or cfg.mode == "single":
@@ -213,8 +214,8 @@ def test_the_split_is_measured_once_and_stored_beside_the_config(tmp_path: Path)
 def test_runs_of_equal_microbatches_have_the_same_measured_split(tmp_path: Path) -> None:
     settings = (f"data.cache={tmp_path / 'sets'}", "stages=3")
     first = train(tmp_path / "first", *settings)
-    (file,) = (tmp_path / "sets" / "cuts").glob("*.json")
-    content = json.loads(file.read_text())
+    (file,) = (tmp_path / "sets/cuts").glob("*.json")
+    content = read_json(file)
     assert content["split"] == config.read_settings(first.folder.path)["split"]
 
     file.write_text(json.dumps(content | {"split": ["relu", "pool"]}))  # no measurement chooses these layers
@@ -222,11 +223,11 @@ def test_runs_of_equal_microbatches_have_the_same_measured_split(tmp_path: Path)
     assert list_first_layers(second) == ["conv1", "relu", "pool"]
 
     train(tmp_path / "other", *settings, "split_size=8")
-    assert len(list((tmp_path / "sets" / "cuts").glob("*.json"))) == 2
+    assert len(list((tmp_path / "sets/cuts").glob("*.json"))) == 2
 
     file.write_text('{"split": 3, "key": {}}')
     train(tmp_path / "again", *settings)
-    assert json.loads(file.read_text())["key"] == content["key"], "a damaged file is replaced by a new measurement"
+    assert read_json(file)["key"] == content["key"], "a damaged file is replaced by a new measurement"
 
 
 def test_a_resume_with_other_settings_leaves_the_config_unchanged(tmp_path: Path) -> None:
@@ -369,7 +370,7 @@ def test_a_sweep_creates_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     settings = (*SMALL, f"data.cache={tmp_path / 'cache'}", "sweep=true", "repeats=1", "split_sizes=[4,8]")
     completed = run(NAME, *settings, runs=tmp_path / "runs", timeout=240)
     assert completed.status == 0, completed.err
-    (folder,) = (tmp_path / "runs" / "sweeps").iterdir()
+    (folder,) = (tmp_path / "runs/sweeps").iterdir()
     with open(folder / "table.csv") as file:
         rows = list(csv.DictReader(file))
     modes = [(row["mode"], int(row["split_size"])) for row in rows]
@@ -380,7 +381,7 @@ def test_a_sweep_creates_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     plot = folder / "split_size.png"
     assert plot.read_bytes()[:4] == b"\x89PNG"
     assert plot.as_uri() in completed.out
-    assert len(json.loads((folder / "sweep.json").read_text())["cells"]) == 4
+    assert len(read_json(folder / "sweep.json")["cells"]) == 4
     assert len(list((tmp_path / "runs").glob(f"{NAME}*"))) == 4
     printed = re.findall(r"^ *(naive|pipelined) +(\d+) ", completed.out, re.MULTILINE)
     assert printed == [("naive", "16"), ("pipelined", "4"), ("pipelined", "8")]
@@ -389,21 +390,21 @@ def test_a_sweep_creates_runs_a_table_and_a_plot(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "gpus", "device", "on_gpus"),
     [
-        ([], 0, None, False),
-        ([], 1, None, True),  # all stages are on it, in one process
-        (["schedule=1f1b"], 1, "cpu", False),
-        (["schedule=1f1b"], 2, None, True),
-        (["stages=3", "engine=torch"], 2, "cpu", False),
-        (["replicas=2"], 2, "cpu", False),
-        (["replicas=2"], 4, None, True),
-        (["replicas=2", "launch.nodes=2"], 2, "cpu", False),  # a sweep starts all processes on this host
-        (["devices=[cpu,cpu]"], 2, "cpu", False),
-        (["schedule=1f1b", "launch.device=cuda"], 1, None, False),  # kept as set; the runs report the error
-        (["schedule=1f1b", "launch.device=cpu"], 1, None, False),
+        ("", 0, None, False),
+        ("", 1, None, True),  # all stages are on it, in one process
+        ("schedule=1f1b", 1, "cpu", False),
+        ("schedule=1f1b", 2, None, True),
+        ("stages=3 engine=torch", 2, "cpu", False),
+        ("replicas=2", 2, "cpu", False),
+        ("replicas=2", 4, None, True),
+        ("replicas=2 launch.nodes=2", 2, "cpu", False),  # a sweep starts all processes on this host
+        ("devices=[cpu,cpu]", 2, "cpu", False),
+        ("schedule=1f1b launch.device=cuda", 1, None, False),  # kept as set; the runs report the error
+        ("schedule=1f1b launch.device=cpu", 1, None, False),
     ],
 )
-def test_a_sweep_runs_on_one_kind_of_device(settings: list[str], gpus: int, device: str | None, on_gpus: bool) -> None:
-    cfg = load_settings(*settings)
+def test_a_sweep_runs_on_one_kind_of_device(settings: str, gpus: int, device: str | None, on_gpus: bool) -> None:
+    cfg = load_settings(*settings.split())
     assert {cell.get("launch.device") for cell in list_points(cfg, gpus)} == {device}
     title = plot_times(cfg, gpus, {("pipelined", 8): Average(1.0, 0.0, 1)}).title
     assert ("single uses the threads of all" in title) is not on_gpus

@@ -43,8 +43,9 @@ def create_groups(rank: int, hosts: str) -> tuple[Any, Any]:
 
 def test_the_stages_of_a_replica_share_a_host() -> None:
     groups = [create_groups(rank, "aaabbb") for rank in range(6)]
-    assert [pipeline.global_ranks for pipeline, _ in groups] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
-    assert [replicas.global_ranks for _, replicas in groups] == [[0, 3], [1, 4], [2, 5]] * 2
+    for rank, (pipeline, replicas) in enumerate(groups):
+        assert pipeline.global_ranks == ([0, 1, 2] if rank < 3 else [3, 4, 5])
+        assert replicas.global_ranks == [rank % 3, rank % 3 + 3]
 
 
 @pytest.mark.parametrize("hosts", ["ababab", "aaaabb"])
@@ -101,15 +102,15 @@ def test_local_statistics_are_restored_only_if_the_layout_is_the_same(
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["replicas=3"], ["batch=64", "replicas=3", "1, 2, 4"]),
-        (["replicas=2", "launch.nodes=4"], ["replicas=2", "launch.nodes=4", "multiple of launch.nodes"]),
-        (["replicas=2", "split_size=64"], ["split_size=64", "batch=32"]),
-        (["replicas=2", "devices=[cpu,cpu]"], ["needs a single process"]),
+        ("replicas=3", ["batch=64", "replicas=3", "1, 2, 4"]),
+        ("replicas=2 launch.nodes=4", ["replicas=2", "launch.nodes=4", "multiple of launch.nodes"]),
+        ("replicas=2 split_size=64", ["split_size=64", "batch=32"]),
+        ("replicas=2 devices=[cpu,cpu]", ["needs a single process"]),
     ],
 )
-def test_invalid_settings_of_replicas_are_refused(arguments: list[str], parts: list[str]) -> None:
+def test_invalid_settings_of_replicas_are_refused(arguments: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        config.load_config(Config, arguments, {})
+        config.load_config(Config, arguments.split(), {})
     for part in parts:
         assert part in str(caught.value), caught.value
     assert config.load_config(Config, ["replicas=4", "launch.nodes=2"], {}).processes == 8
@@ -130,7 +131,8 @@ def test_a_model_too_large_for_one_process_trains_in_two(tmp_path: Path) -> None
     split = run("resnet_modelparallel", *small, *tight, "mode=pipelined", "stages=2", runs=tmp_path / "two")
     assert split.status == 0, split.err
     assert len(split.losses) == 1
-    assert 0.4 * 180e6 < split.result["training_bytes"] < 210e6 < min(split.result["memory"].values()), split.result
+    assert 0.4 * 180e6 < split.result["training_bytes"] < 210e6
+    assert min(split.result["memory"].values()) > 210e6
     number = r"rank 0: [\d.]+ MB  rank 1: [\d.]+ MB  of "
     assert re.search(rf"peak memory +{number}the whole process, libraries included", split.out), split.out
     assert re.search(rf"training memory +{number}writable .*; the limit is memory_cap=210", split.out), split.out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import collections
 import re
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from common.checkpoint import state_dicts
 from common.config import config
 from common.models import networks
 from common.ranks.rendezvous import World
+from common.runs.folder import read_json
 from common.system.errors import UserError
 from common.techniques.data_parallel import device_report, single_process_baseline
 from configs.resnet_dataparallel import Config
@@ -75,16 +76,16 @@ def check_that_data_parallel_was_not_used(completed: Done) -> None:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        (["strategy=data_parallel", "sync_batchnorm=true"], ["sync_batchnorm", "several processes", "strategy=ddp"]),
-        (["strategy=single", "processes_per_node=2"], ["processes_per_node", "strategy=ddp"]),
-        (["strategy=data_parallel", "launch.nodes=2"], ["launch.nodes", "strategy=ddp"]),
-        (["functional=true"], ["functional=true applies to data_parallel only"]),
-        (["batch=63"], ["batch=63", "2 ranks", "batch=62 or 64"]),
+        ("strategy=data_parallel sync_batchnorm=true", ["sync_batchnorm", "several processes", "strategy=ddp"]),
+        ("strategy=single processes_per_node=2", ["processes_per_node", "strategy=ddp"]),
+        ("strategy=data_parallel launch.nodes=2", ["launch.nodes", "strategy=ddp"]),
+        ("functional=true", ["functional=true applies to data_parallel only"]),
+        ("batch=63", ["batch=63", "2 ranks", "batch=62 or 64"]),
     ],
 )
-def test_invalid_settings_are_refused(settings: list[str], parts: list[str]) -> None:
+def test_invalid_settings_are_refused(settings: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        config.load_config(Config, settings, {})
+        config.load_config(Config, settings.split(), {})
     for part in parts:
         assert part in str(caught.value), caught.value
 
@@ -120,9 +121,11 @@ def test_the_running_loss_is_the_mean_of_the_losses_and_steps_do_not_wait_for_it
     assert printed == pytest.approx(expected, abs=6e-4)
 
     trace = completed.folder.list_attempts()[0].attempt_folder / "trace-0.json"
-    events = json.loads(trace.read_text())["traceEvents"]
-    loss_times = [event["ts"] for event in events if event.get("name") == "aten::cross_entropy_loss"]
-    wait_times = [event["ts"] for event in events if event.get("name") == "aten::item"]
+    times = collections.defaultdict(list)
+    for event in read_json(trace)["traceEvents"]:
+        times[event.get("name")].append(event.get("ts"))
+    loss_times = times["aten::cross_entropy_loss"]
+    wait_times = times["aten::item"]
     assert len(loss_times) == 4
     waits_between_losses = [time for time in wait_times if time < max(loss_times)]
     assert len(waits_between_losses) < 4, "a loop that prints each loss waits in every step"
@@ -179,7 +182,7 @@ def test_a_sweep_runs_each_strategy(digits: tuple[str, ...], tmp_path: Path) -> 
     completed = run("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)
     assert completed.status == 0, completed.err
     (folder,) = (tmp_path / "sweeps").iterdir()
-    cells = json.loads((folder / "sweep.json").read_text())["cells"]
+    cells = read_json(folder / "sweep.json")["cells"]
     assert [cell["values"]["strategy"] for cell in cells] == ["single", "ddp"]
     assert (folder / "strategies.png").read_bytes().startswith(b"\x89PNG")
     assert re.search(r"single  [\d,]+ samples/s, 1 run\n", completed.out)

@@ -46,6 +46,11 @@ def count_pruned(masks: list[Tensor]) -> int:
     return sum(int((~mask).sum()) for mask in masks)
 
 
+def count_units(mask: Tensor) -> int:
+    """Count the output units of a layer that have weights."""
+    return int(mask.flatten(1).any(1).sum())
+
+
 def prune_globally(masks: Masks, cfg: Config, model: nn.Module, step: int, sparsity: float) -> None:
     """Replace the masks by those of the criterion of a config."""
     no_run: Any = None  # these criteria need no run
@@ -82,7 +87,7 @@ def test_the_requested_number_of_weights_is_pruned_despite_ties(share: float, le
 @pytest.mark.parametrize("kind", ["random", "sorted", "two values", "misleading sample"])
 def test_the_kth_smallest_of_many_numbers_is_exact(kind: str) -> None:
     count = 17 * pruning_masks.SAMPLE_SIZE + 5
-    numbers = torch.rand(count, generator=torch.Generator().manual_seed(0))
+    numbers = torch.rand(count)
     if kind == "sorted":
         numbers = numbers.sort().values
     if kind == "two values":
@@ -141,7 +146,7 @@ def test_whole_channels_are_pruned_and_the_last_layer_is_kept() -> None:
     scores[0][2] = 0.01
     scores[0][5] = 0.02
     masks = pruning_masks.make_channel_masks(scores, 0.25)
-    assert [bool(channel.any()) for channel in masks[0]] == [i not in (2, 5) for i in range(8)]
+    assert [i for i, channel in enumerate(masks[0]) if not channel.any()] == [2, 5]
     for mask in masks:
         for channel in mask:
             assert channel.all() or not channel.any()
@@ -149,7 +154,7 @@ def test_whole_channels_are_pruned_and_the_last_layer_is_kept() -> None:
     assert masks[2].all()
 
     masks = pruning_masks.make_channel_masks(scores, 0.999)
-    assert [int(mask.flatten(1).any(1).sum()) for mask in masks] == [1, 1, 10]
+    assert [count_units(mask) for mask in masks] == [1, 1, 10]
 
     scores[0][1] = 0.0
     scores[0][5] = pruning_masks.PRUNED_SCORE
@@ -225,22 +230,22 @@ def test_every_schedule_ends_at_the_requested_sparsity(schedule: Any, total: int
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        (["levels=[0.9,2]"], ["levels=[0.9,2]", "below 1"]),
-        (["criteria=[size]"], ["criteria=[size]", "magnitude, gradient"]),
-        (["scope=n:m"], ["sparsity=0.92", "pattern=2:4", "use sparsity=0.5"]),
-        (["pattern=4:2"], ["pattern=4:2", "n < m"]),
-        (["scope=layer", "normalize=layer"], ["normalize=layer", "scope=global"]),
-        (["sweep=true", "schedule=none"], ["schedule=none", "use another schedule"]),
-        (["model=lenet5", "data.name=generated", "data.image_size=8"], ["data.image_size=8", "16 or more"]),
-        (["begin=0.7", "end=0.6"], ["begin=0.7", "end=0.6", "lower begin"]),
-        (["schedule=rigl", "criterion=taylor"], ["criterion=taylor", "rigl", "criterion=magnitude"]),
-        (["schedule=rigl", "scope=structured"], ["scope=structured", "rigl", "scope=layer"]),
-        (["batch=63", "processes_per_node=2"], ["batch=63", "2 ranks", "batch=62 or 64"]),
+        ("levels=[0.9,2]", ["levels=[0.9,2]", "below 1"]),
+        ("criteria=[size]", ["criteria=[size]", "magnitude, gradient"]),
+        ("scope=n:m", ["sparsity=0.92", "pattern=2:4", "use sparsity=0.5"]),
+        ("pattern=4:2", ["pattern=4:2", "n < m"]),
+        ("scope=layer normalize=layer", ["normalize=layer", "scope=global"]),
+        ("sweep=true schedule=none", ["schedule=none", "use another schedule"]),
+        ("model=lenet5 data.name=generated data.image_size=8", ["data.image_size=8", "16 or more"]),
+        ("begin=0.7 end=0.6", ["begin=0.7", "end=0.6", "lower begin"]),
+        ("schedule=rigl criterion=taylor", ["criterion=taylor", "rigl", "criterion=magnitude"]),
+        ("schedule=rigl scope=structured", ["scope=structured", "rigl", "scope=layer"]),
+        ("batch=63 processes_per_node=2", ["batch=63", "2 ranks", "batch=62 or 64"]),
     ],
 )
-def test_invalid_settings_are_refused(settings: list[str], parts: list[str]) -> None:
+def test_invalid_settings_are_refused(settings: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        config.load_config(Config, settings, {})
+        config.load_config(Config, settings.split(), {})
     for part in parts:
         assert part in str(caught.value)
 
@@ -335,7 +340,7 @@ def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
     assert newest.step == last_step
     masks = select_masks(load_model(newest)).values()
     if is_structured:
-        assert [int(mask.any(1).sum()) for mask in masks] == [13, 6, 10]
+        assert [count_units(mask) for mask in masks] == [13, 6, 10]
     else:
         assert sum(int(mask.sum()) for mask in masks) == MLP_WEIGHTS - round(0.9 * MLP_WEIGHTS)
 
@@ -369,7 +374,7 @@ def test_two_of_four_holds_after_fine_tuning(digits: tuple[str, ...], tmp_path: 
 
 
 def test_a_soft_threshold_zeroes_weights_smaller_than_the_step() -> None:
-    weight = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(1000)
     before = weight.clone()
     pruning_masks.soft_threshold([weight], 0.3)
     assert torch.equal(weight != 0, before.abs() > 0.3)
@@ -404,13 +409,13 @@ def test_networks_for_colour_images_are_pruned(cache: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "points"),
     [
-        ([], list(itertools.product((0.8, 0.92, 0.97, 0.99), CRITERIA))),
-        (["schedule=rigl"], [(sparsity, "magnitude") for sparsity in (0.8, 0.92, 0.97, 0.99)]),
-        (["scope=n:m", "sparsity=0.5", "criteria=[taylor]"], [(0.5, "taylor")]),
+        ("", list(itertools.product((0.8, 0.92, 0.97, 0.99), CRITERIA))),
+        ("schedule=rigl", [(sparsity, "magnitude") for sparsity in (0.8, 0.92, 0.97, 0.99)]),
+        ("scope=n:m sparsity=0.5 criteria=[taylor]", [(0.5, "taylor")]),
     ],
 )
-def test_the_grid_of_a_sweep_follows_the_settings(settings: list[str], points: list[tuple[float, str]]) -> None:
-    cells = GRID.points(config.load_config(Config, ["sweep=true", *settings], {}), 0)
+def test_the_grid_of_a_sweep_follows_the_settings(settings: str, points: list[tuple[float, str]]) -> None:
+    cells = GRID.points(config.load_config(Config, ["sweep=true", *settings.split()], {}), 0)
     common = {"export": False, "int8": False}
     assert cells[0] == common | {"schedule": "none", "l1": 0}, "the dense model"
     assert cells[1:] == [common | {"criterion": name, "sparsity": sparsity} for sparsity, name in points]

@@ -79,13 +79,13 @@ def test_a_step_every_n_batches_leaks_the_last_window_into_the_next_epoch(cache:
 
 
 def test_without_zero_grad_steps_grow_and_one_overflow_ends_the_training() -> None:
-    def take_steps(precision: Any, zero_grad: bool, overflow: int = 0) -> list[float]:
+    def take_steps(precision: Any, zero_grad: bool, overflow: int = 0) -> tuple[float, ...]:
         """Return the lengths of six steps with a gradient of 1, or infinity in step number `overflow`."""
         cfg = AmpConfig(precision=precision, init_scale=1024)
         layer = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1)
         scaler = amp_accum.make_scaler(cfg, CPU)
-        lengths = []
+        lengths: list[float] = []
         for number in range(1, 7):
             before = layer.weight.item()
             if zero_grad:
@@ -97,15 +97,19 @@ def test_without_zero_grad_steps_grow_and_one_overflow_ends_the_training() -> No
             scaler.scale(loss).backward()
             amp_accum.update_weights(cfg, layer, optimizer, scaler)
             lengths.append(before - layer.weight.item())
-        return lengths
+        return tuple(lengths)
 
-    ones = pytest.approx([1] * 6, abs=1e-2)
-    assert take_steps("bf16", zero_grad=True) == ones
-    assert take_steps("fp16", zero_grad=True) == ones
-    assert take_steps("bf16", zero_grad=False) == pytest.approx([1, 2, 3, 4, 5, 6], abs=1e-2)
-    assert take_steps("fp16", zero_grad=False) == ones, "old gradients are unscaled repeatedly"
-    assert take_steps("fp16", zero_grad=True, overflow=3) == pytest.approx([1, 1, 0, 1, 1, 1], abs=1e-2)
-    assert take_steps("fp16", zero_grad=False, overflow=3) == pytest.approx([1, 1, 0, 0, 0, 0], abs=1e-2), "inf stays"
+    def about(*lengths: float) -> Any:
+        return pytest.approx(lengths, abs=1e-2)
+
+    assert take_steps("bf16", zero_grad=True) == about(1, 1, 1, 1, 1, 1)
+    assert take_steps("fp16", zero_grad=True) == about(1, 1, 1, 1, 1, 1)
+    assert take_steps("bf16", zero_grad=False) == about(1, 2, 3, 4, 5, 6)
+    # the gradients of earlier steps are unscaled repeatedly
+    assert take_steps("fp16", zero_grad=False) == about(1, 1, 1, 1, 1, 1)
+    assert take_steps("fp16", zero_grad=True, overflow=3) == about(1, 1, 0, 1, 1, 1)
+    # infinity stays in the gradient
+    assert take_steps("fp16", zero_grad=False, overflow=3) == about(1, 1, 0, 0, 0, 0)
 
 
 def flatten_parameters(model: nn.Module) -> torch.Tensor:

@@ -53,7 +53,8 @@ def test_ranks_that_all_send_first_wait_for_each_other(mistakes: list[dict[str, 
     ranks = collect(mistakes, "blocking_sends")
     for rank, observed in enumerate(ranks):
         assert "error" in observed["mistake"], "with gloo, even the send of one number blocks"
-        assert observed["right"] == [[float((rank - 1) % RANKS)]] * 2
+        previous_rank = (rank - 1) % RANKS
+        assert observed["right"] == [[previous_rank]] * 2
     assert max(observed["mistake"]["seconds"] for observed in ranks) >= SECONDS
     for observed in collect(mistakes, "blocking_sockets"):
         assert observed["few"] == 4, "small messages fit into the buffers"
