@@ -1,7 +1,7 @@
-"""Mistakes and misfortunes, each met through the real way in: one clear message, the right status, nothing left.
+"""Invalid settings, files and data, and full disks: one clear message, the correct status, and no files left.
 
-Mistakes in settings and in files are made within this process, and one of them at the real command. The others are
-runs; further disks that are full or read-only are in tests/complete/test_disks.py.
+Invalid settings and files are tested within this process, and one of them with the real command. The other cases are
+runs; tests/complete/test_disks.py has further cases of full and read-only disks.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def configured(name: str, text: str, *parts: str) -> Case:
     return Case(name, ("--config=own.yaml",), parts, setup=file("own.yaml", text))
 
 
-def scheduled(name: str, body: str, *parts: str, words: tuple[str, ...] = ("schedule=own.py:f",)) -> Case:
-    """Two stages, two microbatches, and this file as schedule."""
+def scheduled(name: str, body: str, *parts: str, arguments: tuple[str, ...] = ("schedule=own.py:f",)) -> Case:
+    """Return a case with two stages, two microbatches, and this function as schedule."""
     text = f"def f(ranks, stages, microbatches):\n    {body}\n"
-    return Case(name, (*words, "microbatches=2"), parts, setup=file("own.py", text))
+    return Case(name, (*arguments, "microbatches=2"), parts, setup=file("own.py", text))
 
 
 FILES = [
@@ -51,9 +51,9 @@ FILES = [
         "there is no file ",
         "name an existing FILE.py:function",
         "naive, gpipe, 1f1b (with engine=torch also interleaved_1f1b, zero_bubble)",
-        words=("schedule=no.py:f",),
+        arguments=("schedule=no.py:f",),
     ),
-    scheduled("schedule: no function", "pass", "no function 'g'", "it has f", words=("schedule=own.py:g",)),
+    scheduled("schedule: no function", "pass", "no function 'g'", "it has f", arguments=("schedule=own.py:g",)),
     scheduled(
         "schedule: does not import", "return []\n1 / 0", "schedule=own.py:f: own.py:3: ZeroDivisionError: division"
     ),
@@ -78,29 +78,29 @@ FILES = [
 
 
 def raw(**sizes: int | None) -> Callable[[Path, Path], None]:
-    """Raw MNIST files of the right size without content, but for those named: another size, or missing."""
+    """Create raw MNIST files without content; `sizes` sets the size of a file, or None if it is missing."""
 
     def setup(place: Path, cache: Path) -> None:
         folder = place / "raw/MNIST/raw"
         folder.mkdir(parents=True)
         for name, size in MNIST_FILES.items():
-            wanted = sizes.get(name.replace("-", "_"), size)
-            if wanted is not None:
+            expected_size = sizes.get(name.replace("-", "_"), size)
+            if expected_size is not None:
                 with open(folder / name, "wb") as opened:
                     opened.write(b"\0\0\x08\x03" if "images" in name else b"\0\0\x08\x01")
-                    opened.truncate(wanted)
+                    opened.truncate(expected_size)
 
     return setup
 
 
 def damaged(change: Callable[[bytes], bytes]) -> Callable[[Path, Path], None]:
-    """A prepared set of which one array has been changed."""
+    """Copy the prepared data and change one of its arrays."""
 
     def setup(place: Path, cache: Path) -> None:
         shutil.copytree(cache, place / "cache", copy_function=os.link)
         (labels,) = (place / "cache").glob("digits-*/test_labels.npy")
         content = labels.read_bytes()
-        labels.unlink()  # it is a link to the one that all tests use
+        labels.unlink()  # a link to the file that all tests use
         labels.write_bytes(change(content))
 
     return setup
@@ -139,13 +139,13 @@ DATA = [
         setup=damaged(flip),
     ),
     Case(
-        "a function of one's own: floats",
+        "custom data function: floats",
         ("data.name={place}/own.py:f",),
         ("data.name={place}/own.py:f: {place}/own.py:2: the train images have dtype float64; return uint8",),
         setup=file("own.py", "import numpy as np\ndef f(root):\n    return [np.ones((9, 8, 8))] * 4\n"),
     ),
     Case(
-        "a function of one's own: vectors for convolutions",
+        "custom data function: vectors for convolutions",
         ("data.name={place}/own.py:f", "data.cache={place}/sets"),
         ("data.name={place}/own.py:f contains vectors, but the model needs images; use another data set",),
         setup=file("own.py", "import numpy as np\ndef f(root): return [np.ones((9, 8), np.uint8), np.arange(9)] * 2\n"),
@@ -167,7 +167,8 @@ def test_bad_settings(case: Case, cache: Path, tmp_path: Path, monkeypatch: pyte
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError) as caught:  # --dry-run, so that nothing would start if it were not refused
         main(["exp", "--dry-run=1", f"--args={' '.join(case.words)}", "--", case.experiment])
-    assert all(part in str(caught.value) for part in case.parts), caught.value
+    for part in case.parts:
+        assert part in str(caught.value), caught.value
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -187,19 +188,22 @@ REFUSED_BY_RANKS = [
 ]
 
 
-NO_RUNS = ["../x", "/etc/passwd", "/", ".", "~", "x; id", "$(id)", "x\ny", "-x", "*", "\udcff", "x" * 300]
+INVALID_RUNS = ["../x", "/etc/passwd", "/", ".", "~", "x; id", "$(id)", "x\ny", "-x", "*", "\udcff", "x" * 300]
 
 
-@pytest.mark.parametrize("text", NO_RUNS, ids=ascii)
+@pytest.mark.parametrize("text", INVALID_RUNS, ids=ascii)
 @pytest.mark.parametrize("command", OF_A_RUN)
-def test_what_names_no_run_is_refused(command: str, text: str, tmp_path: Path) -> None:
-    done = inside.run_verb(*(word.replace("{}", text) for word in OF_A_RUN[command].split(" ")), cwd=tmp_path)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done
-    assert done.stderr.count("error: ") == 1 and not list(tmp_path.iterdir()), done
+def test_an_invalid_run_is_refused(command: str, text: str, tmp_path: Path) -> None:
+    arguments = [argument.replace("{}", text) for argument in OF_A_RUN[command].split(" ")]
+    completed = inside.run_verb(*arguments, cwd=tmp_path)
+    assert completed.returncode == 2, completed
+    assert "Traceback" not in completed.stderr, completed
+    assert completed.stderr.count("error: ") == 1, completed
+    assert not list(tmp_path.iterdir()), completed
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (("export", "--format=x", "--", "{}"), "FORMAT='x' is unknown; use safetensors, torch.export or onnx"),
         (("export", "--format=../x", "--", "{}"), "FORMAT='../x' is unknown"),
@@ -213,15 +217,19 @@ def test_what_names_no_run_is_refused(command: str, text: str, tmp_path: Path) -
         (("evaluate", "--args=log.level=debug", "--", "{}"), "has no model.safetensors"),
     ],
 )
-def test_bad_words_about_a_trained_model(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_invalid_arguments_about_a_trained_model_are_refused(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
     folder = Made("mnist_pipeline", 0, 20).write(tmp_path)
-    done = inside.run_verb(*(word.replace("{}", str(folder.path)) for word in words))
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1, done
-    assert "Traceback" not in done.stderr
+    completed = inside.run_verb(*(argument.replace("{}", str(folder.path)) for argument in arguments))
+    assert completed.returncode == 2, completed
+    assert message in completed.stderr, completed
+    assert completed.stderr.count("error: ") == 1, completed
+    assert "Traceback" not in completed.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (
             ("sweep", "--", "nope.yaml"),
@@ -233,10 +241,15 @@ def test_bad_words_about_a_trained_model(words: tuple[str, ...], message: str, t
         (("check-optimizer", "--", "no.py:Own"), "FILE=no.py:Own: there is no file"),
     ],
 )
-def test_bad_words_of_other_commands(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    done = inside.run_verb(*words, cwd=tmp_path)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done
-    assert not done.stdout and not list(tmp_path.iterdir())
+def test_invalid_arguments_of_other_commands_are_refused(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    completed = inside.run_verb(*arguments, cwd=tmp_path)
+    assert completed.returncode == 2, completed
+    assert message in completed.stderr, completed
+    assert completed.stderr.count("\n") == 1, completed
+    assert not completed.stdout
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_of_another_experiment_is_not_resumed(tmp_path: Path) -> None:
@@ -248,9 +261,11 @@ def test_a_run_of_another_experiment_is_not_resumed(tmp_path: Path) -> None:
 def test_a_mistake_at_the_real_command_is_one_line(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "slurm", "exp", "--args=epoch=3", "--", "mnist_pipeline"]
     env = environment(PYTHONPATH=str(ROOT))
-    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith("error: unknown key epoch; did you mean epochs?") and done.stderr.count("\n") == 1
+    completed = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert completed.returncode == 2
+    assert not completed.stdout
+    assert completed.stderr.startswith("error: unknown key epoch; did you mean epochs?")
+    assert completed.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -261,7 +276,8 @@ def test_a_run_meets_bad_data_or_a_full_disk(case: Case, tmp_path: Path, cache: 
     check(case, tmp_path, cache)
 
 
-def test_a_run_goes_on_without_a_wandb_account(tmp_path: Path, cache: Path) -> None:
-    words, parts = ("wandb.finish_timeout=200",), ("W&B: offline (no W&B account is configured)",)
-    case = Case("W&B: no account", words, parts, status=0, env=(("WANDB_MODE", ""),))
+def test_a_run_continues_without_a_wandb_account(tmp_path: Path, cache: Path) -> None:
+    arguments = ("wandb.finish_timeout=200",)
+    parts = ("W&B: offline (no W&B account is configured)",)
+    case = Case("W&B: no account", arguments, parts, status=0, env=(("WANDB_MODE", ""),))
     check(case, tmp_path, cache)

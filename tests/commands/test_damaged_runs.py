@@ -1,4 +1,4 @@
-"""Every command that reads runs meets each file of one damaged in one way; in all ways: tests/complete."""
+"""Commands that read a run with a damaged file, each damaged in one way; tests/complete damages them in all ways."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from tests.harness.shared import Make
 
 
 @pytest.mark.parametrize(("name", "damage"), list(zip(FILES, itertools.cycle(DAMAGES), strict=False)))
-def test_commands_that_read_a_damaged_run_say_one_line(name: str, damage: str, finished: Make, tmp_path: Path) -> None:
+def test_commands_that_read_a_damaged_run_print_one_line(
+    name: str, damage: str, finished: Make, tmp_path: Path
+) -> None:
     check_commands(finished(REPLICATED).folder, name, damage, tmp_path)
 
 
-def test_a_run_of_which_nobody_knows_where_it_runs_is_not_cancelled(tmp_path: Path) -> None:
+def test_a_run_on_an_unknown_host_is_not_cancelled(tmp_path: Path) -> None:
     run = Made("mnist_pipeline", 0, 20, state="lost").write(tmp_path / "runs").path
     (run / "meta.json").write_text("{")
-    done = inside.run_verb("cancel", "--", str(run))
-    assert done.returncode == 2
-    assert "meta.json is missing or damaged, so the host of the run is unknown" in done.stderr
+    completed = inside.run_verb("cancel", "--", str(run))
+    assert completed.returncode == 2
+    assert "meta.json is missing or damaged, so the host of the run is unknown" in completed.stderr
     assert not (run / "result.json").exists()

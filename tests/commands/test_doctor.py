@@ -1,4 +1,4 @@
-"""The doctor: silent on sound hosts, and naming the one that is not."""
+"""make doctor: faults of hosts, and the causes of failed and hanging runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from common.config import config
 from common.runs import provenance
 from common.runs.failures import Failure, read_failure, write_failure
-from common.runs.folder import write_json
+from common.runs.folder import RunFolder, write_json
 from common.system.causes import Cause
 from common.system.errors import UnreachableError
 from common.system.foreign_text import classify_recorded_text
@@ -41,6 +41,10 @@ SOUND = {
     "gflop_per_s": 50.0, "product_finite": True, "product_same": True, "data": {"digits-1": "ab12"}, "data_damaged": [],
     "times": [100.0, 101.0, 102.0],
 }  # fmt: skip
+
+
+def describe_three_hosts() -> list[dict[str, Any]]:
+    return [SOUND | {"host": f"node{rank + 1}", "rank": rank} for rank in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -70,114 +74,131 @@ SOUND = {
     ],
 )
 def test_the_host_with_the_fault_is_named(fault: dict[str, Any], message: str) -> None:
-    facts = [SOUND | {"host": f"node{rank + 1}", "rank": rank} for rank in range(3)]
+    facts = describe_three_hosts()
     facts[2] |= fault
-    found = find_problems(facts, 3)
-    assert len(found) == bool(message)
-    assert not message or message in found[0]
+    problems = find_problems(facts, 3)
+    assert len(problems) == bool(message)
+    assert message in "".join(problems)
 
 
-def test_another_device_is_a_fault_unless_they_are_mixed() -> None:
-    facts = [SOUND | {"host": f"node{rank + 1}", "rank": rank} for rank in range(3)]
+def test_another_device_is_a_fault_unless_devices_are_mixed() -> None:
+    facts = describe_three_hosts()
     facts[2] |= {"device": "NVIDIA H200", "gflop_per_s": 50_000.0}
     remedy = "use hosts with the same devices, or set launch.mixed=true"
     assert find_problems(facts, 3) == [f"node3 (rank 2) has NVIDIA H200, but other ranks have cpu; {remedy}"]
-    assert find_problems(facts, 3, mixed=True) == [], "and nobody expects a CPU to be as fast"
+    assert find_problems(facts, 3, mixed=True) == [], "a CPU may be slower than a GPU"
     facts[1] |= {"gflop_per_s": 24.0}
     assert find_problems(facts, 3, mixed=True)[0].startswith("node2 (rank 1) is slow: matrix products at 24.0")
 
 
-@pytest.mark.parametrize("each", [1, 2, 3])
+@pytest.mark.parametrize("ranks_per_host", [1, 2, 3])
 @pytest.mark.parametrize("skew", [-1.8, 90.0, 0.9])
-def test_of_two_clocks_nobody_knows_which_is_wrong(each: int, skew: float) -> None:
-    """However many processes each host has."""
-    facts = [SOUND | {"rank": rank} for rank in range(each)]
-    there = {"host": "node2", "times": [100.0 + skew, 101.0 + skew, 102.0 + skew]}
-    facts += [SOUND | there | {"rank": each + rank} for rank in range(each)]
-    words = f"node2 (rank {each}) and node1 (rank 0): their clocks differ by {skew:+.1f} s; set up NTP"
-    assert find_problems(facts, 2) == ([words] if abs(skew) > 1 else [])
+def test_both_of_two_hosts_with_different_clocks_are_named(ranks_per_host: int, skew: float) -> None:
+    facts = [SOUND | {"rank": rank} for rank in range(ranks_per_host)]
+    skewed = SOUND | {"host": "node2", "times": [100.0 + skew, 101.0 + skew, 102.0 + skew]}
+    facts += [skewed | {"rank": ranks_per_host + rank} for rank in range(ranks_per_host)]
+    expected = []
+    if abs(skew) > 1:
+        hosts = f"node2 (rank {ranks_per_host}) and node1 (rank 0)"
+        expected.append(f"{hosts}: their clocks differ by {skew:+.1f} s; set up NTP")
+    assert find_problems(facts, 2) == expected
 
 
-def test_processes_of_one_host_do_not_outvote_the_others() -> None:
-    """Two of three hosts are right, though the one that is wrong has most of the processes."""
-    hosts = ["node1", "node2", "node3", "node3", "node3"]
-    late = {"times": [130.0, 131.0, 132.0]}
-    facts = [SOUND | {"host": h, "rank": r} | (late if h == "node3" else {}) for r, h in enumerate(hosts)]
+def test_the_ranks_of_one_host_do_not_outvote_the_other_hosts() -> None:
+    facts = describe_three_hosts()
+    facts[2] |= {"times": [130.0, 131.0, 132.0]}
+    facts += [facts[2] | {"rank": rank} for rank in (3, 4)]
     assert find_problems(facts, 3) == ["node3 (rank 2): its clock differs by +30.0 s from other hosts; set up NTP"]
 
 
-def doctor(*words: str, status: int = 0) -> str:
-    done = inside.run_verb("doctor", *words)
-    assert done.returncode == status and "Traceback" not in done.stderr, done.stdout + done.stderr
-    return done.stdout
+def doctor(*arguments: str, status: int = 0) -> str:
+    """Run make doctor, check its exit status, and return its output."""
+    completed = inside.run_verb("doctor", *arguments)
+    assert completed.returncode == status, completed.stdout + completed.stderr
+    assert "Traceback" not in completed.stderr
+    return completed.stdout
 
 
-def test_a_damaged_set_is_named(cache: Path, tmp_path: Path) -> None:
+def make_failed_run(tmp_path: Path, reason: str = "", **result: str) -> RunFolder:
+    return Made(state="failed", result={"reason": reason, **result}).write(tmp_path)
+
+
+def test_a_damaged_data_set_is_named(cache: Path, tmp_path: Path) -> None:
     shutil.copytree(cache, tmp_path / "prepared")
     (file,) = (tmp_path / "prepared").glob("digits-*/test_labels.npy")
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
-    words = [sys.executable, "-m", "slurm", "doctor", "--nodes=2", "--json=1"]
-    words.append(f"--args=runs={tmp_path / 'runs'} data.cache={tmp_path / 'prepared'}")
-    done = warm.execute(words, env=environment(), timeout=PATIENCE)
-    found = json.loads(done.stdout)
-    assert done.returncode == 1 and [host["rank"] for host in found["hosts"]] == [0, 1] and not found["sound"]
-    # Other programs may slow one of the ranks, which is a problem of its own.
-    others = [problem for problem in found["problems"] if f"{file} is damaged" not in problem]
-    assert len(found["problems"]) == len(others) + 1
-    assert all(" is slow: " in problem or "writes run folders at only" in problem for problem in others)
-    assert all(host["memory_free_gb"] > 0 for host in found["hosts"]), "also of a host without a GPU"
+    settings = f"runs={tmp_path / 'runs'} data.cache={tmp_path / 'prepared'}"
+    command = [sys.executable, "-m", "slurm", "doctor", "--nodes=2", "--json=1", f"--args={settings}"]
+    completed = warm.execute(command, env=environment(), timeout=PATIENCE)
+    assert completed.returncode == 1
+    report = json.loads(completed.stdout)
+    assert [host["rank"] for host in report["hosts"]] == [0, 1]
+    assert not report["sound"]
+    # Other programs may slow one of the ranks, which is a separate problem.
+    other_problems = [problem for problem in report["problems"] if f"{file} is damaged" not in problem]
+    assert len(report["problems"]) == len(other_problems) + 1
+    for problem in other_problems:
+        assert " is slow: " in problem or "writes run folders at only" in problem
+    for host in report["hosts"]:
+        assert host["memory_free_gb"] > 0, "the memory of a host without a GPU is measured"
     assert not list((tmp_path / "runs").iterdir())
 
 
 def test_a_run_that_diverged_is_explained(digits: tuple[str, ...], tmp_path: Path) -> None:
-    words = ("optim.lr=100", "optim.weight_decay=10", "optim.decay=constant", "steps=60")
-    run = experiment("mnist_pipeline", *digits, *words, runs=tmp_path)
+    settings = ("optim.lr=100", "optim.weight_decay=10", "optim.decay=constant", "steps=60")
+    run = experiment("mnist_pipeline", *digits, *settings, runs=tmp_path)
     assert run.status == 2
-    found = doctor(f"--run={run.folder.path}")
-    assert "training diverged; lower optim.lr" in found and "the loss of step" in found, found
-    assert 'ARGS="optim.lr=50" (lower than the current learning rate, 100)' in found, "it would diverge again"
-    attempt_of_run = run.folder.list_attempts()[-1]
-    failures = [read_failure(attempt_of_run, rank) for rank in (0, 1)]
-    assert [failure and failure.cause for failure in failures] == [Cause.DIVERGED, Cause.DIVERGED]
+    report = doctor(f"--run={run.folder.path}")
+    assert "training diverged; lower optim.lr" in report
+    assert "the loss of step" in report
+    assert 'ARGS="optim.lr=50" (lower than the current learning rate, 100)' in report
+    newest_attempt = run.folder.list_attempts()[-1]
+    for rank in (0, 1):
+        failure = read_failure(newest_attempt, rank)
+        assert failure
+        assert failure.cause == Cause.DIVERGED
     facts = json.loads(doctor(f"--run={run.folder.path}", "--json=1", status=1))
-    assert facts["state"] == "failed" and facts["first_error"]["rank"] in (0, 1) and len(facts["ranks"]) == 2
-    known = json.loads(inside.run_verb("status", "--json=1", "--", str(run.folder.path)).stdout)[0]
-    assert facts["step"] == known["step"] and facts["first_error"]["step"] > 1, "a rank that fails leaves its last step"
+    assert facts["state"] == "failed"
+    assert facts["first_error"]["rank"] in (0, 1)
+    assert len(facts["ranks"]) == 2
+    status = json.loads(inside.run_verb("status", "--json=1", "--", str(run.folder.path)).stdout)[0]
+    assert facts["step"] == status["step"]
+    assert facts["first_error"]["step"] > 1, "a failing rank records its last step"
 
 
 def test_a_rank_that_was_killed_is_named(digits: tuple[str, ...], tmp_path: Path) -> None:
-    words = (*digits, "steps=100000", "epochs=300", "log.progress=none")
-    with train_long("mnist_pipeline", *words, runs=tmp_path) as process:
+    settings = (*digits, "steps=100000", "epochs=300", "log.progress=none")
+    with train_long("mnist_pipeline", *settings, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
         os.kill(ranks_of(process)[1], signal.SIGKILL)
         process.wait(90)
-    found = doctor(f"--run={folder.path}")
-    assert re.search("likely cause  .*rank 1 was killed by SIGKILL", found), found
+    report = doctor(f"--run={folder.path}")
+    assert re.search("likely cause  .*rank 1 was killed by SIGKILL", report), report
     assert folder.result["cause"] == "killed"
-    assert "stuck at " not in found, found
+    assert "stuck at " not in report, report
 
 
-def test_an_error_without_a_time_is_not_taken_for_the_first() -> None:
-    def rank(number: int, when: str) -> diagnosis.RankFacts:
-        return diagnosis.RankFacts(Heartbeat(number, "vm", 1, 1.0, None), 1.0, when, "an error", "")
-
-    ranks = [rank(0, ""), rank(1, "2026-01-01 09:00:02,500"), rank(2, "2026-01-01 09:00:02,100")]
-    assert [found.heartbeat.rank for found in diagnosis.list_failed_ranks(ranks)] == [2, 1, 0]
+def test_an_error_without_a_time_is_not_the_first() -> None:
+    ranks = []
+    for rank, error_time in enumerate(("", "2026-01-01 09:00:02,500", "2026-01-01 09:00:02,100")):
+        heartbeat = Heartbeat(rank, "vm", 1, 1.0, None)
+        ranks.append(diagnosis.RankFacts(heartbeat, 1.0, error_time, "an error", ""))
+    assert [facts.heartbeat.rank for facts in diagnosis.list_failed_ranks(ranks)] == [2, 1, 0]
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -> None:
     folder = Made(steps=10, state="failed").write(tmp_path)
     reason = "rank 1 was killed by SIGKILL: the system ran out of memory"
     write_json(folder.path / "result.json", {"state": "failed", "exit_status": 137, "reason": reason})
-    found = doctor(f"--run={folder.path}")
-    assert "likely cause  out of memory; lower batch" in found, found
-    assert "on a machine with more memory, or start a new run with a smaller batch or model" in found, found
+    report = doctor(f"--run={folder.path}")
+    assert "likely cause  out of memory; lower batch" in report, report
+    assert "on a machine with more memory, or start a new run with a smaller batch or model" in report, report
 
 
 @pytest.mark.parametrize(
-    ("why", "advice"),
+    ("reason", "advice"),
     [
         ("the loss of step 3 is nan", 'RESUME={} ARGS="optim.lr=0.05"'),
         ("rank 1 was killed by SIGKILL: the system ran out of memory", "RESUME={} on a machine with more memory, or"),
@@ -194,26 +215,29 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -
         ),
     ],
 )
-def test_the_last_line_of_a_run_says_how_it_goes_on(why: str, advice: str, tmp_path: Path) -> None:
-    folder = Made(state="failed", result={"reason": why}).write(tmp_path)
+def test_the_last_line_of_a_run_says_how_to_continue(reason: str, advice: str, tmp_path: Path) -> None:
+    folder = make_failed_run(tmp_path, reason)
     cfg = config.load_config(config.import_schema("ddp_multinode"), ["optim.lr=0.1"], {})
-    last_lines = attempt.describe_continuation(folder, cfg, classify_recorded_text(why))
+    last_lines = attempt.describe_continuation(folder, cfg, classify_recorded_text(reason))
     assert advice.replace("{}", str(folder.path)) in last_lines
-    assert last_lines.startswith("no checkpoint found; to restart from step 0: " if "RESUME={}" in advice else "fix ")
-    told = doctor(f"--run={folder.path}")
-    assert ("after removing" in told) == ("no valid checkpoint" in why), told
+    beginning = "fix "
+    if "RESUME={}" in advice:
+        beginning = "no checkpoint found; to restart from step 0: "
+    assert last_lines.startswith(beginning)
+    report = doctor(f"--run={folder.path}")
+    assert ("after removing" in report) == ("no valid checkpoint" in reason), report
 
 
-def test_who_did_not_answer_counts_more_than_who_was_killed_then(tmp_path: Path) -> None:
+def test_a_rank_that_did_not_answer_is_the_cause_of_a_later_kill(tmp_path: Path) -> None:
     """NCCL aborts the process that waits."""
-    folder = Made(state="failed", result={"reason": "rank 0 was killed by SIGABRT"}).write(tmp_path)
-    words = "after step 9: rank 1 on vm did not answer within 9 s"
-    folder.list_attempts()[-1].log_file(0).write_text(f"2026-01-01 09:00:02,500 ERROR {words}\n")
-    assert diagnosis.collect_diagnosis(folder)["cause"] == words
+    folder = make_failed_run(tmp_path, "rank 0 was killed by SIGABRT")
+    message = "after step 9: rank 1 on vm did not answer within 9 s"
+    folder.list_attempts()[-1].log_file(0).write_text(f"2026-01-01 09:00:02,500 ERROR {message}\n")
+    assert diagnosis.collect_diagnosis(folder)["cause"] == message
 
 
 @pytest.mark.parametrize(
-    ("error", "mended"),
+    ("error", "is_source_error"),
     [
         ("ValueError: of x", True),
         ("RuntimeError: mat1 and mat2 shapes cannot be multiplied", True),
@@ -222,65 +246,77 @@ def test_who_did_not_answer_counts_more_than_who_was_killed_then(tmp_path: Path)
         ("microbatches=3 does not divide the batch", False),
     ],
 )
-def test_an_error_of_the_source_is_not_to_be_run_again(tmp_path: Path, error: str, mended: bool) -> None:
-    folder = Made(state="failed", result={"reason": ""}).write(tmp_path)
+def test_a_run_with_an_error_in_its_source_is_not_resumed(tmp_path: Path, error: str, is_source_error: bool) -> None:
+    folder = make_failed_run(tmp_path)
     folder.list_attempts()[-1].log_file(1).write_text(f"2026-01-01 09:00:02,500 ERROR after step 3: {error}\n")
-    (advice,) = (line for line in doctor(f"--run={folder.path}").splitlines() if "continue with  " in line)
-    new = 'make exp NAME=ddp_multinode ARGS="..." after fixing the error (RESUME= would use the old '
-    resumed = f"make exp RESUME={folder.path} (no checkpoint found; the run restarts from step 0)"
-    expected = f"{new}source in {folder.path}/code)" if mended else resumed
-    assert advice.strip().removeprefix("continue with  ").startswith(expected)
+    expected = f"make exp RESUME={folder.path} (no checkpoint found; the run restarts from step 0)"
+    if is_source_error:
+        reason = f"RESUME= would use the old source in {folder.path}/code"
+        expected = f'make exp NAME=ddp_multinode ARGS="..." after fixing the error ({reason})'
+    report = doctor(f"--run={folder.path}")
+    assert report.count("continue with  ") == 1
+    assert f"continue with  {expected}" in report
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_the_ranks_that_an_elastic_run_lost_are_told(damaged: bool, tmp_path: Path) -> None:
+def test_the_ranks_that_an_elastic_run_lost_are_listed(damaged: bool, tmp_path: Path) -> None:
     folder = Made().write(tmp_path)
     first = {"step": 16, "lost": [1], "joined": [], "ranks": [0, 2, 3], "seconds": 0.05}
     second = {"step": 20, "lost": [2, 3], "joined": [], "ranks": [0], "seconds": 0.05}
     changes = ["damaged"] if damaged else [first, second]
     write_json(folder.list_attempts()[-1].attempt_folder / "generations.json", changes)
-    found = doctor(f"--run={folder.path}")
-    for told in (
+    report = doctor(f"--run={folder.path}")
+    for message in (
         "  ranks changed: after step 16: lost rank 1; ranks 0, 2, 3 continued after 0.050 s",
         "  ranks changed: after step 20: lost ranks 2, 3; rank 0 continued after 0.050 s",
     ):
-        assert (told in found) is not damaged
+        assert (message in report) is not damaged
 
 
-def test_a_run_that_was_cancelled_needs_no_cause(tmp_path: Path) -> None:
-    folder = Made(state="failed", result={"state": "cancelled", "reason": "stopped by Ctrl-C"}).write(tmp_path)
-    found = doctor(f"--run={folder.path}")
-    assert "is CANCELLED: stopped by Ctrl-C\n" in found and "likely cause" not in found
-    assert f"continue with  make exp RESUME={folder.path} (no checkpoint found; the run restarts" in found
+def test_a_cancelled_run_needs_no_cause(tmp_path: Path) -> None:
+    folder = make_failed_run(tmp_path, "stopped by Ctrl-C", state="cancelled")
+    report = doctor(f"--run={folder.path}")
+    assert "is CANCELLED: stopped by Ctrl-C\n" in report
+    assert "likely cause" not in report
+    assert f"continue with  make exp RESUME={folder.path} (no checkpoint found; the run restarts" in report
 
 
-LOST = "RuntimeError: Connection closed by peer"
-OWN = "torch.distributed.DistNetworkError: all_reduce: "
+SLURM_JOB = {"job": {"id": "7", "scheduler": "SLURM"}}
+CLOSED_CONNECTION = "RuntimeError: Connection closed by peer"
+NETWORK_ERROR = "torch.distributed.DistNetworkError: all_reduce: "
 
 
 @pytest.mark.parametrize(
     ("errors", "first", "cause"),
     [
         (
-            ("", LOST),
+            ("", CLOSED_CONNECTION),
             1,
             "rank 0 on vm ended without an error message (it may have been killed "
             "or run out of memory, or its host may have failed)",
         ),
-        (("", f"{OWN}rank 0 has closed its connection; see its log"), 1, "rank 0 on vm ended without an error message"),
         (
-            ("09:00:02,500 KeyError: x", f"{OWN}the connection with rank 0 failed: x"),
+            ("", f"{NETWORK_ERROR}rank 0 has closed its connection; see its log"),
+            1,
+            "rank 0 on vm ended without an error message",
+        ),
+        (
+            ("09:00:02,500 KeyError: x", f"{NETWORK_ERROR}the connection with rank 0 failed: x"),
             0,
             "rank 0 on vm failed first: aft",
         ),
-        (("09:00:02,500 " + LOST, "09:00:02,100 OutOfMemoryError: CUDA out of memory."), 1, "rank 1 on vm: out of mem"),
+        (
+            (f"09:00:02,500 {CLOSED_CONNECTION}", "09:00:02,100 OutOfMemoryError: CUDA out of memory."),
+            1,
+            "rank 1 on vm: out of mem",
+        ),
         (
             ("09:00:01,000 ValueError: of x", "09:00:02,000 KeyError: y"),
             0,
             "rank 0 on vm failed first: after step 3: V",
         ),
         (
-            ("09:00:01,000 UserError: the disk is full", LOST),
+            ("09:00:01,000 UserError: the disk is full", CLOSED_CONNECTION),
             0,
             "rank 0 on vm: the disk is full; free up space",
         ),
@@ -292,7 +328,7 @@ OWN = "torch.distributed.DistNetworkError: all_reduce: "
         (
             (
                 "09:00:01,000 rank 1 on vm did not answer within 8 s",
-                "09:00:09,000 rank 0 on vm, through which the others meet, does not answer",  # it was stopped till then
+                "09:00:09,000 rank 0 on vm, through which the others meet, does not answer",
             ),
             0,
             "after step 3: rank 1 on vm did not answer within 8 s",
@@ -300,37 +336,39 @@ OWN = "torch.distributed.DistNetworkError: all_reduce: "
     ],
 )
 def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, str], first: int, cause: str) -> None:
-    folder = Made(state="failed", result={"reason": ""}).write(tmp_path)
-    for rank, text in enumerate(errors):
-        time_of, _, words = (
-            text.rpartition(" " + text.split(" ", 1)[-1]) if text[:2] == "09" else ("09:00:03,000", "", text)
-        )
-        words = text.split(" ", 1)[1] if text[:2] == "09" else text
-        stack = "Traceback (most recent call last):\n" if words else ""
-        line = f"2026-01-01 {time_of} ERROR after step 3: {words}\n{stack}" if words else "it began\n"
-        folder.list_attempts()[-1].log_file(rank).write_text(line)
-    found = diagnosis.collect_diagnosis(folder)
-    assert found["cause"].startswith(cause), found
-    assert found["first_error"]["error"].startswith("after step 3: ") and found["first_error"]["rank"] == first
+    folder = make_failed_run(tmp_path)
+    for rank, error in enumerate(errors):
+        log = "it began\n"
+        if error:
+            timed_error = error if error.startswith("09:") else f"09:00:03,000 {error}"
+            time_of_day, _, message = timed_error.partition(" ")
+            stack = "Traceback (most recent call last):\n"
+            log = f"2026-01-01 {time_of_day} ERROR after step 3: {message}\n{stack}"
+        folder.list_attempts()[-1].log_file(rank).write_text(log)
+    report = diagnosis.collect_diagnosis(folder)
+    assert report["cause"].startswith(cause), report
+    assert report["first_error"]["error"].startswith("after step 3: ")
+    assert report["first_error"]["rank"] == first
 
 
-def test_the_cause_that_a_rank_recorded_counts_and_no_message_is_searched(tmp_path: Path) -> None:
-    folder = Made(state="failed", result={"reason": "", "cause": "other"}).write(tmp_path)
+def test_a_recorded_cause_counts_more_than_messages(tmp_path: Path) -> None:
+    folder = make_failed_run(tmp_path, cause="other")
     attempt_of_run = folder.list_attempts()[-1]
     attempt_of_run.log_file(1).write_text("2026-01-01 09:00:00,500 ERROR after step 3: ValueError: of an old log\n")
     write_failure(attempt_of_run, 0, Failure(Cause.LOST_PEER, "after step 3: OddError: gone", 3.25))
     write_failure(attempt_of_run, 1, Failure(Cause.OTHER, "after step 3: OddError: the loss of step 3", 4.5))
-    found = diagnosis.collect_diagnosis(folder)
-    assert found["cause"] == "rank 1 on vm failed first: after step 3: OddError: the loss of step 3"
-    assert found["cause_kind"] == "other" and found["first_error"]["rank"] == 0
+    report = diagnosis.collect_diagnosis(folder)
+    assert report["cause"] == "rank 1 on vm failed first: after step 3: OddError: the loss of step 3"
+    assert report["cause_kind"] == "other"
+    assert report["first_error"]["rank"] == 0
     assert f"continue with  make exp RESUME={folder.path}" in doctor(f"--run={folder.path}")
     write_failure(attempt_of_run, 1, Failure(Cause.OUT_OF_MEMORY, "after step 3: OddError", 4.5))
-    found = diagnosis.collect_diagnosis(folder)
-    assert found["cause"].startswith("rank 1 on vm: out of memory; lower batch")
+    report = diagnosis.collect_diagnosis(folder)
+    assert report["cause"].startswith("rank 1 on vm: out of memory; lower batch")
     assert "on a machine with more memory" in doctor(f"--run={folder.path}")
 
 
-def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
+def test_the_rank_with_the_fewest_steps_is_the_one_that_hangs(tmp_path: Path) -> None:
     folder = Made(state="running", steps=200).write(tmp_path)
     assert diagnosis.collect_diagnosis(folder)["cause"] == diagnosis.NO_PROBLEM
     hangs = "the run hangs after step 100: no sign of life from rank 1 on vm for 2 min"
@@ -338,28 +376,31 @@ def test_the_rank_that_hangs_is_the_one_that_is_behind(tmp_path: Path) -> None:
         for rank, step in ((0, 2), (1, 1)):  # a message may take launch.step_timeout=120 seconds
             folder.list_attempts()[-1].write_heartbeat(rank, step, time.time() - seconds - rank)
         assert diagnosis.collect_diagnosis(folder)["cause"].startswith(cause)
-    assert "\n  last step  100\n" in doctor(f"--run={folder.path}"), "make status has 100, the heartbeats are older"
+    assert "\n  last step  100\n" in doctor(f"--run={folder.path}"), "the metrics are newer than the heartbeats"
 
 
 @pytest.mark.parametrize(
-    ("timeout", "seconds", "well"), [(120, 100, True), (120, 130, False), (15, 40, True), (15, 70, False)]
+    ("timeout", "seconds", "hangs"), [(120, 100, False), (120, 130, True), (15, 40, False), (15, 70, True)]
 )
-def test_a_run_that_hangs_before_its_first_heartbeat_is_told(
-    tmp_path: Path, timeout: int, seconds: float, well: bool
+def test_a_run_that_hangs_before_its_first_heartbeat_is_reported(
+    tmp_path: Path, timeout: int, seconds: float, hangs: bool
 ) -> None:
     folder = Made(state="running", settings={"launch.step_timeout": str(timeout)}).write(tmp_path)
-    place = folder.list_attempts()[-1].attempt_folder
-    (place / "heartbeat-1.json").unlink()
-    folder.list_attempts()[-1].write_heartbeat(0, 1, time.time() - seconds)
-    for path in [place / "attempt.json", place / "world.json", place / "logs", *place.glob("logs/*")]:
-        os.utime(path, (time.time() - seconds - 5,) * 2)
-    hangs = "the run hangs after step 100: no sign of life from rank 1 on vm for "
-    assert diagnosis.collect_diagnosis(folder)["cause"].startswith(diagnosis.NO_PROBLEM if well else hangs)
-    (place / "heartbeat-0.json").unlink()  # nobody has made a step
-    assert diagnosis.collect_diagnosis(folder)["cause"].startswith(
-        diagnosis.NO_PROBLEM if well else "the run hangs after step "
-    )
-    assert diagnosis.print_diagnosis(folder, as_json=True) == (0 if well else 1)
+    newest_attempt = folder.list_attempts()[-1]
+    attempt_folder = newest_attempt.attempt_folder
+    (attempt_folder / "heartbeat-1.json").unlink()
+    newest_attempt.write_heartbeat(0, 1, time.time() - seconds)
+    start = time.time() - seconds - 5
+    logs = attempt_folder / "logs"
+    for path in [attempt_folder / "attempt.json", attempt_folder / "world.json", logs, *logs.glob("*")]:
+        os.utime(path, (start, start))
+    message = "the run hangs after step 100: no sign of life from rank 1 on vm for "
+    cause = diagnosis.collect_diagnosis(folder)["cause"]
+    assert cause.startswith(message if hangs else diagnosis.NO_PROBLEM)
+    (attempt_folder / "heartbeat-0.json").unlink()  # no rank has completed a step
+    cause = diagnosis.collect_diagnosis(folder)["cause"]
+    assert cause.startswith("the run hangs after step " if hangs else diagnosis.NO_PROBLEM)
+    assert diagnosis.print_diagnosis(folder, as_json=True) == int(hangs)
 
 
 DAMAGED = "the certificate in /x is damaged (BAD); restart the run"
@@ -378,22 +419,23 @@ DAMAGED = "the certificate in /x is damaged (BAD); restart the run"
 def test_messages_of_this_project_are_searched_only_in_logs_of_older_versions(
     tmp_path: Path, output: str, cause: str, old_cause: str
 ) -> None:
-    folder = Made(state="failed", result={"reason": "", "cause": "other"}).write(tmp_path)
+    folder = make_failed_run(tmp_path, cause="other")
     job = {"id": "7", "scheduler": "SLURM"}
     (folder.path / "submit").mkdir()
-    (folder.path / "submit" / "7_1_log.out").write_text(f"{rank_logs.JOB_START}\n{output}\n")
+    (folder.path / "submit/7_1_log.out").write_text(f"{rank_logs.JOB_START}\n{output}\n")
     write_json(folder.path / "meta.json", {"job": job})
     assert diagnosis.collect_diagnosis(folder)["cause_kind"] == old_cause
     for number in (provenance.METADATA_FORMAT, provenance.METADATA_FORMAT + 1):
         write_json(folder.path / "meta.json", {"format": number, "job": job})
-        found = diagnosis.collect_diagnosis(folder)
-        assert found["cause_kind"] == cause and found["first_error"]["rank"] == 1
+        report = diagnosis.collect_diagnosis(folder)
+        assert report["cause_kind"] == cause
+        assert report["first_error"]["rank"] == 1
 
 
 def test_a_rank_of_a_job_that_failed_before_it_trained_has_a_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Made(state="failed", result={"reason": "", "cause": "other"}).write(tmp_path)
+    folder = make_failed_run(tmp_path, cause="other")
     (folder.path / "submit").mkdir()
     attempt_of_run = folder.list_attempts()[-1]
     now = provenance.format_utc_now()
@@ -403,9 +445,10 @@ def test_a_rank_of_a_job_that_failed_before_it_trained_has_a_cause(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     record_job_failure(folder, 0, Failure.from_error(UnreachableError("rank 1 is missing")), is_refusal=True)
     record_job_failure(folder, 1, Failure.from_error(OSError(errno.ENOSPC, "x")), is_refusal=False)
-    found = diagnosis.collect_diagnosis(folder)
-    assert found["cause_kind"] == "disk_full" and found["cause"].startswith("rank 1 on vm: the disk is full")
-    assert [rank["error"] for rank in found["ranks"]] == ["rank 1 is missing", "OSError: [Errno 28] x"]
+    report = diagnosis.collect_diagnosis(folder)
+    assert report["cause_kind"] == "disk_full"
+    assert report["cause"].startswith("rank 1 on vm: the disk is full")
+    assert [rank["error"] for rank in report["ranks"]] == ["rank 1 is missing", "OSError: [Errno 28] x"]
     earlier = Failure(Cause.OUT_OF_MEMORY, "before this attempt", provenance.parse_utc_time(now) - 9)
     record_job_failure(folder, 1, earlier, is_refusal=False)
     assert [rank["error"] for rank in diagnosis.collect_diagnosis(folder)["ranks"]] == ["rank 1 is missing", ""]
@@ -419,7 +462,7 @@ def test_a_rank_of_a_job_that_failed_before_it_trained_has_a_cause(
     assert diagnosis.collect_diagnosis(folder)["ranks"][0]["error"] == "the data has changed", "no second attempt began"
 
 
-LEAVES = """
+EXITING_OPTIMIZER = """
 import sys
 import torch
 
@@ -434,25 +477,25 @@ class Leaves(torch.optim.SGD):
 
 
 def test_a_rank_that_exits_without_an_error_message_is_named(digits: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(LEAVES)
+    (tmp_path / "own.py").write_text(EXITING_OPTIMIZER)
     settings = (f"optim.name={tmp_path / 'own.py'}:Leaves", "steps=4")
     run = experiment("ddp_multinode", *digits, *settings, runs=tmp_path / "runs")
     assert run.folder.result["cause"] == "exited", run.err
-    found = doctor(f"--run={run.folder.path}")
-    assert re.search(r"likely cause  rank 1 .*: after step 0: exited with status 3 without an error message", found)
+    report = doctor(f"--run={run.folder.path}")
+    assert re.search(r"likely cause  rank 1 .*: after step 0: exited with status 3 without an error message", report)
 
 
-def test_an_earlier_start_of_the_same_job_is_no_error_of_this_one(tmp_path: Path) -> None:
-    """SLURM appends what all starts of a job say to one file."""
+def test_an_error_of_an_earlier_start_of_the_job_is_ignored(tmp_path: Path) -> None:
+    """SLURM appends the output of all starts of a job to one file."""
     folder = Made(attempts=2).write(tmp_path)
-    write_json(folder.path / "meta.json", {"job": {"id": "7", "scheduler": "SLURM"}})
-    kept = folder.path / "submit" / "7_1_log.out"
-    kept.parent.mkdir()
+    write_json(folder.path / "meta.json", SLURM_JOB)
+    job_log = folder.path / "submit/7_1_log.out"
+    job_log.parent.mkdir()
     start = "submitit INFO (2026-01-01 00:00:00,000) - Starting with JobEnvironment(job_id=7, hostname=vm)\n"
     error = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer\n"
-    kept.write_text(start + error + start)
+    job_log.write_text(start + error + start)
     assert diagnosis.collect_diagnosis(folder)["first_error"] is None
-    kept.write_text(start + start + error)  # its log may know nothing of it
+    job_log.write_text(start + start + error)  # the log of the rank may not contain the error
     assert diagnosis.collect_diagnosis(folder)["first_error"]["error"] == "RuntimeError: Connection closed by peer"
 
 
@@ -461,8 +504,9 @@ def test_an_earlier_start_of_the_same_job_is_no_error_of_this_one(tmp_path: Path
     [((0.2, 0.9), None), ((0.2, 1.3), 1), ((10.0, 12.0), None), ((10.0, 13.0), 1), ((3.0, 10.0, 3.1), 1)],
 )
 def test_the_jitter_of_short_steps_is_no_straggler(milliseconds: tuple[float, ...], slow: int | None) -> None:
-    found = find_slow_rank([Heartbeat(rank, "vm", 100, 1.0, each / 1e3) for rank, each in enumerate(milliseconds)])
-    assert (found and found.rank) == slow
+    ranks = [Heartbeat(rank, "vm", 100, 1.0, duration / 1e3) for rank, duration in enumerate(milliseconds)]
+    slowest = find_slow_rank(ranks)
+    assert (slowest and slowest.rank) == slow
 
 
 @pytest.mark.parametrize(
@@ -478,14 +522,14 @@ def test_the_jitter_of_short_steps_is_no_straggler(milliseconds: tuple[float, ..
 def test_a_rank_with_more_samples_is_no_straggler(
     milliseconds: tuple[float, ...], samples: tuple[int | None, ...], slow: int | None
 ) -> None:
-    ranks = [Heartbeat(rank, "vm", 100, 1.0, each / 1e3, samples[rank]) for rank, each in enumerate(milliseconds)]
-    found = find_slow_rank(ranks)
-    assert (found and found.rank) == slow
+    ranks = []
+    for rank, duration in enumerate(milliseconds):
+        ranks.append(Heartbeat(rank, "vm", 100, 1.0, duration / 1e3, samples[rank]))
+    slowest = find_slow_rank(ranks)
+    assert (slowest and slowest.rank) == slow
 
 
-def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reason_why_a_host_is_down_may_contain_any_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path / "sinfo", "echo 'node1|idle|none'; echo 'node2|drained|disk | see ticket | 7'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     slurm = Scheduler("SLURM")
@@ -496,7 +540,7 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--run=nothing"], "'nothing': no such run folder"),
         (["--run="], "RUN is missing; set RUN=<id>"),
@@ -508,28 +552,30 @@ def test_what_an_administrator_wrote_of_a_host_may_hold_anything(
         (["--run=0000", "--nodes=2"], "RUN diagnoses a run, but NODES applies to checks of hosts"),
     ],
 )
-def test_what_is_asked_wrongly_is_refused(words: list[str], message: str) -> None:
-    done = inside.run_verb("doctor", *words)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("error: ") == 1
+def test_invalid_arguments_are_refused(arguments: list[str], message: str) -> None:
+    completed = inside.run_verb("doctor", *arguments)
+    assert completed.returncode == 2
+    assert message in completed.stderr
+    assert completed.stderr.count("error: ") == 1
 
 
-def test_how_a_rank_ended_is_taken_from_srun(tmp_path: Path) -> None:
-    folder = Made(state="failed", result={"reason": "cluster.requeue=false"}).write(tmp_path)
-    write_json(folder.path / "meta.json", {"job": {"id": "7", "scheduler": "SLURM"}})
-    kept = folder.path / "submit" / "7_0_log.out"
-    kept.parent.mkdir()
+def test_the_exit_code_of_a_rank_is_read_from_srun(tmp_path: Path) -> None:
+    folder = make_failed_run(tmp_path, "cluster.requeue=false")
+    write_json(folder.path / "meta.json", SLURM_JOB)
+    job_log = folder.path / "submit/7_0_log.out"
+    job_log.parent.mkdir()
     error = "2026-01-01 09:00:02,500 ERROR RuntimeError: Connection closed by peer\n"
     srun = "srun: error: node2: task 1: Exited with exit code 3\nsrun: error: node1: tasks 0-1: Killed\n"
-    kept.write_text(f"{rank_logs.JOB_START}\n{error}{srun}")
-    found = diagnosis.collect_diagnosis(folder)["cause"]
-    ended = "rank 1 on vm ended without an error message (Exited with exit code 3)"
-    assert found == f"{ended}; the other ranks then lost their connections"
-    kept.unlink()
+    job_log.write_text(f"{rank_logs.JOB_START}\n{error}{srun}")
+    expected = "rank 1 on vm ended without an error message (Exited with exit code 3)"
+    cause = diagnosis.collect_diagnosis(folder)["cause"]
+    assert cause == f"{expected}; the other ranks then lost their connections"
+    job_log.unlink()
     write_json(folder.path / "result.json", {"state": "failed", "exit_status": 137})
     assert diagnosis.collect_diagnosis(folder)["cause"] == "all ranks ended without an error message: signal Killed"
 
 
-def test_a_stack_in_an_installed_package_is_not_taken_for_ours() -> None:
+def test_frames_of_installed_packages_are_omitted_from_a_stack() -> None:
     frames = [
         "torch/distributed/x.py",
         "/r/code/common/techniques/pipeline/stage_messages.py",

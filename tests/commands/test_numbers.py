@@ -23,7 +23,7 @@ MEASURED = re.compile(
     r"\d\s*(?:±|\+-)\s*\d|\d \[[\d.,]+\.\.[\d.,]+\]|"
     r"\d[\d.,]*\s?(?:ms|us|samples/s|MB|MiB|kB|%|points|times as fast)(?!\w)"
 )
-GIVEN = {"5 %"}
+CONSTANTS = {"5 %"}
 """Numbers with a unit that are no measurements."""
 
 
@@ -41,7 +41,7 @@ def unmarked(text: str) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_pages_show_what_is_recorded(page: Path) -> None:
     text = page.read_text()
-    assert tables.fill_page(text, records.recorded()) == text, "make tables writes the page anew"
+    assert tables.fill_page(text, records.recorded()) == text, "run make tables to update the page"
     assert len(re.findall(tables.MARKER, text)) == text.count("<!-- end -->") == len(tables.MARKED.findall(text))
 
 
@@ -54,13 +54,13 @@ def test_no_line_of_a_paragraph_starts_with_a_value(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_measured_tables_are_generated(page: Path) -> None:
     rows = [line for line in unmarked(page.read_text()).splitlines() if line.startswith("|")]
-    typed = [row for row in rows if set(MEASURED.findall(row)) - GIVEN]
+    typed = [row for row in rows if set(MEASURED.findall(row)) - CONSTANTS]
     assert not typed, "a table of measured numbers stands outside of <!-- measured ... --> markers"
 
 
 @pytest.mark.parametrize("page", NARRATIVE, ids=name_of)
 def test_no_measured_number_is_typed_by_hand(page: Path) -> None:
-    typed = set(MEASURED.findall(unmarked(page.read_text()))) - GIVEN
+    typed = set(MEASURED.findall(unmarked(page.read_text()))) - CONSTANTS
     assert not typed, "take it from a record: <!-- value PART | ROW | COLUMN --><!-- end -->"
 
 
@@ -160,16 +160,16 @@ def test_a_failing_part_and_an_interrupt_leave_the_rest(
         return {"seconds": 1.5}
 
     def part(name: str, run: Callable[[int], dict[str, float]]) -> Part:
-        return Part(name, "", lambda scratch: [Task("side", run)], lambda taken: Table(("", "s"), [row(taken)]))
+        return Part(name, "", lambda scratch: [Task("side", run)], lambda samples: Table(("", "s"), [row(samples)]))
 
-    def row(taken: Samples) -> Row:
-        return at_most("side", taken.number("side"), 1)
+    def row(samples: Samples) -> Row:
+        return at_most("side", samples.number("side"), 1)
 
     parts = [part("x/failing", failing), part("x/interrupted", interrupted), part("x/never", failing)]
     monkeypatch.setattr(bench, "all_parts", lambda: parts)
     assert bench.main(["x"], 1, 0, tmp_path) == 130
-    told = capsys.readouterr().out
-    assert "x/interrupted  side      1.5    <= 1, missed" in told and "x/failing: failed: no such run" in told
+    output = capsys.readouterr().out
+    assert "x/interrupted  side      1.5    <= 1, missed" in output and "x/failing: failed: no such run" in output
     (file,) = tmp_path.iterdir()
     assert list(json.loads(file.read_text())["parts"]) == ["x/interrupted"]
 
@@ -183,10 +183,10 @@ def test_no_round_begins_that_would_end_after_the_budget() -> None:
 
 
 def test_disturbed_rounds_are_left_out_where_enough_others_are_left() -> None:
-    taken = Samples({"a": {"seconds": [1, 1, 9, 1], "others": [0, 0, measure.NOISY * 2, 0]}})
-    assert taken.number("a") == Number(1, 1, 1)
-    taken.values["a"]["others"][0] = 1
-    assert taken.number("a").high == 9
+    samples = Samples({"a": {"seconds": [1, 1, 9, 1], "others": [0, 0, measure.NOISY * 2, 0]}})
+    assert samples.number("a") == Number(1, 1, 1)
+    samples.values["a"]["others"][0] = 1
+    assert samples.number("a").high == 9
 
 
 def test_figures_are_small_and_shown() -> None:

@@ -1,4 +1,4 @@
-"""make prune-runs: what it removes, and above all what it does not."""
+"""make prune-runs: the files that it deletes, and the files that it keeps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.harness import inside, warm
 from tests.harness.made_runs import Made
 from tests.harness.processes import environment
 
-KEPT = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}
+REMAINING_FILES = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}
 
 
-def prune(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return inside.run_verb("prune-runs", f"--runs-folder={runs}", *words)
+def prune(runs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return inside.run_verb("prune-runs", f"--runs-folder={runs}", *arguments)
 
 
 def files(folder: Path) -> set[str]:
@@ -26,93 +26,103 @@ def files(folder: Path) -> set[str]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A finished, a failed and a running one, each with a checkpoint, a trace, and W&B folders sent and unsent."""
+    """A finished, a failed and a running run, each with a checkpoint, a trace, and W&B folders sent and unsent."""
     place = tmp_path / "runs"
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").write_text("x")
     for number, state in enumerate(("finished", "failed", "running")):
         folder = Made("ddp_multinode", number, 20, state=state).write(place)
-        (saved := folder.list_attempts()[0].attempt_folder / "checkpoints" / "step-00000010").mkdir(parents=True)
-        (saved / "rank-0.pt").write_bytes(bytes(3_000_000))
-        (saved.parent / "latest").symlink_to(outside)
-        (saved.parent.parent / "trace-0.json").write_text("{}")
+        attempt_folder = folder.list_attempts()[0].attempt_folder
+        checkpoint = attempt_folder / "checkpoints/step-00000010"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "rank-0.pt").write_bytes(bytes(3_000_000))
+        (checkpoint.parent / "latest").symlink_to(outside)
+        (attempt_folder / "trace-0.json").write_text("{}")
         (folder.path / "model.safetensors").write_text("x")
         (folder.path / "code").mkdir()
-        (folder.path / "code" / "own.py").write_text("x")
+        (folder.path / "code/own.py").write_text("x")
         for name in ("sent", "unsent"):
-            (start := folder.path / "wandb" / f"offline-run-{name}").mkdir(parents=True)
+            start = folder.path / "wandb" / f"offline-run-{name}"
+            start.mkdir(parents=True)
             (start / f"run-{name}.wandb").write_text("x")
         (folder.path / "wandb/offline-run-sent/run-sent.wandb.synced").touch()
     return place
 
 
-def test_it_first_only_shows(runs: Path) -> None:
+def test_nothing_is_deleted_by_default(runs: Path) -> None:
     before = files(runs)
-    done = warm.execute([sys.executable, "-m", "slurm", "prune-runs", f"--runs-folder={runs}"], env=environment())
-    assert done.returncode == 0, done.stderr
-    assert "3.0 MB would be freed; to delete the files: make prune-runs DELETE=1" in done.stdout
+    completed = warm.execute([sys.executable, "-m", "slurm", "prune-runs", f"--runs-folder={runs}"], env=environment())
+    assert completed.returncode == 0, completed.stderr
+    assert "3.0 MB would be freed; to delete the files: make prune-runs DELETE=1" in completed.stdout
     assert files(runs) == before
 
 
-def test_only_what_is_superfluous_goes(runs: Path, tmp_path: Path) -> None:
+def test_only_superfluous_files_are_deleted(runs: Path, tmp_path: Path) -> None:
     finished, failed, running = sorted(runs.iterdir())
     before = files(failed)
-    done = prune(runs, "--delete=1")
-    assert done.returncode == 0 and "3.0 MB freed" in done.stdout
-    assert files(finished) >= KEPT | {"result.json", "run-unsent.wandb"}
+    completed = prune(runs, "--delete=1")
+    assert completed.returncode == 0
+    assert "3.0 MB freed" in completed.stdout
+    assert files(finished) >= REMAINING_FILES | {"result.json", "run-unsent.wandb"}
     assert not files(finished) & {"rank-0.pt", "trace-0.json", "run-sent.wandb"}
-    assert files(failed) == before  # it can go on
+    assert files(failed) == before, "a failed run needs its checkpoint to be resumed"
     assert "rank-0.pt" in files(running)
-    assert (tmp_path / "outside" / "precious").exists()
+    assert (tmp_path / "outside/precious").exists()
 
-    named = prune(runs, f"--runs={failed.name} {running.name}", "--delete=1")
-    assert named.returncode == 0 and f"skipped {running.name}: the run has not ended yet (RUNNING)\n" in named.stdout
-    assert "rank-0.pt" not in files(failed) and files(failed) >= KEPT | {"run-unsent.wandb"}
+    completed = prune(runs, f"--runs={failed.name} {running.name}", "--delete=1")
+    assert completed.returncode == 0
+    assert f"skipped {running.name}: the run has not ended yet (RUNNING)\n" in completed.stdout
+    assert "rank-0.pt" not in files(failed)
+    assert files(failed) >= REMAINING_FILES | {"run-unsent.wandb"}
     assert "rank-0.pt" in files(running)
     assert "0.0 MB would be freed" in prune(runs).stdout
     preview = prune(runs, f"--runs={failed.name}", "--last=2").stdout
     assert f"make prune-runs RUNS={failed.name} LAST=2 DELETE=1" in preview
 
 
-def test_the_only_model_of_a_run_goes_only_with_its_name(runs: Path) -> None:
+def test_the_only_model_of_a_run_is_deleted_only_if_the_run_is_named(runs: Path) -> None:
     finished = min(runs.iterdir())
     (finished / "model.safetensors").unlink()
     older = finished / "attempts/0001/checkpoints/step-00000005"
     shutil.copytree(older.with_name("step-00000010"), older)
     assert prune(runs, "--delete=1").returncode == 0
-    assert not older.exists() and (older.with_name("step-00000010") / "rank-0.pt").exists()
+    assert not older.exists()
+    assert (older.with_name("step-00000010") / "rank-0.pt").exists()
     assert prune(runs, f"--runs={finished.name}", "--delete=1").returncode == 0
     assert "rank-0.pt" not in files(finished)
 
 
-def test_a_strange_switch_removes_nothing(runs: Path) -> None:
+def test_an_invalid_switch_deletes_nothing(runs: Path) -> None:
     before = files(runs)
-    for words, message in (
+    for arguments, message in (
         (("--dry-run=no",), "DRY_RUN must be 0 or 1"),
         (("--delete=yes",), "DELETE must be 0 or 1"),
         (("--delete=1", "--dry-run=1"), "DELETE=1 and DRY_RUN=1 contradict each other; omit one of them"),
     ):
-        done = prune(runs, *words)
-        assert done.returncode == 2 and message in done.stderr
+        completed = prune(runs, *arguments)
+        assert completed.returncode == 2
+        assert message in completed.stderr
     assert "would be freed" in prune(runs, "--dry-run=1").stdout
     assert files(runs) == before
 
 
 def test_the_switch_of_older_versions_deletes_with_a_notice(runs: Path) -> None:
-    done = prune(runs, "--dry-run=0")
-    assert done.returncode == 0 and "3.0 MB freed" in done.stdout
-    assert done.stderr == "note: DRY_RUN=0 is deprecated; use DELETE=1\n"
+    completed = prune(runs, "--dry-run=0")
+    assert completed.returncode == 0
+    assert "3.0 MB freed" in completed.stdout
+    assert completed.stderr == "note: DRY_RUN=0 is deprecated; use DELETE=1\n"
 
 
-def test_the_best_model_goes_only_if_its_run_is_named(runs: Path) -> None:
+def test_the_best_model_is_deleted_only_if_its_run_is_named(runs: Path) -> None:
     finished = sorted(runs.iterdir())[0]
     (saved,) = finished.glob("attempts/*/checkpoints")
     (saved / "step-00000005").mkdir()
-    (saved / "step-00000005" / "rank-0.pt").write_bytes(bytes(1000))
+    (saved / "step-00000005/rank-0.pt").write_bytes(bytes(1000))
     (saved / "best").write_text("step-00000005\n")
-    done = prune(runs, "--delete=1")
-    assert done.returncode == 0, done.stderr
+    completed = prune(runs, "--delete=1")
+    assert completed.returncode == 0, completed.stderr
     assert sorted(path.name for path in saved.iterdir()) == ["best", "step-00000005"]
-    done = prune(runs, f"--runs={finished.name}", "--delete=1")
-    assert done.returncode == 0 and not saved.exists(), done.stderr
+    completed = prune(runs, f"--runs={finished.name}", "--delete=1")
+    assert completed.returncode == 0, completed.stderr
+    assert not saved.exists(), completed.stderr

@@ -1,12 +1,14 @@
-"""make rerun: a repetition is equal to the bit, or what differs is named, and nothing else."""
+"""make rerun: a repetition is equal to the bit, or exactly the differences are listed."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ from common.config import config, custom_code
 from common.data import prepare
 from common.data.prepare import PreparedDataset
 from common.runs import provenance
-from common.runs.folder import RunFolder, write_json
+from common.runs.folder import RunFolder, read_json, write_json
 from common.system.errors import UserError
 from configs import ddp_multinode, mnist_pipeline
 from configs.profile import Profile
+from configs.shared import TrainingExperiment
 from slurm.launch import rerun
 from tests.harness import inside, warm
 from tests.harness.made_runs import Made
@@ -37,100 +40,111 @@ def differing(out: str) -> list[str]:
 
 
 def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) -> None:
-    """On a data set and a schedule of one's own, whose files and arrays are gone meanwhile."""
-    file, order = write_example(tmp_path), write_schedule(tmp_path)
-    words = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", f"schedule={order}:own", *QUICK)
-    old = run("mnist_pipeline", *words, runs=tmp_path / "runs").folder.path
+    """The run has a custom data set and schedule, whose files and arrays have been deleted."""
+    file = write_example(tmp_path)
+    order = write_schedule(tmp_path)
+    settings = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", f"schedule={order}:own", *QUICK)
+    old = run("mnist_pipeline", *settings, runs=tmp_path / "runs").folder.path
     file.unlink()
     order.unlink()
     shutil.rmtree(tmp_path / "sets")
-    script = old / "code" / "experiments" / "mnist_pipeline.py"
+    script = old / "code/experiments/mnist_pipeline.py"
     script.write_text(script.read_text() + "# as it was then\n")
     (old / "code" / provenance.CHECKSUMS).unlink()
-    meta = json.loads((old / "meta.json").read_text())
+    meta = read_json(old / "meta.json")
     write_json(old / "meta.json", meta | {"packages": meta["packages"] | {"numpy": "1.0"}})
-    done = warm.execute([sys.executable, "-m", "slurm", "rerun", "--", str(old)], env=environment())
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert differing(done.stdout) == [f"package numpy: was 1.0, now {np.__version__}"]
-    assert "losses      bitwise equal in 12 steps" in done.stdout
-    assert "result      bitwise equal: test_loss, test_accuracy" in done.stdout
-    (path,) = (path for path in old.parent.iterdir() if path != old)
+    completed = warm.execute([sys.executable, "-m", "slurm", "rerun", "--", str(old)], env=environment())
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert differing(completed.stdout) == [f"package numpy: was 1.0, now {np.__version__}"]
+    assert "losses      bitwise equal in 12 steps" in completed.stdout
+    assert "result      bitwise equal: test_loss, test_accuracy" in completed.stdout
+    (path,) = set(old.parent.iterdir()) - {old}
     new = RunFolder(path)
-    assert (
-        new.read_metrics()[3]["loss"] == RunFolder(old).read_metrics()[3]["loss"] and new.result["state"] == "finished"
-    )
-    assert (new.path / "code" / "experiments" / "mnist_pipeline.py").read_text() == script.read_text()
-    assert (new.path / "code" / "own" / "data.py").read_text() == (old / "code" / "own" / "data.py").read_text()
-    meta = json.loads((new.path / "meta.json").read_text())
-    assert meta["repeats"] == old.name and meta["packages"]["numpy"] == np.__version__
+    assert new.read_metrics()[3]["loss"] == RunFolder(old).read_metrics()[3]["loss"]
+    assert new.result["state"] == "finished"
+    assert (new.path / "code/experiments/mnist_pipeline.py").read_text() == script.read_text()
+    assert (new.path / "code/own/data.py").read_text() == (old / "code/own/data.py").read_text()
+    meta = read_json(new.path / "meta.json")
+    assert meta["repeats"] == old.name
+    assert meta["packages"]["numpy"] == np.__version__
 
 
-def test_a_repetition_on_another_data_set_of_ones_own_keeps_that_file(tmp_path: Path) -> None:
+def test_a_repetition_on_another_custom_data_set_stores_its_file(tmp_path: Path) -> None:
     old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
-    (old.path / "code" / "own").mkdir(parents=True)
-    (old.path / "code" / "own" / "data.py").write_text("the file of then")
+    (old.path / "code/own").mkdir(parents=True)
+    (old.path / "code/own/data.py").write_text("the file of then")
     file = write_example(tmp_path)
-    words = [f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", f"runs={tmp_path / 'new'}"]
-    settings = config.load_config(ddp_multinode.Config, words, {})
-    found = prepare.prepare_dataset(settings.data)
-    new = rerun.create_rerun_folder(old, config.format_yaml(settings), settings, found)
-    assert (new.path / "code" / "own" / "data.py").read_text() == file.read_text()
+    settings = [f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", f"runs={tmp_path / 'new'}"]
+    cfg = config.load_config(ddp_multinode.Config, settings, {})
+    prepared = prepare.prepare_dataset(cfg.data)
+    new = rerun.create_rerun_folder(old, config.format_yaml(cfg), cfg, prepared)
+    assert (new.path / "code/own/data.py").read_text() == file.read_text()
 
 
-def test_a_repetition_with_a_schedule_that_is_named_keeps_that_file(tmp_path: Path) -> None:
+def make_run_with_custom_files(experiment: str, cfg: TrainingExperiment, tmp_path: Path) -> RunFolder:
+    """Return the folder of a run that stores the custom files of its config."""
+    old = Made(experiment, 1, 20).write(tmp_path / "old")
+    provenance.copy_custom_files(cfg, old.path / "code")
+    return old
+
+
+def read_stored_files(old: RunFolder, cfg: TrainingExperiment, overridden: Sequence[str] = ()) -> list[str]:
+    """Return the texts of the custom files that a repetition stores, sorted by the names of the files."""
+    prepared = PreparedDataset("digits", old.path, {})
+    new = rerun.create_rerun_folder(old, config.format_yaml(cfg), cfg, prepared, overridden=overridden)
+    return [path.read_text() for path in sorted((new.path / "code/own").iterdir())]
+
+
+def test_a_repetition_stores_the_file_of_an_overridden_schedule(tmp_path: Path) -> None:
     order = write_schedule(tmp_path)
-    words = [f"schedule={order}:own", f"runs={tmp_path / 'new'}"]
-    settings = config.load_config(mnist_pipeline.Config, words, {})
-    old = Made("mnist_pipeline", 1, 20).write(tmp_path / "old")
-    provenance.copy_custom_files(settings, old.path / "code")
+    old_text = order.read_text()
+    settings = [f"schedule={order}:own", f"runs={tmp_path / 'new'}"]
+    cfg = config.load_config(mnist_pipeline.Config, settings, {})
+    old = make_run_with_custom_files("mnist_pipeline", cfg, tmp_path)
     order = write_schedule(tmp_path, "FBW")
-    found = PreparedDataset("digits", tmp_path, {})
-    for named in ([], ["schedule"]):
-        new = rerun.create_rerun_folder(old, config.format_yaml(settings), settings, found, overridden=named)
-        (kept,) = (new.path / "code" / "own").iterdir()
-        assert (kept.read_text() == order.read_text()) is bool(named)
+    assert read_stored_files(old, cfg) == [old_text]
+    assert read_stored_files(old, cfg, ["schedule"]) == [order.read_text()]
     with pytest.raises(UserError, match=f"schedule={order}:own: {order}:1: invalid action .'W', 0, 0. on rank 0"):
-        custom_code.check_custom_settings(settings)
-    custom_code.check_custom_settings(settings, old.path / "code")
+        custom_code.check_custom_settings(cfg)
+    custom_code.check_custom_settings(cfg, old.path / "code")
 
 
-def test_a_repetition_keeps_the_file_of_an_algorithm_of_ones_own(tmp_path: Path) -> None:
-    own = tmp_path / "own.py"
+def test_a_repetition_stores_the_file_of_a_custom_algorithm(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
     moves = "[[('add', 0, 1), ('send', 0, 1)], [('send', 0, 0), ('receive', 0, 0)]]"
-    own.write_text(f"def star(ranks):\n    return {moves}\n")
-    words = ["launch.backend=builtin", f"launch.algorithm={own}:star", f"runs={tmp_path / 'new'}"]
-    settings = config.load_config(ddp_multinode.Config, words, {})
-    old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
-    provenance.copy_custom_files(settings, old.path / "code")
-    own.write_text("def star(ranks):\n    return [[], []]\n")
-    found = PreparedDataset("digits", tmp_path, {})
-    for named in ([], ["launch.algorithm"]):
-        new = rerun.create_rerun_folder(old, config.format_yaml(settings), settings, found, overridden=named)
-        (kept,) = (new.path / "code" / "own").iterdir()
-        assert (kept.read_text() == own.read_text()) is bool(named)
-    with pytest.raises(UserError, match=f"launch.algorithm={own}:star: .* rank 0 ends without the values of rank 1"):
-        custom_code.check_custom_settings(settings)
-    custom_code.check_custom_settings(settings, old.path / "code")
+    old_text = f"def star(ranks):\n    return {moves}\n"
+    file.write_text(old_text)
+    settings = ["launch.backend=builtin", f"launch.algorithm={file}:star", f"runs={tmp_path / 'new'}"]
+    cfg = config.load_config(ddp_multinode.Config, settings, {})
+    old = make_run_with_custom_files("ddp_multinode", cfg, tmp_path)
+    file.write_text("def star(ranks):\n    return [[], []]\n")
+    assert read_stored_files(old, cfg) == [old_text]
+    assert read_stored_files(old, cfg, ["launch.algorithm"]) == [file.read_text()]
+    with pytest.raises(UserError, match=f"launch.algorithm={file}:star: .* rank 0 ends without the values of rank 1"):
+        custom_code.check_custom_settings(cfg)
+    custom_code.check_custom_settings(cfg, old.path / "code")
 
 
-def test_a_repetition_keeps_the_files_of_an_optimizer_and_a_decay_of_ones_own(tmp_path: Path) -> None:
-    files = write_example(tmp_path, "lion.py"), write_example(tmp_path, "halving.py")
-    words = [f"optim.name={files[0]}:Lion", f"optim.decay={files[1]}:halve", f"runs={tmp_path / 'new'}"]
-    settings = config.load_config(ddp_multinode.Config, words, {})
-    old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
-    provenance.copy_custom_files(settings, old.path / "code")
-    for file in files:
-        file.write_text("def halve(step, total):\n    return -1\n")
-    found = PreparedDataset("digits", tmp_path, {})
-    for named in ([], ["optim.name"], ["optim.decay"]):
-        new = rerun.create_rerun_folder(old, config.format_yaml(settings), settings, found, overridden=named)
-        decay, optimizer = sorted((new.path / "code" / "own").iterdir())
-        assert (optimizer.read_text() == files[0].read_text()) is ("optim.name" in named)
-        assert (decay.read_text() == files[1].read_text()) is ("optim.decay" in named)
-    for code, named in ((None, []), (old.path / "code", ["optim.decay"])):
-        with pytest.raises(UserError, match=f"optim.decay={files[1]}:halve: .* the function returned -1 for step 0"):
-            custom_code.check_custom_settings(settings, code, named)
-    custom_code.check_custom_settings(settings, old.path / "code")
+def test_a_repetition_stores_the_files_of_a_custom_optimizer_and_decay(tmp_path: Path) -> None:
+    optimizer = write_example(tmp_path, "lion.py")
+    decay = write_example(tmp_path, "halving.py")
+    old_optimizer_text = optimizer.read_text()
+    old_decay_text = decay.read_text()
+    settings = [f"optim.name={optimizer}:Lion", f"optim.decay={decay}:halve", f"runs={tmp_path / 'new'}"]
+    cfg = config.load_config(ddp_multinode.Config, settings, {})
+    old = make_run_with_custom_files("ddp_multinode", cfg, tmp_path)
+    new_text = "def halve(step, total):\n    return -1\n"
+    optimizer.write_text(new_text)
+    decay.write_text(new_text)
+    assert read_stored_files(old, cfg) == [old_decay_text, old_optimizer_text]
+    assert read_stored_files(old, cfg, ["optim.name"]) == [old_decay_text, new_text]
+    assert read_stored_files(old, cfg, ["optim.decay"]) == [new_text, old_optimizer_text]
+    message = f"optim.decay={decay}:halve: .* the function returned -1 for step 0"
+    with pytest.raises(UserError, match=message):
+        custom_code.check_custom_settings(cfg)
+    with pytest.raises(UserError, match=message):
+        custom_code.check_custom_settings(cfg, old.path / "code", ["optim.decay"])
+    custom_code.check_custom_settings(cfg, old.path / "code")
 
 
 def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,92 +154,101 @@ def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pyte
         shutil.copytree(old.path, new.path)
         (attempt,) = new.list_attempts()
         lines = [line for line in attempt.metrics_file.read_text().splitlines(keepends=True) if '"loss"' in line]
-        more = lines[-1].replace('"global_step": 20', '"global_step": 21')
-        attempt.metrics_file.write_text("".join([*lines, more][:steps]))
+        lines.append(lines[-1].replace('"global_step": 20', '"global_step": 21'))
+        attempt.metrics_file.write_text("".join(lines[:steps]))
         assert rerun.compare_runs(old, new) is equal
         assert (f"20 steps in the old run, {steps} in the new run" in capsys.readouterr().out) is not equal
 
 
 def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: Path) -> None:
     shutil.copytree(cache, tmp_path / "data")
-    words = ("data.name=digits", f"data.cache={tmp_path / 'data'}", *QUICK)
-    old = run("mnist_pipeline", *words, runs=tmp_path / "runs").folder.path
+    settings = ("data.name=digits", f"data.cache={tmp_path / 'data'}", *QUICK)
+    old = run("mnist_pipeline", *settings, runs=tmp_path / "runs").folder.path
     (file,) = (tmp_path / "data").glob("digits-*/train_labels.npy")
     raw = bytearray(file.read_bytes())
     raw[500] ^= 1
     file.write_bytes(raw)
-    done = inside.run_verb("rerun", "--", str(old))
-    assert done.returncode == 2
-    (line,) = differing(done.stdout)
+    completed = inside.run_verb("rerun", "--", str(old))
+    assert completed.returncode == 2
+    (line,) = differing(completed.stdout)
     assert line.startswith(f"data train_labels of digits (sha256 of {file}): was ")
-    assert f"error: {file} is damaged" in done.stderr and done.stderr.count("\n") == 1
-    assert list(old.parent.iterdir()) == [old] and "\nsame " not in done.stdout
-    done = inside.run_verb("rerun", "--args=seed=1", "--", str(old))
-    assert differing(done.stdout) == ["seed: was 0, now 1", line]
-    meta = json.loads((old / "meta.json").read_text())
+    assert f"error: {file} is damaged" in completed.stderr
+    assert completed.stderr.count("\n") == 1
+    assert list(old.parent.iterdir()) == [old]
+    assert "\nsame " not in completed.stdout
+    completed = inside.run_verb("rerun", "--args=seed=1", "--", str(old))
+    assert differing(completed.stdout) == ["seed: was 0, now 1", line]
+    meta = read_json(old / "meta.json")
     write_json(old / "meta.json", meta | {"data": {}})  # nothing tells what the data were
-    done = inside.run_verb("rerun", "--", str(old))
-    assert not differing(done.stdout) and "\nsame        settings, source, versions, and machine\n" in done.stdout
+    completed = inside.run_verb("rerun", "--", str(old))
+    assert not differing(completed.stdout)
+    assert "\nsame        settings, source, versions, and machine\n" in completed.stdout
 
 
-def test_how_far_losses_lead_apart_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = (Made(number=number, steps=10).write(tmp_path) for number in range(2))
+def test_the_largest_difference_of_losses_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = Made(number=0, steps=10).write(tmp_path)
+    new = Made(number=1, steps=10).write(tmp_path)
     text = old.list_attempts()[0].metrics_file.read_text()
     new.list_attempts()[0].metrics_file.write_text(text)
     assert rerun.compare_runs(old, new)
     assert "losses      bitwise equal in 10 steps\n" in capsys.readouterr().out
     rows = [json.loads(line) for line in text.splitlines()]
+    changes = {4: 0.25, 7: 0.5, 9: 0.125}
     for row in rows:
-        if "loss" in row and row["global_step"] in (4, 7, 9):
-            row["loss"] += {4: 0.25, 7: 0.5, 9: 0.125}[row["global_step"]]
+        if "loss" in row:
+            row["loss"] += changes.get(row["global_step"], 0)
     new.list_attempts()[0].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert not rerun.compare_runs(old, new)
-    found = re.search(
+    match = re.search(
         r"losses      differ in 3 of 10 steps, first in step 4, by at most (\S+) \(step 7\)", capsys.readouterr().out
     )
-    assert found and float(found[1]) == pytest.approx(0.5, rel=1e-2)
+    assert match
+    assert float(match[1]) == pytest.approx(0.5, rel=1e-2)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
-        (["nothing"], "'nothing': no such run folder"),
-        ([], "RUN is missing; set RUN=<id>"),
-        (["--args=seed=x", "{old}"], "seed=x: expected an integer"),
-        (["--args=sed=1", "{old}"], "unknown key sed; did you mean seed?"),
-        (["--args=--help", "{old}"], "ARGS: --help is not a setting; expected key=value"),
-        (["--args=seed=1 --print-config", "{old}"], "ARGS: --print-config is not a setting"),
-        (["--launch=nowhere", "{old}"], "LAUNCH=nowhere is unknown"),
-        (["{bare}"], "no longer has its source code in code/"),
+        (["--", "nothing"], "'nothing': no such run folder"),
+        (["--"], "RUN is missing; set RUN=<id>"),
+        (["--args=seed=x", "--", "{old}"], "seed=x: expected an integer"),
+        (["--args=sed=1", "--", "{old}"], "unknown key sed; did you mean seed?"),
+        (["--args=--help", "--", "{old}"], "ARGS: --help is not a setting; expected key=value"),
+        (["--args=seed=1 --print-config", "--", "{old}"], "ARGS: --print-config is not a setting"),
+        (["--launch=nowhere", "--", "{old}"], "LAUNCH=nowhere is unknown"),
+        (["--", "{bare}"], "no longer has its source code in code/"),
     ],
 )
-def test_what_cannot_be_repeated_is_refused(tmp_path: Path, words: list[str], message: str) -> None:
+def test_a_run_that_cannot_be_repeated_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
     for name in ("mnist_pipeline-20260101-000000-aaaa", "mnist_pipeline-20260101-000000-bbbb"):
         (tmp_path / name).mkdir()
-        shutil.copy(ROOT / "configs" / "mnist_pipeline.yaml", tmp_path / name / "config.yaml")
+        shutil.copy(ROOT / "configs/mnist_pipeline.yaml", tmp_path / name / "config.yaml")
         write_json(tmp_path / name / "result.json", {"state": "finished"})
     old, bare = sorted(tmp_path.iterdir())
     for name in ("experiments", "common", "slurm", "configs"):
         shutil.copytree(ROOT / name, old / "code" / name)
-    words = [word.format(old=old, bare=bare) for word in words]
-    done = inside.run_verb("rerun", *[w for w in words if w[0] == "-"], "--", *[w for w in words if w[0] != "-"])
-    assert done.returncode == 2 and message in done.stderr, done.stderr
-    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    completed = inside.run_verb("rerun", *[argument.format(old=old, bare=bare) for argument in arguments])
+    assert completed.returncode == 2, completed.stderr
+    assert message in completed.stderr, completed.stderr
+    assert completed.stderr.count("error: ") == 1
+    assert "Traceback" not in completed.stderr
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_run_that_goes_on_is_neither_repeated_nor_resumed(tmp_path: Path) -> None:
+def test_an_active_run_is_neither_repeated_nor_resumed(tmp_path: Path) -> None:
     run = Made("mnist_pipeline", state="running").write(tmp_path).path
     repeated = inside.run_verb("rerun", "--", str(run))
     remedy = f"wait until the run has ended (make status RUN={run} WAIT=600)"
-    assert repeated.returncode == 2 and repeated.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
+    assert repeated.returncode == 2
+    assert repeated.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
     resumed = inside.run_verb("exp", f"--resume={run}")
     remedy = f"to resume the run elsewhere, first run make cancel RUN={run}"
-    assert resumed.returncode == 2 and resumed.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
+    assert resumed.returncode == 2
+    assert resumed.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
     assert list(tmp_path.iterdir()) == [run]
 
 
-ENDING = {"format": 2, "state": "finished", "exit_status": 0, "data": "digits"}
+FINISHED = {"format": 2, "state": "finished", "exit_status": 0, "data": "digits"}
 MEASURED: dict[str, dict[str, Any]] = {
     "timings": {"samples_per_second": 1.0, "step_seconds": 1.0}, "memory": {"rank 0": 1},
     "measured": {"idle_share": [0.1], "timeline": [{"start": 0.0}], "export": "/runs/a/model.pt2", "export_bytes": 1},
@@ -238,27 +261,33 @@ OUTCOME = {
 }  # fmt: skip
 
 
-def test_all_that_depends_on_the_training_alone_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = (Made(number=number, steps=10).write(tmp_path) for number in range(2))
+def test_all_results_that_depend_on_the_training_alone_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = Made(number=0, steps=10).write(tmp_path)
+    new = Made(number=1, steps=10).write(tmp_path)
     shutil.copy(old.list_attempts()[0].metrics_file, new.list_attempts()[0].metrics_file)
     trained = SCORES | OUTCOME | {"data": "digits"}
-    write_json(old.path / "result.json", ENDING | MEASURED | {"scores": SCORES, "outcome": OUTCOME})
-    other = ENDING | {group: dict.fromkeys(values, "another") for group, values in MEASURED.items()}
-    write_json(new.path / "result.json", other | {"scores": SCORES, "outcome": OUTCOME})
+    old_result = FINISHED | MEASURED | {"scores": SCORES, "outcome": OUTCOME}
+    write_json(old.path / "result.json", old_result)
+    other_measured = {group: dict.fromkeys(values, "another") for group, values in MEASURED.items()}
+    new_result = old_result | other_measured
+    write_json(new.path / "result.json", new_result)
     assert rerun.compare_runs(old, new)
     assert f"result      bitwise equal: {', '.join(trained)}\n" in capsys.readouterr().out
     for key, value in trained.items():
-        changed = value + 0.5 if isinstance(value, int | float) else "another"
-        groups = {
-            "scores": SCORES | ({key: changed} if key in SCORES else {}),
-            "outcome": OUTCOME | ({key: changed} if key in OUTCOME else {}),
-            "data": changed if key == "data" else "digits",
-        }
-        write_json(new.path / "result.json", other | groups)
+        changed: Any = "another"
+        distance = ""
+        if isinstance(value, int | float):
+            changed = value + 0.5
+            distance = ", 0.5 apart"
+        result: dict[str, Any] = copy.deepcopy(new_result)
+        group = next((result[name] for name in ("scores", "outcome") if key in result[name]), result)
+        group[key] = changed
+        write_json(new.path / "result.json", result)
         assert not rerun.compare_runs(old, new)
-        apart = ", 0.5 apart" if isinstance(value, int | float) else ""
-        said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("result")]
-        assert said == [f"result      {key}: was {value}, now {changed}{apart}"]
+        messages = [line for line in capsys.readouterr().out.splitlines() if line.startswith("result")]
+        assert messages == [f"result      {key}: was {value}, now {changed}{distance}"]
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in EXPERIMENTS if not entry.trains])
@@ -267,25 +296,28 @@ def test_settings_for_training_of_an_older_measurement_do_not_differ(name: str, 
     text = (old.path / "config.yaml").read_text()
     (old.path / "config.yaml").write_text(f"{text}batch: 64\ndata:\n  name: none\n")
     write_json(old.path / "meta.json", {})
-    words = [f"--config={old.path / 'config.yaml'}", "seed=3"]
-    settings = config.load_config(config.import_schema(name), words, {})
-    found = rerun.list_differences(old, config.format_yaml(settings), settings, prepare.NO_DATA, None)
-    differing = [name for name, old_value, new_value in found if old_value not in (None, new_value)]
+    settings = [f"--config={old.path / 'config.yaml'}", "seed=3"]
+    cfg = config.load_config(config.import_schema(name), settings, {})
+    differences = rerun.list_differences(old, config.format_yaml(cfg), cfg, prepare.NO_DATA, None)
+    differing = [name for name, old_value, new_value in differences if old_value not in (None, new_value)]
     assert differing == ["seed"]
 
 
-def test_words_for_the_cluster_are_laid_over_the_runs_own_profile(tmp_path: Path) -> None:
-    own = Profile(partition="long", gpus=2, gpus_as="gres", requeue=False, memory_gb=1.5, setup=["module load cuda"])
-    write_json(tmp_path / "meta.json", {"job": {"id": "7", "scheduler": "local", "profile": vars(own) | {"gone": 1}}})
+def test_cluster_arguments_override_the_profile_of_the_run(tmp_path: Path) -> None:
+    setup = ["module load cuda"]
+    profile = Profile(partition="long", gpus=2, gpus_as="gres", requeue=False, memory_gb=1.5, setup=setup)
+    recorded = vars(profile) | {"setting_of_another_version": 1}
+    write_json(tmp_path / "meta.json", {"job": {"id": "7", "scheduler": "local", "profile": recorded}})
     old = RunFolder(tmp_path)
-    assert rerun.choose_cluster_profile(old, "", []) == own
+    assert rerun.choose_cluster_profile(old, "", []) == profile
     longer = rerun.choose_cluster_profile(old, "", ["cluster.time=120"])
-    assert longer == dataclasses.replace(own, time=120)
+    assert longer == dataclasses.replace(profile, time=120)
     assert rerun.choose_cluster_profile(old, "default", ["cluster.time=120"]).partition == ""
     with pytest.raises(UserError, match="did you mean partition"):
         rerun.choose_cluster_profile(old, "", ["cluster.partion=x"])
 
 
-def test_a_loss_that_is_no_number_is_as_far_as_can_be() -> None:
-    assert rerun.compute_distance(None, None) == 0 and rerun.compute_distance(1.0, None) == float("inf")
+def test_the_distance_of_a_missing_loss_is_infinite() -> None:
+    assert rerun.compute_distance(None, None) == 0
+    assert rerun.compute_distance(1.0, None) == float("inf")
     assert rerun.compute_distance(1.0, 1.5) == 0.5

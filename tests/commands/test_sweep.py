@@ -1,4 +1,4 @@
-"""`make sweep` on this machine: every point once, whatever interrupts it; and clear words for a file that is wrong."""
+"""`make sweep`: every point is run once, also after interruptions; invalid files are refused with the remedy."""
 
 from __future__ import annotations
 
@@ -25,29 +25,34 @@ from tests.harness.sweeps import DIVERGES, TINY, begin, cells, sweep, write
 from tests.harness.warm import ROOT
 
 
-def refused(file: Path, *words: str, cwd: Path = ROOT) -> str:
-    """The one line that refuses a sweep."""
-    done = inside.run_verb("sweep", "--launch=local", *words, "--", str(file), cwd=cwd)
-    assert done.returncode == 2, done.stdout
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+def refused(file: Path, *arguments: str, cwd: Path = ROOT) -> str:
+    """Return the single line that refuses a sweep."""
+    completed = inside.run_verb("sweep", "--launch=local", *arguments, "--", str(file), cwd=cwd)
+    assert completed.returncode == 2, completed.stdout
+    assert completed.stderr.startswith("error: "), completed.stderr
+    assert completed.stderr.count("\n") == 1, completed.stderr
+    return completed.stderr
 
 
-def test_a_failed_point_is_run_only_when_asked(tmp_path: Path, cache: Path) -> None:
+def test_a_failed_point_is_run_again_only_on_request(tmp_path: Path, cache: Path) -> None:
     points = [{"optim.lr": rate} for rate in ("0.01", "100")]
     file = write(tmp_path, cache, points=points, settings=DIVERGES)
     runs = begin(tmp_path, points, "finished", "failed")
     nothing = sweep(file)
-    assert nothing.returncode == 0 and "(1 finished, 1 failed); 0 to run now" in nothing.stdout
+    assert nothing.returncode == 0
+    assert "(1 finished, 1 failed); 0 to run now" in nothing.stdout
     again = sweep(file, "--failed=1")
-    assert again.returncode == 1 and "1 to run now" in again.stdout, again.stdout + again.stderr
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert "1 to run now" in again.stdout, again.stdout + again.stderr
     first, failed = cells(file)
     assert (first["run"], first["state"]) == (runs[0], "finished")
     assert failed["state"] == "failed"  # the loss is no number, as before
-    assert failed["earlier"] == [runs[1]] and failed["run"] != runs[1]
+    assert failed["earlier"] == [runs[1]]
+    assert failed["run"] != runs[1]
     compared = inside.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
     assert compared.returncode == 0, compared.stderr
-    assert all(cell["run"] in compared.stdout for cell in (first, failed))
+    for cell in (first, failed):
+        assert cell["run"] in compared.stdout
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,7 @@ def test_a_failed_point_is_run_only_when_asked(tmp_path: Path, cache: Path) -> N
         ([], "expected `key: value` lines, including experiment"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_remedy(tmp_path: Path, tree: Any, message: str) -> None:
+def test_an_invalid_file_is_refused_with_the_remedy(tmp_path: Path, tree: Any, message: str) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(yaml.safe_dump({"experiment": "mnist_pipeline"} | tree if isinstance(tree, dict) else tree))
     assert message in refused(file, cwd=tmp_path)
@@ -76,68 +81,76 @@ def test_a_wrong_file_is_refused_with_the_remedy(tmp_path: Path, tree: Any, mess
 
 
 @pytest.mark.parametrize("dry", ["", "1"])
-def test_an_elastic_point_is_refused_on_a_cluster_before_anything_is_made(tmp_path: Path, dry: str) -> None:
+def test_an_elastic_point_is_refused_on_a_cluster_before_anything_is_created(tmp_path: Path, dry: str) -> None:
     settings = {key: value for key, value in TINY.items() if key not in ("width", "stages")}
     tree = {"experiment": "ddp_multinode", "settings": settings | {"elastic": "true", "runs": str(tmp_path / "runs")}}
     file = tmp_path / "rates.yaml"
     file.write_text(yaml.safe_dump(tree | {"points": [{"optim.lr": "0.01"}]}))
-    done = call(Fake(tmp_path), "slurm", "sweep", "--launch=slurm", f"--dry-run={dry}", "--", str(file))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stdout + done.stderr
-    assert "elastic=true is not supported in the job array" in done.stderr and not (tmp_path / "runs").exists()
+    completed = call(Fake(tmp_path), "slurm", "sweep", "--launch=slurm", f"--dry-run={dry}", "--", str(file))
+    assert completed.returncode == 2, completed.stdout + completed.stderr
+    assert completed.stderr.count("\n") == 1, completed.stdout + completed.stderr
+    assert "elastic=true is not supported in the job array" in completed.stderr
+    assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_tells_the_points_and_makes_nothing(tmp_path: Path, cache: Path) -> None:
+def test_a_dry_run_lists_the_points_and_creates_nothing(tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}, {"batch": "64"}]
     file = write(tmp_path, cache, points=points)
     (run,) = begin(tmp_path, points, "finished")
     before = sorted(tmp_path.rglob("*"))
-    done = inside.run_verb("sweep", "--launch=local", "--dry-run=1", "--", str(file))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"  FINISHED   batch=32  {run}\n  MISSING    batch=64\n"
+    completed = inside.run_verb("sweep", "--launch=local", "--dry-run=1", "--", str(file))
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout == f"  FINISHED   batch=32  {run}\n  MISSING    batch=64\n"
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The queue is looked at three times, and both runs end before the last time."""
+    """The queue is read three times, and both runs end before the third time."""
     for name, value in (("QUEUE_CACHE", {}), ("QUEUE_CACHE_SECONDS", 0)):
         monkeypatch.setattr(scheduler, name, value)
     monkeypatch.setattr("slurm.launch.sweep.POLL_SECONDS", 0.01)
-    file, fake = write(tmp_path, cache, points=[{"batch": "32"}, {"batch": "64"}], parallel="2"), Fake(tmp_path)
-    runs, looked = tmp_path / "runs", tmp_path / "looked"
+    file = write(tmp_path, cache, points=[{"batch": "32"}, {"batch": "64"}], parallel="2")
+    fake = Fake(tmp_path)
+    runs = tmp_path / "runs"
+    looked = tmp_path / "looked"
     result = '{"state": "finished", "exit_status": 0}'
     ends = f"for run in {runs}/mnist_pipeline-*; do echo '{result}' >$run/result.json; done"
     queue = "printf '4711_0|RUNNING|None\\n4711_1|PENDING|JobArrayTaskLimit\\n'"
     fake.answer("squeue", f"echo >>{looked}; if [ $(wc -l <{looked}) = 3 ]; then {ends}; fi; {queue}")
-    done = inside.run_verb("sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, **fake.environment())
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "(2 missing); 2 to run now" in done.stdout
-    assert "job 4711 on SLURM: array of 2 jobs, at most 2 at a time, 1 node and 1 rank each" in done.stdout
-    told = [line.split()[0] for line in done.stdout.splitlines() if "  batch=" in line]
-    assert told == ["RUNNING", "PENDING", "FINISHED", "FINISHED"], done.stdout
+    completed = inside.run_verb(
+        "sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, **fake.environment()
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "(2 missing); 2 to run now" in completed.stdout
+    assert "job 4711 on SLURM: array of 2 jobs, at most 2 at a time, 1 node and 1 rank each" in completed.stdout
+    states = [line.split()[0] for line in completed.stdout.splitlines() if "  batch=" in line]
+    assert states == ["RUNNING", "PENDING", "FINISHED", "FINISHED"], completed.stdout
     for number, cell in enumerate(cells(file)):
         assert cell["state"] == "finished"
         assert read_json(runs / cell["run"] / "meta.json")["job"]["id"] == f"4711_{number}"
-    assert "#SBATCH --array=0-1%2\n" in (runs / "sweeps" / "rates" / "submit" / "job.sh").read_text()
+    assert "#SBATCH --array=0-1%2\n" in (runs / "sweeps/rates/submit/job.sh").read_text()
 
 
-def test_a_refused_sweep_leaves_the_points_as_they_were(tmp_path: Path, cache: Path) -> None:
+def test_a_refused_sweep_changes_no_point(tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}, {"batch": "64"}]
-    file, fake = write(tmp_path, cache, points=points), Fake(tmp_path)
+    file = write(tmp_path, cache, points=points)
+    fake = Fake(tmp_path)
     runs = begin(tmp_path, points, "failed")
     fake.answer("sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
     for failed in ("0", "1"):  # the point that is missing, then the one that has failed
-        words = ("--launch=slurm", f"--failed={failed}", "--", str(file))
-        done = inside.run_verb("sweep", *words, cwd=ROOT, **fake.environment())
-        assert done.returncode == 2 and "; 1 to run now" in done.stdout
-        assert "SLURM rejected the job: sbatch: error: invalid account" in done.stderr
+        arguments = ("--launch=slurm", f"--failed={failed}", "--", str(file))
+        completed = inside.run_verb("sweep", *arguments, cwd=ROOT, **fake.environment())
+        assert completed.returncode == 2
+        assert "; 1 to run now" in completed.stdout
+        assert "SLURM rejected the job: sbatch: error: invalid account" in completed.stderr
         assert [cell["run"] for cell in cells(file)] == runs
         assert [path.name for path in (tmp_path / "runs").glob("mnist_pipeline-*")] == runs
 
 
 @pytest.mark.parametrize("option", ["--help", "--print-config", "--config F", "--resume=F", "-h"])
-def test_an_option_starts_no_sweep(tmp_path: Path, cache: Path, option: str) -> None:
+def test_an_option_in_args_starts_no_sweep(tmp_path: Path, cache: Path, option: str) -> None:
     file = write(tmp_path, cache, points=[{"batch": "32"}])
     assert f"ARGS: {option.split(maxsplit=1)[0]} is not a setting" in refused(file, f"--args=steps=5 {option}")
     assert not (tmp_path / "runs").exists()
@@ -145,10 +158,10 @@ def test_an_option_starts_no_sweep(tmp_path: Path, cache: Path, option: str) -> 
 
 def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: Path) -> None:
     file = write(tmp_path, cache, points=[{"batch": "32"}])
-    folder = tmp_path / "runs" / "sweeps" / "rates"
+    folder = tmp_path / "runs/sweeps/rates"
     folder.mkdir(parents=True)
     plan = sweep_file.read_sweep_file(str(file), [])
-    for settings, words, message in (
+    for settings, arguments, message in (
         (
             plan.settings | {"epochs": "3"},
             (),
@@ -164,35 +177,44 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
         other = {"experiment": "mnist_pipeline", "settings": settings, "cells": []}
         (folder / "sweep.json").write_text(json.dumps(other))
         for dry in ((), ("--dry-run=1",)):
-            assert message in refused(file, *words, *dry)
+            assert message in refused(file, *arguments, *dry)
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, "a path", "a number"])
-def test_a_damaged_sweep_is_told_and_not_begun_anew(damage: str, tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_sweep_is_refused_and_not_restarted(damage: str, tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}, {"batch": "64"}]
     file = write(tmp_path, cache, points=points)
     begin(tmp_path, points, "finished")
-    kept = tmp_path / "runs" / "sweeps" / "rates" / "sweep.json"
-    cell = {"values": points[0], "repeat": 0, "run": "../../elsewhere" if damage == "a path" else 3}
-    content = DAMAGES[damage](kept.read_bytes()) if damage in DAMAGES else json.dumps({"cells": [cell]}).encode()
-    kept.write_bytes(content)
-    for words in ((), ("--dry-run=1",), ("--failed=1",)):
-        assert "sweep.json is damaged; restore it, or delete it" in refused(file, *words)
-    done = inside.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates")
-    assert done.returncode == 2 and "sweep.json is damaged" in done.stderr and done.stderr.count("\n") == 1
-    assert kept.read_bytes() == content
+    sweep_record = tmp_path / "runs/sweeps/rates/sweep.json"
+    if damage in DAMAGES:
+        content = DAMAGES[damage](sweep_record.read_bytes())
+    else:
+        cell = {"values": points[0], "repeat": 0, "run": "../../elsewhere" if damage == "a path" else 3}
+        content = json.dumps({"cells": [cell]}).encode()
+    sweep_record.write_bytes(content)
+    for arguments in ((), ("--dry-run=1",), ("--failed=1",)):
+        assert "sweep.json is damaged; restore it, or delete it" in refused(file, *arguments)
+    completed = inside.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates")
+    assert completed.returncode == 2
+    assert "sweep.json is damaged" in completed.stderr
+    assert completed.stderr.count("\n") == 1
+    assert sweep_record.read_bytes() == content
 
 
-def test_repeats_have_seeds_of_their_own(tmp_path: Path, cache: Path) -> None:
-    found = sweep_file.read_sweep_file(
-        str(write(tmp_path, cache, grid={"batch": ["32", "64"]}, repeats="3")), ["seed=5"]
-    )
-    assert [(p.values["batch"], p.settings.seed) for p in found.points] == [
-        (batch, seed) for seed in (5, 6, 7) for batch in ("32", "64")
+def test_repeats_have_different_seeds(tmp_path: Path, cache: Path) -> None:
+    file = write(tmp_path, cache, grid={"batch": ["32", "64"]}, repeats="3")
+    points = sweep_file.read_sweep_file(str(file), ["seed=5"]).points
+    assert [(point.settings.seed, point.values["batch"]) for point in points] == [
+        (5, "32"),
+        (5, "64"),
+        (6, "32"),
+        (6, "64"),
+        (7, "32"),
+        (7, "64"),
     ]
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "sweeps").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted((ROOT / "configs/sweeps").glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_grid_is_valid(file: Path) -> None:
     assert sweep_file.read_sweep_file(str(file), []).points
     assert re.match(r"#.*make sweep GRID=configs/sweeps/", file.read_text())
@@ -201,26 +223,30 @@ def test_every_grid_is_valid(file: Path) -> None:
 @pytest.mark.parametrize(("experiment", "points"), [("amp_accum", 9), ("resnet_dataparallel", 2)])
 def test_a_python_grid_has_the_points_that_its_experiment_sweeps(experiment: str, points: int) -> None:
     grid = sweep_file.read_sweep_file(f"configs/sweeps/{experiment}.py", ["launch.device=cpu"])
-    assert grid.experiment == experiment and len(grid.points) == points
+    assert grid.experiment == experiment
+    assert len(grid.points) == points
 
 
 @pytest.mark.parametrize("name", ["mnist_pipeline", "no_such_experiment", "__init__"])
-def test_a_python_file_that_is_no_grid_is_refused(name: str) -> None:
+def test_a_python_file_without_a_grid_is_refused(name: str) -> None:
     with pytest.raises(UserError):
         sweep_file.read_sweep_file(f"configs/sweeps/{name}.py", [])
 
 
-def test_a_refused_array_leaves_the_results_of_its_runs(tmp_path: Path, cache: Path) -> None:
+def test_a_refused_array_keeps_the_results_of_its_runs(tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}]
-    file, fake = write(tmp_path, cache, points=points), Fake(tmp_path)
+    file = write(tmp_path, cache, points=points)
+    fake = Fake(tmp_path)
     (run,) = begin(tmp_path, points, "cancelled")
     folder = RunFolder(tmp_path / "runs" / run)
     Result("cancelled", 130).write(folder)
     before = folder.result
     fake.answer("sbatch", "echo refused >&2; exit 1")
-    done = inside.run_verb("sweep", "--launch=slurm", "--", str(file), cwd=ROOT, **fake.environment())
-    assert done.returncode == 2 and "refused" in done.stderr, done.stdout + done.stderr
-    assert before and folder.result == before
+    completed = inside.run_verb("sweep", "--launch=slurm", "--", str(file), cwd=ROOT, **fake.environment())
+    assert completed.returncode == 2, completed.stdout + completed.stderr
+    assert "refused" in completed.stderr, completed.stdout + completed.stderr
+    assert before
+    assert folder.result == before
     assert not list(folder.path.glob("attempts/*/result.json"))
 
 
@@ -237,7 +263,8 @@ def test_a_point_that_is_still_stopping_is_skipped(
         folder = RunFolder(tmp_path / "runs" / run)
         folder.claim_attempt(claim)
         Result("cancelled", 130).write(folder)
-        done = inside.run_verb("sweep", "--launch=local", "--", str(file))
+        completed = inside.run_verb("sweep", "--launch=local", "--", str(file))
         other.kill()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "skipped    batch=32: " in done.stdout and "is still running" in done.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "skipped    batch=32: " in completed.stdout
+    assert "is still running" in completed.stdout

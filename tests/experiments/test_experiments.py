@@ -1,10 +1,9 @@
-"""What every experiment must do, for each entry of the one list."""
+"""Requirements of every experiment, for each entry of the registry."""
 
 from __future__ import annotations
 
 import ast
 import difflib
-import json
 import math
 import re
 import shlex
@@ -20,6 +19,7 @@ import torch
 from common.checkpoint import storage
 from common.checkpoint.rank_file import read_full_model
 from common.config import config
+from common.runs.folder import read_json
 from common.runs.result import parse_result
 from configs.dataparallel import Replicated
 from tests.harness.processes import Done, command, environment, run
@@ -34,13 +34,13 @@ archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry
 
 @pytest.fixture
 def repeated(finished: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """That run again from its configuration, of an archetype with a profile, made once."""
+    """The finished run of an experiment, repeated from its config; archetypes with a profile."""
 
     def make(entry: Entry) -> Done:
         file = finished(entry).folder.path / "config.yaml"
         profile = 2 if entry in ARCHETYPES else 0
-        words = ("--config", str(file), f"profile={profile}")
-        return run_once(tmp_path_factory, f"repeated-{entry.name}", entry.name, *words)
+        arguments = ("--config", str(file), f"profile={profile}")
+        return run_once(tmp_path_factory, f"repeated-{entry.name}", entry.name, *arguments)
 
     return make
 
@@ -49,95 +49,107 @@ def test_the_list_is_complete() -> None:
     assert sorted(entry.name for entry in EXPERIMENTS) == config.list_experiments()
 
 
-def check_that_it_trains(entry: Entry, done: Done) -> None:
-    """The loss falls; of a new experiment, which may learn slowly, it is finite and the parameters change."""
-    assert all(map(math.isfinite, done.losses))
+def check_that_it_trains(entry: Entry, completed: Done) -> None:
+    """Check that the loss falls; for a new experiment, only that it is finite and that parameters change."""
+    assert all(map(math.isfinite, completed.losses))
     if entry.learns_at_once:
-        assert done.losses[-1] < done.losses[0]
+        assert completed.losses[-1] < completed.losses[0]
         return
-    early, late = (read_full_model(one) for one in storage.list_checkpoints(done.folder.list_attempts()[0])[-2:])
-    assert any(not torch.equal(early[name], late[name]) for name in early), "training changes no parameter"
+    *_, previous, newest = storage.list_checkpoints(completed.folder.list_attempts()[0])
+    parameters_before = read_full_model(previous)
+    parameters = read_full_model(newest)
+    is_changed = [not torch.equal(tensor, parameters[name]) for name, tensor in parameters_before.items()]
+    assert any(is_changed), "training changes no parameter"
 
 
 @every
-def test_run_folder_holds_everything(entry: Entry, finished: Make) -> None:
-    done = finished(entry)
-    assert done.status == 0, done.err
-    folder = done.folder
+def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, finished: Make) -> None:
+    completed = finished(entry)
+    assert completed.status == 0, completed.err
+    folder = completed.folder
     assert folder.path.name.startswith(entry.name + "-")
-    result = done.result
-    assert result["state"] == "finished" and result["exit_status"] == 0
+    result = completed.result
+    assert result["state"] == "finished"
+    assert result["exit_status"] == 0
     assert set(entry.produces) <= result.keys()
-    meta = json.loads((folder.path / "meta.json").read_text())
-    assert meta["data"]["name"] == ("digits" if entry.trains else "none") and meta["packages"]["torch"]
+    meta = read_json(folder.path / "meta.json")
+    assert meta["data"]["name"] == ("digits" if entry.trains else "none")
+    assert meta["packages"]["torch"]
     assert meta["world"]["processes"] == entry.processes == len(meta["world"]["hosts"])
-    assert meta["history"][0]["state"] == "finished" and meta["history"][0]["end"]
+    assert meta["history"][0]["state"] == "finished"
+    assert meta["history"][0]["end"]
     rows = folder.read_metrics()
     assert trained_steps(folder) == list(range(1, 41))
     if entry.trains:
-        assert result["data"] == "digits" and result["test_samples"] == rows[-1]["test_samples"] == 333
-        assert len(done.losses) == 40
-        check_that_it_trains(entry, done)
+        assert result["data"] == "digits"
+        assert result["test_samples"] == rows[-1]["test_samples"] == 333
+        assert len(completed.losses) == 40
+        check_that_it_trains(entry, completed)
     for rank in range(entry.processes):
         assert "Warning" not in folder.list_attempts()[0].log_file(rank).read_text()
         assert (folder.list_attempts()[0].attempt_folder / f"heartbeat-{rank}.json").exists()
 
 
 @every
-def test_the_run_keeps_its_source(entry: Entry, finished: Make) -> None:
+def test_the_run_folder_contains_the_source_code(entry: Entry, finished: Make) -> None:
     code = finished(entry).folder.path / "code"
     script = Path("experiments") / f"{entry.name}.py"
     assert (code / script).read_text() == (ROOT / script).read_text()
-    assert (code / "common" / "training" / "run.py").exists() and (code / "configs" / f"{entry.name}.yaml").exists()
+    assert (code / "common/training/run.py").exists()
+    assert (code / "configs" / f"{entry.name}.yaml").exists()
 
 
 @every
-def test_the_screen_tells_the_essentials(entry: Entry, finished: Make) -> None:
-    done = finished(entry)
-    of_training = ("data digits", "test accuracy", "samples/s") if entry.trains else ()
-    for words in (*of_training, str(done.folder.path), "make rerun"):
-        assert words in done.out
-    assert not done.err
-    rows = dict(line.split(maxsplit=1) for line in done.out.splitlines() if line.startswith("  re"))
-    assert rows["result"] == str(done.folder.path / "result.json")
-    assert shlex.split(rows["repeat"]) == ["make", "rerun", f"RUN={done.folder.path}"]
+def test_the_output_contains_scores_and_paths(entry: Entry, finished: Make) -> None:
+    completed = finished(entry)
+    scores = ("data digits", "test accuracy", "samples/s") if entry.trains else ()
+    for part in (*scores, str(completed.folder.path), "make rerun"):
+        assert part in completed.out
+    assert not completed.err
+    rows = dict(line.split(maxsplit=1) for line in completed.out.splitlines() if line.startswith("  re"))
+    assert rows["result"] == str(completed.folder.path / "result.json")
+    assert shlex.split(rows["repeat"]) == ["make", "rerun", f"RUN={completed.folder.path}"]
 
 
 @every
 def test_the_run_is_repeated_from_its_config_to_the_bit(entry: Entry, finished: Make, repeated: Make) -> None:
-    first, second = finished(entry), repeated(entry)
-    assert trained_steps(first.folder) == trained_steps(second.folder) and first.losses == second.losses
-    then, now = (parse_result(done.folder.result).select_repeatable() for done in (first, second))
-    assert then == now and len(then) > 1
+    first = finished(entry)
+    second = repeated(entry)
+    assert trained_steps(first.folder) == trained_steps(second.folder)
+    assert first.losses == second.losses
+    repeatable = parse_result(first.folder.result).select_repeatable()
+    assert parse_result(second.folder.result).select_repeatable() == repeatable
+    assert len(repeatable) > 1
 
 
 @archetype
 def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: Make) -> None:
-    done = repeated(entry)
-    assert done.status == 0, done.err
+    completed = repeated(entry)
+    assert completed.status == 0, completed.err
     for rank in range(entry.processes):
-        trace = json.loads((done.folder.list_attempts()[0].attempt_folder / f"trace-{rank}.json").read_text())
+        trace = read_json(completed.folder.list_attempts()[0].attempt_folder / f"trace-{rank}.json")
         assert trace["traceEvents"]
-    assert "Self CPU" in done.out and "# of Calls" in done.out
+    assert "Self CPU" in completed.out
+    assert "# of Calls" in completed.out
 
 
 @archetype
-def test_another_seed_gives_another_run_and_a_log_level_quietens_only_the_screen(
+def test_another_seed_changes_the_losses_and_a_log_level_applies_to_the_screen_only(
     entry: Entry, finished: Make, tmp_path: Path
 ) -> None:
     file = finished(entry).folder.path / "config.yaml"
     other = run(entry.name, "--config", str(file), "seed=1", "log.level=error", runs=tmp_path)
-    assert len(other.losses) == 40 and other.losses != finished(entry).losses
+    assert len(other.losses) == 40
+    assert other.losses != finished(entry).losses
     assert "test accuracy" not in other.out
     assert "test accuracy" in other.folder.list_attempts()[0].log_file(0).read_text()
 
 
 def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
-    words = command(STAGED.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=300", runs=tmp_path)
-    words += ["steps=100", "log.seconds=0.05", "eval_batch=1", *STAGED.smallest]
-    typed = " ".join(f"'{word}'" for word in words)
-    done = subprocess.run(
-        ["script", "-qec", typed, "/dev/null"],
+    arguments = command(STAGED.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=300", runs=tmp_path)
+    arguments += ["steps=100", "log.seconds=0.05", "eval_batch=1", *STAGED.smallest]
+    completed = subprocess.run(
+        ["script", "-qec", shlex.join(arguments), "/dev/null"],  # runs the command on a terminal
         cwd=ROOT,
         env=environment(TERM="xterm", COLUMNS="120"),
         capture_output=True,
@@ -145,15 +157,17 @@ def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stdout
-    assert "100/100" in done.stdout and "━" in done.stdout
-    assert re.search("evaluation .*/300", done.stdout)
+    assert completed.returncode == 0, completed.stdout
+    assert "100/100" in completed.stdout
+    assert "━" in completed.stdout
+    assert re.search("evaluation .*/300", completed.stdout)
 
 
-def test_the_script_answers_questions_without_training(tmp_path: Path) -> None:
-    for question in ("--help", "--print-config"):
-        done = run(STAGED.name, question, runs=tmp_path / "runs")
-        assert done.status == 0 and "batch" in done.out
+def test_help_and_print_config_do_not_train(tmp_path: Path) -> None:
+    for option in ("--help", "--print-config"):
+        completed = run(STAGED.name, option, runs=tmp_path / "runs")
+        assert completed.status == 0
+        assert "batch" in completed.out
     assert not (tmp_path / "runs").exists()
 
 
@@ -168,21 +182,25 @@ def test_ctrl_c_while_torch_is_imported_is_answered_in_one_line(tmp_path: Path) 
 
 
 @every
-def test_every_script_begins_and_ends_alike(entry: Entry) -> None:
-    """So what is asked of one script holds for all: common comes before torch, and start() is all that runs."""
+def test_every_script_imports_common_first_and_only_calls_start(entry: Entry) -> None:
     text = (ROOT / "experiments" / f"{entry.name}.py").read_text()
-    assert len(text.splitlines()) <= 220, "the method is what a script holds; the rest has its place in common"
+    assert len(text.splitlines()) <= 220, "a script contains the method; other code belongs to common"
     script = ast.parse(text)
     opening, future, first = script.body[:3]
-    assert isinstance(opening, ast.Expr) and isinstance(opening.value, ast.Constant)
+    assert isinstance(opening, ast.Expr)
+    assert isinstance(opening.value, ast.Constant)
     assert ast.unparse(future) == "from __future__ import annotations"
-    assert isinstance(first, ast.ImportFrom) and first.module == "common.api"
+    assert isinstance(first, ast.ImportFrom)
+    assert first.module == "common.api"
     assert any(alias.name == "start" for alias in first.names)
     last = script.body[-1]
-    assert isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'" and not last.orelse
+    assert isinstance(last, ast.If)
+    assert ast.unparse(last.test) == "__name__ == '__main__'"
+    assert not last.orelse
     assert re.fullmatch(r"start\(main, Config(, \S.*)?\)", "\n".join(map(ast.unparse, last.body)))
     passive = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
-    assert [node for node in script.body[1:-1] if not isinstance(node, passive)] == [], "nothing else happens"
+    for node in script.body[1:-1]:
+        assert isinstance(node, passive), "only the call of start executes code"
 
 
 @pytest.mark.parametrize(
@@ -194,10 +212,10 @@ def test_the_mains_of_data_parallel_scripts_differ_in_their_technique_only(name:
 
 
 def read_main(name: str) -> str:
-    """The source of a script's main."""
+    """Return the source of the main function of a script."""
     text = (ROOT / "experiments" / f"{name}.py").read_text()
-    found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == "main"]
-    return ast.get_source_segment(text, found[0]) or ""
+    functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    return ast.get_source_segment(text, functions["main"]) or ""
 
 
 def test_answers_need_no_torch() -> None:
@@ -205,32 +223,25 @@ def test_answers_need_no_torch() -> None:
     free += ["backend.algorithms", "backend.cost", "ranks.links.connecting", "training.custom_optimizer"]
     free += ["techniques.pipeline.schedules", "ranks.rank_info", "measure.straggler"]
     free += ["techniques.elastic.coordinator", "techniques.elastic.supervisor", "techniques.elastic.member"]
-    free += [
-        f"{package.replace('/', '.')}.{file.stem}"
-        for package in ("config", "system", "runs", "runs/tracking", "runs/compare")
-        for file in (ROOT / "common" / package).glob("[a-z]*.py")
-    ]
+    for package in ("config", "system", "runs", "runs/tracking", "runs/compare"):
+        files = (ROOT / "common" / package).glob("[a-z]*.py")
+        free += [f"{package.replace('/', '.')}.{file.stem}" for file in files]
     assert "runs.tracking.wandb_tracker" in free
     commands = ["__main__", "launch.submit", "launch.sweep", "launch.rerun", "reports.status", "reports.logs"]
     commands += ["launch.new_experiment", "launch.check_optimizer", "launch.experiment_sweep", "local_cluster.cli"]
     commands += ["reports.compare", "reports.doctor"]
-    modules = ", ".join([*(f"slurm.{name}" for name in commands), *(f"common.{name}" for name in free)])
-    program = f"import sys, {modules}\nprint('torch' in sys.modules, 'wandb' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    modules = ", ".join([f"slurm.{name}" for name in commands] + [f"common.{name}" for name in free])
+    assert list_loaded_modules(modules, ["torch", "wandb"]) == []
+
+
+def list_loaded_modules(imports: str, modules: list[str]) -> list[str]:
+    """Return those of some modules that a new process has loaded after some imports."""
+    program = f"import sys, {imports}\nprint(*[name for name in {modules} if name in sys.modules])"
+    completed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return completed.stdout.split()
 
 
 def test_the_common_import_loads_nothing_that_only_some_runs_need() -> None:
-    heavy: tuple[str, ...] = (
-        "matplotlib",
-        "torchvision",
-        "torchao",
-        "wandb",
-        "rich",
-        "torch._dynamo",
-        "torch.distributed.pipelining",
-    )
-    heavy += ("torch.distributed.fsdp", "torch.distributed.tensor", "safetensors")
-    program = f"import sys, common.api\nprint([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    heavy = ["matplotlib", "torchvision", "torchao", "wandb", "rich", "torch._dynamo", "safetensors"]
+    heavy += ["torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.tensor"]
+    assert list_loaded_modules("common.api", heavy) == []

@@ -1,4 +1,4 @@
-"""The config of a run stays as it was checked; what the run chooses stands in resolved.yaml."""
+"""The config of a run is final once it is checked; values that the run chooses are stored in resolved.yaml."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from tests.harness import inside, warm
 from tests.harness.processes import environment
 
 
-def test_what_a_run_chooses_stands_beside_the_config(tmp_path: Path, cache: Path) -> None:
+def test_values_that_a_run_chooses_are_stored_beside_the_config(tmp_path: Path, cache: Path) -> None:
     quick = ("steps=3", "data.test_limit=100", f"data.cache={cache}", f"runs={tmp_path / 'runs'}", "launch.threads=1")
-    chosen = ("balance=time", "launch.backend=builtin", "launch.algorithm=auto", "data.download_timeout=0")
-    argv = [sys.executable, "-m", "tests.harness.final_config", *quick, *chosen]
-    done = warm.execute(argv, env=environment(DATA_ROOT=str(tmp_path)), timeout=120)  # without MNIST
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "config unchanged on all ranks: [True, True]" in done.stdout
+    automatic = ("balance=time", "launch.backend=builtin", "launch.algorithm=auto", "data.download_timeout=0")
+    argv = [sys.executable, "-m", "tests.harness.final_config", *quick, *automatic]
+    completed = warm.execute(argv, env=environment(DATA_ROOT=str(tmp_path)), timeout=120)  # without MNIST
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "config unchanged on all ranks: [True, True]" in completed.stdout
 
     (path,) = (tmp_path / "runs").iterdir()
     resolved = config.read_config_file(path / "resolved.yaml")
     assert list(resolved) == ["data.name", "launch.algorithm", "split"]
     assert resolved["data.name"] == "digits" == RunFolder(path).result["data"]
-    assert resolved["launch.algorithm"] in done.stdout and resolved["split"] in (["fc2"], ["fc3"])
+    assert resolved["launch.algorithm"] in completed.stdout
+    assert resolved["split"] in (["fc2"], ["fc3"])
 
     for option in (f"--config={path / 'config.yaml'}", f"--resume={path}"):
         cfg = config.load_config(Config, [option], {})
         assert [cfg.data.name, cfg.launch.algorithm, cfg.pipeline.split] == list(resolved.values())
         assert config.find_changes(path, cfg) == {}
     compared = inside.run_verb("compare", "--where=data.name=digits launch.algorithm!=auto", cwd=tmp_path)
-    assert compared.returncode == 0 and "finished" in compared.stdout, compared.stderr
+    assert compared.returncode == 0, compared.stderr
+    assert "finished" in compared.stdout, compared.stderr

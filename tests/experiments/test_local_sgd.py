@@ -1,4 +1,4 @@
-"""Local SGD in runs: exchanges and bytes by their formulas, each worker's own state in a checkpoint, bad settings."""
+"""Local SGD in runs: numbers of exchanges and bytes, the state of each worker in checkpoints, invalid settings."""
 
 from __future__ import annotations
 
@@ -21,78 +21,92 @@ from tests.harness.registry import BY_NAME
 from tests.harness.resuming import cut_off, resume
 from tests.harness.shared import run_once
 
-STEPS, EVERY, START = 30, 8, 5
+STEPS = 30
+EVERY = 8
+START = 5
 SEPARATE_MODELS = "the checkpoint contains separate parameters for 2 ranks, but this run has 1; resume with 2 ranks"
-N = sum(p.numel() for p in networks.build_network("mlp", (28, 28), 10).parameters())
+MLP = networks.build_network("mlp", (28, 28), 10)
+MLP_BYTES = 4 * sum(parameter.numel() for parameter in MLP.parameters())
 
 
 @pytest.fixture
 def trained(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """A run that saves between exchanges, too."""
-    words = ("model=mlp", f"every={EVERY}", f"start={START}", "momentum_of=averaged")
-    return run_once(tmp_path_factory, "local", "local_sgd", *quick, *words)
+    """A run with checkpoints at exchanges and between them."""
+    settings = ("model=mlp", f"every={EVERY}", f"start={START}", "momentum_of=averaged")
+    return run_once(tmp_path_factory, "local", "local_sgd", *quick, *settings)
 
 
 def test_exchanges_and_bytes_are_counted(trained: Done) -> None:
     """Steps 13, 21 and 29 end a round, and 30 the run; each exchange has parameters and momentum."""
     assert trained.status == 0, trained.err
-    assert trained.result["exchanges"] == 4 and trained.result["bytes_sent"] == 4 * N * (START + 2 * 4)
-    assert "4 in 30 steps" in trained.out and "after every 8 steps after 5 synchronous steps" in trained.out
+    assert trained.result["exchanges"] == 4
+    assert trained.result["bytes_sent"] == MLP_BYTES * (START + 2 * 4)
+    assert "4 in 30 steps" in trained.out
+    assert "after every 8 steps after 5 synchronous steps" in trained.out
 
 
-def test_a_checkpoint_has_each_worker_s_own_parameters_and_their_mean(trained: Done) -> None:
-    found = set()
-    for saved in storage.list_checkpoints(trained.folder.list_attempts()[0]):
-        parts = [torch.load(saved.path / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
-        one, two = (part["local"]["worker"]["vectors"]["parameters"] for part in parts)
-        together = saved.step <= START or (saved.step - START) % EVERY == 0 or saved.step == STEPS
-        found.add(together)
-        assert torch.equal(one, two) == together, saved.step
-        mean = torch.cat([parts[0]["model"][name].flatten() for name in parts[0]["model"]])
-        assert torch.allclose(mean, (one + two) / 2, atol=1e-7) and not parts[1]["model"]
-    assert found == {True, False}, "checkpoints at exchanges, and between them"
+def test_a_checkpoint_contains_the_parameters_of_each_worker_and_their_mean(trained: Done) -> None:
+    checkpoints = storage.list_checkpoints(trained.folder.list_attempts()[0])
+    exchange_steps = {*range(1, START + 1), *range(START, STEPS, EVERY), STEPS}
+    saved_steps = {checkpoint.step for checkpoint in checkpoints}
+    assert saved_steps & exchange_steps
+    assert saved_steps - exchange_steps
+    for checkpoint in checkpoints:
+        first, second = (torch.load(checkpoint.path / f"rank-{rank}.pt", weights_only=True) for rank in range(2))
+        first_parameters = first["local"]["worker"]["vectors"]["parameters"]
+        second_parameters = second["local"]["worker"]["vectors"]["parameters"]
+        are_equal = torch.equal(first_parameters, second_parameters)
+        assert are_equal == (checkpoint.step in exchange_steps), checkpoint.step
+        mean = torch.cat([tensor.flatten() for tensor in first["model"].values()])
+        assert torch.allclose(mean, (first_parameters + second_parameters) / 2, atol=1e-7)
+        assert not second["model"]
 
 
-def test_other_ranks_and_another_start_are_refused(trained: Done, tmp_path: Path) -> None:
+def test_a_resume_with_other_ranks_or_another_start_is_refused(trained: Done, tmp_path: Path) -> None:
     folder = cut_off(trained.folder, 15, tmp_path)
-    done = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1")
-    assert done.returncode == 2
-    assert SEPARATE_MODELS in done.stderr and "Traceback" not in done.stderr
-    for asked in (
+    completed = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1")
+    assert completed.returncode == 2
+    assert SEPARATE_MODELS in completed.stderr
+    assert "Traceback" not in completed.stderr
+    for completed in (
         inside.run_verb("exp", f"--resume={folder.path}", "--launch=local", "--nodes=5"),
         resume(BY_NAME["local_sgd"], folder, "launch.nodes=5"),
-    ):  # not with the advice to change the batch, which five ranks cannot divide
-        assert asked.returncode == 2 and SEPARATE_MODELS.replace("has 1", "has 5") in asked.stderr, asked.stderr
-    again = resume(BY_NAME["local_sgd"], folder, "start=20")
-    assert again.returncode == 2
-    assert "start cannot change when a run is resumed: it was 5" in again.stderr
+    ):  # the message does not advise another batch, although five ranks cannot divide it
+        assert completed.returncode == 2
+        assert SEPARATE_MODELS.replace("has 1", "has 5") in completed.stderr
+    completed = resume(BY_NAME["local_sgd"], folder, "start=20")
+    assert completed.returncode == 2
+    assert "start cannot change when a run is resumed: it was 5" in completed.stderr
 
 
 def test_a_finished_run_stays_finished_if_it_cannot_be_extended(trained: Done, tmp_path: Path) -> None:
     folder = RunFolder(Path(shutil.copytree(trained.folder.path, tmp_path / trained.folder.path.name)))
     attempts = len(folder.list_attempts())
     result = folder.result
-    done = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1", f"steps={STEPS + 4}")
-    assert done.returncode == 2
-    assert SEPARATE_MODELS in done.stderr and "Traceback" not in done.stderr
+    completed = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1", f"steps={STEPS + 4}")
+    assert completed.returncode == 2
+    assert SEPARATE_MODELS in completed.stderr
+    assert "Traceback" not in completed.stderr
 
     newest = storage.list_resumable_checkpoints(folder)[0]
     file = newest.path / "rank-1.pt"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    done = resume(BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}")
-    assert done.returncode == 2
-    assert f"its last step ({STEPS}) is invalid: rank-1.pt does not match its checksum; restore" in done.stderr
+    completed = resume(BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}")
+    assert completed.returncode == 2
+    assert f"its last step ({STEPS}) is invalid: rank-1.pt does not match its checksum; restore" in completed.stderr
     shutil.rmtree(newest.path)
-    done = resume(BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}")
-    assert done.returncode == 2 and f"its last step ({STEPS}) is missing; start a new run" in done.stderr
+    completed = resume(BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}")
+    assert completed.returncode == 2
+    assert f"its last step ({STEPS}) is missing; start a new run" in completed.stderr
 
     assert len(folder.list_attempts()) == attempts, "a refused attempt was opened"
-    assert folder.result == result and result["state"] == "finished"
+    assert folder.result == result
+    assert result["state"] == "finished"
 
 
 @pytest.mark.parametrize(
-    ("words", "part"),
+    ("settings", "message"),
     [
         ("every=0", "every=0: out of range"),
         ("every=41 steps=40", "every=41 exceeds the 40 local steps of the run; use at most"),
@@ -116,6 +130,6 @@ def test_a_finished_run_stays_finished_if_it_cannot_be_extended(trained: Done, t
         ("momentum_of=averaged optim.momentum=0", "momentum_of=averaged requires optim.momentum"),
     ],
 )
-def test_bad_settings_are_refused(words: str, part: str) -> None:
-    with pytest.raises(UserError, match=re.escape(part)):
-        config.load_config(Config, words.split(), {})
+def test_invalid_settings_are_refused(settings: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        config.load_config(Config, settings.split(), {})

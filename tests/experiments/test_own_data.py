@@ -1,11 +1,11 @@
-"""A run on a data set of one's own: trained, measured again, and resumed when the file is gone."""
+"""A run on a custom data set is trained, evaluated, and resumed after its file has changed."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
+from common.runs.folder import read_json
 from tests.harness import inside
 from tests.harness.own_data import write_example
 from tests.harness.processes import run
@@ -13,22 +13,29 @@ from tests.harness.registry import REPLICATED
 from tests.harness.resuming import resume
 
 
-def test_a_run_learns_and_keeps_the_set_of_the_contributing_page(tmp_path: Path) -> None:
+def test_a_run_learns_and_stores_the_data_set_of_the_contributing_page(tmp_path: Path) -> None:
     file = write_example(tmp_path)
-    words = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", "steps=60", "log.progress=none")
-    done = run(REPLICATED.name, *words, *REPLICATED.smallest, runs=tmp_path / "runs")
-    assert done.status == 0, done.err
-    folder = done.folder
-    assert done.result["data"] == f"{file}:load" and done.result["test_accuracy"] > 0.9
-    facts = json.loads((folder.path / "model.json").read_text())
-    assert (facts["classes"], facts["shape"], done.result["test_samples"]) == (3, [12, 12], 500)
-    assert (folder.path / "code" / "own" / "data.py").read_text() == file.read_text()
-    told = inside.run_verb("evaluate", "--", str(folder.path))
-    assert told.returncode == 0 and "recorded by the run: " in told.stdout, told.stdout + told.stderr
+    settings = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", "steps=60", "log.progress=none")
+    completed = run(REPLICATED.name, *settings, *REPLICATED.smallest, runs=tmp_path / "runs")
+    assert completed.status == 0, completed.err
+    folder = completed.folder
+    assert completed.result["data"] == f"{file}:load"
+    assert completed.result["test_accuracy"] > 0.9
+    facts = read_json(folder.path / "model.json")
+    assert facts["classes"] == 3
+    assert facts["shape"] == [12, 12]
+    assert completed.result["test_samples"] == 500
+    assert (folder.path / "code/own/data.py").read_text() == file.read_text()
+    evaluation = inside.run_verb("evaluate", "--", str(folder.path))
+    assert evaluation.returncode == 0, evaluation.stdout + evaluation.stderr
+    assert "recorded by the run: " in evaluation.stdout, evaluation.stdout + evaluation.stderr
     file.write_text("another file by now")
     shutil.rmtree(tmp_path / "sets")
     resumed = resume(REPLICATED, folder, "steps=70")
-    assert resumed.returncode == 0 and "extending the run after step 60" in resumed.stdout, resumed.stderr
-    assert "different data" not in resumed.stderr and len(folder.read_metrics()) == 72
-    told = inside.run_verb("evaluate", f"--args=data.name={file}:load", "--", str(folder.path))
-    assert told.returncode == 2 and f"{file}:1: SyntaxError" in told.stderr, "the file that is named, not the one kept"
+    assert resumed.returncode == 0, resumed.stderr
+    assert "extending the run after step 60" in resumed.stdout, resumed.stderr
+    assert "different data" not in resumed.stderr
+    assert len(folder.read_metrics()) == 72
+    evaluation = inside.run_verb("evaluate", f"--args=data.name={file}:load", "--", str(folder.path))
+    assert evaluation.returncode == 2
+    assert f"{file}:1: SyntaxError" in evaluation.stderr, "an explicit setting uses the named file"

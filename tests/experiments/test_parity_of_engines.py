@@ -1,6 +1,6 @@
 """One case of each engine equals the unsplit model in one process, in float64, to 1e-9.
 
-tests/parity has all the others; those of accumulation are in test_amp.py.
+tests/parity has all other cases; those of accumulation are in test_amp.py.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from tests.harness.reference import differences
 GPIPE = "engine=own,schedule=gpipe,stages=2,microbatches=6"
 LIBRARY = "engine=torch,schedule=1f1b,stages=2,microbatches=6"
 RESNET = "schedule=gpipe,stages=2,split=[layer3_0]"
-DDP, FSDP, SYNCED = "strategy=ddp,steps=15", "strategy=fsdp,steps=15", "model=resnet18,sync_batchnorm=true,steps=6"
+DDP = "strategy=ddp,steps=15"
+FSDP = "strategy=fsdp,steps=15"
+SYNCED = "model=resnet18,sync_batchnorm=true,steps=6"
 UNEQUAL = f"{DDP},shards=[3,1]"
 
 
 @pytest.mark.parametrize("losses", [[1.0, math.nan, 1.0], [math.nan, 1.0, 1.0], [1.0, 1.0, 2.0], []])
-def test_what_is_no_number_or_missing_differs_from_the_reference(losses: list[float]) -> None:
+def test_nan_and_missing_losses_differ_from_the_reference(losses: list[float]) -> None:
     right = {"losses": [1.0, 1.0, 1.0], "state": {}, "scores": {}}
     assert differences(right, right) == []
-    assert any(found.startswith("losses by") for found in differences(right | {"losses": losses}, right))
+    assert any(line.startswith("losses by") for line in differences(right | {"losses": losses}, right))
 
 
 def test_both_pipeline_engines_equal_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
     mistaken = f"lose_microbatch,{GPIPE}"
     trained = train_cases("parity", tmp_path, cache, 2, [GPIPE, LIBRARY, mistaken], "mnist_pipeline")
     right = parity.expected(cache, "mnist_pipeline", "stages=1")
-    assert right["losses"][-1] < 0.9 * right["losses"][0], "a model that learns nothing proves nothing"
+    assert right["losses"][-1] < 0.9 * right["losses"][0], "without progress the comparison proves nothing"
     assert differences(trained[GPIPE], right) == []
     assert differences(trained[LIBRARY], right) == []
     assert any("losses" in difference for difference in differences(trained[mistaken], right))
@@ -52,5 +54,5 @@ def test_ddp_fsdp_and_synchronised_norms_equal_one_process(tmp_path: Path, cache
     trained = train_cases("ddp_parity", tmp_path, cache, 2, [DDP, FSDP, SYNCED, UNEQUAL, mistaken])
     for case in (DDP, FSDP, SYNCED, UNEQUAL):
         assert wrong(trained[case], ddp_parity.expected(cache, case)) == [], case
-    found = wrong(trained[mistaken], ddp_parity.expected(cache, f"{DDP},clip=0"))
-    assert any("losses" in difference for difference in found)
+    mistakes = wrong(trained[mistaken], ddp_parity.expected(cache, f"{DDP},clip=0"))
+    assert any("losses" in difference for difference in mistakes)

@@ -1,8 +1,8 @@
-"""The strategies of resnet_dataparallel: equal to one process, and honest where there is only one device."""
+"""The strategies of resnet_dataparallel equal one process; DataParallel on a single device is reported."""
 
 from __future__ import annotations
 
-import json
+import collections
 import re
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from common.checkpoint import state_dicts
 from common.config import config
 from common.models import networks
 from common.ranks.rendezvous import World
+from common.runs.folder import read_json
 from common.system.errors import UserError
 from common.techniques.data_parallel import device_report, single_process_baseline
 from configs.resnet_dataparallel import Config
@@ -26,59 +27,72 @@ from configs.sweeps.resnet_dataparallel import list_points
 from experiments import resnet_dataparallel
 from tests.harness.cases import train_cases
 from tests.harness.dataparallel_parity import train_run
-from tests.harness.processes import run
+from tests.harness.processes import Done, run
 from tests.harness.reference import differences
 
-FEW = ("model=mlp", "batch=16", "launch.threads=1", "data.test_limit=100", "optim.warmup=0")
+SMALL = ("model=mlp", "batch=16", "launch.threads=1", "data.test_limit=100", "optim.warmup=0")
 
 
 def test_ddp_with_synchronised_norms_equals_one_process(cache: Path, tmp_path: Path) -> None:
     (expected,) = train_cases("dataparallel_parity", tmp_path, cache, 1, ["strategy=single"]).values()
-    assert len(expected["losses"]) == 10 and len(expected["state"]) == 122
+    assert len(expected["losses"]) == 10
+    assert len(expected["state"]) == 122
     assert expected["state"]["bn1.num_batches_tracked"] == 10
-    norms = ["sync_batchnorm=true", "sync_batchnorm=false"]
-    synced, apart = train_cases("dataparallel_parity", tmp_path, cache, 2, norms).values()
-    assert differences(synced, expected) == []
-    # the check sees norms that look at their own share only, with a process that has none
-    assert any("losses" in difference for difference in differences(apart, expected))
-    assert all(value.isfinite().all() for value in apart["state"].values())
+    cases = ["sync_batchnorm=true", "sync_batchnorm=false"]
+    synchronised, separate = train_cases("dataparallel_parity", tmp_path, cache, 2, cases).values()
+    assert differences(synchronised, expected) == []
+    # the comparison detects norms that use the local shard only, although one shard is empty
+    assert any("losses" in difference for difference in differences(separate, expected))
+    for tensor in separate["state"].values():
+        assert tensor.isfinite().all()
 
 
-def test_every_strategy_equals_one_process_and_data_parallel_on_one_device_says_so(cache: Path, tmp_path: Path) -> None:
+def test_every_strategy_equals_one_process(cache: Path, tmp_path: Path) -> None:
     _, expected = train_run(cache, tmp_path / "single", 10, "model=convnet", "strategy=single")
     ddp, shared = train_run(cache, tmp_path / "ddp", 10, "model=convnet", "compare=false")
     assert differences(shared, expected) == []
-    assert ddp.result["last_batch"] == [1, 0] and ddp.result["devices"] == 2
+    assert ddp.result["last_batch"] == [1, 0]
+    assert ddp.result["devices"] == 2
     for functional in ("true", "false"):
-        words = ("model=convnet", "strategy=data_parallel", f"functional={functional}", "compare=true")
-        done, found = train_run(cache, tmp_path / functional, 10, *words)
-        result = done.result
+        settings = ("model=convnet", "strategy=data_parallel", f"functional={functional}", "compare=true")
+        completed, trained = train_run(cache, tmp_path / functional, 10, *settings)
         if torch.cuda.device_count() < 2:
-            assert "runs the model unchanged, like strategy=single" in done.out and "use strategy=ddp" in done.out
-            assert result["devices"] == 1 and "efficiency" not in result and not result["compare"]
-            assert "speedup" not in done.out
-            assert found["losses"] == expected["losses"]
-        assert found["state"].keys() == expected["state"].keys()
+            check_that_data_parallel_was_not_used(completed)
+            assert trained["losses"] == expected["losses"]
+        assert trained["state"].keys() == expected["state"].keys()
+
+
+def check_that_data_parallel_was_not_used(completed: Done) -> None:
+    """Check that a run of data_parallel on a single device says that it used the model unchanged."""
+    assert "runs the model unchanged, like strategy=single" in completed.out
+    assert "use strategy=ddp" in completed.out
+    assert "speedup" not in completed.out
+    result = completed.result
+    assert result["devices"] == 1
+    assert "efficiency" not in result
+    assert not result["compare"]
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("settings", "parts"),
     [
-        (["strategy=data_parallel", "sync_batchnorm=true"], ["sync_batchnorm", "several processes", "strategy=ddp"]),
-        (["strategy=single", "processes_per_node=2"], ["processes_per_node", "strategy=ddp"]),
-        (["strategy=data_parallel", "launch.nodes=2"], ["launch.nodes", "strategy=ddp"]),
-        (["functional=true"], ["functional=true applies to data_parallel only"]),
-        (["batch=63"], ["batch=63", "2 ranks", "batch=62 or 64"]),
+        ("strategy=data_parallel sync_batchnorm=true", ["sync_batchnorm", "several processes", "strategy=ddp"]),
+        ("strategy=single processes_per_node=2", ["processes_per_node", "strategy=ddp"]),
+        ("strategy=data_parallel launch.nodes=2", ["launch.nodes", "strategy=ddp"]),
+        ("functional=true", ["functional=true applies to data_parallel only"]),
+        ("batch=63", ["batch=63", "2 ranks", "batch=62 or 64"]),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
+def test_invalid_settings_are_refused(settings: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        config.load_config(Config, words, {})
-    assert all(part in str(caught.value) for part in parts), caught.value
+        config.load_config(Config, settings.split(), {})
+    for part in parts:
+        assert part in str(caught.value), caught.value
 
 
-def test_shares_are_those_of_the_strategies() -> None:
-    chunks, slices = Config(strategy="data_parallel"), Config(strategy="ddp")
+def test_samples_per_device_depend_on_the_strategy() -> None:
+    chunks = Config(strategy="data_parallel")
+    slices = Config(strategy="ddp")
     for count, devices, expected in ((5, 4, [2, 2, 1, 0]), (1, 4, [1, 0, 0, 0]), (64, 2, [32, 32]), (5, 2, [3, 2])):
         assert device_report.count_samples_per_device(chunks, count, devices) == expected
     assert device_report.count_samples_per_device(slices, 5, 4) == [2, 1, 1, 1]
@@ -86,75 +100,93 @@ def test_shares_are_those_of_the_strategies() -> None:
 
 def test_only_data_parallel_is_called_as_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resnet_dataparallel, "list_gpus", lambda world: [0, 1])
-    cfg, model, world = Config(strategy="data_parallel", functional=True), nn.Linear(1, 1), cast(World, None)
-    called = resnet_dataparallel.choose_forward(cfg, model, world)
-    assert isinstance(called, partial) and called.keywords == {"device_ids": [0, 1]}
-    for other in ("single", "ddp"):  # the sides that a run of data_parallel compares itself with
-        assert resnet_dataparallel.choose_forward(replace(cfg, strategy=other), model, world) is model
+    cfg = Config(strategy="data_parallel", functional=True)
+    model = nn.Linear(1, 1)
+    world = cast(World, None)
+    forward = resnet_dataparallel.choose_forward(cfg, model, world)
+    assert isinstance(forward, partial)
+    assert forward.keywords == {"device_ids": [0, 1]}
+    for strategy in ("single", "ddp"):  # a run of data_parallel is compared with these
+        assert resnet_dataparallel.choose_forward(replace(cfg, strategy=strategy), model, world) is model
 
 
-def test_the_running_loss_is_the_mean_of_the_losses_and_nobody_waits_for_it(
+def test_the_running_loss_is_the_mean_of_the_losses_and_steps_do_not_wait_for_it(
     digits: tuple[str, ...], tmp_path: Path
 ) -> None:
-    few = ("compare=false", "loss_every=10", "data.train_limit=240", "epochs=2", "steps=25", "profile=4")
-    done = run("resnet_dataparallel", *digits, *FEW, *few, runs=tmp_path)
-    assert done.status == 0, done.err
-    told = [float(value) for value in re.findall(r"running loss (\d+\.\d+)", done.out)]
-    assert told == pytest.approx([fmean(done.losses[:10]), fmean(done.losses[15:20])], abs=6e-4)  # epochs of 15 steps
-    events = json.loads((done.folder.list_attempts()[0].attempt_folder / "trace-0.json").read_text())["traceEvents"]
-    names = ("aten::cross_entropy_loss", "aten::item")
-    losses, waits = ([event["ts"] for event in events if event.get("name") == name] for name in names)
-    # a loop that printed each loss would wait in every step; the metrics do now and then
-    assert len(losses) == 4 and sum(at < max(losses) for at in waits) < 4
+    settings = ("compare=false", "loss_every=10", "data.train_limit=240", "epochs=2", "steps=25", "profile=4")
+    completed = run("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)
+    assert completed.status == 0, completed.err
+    printed = [float(number) for number in re.findall(r"running loss (\d+\.\d+)", completed.out)]
+    expected = [fmean(completed.losses[:10]), fmean(completed.losses[15:20])]  # an epoch has 15 steps
+    assert printed == pytest.approx(expected, abs=6e-4)
+
+    trace = completed.folder.list_attempts()[0].attempt_folder / "trace-0.json"
+    times = collections.defaultdict(list)
+    for event in read_json(trace)["traceEvents"]:
+        times[event.get("name")].append(event.get("ts"))
+    loss_times = times["aten::cross_entropy_loss"]
+    wait_times = times["aten::item"]
+    assert len(loss_times) == 4
+    waits_between_losses = [time for time in wait_times if time < max(loss_times)]
+    assert len(waits_between_losses) < 4, "a loop that prints each loss waits in every step"
 
 
-def test_the_sides_of_the_comparison_take_turns_and_are_drawn(digits: tuple[str, ...], tmp_path: Path) -> None:
-    done = run("resnet_dataparallel", *digits, *FEW, "launch.device=cpu", "steps=15", runs=tmp_path)
-    assert done.status == 0, done.err
-    result = done.result
+def test_the_compared_strategies_take_turns_and_are_drawn(digits: tuple[str, ...], tmp_path: Path) -> None:
+    completed = run("resnet_dataparallel", *digits, *SMALL, "launch.device=cpu", "steps=15", runs=tmp_path)
+    assert completed.status == 0, completed.err
+    result = completed.result
     assert list(result["compare"]) == ["single, 1 thread", "single, 2 threads", "ddp"]
-    assert all(
-        len(values) == single_process_baseline.COMPARE_ROUNDS and min(values) > 0
-        for values in result["compare"].values()
-    )
-    told = ["comparing the strategies in alternating rounds; with compare=false, a run ends here"]
-    told += [f"comparison, round {number} of 3: {side}" for number in (1, 2, 3) for side in result["compare"]]
-    assert [line for line in done.out.splitlines() if line.startswith(("comparison, ", "comparing the "))] == told
-    one, *_, both = (fmean(values) for values in result["compare"].values())
-    assert result["efficiency"] == pytest.approx(both / one / 2)
-    assert "GPUs found: 0; DataParallel runs the model unchanged" in done.out
-    drawn = done.folder.path / "compare.png"
-    assert drawn.read_bytes().startswith(b"\x89PNG") and drawn.as_uri() in done.out
-    assert len(result["memory"]) == 2 and min(result["memory"].values()) > 50e6
-    assert result["imbalance"]["memory"] >= 0 and result["imbalance"]["before_backward"] >= 0
+    for rates in result["compare"].values():
+        assert len(rates) == single_process_baseline.COMPARE_ROUNDS
+        assert min(rates) > 0
+    expected = ["comparing the strategies in alternating rounds; with compare=false, a run ends here"]
+    for number in (1, 2, 3):
+        expected += [f"comparison, round {number} of 3: {name}" for name in result["compare"]]
+    printed = [line for line in completed.out.splitlines() if line.startswith(("comparison, ", "comparing the "))]
+    assert printed == expected
+    speedup = fmean(result["compare"]["ddp"]) / fmean(result["compare"]["single, 1 thread"])
+    assert result["efficiency"] == pytest.approx(speedup / 2)
+    assert "GPUs found: 0; DataParallel runs the model unchanged" in completed.out
+    figure = completed.folder.path / "compare.png"
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert figure.as_uri() in completed.out
+    assert len(result["memory"]) == 2
+    assert min(result["memory"].values()) > 50e6
+    assert result["imbalance"]["memory"] >= 0
+    assert result["imbalance"]["before_backward"] >= 0
 
 
-def test_fewer_images_than_a_batch_are_trained_on_and_not_compared(tmp_path: Path) -> None:
-    for part, count in (("train", 10), ("val", 2)):
-        for colour in ("red", "blue"):
-            (tmp_path / part / colour).mkdir(parents=True)
-            for number in range(count):
-                Image.new("RGB", (8, 8), colour).save(tmp_path / part / colour / f"{number}.png")
+def save_images(folder: Path, colour: str, count: int) -> None:
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.new("RGB", (8, 8), colour).save(folder / f"{number}.png")
+
+
+def test_a_run_with_fewer_images_than_a_batch_trains_without_a_comparison(tmp_path: Path) -> None:
+    for colour in ("red", "blue"):
+        save_images(tmp_path / "train" / colour, colour, 10)
+        save_images(tmp_path / "val" / colour, colour, 2)
     images = ("data.name=imagefolder", f"data.root={tmp_path}", f"data.cache={tmp_path / 'sets'}", "data.image_size=8")
-    done = run(
-        "resnet_dataparallel", *images, *FEW, "launch.device=cpu", "batch=64", "epochs=2", runs=tmp_path / "runs"
-    )
-    assert done.status == 0, done.err
-    assert done.result["state"] == "finished" and done.result["compare"] == {}
-    assert len(done.losses) == 2 and done.result["last_batch"] == [10, 10]
-    assert re.search(r"comparison +skipped: the training set has 20 samples, fewer than one batch of 64", done.out)
+    settings = ("launch.device=cpu", "batch=64", "epochs=2")
+    completed = run("resnet_dataparallel", *images, *SMALL, *settings, runs=tmp_path / "runs")
+    assert completed.status == 0, completed.err
+    assert completed.result["state"] == "finished"
+    assert completed.result["compare"] == {}
+    assert len(completed.losses) == 2
+    assert completed.result["last_batch"] == [10, 10]
+    assert re.search(r"comparison +skipped: the training set has 20 samples, fewer than one batch of 64", completed.out)
 
 
 def test_a_sweep_runs_each_strategy(digits: tuple[str, ...], tmp_path: Path) -> None:
-    done = run(
-        "resnet_dataparallel", *digits, *FEW, "launch.device=cpu", "sweep=true", "repeats=1", "steps=15", runs=tmp_path
-    )
-    assert done.status == 0, done.err
+    settings = ("launch.device=cpu", "sweep=true", "repeats=1", "steps=15")
+    completed = run("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)
+    assert completed.status == 0, completed.err
     (folder,) = (tmp_path / "sweeps").iterdir()
-    cells = json.loads((folder / "sweep.json").read_text())["cells"]
+    cells = read_json(folder / "sweep.json")["cells"]
     assert [cell["values"]["strategy"] for cell in cells] == ["single", "ddp"]
     assert (folder / "strategies.png").read_bytes().startswith(b"\x89PNG")
-    assert re.search(r"single  [\d,]+ samples/s, 1 run\n", done.out) and "data_parallel  " in done.out
+    assert re.search(r"single  [\d,]+ samples/s, 1 run\n", completed.out)
+    assert "data_parallel  " in completed.out
 
 
 @pytest.mark.parametrize(
@@ -167,17 +199,30 @@ def test_a_sweep_compares_on_one_kind_of_device(gpus: int, strategies: list[str]
     assert {cell.get("launch.device") for cell in cells} == {device}
 
 
-def test_a_model_saved_by_a_wrapper_is_loaded_too() -> None:
-    saved, ours = (networks.ResNet("resnet18", (28, 28), 10, width=4) for _ in range(2))
+def build_small_resnet() -> networks.ResNet:
+    return networks.ResNet("resnet18", (28, 28), 10, width=4)
+
+
+def test_a_model_saved_by_a_wrapper_is_loaded() -> None:
+    saved = build_small_resnet()
+    model = build_small_resnet()
     wrapped = nn.DataParallel(saved).state_dict()
-    assert all(name.startswith("module.") for name in wrapped)
-    pairs = [*ours.named_parameters(), *ours.named_buffers()]
-    assert not all(torch.equal(value, wrapped[f"module.{name}"]) for name, value in pairs)
-    state_dicts.load_tensors(pairs, wrapped)
-    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in pairs)
+    for name in wrapped:
+        assert name.startswith("module.")
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    assert not all(torch.equal(tensor, wrapped[f"module.{name}"]) for name, tensor in tensors)
+    state_dicts.load_tensors(tensors, wrapped)
+    for name, tensor in tensors:
+        assert torch.equal(tensor, saved.state_dict()[name])
     with pytest.raises(UserError, match=r"the checkpoint has no tensor conv1\.weight; it was saved"):
-        state_dicts.load_tensors(pairs, nn.DataParallel(nn.Linear(2, 2)).state_dict())
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
-    memory = {f"module.{name}": {"momentum_buffer": torch.full_like(p, 3)} for name, p in ours.named_parameters()}
-    state_dicts.load_optimizer_state(optimizer, list(ours.named_parameters()), memory)
-    assert all((optimizer.state[p]["momentum_buffer"] == 3).all() for p in ours.parameters())
+        state_dicts.load_tensors(tensors, nn.DataParallel(nn.Linear(2, 2)).state_dict())
+
+
+def test_the_optimizer_state_of_a_wrapped_model_is_loaded() -> None:
+    model = build_small_resnet()
+    parameters = list(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    saved = {f"module.{name}": {"momentum_buffer": torch.full_like(p, 3)} for name, p in parameters}
+    state_dicts.load_optimizer_state(optimizer, parameters, saved)
+    for parameter in model.parameters():
+        assert (optimizer.state[parameter]["momentum_buffer"] == 3).all()

@@ -1,4 +1,4 @@
-"""Masks are exact: as many weights as asked, chosen right, and zero to the end; and what is written can be used."""
+"""Pruning: masks remove the exact number of weights, pruned weights stay zero, and exported forms work."""
 
 from __future__ import annotations
 
@@ -29,320 +29,402 @@ from tests.harness.processes import Done, run
 SMALL = ("model=mlp", "batch=16", "steps=12", "data.test_limit=100", "optim.warmup=0", "launch.threads=1")
 QUIET = (*SMALL, "export=false", "int8=false")
 SAVING = (*QUIET, "every=2", "checkpoint.every_steps=1", "checkpoint.every_seconds=0", "checkpoint.keep=100")
-TOTAL = 784 * 128 + 128 * 64 + 64 * 10  # weights of the mlp
+MLP_WEIGHTS = 784 * 128 + 128 * 64 + 64 * 10
 SHAPES = [(8, 1, 3, 3), (30, 50), (10, 30)]
 
 
-def made(*shapes: tuple[int, ...], levels: int = 0, seed: int = 0) -> list[Tensor]:
-    """Scores; with `levels`, only so many different ones."""
-    source = torch.Generator().manual_seed(seed)
-    found = [torch.rand(shape, generator=source) for shape in shapes]
-    return [(score * levels).floor() for score in found] if levels else found
+def draw_scores(*shapes: tuple[int, ...], levels: int = 0, seed: int = 0) -> list[Tensor]:
+    """Draw random scores of these shapes; with `levels`, only that many different values."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = [torch.rand(shape, generator=generator) for shape in shapes]
+    if levels:
+        return [(score * levels).floor() for score in scores]
+    return scores
 
 
-def pruned(masks: list[Tensor]) -> int:
+def count_pruned(masks: list[Tensor]) -> int:
     return sum(int((~mask).sum()) for mask in masks)
 
 
-# ---- exactly so many
+def count_units(mask: Tensor) -> int:
+    """Count the output units of a layer that have weights."""
+    return int(mask.flatten(1).any(1).sum())
+
+
+def prune_globally(masks: Masks, cfg: Config, model: nn.Module, step: int, sparsity: float) -> None:
+    """Replace the masks by those of the criterion of a config."""
+    no_run: Any = None  # these criteria need no run
+    scores = sparse_prune.score_weights(cfg, no_run, model, masks, step)
+    masks.replace_masks(pruning_masks.make_global_masks(scores, sparsity))
+
+
+def compute_remaining_shares(masks: Masks) -> list[float]:
+    return [float(mask.float().mean()) for mask in masks.masks]
+
+
+# ---- number of pruned weights
 
 
 @pytest.mark.parametrize("levels", [0, 1, 3], ids=["all different", "all equal", "three values"])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.92, 0.999, 1.0])
-def test_as_many_are_pruned_as_asked_whatever_the_ties(share: float, levels: int) -> None:
-    scores = made(*SHAPES, levels=levels)
+def test_the_requested_number_of_weights_is_pruned_despite_ties(share: float, levels: int) -> None:
+    scores = draw_scores(*SHAPES, levels=levels)
     total = sum(score.numel() for score in scores)
+
     masks = pruning_masks.make_global_masks(scores, share)
-    assert pruned(masks) == round(share * total)
-    gone = torch.cat([score[~mask] for score, mask in zip(scores, masks, strict=True)])
-    left = torch.cat([score[mask] for score, mask in zip(scores, masks, strict=True)])
-    assert not len(gone) or not len(left) or gone.max() <= left.min()
-    layers = pruning_masks.make_layer_masks(scores, [share] * len(scores))
-    assert pruned(layers) == round(share * total)
-    for score, mask in zip(scores, layers, strict=True):
-        assert abs(pruned([mask]) - share * score.numel()) < 1
+    assert count_pruned(masks) == round(share * total)
+    pruned = torch.cat([score[~mask] for score, mask in zip(scores, masks, strict=True)])
+    remaining = torch.cat([score[mask] for score, mask in zip(scores, masks, strict=True)])
+    if len(pruned) and len(remaining):
+        assert pruned.max() <= remaining.min()
+
+    layer_masks = pruning_masks.make_layer_masks(scores, [share] * len(scores))
+    assert count_pruned(layer_masks) == round(share * total)
+    for score, mask in zip(scores, layer_masks, strict=True):
+        assert abs(count_pruned([mask]) - share * score.numel()) < 1
 
 
-@pytest.mark.parametrize("kind", ["random", "sorted", "two values", "a sample that misleads"])
-def test_of_many_numbers_the_kth_is_exact(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["random", "sorted", "two values", "misleading sample"])
+def test_the_kth_smallest_of_many_numbers_is_exact(kind: str) -> None:
     count = 17 * pruning_masks.SAMPLE_SIZE + 5
-    values = torch.rand(count, generator=torch.Generator().manual_seed(0))
+    numbers = torch.rand(count)
     if kind == "sorted":
-        values = values.sort().values
+        numbers = numbers.sort().values
     if kind == "two values":
-        values = (values > 0.5).float()
-    if kind == "a sample that misleads":
-        values[:: count // pruning_masks.SAMPLE_SIZE] = -1.0
-    ordered = values.sort().values
+        numbers = (numbers > 0.5).float()
+    if kind == "misleading sample":
+        numbers[:: count // pruning_masks.SAMPLE_SIZE] = -1.0
+
+    ordered = numbers.sort().values
+    parts = [numbers[: count // 3].view(1, -1), numbers[count // 3 :]]
     for k in (1, 2, count // 10, count // 2, int(0.9 * count), count - 1, count):
-        parts = [values[: count // 3].view(1, -1), values[count // 3 :]]
         assert pruning_masks.find_kth_smallest(parts, k) == ordered[k - 1], k
         assert sum(int(mask.sum()) for mask in pruning_masks.select_lowest_scores(parts, k)) == k
 
 
-def test_what_is_pruned_stays_pruned_and_layers_are_compared_as_asked() -> None:
-    cfg = Config()
+def test_pruned_weights_stay_pruned_and_layers_are_normalized_on_request() -> None:
     model = networks.build_network("lenet300", (28, 28), 10)
     masks = Masks(model)
-    nothing: Any = None
     with torch.no_grad():
         masks.weights[0].mul_(100)
-    masks.replace_masks(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.1))
-    shares = [float(mask.float().mean()) for mask in masks.masks]
-    assert shares[0] > 0.98 and shares[1] < 0.3, "a layer with large weights loses nearly none"
-    cfg = Config(criterion="random")
+    prune_globally(masks, Config(), model, step=0, sparsity=0.1)
+    shares = compute_remaining_shares(masks)
+    assert shares[0] > 0.98, "a layer with large weights loses almost none"
+    assert shares[1] < 0.3
+
     before = [mask.clone() for mask in masks.masks]
-    masks.replace_masks(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 1), 0.8))
+    prune_globally(masks, Config(criterion="random"), model, step=1, sparsity=0.8)
     assert masks.sparsity == pytest.approx(0.8, abs=1 / masks.weight_count)
-    assert not any((now & ~then).any() for now, then in zip(masks.masks, before, strict=True)), "none comes back"
-    cfg = Config(criterion="magnitude", normalize="layer")
+    for mask, earlier_mask in zip(masks.masks, before, strict=True):
+        assert not (mask & ~earlier_mask).any(), "a pruned weight returned"
+
     masks.replace_masks([torch.ones_like(mask) for mask in masks.masks])
-    masks.replace_masks(pruning_masks.make_global_masks(sparse_prune.score_weights(cfg, nothing, model, masks, 0), 0.5))
-    assert [float(mask.float().mean()) for mask in masks.masks] == pytest.approx([0.5] * 3, abs=0.04)
+    prune_globally(masks, Config(criterion="magnitude", normalize="layer"), model, step=0, sparsity=0.5)
+    assert compute_remaining_shares(masks) == pytest.approx([0.5] * 3, abs=0.04)
 
 
 @pytest.mark.parametrize(("pattern", "shape"), [("2:4", (6, 3, 3, 3)), ("1:4", (5, 16)), ("3:8", (4, 50))])
 def test_n_of_m_holds_in_every_group(pattern: str, shape: tuple[int, ...]) -> None:
-    left, size = Config(pattern=pattern).parse_pattern()
+    remaining, size = Config(pattern=pattern).parse_pattern()
     for levels in (0, 2):
-        (score,) = made(shape, levels=levels)
-        (mask,) = pruning_masks.make_group_masks([score], 1 - left / size, size)
-        rows, end = mask.flatten(1), score[0].numel() // size * size
-        assert (rows[:, :end].reshape(-1, size).sum(1) == left).all()
-        assert rows[:, end:].all(), "what fills no group stays"
-        groups, values = rows[:, :end].reshape(-1, size), score.flatten(1)[:, :end].reshape(-1, size)
-        gone, stays = values.masked_fill(groups, -1), values.masked_fill(~groups, math.inf)
-        assert (gone.max(1).values <= stays.min(1).values).all()
+        (score,) = draw_scores(shape, levels=levels)
+        (mask,) = pruning_masks.make_group_masks([score], 1 - remaining / size, size)
+        rows = mask.flatten(1)
+        end = score[0].numel() // size * size
+        groups = rows[:, :end].reshape(-1, size)
+        assert (groups.sum(1) == remaining).all()
+        assert rows[:, end:].all(), "an incomplete group was pruned"
+
+        group_scores = score.flatten(1)[:, :end].reshape(-1, size)
+        highest_pruned = group_scores.masked_fill(groups, -1).max(1).values
+        lowest_remaining = group_scores.masked_fill(~groups, math.inf).min(1).values
+        assert (highest_pruned <= lowest_remaining).all()
 
 
-def test_channels_go_as_a_whole_and_the_last_layer_stays() -> None:
-    scores = made((8, 4, 3, 3), (20, 30), (10, 20))
-    scores[0][2], scores[0][5] = 0.01, 0.02
+def test_whole_channels_are_pruned_and_the_last_layer_is_kept() -> None:
+    scores = draw_scores((8, 4, 3, 3), (20, 30), (10, 20))
+    scores[0][2] = 0.01
+    scores[0][5] = 0.02
     masks = pruning_masks.make_channel_masks(scores, 0.25)
-    assert [bool(channel.any()) for channel in masks[0]] == [i not in (2, 5) for i in range(8)]
-    assert all(channel.all() or not channel.any() for mask in masks for channel in mask)
-    assert pruned(masks[1:2]) == 5 * 30 and masks[2].all()
-    assert [int(mask.flatten(1).any(1).sum()) for mask in pruning_masks.make_channel_masks(scores, 0.999)] == [1, 1, 10]
-    scores[0][1], scores[0][5] = 0.0, pruning_masks.PRUNED_SCORE
-    (mask, *_) = pruning_masks.make_channel_masks(scores, 1 / 8)
-    assert not mask[5].any() and mask[1].all(), "one that is pruned goes before one that is worth nothing"
+    assert [i for i, channel in enumerate(masks[0]) if not channel.any()] == [2, 5]
+    for mask in masks:
+        for channel in mask:
+            assert channel.all() or not channel.any()
+    assert count_pruned(masks[1:2]) == 5 * 30
+    assert masks[2].all()
+
+    masks = pruning_masks.make_channel_masks(scores, 0.999)
+    assert [count_units(mask) for mask in masks] == [1, 1, 10]
+
+    scores[0][1] = 0.0
+    scores[0][5] = pruning_masks.PRUNED_SCORE
+    first_mask = pruning_masks.make_channel_masks(scores, 1 / 8)[0]
+    assert not first_mask[5].any(), "a pruned channel comes before one with a score of 0"
+    assert first_mask[1].all()
 
 
-def test_rigl_begins_with_its_distribution() -> None:
+def test_rigl_starts_with_the_erdos_renyi_distribution() -> None:
     shapes = [torch.Size(shape) for shape in [(300, 784), (100, 300), (10, 100)]]
-    shares = pruning_masks.allocate_erdos_renyi_sparsities(shapes, 0.92)
-    left = sum((1 - share) * shape.numel() for share, shape in zip(shares, shapes, strict=True))
-    assert left == pytest.approx(0.08 * sum(shape.numel() for shape in shapes))
-    assert shares[0] > shares[1] > shares[2] == 0, "the last layer would be more than dense"
-    densities = [(1 - share) * shape.numel() / sum(shape) for share, shape in zip(shares, shapes, strict=True)][:2]
-    assert densities[0] == pytest.approx(densities[1]), "density goes as the sum over the product of the sides"
+    sparsities = pruning_masks.allocate_erdos_renyi_sparsities(shapes, 0.92)
+    assert sparsities[0] > sparsities[1] > sparsities[2] == 0, "the formula makes the last layer more than dense"
+
+    counts = [(1 - sparsity) * shape.numel() for sparsity, shape in zip(sparsities, shapes, strict=True)]
+    assert sum(counts) == pytest.approx(0.08 * sum(shape.numel() for shape in shapes))
+    # the density is proportional to the sum of the sides divided by their product
+    assert counts[0] / sum(shapes[0]) == pytest.approx(counts[1] / sum(shapes[1]))
 
 
-def test_rigl_exchanges_the_smallest_for_those_with_the_largest_gradients() -> None:
+def test_rigl_replaces_the_smallest_weights_by_those_with_the_largest_gradients() -> None:
     model = nn.Sequential(nn.Linear(20, 10, bias=False))
-    masks, optimizer = Masks(model), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    masks = Masks(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (weight,) = masks.weights
-    source = torch.Generator().manual_seed(0)
-    masks.replace_masks(pruning_masks.make_layer_masks([torch.rand(weight.shape, generator=source)], [0.5]))
+    generator = torch.Generator().manual_seed(0)
+    masks.replace_masks(pruning_masks.make_layer_masks([torch.rand(weight.shape, generator=generator)], [0.5]))
     masks.apply_to_weights()
-    weight.grad = torch.randn(weight.shape, generator=source)
+    gradient = torch.randn(weight.shape, generator=generator)
+    weight.grad = gradient
     optimizer.step()
     masks.apply_to_weights()
-    before, values, then = masks.masks[0].clone(), weight.detach().clone(), weight.grad
+
+    before = masks.masks[0].clone()
+    weight_before = weight.detach().clone()
     pruning_masks.drop_and_grow(masks, optimizer, 0.3)
     masks.apply_to_weights()
+
     after = masks.masks[0]
     assert int(after.sum()) == int(before.sum()) == 100
-    gone, come = before & ~after, after & ~before
-    assert int(come.sum()) == int(gone.sum()) > 0
-    assert values[gone].abs().max() <= values[before & after & (weight != 0)].abs().min()
-    assert then[come].abs().min() >= then[~before & ~after].abs().max()
-    assert (weight[come] == 0).all() and (optimizer.state[weight]["momentum_buffer"][come] == 0).all()
-    assert torch.equal(weight[before & after & (weight != 0)], values[before & after & (weight != 0)])
+    dropped = before & ~after
+    grown = after & ~before
+    kept_and_nonzero = before & after & (weight != 0)
+    assert int(grown.sum()) == int(dropped.sum()) > 0
+    assert weight_before[dropped].abs().max() <= weight_before[kept_and_nonzero].abs().min()
+    assert gradient[grown].abs().min() >= gradient[~before & ~after].abs().max()
+    assert (weight[grown] == 0).all()
+    assert (optimizer.state[weight]["momentum_buffer"][grown] == 0).all()
+    assert torch.equal(weight[kept_and_nonzero], weight_before[kept_and_nonzero])
 
 
-# ---- when
+# ---- schedules
 
 
 @pytest.mark.parametrize("schedule", ["oneshot", "iterative", "cubic", "rigl"])
 @pytest.mark.parametrize("total", [1, 3, 7, 100, 1000])
-def test_every_schedule_ends_at_the_sparsity_asked_for(schedule: Any, total: int) -> None:
+def test_every_schedule_ends_at_the_requested_sparsity(schedule: Any, total: int) -> None:
     cfg = Config(schedule=schedule, sparsity=0.9, every=7)
-    found = [(step, pruning_schedules.compute_sparsity(cfg, step, total)) for step in range(total + 1)]
-    steps = {step: share for step, share in found if share is not None}
-    assert list(steps.values())[-1] == pytest.approx(0.9)
-    assert all(a <= b for a, b in itertools.pairwise(steps.values()))
-    assert all(step <= round(0.6 * total) for step in steps)
+    sparsities: dict[int, float] = {}
+    for step in range(total + 1):
+        sparsity = pruning_schedules.compute_sparsity(cfg, step, total)
+        if sparsity is not None:
+            sparsities[step] = sparsity
+    ordered = list(sparsities.values())
+    assert ordered[-1] == pytest.approx(0.9)
+    assert ordered == sorted(ordered)
+    assert max(sparsities) <= round(0.6 * total)
     if total == 1000:
-        assert len(steps) == {"oneshot": 1, "iterative": 5, "cubic": 72, "rigl": 86}[schedule]
+        assert len(sparsities) == {"oneshot": 1, "iterative": 5, "cubic": 72, "rigl": 86}[schedule]
     if schedule == "cubic" and total == 1000:
-        assert steps[100 + 70] == pytest.approx(0.9 * (1 - (1 - 70 / 500) ** 3))
+        assert sparsities[100 + 70] == pytest.approx(0.9 * (1 - (1 - 70 / 500) ** 3))
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("settings", "parts"),
     [
-        (["levels=[0.9,2]"], ["levels=[0.9,2]", "below 1"]),
-        (["criteria=[size]"], ["criteria=[size]", "magnitude, gradient"]),
-        (["scope=n:m"], ["sparsity=0.92", "pattern=2:4", "use sparsity=0.5"]),
-        (["pattern=4:2"], ["pattern=4:2", "n < m"]),
-        (["scope=layer", "normalize=layer"], ["normalize=layer", "scope=global"]),
-        (["sweep=true", "schedule=none"], ["schedule=none", "use another schedule"]),
-        (["model=lenet5", "data.name=generated", "data.image_size=8"], ["data.image_size=8", "16 or more"]),
-        (["begin=0.7", "end=0.6"], ["begin=0.7", "end=0.6", "lower begin"]),
-        (["schedule=rigl", "criterion=taylor"], ["criterion=taylor", "rigl", "criterion=magnitude"]),
-        (["schedule=rigl", "scope=structured"], ["scope=structured", "rigl", "scope=layer"]),
-        (["batch=63", "processes_per_node=2"], ["batch=63", "2 ranks", "batch=62 or 64"]),
+        ("levels=[0.9,2]", ["levels=[0.9,2]", "below 1"]),
+        ("criteria=[size]", ["criteria=[size]", "magnitude, gradient"]),
+        ("scope=n:m", ["sparsity=0.92", "pattern=2:4", "use sparsity=0.5"]),
+        ("pattern=4:2", ["pattern=4:2", "n < m"]),
+        ("scope=layer normalize=layer", ["normalize=layer", "scope=global"]),
+        ("sweep=true schedule=none", ["schedule=none", "use another schedule"]),
+        ("model=lenet5 data.name=generated data.image_size=8", ["data.image_size=8", "16 or more"]),
+        ("begin=0.7 end=0.6", ["begin=0.7", "end=0.6", "lower begin"]),
+        ("schedule=rigl criterion=taylor", ["criterion=taylor", "rigl", "criterion=magnitude"]),
+        ("schedule=rigl scope=structured", ["scope=structured", "rigl", "scope=layer"]),
+        ("batch=63 processes_per_node=2", ["batch=63", "2 ranks", "batch=62 or 64"]),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(words: list[str], parts: list[str]) -> None:
+def test_invalid_settings_are_refused(settings: str, parts: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        config.load_config(Config, words, {})
-    assert all(part in str(caught.value) for part in parts), caught.value
+        config.load_config(Config, settings.split(), {})
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", ["1:3", "2:4", "3:7", "5:9"])
+def test_the_sparsity_recommended_by_the_error_is_accepted(pattern: str) -> None:
+    settings = ["scope=n:m", f"pattern={pattern}"]
+    with pytest.raises(UserError) as caught:
+        config.load_config(Config, settings, {})
+    recommended = str(caught.value).partition("use ")[2].partition(" or ")[0]
+    cfg = config.load_config(Config, [*settings, recommended], {})
+    remaining, size = cfg.parse_pattern()
+    (mask,) = pruning_masks.make_group_masks(draw_scores((4, 5 * size)), cfg.sparsity, size)
+    assert (mask.view(-1, size).sum(1) == remaining).all()
 
 
 # ---- through training
 
 
-@pytest.mark.parametrize("pattern", ["1:3", "2:4", "3:7", "5:9"])
-def test_the_sparsity_that_a_refusal_names_is_taken(pattern: str) -> None:
-    words = ["scope=n:m", f"pattern={pattern}"]
-    with pytest.raises(UserError) as caught:
-        config.load_config(Config, words, {})
-    named = str(caught.value).partition("use ")[2].partition(" or ")[0]
-    cfg = config.load_config(Config, [*words, named], {})
-    left, size = cfg.parse_pattern()
-    (mask,) = pruning_masks.make_group_masks(made((4, 5 * size)), cfg.sparsity, size)
-    assert (mask.view(-1, size).sum(1) == left).all()
+def load_model(checkpoint: storage.CheckpointPath) -> dict[str, Tensor]:
+    model: dict[str, Tensor] = torch.load(checkpoint.path / "rank-0.pt", weights_only=True)["model"]
+    return model
 
 
-def states(done: Done) -> dict[int, dict[str, Tensor]]:
-    """The model in each checkpoint, by step."""
-    assert done.status == 0, done.err + done.out
-    (attempt,) = done.folder.list_attempts()
-    found = storage.list_checkpoints(attempt)
-    return {one.step: torch.load(one.path / "rank-0.pt", weights_only=True)["model"] for one in found}
+def load_models(completed: Done) -> dict[int, dict[str, Tensor]]:
+    """Return the model of each checkpoint, by step."""
+    assert completed.status == 0, completed.err + completed.out
+    (attempt,) = completed.folder.list_attempts()
+    return {checkpoint.step: load_model(checkpoint) for checkpoint in storage.list_checkpoints(attempt)}
 
 
-@pytest.mark.parametrize("words", [("optim.name=sgd", "optim.weight_decay=0.01"), ("optim.name=adam",), ("l1=0.01",)])
-def test_pruned_weights_stay_zero_to_the_bit(words: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path) -> None:
-    done = run("sparse_prune", *digits, *SAVING, "processes_per_node=2", *words, runs=tmp_path)
-    shares = []
-    for step, model in states(done).items():
-        masks = {name: mask for name, mask in model.items() if name.endswith("weight_mask")}
-        assert len(masks) == 3 and all(mask.dtype == torch.bool for mask in masks.values())
-        for name, mask in masks.items():
-            assert (model[name.removesuffix("_mask")][~mask] == 0).all(), (step, name)
-        shares.append(sum(int((~mask).sum()) for mask in masks.values()) / sum(m.numel() for m in masks.values()))
-    assert len(shares) == 12 and shares[-1] == round(0.92 * TOTAL) / TOTAL and shares[0] == 0
-    assert shares == sorted(shares) and shares[6:] == shares[-1:] * 6, "after `end` masks stay"
-    assert len(set(shares)) == 4, "it was pruned three times"
-    assert done.result["sparsity"] == pytest.approx(shares[-1])
-    assert [row["sparsity"] for row in done.folder.read_metrics() if "loss" in row] == pytest.approx(shares)
+def select_masks(model: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: mask for name, mask in model.items() if name.endswith("weight_mask")}
 
 
-@pytest.mark.parametrize("words", [("schedule=rigl",), ("scope=structured",), ("scope=layer", "schedule=iterative")])
-def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
-    words: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
+def check_pruned_weights_are_zero(model: dict[str, Tensor], step: int) -> None:
+    for name, mask in select_masks(model).items():
+        weight = model[name.removesuffix("_mask")]
+        assert (weight[~mask] == 0).all(), (step, name)
+
+
+@pytest.mark.parametrize(
+    "settings", [("optim.name=sgd", "optim.weight_decay=0.01"), ("optim.name=adam",), ("l1=0.01",)]
+)
+def test_pruned_weights_stay_zero_to_the_bit(
+    settings: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
 ) -> None:
-    all_words = (*digits, *SAVING, "sparsity=0.9", *words)
-    begun = run("sparse_prune", *all_words, runs=tmp_path)
-    last = max(states(begun))
-    (begun.folder.path / "result.json").unlink()  # as if it had been killed
-    saved = begun.folder.list_attempts()[0].attempt_folder / "checkpoints"
-    for step in range(last - 4, last + 1):
-        shutil.rmtree(saved / f"step-{step:08d}")
-    done = run("sparse_prune", "--resume", str(begun.folder.path), runs=tmp_path)
-    assert done.status == 0, done.err
-    for attempt in done.folder.list_attempts():
-        for one in storage.list_checkpoints(attempt):
-            model = torch.load(one.path / "rank-0.pt", weights_only=True)["model"]
-            masks = {name: mask for name, mask in model.items() if name.endswith("weight_mask")}
-            for name, mask in masks.items():
-                assert (model[name.removesuffix("_mask")][~mask] == 0).all(), (one, name)
-                assert words[0] != "scope=structured" or (mask.all(1) | ~mask.any(1)).all(), "whole units"
-            if one.step == last:
-                units = [int(mask.any(1).sum()) for mask in masks.values()]
-                kept = sum(int(mask.sum()) for mask in masks.values())
-                assert units == [13, 6, 10] if words[0] == "scope=structured" else kept == TOTAL - round(0.9 * TOTAL)
-    assert len(done.folder.list_attempts()) == 2 and one.step == last
+    completed = run("sparse_prune", *digits, *SAVING, "processes_per_node=2", *settings, runs=tmp_path)
+    sparsities = []
+    for step, model in load_models(completed).items():
+        check_pruned_weights_are_zero(model, step)
+        masks = list(select_masks(model).values())
+        assert [mask.dtype for mask in masks] == [torch.bool] * 3
+        sparsities.append(count_pruned(masks) / MLP_WEIGHTS)
+        assert sum(mask.numel() for mask in masks) == MLP_WEIGHTS
+    assert len(sparsities) == 12
+    assert sparsities[0] == 0
+    assert sparsities[-1] == round(0.92 * MLP_WEIGHTS) / MLP_WEIGHTS
+    assert sparsities == sorted(sparsities)
+    assert sparsities[6:] == sparsities[-1:] * 6, "masks changed after `end`"
+    assert len(set(sparsities)) == 4, "three steps prune"
+    assert completed.result["sparsity"] == pytest.approx(sparsities[-1])
+    recorded = [row["sparsity"] for row in completed.folder.read_metrics() if "loss" in row]
+    assert recorded == pytest.approx(sparsities)
 
 
-def test_a_start_that_asks_for_less_gives_nothing_back(digits: tuple[str, ...], tmp_path: Path) -> None:
-    begun = run("sparse_prune", *digits, *SAVING, "steps=6", runs=tmp_path)
-    before = states(begun)[6]
-    (begun.folder.path / "result.json").unlink()
-    words = ("--resume", str(begun.folder.path), "steps=16", "sparsity=0.5")
-    done = run("sparse_prune", *words, runs=tmp_path)
-    assert done.status == 0, done.err
-    newest = storage.list_checkpoints(done.folder.list_attempts()[-1])[-1]
-    after = torch.load(newest.path / "rank-0.pt", weights_only=True)["model"]
-    gone = {name: ~mask for name, mask in before.items() if name.endswith("weight_mask")}
-    assert newest.step == 16 and sum(int(mask.sum()) for mask in gone.values()) > 0.5 * TOTAL
-    for name, mask in gone.items():
-        assert (after[name.removesuffix("_mask")][mask] == 0).all()
+@pytest.mark.parametrize("settings", [("schedule=rigl",), ("scope=structured",), ("scope=layer", "schedule=iterative")])
+def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
+    settings: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
+) -> None:
+    is_structured = settings[0] == "scope=structured"
+    first = run("sparse_prune", *digits, *SAVING, "sparsity=0.9", *settings, runs=tmp_path)
+    last_step = max(load_models(first))
+    (first.folder.path / "result.json").unlink()  # as if the run had been killed
+    checkpoints = first.folder.list_attempts()[0].attempt_folder / "checkpoints"
+    for step in range(last_step - 4, last_step + 1):
+        shutil.rmtree(checkpoints / f"step-{step:08d}")
+
+    resumed = run("sparse_prune", "--resume", str(first.folder.path), runs=tmp_path)
+    assert resumed.status == 0, resumed.err
+    attempts = resumed.folder.list_attempts()
+    assert len(attempts) == 2
+    for attempt in attempts:
+        for checkpoint in storage.list_checkpoints(attempt):
+            model = load_model(checkpoint)
+            check_pruned_weights_are_zero(model, checkpoint.step)
+            if is_structured:
+                for mask in select_masks(model).values():
+                    assert (mask.all(1) | ~mask.any(1)).all(), "a unit was pruned in part"
+
+    newest = storage.list_checkpoints(attempts[-1])[-1]
+    assert newest.step == last_step
+    masks = select_masks(load_model(newest)).values()
+    if is_structured:
+        assert [count_units(mask) for mask in masks] == [13, 6, 10]
+    else:
+        assert sum(int(mask.sum()) for mask in masks) == MLP_WEIGHTS - round(0.9 * MLP_WEIGHTS)
 
 
-def test_two_of_four_hold_after_fine_tuning(digits: tuple[str, ...], tmp_path: Path) -> None:
-    words = ("model=lenet5", "scope=n:m", "sparsity=0.5", "steps=6", "batch=8")
-    for step, model in states(run("sparse_prune", *digits, *SAVING, *words, runs=tmp_path)).items():
+def test_a_resume_with_a_lower_sparsity_restores_no_weight(digits: tuple[str, ...], tmp_path: Path) -> None:
+    first = run("sparse_prune", *digits, *SAVING, "steps=6", runs=tmp_path)
+    before = load_models(first)[6]
+    (first.folder.path / "result.json").unlink()
+    resumed = run("sparse_prune", "--resume", str(first.folder.path), "steps=16", "sparsity=0.5", runs=tmp_path)
+    assert resumed.status == 0, resumed.err
+    newest = storage.list_checkpoints(resumed.folder.list_attempts()[-1])[-1]
+    assert newest.step == 16
+    after = load_model(newest)
+    masks_before = select_masks(before)
+    assert count_pruned(list(masks_before.values())) > 0.5 * MLP_WEIGHTS
+    for name, mask in masks_before.items():
+        assert (after[name.removesuffix("_mask")][~mask] == 0).all()
+
+
+def test_two_of_four_holds_after_fine_tuning(digits: tuple[str, ...], tmp_path: Path) -> None:
+    settings = ("model=lenet5", "scope=n:m", "sparsity=0.5", "steps=6", "batch=8")
+    completed = run("sparse_prune", *digits, *SAVING, *settings, runs=tmp_path)
+    for step, model in load_models(completed).items():
         for name in ("conv1", "conv2", "fc1", "fc2"):
-            rows, mask = (model[f"{name}.{kind}"].flatten(1) for kind in ("weight", "weight_mask"))
-            groups = mask[:, : rows.shape[1] // 4 * 4].reshape(-1, 4).sum(1)
-            assert step < 4 or (groups == 2).all(), (step, name)
+            rows = model[f"{name}.weight"].flatten(1)
+            mask = model[f"{name}.weight_mask"].flatten(1)
+            remaining = mask[:, : rows.shape[1] // 4 * 4].reshape(-1, 4).sum(1)
+            if step >= 4:
+                assert (remaining == 2).all(), (step, name)
             assert (rows[~mask] == 0).all()
 
 
-def test_l1_makes_zeros_without_masks_and_more_of_them_the_stronger_it_is(
-    digits: tuple[str, ...], tmp_path: Path
-) -> None:
-    weight = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+def test_a_soft_threshold_zeroes_weights_smaller_than_the_step() -> None:
+    weight = torch.randn(1000)
     before = weight.clone()
     pruning_masks.soft_threshold([weight], 0.3)
-    assert torch.equal(weight != 0, before.abs() > 0.3), "exactly those that are nearer to zero than the step"
+    assert torch.equal(weight != 0, before.abs() > 0.3)
     assert torch.allclose(weight[weight != 0].abs(), before.abs()[weight != 0] - 0.3)
+
+
+def test_stronger_l1_makes_more_zeros_without_masks(digits: tuple[str, ...], tmp_path: Path) -> None:
     counts = []
     for l1 in (0, 0.01, 0.1):
-        words = (*digits, *QUIET, "schedule=none", f"l1={l1}", "steps=20")
-        done = run("sparse_prune", *words, runs=tmp_path / str(l1))
-        assert done.status == 0, done.err
-        counts.append(done.result["nonzero"])
-        assert done.result["sparsity"] == pytest.approx(1 - counts[-1] / TOTAL)
-    assert counts[0] == TOTAL and counts[0] > 1.005 * counts[1] > 1.1 * counts[2]
+        settings = (*digits, *QUIET, "schedule=none", f"l1={l1}", "steps=20")
+        completed = run("sparse_prune", *settings, runs=tmp_path / str(l1))
+        assert completed.status == 0, completed.err
+        counts.append(completed.result["nonzero"])
+        assert completed.result["sparsity"] == pytest.approx(1 - counts[-1] / MLP_WEIGHTS)
+    assert counts[0] == MLP_WEIGHTS
+    assert counts[0] > 1.005 * counts[1] > 1.1 * counts[2]
 
 
-def test_colour_images_are_pruned_as_well(cache: Path, tmp_path: Path) -> None:
+def test_networks_for_colour_images_are_pruned(cache: Path, tmp_path: Path) -> None:
     images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
-    words = ("model=lenet5", "batch=8", "eval_batch=8", "epochs=1", "steps=4", "every=1", "processes_per_node=2")
-    done = run("sparse_prune", *QUIET, *images, *words, runs=tmp_path)
-    assert done.status == 0, done.err
-    result = done.result
-    assert result["weights"] == 20 * 3 * 25 + 50 * 20 * 25 + 500 * 50 + 10 * 500
-    assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"])
+    settings = ("model=lenet5", "batch=8", "eval_batch=8", "epochs=1", "steps=4", "every=1", "processes_per_node=2")
+    completed = run("sparse_prune", *QUIET, *images, *settings, runs=tmp_path)
+    assert completed.status == 0, completed.err
+    weights = completed.result["weights"]
+    assert weights == 20 * 3 * 25 + 50 * 20 * 25 + 500 * 50 + 10 * 500
+    assert completed.result["nonzero"] == weights - round(0.92 * weights)
 
 
 # ---- the sweep
 
 
 @pytest.mark.parametrize(
-    ("words", "pruned"),
+    ("settings", "points"),
     [
-        ([], [(name, level) for level in (0.8, 0.92, 0.97, 0.99) for name in CRITERIA]),
-        (["schedule=rigl"], [("magnitude", level) for level in (0.8, 0.92, 0.97, 0.99)]),
-        (["scope=n:m", "sparsity=0.5", "criteria=[taylor]"], [("taylor", 0.5)]),
+        ("", list(itertools.product((0.8, 0.92, 0.97, 0.99), CRITERIA))),
+        ("schedule=rigl", [(sparsity, "magnitude") for sparsity in (0.8, 0.92, 0.97, 0.99)]),
+        ("scope=n:m sparsity=0.5 criteria=[taylor]", [(0.5, "taylor")]),
     ],
 )
-def test_the_grid_of_a_sweep_fits_the_settings(words: list[str], pruned: list[tuple[str, float]]) -> None:
-    cells = GRID.points(config.load_config(Config, ["sweep=true", *words], {}), 0)
-    plain = {"export": False, "int8": False}
-    assert cells[0] == plain | {"schedule": "none", "l1": 0}, "the dense model"
-    assert cells[1:] == [plain | {"criterion": name, "sparsity": level} for name, level in pruned]
+def test_the_grid_of_a_sweep_follows_the_settings(settings: str, points: list[tuple[float, str]]) -> None:
+    cells = GRID.points(config.load_config(Config, ["sweep=true", *settings.split()], {}), 0)
+    common = {"export": False, "int8": False}
+    assert cells[0] == common | {"schedule": "none", "l1": 0}, "the dense model"
+    assert cells[1:] == [common | {"criterion": name, "sparsity": sparsity} for sparsity, name in points]
 
 
-# ---- what it saves
+# ---- savings
 
 
-def a_model(share: float = 0.9) -> nn.Module:
+def build_pruned_lenet(share: float = 0.9) -> nn.Module:
     torch.manual_seed(seeds.derive_seed(0, "init"))
     model = networks.build_network("lenet5", (28, 28), 10)
     masks = Masks(model)
@@ -351,91 +433,92 @@ def a_model(share: float = 0.9) -> nn.Module:
     return model
 
 
-def test_other_forms_of_the_model_give_its_outputs() -> None:
-    model, x = a_model(), torch.randn(5, 28, 28)
+def test_converted_models_give_the_same_outputs() -> None:
+    model = build_pruned_lenet()
+    images = torch.randn(5, 28, 28)
     with torch.no_grad():
-        expected = model.eval()(x)
-        bare = pruning_savings.strip_masks(model)
-        assert torch.equal(bare(x), expected)
-        assert not any((tensor == 0).logical_and(tensor.signbit()).any() for tensor in bare.parameters())
-        assert bare.state_dict().keys() == networks.build_network("lenet5", (28, 28), 10).state_dict().keys()
-        assert torch.allclose(pruning_savings.convert_to_csr(bare)(x), expected, atol=1e-5)
-        layers = [type(layer).__name__ for layer in pruning_savings.convert_to_csr(bare).children()]
-        assert layers[4:] == ["CsrLinear", "CsrLinear"]
-        small = int8.quantize_to_int8(bare)(x)
-    assert 0 < float((small - expected).abs().max()) < 0.1 * float(expected.abs().max())
-    assert torch.equal(pruning_savings.strip_masks(model)(x), expected), "the model itself stays as it is"
+        expected = model.eval()(images)
+        stripped = pruning_savings.strip_masks(model)
+        assert torch.equal(stripped(images), expected)
+        for parameter in stripped.parameters():
+            assert not ((parameter == 0) & parameter.signbit()).any(), "a negative zero"
+        assert stripped.state_dict().keys() == networks.build_network("lenet5", (28, 28), 10).state_dict().keys()
+        csr = pruning_savings.convert_to_csr(stripped)
+        assert torch.allclose(csr(images), expected, atol=1e-5)
+        assert [type(layer).__name__ for layer in csr.children()][4:] == ["CsrLinear", "CsrLinear"]
+        quantized = int8.quantize_to_int8(stripped)(images)
+    assert 0 < float((quantized - expected).abs().max()) < 0.1 * float(expected.abs().max())
+    assert torch.equal(pruning_savings.strip_masks(model)(images), expected), "the conversion changed the model"
 
 
 def test_zeros_save_bytes_only_when_compressed_or_in_csr() -> None:
-    sizes = {
-        share: pruning_savings.measure_file_sizes(pruning_savings.strip_masks(a_model(share))) for share in (0.0, 0.9)
-    }
-    assert sizes[0.0][0] == sizes[0.9][0] > 4 * 431_080
-    assert sizes[0.9][1] < 0.2 * sizes[0.0][1]
-    assert (
-        pruning_savings.measure_file_sizes(pruning_savings.convert_to_csr(pruning_savings.strip_masks(a_model())))[0]
-        < 0.35 * sizes[0.9][0]
-    )
-    assert (
-        pruning_savings.measure_file_sizes(int8.quantize_to_int8(pruning_savings.strip_masks(a_model())))[0]
-        < 0.35 * sizes[0.9][0]
-    )
+    dense = pruning_savings.strip_masks(build_pruned_lenet(0.0))
+    sparse = pruning_savings.strip_masks(build_pruned_lenet(0.9))
+    dense_bytes, dense_compressed_bytes = pruning_savings.measure_file_sizes(dense)
+    sparse_bytes, sparse_compressed_bytes = pruning_savings.measure_file_sizes(sparse)
+    assert dense_bytes == sparse_bytes > 4 * 431_080
+    assert sparse_compressed_bytes < 0.2 * dense_compressed_bytes
+    for smaller in (pruning_savings.convert_to_csr(sparse), int8.quantize_to_int8(sparse)):
+        assert pruning_savings.measure_file_sizes(smaller)[0] < 0.35 * sparse_bytes
 
 
-def test_two_of_four_is_known_by_its_groups() -> None:
-    (score,) = made((6, 32))
+def test_two_of_four_sparsity_is_detected() -> None:
+    (score,) = draw_scores((6, 32))
     (mask,) = pruning_masks.make_group_masks([score], 0.5, 4)
     weight = score * mask
-    assert pruning_savings.has_two_of_four_sparsity(weight) and not pruning_savings.has_two_of_four_sparsity(score)
+    assert pruning_savings.has_two_of_four_sparsity(weight)
+    assert not pruning_savings.has_two_of_four_sparsity(score)
     weight[3, :3] = 1.0
-    assert not pruning_savings.has_two_of_four_sparsity(weight) and not pruning_savings.has_two_of_four_sparsity(
-        weight[:, :30]
-    )
+    assert not pruning_savings.has_two_of_four_sparsity(weight)
+    assert not pruning_savings.has_two_of_four_sparsity(weight[:, :30])
 
 
-def test_a_run_measures_its_other_forms(digits: tuple[str, ...], tmp_path: Path) -> None:
-    done = run("sparse_prune", *digits, *SMALL, "steps=30", "export=false", runs=tmp_path)
-    assert done.status == 0, done.err
-    result = done.result
+def test_a_run_measures_int8_and_csr(digits: tuple[str, ...], tmp_path: Path) -> None:
+    completed = run("sparse_prune", *digits, *SMALL, "steps=30", "export=false", runs=tmp_path)
+    assert completed.status == 0, completed.err
+    result = completed.result
     assert abs(result["int8_accuracy"] - result["test_accuracy"]) < 0.05
-    assert result["bytes_csr"] < result["bytes_raw"] > result["int8_bytes_raw"]
-    assert "than fp32" in done.out and not (done.folder.path / "model.pt2").exists()
+    assert result["bytes_csr"] < result["bytes_raw"]
+    assert result["int8_bytes_raw"] < result["bytes_raw"]
+    assert "than fp32" in completed.out
+    assert not (completed.folder.path / "model.pt2").exists()
 
 
-def test_a_sweep_tells_points_below_the_dense_model_of_the_same_seed(tmp_path: Path) -> None:
+def test_a_sweep_compares_accuracies_with_the_dense_model_of_the_same_seed() -> None:
     sizes = ("bytes_raw", "bytes_compressed", "bytes_csr", "fp32_seconds", "bf16_seconds", "csr_seconds")
     rows: list[dict[str, Any]] = []
-    for seed, dense in ((0, 0.98), (1, 0.96)):
-        for level, lost in ((None, 0.0), (0.995, 0.01), (0.999, 0.03)):
-            cell = {"schedule": "none"} if level is None else {"criterion": "magnitude", "sparsity": level}
-            row = {"cell": cell | {"seed": seed}, "test_accuracy": dense - lost, "weights": 1000, "data": "digits"}
-            rows.append(row | {"nonzero": 1000 * (1 - (level or 0))} | dict.fromkeys(sizes, 1.0))
+    for seed, dense_accuracy in ((0, 0.98), (1, 0.96)):
+        for sparsity, lost_accuracy in ((None, 0.0), (0.995, 0.01), (0.999, 0.03)):
+            cell: dict[str, Any] = {"schedule": "none"}
+            if sparsity is not None:
+                cell = {"criterion": "magnitude", "sparsity": sparsity}
+            row = {
+                "cell": cell | {"seed": seed},
+                "test_accuracy": dense_accuracy - lost_accuracy,
+                "weights": 1000,
+                "nonzero": 1000 * (1 - (sparsity or 0)),
+                "data": "digits",
+            }
+            rows.append(row | dict.fromkeys(sizes, 1.0))
     table = GRID.summarize(Config(), 0, rows).lines["medians"].splitlines()
-    found = {line[4:21].strip(): line[21:].split() for line in table[1:]}
-    assert [found[name][:2] for name in ("dense", "magnitude 99.5 %", "magnitude 99.9 %")] == [
-        ["97.00%", "0.00"],
-        ["96.00%", "1.00"],
-        ["94.00%", "3.00"],
-    ]
+    cells = {line[4:21].strip(): line[21:].split() for line in table[1:]}
+    assert cells["dense"][:2] == ["97.00%", "0.00"]
+    assert cells["magnitude 99.5 %"][:2] == ["96.00%", "1.00"]
+    assert cells["magnitude 99.9 %"][:2] == ["94.00%", "3.00"]
 
 
-def test_the_verdict_knows_when_repeats_disagree() -> None:
-    def rows(*csr: float) -> list[dict[str, float]]:
-        return [{"csr_seconds": value, "fp32_seconds": 1.0, "bf16_seconds": 10.0} for value in csr]
+def test_csr_speed_is_inconclusive_if_repeats_disagree() -> None:
+    def make_rows(*csr_seconds: float) -> list[dict[str, float]]:
+        return [{"csr_seconds": seconds, "fp32_seconds": 1.0, "bf16_seconds": 10.0} for seconds in csr_seconds]
 
-    words = describe_csr_speed({"dense": rows(9, 9), "a": rows(2, 3), "b": rows(0.5, 1.5), "c": rows(0.1, 0.2)})
-    assert words == (
+    rows = {"dense": make_rows(9, 9), "a": make_rows(2, 3), "b": make_rows(0.5, 1.5), "c": make_rows(0.1, 0.2)}
+    assert describe_csr_speed(rows) == (
         "slower than dense fp32 for a; inconclusive (varies between seeds) for b; never slower than dense bf16"
     )
 
 
-def test_repeats_of_a_python_grid_have_seeds_of_their_own_where_accuracy_counts() -> None:
-    words = ["levels=[0.8]", "criteria=[taylor]", "repeats=2"]
-    grid = sweep_file.read_sweep_file("configs/sweeps/sparse_prune.py", words)
-    assert [(point.values.get("criterion"), point.settings.seed) for point in grid.points] == [
-        (None, 0),
-        ("taylor", 0),
-        (None, 1),
-        ("taylor", 1),
-    ]
+def test_repeats_of_a_python_grid_have_different_seeds() -> None:
+    settings = ["levels=[0.8]", "criteria=[taylor]", "repeats=2"]
+    grid = sweep_file.read_sweep_file("configs/sweeps/sparse_prune.py", settings)
+    points = [(point.values.get("criterion"), point.settings.seed) for point in grid.points]
+    assert points == [(None, 0), ("taylor", 0), (None, 1), ("taylor", 1)]

@@ -1,4 +1,4 @@
-"""A notice to stop and a rank that hangs, once each; all signals and experiments: tests/recovery/test_notices.py."""
+"""A stop request and a hanging rank, once each; all signals and experiments: tests/recovery/test_notices.py."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tests.harness.registry import REPLICATED, STAGED
 from tests.harness.resuming import check_notice_in_evaluation
 
 
-def test_replicas_that_get_a_notice_save_and_leave(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_replicas_save_and_exit_on_a_stop_request(tmp_path: Path, quick: tuple[str, ...]) -> None:
     check_notice(REPLICATED, signal.SIGUSR2, quick, tmp_path)
 
 
-def test_a_stage_that_hangs_is_named(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_hanging_stage_is_named(tmp_path: Path, quick: tuple[str, ...]) -> None:
     check_hanging_rank(STAGED, quick, tmp_path)
-    done = inside.run_verb("doctor", f"--run={only_folder(tmp_path).path}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search("likely cause  .*rank 1 on .* did not answer within 5 s", done.stdout), done.stdout
-    assert "stuck at " in done.stdout
+    completed = inside.run_verb("doctor", f"--run={only_folder(tmp_path).path}")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert re.search("likely cause  .*rank 1 on .* did not answer within 5 s", completed.stdout), completed.stdout
+    assert "stuck at " in completed.stdout
 
 
-def test_a_notice_in_an_evaluation_of_stages_saves_the_state_before_it(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_a_stop_request_in_an_evaluation_saves_the_state_before_it(tmp_path: Path, digits: tuple[str, ...]) -> None:
     check_notice_in_evaluation(STAGED, digits, tmp_path)

@@ -1,4 +1,4 @@
-"""The mistakes about the batches of several ranks: what they really do, and what is right instead."""
+"""Mistakes with batches of several ranks: what they do, and what is correct."""
 
 from __future__ import annotations
 
@@ -22,73 +22,91 @@ STEPS = SAMPLES // BATCH
 
 @pytest.fixture(scope="module")
 def epochs(cache: Path) -> list[dict[str, Any]]:
-    """What each of two ranks found in an epoch with each mistake and without."""
+    """The observations of each of two ranks in an epoch, by case."""
     return list(made("epochs", module="batch_pitfalls", CACHE=str(cache))["epochs"])
 
 
-def drawn(epochs: list[dict[str, Any]], name: str) -> list[list[int]]:
-    """The samples of each step, over both ranks."""
-    return [[*one, *two] for one, two in zip(*(rank[name]["seen"] for rank in epochs), strict=True)]
+def list_samples(epochs: list[dict[str, Any]], case: str) -> list[list[int]]:
+    """Return the samples of each step, over both ranks."""
+    first, second = (rank[case]["seen"] for rank in epochs)
+    return [samples + other_samples for samples, other_samples in zip(first, second, strict=True)]
+
+
+def count_samples(steps: list[list[int]]) -> list[tuple[int, int]]:
+    """Return the numbers of all and of different samples of each step."""
+    return [(len(step), len(set(step))) for step in steps]
 
 
 def test_without_a_sampler_two_ranks_do_the_work_of_one(epochs: list[dict[str, Any]]) -> None:
-    steps = drawn(epochs, "no sampler")
-    assert [(len(step), len(set(step))) for step in steps] == [(2 * BATCH, BATCH)] * STEPS, "each sample is there twice"
+    steps = list_samples(epochs, "no sampler")
+    assert count_samples(steps) == [(2 * BATCH, BATCH)] * STEPS, "both ranks have the same samples"
     for rank in epochs:
-        assert sorted(chain(*rank["no sampler"]["seen"])) == list(range(SAMPLES)), "every rank passes through all"
+        assert sorted(chain(*rank["no sampler"]["seen"])) == list(range(SAMPLES)), "every rank trains on all samples"
         assert rank["no sampler"]["apart"][0] < 1e-12, "one process with the batch of one rank learns the same"
-    right = drawn(epochs, "right")
-    assert [(len(step), len(set(step))) for step in right] == [(BATCH, BATCH)] * STEPS
-    assert sorted(chain(*right)) == list(range(SAMPLES)), "both together pass through all"
+    correct_steps = list_samples(epochs, "right")
+    assert count_samples(correct_steps) == [(BATCH, BATCH)] * STEPS
+    assert sorted(chain(*correct_steps)) == list(range(SAMPLES)), "both ranks together train on all samples once"
 
 
 def test_the_batch_of_a_rank_is_not_that_of_a_step(epochs: list[dict[str, Any]]) -> None:
-    steps = drawn(epochs, "batch per rank")
+    steps = list_samples(epochs, "batch per rank")
     assert [len(set(step)) for step in steps] == [2 * BATCH] * (STEPS // 2), "twice the batch, in half as many steps"
     for rank in epochs:
-        twice, same = rank["batch per rank"]["apart"]
-        assert twice < 1e-12 < 1e-3 < same, "one process with twice the batch does that, and not one with the batch"
+        distance_from_double_batch, distance_from_batch = rank["batch per rank"]["apart"]
+        assert distance_from_double_batch < 1e-12
+        assert distance_from_batch > 1e-3
         assert [len(step) for step in rank["right"]["seen"]] == [BATCH // 2] * STEPS
-        assert rank["right"]["apart"][0] < 1e-12, "one process with the batch does that"
-    rule = Optim(lr=0.1, base_batch=BATCH, decay="constant")  # where the larger batch is wanted
-    assert learning_rate.compute_learning_rate(rule, 0, STEPS, 2 * BATCH) == pytest.approx(0.2)
+        assert rank["right"]["apart"][0] < 1e-12, "one process with the batch learns the same"
+    settings = Optim(lr=0.1, base_batch=BATCH, decay="constant")  # scales the learning rate for the larger batch
+    assert learning_rate.compute_learning_rate(settings, 0, STEPS, 2 * BATCH) == pytest.approx(0.2)
 
 
 def test_the_mean_of_unequal_shards_means_is_another_gradient() -> None:
-    x, y = torch.randn(24, 5, dtype=torch.float64), torch.randint(3, (24,))
+    x = torch.randn(24, 5, dtype=torch.float64)
+    y = torch.randint(3, (24,))
     weight = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
 
-    def gradient(loss: torch.Tensor) -> torch.Tensor:
+    def compute_gradient(loss: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad(loss, weight)[0]
 
-    whole = gradient(F.cross_entropy(x @ weight.T, y))
-    shards = list(zip(x.split([18, 6]), y.split([18, 6]), strict=True))
-    means = [gradient(F.cross_entropy(own @ weight.T, labels)) for own, labels in shards]
-    sums = [gradient(F.cross_entropy(own @ weight.T, labels, reduction="sum") / 12) for own, labels in shards]
-    assert (sum(means) / 2 - whole).abs().max() > 1e-3
-    assert (sum(sums) / 2 - whole).abs().max() < 1e-12, "divided by the mean shard, as DDP takes the mean of the ranks"
+    expected = compute_gradient(F.cross_entropy(x @ weight.T, y))
+    mean_of_means = torch.zeros_like(weight)
+    mean_of_sums = torch.zeros_like(weight)
+    for images, labels in zip(x.split([18, 6]), y.split([18, 6]), strict=True):
+        logits = images @ weight.T
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        mean_of_sums = mean_of_sums + compute_gradient(loss / 12) / 2  # a shard has 12 samples on average
+        mean_of_means = mean_of_means + compute_gradient(F.cross_entropy(images @ weight.T, labels)) / 2
+    assert (mean_of_means - expected).abs().max() > 1e-3
+    assert (mean_of_sums - expected).abs().max() < 1e-12
 
 
 def test_statistics_of_the_smallest_shard_are_not_those_of_the_batch() -> None:
-    """The mean of the squared distance from the whole batch's mean, over many batches."""
+    """Measure the mean squared distance from the mean of the batch, over many batches."""
     x = torch.randn(1000, 24, dtype=torch.float64)
-    large, small, whole = x[:, :21].mean(1), x[:, 21:].mean(1), x.mean(1)
+    large = x[:, :21].mean(1)
+    small = x[:, 21:].mean(1)
+    batch_mean = x.mean(1)
 
-    def distance(found: torch.Tensor) -> float:
-        return (found - whole).square().mean().item()
+    def compute_distance(means: torch.Tensor) -> float:
+        return (means - batch_mean).square().mean().item()
 
-    assert distance((21 * large + 3 * small) / 24) < 1e-12
-    assert distance(small) > 2 * distance((large + small) / 2) > 0.05
-    one, three = nn.BatchNorm1d(1, momentum=1.0).double(), nn.BatchNorm1d(1, momentum=1.0).double()
-    one(small[:, None]), three(large[:, None])
-    assert one.running_var > 3 * three.running_var, "the fewer samples, the more a shard's mean moves"  # type: ignore[operator]
+    assert compute_distance((21 * large + 3 * small) / 24) < 1e-12
+    assert compute_distance(small) > 2 * compute_distance((large + small) / 2) > 0.05
+
+    def compute_running_variance(means: torch.Tensor) -> float:
+        norm: Any = nn.BatchNorm1d(1, momentum=1.0).double()
+        norm(means[:, None])
+        return float(norm.running_var)
+
+    # the mean of a shard varies more if the shard has fewer samples
+    assert compute_running_variance(small) > 3 * compute_running_variance(large)
 
 
 def test_shards_of_a_busy_moment_do_not_fit_a_quiet_run() -> None:
     quiet = [StepTimeModel(0.0, 0.001), StepTimeModel(0.0, 0.001)]
-    disturbed = choose_shard_sizes([quiet[0], quiet[1].rescale_line(48, 3 * 0.048)], 96)
-    assert predict_slowest_rank_seconds(quiet, disturbed) == pytest.approx(
-        1.5 * predict_slowest_rank_seconds(quiet, (48, 48))
-    )
-    corrected = [speed.rescale_line(count, count * 0.001) for speed, count in zip(quiet, disturbed, strict=True)]
-    assert choose_shard_sizes(corrected, 96) == (48, 48), "what the steps take of late is the truth"
+    disturbed_shards = choose_shard_sizes([quiet[0], quiet[1].rescale_line(48, 3 * 0.048)], 96)
+    quiet_seconds = predict_slowest_rank_seconds(quiet, (48, 48))
+    assert predict_slowest_rank_seconds(quiet, disturbed_shards) == pytest.approx(1.5 * quiet_seconds)
+    corrected = [speed.rescale_line(count, count * 0.001) for speed, count in zip(quiet, disturbed_shards, strict=True)]
+    assert choose_shard_sizes(corrected, 96) == (48, 48), "measured steps replace the first measurement"

@@ -1,8 +1,9 @@
-"""The mistakes about optimizers of one's own and LARS: what they really do, and what stands here instead."""
+"""Mistakes with custom optimizers and LARS: what they do, and what this repository does instead."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from common.training import learning_rate, optimizers
 from configs.shared import Optim
 
 
-class Tutorial(torch.optim.Optimizer):
-    """No defaults, a learning rate and momentum of its own."""
+class TutorialSGD(torch.optim.Optimizer):
+    """An optimizer without defaults, with learning rate and momentum in attributes."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {})
-        self.lr, self.means = lr, dict[Tensor, Tensor]()
+        self.lr = lr
+        self.means: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -38,31 +40,33 @@ def take_steps(weight: nn.Parameter, optimizer: torch.optim.Optimizer, rates: li
 
 
 def test_a_learning_rate_outside_the_groups_is_set_by_no_schedule() -> None:
-    weight, other = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    weight = nn.Parameter(torch.ones(2, 2))
+    other = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(KeyError, match="lr"):
-        torch.optim.lr_scheduler.StepLR(Tutorial([weight]), 1)
-    assert torch.equal(
-        take_steps(weight, Tutorial([weight]), [0.1, 0.0, 0.0]), take_steps(other, Tutorial([other]), [0.1] * 3)
-    ), "at a rate of 0 it goes on as before"
+        torch.optim.lr_scheduler.StepLR(TutorialSGD([weight]), 1)
+    scheduled = take_steps(weight, TutorialSGD([weight]), [0.1, 0.0, 0.0])
+    constant = take_steps(other, TutorialSGD([other]), [0.1] * 3)
+    assert torch.equal(scheduled, constant), "a learning rate of 0 in the group has no effect"
     sgd = optimizers.build_optimizer([other], Optim())
-    assert torch.equal(take_steps(other, sgd, [0.0]), other), "here the rate is in the groups"
+    assert torch.equal(take_steps(other, sgd, [0.0]), other)
 
 
 def test_momentum_in_an_attribute_is_in_no_checkpoint() -> None:
-    def resume(make: Any) -> float:
-        """The largest difference after a resume in the middle."""
+    def measure_difference_after_resume(build: Any) -> float:
         weight = nn.Parameter(torch.ones(2, 2))
-        optimizer = make([weight])
+        optimizer = build([weight])
         take_steps(weight, optimizer, [0.1] * 3)
-        resumed, state = nn.Parameter(weight.detach().clone()), copy.deepcopy(optimizer.state_dict())
-        again = make([resumed])
-        again.load_state_dict(state)
-        whole = take_steps(weight, optimizer, [0.1] * 3)
-        return float((whole - take_steps(resumed, again, [0.1] * 3)).abs().max())
+        resumed_weight = nn.Parameter(weight.detach().clone())
+        resumed_optimizer = build([resumed_weight])
+        resumed_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        expected = take_steps(weight, optimizer, [0.1] * 3)
+        return float((expected - take_steps(resumed_weight, resumed_optimizer, [0.1] * 3)).abs().max())
 
-    assert not Tutorial([nn.Parameter(torch.ones(1))]).state_dict()["state"] and resume(Tutorial) > 0.1
+    assert not TutorialSGD([nn.Parameter(torch.ones(1))]).state_dict()["state"]
+    assert measure_difference_after_resume(TutorialSGD) > 0.1
     for name in ("sgd", "adam", "lars", "lamb"):
-        assert resume(lambda p, name=name: optimizers.build_optimizer(p, Optim(name=name))) == 0
+        build = functools.partial(optimizers.build_optimizer, cfg=Optim(name=name))
+        assert measure_difference_after_resume(build) == 0
 
 
 def test_add_makes_another_tensor_and_add_with_an_underscore_a_step() -> None:
@@ -74,15 +78,19 @@ def test_add_makes_another_tensor_and_add_with_an_underscore_a_step() -> None:
 
 
 def test_lars_on_biases_keeps_them_where_they_began() -> None:
-    """A bias begins at 0, so a step in proportion to it is 0; one of 0.01 moves by less than 1 %."""
-    for begin in (0.0, 0.01):
-        taken = []
-        for on_biases in (True, False):
-            bias = nn.Parameter(torch.full((4,), begin))
-            scale = 0.001 * bias.norm().item() / 2 if on_biases else 1.0  # the norm of the gradient is 2
-            optimizer = optimizers.build_optimizer([bias], Optim(name="lars", momentum=0))
-            learning_rate.set_learning_rate(optimizer, 0.1)
-            bias.grad = scale * torch.ones(4)
-            optimizer.step()
-            taken.append((bias - begin).abs().max().item())
-        assert taken[0] <= 0.01 * begin and taken[1] == pytest.approx(0.1)
+    """A bias starts at 0, so a step in proportion to it is 0; a bias of 0.01 changes by less than 1 %."""
+
+    def measure_step(bias: nn.Parameter, gradient_scale: float) -> float:
+        before = bias.detach().clone()
+        optimizer = optimizers.build_optimizer([bias], Optim(name="lars", momentum=0))
+        learning_rate.set_learning_rate(optimizer, 0.1)
+        bias.grad = gradient_scale * torch.ones(4)
+        optimizer.step()
+        return (bias - before).abs().max().item()
+
+    for start in (0.0, 0.01):
+        bias = nn.Parameter(torch.full((4,), start))
+        lars_scale = 0.001 * bias.norm().item() / 2  # the norm of the gradient is 2
+        assert measure_step(bias, lars_scale) <= 0.01 * start
+        bias = nn.Parameter(torch.full((4,), start))
+        assert measure_step(bias, 1.0) == pytest.approx(0.1)

@@ -1,4 +1,4 @@
-"""The mistakes about pruning: what they really do, and what stands here instead."""
+"""Mistakes with pruning: what they do, and what this repository does instead."""
 
 from __future__ import annotations
 
@@ -18,72 +18,89 @@ from common.techniques.pruning.pruning_masks import Masks, soft_threshold
 from tests.harness.ddp_pitfalls import made
 
 
-def pruned(share: float = 0.9) -> tuple[nn.Sequential, Masks]:
-    torch.manual_seed(0)
-    model = SimpleNN()
+def prune(model: nn.Module, share: float = 0.9) -> Masks:
+    """Set the smallest weights of a model to zero."""
     masks = Masks(model)
     masks.replace_masks(pruning_masks.make_global_masks([weight.detach().abs() for weight in masks.weights], share))
     masks.apply_to_weights()
-    return model, masks
+    return masks
+
+
+def build_pruned_model(share: float = 0.9) -> tuple[nn.Sequential, Masks]:
+    torch.manual_seed(0)
+    model = SimpleNN()
+    return model, prune(model, share)
+
+
+def count_nonzero_weights(masks: Masks) -> int:
+    return sum(pruning_masks.count_nonzero(weight) for weight in masks.weights)
 
 
 def test_pruning_whole_tensors_by_their_mean_empties_the_first_layer() -> None:
-    model, x = SimpleNN(), torch.randn(9, 28, 28)
+    model = SimpleNN()
+    x = torch.randn(9, 28, 28)
     weights = {name: value.detach() for name, value in model.named_parameters() if name.endswith("weight")}
     mean = torch.cat([weight.flatten() for weight in weights.values()]).abs().mean()
     small = [name for name, weight in weights.items() if weight.abs().mean() < mean]
-    assert small == ["fc1.weight"], "it has most inputs, so it begins with the smallest weights"
+    assert small == ["fc1.weight"], "the layer with the most inputs has the smallest initial weights"
     with torch.no_grad():
         weights["fc1.weight"].zero_()
-        assert len(model(x).unique(dim=0)) == 1, "whatever the image, the answer is the same"
-        other, masks = pruned(0.5)
-        assert all(mask.any() for mask in masks.masks) and len(other(x).unique(dim=0)) == 9
+        assert len(model(x).unique(dim=0)) == 1, "all images have the same output"
+        pruned_model, masks = build_pruned_model(0.5)
+        for mask in masks.masks:
+            assert mask.any()
+        assert len(pruned_model(x).unique(dim=0)) == 9
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_without_a_mask_pruned_weights_grow_back(kind: Callable[..., torch.optim.Optimizer]) -> None:
-    x, y = torch.randn(32, 28, 28), torch.arange(32) % 10
+    x = torch.randn(32, 28, 28)
+    y = torch.arange(32) % 10
 
-    def zeros_after(keep: bool) -> float:
-        model, masks = pruned()
+    def train_and_measure_sparsity(apply_masks: bool) -> float:
+        model, masks = build_pruned_model()
         optimizer = kind(model.parameters(), lr=0.01)
         for _ in range(3):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-            if keep:
+            if apply_masks:
                 masks.apply_to_weights()
-        return 1 - sum(map(pruning_masks.count_nonzero, masks.weights)) / masks.weight_count
+        return 1 - count_nonzero_weights(masks) / masks.weight_count
 
-    assert zeros_after(keep=False) < 0.1, "nine of ten were zero"
-    assert zeros_after(keep=True) == pytest.approx(0.9, abs=1e-5)
+    assert train_and_measure_sparsity(apply_masks=False) < 0.1, "the sparsity was 0.9"
+    assert train_and_measure_sparsity(apply_masks=True) == pytest.approx(0.9, abs=1e-5)
 
 
 def test_the_sign_of_a_magnitude_moves_all_weights_the_same_way() -> None:
     weight = torch.randn(100, 100)
-    mistake, right = weight.clone(), weight.clone()
+    mistake = weight.clone()
+    correct = weight.clone()
     for _ in range(50):
         mistake -= 0.01 * mistake.abs().sign()
-        soft_threshold([right], 0.01)
+        soft_threshold([correct], 0.01)
     assert mistake.count_nonzero() == 10_000, "nothing is pruned"
-    assert torch.allclose(mistake, weight - 0.5, atol=1e-4), "negative weights have even grown"
-    near = weight.abs() < 0.49
-    assert (right[near] == 0).all() and near.sum() > 3000
-    far = weight.abs() > 0.51
-    assert torch.allclose(right[far], (weight - 0.5 * weight.sign())[far], atol=1e-4)
+    assert torch.allclose(mistake, weight - 0.5, atol=1e-4), "negative weights have grown"
+    is_small = weight.abs() < 0.49
+    assert is_small.sum() > 3000
+    assert (correct[is_small] == 0).all()
+    is_large = weight.abs() > 0.51
+    assert torch.allclose(correct[is_large], (weight - 0.5 * weight.sign())[is_large], atol=1e-4)
 
 
 def test_masks_computed_per_rank_differ() -> None:
-    one, other = made("masks_per_rank", module="pruning_pitfalls")["masks_per_rank"]
-    assert one[0] != other[0], "the models drift apart, and rank 0's checkpoint is not what the others train"
-    assert "masks of ranks [1] differ from those of rank 0" in one[1]["error"] == other[1]["error"]
-    assert one[2] == other[2] == one[3] == other[3]
+    first, second = made("masks_per_rank", module="pruning_pitfalls")["masks_per_rank"]
+    assert first[0] != second[0], "the ranks train different models, and the checkpoint has that of rank 0"
+    assert "masks of ranks [1] differ from those of rank 0" in first[1]["error"]
+    assert first[1]["error"] == second[1]["error"]
+    assert first[2] == second[2] == first[3] == second[3]
 
 
 def test_compilers_are_no_sparsity_tools() -> None:
-    """What TorchScript, and by way of torch.export XLA, get to see is the dense model."""
+    """TorchScript, and XLA through torch.export, compile the dense model."""
 
     def script(model: nn.Module) -> tuple[str, int]:
+        """Return the graph of a compiled model and the bytes of its file."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # TorchScript is deprecated
             scripted = torch.jit.script(model)
@@ -91,35 +108,40 @@ def test_compilers_are_no_sparsity_tools() -> None:
             torch.jit.save(scripted, file)
             return str(scripted.inlined_graph), len(file.getvalue())
 
-    models = [nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10)) for _ in range(2)]
-    masks = Masks(models[1])
-    masks.replace_masks(pruning_masks.make_global_masks([weight.detach().abs() for weight in masks.weights], 0.9))
-    masks.apply_to_weights()
-    bare = [pruning_savings.strip_masks(model) for model in models]
-    (graph, size), (other_graph, other_size) = (script(model) for model in bare)
-    assert "aten::linear" in graph and "sparse" not in other_graph
-    assert graph.count("aten::") == other_graph.count("aten::") and size == pytest.approx(other_size, rel=1e-3)
-    programs = [torch.export.export(model, (torch.randn(2, 784),)) for model in bare]
-    calls = [[str(node.target) for node in program.graph.nodes] for program in programs]
-    assert calls[0] == calls[1] and "aten.linear.default" in calls[1]
+    def list_calls(model: nn.Module) -> list[str]:
+        program = torch.export.export(model, (torch.randn(2, 784),))
+        return [str(node.target) for node in program.graph.nodes]
+
+    dense = nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10))
+    masked = nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10))
+    prune(masked)
+    sparse = pruning_savings.strip_masks(masked)
+    dense_graph, dense_bytes = script(pruning_savings.strip_masks(dense))
+    sparse_graph, sparse_bytes = script(sparse)
+    assert "aten::linear" in dense_graph
+    assert "sparse" not in sparse_graph
+    assert dense_graph.count("aten::") == sparse_graph.count("aten::")
+    assert dense_bytes == pytest.approx(sparse_bytes, rel=1e-3)
+    assert list_calls(sparse) == list_calls(dense)
+    assert "aten.linear.default" in list_calls(sparse)
 
 
 def test_zeros_are_multiplied_like_any_other_number() -> None:
-    dense, (model, masks), x = SimpleNN(), pruned(), torch.randn(16, 28, 28)
+    dense = SimpleNN()
+    model, masks = build_pruned_model()
+    x = torch.randn(16, 28, 28)
 
-    def operations(of: Callable[[Tensor], Tensor]) -> int:
+    def count_operations(forward: Callable[[Tensor], Tensor]) -> int:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            of(x)
+            forward(x)
         return counter.get_total_flops()
 
-    assert sum(map(pruning_masks.count_nonzero, masks.weights)) == pytest.approx(0.1 * masks.weight_count, abs=1), (
-        "a tenth of the operations?"
-    )
-    assert operations(model) == operations(dense) == 2 * 16 * masks.weight_count
-    bare = pruning_savings.strip_masks(model)
-    assert (
-        pruning_savings.measure_file_sizes(bare)[0]
-        == pruning_savings.measure_file_sizes(pruning_savings.strip_masks(dense))[0]
-    )
-    times = pruning_savings.time_inference(bare, x)  # so time is measured, with kernels that leave the zeros out
-    assert times.keys() == {"fp32", "bf16", "csr"} and min(times.values()) > 0
+    assert count_nonzero_weights(masks) == pytest.approx(0.1 * masks.weight_count, abs=1)
+    assert count_operations(dense) == 2 * 16 * masks.weight_count
+    assert count_operations(model) == 2 * 16 * masks.weight_count, "zeros save no operation"
+    sparse = pruning_savings.strip_masks(model)
+    dense_bytes = pruning_savings.measure_file_sizes(pruning_savings.strip_masks(dense))[0]
+    assert pruning_savings.measure_file_sizes(sparse)[0] == dense_bytes
+    times = pruning_savings.time_inference(sparse, x)  # measures the time, also with kernels that skip zeros
+    assert times.keys() == {"fp32", "bf16", "csr"}
+    assert min(times.values()) > 0
