@@ -1,4 +1,4 @@
-"""Three steps of messages between two processes, one way or another, for tests/unit/pipeline/test_memory.py.
+"""Three steps of messages between two processes, for tests/unit/techniques/pipeline/test_stage_messages.py.
 
     python -m tests.harness.exchange memory|network|groups|small|silent|gone
 

@@ -1,4 +1,4 @@
-"""What forked ranks do, for test_launch.py and test_objects.py to look at.
+"""What forked ranks do, for test_local_launcher.py and test_objects.py to look at.
 
     python -m tests.harness.ranks CASE FOLDER [BACKEND]
 

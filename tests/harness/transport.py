@@ -15,9 +15,12 @@ import pytest
 
 from common.backend.certificates import Identity, create_identity_files, load_identity
 from common.ranks.links.connecting import RankLinks, connect_ranks
+from common.ranks.links.memory_stream import SLOT_COUNT
+from common.ranks.links.socket_stream import PIECE_BYTES
 from tests.harness.processes import PATIENCE, wait_until
 
 WAYS = ("tcp", "tls", "memory")
+LARGE_BYTES = 3 * SLOT_COUNT * PIECE_BYTES + 5  # more than the buffers of the kernel or the shared memory hold
 
 
 class Meeting:

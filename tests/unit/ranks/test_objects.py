@@ -1,4 +1,4 @@
-"""Values that ranks send each other: they arrive equal, and nothing that arrives is executed."""
+"""Values that ranks send each other arrive unchanged, and received bytes are never executed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.harness.processes import PATIENCE, environment
 
 
 @pytest.mark.parametrize("case", ["send_values", "one_sends_pickles"])
-def test_values_of_ranks(case: str, tmp_path: Path) -> None:
+def test_values_arrive_unchanged_and_pickles_are_refused(case: str, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.harness.ranks", case, str(tmp_path)]
-    done = warm.execute(argv, env=environment(), timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
+    process = warm.execute(argv, env=environment(), timeout=PATIENCE)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         ((1, 2), "the value is of type tuple"),
         ([Action("F", 0, 0)], r"the value\[0\] is of type Action"),
@@ -35,6 +35,6 @@ def test_values_of_ranks(case: str, tmp_path: Path) -> None:
         (np.float32(1), "the value is of type float32"),
     ],
 )
-def test_what_json_would_change_or_cannot_hold_is_named(value: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
+def test_values_that_json_cannot_represent_are_refused(value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         objects.encode_value(value)

@@ -1,4 +1,4 @@
-"""The ranks of a run are replaced when they change, and every object that keeps them sees the new ones."""
+"""When the ranks of a run change, their world is replaced, and all objects that share them use the new one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 
 
-def test_ranks_that_change_are_numbered_by_host_and_keep_their_original_number() -> None:
+def test_renumbered_ranks_are_ordered_by_host_and_keep_their_original_number() -> None:
     before = World(
         rank=3,
         size=4,
@@ -24,13 +24,17 @@ def test_ranks_that_change_are_numbered_by_host_and_keep_their_original_number()
     )
     ranks = Ranks(before)
     ranks.renumber(2, ["a", "b", "b"])
-    assert (ranks.current.rank, ranks.current.size, ranks.current.hosts) == (2, 3, ("a", "b", "b"))
-    assert (ranks.current.local_rank, ranks.current.local_size) == (1, 2)
-    assert ranks.current.original_rank == 3 and ranks.current.store is None
+    world = ranks.current
+    assert (world.rank, world.size) == (2, 3)
+    assert world.hosts == ("a", "b", "b")
+    assert (world.local_rank, world.local_size) == (1, 2)
+    assert world.original_rank == 3
+    assert world.store is None
     assert (before.rank, before.size) == (3, 4), "a World is never changed"
 
     ranks.renumber(0, ["b"])
-    assert ranks.current.is_main and ranks.current.original_rank == 3
+    assert ranks.current.is_main
+    assert ranks.current.original_rank == 3
 
 
 def test_a_rank_that_joins_may_become_rank_0() -> None:
@@ -40,4 +44,5 @@ def test_a_rank_that_joins_may_become_rank_0() -> None:
     ranks = Ranks(joining)
     assert not ranks.current.is_main
     ranks.renumber(0, ["a", "a"])
-    assert ranks.current.is_main and ranks.current.original_rank == 0
+    assert ranks.current.is_main
+    assert ranks.current.original_rank == 0

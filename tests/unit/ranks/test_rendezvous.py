@@ -1,8 +1,7 @@
-"""Ranks of a SLURM job meet by the job's identifier, without a port that anybody has chosen."""
+"""Ranks of a SLURM job meet by the id of the job. Nobody has to choose a port."""
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -16,46 +15,64 @@ from common.ranks.rank_info import RankInfo
 from common.system import network
 from common.system.errors import UnreachableError, UserError
 from configs.shared import Launch
+from tests.harness.transport import fork
+
+TIMEOUT = timedelta(seconds=20)
 
 
-def make_rank_info(rank: int, attempt_id: str, **changed: object) -> RankInfo:
-    known = {"rank": rank, "size": 2, "local_size": 2, "launcher": "slurm", "master": "localhost"}
-    return RankInfo(**known | {"attempt_id": attempt_id} | changed)  # type: ignore[arg-type]
+def make_rank_info(rank: int, attempt_id: str, *, size: int = 2, nodes: int = 1, master: str = "localhost") -> RankInfo:
+    return RankInfo(
+        rank=rank,
+        size=size,
+        local_size=size,
+        nodes=nodes,
+        launcher="slurm",
+        master=master,
+        attempt_id=attempt_id,
+    )
 
 
-def test_ranks_of_a_job_meet_although_a_mute_program_has_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def attempt_id() -> str:
+    """An attempt id whose ports no other test uses."""
+    return f"{socket.gethostname()}.{secrets.token_hex(8)}"
+
+
+def test_ranks_of_a_job_meet_although_another_program_has_their_first_port(
+    attempt_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rendezvous, "PROBE_SECONDS", 0.5)
-    attempt = f"{socket.gethostname()}.{secrets.token_hex(8)}"
-    ranks = [make_rank_info(rank, attempt) for rank in (1, 0)]
-    with socket.create_server(("127.0.0.1", network.derive_ports(attempt)[0])), ThreadPoolExecutor() as pool:
-        stores = list(pool.map(lambda info: rendezvous.open_slurm_store(info, timedelta(seconds=20)), ranks))
+    first_port = network.derive_ports(attempt_id)[0]
+    rank_infos = [make_rank_info(rank, attempt_id) for rank in (1, 0)]
+    with socket.create_server(("127.0.0.1", first_port)), ThreadPoolExecutor() as pool:
+        stores = list(pool.map(lambda info: rendezvous.open_slurm_store(info, TIMEOUT), rank_infos))
     stores[0].set("greeting", "of rank 1")
     assert stores[1].get("greeting") == b"of rank 1"
 
 
-def test_a_rank_of_another_attempt_does_not_get_in() -> None:
-    attempt = f"{socket.gethostname()}.{secrets.token_hex(8)}"
-    store = rendezvous.open_slurm_store(make_rank_info(0, attempt), timedelta(seconds=20))
+def test_a_rank_of_another_attempt_is_refused(attempt_id: str) -> None:
+    store = rendezvous.open_slurm_store(make_rank_info(0, attempt_id), TIMEOUT)
     store.set("token", "of another attempt")
     with pytest.raises(UnreachableError, match="is used by another program"):
-        rendezvous.open_slurm_store(make_rank_info(1, attempt), timedelta(seconds=1))
+        rendezvous.open_slurm_store(make_rank_info(1, attempt_id), timedelta(seconds=1))
 
 
-def test_the_file_of_a_store_is_left_alone_when_its_rank_exits(tmp_path: Path) -> None:
+def test_the_file_of_a_store_remains_when_its_rank_exits(tmp_path: Path) -> None:
     """The destructor of the only member would delete the file."""
-    rank_info = make_rank_info(0, "1", size=1, local_size=1)
-    pid = os.fork()
-    if not pid:
-        try:
-            rendezvous.set_up_rendezvous(rank_info, Launch(), timedelta(seconds=20), tmp_path)[0].set("key", "value")
-            vars(rendezvous).clear()  # what the interpreter does with each module when it exits
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
+
+    def write_to_store() -> None:
+        store, *_ = rendezvous.set_up_rendezvous(make_rank_info(0, "1", size=1), Launch(), TIMEOUT, tmp_path)
+        store.set("key", "value")
+        del store
+        vars(rendezvous).clear()  # as the interpreter does with each module when it exits
+
+    process = fork(write_to_store)
+    process.join()
+    assert process.exitcode == 0
     assert b"value" in (tmp_path / "store").read_bytes()
 
 
-def test_a_first_host_that_others_cannot_find_is_told() -> None:
+def test_a_name_of_the_first_host_that_other_hosts_cannot_use_is_refused() -> None:
     with pytest.raises(UserError, match=r"resolves to 127.0.0.1, which other hosts cannot reach"):
         rendezvous.check_rank0_name(make_rank_info(0, "1", nodes=2))
     with pytest.raises(UserError, match="cannot resolve its own name"):

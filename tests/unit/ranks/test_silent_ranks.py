@@ -1,4 +1,4 @@
-"""Naming the ranks that are silent, through a store whose own process may be one of them."""
+"""Silent ranks are named with the help of a store, whose own process may be silent."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import pytest
@@ -20,90 +21,90 @@ from common.ranks.rendezvous import World
 from common.ranks.silent_ranks import SilentRankWatchdog, describe_silent_ranks
 from tests.harness.processes import wait_until
 
-SECONDS = datetime.timedelta(seconds=30)
-DEAF = "rank 0 on a, which serves the rendezvous store, does not answer"
+TIMEOUT = datetime.timedelta(seconds=30)
+NO_STORE_MESSAGE = "rank 0 on a, which serves the rendezvous store, does not answer"
 
 
-def serve(answer: Connection) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, 2, True, SECONDS, wait_for_workers=False)
-    answer.send(store.port)
+@dataclass
+class Rendezvous:
+    """The world of rank 1, and the process that serves its store, as rank 0 does."""
+
+    world: World
+    store: dist.Store
+    server_pid: int
+
+
+def serve_store(connection: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, TIMEOUT, wait_for_workers=False)
+    connection.send(store.port)
     signal.pause()
 
 
 @pytest.fixture
-def found() -> Iterator[tuple[World, int]]:
-    """Rank 1's world, and the pid of the process that has its store, as rank 0 does."""
+def rendezvous() -> Iterator[Rendezvous]:
     context = multiprocessing.get_context("forkserver")  # a fork of this process would inherit the locks of its threads
     context.set_forkserver_preload(["torch.distributed"])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs,), daemon=True)
-    process.start()
-    assert ours.poll(SECONDS.total_seconds()), "the store's process has begun"
-    store = dist.TCPStore("127.0.0.1", ours.recv(), 2, False, SECONDS, wait_for_workers=False)
-    yield (
-        World(
-            rank=1, size=2, local_rank=0, local_size=1, nodes=2, launcher="slurm", hosts=("a", "b"),
-            device=torch.device("cpu"), backend="gloo", threads=1, timeout=SECONDS, store=store,
-        ),
-        process.pid or 0,
+    connection, connection_of_server = context.Pipe()
+    server = context.Process(target=serve_store, args=(connection_of_server,), daemon=True)
+    server.start()
+    assert connection.poll(TIMEOUT.total_seconds()), "the server did not start"
+    store = dist.TCPStore("127.0.0.1", connection.recv(), 2, False, TIMEOUT, wait_for_workers=False)
+    world = World(
+        rank=1, size=2, local_rank=0, local_size=1, nodes=2, launcher="slurm", hosts=("a", "b"),
+        device=torch.device("cpu"), backend="gloo", threads=1, timeout=TIMEOUT, store=store,
     )  # fmt: skip
-    process.kill()
-    process.join()
+    yield Rendezvous(world, store, server.pid or 0)
+    server.kill()
+    server.join()
 
 
-def test_who_has_not_waited_is_named(found: tuple[World, int]) -> None:
-    world, _ = found
-    assert describe_silent_ranks(world, 0.1).startswith("rank 0 on a did not answer within 30 s")
-    assert world.store
-    world.store.set("waited/0", "")
-    assert describe_silent_ranks(world, 0.1) == ""
+def test_a_rank_that_does_not_wait_is_named(rendezvous: Rendezvous) -> None:
+    description = describe_silent_ranks(rendezvous.world, 0.1)
+    assert description.startswith("rank 0 on a did not answer within 30 s")
+    rendezvous.store.set("waited/0", "")
+    assert describe_silent_ranks(rendezvous.world, 0.1) == ""
 
 
-def test_a_store_that_stands_still_is_not_waited_for(found: tuple[World, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    world, server = found
+def test_a_store_that_does_not_answer_is_reported_soon(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silent_ranks, "ANSWER_SECONDS", 0.5)
-    os.kill(server, signal.SIGSTOP)
-    began = time.monotonic()
-    assert describe_silent_ranks(world, 0.1) == DEAF
-    assert time.monotonic() - began < 5
+    os.kill(rendezvous.server_pid, signal.SIGSTOP)
+    start = time.monotonic()
+    assert describe_silent_ranks(rendezvous.world, 0.1) == NO_STORE_MESSAGE
+    assert time.monotonic() - start < 5
 
 
-def test_a_store_that_is_gone_is_told(found: tuple[World, int]) -> None:
-    world, server = found
-    os.kill(server, signal.SIGKILL)
-    assert describe_silent_ranks(world, 0.1) == DEAF
+def test_a_store_whose_process_was_killed_is_reported(rendezvous: Rendezvous) -> None:
+    os.kill(rendezvous.server_pid, signal.SIGKILL)
+    assert describe_silent_ranks(rendezvous.world, 0.1) == NO_STORE_MESSAGE
 
 
-def test_a_message_that_nothing_ends_is_watched(found: tuple[World, int]) -> None:
-    """As long as steps come nothing is said; then who is missing is named, once."""
-    world, _ = found
-    said = list[str]()
-    watch = SilentRankWatchdog(Ranks(world), 0.5, 0.1, said.append)
+def test_the_watchdog_reports_a_silent_rank_once_after_the_last_step(rendezvous: Rendezvous) -> None:
+    reports: list[str] = []
+    watchdog = SilentRankWatchdog(Ranks(rendezvous.world), 0.5, 0.1, reports.append)
     for _ in range(20):
         time.sleep(0.05)
-        watch.restart_time_limit()
-    assert not said
-    wait_until(lambda: said, "the missing rank is named", 20)
-    assert said == [describe_silent_ranks(world, 0.1)] and said[0].startswith("rank 0 on a did not answer")
+        watchdog.restart_time_limit()
+    assert not reports
+
+    wait_until(lambda: reports, "the silent rank is reported", 20)
+    assert reports == [describe_silent_ranks(rendezvous.world, 0.1)]
+    assert reports[0].startswith("rank 0 on a did not answer")
 
 
-def test_a_wait_of_all_is_no_end_of_the_watch(found: tuple[World, int]) -> None:
-    world, _ = found
-    assert world.store
-    said = list[str]()
-    world.store.set("waited/1/0", "")  # rank 0 waits, too
-    watch = SilentRankWatchdog(Ranks(world), 0.2, 0.1, said.append)
+def test_the_watchdog_continues_after_a_wait_of_all_ranks(rendezvous: Rendezvous) -> None:
+    reports: list[str] = []
+    rendezvous.store.set("waited/1/0", "")  # rank 0 waits, too
+    watchdog = SilentRankWatchdog(Ranks(rendezvous.world), 0.2, 0.1, reports.append)
     time.sleep(1)
-    assert not said
-    watch.restart_time_limit()
-    wait_until(lambda: said, "the missing rank is named", 20)
+    assert not reports
+    watchdog.restart_time_limit()
+    wait_until(lambda: reports, "the silent rank is reported", 20)
 
 
-def test_a_watch_that_is_closed_says_nothing(found: tuple[World, int]) -> None:
-    world, _ = found
-    said = list[str]()
-    watch = SilentRankWatchdog(Ranks(world), 0.1, 0.3, said.append)
-    time.sleep(0.2)  # it asks by now
-    watch.close()
+def test_a_closed_watchdog_reports_nothing(rendezvous: Rendezvous) -> None:
+    reports: list[str] = []
+    watchdog = SilentRankWatchdog(Ranks(rendezvous.world), 0.1, 0.3, reports.append)
+    time.sleep(0.2)  # the watchdog is asking the ranks now
+    watchdog.close()
     time.sleep(0.5)
-    assert not said
+    assert not reports

@@ -1,4 +1,4 @@
-"""Claims: an attempt is refused while another one of the run is alive, and stops when it is superseded or moved."""
+"""An attempt is refused while another attempt of the run is alive, and stops if it is superseded or moved."""
 
 from __future__ import annotations
 
@@ -31,182 +31,218 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 @pytest.fixture
-def other() -> Iterator[subprocess.Popen[bytes]]:
+def claimant() -> Iterator[subprocess.Popen[bytes]]:
+    """The process of another attempt."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
 
 
-def identify(pid: int, **changed: Any) -> dict[str, Any]:
-    return provenance.identify_process() | {"pid": pid, "pid_started": Process.identify(pid).start} | changed
+def kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
-def test_an_attempt_is_refused_while_another_one_is_alive(folder: RunFolder, other: subprocess.Popen[bytes]) -> None:
-    folder.claim_attempt({"process": identify(other.pid)})
-    words = rf"{folder.path.name} is already running \(attempt 1, process {other.pid} on this machine\); wait for it or"
-    with pytest.raises(RunTakenError, match=words):
+def identify(pid: int, **changes: Any) -> dict[str, Any]:
+    """Return the identity of a process, as its claim contains it."""
+    start = Process.identify(pid).start
+    return provenance.identify_process() | {"pid": pid, "pid_started": start} | changes
+
+
+def test_an_attempt_is_refused_while_another_one_is_alive(folder: RunFolder, claimant: subprocess.Popen[bytes]) -> None:
+    folder.claim_attempt({"process": identify(claimant.pid)})
+    process = rf"\(attempt 1, process {claimant.pid} on this machine\)"
+    message = f"{folder.path.name} is already running {process}; wait for it or"
+    with pytest.raises(RunTakenError, match=message):
         claims.claim_next_attempt(folder)
-    with pytest.raises(RunTakenError, match=words):
+    with pytest.raises(RunTakenError, match=message):
         lock_run(folder)
-    assert len(folder.list_attempts()) == 1 and len(list((folder.path / "attempts").iterdir())) == 1
-    other.kill()
-    other.wait()
-    assert claims.claim_next_attempt(folder).number == 2
-    claim = Claim.read(folder.list_attempts()[-1])
-    assert claim is not None and claim.check_process() is ProcessState.ALIVE and claim.process["pid"] == os.getpid()
+    assert len(folder.list_attempts()) == 1
+    assert len(list((folder.path / "attempts").iterdir())) == 1
+
+    kill(claimant)
+    second = claims.claim_next_attempt(folder)
+    assert second.number == 2
+    claim = Claim.read(second)
+    assert claim is not None
+    assert claim.check_process() is ProcessState.ALIVE
+    assert claim.process["pid"] == os.getpid()
 
 
-def test_a_process_that_only_meta_json_names_is_respected(folder: RunFolder, other: subprocess.Popen[bytes]) -> None:
-    """Of an attempt of older source."""
+def test_an_attempt_of_an_older_version_without_a_claim_is_respected(
+    folder: RunFolder, claimant: subprocess.Popen[bytes]
+) -> None:
     folder.claim_attempt()
-    entry = identify(other.pid) | {"attempt": 1, "state": "running"}
-    write_json(folder.path / "meta.json", {"history": [entry]})
-    with pytest.raises(RunTakenError, match=rf"is already running \(attempt 1, process {other.pid} on this machine\)"):
+    history = identify(claimant.pid) | {"attempt": 1, "state": "running"}
+    write_json(folder.path / "meta.json", {"history": [history]})
+    message = rf"is already running \(attempt 1, process {claimant.pid} on this machine\)"
+    with pytest.raises(RunTakenError, match=message):
         claims.claim_next_attempt(folder)
-    write_json(folder.path / "meta.json", {"history": [entry | {"pid_started": 1}]})
+
+    history["pid_started"] = 1  # another process had this pid
+    write_json(folder.path / "meta.json", {"history": [history]})
     assert claims.claim_next_attempt(folder).number == 2
 
 
-def test_of_many_starts_at_once_one_gets_the_run(folder: RunFolder) -> None:
-    gate, ends = threading.Barrier(8), list[int]()
+def test_only_one_of_several_concurrent_starts_gets_the_run(folder: RunFolder) -> None:
+    barrier = threading.Barrier(8)
+    claimed_numbers: list[int] = []
+    refused_threads: list[int] = []
 
     def claim() -> None:
-        gate.wait()
+        barrier.wait()
         try:
-            ends.append(claims.claim_next_attempt(folder).number)
+            claimed_numbers.append(claims.claim_next_attempt(folder).number)
         except RunTakenError:
-            ends.append(0)
+            refused_threads.append(threading.get_ident())
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    (winner,) = [number for number in ends if number]
-    assert [attempt.number for attempt in folder.list_attempts()] == [winner] and len(ends) == 8
+    assert len(claimed_numbers) == 1
+    assert len(refused_threads) == 7
+    assert [attempt.number for attempt in folder.list_attempts()] == claimed_numbers
 
 
-def test_the_lock_is_for_one_process(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_process_can_lock_a_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.runs.run_lock.LOCK_SECONDS", 0.1)
-    words = "already running or being started on this machine; wait for it or stop it: make cancel"
+    message = "already running or being started on this machine; wait for it or stop it: make cancel"
     lock = try_to_lock(folder)
     assert lock is not None
-    with lock, pytest.raises(RunTakenError, match=words):
+    with lock, pytest.raises(RunTakenError, match=message):
         lock_run(folder)
     lock_run(folder).close()
 
 
-def test_an_attempt_that_was_told_to_stop_is_waited_for(folder: RunFolder, other: subprocess.Popen[bytes]) -> None:
-    folder.claim_attempt({"process": identify(other.pid)})
+def test_a_new_attempt_waits_for_one_that_is_stopping(folder: RunFolder, claimant: subprocess.Popen[bytes]) -> None:
+    folder.claim_attempt({"process": identify(claimant.pid)})
     Result("cancelled", 130).write(folder)
-    threading.Timer(0.5, other.kill).start()
-    threading.Timer(0.5, other.wait).start()
+    threading.Timer(0.5, kill, [claimant]).start()
     assert claims.claim_next_attempt(folder).number == 2
 
 
-def test_a_process_of_another_host_is_judged_by_its_signs_of_life(
-    folder: RunFolder, other: subprocess.Popen[bytes]
+def test_a_process_on_another_host_is_alive_if_it_was_active_recently(
+    folder: RunFolder, claimant: subprocess.Popen[bytes]
 ) -> None:
-    elsewhere = identify(other.pid, host="elsewhere", boot="another")
-    attempt = folder.claim_attempt({"process": elsewhere})
-    told = r"the process still exists\. The last activity was 0 s ago.* after 60 s"
-    with pytest.raises(RunTakenError, match=told):
+    process = identify(claimant.pid, host="elsewhere", boot="another")
+    first = folder.claim_attempt({"process": process})
+    message = r"the process still exists\. The last activity was 0 s ago.* after 60 s"
+    with pytest.raises(RunTakenError, match=message):
         claims.claim_next_attempt(folder)
-    claims.mark_ended(attempt)
+    claims.mark_ended(first)
     second = claims.claim_next_attempt(folder)
-    write_json(second.attempt_folder / "claim.json", {"process": elsewhere})
-    before = time.time() - 61
+    assert second.number == 2
+
+    write_json(second.attempt_folder / "claim.json", {"process": process})
+    last_activity = time.time() - 61
     for path in [second.attempt_folder, *second.attempt_folder.rglob("*")]:
-        os.utime(path, (before, before))
-    # `make sync` and reports write there, too.
+        os.utime(path, (last_activity, last_activity))
+    # `make sync` and reports write to the folder, too. That is no activity of the process.
     write_note(second, TrackingNote())
     (second.attempt_folder / "logs" / "tracker.log").touch()
     assert claims.compute_seconds_since_last_write(second) >= 61
     assert claims.claim_next_attempt(folder).number == 3
 
 
-def test_a_restart_of_the_same_job_takes_its_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_of_the_same_job_gets_its_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert claims.claim_next_attempt(folder).number == 1
     with pytest.raises(RunTakenError, match=r"\(attempt 1, job 17, process"):
         claims.claim_next_attempt(folder)
+
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert claims.claim_next_attempt(folder).number == 2
+
     monkeypatch.setenv("SLURM_JOB_ID", "18")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     with pytest.raises(RunTakenError, match=r"\(attempt 2, job 17, process"):
         claims.claim_next_attempt(folder)
 
 
-def test_another_torchrun_without_a_name_does_not_take_the_run(
-    folder: RunFolder, other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+def test_only_a_torchrun_launch_with_the_same_name_takes_over_a_run(
+    folder: RunFolder, claimant: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    agent = f"torchrun none {socket.gethostname()} {other.pid} {Process.identify(other.pid).start}"
-    folder.claim_attempt({"process": identify(other.pid), "starter": agent})
+    agent = f"torchrun none {socket.gethostname()} {claimant.pid} {Process.identify(claimant.pid).start}"
+    first = folder.claim_attempt({"process": identify(claimant.pid), "starter": agent})
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(RunTakenError, match="is already running"):
         claims.claim_next_attempt(folder)
+
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    named = f"torchrun mine elsewhere {other.pid} 1"
-    write_json(folder.path / "attempts/0001/claim.json", {"process": identify(1, host="elsewhere"), "starter": named})
-    assert claims.claim_next_attempt(folder).number == 2, "an agent on another host takes over a launch with a name"
+    agent_elsewhere = f"torchrun mine elsewhere {claimant.pid} 1"
+    claim = {"process": identify(1, host="elsewhere"), "starter": agent_elsewhere}
+    write_json(first.attempt_folder / "claim.json", claim)
+    assert claims.claim_next_attempt(folder).number == 2
 
 
-def test_a_process_that_cannot_be_judged_by_its_pid_counts_by_its_signs_of_life(
-    folder: RunFolder, other: subprocess.Popen[bytes]
+def test_an_elastic_job_may_continue_without_the_rank_that_claimed_its_attempt(
+    folder: RunFolder, claimant: subprocess.Popen[bytes]
 ) -> None:
-    process = identify(other.pid)
-    other.kill()
-    other.wait()
+    process = identify(claimant.pid)
+    kill(claimant)
     folder.claim_attempt({"process": process, "starter": "slurm cluster 17"})
     with pytest.raises(RunTakenError, match="this host cannot check whether the process still exists"):
-        claims.claim_next_attempt(folder)  # an elastic job continues without the rank that claimed the attempt
-    (folder.path / "attempts/0001/claim.json").unlink()
-    write_json(folder.path / "attempts/0001/claim.json", {"process": process | {"pid_namespace": "pid:[1]"}})
+        claims.claim_next_attempt(folder)
+
+
+def test_a_process_of_another_pid_namespace_is_alive_if_it_was_active_recently(
+    folder: RunFolder, claimant: subprocess.Popen[bytes]
+) -> None:
+    process = identify(claimant.pid, pid_namespace="pid:[1]")
+    kill(claimant)
+    attempt = folder.claim_attempt({"process": process})
     (folder.path / "config.yaml").write_text("launch:\n  step_timeout: 300\n")
     with pytest.raises(RunTakenError, match="considered ended after 300 s"):
         claims.claim_next_attempt(folder)
-    claims.mark_ended(folder.list_attempts()[0])
+    claims.mark_ended(attempt)
     assert claims.claim_next_attempt(folder).number == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"process": 3}', '{"process": {"pid": "1"}}'])
-def test_a_damaged_claim_counts_as_none(folder: RunFolder, text: str) -> None:
+def test_a_damaged_claim_is_ignored(folder: RunFolder, text: str) -> None:
     attempt = folder.claim_attempt()
     (attempt.attempt_folder / "claim.json").write_text(text)
-    assert Claim.read(attempt) is None and claims.claim_next_attempt(folder).number == 2
+    assert Claim.read(attempt) is None
+    assert claims.claim_next_attempt(folder).number == 2
 
 
-def test_an_attempt_notices_that_its_folder_is_gone_or_a_newer_one_is_there(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def attempt(folder: RunFolder) -> RunFolder:
+    return claims.claim_next_attempt(folder)
+
+
+@pytest.fixture
+def watch(attempt: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[AttemptWatch]:
+    """The watch of an attempt, which gives a moved folder half a second to return."""
     monkeypatch.setattr(AttemptWatch, "RETURN_SECONDS", 0.5)
-    attempt = claims.claim_next_attempt(folder)
-    watch = AttemptWatch(attempt)
-    assert watch.find_stop_reason(7) == ""
-    away = folder.path.with_name("away")
-    folder.path.rename(away)
+    attempt_watch = AttemptWatch(attempt)
+    assert attempt_watch.find_stop_reason(7) == ""
+    yield attempt_watch
+    attempt_watch.close()
+
+
+def test_a_run_whose_folder_was_moved_stops(folder: RunFolder, watch: AttemptWatch) -> None:
+    moved_folder = folder.path.with_name("moved")
+    folder.path.rename(moved_folder)
     remedy = f"move it back, then resume with: make exp RESUME={folder.path}"
-    words = f"{folder.path} was moved or deleted, so training stopped after step 7; {remedy}"
-    assert watch.find_stop_reason(7) == words
-    threading.Timer(0.2, away.rename, [folder.path]).start()
-    assert watch.find_stop_reason(7) == "", "it came back"
-    attempt.attempt_folder.rename(away)
+    reason = f"{folder.path} was moved or deleted, so training stopped after step 7; {remedy}"
+    assert watch.find_stop_reason(7) == reason
+
+    threading.Timer(0.2, moved_folder.rename, [folder.path]).start()
+    assert watch.find_stop_reason(7) == "", "the folder was moved back"
+
+
+def test_a_run_whose_attempt_folder_was_replaced_stops(attempt: RunFolder, watch: AttemptWatch) -> None:
+    attempt.attempt_folder.rename(attempt.path.with_name("moved"))
     attempt.attempt_folder.mkdir()
-    assert "attempts/0001 was moved or deleted, so training stopped after step 7" in watch.find_stop_reason(7), (
-        "it is another folder"
-    )
-    attempt.attempt_folder.rmdir()
-    away.rename(attempt.attempt_folder)
+    reason = "attempts/0001 was moved or deleted, so training stopped after step 7"
+    assert reason in watch.find_stop_reason(7)
+
+
+def test_a_superseded_attempt_stops(folder: RunFolder, watch: AttemptWatch) -> None:
     folder.claim_attempt({"process": identify(os.getpid(), host="elsewhere")})
-    words = f"attempt 1 of {folder.path.name} was superseded by attempt 2 on host elsewhere; stopping without saving"
-    assert watch.find_stop_reason(7) == words
-    watch.close()
-
-
-def test_a_result_that_is_there_is_not_overwritten(folder: RunFolder) -> None:
-    assert Result("finished", 0).write_once(folder)
-    assert not Result("cancelled", 130).write_once(folder)
-    assert folder.result["state"] == "finished"
-    assert sorted(path.name for path in folder.path.iterdir()) == ["config.yaml", "result.json"]
+    reason = f"attempt 1 of {folder.path.name} was superseded by attempt 2 on host elsewhere; stopping without saving"
+    assert watch.find_stop_reason(7) == reason

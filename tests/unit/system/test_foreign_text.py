@@ -1,9 +1,10 @@
-"""Which cause follows from an exception, and from the text that older versions left."""
+"""The cause of an error, which follows from its class or from the text of a library."""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 from dataclasses import FrozenInstanceError
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ from common.system.errors import (
     UnreachableError,
     UserError,
 )
-from common.system.foreign_text import classify_error, classify_recorded_text
+from common.system.foreign_text import classify_error, classify_exit, classify_recorded_text
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] "
 
@@ -66,30 +67,32 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] "
         (CausedRuntimeError("a worker has been lost", cause=Cause.LOST_PEER), Cause.LOST_PEER),
     ],
 )
-def test_the_cause_of_an_error_follows_from_its_class_and_only_then_from_its_text(
-    error: BaseException, cause: Cause
-) -> None:
+def test_the_class_of_an_error_has_precedence_over_its_text(error: BaseException, cause: Cause) -> None:
     assert classify_error(error) is cause
 
 
-def test_a_key_that_no_rank_sets_in_a_file_is_a_timeout(tmp_path: Path) -> None:
+def test_a_key_that_no_rank_sets_in_a_file_store_is_a_timeout(tmp_path: Path) -> None:
     store = FileStore(str(tmp_path / "store"), 2)
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError) as caught:
         store.wait(["missing"], timedelta(milliseconds=1))
-    assert classify_error(raised.value) is Cause.TIMEOUT, raised.value
+    assert classify_error(caught.value) is Cause.TIMEOUT, caught.value
 
 
 @pytest.mark.parametrize(
     ("error", "cause"),
-    [(RankTimeoutError("rank 1 does not answer"), Cause.TIMEOUT), (DistNetworkError("it is gone"), Cause.LOST_PEER)],
+    [
+        (RankTimeoutError("rank 1 does not answer"), Cause.TIMEOUT),
+        (DistNetworkError("rank 1 has exited"), Cause.LOST_PEER),
+    ],
 )
-def test_an_error_that_torch_passes_on_as_text_keeps_its_cause(error: Exception, cause: Cause) -> None:
-    work: Future[Exception] = Future()
-    following = work.then(lambda done: done.value())
-    work.set_exception(error)
-    with pytest.raises(RuntimeError) as raised:
-        following.wait()
-    assert type(raised.value) is RuntimeError and classify_error(raised.value) is cause
+def test_an_error_that_torch_converts_to_text_keeps_its_cause(error: Exception, cause: Cause) -> None:
+    first: Future[Exception] = Future()
+    second = first.then(lambda future: future.value())
+    first.set_exception(error)
+    with pytest.raises(RuntimeError) as caught:
+        second.wait()
+    assert type(caught.value) is RuntimeError
+    assert classify_error(caught.value) is cause
 
 
 @pytest.mark.parametrize(
@@ -110,5 +113,24 @@ def test_an_error_that_torch_passes_on_as_text_keeps_its_cause(error: Exception,
         ("2 attempts in a row ended without a new checkpoint", Cause.OTHER),
     ],
 )
-def test_text_of_older_versions_has_a_cause(text: str, cause: Cause) -> None:
+def test_recorded_text_of_older_versions_has_a_cause(text: str, cause: Cause) -> None:
     assert classify_recorded_text(text) is cause
+
+
+@pytest.mark.parametrize(
+    ("log", "exit_code", "is_shortage"),
+    [
+        ("terminate called without an active exception\n", -signal.SIGABRT, True),
+        ("terminate called without an active exception\n", -signal.SIGSEGV, False),
+        ("what():  Resource temporarily unavailable", -signal.SIGABRT, False),
+        ("of 'std::system_error'\n  what():  Resource temporarily unavailable", -signal.SIGABRT, True),
+        ("libgomp: Thread creation failed: Resource temporarily unavailable", 1, True),
+        ("libgomp: Thread creation failed: Resource temporarily unavailable", -signal.SIGSEGV, False),
+        ("NCCL WARN socket: Resource temporarily unavailable", 1, False),
+        ("Fatal Python error: Aborted", -signal.SIGABRT, False),
+    ],
+)
+def test_only_the_last_lines_of_an_aborted_process_show_a_shortage_of_threads(
+    log: str, exit_code: int, is_shortage: bool
+) -> None:
+    assert (classify_exit(exit_code, log) is Cause.THREAD_SHORTAGE) == is_shortage

@@ -1,4 +1,4 @@
-"""What identifies a process, also where /proc is that of another pid namespace."""
+"""The identity of a process, also if /proc shows another pid namespace."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ PROGRAM = """
 import os
 from pathlib import Path
 from common.system.processes import Process
-me = Process.identify(os.getpid())
-print(me.start == int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]), me.is_alive())
+process = Process.identify(os.getpid())
+fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+print(process.start == int(fields[19]), process.is_alive())
 """
 
 
 @pytest.mark.parametrize(
-    "namespace", [[], ["unshare", "--user", "--map-root-user", "--pid", "--fork"]], ids=["own", "other"]
+    "namespace", [[], ["unshare", "--user", "--map-root-user", "--pid", "--fork"]], ids=["same", "another"]
 )
-def test_a_process_knows_itself(namespace: list[str]) -> None:
-    words = [*namespace, sys.executable, "-c", PROGRAM]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.stderr.startswith("unshare:"):
-        pytest.skip(f"no namespaces here: {done.stderr.strip()}")
-    assert done.stdout.split() == ["True", "True"], done
+def test_a_process_identifies_itself_in_any_pid_namespace(namespace: list[str]) -> None:
+    command = [*namespace, sys.executable, "-c", PROGRAM]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if process.stderr.startswith("unshare:"):
+        pytest.skip(f"cannot create a namespace: {process.stderr.strip()}")
+    assert process.stdout.split() == ["True", "True"], process

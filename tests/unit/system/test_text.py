@@ -1,4 +1,4 @@
-"""Words of messages."""
+"""Counts and durations in messages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import pytest
 from common.system.text import format_count, format_duration
 
 
-def test_a_count_has_the_noun_of_its_number() -> None:
-    assert [format_count(count, "rank") for count in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
-    assert format_count(2, "process") == "2 processes"
-    assert format_count(12_345, "step") == "12,345 steps"
+@pytest.mark.parametrize(
+    ("count", "noun", "text"),
+    [
+        (0, "rank", "0 ranks"),
+        (1, "rank", "1 rank"),
+        (2, "rank", "2 ranks"),
+        (2, "process", "2 processes"),
+        (12_345, "step", "12,345 steps"),
+    ],
+)
+def test_a_count_has_the_singular_or_plural_noun(count: int, noun: str, text: str) -> None:
+    assert format_count(count, noun) == text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The log of an elastic run: any rank continues it, so that each row is written once though rank 0 is lost."""
+"""The metrics log of an elastic run: if rank 0 is lost, another rank continues it and writes each row once."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def become_main(log: SharedMetricsLog) -> None:
 
 
 def read_positions(file: Path) -> list[tuple[int, bool]]:
+    """Return the step of each row, and whether the row is an evaluation."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return [(row["global_step"], "test_loss" in row) for row in rows]
 
@@ -55,14 +56,15 @@ def test_rows_that_a_lost_rank_0_has_not_written_are_written_once(
         lost.write_values(5, {"test_loss": 0.5})
 
     become_main(survivor)
-    assert read_positions(file) == [*((step, False) for step in range(1, 6)), (5, True)]
+    training_rows = [(step, False) for step in range(1, 6)]
+    assert read_positions(file) == [*training_rows, (5, True)]
 
-    survivor.write_values(5, {"test_loss": 0.5})  # a rank that had not finished the evaluation makes all repeat it
+    survivor.write_values(5, {"test_loss": 0.5})  # all ranks repeat an evaluation that one of them had not finished
     add_steps(survivor, 6, 7)
     assert read_positions(file)[6:] == [(6, False), (7, False)]
 
 
-def test_rows_of_before_a_vote_are_kept_no_longer(tmp_path: Path) -> None:
+def test_rows_from_before_a_vote_can_be_dropped(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     survivor = open_log(file, is_main=False)
     add_steps(survivor, 1, 5)

@@ -1,0 +1,123 @@
+"""Files of models and weights: what a run writes, and which files are refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.testing import assert_close
+
+from common.checkpoint.train_state import get_model_recipe
+from common.models import model_file, networks
+from common.models.model_file import load_initial_weights
+from common.runs.folder import RunFolder
+from common.system.errors import UserError
+from configs.ddp_multinode import Config
+from configs.shared import InitialWeights
+
+
+class MaliciousObject:
+    """An object whose pickle prints a line when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("fc.bias"), r"missing tensor fc\.bias \(1 in total\)"),
+        (lambda state: state.update(extra=torch.zeros(1)), "unexpected tensor extra"),
+        (lambda state: state.update({"fc.bias": torch.zeros(5)}), r"fc\.bias has shape \(5,\), expected \(3,\)"),
+        (lambda state: state.update(epoch=3), "not a state dict: expected a mapping from names to tensors"),
+        (
+            lambda state: state.update(object=MaliciousObject()),
+            "expected a file written by torch.save that contains only tensors",
+        ),
+    ],
+)
+def test_weights_that_do_not_match_the_model_are_refused(
+    change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = networks.ResNet("resnet18", (3, 8, 8), 3, width=2)
+    state = dict(model.state_dict())
+    change(state)
+    torch.save(state, tmp_path / "weights.pt")
+    with pytest.raises(UserError, match=message):
+        load_initial_weights(model, str(tmp_path / "weights.pt"), "runs")
+    assert "executed" not in capfd.readouterr().out
+
+
+def test_missing_files_and_other_folders_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    with pytest.raises(UserError, match="no such file"):
+        load_initial_weights(model, str(tmp_path / "nowhere.pt"), "runs")
+    with pytest.raises(UserError, match="must be a run folder or a checkpoint folder"):
+        load_initial_weights(model, str(tmp_path), "runs")
+
+
+@pytest.mark.parametrize("content", [b"", b"text", pickle.dumps([1])], ids=["empty", "text", "pickle"])
+def test_files_without_weights_are_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(UserError, match=r"weights=.*file: "):
+        load_initial_weights(nn.Sequential(nn.Linear(1, 1)), str(tmp_path / "file"), "runs")
+
+
+class Subclass(networks.SimpleNN):
+    """A custom network that inherits the recipe of its parent class."""
+
+
+@pytest.mark.parametrize(
+    ("build", "recipe"),
+    [
+        (lambda: networks.SimpleNN(8), {"class": "SimpleNN"}),
+        (lambda: networks.ResNet18((8, 8), 3), {"class": "ResNet18", "arguments": {"shape": [8, 8], "classes": 3}}),
+        (lambda: Subclass(8), {"class": "Subclass", "arguments": None}),
+        (lambda: nn.Sequential(networks.SimpleNN(8), nn.Linear(10, 3)), {"class": "Sequential", "arguments": None}),
+        (lambda: networks.SimpleNN(8).append(nn.Linear(10, 3)), {"class": None, "arguments": None}),
+    ],
+    ids=["network", "resnet", "subclass", "network inside another", "network with another layer"],
+)
+def test_a_model_file_has_all_tensors_and_the_recipe_of_the_model(
+    build: Callable[[], nn.Module], recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    model = build()
+    state = model.state_dict()
+    layer = next(layer for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d))
+    mask = torch.ones_like(layer.weight, dtype=torch.bool)
+    layer.register_buffer("mask", mask)  # only training needs it
+
+    model_file.write_model(RunFolder(tmp_path), model.state_dict(), get_model_recipe(model), {})
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert_close(tensors, state, rtol=0, atol=0)
+
+    facts = json.loads((tmp_path / "model.json").read_text())
+    assert recipe.items() <= facts.items()
+    if facts["arguments"] is not None:
+        model_file.build_model(facts).load_state_dict(tensors)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [{"class": "SimpleNN", "arguments": {"width": 8, "depth": 3}}, {"class": "LeNet300", "arguments": {}}],
+)
+def test_recipes_of_older_versions_without_a_shape_are_for_digits(recipe: dict[str, Any]) -> None:
+    assert model_file.build_model(recipe)(torch.zeros(2, 28, 28)).shape == (2, 10)
+
+
+def test_training_can_start_from_a_file_of_weights(tmp_path: Path) -> None:
+    weights = networks.build_network("convnet", (28, 28), 10).state_dict()
+    torch.save(weights, tmp_path / "weights.pt")
+    cfg = Config(initial=InitialWeights(str(tmp_path / "weights.pt")))
+    loaded_state = model_file.init_network(cfg, (28, 28), 10).state_dict()
+    assert_close(loaded_state, weights, rtol=0, atol=0)
+
+    random_state = model_file.init_network(Config(), (28, 28), 10).state_dict()
+    assert not torch.equal(random_state["conv1.weight"], loaded_state["conv1.weight"])

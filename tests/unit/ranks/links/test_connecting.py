@@ -1,0 +1,128 @@
+"""Connecting ranks and closing their links: over TCP, over TLS, and through shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from common.ranks.links.connecting import RankAddress, RankLinks
+from common.ranks.links.outgoing import LinkError
+from common.ranks.links.welcome import ANSWER_BYTES
+from common.system.errors import UnreachableError
+from tests.harness.processes import PATIENCE
+from tests.harness.transport import LARGE_BYTES, Meeting, fork, identity, meeting, pair
+
+__all__ = ["identity", "meeting", "pair"]
+
+
+@contextlib.contextmanager
+def wait_in_threads(calls: Sequence[Callable[[], object]]) -> Iterator[list[Future[object]]]:
+    """Run each call in a thread, and check that all of them wait."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        time.sleep(0.05)
+        assert not any(future.done() for future in futures)
+        yield futures
+
+
+def test_closing_the_links_ends_all_waits_at_once(pair: list[RankLinks]) -> None:
+    """The time limit of the links is longer than that of the test."""
+    sender = pair[0].outgoing[1]
+    receiver = pair[0].incoming[1]
+    ticket = sender.send(0, bytes(20 * LARGE_BYTES))
+    calls: list[Callable[[], object]] = [
+        lambda: sender.wait_until_written(ticket),
+        lambda: receiver.receive(7, bytearray(4)),
+        lambda: receiver.receive(8, bytearray(4)),
+    ]
+    message = "the connection with rank 1 was closed by this rank"
+    with wait_in_threads(calls) as futures:
+        pair[0].close()
+        for future in futures:
+            with pytest.raises(LinkError, match=message):
+                future.result(PATIENCE)
+
+    calls.append(lambda: sender.send(0, b""))
+    for call in calls:
+        with pytest.raises(LinkError, match="was closed by this rank"):
+            call()
+
+
+def test_a_rank_that_is_killed_is_named_at_once(meeting: Meeting) -> None:
+    def join_and_sleep() -> None:
+        links = meeting.join(1, 2)
+        child = os.fork()  # such as a data worker, which may outlive its rank
+        if child:
+            meeting.set("child", str(child))
+        time.sleep(PATIENCE)
+        links.close()
+
+    process = fork(join_and_sleep)
+    links = meeting.join(0, 2)
+    child = int(meeting.get("child"))
+    ticket = links.outgoing[1].send(0, bytes(20 * LARGE_BYTES))
+    calls: list[Callable[[], object]] = [
+        lambda: links.outgoing[1].wait_until_written(ticket),
+        lambda: links.incoming[1].receive(7, bytearray(4)),
+    ]
+    with wait_in_threads(calls) as futures:
+        assert process.pid
+        os.kill(process.pid, signal.SIGKILL)
+        for future in futures:
+            with pytest.raises(LinkError, match="rank 1 has closed its connection; see its log"):
+                future.result(PATIENCE)
+    os.kill(child, signal.SIGKILL)
+    process.join()
+    links.close()
+
+
+def test_closed_links_leave_no_threads(meeting: Meeting) -> None:
+    threads_before = set(threading.enumerate())
+    ranks = meeting.join_all(2)
+    for rank in (0, 1):
+        ranks[rank].outgoing[1 - rank].send(0, bytes(LARGE_BYTES))
+    for links in ranks:
+        links.close()
+    for thread in set(threading.enumerate()) - threads_before:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("meeting", ["tcp"], indirect=True)
+def test_a_program_that_does_not_know_the_token_is_not_accepted_as_a_rank(meeting: Meeting) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        port = listener.getsockname()[1]
+        address = RankAddress("127.0.0.1", port, "00", "", "")
+        meeting.set("link/1", json.dumps(address))
+        future = pool.submit(meeting.join, 0, 2, setup_timeout=0.2)
+        listener.settimeout(0.05)
+        while not future.done():
+            with contextlib.suppress(TimeoutError):
+                connection, _ = listener.accept()
+                connection.sendall(bytes(ANSWER_BYTES))
+                connection.recv(1000)
+                connection.close()
+        with pytest.raises(UnreachableError, match=f"rank 1 at 127.0.0.1:{port}: the peer gave a wrong answer"):
+            future.result()
+
+
+def test_a_rank_without_an_address_is_named(meeting: Meeting) -> None:
+    with pytest.raises(UnreachableError, match="rank 1 has not published its address"):
+        meeting.join(0, 2, setup_timeout=0.1)
+
+
+def test_a_rank_that_does_not_listen_is_named(meeting: Meeting) -> None:
+    address = RankAddress("127.0.0.1", 1, "00", "", "")
+    meeting.set("link/1", json.dumps(address))
+    message = "rank 0 cannot connect to rank 1 at 127.0.0.1:1: Connection refused; see the log of rank 1, check"
+    with pytest.raises(UnreachableError, match=message):
+        meeting.join(0, 2, setup_timeout=0.1)

@@ -1,0 +1,175 @@
+"""The local launcher reports one clear error and stops all ranks, whatever ends the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.system.exit_status import EXIT_RESUMABLE
+from slurm.reports import status
+from tests.harness import warm
+from tests.harness.control_groups import CGROUP_ROOT, create_control_group
+from tests.harness.long_runs import ENDLESS, only_folder, ranks_of, train_long
+from tests.harness.processes import PATIENCE, environment, processes_of
+
+LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
+LISTENING = "0A"
+GROUP_BYTES = str(300 << 20)
+
+
+def fork_ranks(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a case of tests/harness/ranks.py on three forked ranks, and check that no rank is left."""
+    argv = [sys.executable, "-m", "tests.harness.ranks", case, str(folder)]
+    process = warm.execute(argv, env=environment(), timeout=PATIENCE)
+    assert not processes_of(str(folder))
+    return process
+
+
+def test_ranks_wait_for_each_other_by_name_on_nccl(tmp_path: Path) -> None:
+    """A barrier would occupy the GPUs."""
+    process = fork_ranks("meet_by_name", tmp_path)
+    assert process.returncode == 0, process.stderr
+
+
+def test_ranks_join_a_process_group_and_reduce(tmp_path: Path) -> None:
+    process = fork_ranks("add_up", tmp_path)
+    assert process.returncode == 0, process.stderr
+
+
+def test_the_first_traceback_is_shown_once(tmp_path: Path) -> None:
+    process = fork_ranks("one_raises", tmp_path)
+    assert process.returncode == 1
+    assert process.stderr.count("Traceback") == 1
+    assert "KeyError: 'the cause'" in process.stderr
+    assert "error: rank 1 failed as shown above; the other 2 ranks were stopped" in process.stderr
+
+
+def test_a_user_error_of_a_rank_has_no_traceback(tmp_path: Path) -> None:
+    process = fork_ranks("user_error", tmp_path)
+    assert process.returncode == 2
+    assert process.stderr == "error: change this\n"
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    process = fork_ranks("one_is_killed", tmp_path)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "error: rank 2 (pid" in process.stderr
+    assert "was killed by SIGKILL" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of 300 MB, without swap."""
+    is_version_1 = (CGROUP_ROOT / "memory").is_dir()
+    limit_name = "memory.limit_in_bytes" if is_version_1 else "memory.max"
+    swap_limits = {"memory.memsw.limit_in_bytes": GROUP_BYTES, "memory.swap.max": "0"}
+    with create_control_group("memory", {limit_name: GROUP_BYTES}, optional=swap_limits) as group:
+        yield group
+
+
+def test_a_rank_that_the_kernel_kills_for_memory_is_reported(small_group: Path, tmp_path: Path) -> None:
+    (tmp_path / "group").write_text(str(small_group))
+    process = fork_ranks("one_takes_too_much", tmp_path)
+    assert process.returncode == 128 + signal.SIGKILL
+    message = "was killed by SIGKILL: the system ran out of memory; the other 2 ranks were stopped"
+    assert message in process.stderr
+
+
+def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
+    process = fork_ranks("one_does_not_arrive", tmp_path)
+    assert process.returncode == 2
+    remedy = "check the logs of the missing ranks, or raise launch.setup_timeout"
+    assert process.stderr == f"error: rank 1 did not join within 3 s; {remedy}\n"
+
+
+def test_a_rank_that_hangs_ends_the_run_after_the_step_timeout(tmp_path: Path) -> None:
+    process = fork_ranks("one_hangs", tmp_path)
+    assert process.returncode == 1
+    assert re.search("[Tt]imed out", process.stderr)
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    assert fork_ranks("one_ignores_being_asked", tmp_path).returncode == 1
+
+
+def list_open_files(pids: list[int]) -> set[str]:
+    """Return the targets of the file descriptors of processes."""
+    targets = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    targets.add(str(descriptor.readlink()))
+    return targets
+
+
+def list_listening_addresses(pids: list[int]) -> set[str]:
+    """Return the local addresses, in hexadecimal, on which processes accept TCP connections."""
+    open_files = list_open_files(pids)
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        _, *lines = Path(f"/proc/net/{table}").read_text().splitlines()
+        for line in lines:
+            fields = line.split()
+            is_open = f"socket:[{fields[9]}]" in open_files
+            if fields[3] == LISTENING and is_open:
+                addresses.add(fields[1].split(":")[0])
+    return addresses
+
+
+def test_ctrl_c_stops_all_ranks_and_no_other_run(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    first_runs = tmp_path / "first"
+    second_runs = tmp_path / "second"
+    with (
+        train_long("mnist_pipeline", *digits, *ENDLESS, runs=first_runs) as first,
+        train_long("mnist_pipeline", *digits, *ENDLESS, runs=second_runs) as second,
+    ):
+        assert len(ranks_of(first)) == 2
+        for process in (first, second):
+            assert list_listening_addresses(ranks_of(process)) <= {LOOPBACK}
+
+        os.killpg(first.pid, signal.SIGINT)  # as Ctrl-C on a terminal does
+        _, err = first.communicate(PATIENCE)
+        assert first.returncode == 128 + signal.SIGINT
+        assert "a checkpoint will be saved after the current step (if training has started)" in err
+        assert "metrics up to step" in err
+        assert "Traceback" not in err
+        folder = only_folder(first_runs)
+        assert folder.result["exit_status"] == first.returncode
+        assert folder.result["last_step"] > 0
+        assert status.read_state(folder) == ("CANCELLED", "stopped by Ctrl-C")
+        assert not processes_of(str(first_runs))
+
+        assert second.poll() is None
+        second.send_signal(signal.SIGTERM)
+        second.communicate(PATIENCE)
+        assert second.returncode == EXIT_RESUMABLE
+        assert not processes_of(str(second_runs))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_stage_ends_the_run(tmp_path: Path, digits: tuple[str, ...], rank: int) -> None:
+    with train_long("mnist_pipeline", *digits, *ENDLESS, "launch.step_timeout=600", runs=tmp_path) as process:
+        os.kill(ranks_of(process)[rank], signal.SIGKILL)
+        kill_time = time.monotonic()
+        _, err = process.communicate(PATIENCE)
+        assert time.monotonic() - kill_time < 20, "5 s on an idle machine, and far less than the step timeout"
+        assert process.returncode == 128 + signal.SIGKILL
+        assert f"error: rank {rank} (pid" in err
+        assert "killed by SIGKILL" in err
+        assert "Traceback" not in err
+
+        (attempt,) = only_folder(tmp_path).list_attempts()
+        assert attempt.metrics_file.read_text().startswith('{"global_step": 1,')
+        assert attempt.result["state"] == "failed"
+        assert not processes_of(str(tmp_path))

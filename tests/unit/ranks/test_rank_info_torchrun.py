@@ -1,0 +1,89 @@
+"""Runs whose ranks were started by torchrun."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.runs.folder import read_json
+from common.system.exit_status import EXIT_RESUMABLE
+from tests.harness import warm
+from tests.harness.long_runs import free_port, only_folder
+from tests.harness.processes import PATIENCE, command, environment, run, wait_until
+
+
+def start_two_ranks(argv: Sequence[str]) -> list[warm.Command]:
+    """Start a command twice, with the variables that torchrun sets for two ranks."""
+    variables = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = []
+    for rank in ("0", "1"):
+        rank_environment = environment(**variables, RANK=rank, LOCAL_RANK=rank)
+        ranks.append(warm.Command(argv, env=rank_environment, session=True))
+    return ranks
+
+
+@pytest.fixture
+def one_rank() -> dict[str, Any]:
+    """The variables that torchrun sets for the only rank of a run."""
+    return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def test_ranks_that_are_stopped_before_the_first_step_exit_at_once(tmp_path: Path, cache: Path) -> None:
+    """One rank waits for a message of the other, which exits."""
+    settings = (f"runs={tmp_path / 'runs'}", "data.name=digits", f"data.cache={cache}", "launch.step_timeout=100")
+    ranks = start_two_ranks([sys.executable, "-m", "tests.harness.waiting_ranks", *settings])
+    wait_until(lambda: all("waiting" in rank.out for rank in ranks), "both ranks wait in main()")
+    for rank in ranks:
+        rank.send_signal(signal.SIGUSR2)
+    statuses = [rank.wait(60) for rank in ranks]
+    errors = ranks[0].err + ranks[1].err
+    assert statuses == [EXIT_RESUMABLE, EXIT_RESUMABLE], errors
+    assert "Traceback" not in errors
+
+    folder = only_folder(tmp_path / "runs")
+    assert folder.result["reason"] == "stopped on request, before the first step"
+    assert f"no checkpoint found; to restart from step 0: make exp RESUME={folder.path}\n" in ranks[0].err
+
+
+def test_ranks_of_torchrun_have_the_losses_of_forked_ranks(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    forked_run = run("mnist_pipeline", *digits, runs=tmp_path / "forked")
+    ranks = start_two_ranks(command("mnist_pipeline", *digits, runs=tmp_path / "torchrun"))
+    statuses = [rank.wait(PATIENCE) for rank in ranks]
+    assert statuses == [0, 0], ranks[0].err + ranks[1].err
+
+    folder = only_folder(tmp_path / "torchrun")
+    losses = [row["loss"] for row in folder.read_metrics() if "loss" in row]
+    assert len(losses) == 30
+    assert losses == forked_run.losses
+    assert read_json(folder.path / "meta.json")["world"]["launched_by"] == "torchrun"
+
+
+def test_a_wrong_number_of_ranks_is_refused(tmp_path: Path, digits: tuple[str, ...], one_rank: dict[str, Any]) -> None:
+    pipeline = run("mnist_pipeline", *digits, runs=tmp_path, timeout=60, **one_rank)
+    assert pipeline.status == 2
+    remedy = "use --nproc-per-node=2, or change the number of stages"
+    assert pipeline.err == f"error: torchrun started 1 rank, but the settings require 2; {remedy}\n"
+
+    data_parallel = run("ddp_multinode", *digits, "processes_per_node=2", runs=tmp_path, timeout=60, **one_rank)
+    assert data_parallel.status == 2
+    assert "or change processes_per_node" in data_parallel.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_number_of_ranks_is_that_of_torchrun(
+    tmp_path: Path, digits: tuple[str, ...], one_rank: dict[str, Any]
+) -> None:
+    finished_run = run("ddp_multinode", *digits, "steps=3", runs=tmp_path, **one_rank)
+    assert finished_run.status == 0, finished_run.err
+    assert len(finished_run.losses) == 3
+    assert read_json(finished_run.folder.path / "meta.json")["world"]["processes"] == 1

@@ -1,0 +1,93 @@
+"""The curves of a run, which are thinned if the run is long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.runs.compare import metric_curves
+from tests.harness.made_runs import Made
+
+STEP_SECONDS = 0.1
+PAUSE_SECONDS = 60
+
+
+def make_rows(losses: Sequence[float | None]) -> list[dict[str, Any]]:
+    rows = []
+    for step, loss in enumerate(losses, 1):
+        rows.append({"global_step": step, "samples": 10 * step, "time": STEP_SECONDS * step, "loss": loss})
+    return rows
+
+
+def make_rows_with_pause() -> list[dict[str, Any]]:
+    """Return the rows of six steps with a pause after step 3."""
+    rows = make_rows([1.0] * 6)
+    for row in rows[3:]:
+        row["time"] += PAUSE_SECONDS
+    return rows
+
+
+def test_the_curves_of_a_short_run_have_all_points() -> None:
+    curves = metric_curves.read_curves(make_rows([3.0, 2.0, 1.0]))
+    for losses in (curves.loss.value, curves.loss.low, curves.loss.high):
+        assert losses.tolist() == [3, 2, 1]
+    assert curves.loss.positions.tolist() == [[1, 10, 0.1], [2, 20, 0.2], [3, 30, pytest.approx(0.3)]]
+    assert curves.speed.value == pytest.approx([100, 100])  # no step precedes the first step
+
+
+def test_the_curves_of_a_long_run_are_thinned_and_keep_peaks() -> None:
+    losses = np.linspace(2, 1, 10_007)
+    losses[5000] = 50
+    curves = metric_curves.read_curves(make_rows(list(losses)))
+    for curve in (curves.loss, curves.speed):
+        assert 0.9 * metric_curves.MAX_POINTS < len(curve) <= metric_curves.MAX_POINTS
+
+    steps = curves.loss.positions[:, 0]
+    assert steps[-1] == 10_007
+    assert steps[:8].tolist() == list(range(1, 9))  # a logarithmic axis shows each of them
+    steps_per_point = np.diff(np.concatenate([[0], steps]))
+    assert steps_per_point.max() <= 32
+    assert (curves.loss.value * steps_per_point).sum() == pytest.approx(losses.sum())
+    assert max(curves.loss.high) == 50
+    assert min(curves.loss.low) == 1
+
+
+def test_evaluations_do_not_reduce_the_speed() -> None:
+    rows = make_rows_with_pause()
+    rows.insert(3, {"global_step": 3, "samples": 30, "time": 60.3, "test_accuracy": 0.5})
+    curves = metric_curves.read_curves(rows)
+    assert curves.speed.value == pytest.approx([100] * 4)  # without the first step and the step after the evaluation
+    accuracy = curves.tests["test_accuracy"]
+    assert accuracy.value.tolist() == [0.5]
+    assert accuracy.positions.tolist() == [[3, 30, 60.3]]
+
+
+def test_the_time_between_two_attempts_does_not_reduce_the_speed() -> None:
+    rows = make_rows_with_pause()
+    assert min(metric_curves.read_curves(rows).speed.value) < 1
+    rows.append({"global_step": [6], "samples": 60, "time": 61, "loss": 1.0})
+    speed = metric_curves.read_curves(rows, {3}).speed
+    assert speed.value == pytest.approx([100] * 4)  # without the first step of each attempt
+
+
+def test_a_missing_loss_is_a_gap() -> None:
+    curves = metric_curves.read_curves(make_rows([1.0, None, 1.0]))
+    assert np.isnan(curves.loss.value).tolist() == [False, True, False]
+
+
+def test_a_run_without_rows_has_empty_curves() -> None:
+    curves = metric_curves.read_curves([])
+    assert len(curves.loss) == 0
+    assert len(curves.speed) == 0
+    assert not curves.tests
+
+
+def test_the_curves_of_a_restarted_run_have_each_step_once(tmp_path: Path) -> None:
+    folder = Made(steps=100, attempts=4).write(tmp_path)
+    curves = metric_curves.read_curves(folder.read_rows())
+    assert curves.loss.positions[:, 0].tolist() == list(range(1, 101))
+    assert curves.tests["test_loss"].positions[:, 0].tolist() == [20, 40, 60, 80, 100]

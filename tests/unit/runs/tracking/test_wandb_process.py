@@ -1,0 +1,31 @@
+"""The process that sends rows of an attempt to W&B."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+from common.runs.folder import RunFolder
+from common.runs.tracking.wandb_process import RowForwarder
+from common.runs.tracking.wandb_rows import TrackingNote, list_incomplete_notes, read_note, write_note
+from tests.harness.made_runs import Made
+
+
+def test_sending_the_rows_of_an_attempt_does_not_change_newer_attempts(tmp_path: Path) -> None:
+    """The attempt may be superseded, or resumed while `make sync` sends its rows."""
+    folder = Made(steps=40, step_seconds=0.2, attempts=2, state="lost").write(tmp_path)
+    first, second = folder.list_attempts()
+    for attempt in (first, second):
+        write_note(attempt, TrackingNote())
+
+    run = mock.Mock()
+    forwarder = RowForwarder(first, run, None)
+    forwarder.forward_ended_attempts()
+    forwarder.finish()
+    forwarder.write_notes()
+    sent_rows = [call.args[0] for call in run.log.call_args_list]
+    assert [row["global_step"] for row in sent_rows] == [1, 2, 3, 4, 5]
+    assert read_note(first) == TrackingNote(5, complete=True)
+    assert read_note(second) == TrackingNote()
+    incomplete = list_incomplete_notes(RunFolder(first.path))
+    assert incomplete == [TrackingNote()], "`make sync` and the newer attempt see what is missing"

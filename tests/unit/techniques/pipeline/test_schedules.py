@@ -1,0 +1,193 @@
+"""Schedules are complete, free of deadlocks and as short as in the papers; custom schedules are checked."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.system.errors import UserError
+from common.techniques.pipeline import schedules
+from common.techniques.pipeline.schedules import (
+    Action,
+    Schedule,
+    check_schedule,
+    compute_bubble,
+    format_timeline,
+    simulate_schedule,
+)
+from configs.pipeline import PipelineConfig
+from tests.harness.warm import ROOT
+
+RANKS = (1, 2, 3, 4, 8)
+STAGES_PER_RANK = (1, 2, 3)
+MICROBATCHES = (1, 2, 4, 7, 8)
+SIZES = list(itertools.product(RANKS, STAGES_PER_RANK, MICROBATCHES))
+
+
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_schedule_is_complete_and_has_no_deadlock(name: str, sizes: tuple[int, int, int]) -> None:
+    ranks, stages_per_rank, microbatches = sizes
+    stages = ranks * stages_per_rank
+    plan = schedules.SCHEDULES[name](ranks, stages, microbatches)
+    check_schedule(plan, ranks, stages, microbatches)
+
+
+def simulate_bubble(plan: Schedule, stages: int) -> float:
+    return compute_bubble(simulate_schedule(plan, stages))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 4), (3, 6), (4, 8), (8, 32)])
+def test_bubbles_are_those_of_the_papers(ranks: int, microbatches: int) -> None:
+    sizes = (ranks, ranks, microbatches)  # one stage per rank
+    bubble = (ranks - 1) / (microbatches + ranks - 1)
+    assert simulate_bubble(schedules.make_gpipe_schedule(*sizes), ranks) == pytest.approx(bubble)
+    assert simulate_bubble(schedules.make_1f1b_schedule(*sizes), ranks) == pytest.approx(bubble)
+    assert simulate_bubble(schedules.make_naive_schedule(*sizes), ranks) == pytest.approx(1 - 1 / ranks)
+
+
+def count_stored_microbatches(actions: list[Action]) -> int:
+    """Return the largest number of microbatches between their forward and their backward."""
+    stored = 0
+    maximum = 0
+    for action in actions:
+        stored += 1 if action.kind == "F" else -1
+        maximum = max(maximum, stored)
+    return maximum
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 4), (4, 16)])
+def test_1f1b_stores_at_most_one_microbatch_per_following_stage(ranks: int, microbatches: int) -> None:
+    plan = schedules.make_1f1b_schedule(ranks, ranks, microbatches)
+    for rank, actions in enumerate(plan):
+        assert count_stored_microbatches(actions) == min(microbatches, ranks - rank)
+    for actions in schedules.make_gpipe_schedule(ranks, ranks, microbatches):
+        assert count_stored_microbatches(actions) == microbatches
+
+
+def test_two_stages_per_rank_shorten_the_bubble_of_gpipe() -> None:
+    one_stage_bubble = simulate_bubble(schedules.make_gpipe_schedule(4, 4, 8), 4)
+    two_stages_bubble = simulate_bubble(schedules.make_gpipe_schedule(4, 8, 8), 8)
+    assert two_stages_bubble < one_stage_bubble
+
+
+def test_the_timeline_shows_the_microbatch_of_each_rank_over_time() -> None:
+    lines = format_timeline(simulate_schedule(schedules.make_gpipe_schedule(2, 2, 2), 2), width=9)
+    assert lines == ["01...aabb", ".01aabb.."]
+
+
+def test_the_timeline_distinguishes_the_two_parts_of_a_backward() -> None:
+    plan = [[Action(kind, 0, 1) for kind in "FIW"]]
+    assert format_timeline(simulate_schedule(plan, 1), width=3) == ["1bB"]
+
+
+def write_schedule(tmp_path: Path, body: str, function: str = "mine") -> PipelineConfig:
+    """Write a custom schedule with this function body, and return a config that refers to `function` in its file."""
+    file = tmp_path / "custom.py"
+    file.write_text("def mine(ranks, stages, microbatches):\n" + body)
+    return PipelineConfig(stages=2, microbatches=2, schedule=f"{file}:{function}")
+
+
+def test_a_custom_schedule_is_loaded(tmp_path: Path) -> None:
+    body = """    order = range(microbatches)
+    return [[("F", p, m) for m in order] + [("B", p, m) for m in reversed(order)] for p in range(ranks)]\n"""
+    plan = schedules.make_schedule(write_schedule(tmp_path, body))
+    assert plan[1] == [Action("F", 1, 0), Action("F", 1, 1), Action("B", 1, 1), Action("B", 1, 0)]
+
+
+VALID_ACTIONS_OF_RANK_1 = '[("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("B", 1, 1)]'
+
+
+@pytest.mark.parametrize(
+    ("actions_of_rank_0", "message"),
+    [
+        ('[("F", 0, 0), ("F", 0, 1), ("B", 0, 0)]', "rank 0 never executes the backward of microbatch 1 on stage 0"),
+        ('[("F", 0, 0), ("F", 0, 0)]', "rank 0 executes the forward of microbatch 0 on stage 0 twice"),
+        ('[("F", 1, 0)]', "invalid action ('F', 1, 0) on rank 0"),
+        ('[("F", 0, 0), ("X", 0, 0)]', "invalid action ('X', 0, 0) on rank 0"),
+        (
+            '[("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)]',
+            "deadlock: on rank 0, the backward of microbatch 0 on stage 0 waits for the backward of microbatch 0 on "
+            "stage 1, which never completes",
+        ),
+    ],
+)
+def test_an_invalid_schedule_is_refused_with_the_invalid_action(
+    tmp_path: Path, actions_of_rank_0: str, message: str
+) -> None:
+    settings = write_schedule(tmp_path, f"    return [{actions_of_rank_0}, {VALID_ACTIONS_OF_RANK_1}]\n")
+    with pytest.raises(UserError) as caught:
+        schedules.make_schedule(settings)
+    assert message in str(caught.value)
+
+
+RETURN_TYPE = (
+    "function(ranks, stages, microbatches) must return, for each rank, a list of tuples (pass, stage, microbatch), "
+    "where pass is 'F' or 'B'"
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "message"),
+    [
+        ("    return [[]]\n", 1, "a schedule must have one list of actions per rank (got 1 list for 2 ranks)"),
+        ("    return 3\n", 1, f"'int' object is not iterable; {RETURN_TYPE}"),
+        ("    return [['F', 0]]\n", 1, RETURN_TYPE),
+        ("    return ]\n", 2, "SyntaxError: unmatched ']'"),
+        ("    order = x\n", 2, "NameError: name 'x' is not defined"),
+        ("    return [[] for _ in range(2 // 0)]\n", 2, "ZeroDivisionError: integer division or modulo by zero"),
+        ("    yield []\n    raise KeyError('a\\nb')\n", 3, "KeyError: 'a\\nb'"),
+        ("    raise ValueError('one\\ntwo')\n", 2, "ValueError: one"),
+        ("    assert not stages\n", 2, "AssertionError"),
+        ("    raise SystemExit\n", 2, "SystemExit"),
+        (
+            "    return actions_of(stages)\n\ndef actions_of(count):\n    return [0][count]\n",
+            5,
+            "IndexError: list index out of range",
+        ),
+        ("    import json\n    json.loads('{')\n", 3, "JSONDecodeError: Expecting property name"),
+        ("    return []\n1 / 0\n", 3, "ZeroDivisionError: division by zero"),
+        ("    return []\nraise SystemExit(0)\n", 3, "SystemExit: 0"),
+        (
+            "    return []\nmine = lambda: 0\n",
+            3,
+            f"<lambda>() takes 0 positional arguments but 3 were given; {RETURN_TYPE}",
+        ),
+        ("    return []\nmine = dict\n", None, f"dict expected at most 1 argument, got 3; {RETURN_TYPE}"),
+        ("    return []\n\0", None, "cannot contain null bytes"),
+    ],
+)
+def test_an_error_of_a_custom_schedule_has_file_and_line(
+    tmp_path: Path, body: str, line: int | None, message: str
+) -> None:
+    settings = write_schedule(tmp_path, body)
+    with pytest.raises(UserError) as caught:
+        schedules.make_schedule(settings)
+    file = tmp_path / "custom.py"
+    position = f"{file}:{line}" if line else f"{file}"
+    text = str(caught.value)
+    assert text.startswith(f"schedule={settings.schedule}: {position}: "), text
+    assert message in text
+    assert "\n" not in text
+
+
+def test_a_missing_function_is_refused_with_the_existing_ones(tmp_path: Path) -> None:
+    settings = write_schedule(tmp_path, "    return []\n", function="yours")
+    with pytest.raises(UserError, match="no function 'yours'; it has mine"):
+        schedules.make_schedule(settings)
+
+
+def test_a_missing_file_is_refused_with_the_names_of_schedules() -> None:
+    with pytest.raises(UserError, match=r"there is no file .*nowhere\.py; .* or use one of naive, gpipe, 1f1b"):
+        schedules.make_schedule(PipelineConfig(schedule="nowhere.py:f"))
+
+
+def test_the_module_prints_a_schedule() -> None:
+    command = [sys.executable, "-m", "common.techniques.pipeline.schedules", "gpipe", "2", "4"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[:2] == ["rank 0 |0123...aabbccdd|", "rank 1 |.0123aabbccdd..|"]
+    assert "idle share 20.0%" in process.stdout
