@@ -82,7 +82,10 @@ def execute_in_run_folder(program: str, folder: RunFolder, python_path: str = ""
     return completed.stdout
 
 
-def test_the_example_of_the_readme_uses_a_trained_model(finished: Make, tmp_path: Path) -> None:
+def test_the_example_of_the_readme_uses_a_trained_model(
+    finished: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
     folder = copy(finished(STAGED).folder, tmp_path)
     assert export(folder, "--format=torch.export").returncode == 0
     exported, safetensors = read_readme_examples()
