@@ -2,7 +2,8 @@
 
 Other programs can read both files without this project. model.safetensors contains parameters and buffers under the
 names of the unsplit model, regardless of the stages, shards and replicas that were used for training. model.json
-contains the model's class and constructor arguments, the normalization of the inputs, and the test scores.
+contains the model's class and constructor arguments, the preprocessing of the inputs, the class names in the order of
+the outputs, and the test scores.
 """
 
 from __future__ import annotations

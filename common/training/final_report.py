@@ -10,7 +10,7 @@ from typing import Any
 from common.checkpoint.rank_file import read_full_model
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
 from common.config import changed_settings
-from common.data.loader import get_pixel_statistics
+from common.data.preprocessing import describe_preprocessing, list_class_names
 from common.measure import tables
 from common.models import model_file
 from common.runs.rank_changes import describe_rank_change, read_earlier_rank_changes
@@ -139,7 +139,7 @@ def save_trained_model(run: RunContext) -> None:
         problem = "the trained model was not written, because the state after the last step was not saved"
         run.log_message(f"WARNING: {problem}", logging.WARNING)
         return
-    mean, std = get_pixel_statistics(run.prepared)
+    shape = list(run.sample_shape)
     facts: dict[str, Any] = {
         "run": run.folder.path.name,
         "experiment": run.folder.experiment,
@@ -147,10 +147,9 @@ def save_trained_model(run: RunContext) -> None:
         "device": run.device.type,
         "epoch_steps": state.loader.steps,
         "data": run.prepared.name,
-        "classes": run.prepared.classes or run.classes,
-        "shape": list(run.sample_shape),
-        "mean": mean,
-        "std": std,
+        "class_names": list_class_names(run.prepared, run.classes),
+        "shape": shape,
+        "preprocessing": describe_preprocessing(run.prepared, shape),
         "dtype": cfg.dtype,
         "precision": getattr(cfg, "precision", "fp32"),
         "channels_last": getattr(cfg, "channels_last", False),

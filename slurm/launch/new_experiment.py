@@ -26,7 +26,7 @@ FILES = {
     "experiments/my_experiment.py": ("script.py.txt", "training script: network, loss, and step"),
     "configs/my_experiment.py": ("settings.py.txt", "settings: types, ranges, defaults, and documentation"),
     "configs/my_experiment.yaml": ("values.yaml.txt", "values that differ from the defaults"),
-    "experiments/my_experiment.md": ("page.md.txt", "page: question, method, commands, and measurements"),
+    "experiments/my_experiment.md": ("page.md.txt", "page: question, answer, method, commands, and measurements"),
 }
 """Template and purpose of each new file. The keys are the paths of the files relative to the root of the project."""
 RESERVED_PATHS = ("experiments/my_experiment", "configs/my_experiment", "tests/benchmarks/my_experiment.py")

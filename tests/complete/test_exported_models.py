@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
+import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +24,7 @@ from tests.harness.entry import Entry
 from tests.harness.processes import run
 from tests.harness.registry import EXPERIMENTS, REPLICATED, STAGED
 from tests.harness.shared import Make
+from tests.harness.warm import ROOT
 
 NETWORKS = [entry for entry in EXPERIMENTS if entry.exports]
 EVALUATED = [(entry.name, words) for entry in EXPERIMENTS for words in entry.evaluated]
@@ -55,6 +61,55 @@ def test_the_torch_export_file_gives_the_outputs_elsewhere(
     facts, model = model_file.load_model(folder)
     x = torch.randn(3, *facts["shape"])
     assert torch.allclose(run_program(folder.path / "model.pt2", x), model(x), atol=1e-5)
+
+
+def read_readme_examples() -> tuple[str, str]:
+    """Return the two blocks of Python in README.md: with model.pt2, and the line that loads model.safetensors."""
+    page = (ROOT / "README.md").read_text()
+    _, _, section = page.partition("\n## Using a trained model\n")
+    exported, safetensors = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    return exported, safetensors
+
+
+def execute_in_run_folder(program: str, folder: RunFolder, python_path: str = "") -> str:
+    """Execute a program in the folder of a run, without this project on the path, and return its output."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if python_path:
+        env["PYTHONPATH"] = python_path
+    command = [sys.executable, "-P", "-c", program]
+    completed = subprocess.run(command, cwd=folder.path, env=env, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
+
+
+def test_the_example_of_the_readme_uses_a_trained_model(
+    finished: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
+    folder = copy(finished(STAGED).folder, tmp_path)
+    assert export(folder, "--format=torch.export").returncode == 0
+    exported, safetensors = read_readme_examples()
+    facts = json.loads((folder.path / "model.json").read_text())
+
+    # The same lines classify the test samples of the run as well as the run does.
+    data = json.loads((folder.path / "meta.json").read_text())["data"]["path"]
+    loaded = f"""
+import numpy as np
+images = torch.from_numpy(np.load({data + "/test_images.npy"!r})[:333])
+labels = np.load({data + "/test_labels.npy"!r})[:333]
+"""
+    with_data = re.sub(r"^images = .*\n", lambda _: loaded, exported, count=1, flags=re.MULTILINE)
+    assert with_data != exported
+    with_data += "print((model(inputs).argmax(1).numpy() == labels).mean())\n"
+    of_safetensors = re.sub(r"^model = .*\n", lambda _: safetensors, with_data, count=1, flags=re.MULTILINE)
+    assert of_safetensors != with_data
+
+    without_project = exported + with_data + "import sys\nassert 'common' not in sys.modules\n"
+    for program, python_path in ((without_project, ""), (of_safetensors, "code")):
+        *lines, accuracy = execute_in_run_folder(program, folder, python_path).splitlines()
+        assert float(accuracy) == pytest.approx(facts["scores"]["test_accuracy"])
+        for names in map(ast.literal_eval, lines):
+            assert set(names) <= set(facts["class_names"])
 
 
 def test_the_safetensors_file_is_named(finished: Make) -> None:

@@ -22,7 +22,7 @@ def test_a_run_learns_and_stores_the_data_set_of_the_contributing_page(tmp_path:
     assert completed.result["data"] == f"{file}:load"
     assert completed.result["test_accuracy"] > 0.9
     facts = read_json(folder.path / "model.json")
-    assert facts["classes"] == 3
+    assert facts["class_names"] == ["0", "1", "2"]
     assert facts["shape"] == [12, 12]
     assert completed.result["test_samples"] == 500
     assert (folder.path / "code/own/data.py").read_text() == file.read_text()
