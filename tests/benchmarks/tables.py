@@ -46,7 +46,8 @@ def list_pages() -> list[Path]:
     inside = [f"{folder}/README.md" for folder in ("common", "configs", "slurm")]
     beside = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *inside, "slurm/security.md")
     named = [ROOT / name for name in beside if (ROOT / name).exists()]
-    return [*named, *sorted(ROOT.glob("tests/*/README.md")), *sorted(ROOT.glob("experiments/*.md"))]
+    patterns = ("common/*/**/README.md", "tests/*/README.md", "experiments/*.md")
+    return [*named, *(page for pattern in patterns for page in sorted(ROOT.glob(pattern)))]
 
 
 def fill_page(text: str, parts: Parts) -> str:

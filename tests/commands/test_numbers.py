@@ -18,7 +18,7 @@ from tests.benchmarks.records import Record, Row, Table, at_least, at_most
 from tests.harness.warm import ROOT
 
 PAGES = tables.list_pages()
-NARRATIVE = [page for page in PAGES if page.parent in (ROOT, ROOT / "experiments")]
+NARRATIVE = [page for page in PAGES if page.parent in (ROOT, ROOT / "experiments") or ROOT / "common" in page.parents]
 MEASURED = re.compile(
     r"\d\s*(?:±|\+-)\s*\d|\d \[[\d.,]+\.\.[\d.,]+\]|"
     r"\d[\d.,]*\s?(?:ms|us|samples/s|MB|MiB|kB|%|points|times as fast)(?!\w)"

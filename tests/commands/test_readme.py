@@ -81,6 +81,12 @@ def test_every_experiment_has_its_page_and_its_line(script: Path) -> None:
     assert any(command.startswith(f"make bench NAME={script.stem}") for command in list_commands(*PAGES))
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "common").rglob("README.md")), ids=lambda page: page.parent.name)
+def test_pages_beside_the_code_are_short_and_checked(page: Path) -> None:
+    assert page in PAGES
+    assert len(page.read_text().splitlines()) <= MAX_PAGE_LINES
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_page_holds_both_sides_of_a_merge(page: Path) -> None:
     assert not re.search(r"^(<{7}|={7}|>{7})( |$)", page.read_text(), re.MULTILINE)
