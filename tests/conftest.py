@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -34,6 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)  # tests run three at a time, and threads that wait for each other burn the other's core
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from examining imported modules and collected tests again and again."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

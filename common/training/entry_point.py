@@ -7,6 +7,7 @@ Each rank calls the experiment's `main(cfg, run)`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -51,6 +52,7 @@ Main = Callable[[T, Run], None]
 
 def start(main: Main[T], schema: type[T]) -> None:
     """Run an experiment, or a sweep of the experiment if `sweep=true`, and exit the process."""
+    gc.freeze()  # imported modules live until the exit, and the garbage collector need not examine them again
     rank_info = None
     try:
         with exit_on_user_error():
