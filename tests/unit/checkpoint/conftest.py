@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from common.checkpoint import storage
 from common.checkpoint.checkpointer import Checkpointer
+from common.checkpoint.loading import LoadedCheckpoint
 from common.checkpoint.storage import CheckpointPath
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
@@ -41,6 +42,11 @@ class RunWithCheckpoints:
         for step in steps:
             assert self.checkpointer.save(step, state_of(step), best=best)
 
+    def load_checkpoint(self) -> LoadedCheckpoint:
+        loaded = self.checkpointer.load()
+        assert loaded is not None
+        return loaded
+
     def load(self) -> int | None:
         """Load a checkpoint, compare it with what was saved, and return its step."""
         loaded = self.checkpointer.load()
@@ -58,6 +64,11 @@ class RunWithCheckpoints:
     def get_attempt(self, number: int) -> RunFolder:
         return RunFolder(self.folder.path, number)
 
+    def list_steps(self, attempt_number: int) -> list[int]:
+        """Return the steps of the checkpoints of an attempt."""
+        self.checkpointer.wait_for_deletions()
+        return [checkpoint.step for checkpoint in storage.list_checkpoints(self.get_attempt(attempt_number))]
+
     def get_checkpoint(self, step: int) -> Path:
         return CheckpointPath(self.folder, step).path
 
@@ -71,11 +82,6 @@ class RunWithCheckpoints:
         """Return the names in the checkpoints folder of the newest attempt."""
         self.checkpointer.wait_for_deletions()
         return sorted(path.name for path in storage.get_checkpoints_dir(self.folder).iterdir())
-
-
-def list_steps(attempt: RunFolder) -> list[int]:
-    """Return the steps of the checkpoints of an attempt."""
-    return [checkpoint.step for checkpoint in storage.list_checkpoints(attempt)]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from common.checkpoint import checkpointer, storage
 from common.checkpoint.checkpointer import CheckpointState
 from common.system.errors import RunTakenError
 from tests.harness.checkpoints import state_of
-from tests.unit.checkpoint.conftest import RunWithCheckpoints, list_steps
+from tests.unit.checkpoint.conftest import RunWithCheckpoints
 
 
 def list_bytes(tensor: Tensor) -> list[int]:
@@ -39,8 +39,7 @@ def test_all_saved_values_are_loaded(run: RunWithCheckpoints) -> None:
     state = CheckpointState(model, {"view": {"step": 3, "m": base[:4]}}, common, {"mine": base[:2]})
     assert run.checkpointer.save(5, state)
 
-    loaded = run.checkpointer.load()
-    assert loaded is not None
+    loaded = run.load_checkpoint()
     assert loaded.step == 5
     assert loaded.attempt == 1
     assert loaded.processes == 1
@@ -98,7 +97,7 @@ def test_a_superseded_attempt_saves_and_deletes_nothing(run: RunWithCheckpoints)
     for step in (3, 4, 5):
         with pytest.raises(RunTakenError, match=message):
             old_checkpointer.save(step, state_of(step))
-    assert list_steps(old_attempt) == [1, 2]
+    assert run.list_steps(attempt_number=1) == [1, 2]
     assert not storage.list_staging_dirs(old_attempt)
     assert run.load() == 1, "checkpoints of the parent after the branching step do not count"
     run.save(2)
@@ -111,29 +110,25 @@ def test_checkpoints_of_older_attempts_are_kept_until_the_newest_attempt_has_eno
     run.save(1)
     run.save(2, best=True)
     run.save(3)
-    old_attempt = run.get_attempt(1)
-    old_folder = storage.get_checkpoints_dir(old_attempt)
+    old_folder = storage.get_checkpoints_dir(run.get_attempt(1))
     (old_folder / ".step-00000004.new").mkdir()
     run.restart(1, 3)
     run.save(4)
-    assert list_steps(old_attempt) == [2, 3], "the only checkpoint of the newest attempt may turn out damaged"
+    assert run.list_steps(attempt_number=1) == [2, 3], "the only checkpoint of the newest attempt may turn out damaged"
     run.save(5)
-    run.checkpointer.wait_for_deletions()
-    assert list_steps(old_attempt) == [2], "the best checkpoint so far"
+    assert run.list_steps(attempt_number=1) == [2], "the best checkpoint so far"
     assert sorted(path.name for path in old_folder.iterdir()) == ["best", "latest", "step-00000002"]
     run.save(6, best=True)
-    run.checkpointer.wait_for_deletions()
-    assert not list_steps(old_attempt)
+    assert not run.list_steps(attempt_number=1)
     assert run.load() == 6
 
 
 def test_many_attempts_keep_no_more_checkpoints_than_one(run: RunWithCheckpoints) -> None:
     for step in range(1, 21):
         run.save(step)
-        run.checkpointer.wait_for_deletions()
         steps: list[int] = []
         for attempt in run.folder.list_attempts():
-            steps += list_steps(attempt)
+            steps += run.list_steps(attempt.number)
         assert steps == ([step - 1, step] if step > 1 else [step])
         run.restart(run.folder.number, step)
 
@@ -147,16 +142,13 @@ def test_damaged_checkpoints_do_not_count_as_kept(
     damage(run.get_checkpoint(2) / name)
     run.restart(1, 1)
     run.save(3)
-    run.checkpointer.wait_for_deletions()
-    old_attempt = run.get_attempt(1)
-    assert 1 in list_steps(old_attempt)
+    assert 1 in run.list_steps(attempt_number=1)
     damage(run.get_checkpoint(3) / name)
     assert run.load() == 1
     run.checkpointer = run.make_checkpointer()
     run.save(4, 5)
-    run.checkpointer.wait_for_deletions()
-    assert not list_steps(old_attempt)
-    assert list_steps(run.folder) == [4, 5]
+    assert not run.list_steps(attempt_number=1)
+    assert run.list_steps(attempt_number=2) == [4, 5]
 
 
 # ---- disks

@@ -173,8 +173,7 @@ def test_wrong_weights_would_be_loaded_without_checksums(
     file = run.get_rank_file(2)
     flip_bit(file, find_first_weights(file))
     monkeypatch.setattr(storage, "read_verified_rank_file", read_without_checksum)
-    loaded = run.checkpointer.load()
-    assert loaded is not None
+    loaded = run.load_checkpoint()
     assert loaded.step == 2
     assert not right(loaded, 0)
     monkeypatch.undo()
@@ -193,8 +192,7 @@ def test_a_file_of_another_step_is_refused_even_with_a_valid_checksum(
     # Without the step in the file, the wrong weights would be loaded.
     read_rank_file = rank_file.read_rank_file
     monkeypatch.setattr(loading, "read_rank_file", lambda *arguments: read_rank_file(*arguments) | {"step": 2})
-    loaded = run.checkpointer.load()
-    assert loaded is not None
+    loaded = run.load_checkpoint()
     assert loaded.step == 2
     assert not right(loaded, 0)
 

@@ -52,8 +52,7 @@ def test_a_resumed_optimizer_computes_the_same_bits(run: RunWithCheckpoints, nam
 
     resumed_model = build_model(seed=2)
     resumed_optimizer = build_optimizer(resumed_model.parameters(), settings)
-    loaded = run.checkpointer.load()
-    assert loaded is not None
+    loaded = run.load_checkpoint()
     assert loaded.local is not None
     state_dicts.load_tensors(list_tensors(resumed_model), loaded.model)
     state_dicts.load_optimizer_state(resumed_optimizer, resumed_model.named_parameters(), loaded.optimizer)
