@@ -1,4 +1,4 @@
-"""Collectives of the backend `builtin` beside gloo's and beside arithmetic, for test_builtin.py.
+"""Collectives of the backend `builtin` beside gloo's and beside arithmetic, for test_process_group.py.
 
     python -m tests.harness.backend_calls RANKS TRANSPORT [CASE ...]      the ranks do the cases, or all but `ddp`
 

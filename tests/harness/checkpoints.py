@@ -1,4 +1,4 @@
-"""Checkpoints in processes of their own, for test_checkpoint.py and test_checkpoint_fuzz.py to look at.
+"""Checkpoints in processes of their own, for test_checkpointer_two_ranks.py and test_checkpoint_fuzz.py to look at.
 
 python -m tests.harness.checkpoints two OUT        the cases of two processes, in one launch; a JSON file for each rank
 python -m tests.harness.checkpoints kill OUT SEED  starts one after the other, each killed in the middle of saving

@@ -1,10 +1,11 @@
-"""All-reduce algorithms as data: sums, bytes and drawing of every built-in one; what is no all-reduce is refused."""
+"""All-reduce algorithms: sums, bytes and drawings of the built-in ones, and refusal of invalid custom ones."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import replace
 from math import ceil, log2
 from pathlib import Path
@@ -27,226 +28,277 @@ from tests.harness.warm import ROOT
 SIZES = (*range(1, 9), 16)
 
 
-def play(algorithm: Algorithm, vectors: list[list[int]]) -> None:
-    """Make the moves on lists of numbers, one move of each rank in turn."""
-    messages: dict[tuple[int, int], deque[list[int]]] = {}
-    left = [deque(moves) for moves in algorithm.moves]
-    while any(left):
-        before = sum(map(len, left))
-        for rank, (moves, vector) in enumerate(zip(left, vectors, strict=True)):
-            if not moves:
-                continue
-            kind, chunk, peer, chunks = moves[0]
-            begin, end = compute_chunk_bounds(len(vector), algorithm.chunks, chunk, chunks)
-            if kind == "send":
-                messages.setdefault((rank, peer), deque()).append(vector[begin:end])
-            elif messages.get((peer, rank)):
-                got = messages[peer, rank].popleft()
-                pairs = zip(vector[begin:end], got, strict=True)
-                vector[begin:end] = [a + b for a, b in pairs] if kind == "add" else got
-            else:
-                continue
-            moves.popleft()
-        assert sum(map(len, left)) < before, "deadlock"
+def execute_moves(algorithm: Algorithm, vectors: list[list[int]]) -> None:
+    """Execute the moves on lists of numbers, one move of each rank in turn."""
+    messages: defaultdict[tuple[int, int], deque[list[int]]] = defaultdict(deque)
+    queues = [deque(moves) for moves in algorithm.moves]
+    while any(queues):
+        is_deadlocked = True
+        for rank, queue in enumerate(queues):
+            if queue and execute_move(algorithm, rank, queue[0], vectors[rank], messages):
+                queue.popleft()
+                is_deadlocked = False
+        assert not is_deadlocked
+
+
+def execute_move(
+    algorithm: Algorithm,
+    rank: int,
+    move: Move,
+    vector: list[int],
+    messages: defaultdict[tuple[int, int], deque[list[int]]],
+) -> bool:
+    """Execute a move on the vector of its rank; return False if its message has not been sent yet."""
+    start, end = compute_chunk_bounds(len(vector), algorithm.chunks, move.chunk, move.chunks)
+    if move.kind == "send":
+        messages[rank, move.peer].append(vector[start:end])
+        return True
+    inbox = messages[move.peer, rank]
+    if not inbox:
+        return False
+    numbers = inbox.popleft()
+    assert len(numbers) == end - start
+    if move.kind == "add":
+        numbers = [left + right for left, right in zip(vector[start:end], numbers, strict=True)]
+    vector[start:end] = numbers
+    return True
+
+
+def list_multiples(factor: int, count: int) -> list[int]:
+    return [factor * number for number in range(1, count + 1)]
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ALGORITHM_NAMES)
 def test_every_rank_ends_with_the_sum(name: str, size: int) -> None:
-    for each in range(1, size + 1):  # ranks on each host; the last host may have fewer
-        algorithm = build_algorithm(name, size, [rank // each for rank in range(size)])
+    max_ranks_per_host = size if name == "two_level" else 1  # other algorithms ignore the hosts
+    for ranks_per_host in range(1, max_ranks_per_host + 1):  # the last host may have fewer ranks
+        hosts = [rank // ranks_per_host for rank in range(size)]
+        algorithm = build_algorithm(name, size, hosts)
         check_algorithm(algorithm)
         for length in {0, 1, size - 1, size, 2 * size + 1}:
-            vectors = [[10**rank * (i + 1) for i in range(length)] for rank in range(size)]
-            play(algorithm, vectors)
-            assert vectors == [[int("1" * size) * (i + 1) for i in range(length)]] * size
-        if name != "two_level":
-            break
+            vectors = [list_multiples(10**rank, length) for rank in range(size)]
+            execute_moves(algorithm, vectors)
+            total = list_multiples(int("1" * size), length)
+            assert vectors == [total] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_bytes_are_those_of_the_formulas(size: int) -> None:
-    n = 840 * size
-    least = [2 * (size - 1) * n // size] * size
+def test_bytes_match_the_formulas(size: int) -> None:
+    nbytes = 840 * size
+    minimum = [2 * (size - 1) * nbytes // size] * size
     for name in ("ring", "halving_doubling", "sharded_star", "two_level"):
         algorithm = build_algorithm(name, size)
-        assert count_bytes_per_rank(algorithm, n) == count_bytes_per_rank(algorithm, n, received=True) == least, name
-    star, tree = build_algorithm("star", size), build_algorithm("tree", size)
-    assert (
-        count_bytes_per_rank(star, n)
-        == count_bytes_per_rank(star, n, received=True)
-        == [(size - 1) * n, *[n] * (size - 1)]
-    )
-    assert (
-        sum(count_bytes_per_rank(tree, n)) == 2 * (size - 1) * n
-        and count_bytes_per_rank(tree, n)[0] == ceil(log2(size)) * n
-    )
+        assert count_bytes_per_rank(algorithm, nbytes) == minimum, name
+        assert count_bytes_per_rank(algorithm, nbytes, received=True) == minimum, name
+
+    star = build_algorithm("star", size)
+    star_bytes = [(size - 1) * nbytes, *[nbytes] * (size - 1)]
+    assert count_bytes_per_rank(star, nbytes) == star_bytes
+    assert count_bytes_per_rank(star, nbytes, received=True) == star_bytes
+
+    tree_bytes = count_bytes_per_rank(build_algorithm("tree", size), nbytes)
+    assert sum(tree_bytes) == 2 * (size - 1) * nbytes
+    assert tree_bytes[0] == ceil(log2(size)) * nbytes
 
 
-@pytest.mark.parametrize(("hosts", "each"), [(1, 4), (2, 2), (4, 2), (3, 3), (2, 8)])
-def test_between_hosts_two_level_sends_as_little_as_a_ring_of_the_hosts(hosts: int, each: int) -> None:
-    host_of = [rank % hosts for rank in range(hosts * each)]  # in turns: the order of the ranks does not matter
-    algorithm = build_algorithm("two_level", hosts * each, host_of)
-    n = 840 * algorithm.chunks
-    sent = [0] * hosts
+@pytest.mark.parametrize(("host_count", "ranks_per_host"), [(1, 4), (2, 2), (4, 2), (3, 3), (2, 8)])
+def test_two_level_sends_as_little_between_hosts_as_a_ring_of_hosts(host_count: int, ranks_per_host: int) -> None:
+    size = host_count * ranks_per_host
+    hosts = [rank % host_count for rank in range(size)]  # neighboring ranks are on different hosts
+    algorithm = build_algorithm("two_level", size, hosts)
+    nbytes = 840 * algorithm.chunks
+    bytes_between_hosts = [0] * host_count
     for rank, moves in enumerate(algorithm.moves):
         for kind, _, peer, chunks in moves:
-            if kind == "send" and host_of[peer] != host_of[rank]:
-                sent[host_of[rank]] += n * chunks // algorithm.chunks
-    assert sent == [2 * (hosts - 1) * n // hosts] * hosts
-    inside = 2 * (each - 1) / each * n  # of each rank
-    assert count_bytes_per_rank(algorithm, n) == [inside + 2 * (hosts - 1) / hosts * n / each] * (hosts * each)
+            if kind == "send" and hosts[peer] != hosts[rank]:
+                bytes_between_hosts[hosts[rank]] += nbytes * chunks // algorithm.chunks
+    ring_bytes = 2 * (host_count - 1) * nbytes / host_count
+    assert bytes_between_hosts == [ring_bytes] * host_count
+
+    rank_bytes_within_host = 2 * (ranks_per_host - 1) / ranks_per_host * nbytes
+    rank_bytes = rank_bytes_within_host + ring_bytes / ranks_per_host
+    assert count_bytes_per_rank(algorithm, nbytes) == [rank_bytes] * size
 
 
-def test_chunks_are_nearly_equal_and_leave_nothing_out() -> None:
+def test_chunks_are_nearly_equal_and_cover_the_vector() -> None:
     for length in range(20):
         for chunks in range(1, 9):
-            parts = [compute_chunk_bounds(length, chunks, chunk) for chunk in range(chunks)]
-            assert [i for begin, end in parts for i in range(begin, end)] == list(range(length))
-            assert max(end - begin for begin, end in parts) - min(end - begin for begin, end in parts) <= 1
+            positions: list[int] = []
+            sizes = []
+            for chunk in range(chunks):
+                start, end = compute_chunk_bounds(length, chunks, chunk)
+                positions += range(start, end)
+                sizes.append(end - start)
+            assert positions == list(range(length))
+            assert max(sizes) - min(sizes) <= 1
             assert compute_chunk_bounds(length, chunks, 0, chunks) == (0, length)
 
 
-def test_three_ranks_cannot_halve_and_are_told_so() -> None:
+def test_a_ring_replaces_halving_doubling_on_three_ranks() -> None:
     algorithm = build_algorithm("halving_doubling", 3)
     assert replace(algorithm, note="") == build_algorithm("ring", 3)
-    expected = "halving_doubling requires the number of ranks to be a power of two (got 3); using ring instead"
-    assert algorithm.note == expected
+    note = "halving_doubling requires the number of ranks to be a power of two (got 3); using ring instead"
+    assert algorithm.note == note
     assert not build_algorithm("halving_doubling", 4).note
 
 
+def list_mistakes(rank: int, move: Move) -> list[list[Move]]:
+    """Return wrong replacements of a move."""
+    mistakes = [[], [move, move], [move._replace(chunk=move.chunk + 1)], [move._replace(peer=rank)]]
+    if move.kind == "add":
+        mistakes.append([move._replace(kind="receive")])
+    if move.kind == "receive":
+        mistakes.append([move._replace(kind="add")])
+    return mistakes
+
+
 @pytest.mark.parametrize("name", ALGORITHM_NAMES)
-def test_every_single_change_of_a_move_is_refused_by_rank(name: str) -> None:
-    right = build_algorithm(name, 4, "aabb")
-    for rank, moves in enumerate(right.moves):
+def test_each_single_changed_move_is_refused(name: str) -> None:
+    algorithm = build_algorithm(name, 4, "aabb")
+    for rank, moves in enumerate(algorithm.moves):
         for position, move in enumerate(moves):
-            changed = [[], [move, move], [move._replace(chunk=move.chunk + 1)], [move._replace(peer=rank)]]
-            if move.kind != "send":
-                changed.append([move._replace(kind="add" if move.kind == "receive" else "receive")])
-            for instead in changed:
-                mine = (*moves[:position], *instead, *moves[position + 1 :])
-                wrong = replace(right, moves=(*right.moves[:rank], mine, *right.moves[rank + 1 :]))
+            for mistake in list_mistakes(rank, move):
+                changed_moves = (*moves[:position], *mistake, *moves[position + 1 :])
+                all_moves = (*algorithm.moves[:rank], changed_moves, *algorithm.moves[rank + 1 :])
                 with pytest.raises(UserError, match=r"rank \d.* move"):
-                    check_algorithm(wrong)
+                    check_algorithm(replace(algorithm, moves=all_moves))
 
 
-def own(tmp_path: Path, plan: object, size: int) -> Algorithm:
-    """Build the algorithm of a file whose function returns the plan."""
-    (tmp_path / "own.py").write_text(f"def mine(ranks):\n    return {plan!r}\n")
-    return build_algorithm(f"{tmp_path / 'own.py'}:mine", size)
+def build_custom_algorithm(folder: Path, plan: object, size: int) -> Algorithm:
+    """Build the algorithm of a custom function that returns `plan`."""
+    file = folder / "custom.py"
+    file.write_text(f"def all_reduce(ranks):\n    return {plan!r}\n")
+    return build_algorithm(f"{file}:all_reduce", size)
 
 
-def test_an_algorithm_of_ones_own_is_loaded(tmp_path: Path) -> None:
-    """Recursive doubling: all ranks exchange whole vectors, and add them up in pairs of pairs alike."""
-    plan = [[(kind, 0, rank ^ far) for far in (1, 2) for kind in ("send", "add")] for rank in range(4)]
-    algorithm = own(tmp_path, plan, 4)
-    assert algorithm.chunks == 1 and algorithm.moves[3][2] == Move("send", 0, 1)
+def test_a_custom_algorithm_is_loaded(tmp_path: Path) -> None:
+    """Recursive doubling: ranks exchange their full vectors in pairs, then with the other pair."""
+    plan = []
+    for rank in range(4):
+        neighbor = rank ^ 1
+        opposite = rank ^ 2
+        plan.append([("send", 0, neighbor), ("add", 0, neighbor), ("send", 0, opposite), ("add", 0, opposite)])
+    algorithm = build_custom_algorithm(tmp_path, plan, 4)
+    assert algorithm.chunks == 1
+    assert algorithm.moves[3][2] == Move("send", 0, 1)
     assert count_bytes_per_rank(algorithm, 100) == [200] * 4
-    assert own(tmp_path, [[]], 1).moves == ((),)
+    assert build_custom_algorithm(tmp_path, [[]], 1).moves == ((),)
 
 
-SUM = [("send", 0, 1), ("receive", 0, 1)], [("add", 0, 0), ("send", 0, 0)]
-
-
-def pass_on(kind: str) -> list[list[tuple[str, int, int]]]:
-    """Return three ranks that pass their whole vectors around twice."""
+def build_ring_of_full_vectors(kind: str) -> list[list[tuple[str, int, int]]]:
+    """Return the moves of three ranks that pass their full vectors around twice."""
     return [2 * [("send", 0, (rank + 1) % 3), (kind, 0, (rank - 1) % 3)] for rank in range(3)]
 
 
-MISTAKES: dict[str, tuple[Any, str]] = {
-    "all wait first": (
+def exchange_with(first_peer: int, second_peer: int) -> list[tuple[str, int, int]]:
+    """Return the moves of a rank that adds the vector of each peer, in this order."""
+    sends = [("send", 0, first_peer), ("send", 0, second_peer)]
+    return [*sends, ("add", 0, first_peer), ("add", 0, second_peer)]
+
+
+INVALID_PLANS: dict[str, tuple[Any, str]] = {
+    "both ranks wait first": (
         [[("add", 0, 1), ("send", 0, 1)], [("add", 0, 0), ("send", 0, 0)]],
         "deadlock: rank 0, move 0 (add chunk 0 from rank 1) waits for the message that rank 1 sends in move 1, but "
         "rank 1, move 0 (add chunk 0 from rank 0) comes first and is also waiting (cycle: rank 0 -> rank 1 -> rank 0)",
     ),
-    "a circle of some": (
+    "two of three ranks wait for each other": (
         [[("add", 0, 1)], [("add", 0, 2), ("send", 0, 0), ("send", 0, 2)], [("add", 0, 1), ("send", 0, 1)]],
         "deadlock: rank 1, move 0 (add chunk 0 from rank 2) waits for the message that rank 2 sends in move 1, but "
         "rank 2, move 0 (add chunk 0 from rank 1) comes first and is also waiting (cycle: rank 1 -> rank 2 -> rank 1)",
     ),
-    # the ring of PyTorch's first tutorial got every message and added none (pytorch#31572)
-    "the old tutorial's ring": (
-        pass_on("receive"),
+    # the ring of PyTorch's first tutorial received each message and added none (pytorch#31572)
+    "ring of PyTorch's first tutorial": (
+        build_ring_of_full_vectors("receive"),
         "rank 0 ends without the values of rank 0, rank 2 in chunk 0; move 3 of rank 0 (receive chunk 0 from rank 2) "
         "is the last to write this chunk",
     ),
-    "whole sums around the ring": (
-        pass_on("add"),
+    "full sums around the ring": (
+        build_ring_of_full_vectors("add"),
         "rank 2, move 3 (add chunk 0 from rank 1) counts the values of rank 1 twice",
     ),
-    "a chunk that nobody adds": (
-        [[("send", 0, 1), ("send", 2, 1), *SUM[0][1:]], [SUM[1][0], ("receive", 2, 0), SUM[1][1]]],
+    "a chunk without add": (
+        [
+            [("send", 0, 1), ("send", 2, 1), ("receive", 0, 1)],
+            [("add", 0, 0), ("receive", 2, 0), ("send", 0, 0)],
+        ],
         "rank 0 ends without the values of rank 1 in chunk 1; no move of rank 0 writes this chunk",
     ),
-    "another chunk": (
+    "wrong chunk": (
         [[("send", 0, 1), ("send", 1, 1)], [("add", 1, 0), ("add", 0, 0)]],
         "rank 1, move 0 (add chunk 1 from rank 0) receives the wrong chunk: the next message was sent by rank "
         "0, move 0 (send chunk 0 to rank 1)",
     ),
-    "fewer chunks than were sent": (
+    "fewer chunks received than sent": (
         [[("send", 0, 1, 2)], [("add", 0, 0)]],
         "rank 1, move 0 (add chunk 0 from rank 0) receives the wrong chunk: the next message was sent by rank "
         "0, move 0 (send chunks 0-1 to rank 1)",
     ),
-    "to itself": (
+    "message to the same rank": (
         [[("send", 0, 0)], []],
         "rank 0, move 0 (send chunk 0 to rank 0): a rank cannot exchange a message with itself",
     ),
-    "to nobody": ([[], [("send", 0, 2)]], "rank 1, move 0 (send chunk 0 to rank 2): rank 2 does not exist; the"),
-    "never sent": (
-        [[SUM[0][0]], [*SUM[1], ("add", 0, 0)]],
+    "unknown peer": (
+        [[], [("send", 0, 2)]],
+        "rank 1, move 0 (send chunk 0 to rank 2): rank 2 does not exist; the",
+    ),
+    "missing send": (
+        [[("send", 0, 1)], [("add", 0, 0), ("send", 0, 0), ("add", 0, 0)]],
         "rank 1, move 2 (add chunk 0 from rank 0) waits forever, because rank 0 sends no further message to rank 1",
     ),
-    "never taken": (
-        [[*SUM[0]], [*SUM[1], ("send", 0, 0)]],
+    "missing receive": (
+        [[("send", 0, 1), ("receive", 0, 1)], [("add", 0, 0), ("send", 0, 0), ("send", 0, 0)]],
         "rank 0 never receives the message of rank 1, move 2 (send chunk 0 to rank 0)",
     ),
-    "in its own order": (
-        [[("send", 0, a), ("send", 0, b), ("add", 0, a), ("add", 0, b)] for a, b in ((1, 2), (0, 2), (0, 1))],
+    "different orders of addition": (
+        [exchange_with(1, 2), exchange_with(0, 2), exchange_with(0, 1)],
         "rank 2 adds up chunk 0 in a different order than rank 0, so the two sums would round differently; add up the "
         "chunk on one rank and send the sum to all others (move 3 of rank 2 (add chunk 0 from rank 1) is the last",
     ),
-    "no such kind": (
+    "unknown kind": (
         [[("give", 0, 1)], []],
         "rank 0, move 0 (give chunk 0 from rank 1): the kind of a move must be send, receive or add",
     ),
-    "below the first chunk": ([[("send", -1, 1)], []], "rank 0, move 0 (send chunk -1 to rank 1): the move uses"),
-    "no chunk at all": ([[("send", 0, 1, 0)], []], "the move uses a chunk that does not exist"),
+    "negative chunk": ([[("send", -1, 1)], []], "rank 0, move 0 (send chunk -1 to rank 1): the move uses"),
+    "zero chunks": ([[("send", 0, 1, 0)], []], "the move uses a chunk that does not exist"),
     "too many chunks": ([[("send", 0, 1, 10**12)], []], "a chunk that does not exist; the chunks are 0-65535"),
-    "a rank too few": ([[]], "the function must return one list of moves per rank (got 1 list for 2 ranks)"),
-    "half a chunk": ([[("send", 0.5, 1)], []], f"interpreted as an integer; {algorithms.USAGE}"),
-    "no peer": ([[("send", 0)], []], f"'peer'; {algorithms.USAGE}"),
-    "nothing": (None, f"'NoneType' object is not iterable; {algorithms.USAGE}"),
+    "missing rank": ([[]], "the function must return one list of moves per rank (got 1 list for 2 ranks)"),
+    "fractional chunk": ([[("send", 0.5, 1)], []], f"interpreted as an integer; {algorithms.USAGE}"),
+    "missing peer": ([[("send", 0)], []], f"'peer'; {algorithms.USAGE}"),
+    "no plan": (None, f"'NoneType' object is not iterable; {algorithms.USAGE}"),
 }
 
 
-@pytest.mark.parametrize(("plan", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_are_refused_naming_rank_and_move(tmp_path: Path, plan: Any, message: str) -> None:
-    size = len(plan) if plan and len(plan) > 1 else 2
+@pytest.mark.parametrize(("plan", "expected"), INVALID_PLANS.values(), ids=INVALID_PLANS)
+def test_invalid_plans_are_refused_naming_rank_and_move(tmp_path: Path, plan: Any, expected: str) -> None:
+    size = max(2, len(plan or []))
     with pytest.raises(UserError) as caught:
-        own(tmp_path, plan, size)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value).startswith(f"launch.algorithm={tmp_path / 'own.py'}:mine: {tmp_path / 'own.py'}:1: ")
+        build_custom_algorithm(tmp_path, plan, size)
+    message = str(caught.value)
+    file = tmp_path / "custom.py"
+    assert message.startswith(f"launch.algorithm={file}:all_reduce: {file}:1: ")
+    assert expected in message
+    assert "\n" not in message
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"launch\.algorithm=rng: expected FILE\.py:function or one of ring, halving_doubling, tree, star",
-    ):
+def test_an_unknown_name_is_refused_with_the_available_names() -> None:
+    message = r"launch\.algorithm=rng: expected FILE\.py:function or one of ring, halving_doubling, tree, star"
+    with pytest.raises(UserError, match=message):
         build_algorithm("rng", 4)
 
 
 def test_algorithms_by_size_are_read() -> None:
-    (least, tree), (more, ring) = build_algorithms_by_size("tree<65536<ring", 4)
-    assert (least, more) == (0, 65536) and (tree, ring) == (build_algorithm("tree", 4), build_algorithm("ring", 4))
+    tree = build_algorithm("tree", 4)
+    ring = build_algorithm("ring", 4)
+    assert build_algorithms_by_size("tree<65536<ring", 4) == [(0, tree), (65536, ring)]
     assert build_algorithms_by_size("star", 3) == [(0, build_algorithm("star", 3))]
 
 
 @pytest.mark.parametrize(
     "names", ["tree<ring", "tree<64", "tree<9<ring<9<star", "tree<0<ring", "tree<x<ring", "tree<4<oak", "<4<ring"]
 )
-def test_algorithms_by_size_that_cannot_be_read_are_refused(names: str) -> None:
+def test_invalid_algorithms_by_size_are_refused(names: str) -> None:
     with pytest.raises(UserError, match=f"launch.algorithm={names}: .* as in tree<65536<ring; available: ring, "):
         build_algorithms_by_size(names, 4)
 
@@ -265,33 +317,54 @@ step 6   c3 => r1   c0 => r2   c1 => r3   c2 => r0
 sends    1.5 n      1.5 n      1.5 n      1.5 n
 gets     1.5 n      1.5 n      1.5 n      1.5 n
 """
-WORDS = [sys.executable, "-m", "common.backend.algorithms"]
+
+
+def run_drawing(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "common.backend.algorithms", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_an_algorithm_is_drawn() -> None:
-    done = subprocess.run([*WORDS, "ring", "4"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == RING
+    process = run_drawing("ring", "4")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == RING
 
 
-def draw(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    monkeypatch.setattr(sys, "argv", ["algorithms", *words])
-    algorithms.main()
-    return capsys.readouterr().out.splitlines()
+def test_a_refused_drawing_exits_with_status_2_and_no_traceback() -> None:
+    process = run_drawing("ring", "0")
+    assert process.returncode == 2
+    assert not process.stdout
+    assert process.stderr.startswith("error: argument ranks: expected a number")
+    assert process.stderr.count("\n") == 1
 
 
-def test_drawings_show_hosts_whole_vectors_and_what_is_taken_instead(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = draw(monkeypatch, capsys, "two_level", "4", "2")
-    assert lines[3].split("   ")[-1] == "rank 3, host 1" and lines[4].startswith("step 1   c2-3 +> r1   ")
-    lines = draw(monkeypatch, capsys, "star", "3")
-    assert lines[4:6] == ["step 1   .           all +> r0   .", "step 2   .           .           all +> r0"]
-    assert draw(monkeypatch, capsys, "halving_doubling", "3")[0].endswith("(got 3); using ring instead")
-    assert draw(monkeypatch, capsys, "tree", "1")[0] == "tree: 1 rank, 1 chunk, 0 steps"
+Draw = Callable[..., list[str]]
+
+
+@pytest.fixture
+def draw(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Draw:
+    """Call the drawing command in this process and return the lines that it prints."""
+
+    def draw_in_process(*arguments: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["algorithms", *arguments])
+        algorithms.main()
+        return capsys.readouterr().out.splitlines()
+
+    return draw_in_process
+
+
+def test_drawings_show_hosts_full_vectors_and_replacements(draw: Draw) -> None:
+    two_level = draw("two_level", "4", "2")
+    assert two_level[3].split("   ")[-1] == "rank 3, host 1"
+    assert two_level[4].startswith("step 1   c2-3 +> r1   ")
+    star = draw("star", "3")
+    assert star[4:6] == ["step 1   .           all +> r0   .", "step 2   .           .           all +> r0"]
+    assert draw("halving_doubling", "3")[0].endswith("(got 3); using ring instead")
+    assert draw("tree", "1")[0] == "tree: 1 rank, 1 chunk, 0 steps"
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ("", "the following arguments are required: algorithm, ranks; usage: python -m common.backend"),
         ("ring 0", "argument ranks: expected a number from 1 to 64, got '0'; usage: "),
@@ -302,16 +375,11 @@ def test_drawings_show_hosts_whole_vectors_and_what_is_taken_instead(
         ("nowhere.py:f 4", "launch.algorithm=nowhere.py:f: there is no file "),
     ],
 )
-def test_bad_arguments_end_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, message: str
+def test_invalid_arguments_are_refused_in_one_line(
+    draw: Draw, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        draw(monkeypatch, capsys, *words.split())
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+        draw(*arguments.split())
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_refused_drawing_has_status_2_and_no_traceback() -> None:
-    done = subprocess.run([*WORDS, "ring", "0"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith("error: argument ranks: expected a number") and done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Keys and certificates of an attempt: private, for a limited time, and no others are accepted on either side."""
+"""Keys and certificates of an attempt: privacy, validity, and rejection of certificates of other runs."""
 
 from __future__ import annotations
 
@@ -14,32 +14,39 @@ from pathlib import Path
 import pytest
 
 from common.backend.certificates import Identity, create_identity_files, load_identity
-from common.ranks.links.connecting import RankAddress, RankLinks
+from common.ranks.links.connecting import RankAddress
 from common.system.causes import Cause
 from common.system.errors import UnreachableError, UserError
 from tests.harness.file_limit import limit_file_size
 from tests.harness.processes import PATIENCE, wait_until
 from tests.harness.transport import Meeting, identity
 
-__all__ = ["identity"]
+__all__ = ["identity"]  # fixture
 HOUR = 3600.0
 
 
-def test_they_are_private_and_hosts_may_differ_by_an_hour(tmp_path: Path) -> None:
+def test_files_are_private_and_clocks_may_differ_by_an_hour(tmp_path: Path) -> None:
     folder = tmp_path / "tls"
+    key_file = folder / "key.pem"
     create_identity_files(folder, HOUR)
-    assert [folder.stat().st_mode & 0o777, (folder / "key.pem").stat().st_mode & 0o777] == [0o700, 0o600]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert key_file.stat().st_mode & 0o777 == 0o600
     assert sorted(path.name for path in folder.iterdir()) == ["certificate.pem", "key.pem"]
-    (facts,) = load_identity(folder).client.get_ca_certs()
-    begin, end = (ssl.cert_time_to_seconds(str(facts[name])) for name in ("notBefore", "notAfter"))
+
+    (certificate,) = load_identity(folder).client.get_ca_certs()
+    start = ssl.cert_time_to_seconds(str(certificate["notBefore"]))
+    end = ssl.cert_time_to_seconds(str(certificate["notAfter"]))
     now = time.time()
-    assert begin < now - 0.9 * HOUR and now + 1.9 * HOUR < end < now + 2.1 * HOUR
-    first = (folder / "key.pem").read_text()
+    assert start < now - 0.9 * HOUR
+    assert now + 1.9 * HOUR < end < now + 2.1 * HOUR
+
+    old_key = key_file.read_text()
     create_identity_files(folder, HOUR)
-    assert (folder / "key.pem").read_text() != first and list(tmp_path.iterdir()) == [folder]
+    assert key_file.read_text() != old_key
+    assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_without_openssl_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_openssl_is_reported_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"requires the openssl program, which is not installed on .*; install openssl"):
         create_identity_files(tmp_path / "tls", HOUR)
@@ -49,97 +56,121 @@ def test_without_openssl_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.
 def test_a_key_that_cannot_be_written_has_a_cause(tmp_path: Path) -> None:
     with limit_file_size(0), pytest.raises(UserError, match=r"cannot write .*tls: .*; raise the limit") as caught:
         create_identity_files(tmp_path / "tls", HOUR)
-    assert caught.value.cause is Cause.FILE_TOO_LARGE and list(tmp_path.iterdir()) == []
+    assert caught.value.cause is Cause.FILE_TOO_LARGE
+    assert list(tmp_path.iterdir()) == []
 
 
-def expire(folder: Path) -> None:
+def create_expired_certificate(folder: Path) -> None:
     create_identity_files(folder, 1, start=time.time() - 10 * HOUR)
 
 
-def begin_tomorrow(folder: Path) -> None:
+def create_certificate_for_tomorrow(folder: Path) -> None:
     create_identity_files(folder, HOUR, start=time.time() + 24 * HOUR)
 
 
+READABLE = "key.pem is readable by other users; run chmod 700"
+OUTSIDE_VALIDITY = "is valid from .* to .*, but the clock of .* shows .*; check the clock, or restart the run"
+
+
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         (lambda folder: (folder / "key.pem").unlink(), r"cannot load the certificate in .*: No such file or directory"),
         (lambda folder: (folder / "certificate.pem").write_text("x"), "the certificate in .* is damaged"),
-        (lambda folder: folder.chmod(0o755), "key.pem is readable by other users; run chmod 700"),
-        (lambda folder: (folder / "key.pem").chmod(0o640), "key.pem is readable by other users; run chmod 700"),
-        (expire, "is valid from .* to .*, but the clock of .* shows .*; check the clock, or restart the run"),
-        (begin_tomorrow, "is valid from .* to .*, but the clock of .* shows .*; check the clock, or restart the run"),
+        (lambda folder: folder.chmod(0o755), READABLE),
+        (lambda folder: (folder / "key.pem").chmod(0o640), READABLE),
+        (create_expired_certificate, OUTSIDE_VALIDITY),
+        (create_certificate_for_tomorrow, OUTSIDE_VALIDITY),
     ],
     ids=["missing", "damaged", "folder", "key", "expired", "early"],
 )
-def test_what_cannot_be_used_is_told(tmp_path: Path, spoil: Callable[[Path], object], told: str) -> None:
-    create_identity_files(tmp_path / "tls", HOUR)
-    spoil(tmp_path / "tls")
-    with pytest.raises(UserError, match=told):
-        load_identity(tmp_path / "tls")
+def test_an_unusable_certificate_is_refused(tmp_path: Path, spoil: Callable[[Path], object], message: str) -> None:
+    folder = tmp_path / "tls"
+    create_identity_files(folder, HOUR)
+    spoil(folder)
+    with pytest.raises(UserError, match=message):
+        load_identity(folder)
 
 
-def connect_as(context: ssl.SSLContext | None, found: RankAddress) -> str:
-    """Connect to a rank by TLS or in plain TCP; returns how it ends."""
-    with socket.create_connection((found.address, found.port), PATIENCE) as plain:
+@pytest.fixture(scope="module")
+def foreign_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the key and the certificate of another run."""
+    folder = tmp_path_factory.mktemp("foreign") / "tls"
+    create_identity_files(folder, HOUR)
+    return folder
+
+
+def connect_to_rank(context: ssl.SSLContext | None, rank_address: RankAddress) -> str:
+    """Connect to a rank with TLS or, without context, with plain TCP; return the answer or the error."""
+    with socket.create_connection((rank_address.address, rank_address.port), PATIENCE) as connection:
         try:
             if context is None:
-                plain.sendall(b"x" * 100)
-                return str(plain.recv(100))
-            with context.wrap_socket(plain) as stranger:
-                return str(stranger.recv(100))
+                connection.sendall(b"x" * 100)
+                return str(connection.recv(100))
+            with context.wrap_socket(connection) as tls_connection:
+                return str(tls_connection.recv(100))
         except OSError as error:
             return str(error)
 
 
-def test_strangers_with_other_certificates_or_none_are_refused(identity: Identity, tmp_path: Path) -> None:
-    create_identity_files(tmp_path / "other", HOUR)
-    other = load_identity(tmp_path / "other")
-    bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
-    careless = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    careless.check_hostname, careless.verify_mode = False, ssl.CERT_NONE
-    careless.load_cert_chain(tmp_path / "other" / "certificate.pem", tmp_path / "other" / "key.pem")
-    ways: list[tuple[ssl.SSLContext | None, str]] = [
-        (None, "does not speak TLS 1.3"),
-        (other.client, "does not accept this run's certificate"),
-        (bare, "did not present a certificate"),
-        (careless, "presented a certificate of another run"),
-    ]
-    for context, reason in ways:
-        meeting = Meeting(tmp_path / reason.replace(" ", "-"), identity=identity)
-        with ThreadPoolExecutor(1) as pool:
-            zero = pool.submit(meeting.join, 0, 2)
-            found = RankAddress(*json.loads(meeting.get("link/0")))
-            ended = connect_as(context, found)
-            wait_until(lambda meeting=meeting: meeting.lines, "a line about the stranger")  # type: ignore[misc]
-            (line,) = meeting.lines
-            assert f"rank 0 rejected a connection from {found.address}:" in line and reason in line, (line, ended)
-            close(zero.result, meeting)
+def make_unverifying_context() -> ssl.SSLContext:
+    """Return a TLS client context that accepts each certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
-def close(result: Callable[[float], RankLinks], meeting: Meeting) -> None:
-    """Let the right rank 1 come, and close both."""
-    one = meeting.join(1, 2)
-    for links in (one, result(PATIENCE)):
-        links.close()
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("plain", "does not speak TLS 1.3"),
+        ("verifying", "does not accept this run's certificate"),
+        ("without certificate", "did not present a certificate"),
+        ("with certificate", "presented a certificate of another run"),
+    ],
+)
+def test_clients_of_other_runs_are_rejected(
+    kind: str, reason: str, identity: Identity, foreign_folder: Path, tmp_path: Path
+) -> None:
+    contexts: dict[str, ssl.SSLContext | None] = {
+        "plain": None,
+        "verifying": load_identity(foreign_folder).client,
+        "without certificate": make_unverifying_context(),
+        "with certificate": make_unverifying_context(),
+    }
+    with_certificate = contexts["with certificate"]
+    assert with_certificate is not None
+    with_certificate.load_cert_chain(foreign_folder / "certificate.pem", foreign_folder / "key.pem")
+
+    meeting = Meeting(tmp_path / "meeting", identity=identity)
+    with ThreadPoolExecutor(1) as pool:
+        rank_0 = pool.submit(meeting.join, 0, 2)
+        rank_address = RankAddress(*json.loads(meeting.get("link/0")))
+        answer = connect_to_rank(contexts[kind], rank_address)
+        wait_until(lambda: meeting.lines, "a line about the client")
+        (line,) = meeting.lines
+        assert f"rank 0 rejected a connection from {rank_address.address}:" in line, (line, answer)
+        assert reason in line, (line, answer)
+        rank_1 = meeting.join(1, 2)
+        rank_1.close()
+        rank_0.result(PATIENCE).close()
 
 
-def test_a_rank_waits_when_a_stranger_answers_in_place_of_another(identity: Identity, tmp_path: Path) -> None:
-    create_identity_files(tmp_path / "other", HOUR)
-    other = load_identity(tmp_path / "other")
+def test_a_rank_waits_if_another_run_answers(identity: Identity, foreign_folder: Path, tmp_path: Path) -> None:
+    foreign_identity = load_identity(foreign_folder)
     meeting = Meeting(tmp_path / "meeting", identity=identity)
     reason = "presented a certificate of another run"
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(0.1)
         port = listener.getsockname()[1]
         meeting.set("link/1", json.dumps(RankAddress("127.0.0.1", port, "00", "", "")))
-        waiting = pool.submit(meeting.join, 0, 2, setup_timeout=0.5)
-        while not waiting.done():
-            listener.settimeout(0.1)
+        rank_0 = pool.submit(meeting.join, 0, 2, setup_timeout=0.5)
+        while not rank_0.done():
             with contextlib.suppress(OSError):
                 connection, _ = listener.accept()
                 connection.settimeout(PATIENCE)
-                other.server.wrap_socket(connection, server_side=True).close()
+                foreign_identity.server.wrap_socket(connection, server_side=True).close()
         with pytest.raises(UnreachableError, match=f"at 127.0.0.1:{port}: the peer {reason}"):
-            waiting.result()
+            rank_0.result()
     assert meeting.lines == [f"rank 0 is waiting for rank 1 at 127.0.0.1:{port}: the peer {reason}"]

@@ -1,4 +1,4 @@
-"""The private folder of an attempt: how long its certificate is valid, and ranks that do not see it."""
+"""The private folder of an attempt: validity of its certificate, and hosts that cannot see the folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from common.backend import private_folder
+from common.backend.private_folder import (
+    DEFAULT_CERTIFICATE_SECONDS,
+    MAX_CERTIFICATE_SECONDS,
+    compute_certificate_seconds,
+    create_or_load_identity,
+)
 from common.ranks.backend_setup import get_key_folder
 from common.ranks.rank_info import RankInfo
 from common.runs.folder import write_json
@@ -16,24 +21,26 @@ from common.system.errors import UnreachableError
 
 def test_a_certificate_is_valid_until_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now = int(time.time())
-    for end, least, most in (
-        (str(now + 5000), 4000, 5000),
-        (str(now - 5), 0, 0),
-        ("4294967294", private_folder.MAX_CERTIFICATE_SECONDS, private_folder.MAX_CERTIFICATE_SECONDS),  # no limit
-        ("", private_folder.DEFAULT_CERTIFICATE_SECONDS, private_folder.DEFAULT_CERTIFICATE_SECONDS),
-    ):
-        monkeypatch.setenv("SLURM_JOB_END_TIME", end)
-        assert least <= private_folder.compute_certificate_seconds(tmp_path) <= most, end
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(now + 5000))
+    assert 4000 <= compute_certificate_seconds(tmp_path) <= 5000
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(now - 5))
+    assert compute_certificate_seconds(tmp_path) == 0
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "4294967294")  # no limit
+    assert compute_certificate_seconds(tmp_path) == MAX_CERTIFICATE_SECONDS
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "")
+    assert compute_certificate_seconds(tmp_path) == DEFAULT_CERTIFICATE_SECONDS
+
+
+def test_the_time_limit_of_a_local_job_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "")
     write_json(tmp_path / "meta.json", {"job": {"id": "7", "scheduler": "local", "profile": {"time": 90}}})
-    assert private_folder.compute_certificate_seconds(tmp_path) == private_folder.DEFAULT_CERTIFICATE_SECONDS, (
-        "this attempt is in no job"
-    )
+    assert compute_certificate_seconds(tmp_path) == DEFAULT_CERTIFICATE_SECONDS, "this attempt is in no job"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert private_folder.compute_certificate_seconds(tmp_path) == 90 * 60
+    assert compute_certificate_seconds(tmp_path) == 90 * 60
 
 
 @pytest.mark.parametrize("runs", ["", "new"])
-def test_a_host_without_the_run_folder_is_told(runs: str, tmp_path: Path) -> None:
+def test_a_host_without_the_run_folder_is_refused(runs: str, tmp_path: Path) -> None:
     folder = get_key_folder(tmp_path / runs, RankInfo(1, 2, attempt_id="7.0.0"))
     with pytest.raises(UnreachableError, match=r"rank 1 cannot find .*private-7.0.0, .* a folder that all hosts share"):
-        private_folder.create_or_load_identity(folder, RankInfo(1, 2), 0.1)
+        create_or_load_identity(folder, RankInfo(1, 2), 0.1)

@@ -1,11 +1,10 @@
-"""After which steps a run saves, by the clock of rank 0."""
+"""After which steps ranks vote and a run saves, by the clock of rank 0."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,81 +14,89 @@ from common.checkpoint.stop_request import StopRequest
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from configs.shared import Checkpoint
-from tests.harness.processes import wait_until
+
+
+class Clock:
+    """Clock that replaces `time.perf_counter`."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def read(self) -> float:
+        return self.seconds
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    return now
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock.read)
+    return clock
 
 
-def make_vote(settings: Checkpoint) -> SaveOrStopVote:
+def make_vote(every_seconds: float) -> SaveOrStopVote:
     world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
-    return SaveOrStopVote(Ranks(world), settings, StopRequest(60, sys.stderr))
-
-
-def test_the_clock_of_saving_begins_anew_with_each_save_and_not_with_each_look(clock: list[float]) -> None:
-    vote = make_vote(Checkpoint(every_seconds=10))
+    vote = SaveOrStopVote(Ranks(world), Checkpoint(every_seconds=every_seconds), StopRequest(60, sys.stderr))
     vote.start_votes_after(0)
-    saved = []
-    for step in range(1, 13):
-        clock[0] += 4
-        if vote.vote_after_step(step, False, clock[0]).save:
-            saved.append(step)
-    assert saved == [3, 6, 9, 12]
+    return vote
 
 
-def test_looks_are_as_seldom_as_half_a_second_and_at_most_four_times_further_apart(clock: list[float]) -> None:
-    vote = make_vote(Checkpoint(every_seconds=0))
-    vote.start_votes_after(0)
-    looked = []
-    for step in range(1, 101):
-        clock[0] += 0.05
+def list_vote_steps(clock: Clock, steps: int, waiting_seconds: float) -> list[int]:
+    """Return the steps with a vote, if a step takes 0.05 s and each vote waits for another rank."""
+    vote = make_vote(every_seconds=0)
+    vote_steps = []
+    for step in range(1, steps + 1):
+        clock.seconds += 0.05
         if vote.is_vote_due(step):
-            vote.vote_after_step(step, False, clock[0])
-            looked.append(step)
-    assert looked[:3] == [1, 5, 15] and all(b - a == 10 for a, b in itertools.pairwise(looked[2:]))
+            start = clock.seconds
+            clock.seconds += waiting_seconds
+            vote.vote_after_step(step, False, start)
+            vote_steps.append(step)
+    return vote_steps
 
 
-def test_looks_are_more_seldom_where_ranks_wait_long_for_each_other(clock: list[float]) -> None:
-    def list_gaps(wait: float) -> list[int]:
-        vote, looked = make_vote(Checkpoint(every_seconds=0)), []
-        for step in range(1, 401):
-            clock[0] += 0.05
-            if vote.is_vote_due(step):
-                came = clock[0]
-                clock[0] += wait
-                vote.vote_after_step(step, False, came)
-                looked.append(step)
-        return [b - a for a, b in itertools.pairwise(looked)][5:]
-
-    assert set(list_gaps(0.02)) <= {9, 10}  # a wait of 4 % of half a second
-    assert all(22 <= gap <= 28 for gap in list_gaps(0.07))  # 5 % of 1.4 s
-    assert all(30 <= gap <= 40 for gap in list_gaps(0.3))  # never over 2 s apart
+def compute_gaps(steps: list[int]) -> list[int]:
+    return [later - earlier for earlier, later in itertools.pairwise(steps)]
 
 
-def test_work_without_steps_looks_about_twice_a_second(clock: list[float]) -> None:
-    vote = make_vote(Checkpoint())
-    heard = []
+def test_the_saving_interval_starts_again_with_each_save_and_not_with_each_vote(clock: Clock) -> None:
+    vote = make_vote(every_seconds=10)
+    saved_steps = []
+    for step in range(1, 13):
+        clock.seconds += 4
+        if vote.vote_after_step(step, False, clock.seconds).save:
+            saved_steps.append(step)
+    assert saved_steps == [3, 6, 9, 12]
+
+
+def test_votes_are_half_a_second_apart_and_the_interval_at_most_quadruples(clock: Clock) -> None:
+    vote_steps = list_vote_steps(clock, 100, waiting_seconds=0)
+    assert vote_steps[:3] == [1, 5, 15]
+    assert set(compute_gaps(vote_steps[2:])) == {10}
+
+
+@pytest.mark.parametrize(
+    ("waiting_seconds", "min_gap", "max_gap"),
+    [
+        (0.02, 9, 10),  # a wait of 4 % of half a second
+        (0.07, 22, 28),  # 5 % of 1.4 s
+        (0.3, 30, 40),  # at most 2 s apart
+    ],
+)
+def test_votes_are_rarer_if_ranks_wait_long_for_each_other(
+    clock: Clock, waiting_seconds: float, min_gap: int, max_gap: int
+) -> None:
+    gaps = compute_gaps(list_vote_steps(clock, 400, waiting_seconds))[5:]
+    assert min_gap <= min(gaps)
+    assert max(gaps) <= max_gap
+
+
+def test_an_evaluation_votes_about_twice_a_second(clock: Clock) -> None:
+    vote = make_vote(every_seconds=Checkpoint().every_seconds)
+    stop_calls = []
     for call in range(1, 101):
-        clock[0] += 0.05
+        clock.seconds += 0.05
         if call == 40:
             vote.stop_request.signal_number = 12
         if vote.vote_in_evaluation(lambda: "").stop:
-            heard.append(call)
-    assert heard and 40 <= heard[0] <= 50
-
-
-def test_no_stacks_are_written_once_the_watch_has_ended(tmp_path: Path) -> None:
-    with open(tmp_path / "log", "w+") as log:
-        request = StopRequest(60, log)
-        request.dump_stacks_after(0.05)
-        wait_until(lambda: "Timeout" in (tmp_path / "log").read_text(), "the stacks are written")
-        request.dump_stacks_after(0.05)
-        request.dump_stacks_after(None)
-        log.truncate(0)
-        time.sleep(0.2)
-        assert not (tmp_path / "log").read_text()
-        request.cancel_watchdog()
+            stop_calls.append(call)
+    assert 40 <= stop_calls[0] <= 50

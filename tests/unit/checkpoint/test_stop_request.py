@@ -1,4 +1,4 @@
-"""When a signal stops a process at once, and when the process saves first."""
+"""Stop requests: when a signal stops a process at once or lets it save first, and dumps of stacks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_in_fork(body: CaseBody, log_file: Path) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def test_the_first_signal_after_a_request_of_the_run_itself_is_not_a_repeated_one(
+def test_the_first_signal_after_a_request_of_the_run_does_not_count_as_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stop_request, "REPEATED_SIGNAL_SECONDS", 0.0)
@@ -82,3 +82,17 @@ def test_a_signal_after_an_interruptible_block_does_not_stop_at_once(tmp_path: P
         os._exit(3)
 
     assert run_in_fork(receive_signal, tmp_path / "log") == 3
+
+
+def test_no_stacks_are_dumped_after_the_watchdog_was_switched_off(tmp_path: Path) -> None:
+    log_file = tmp_path / "log"
+    with open(log_file, "w+") as log:
+        stop = StopRequest(60, log)
+        stop.dump_stacks_after(0.05)
+        wait_until(lambda: "Timeout" in log_file.read_text(), "the stacks are written")
+        stop.dump_stacks_after(0.05)
+        stop.dump_stacks_after(None)
+        log.truncate(0)
+        time.sleep(0.2)
+        assert not log_file.read_text()
+        stop.cancel_watchdog()

@@ -1,4 +1,4 @@
-"""common/data/own_data.py: what a user's function may return, and the one line for anything else."""
+"""Custom data sets: arrays that a user's function may return, and refusals in one line."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ X, Y = np.arange(40 * 64, dtype=np.uint8).reshape(40, 8, 8), np.arange(40) % 3
 """
 
 
-def prepared(place: Path, body: str, name: str = "f") -> PreparedDataset:
-    """Prepare the set of a function `f(root)` with this body, in line 6 and after it."""
-    (place / "own.py").write_text(f"{HEAD}def f(root):\n    {body}\n")
-    return prepare.prepare_dataset(Data(name=f"{place}/own.py:{name}", root=str(place), cache=str(place / "sets")))
+def prepare_function(folder: Path, body: str, name: str = "f") -> PreparedDataset:
+    """Prepare the set of a function `f(root)`, defined in line 6; `body` begins in line 7."""
+    (folder / "own.py").write_text(f"{HEAD}def f(root):\n    {body}\n")
+    settings = Data(name=f"{folder}/own.py:{name}", root=str(folder), cache=str(folder / "sets"))
+    return prepare.prepare_dataset(settings)
 
 
 @pytest.mark.parametrize(
-    ("body", "line", "words"),
+    ("body", "line", "expected"),
     [
         ("return 7", 6, "a value of type int; function(root) must return train images, train"),
         ("pass", 6, "the function returned None; function(root) must return"),
@@ -52,76 +53,100 @@ def prepared(place: Path, body: str, name: str = "f") -> PreparedDataset:
         ("return (", 7, "SyntaxError: '(' was never closed"),
     ],
 )
-def test_what_cannot_be_trained_on_is_named_with_its_line(tmp_path: Path, body: str, line: int, words: str) -> None:
+def test_invalid_data_is_refused_with_its_line(tmp_path: Path, body: str, line: int, expected: str) -> None:
     with pytest.raises(UserError) as caught:
-        prepared(tmp_path, body)
-    told, at = str(caught.value), f"data.name={tmp_path}/own.py:f: {tmp_path}/own.py:{line}: "
-    assert told.startswith(at) and "\n" not in told
-    position = len(at)
-    for part in words.split(".*"):
-        position = told.index(part, position)
-    assert not [path for path in (tmp_path / "sets").iterdir() if path.name != ".lock"]
+        prepare_function(tmp_path, body)
+    message = str(caught.value)
+    prefix = f"data.name={tmp_path}/own.py:f: {tmp_path}/own.py:{line}: "
+    assert message.startswith(prefix)
+    assert "\n" not in message
+    position = len(prefix)
+    for part in expected.split(".*"):
+        position = message.index(part, position)
+    assert {path.name for path in (tmp_path / "sets").iterdir()} <= {".lock"}
 
 
 def test_a_name_without_file_or_function_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no function 'g'; it has f"):
-        prepared(tmp_path, "pass", "g")
+        prepare_function(tmp_path, "pass", "g")
     with pytest.raises(UserError, match=r"name an existing FILE.py:function, or use one of mnist, "):
         prepare.prepare_dataset(Data(name="nowhere.py:f", cache=str(tmp_path)))
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (3, 8, 6), (10,)], ids=str)
-def test_images_and_vectors_are_stored_as_they_are_and_normalised(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    x = np.random.default_rng(0).integers(0, 200, (40, *shape), dtype=np.uint8)
+def test_images_and_vectors_are_stored_unchanged_and_normalized(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    pixels = np.random.default_rng(0).integers(0, 200, (40, *shape), dtype=np.uint8)
     if len(shape) == 3:
-        x[:, 1] //= 3
-        x[:, 2] = 9
-    np.save(tmp_path / "x.npy", x)
-    found = prepared(
-        tmp_path, "x = np.asfortranarray(np.load(root / 'x.npy')); return x, Y.astype(np.uint64), x[:9], Y[:9]"
-    )
-    found.verify_checksums()
-    train, test = Images(found, "train"), Images(found, "test")
-    assert torch.equal(train.images, torch.from_numpy(x)) and train.images.is_contiguous()
-    assert torch.equal(test.images, train.images[:9])
-    assert train.labels.tolist() == [n % 3 for n in range(40)] and train.class_count == 3
-    values = train.load_inputs(slice(None), torch.device("cpu"), torch.float64)
-    for channel in values.unbind(1) if len(shape) == 3 else [values]:
+        pixels[:, 1] //= 3
+        pixels[:, 2] = 9
+    np.save(tmp_path / "x.npy", pixels)
+    body = "x = np.asfortranarray(np.load(root / 'x.npy')); return x, Y.astype(np.uint64), x[:9], Y[:9]"
+    prepared = prepare_function(tmp_path, body)
+    prepared.verify_checksums()
+    train_set = Images(prepared, "train")
+    test_set = Images(prepared, "test")
+    assert torch.equal(train_set.images, torch.from_numpy(pixels))
+    assert train_set.images.is_contiguous()
+    assert torch.equal(test_set.images, train_set.images[:9])
+    assert train_set.labels.tolist() == [number % 3 for number in range(40)]
+    assert train_set.class_count == 3
+
+    inputs = train_set.load_inputs(slice(None), torch.device("cpu"), torch.float64)
+    for channel in inputs.unbind(1) if len(shape) == 3 else [inputs]:
+        deviation = 0.0 if channel.min() == channel.max() else 1.0
         assert abs(channel.mean()) < 1e-9
-        assert channel.std(correction=0).item() == pytest.approx(float(channel.min() != channel.max()))
+        assert channel.std(correction=0).item() == pytest.approx(deviation)
 
 
 def test_a_set_is_prepared_once_for_each_content_of_its_file(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
     body = "(root / 'calls').open('a').write('x'); return X, Y, X, Y"
-    first, again = prepared(tmp_path, body), prepared(tmp_path, body)
-    assert first == again and (tmp_path / "calls").read_text() == "x"
-    other = prepared(tmp_path, body.replace("X, Y, X, Y", "X, Y, X[1:], Y[1:]"))
-    assert other.path != first.path and (tmp_path / "calls").read_text() == "xx"
-    (first.path / "statistics.json").unlink()
-    with pytest.raises(UserError, match=f"{first.path} is damaged: the statistics file is missing; delete"):
-        Images(first, "train")
+    prepared = prepare_function(tmp_path, body)
+    assert prepare_function(tmp_path, body) == prepared
+    assert calls.read_text() == "x"
+    changed = prepare_function(tmp_path, body.replace("X, Y, X, Y", "X, Y, X[1:], Y[1:]"))
+    assert changed.path != prepared.path
+    assert calls.read_text() == "xx"
 
 
-def test_the_file_that_a_run_keeps_goes_first(tmp_path: Path) -> None:
-    found = prepared(tmp_path, "return X, Y, X, Y")
-    found.copy_user_data_file(tmp_path / "code")
+def test_a_prepared_set_without_statistics_is_damaged(tmp_path: Path) -> None:
+    prepared = prepare_function(tmp_path, "return X, Y, X, Y")
+    (prepared.path / "statistics.json").unlink()
+    with pytest.raises(UserError, match=f"{prepared.path} is damaged: the statistics file is missing; delete"):
+        Images(prepared, "train")
+
+
+def test_the_copy_in_a_run_replaces_a_missing_file(tmp_path: Path) -> None:
+    prepared = prepare_function(tmp_path, "return X, Y, X, Y")
+    prepared.copy_user_data_file(tmp_path / "code")
     (tmp_path / "own.py").unlink()
-    data = Data(name=found.name, root=str(tmp_path), cache=str(tmp_path / "sets"))
-    assert prepare.prepare_dataset(data, code=tmp_path / "code") == found
+    settings = Data(name=prepared.name, root=str(tmp_path), cache=str(tmp_path / "sets"))
+    assert prepare.prepare_dataset(settings, code=tmp_path / "code") == prepared
     with pytest.raises(UserError, match="name an existing"):
-        prepare.prepare_dataset(data)
+        prepare.prepare_dataset(settings)
     with pytest.raises(UserError, match="name an existing"):
-        prepare.prepare_dataset(data, code=tmp_path)
+        prepare.prepare_dataset(settings, code=tmp_path)
 
 
-def load_batches(found: PreparedDataset, augment: str) -> Loader:
-    return Loader(Images(found, "train"), 20, 0, torch.device("cpu"), torch.float32, augment=augment)
+def load_inputs(prepared: PreparedDataset, augment: str) -> torch.Tensor:
+    images = Images(prepared, "train")
+    loader = Loader(images, 20, 0, torch.device("cpu"), torch.float32, augment=augment)
+    return torch.cat([inputs for inputs, _ in loader])
 
 
-def test_images_that_are_no_squares_are_augmented_and_vectors_are_not(tmp_path: Path) -> None:
-    body = "return X.reshape(40, {0}), Y, X.reshape(40, {0}), Y"
-    long = prepared(tmp_path, body.format("16, 4"))
-    plain, changed = (torch.cat([x for x, _ in load_batches(long, kind)]) for kind in ("none", "crop_flip"))
-    assert changed.shape == plain.shape == (40, 16, 4) and not torch.equal(plain, changed)
+RESHAPED = "return X.reshape(40, {0}), Y, X.reshape(40, {0}), Y"
+
+
+def test_rectangular_images_are_augmented(tmp_path: Path) -> None:
+    prepared = prepare_function(tmp_path, RESHAPED.format("16, 4"))
+    original = load_inputs(prepared, "none")
+    augmented = load_inputs(prepared, "crop_flip")
+    assert original.shape == (40, 16, 4)
+    assert augmented.shape == (40, 16, 4)
+    assert not torch.equal(original, augmented)
+
+
+def test_vectors_cannot_be_augmented(tmp_path: Path) -> None:
+    prepared = prepare_function(tmp_path, RESHAPED.format("64"))
     with pytest.raises(UserError, match=r"data\.augment=crop requires images, but this data set contains vectors; "):
-        load_batches(prepared(tmp_path, body.format("64")), "crop")
+        load_inputs(prepared, "crop")

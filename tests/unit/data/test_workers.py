@@ -1,15 +1,14 @@
-"""Data workers that stand still or end, a full /dev/shm, and a stop request while a rank waits for a batch."""
+"""Data workers: hanging and killed workers, errors, stop requests, a full /dev/shm, and reused memory."""
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,10 @@ from common.data.prepare import prepare_digits
 from common.system.causes import PEER_CAUSES, Cause
 from common.system.foreign_text import classify_error
 from slurm.local_cluster import namespaces
+from tests.unit.data.conftest import list_labels
 
 BATCH = 64
+MOUNT_REFUSED = 77  # exit status
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,12 @@ def images(cache: Path) -> Images:
     return Images(prepare_digits(cache), "train", limit=30 * BATCH)
 
 
+MakeLoader = Callable[..., Loader]
+
+
 @pytest.fixture
-def helped(images: Images) -> Callable[..., Loader]:
-    """Makes a loader with two workers."""
+def make_loader(images: Images) -> MakeLoader:
+    """Make a loader with two workers."""
 
     def make(**settings: Any) -> Loader:
         keywords: dict[str, Any] = {"workers": 2, "worker_timeout": 0.6} | settings
@@ -41,83 +45,82 @@ def helped(images: Images) -> Callable[..., Loader]:
     return make
 
 
-def labels(batches: Iterator[tuple[Any, Any]]) -> list[list[int]]:
-    return [y.tolist() for _, y in batches]
-
-
 def signal_second_worker(number: int) -> int:
-    """Send a signal to data worker 1; returns its pid."""
+    """Send a signal to data worker 1; return its pid."""
     workers = sorted(multiprocessing.active_children(), key=lambda process: process.pid or 0)
-    assert len(workers) == 2 and workers[1].pid is not None
-    os.kill(workers[1].pid, number)
-    return workers[1].pid
+    assert len(workers) == 2
+    pid = workers[1].pid
+    assert pid is not None
+    os.kill(pid, number)
+    return pid
 
 
 @pytest.mark.parametrize(
-    ("number", "words"),
+    ("number", "problem"),
     [(signal.SIGSTOP, "for 0.6 s; its process is stopped (SIGSTOP)"), (signal.SIGKILL, "was killed by SIGKILL")],
     ids=["stopped", "killed"],
 )
-def test_a_worker_that_gives_no_batch_is_named(number: int, words: str, helped: Callable[..., Loader]) -> None:
-    batches = iter(helped())
+def test_a_worker_that_sends_no_batch_is_named(number: int, problem: str, make_loader: MakeLoader) -> None:
+    batches = iter(make_loader())
     next(batches)
     pid = signal_second_worker(number)
     with pytest.raises(DataWorkerError) as caught:
-        labels(batches)
-    assert f"data worker 1 (pid {pid})" in str(caught.value) and words in str(caught.value)
-    assert classify_error(caught.value) not in PEER_CAUSES, "no other rank is asked for"
+        list_labels(batches)
+    assert f"data worker 1 (pid {pid})" in str(caught.value)
+    assert problem in str(caught.value)
+    assert classify_error(caught.value) not in PEER_CAUSES, "the rank must not blame another rank"
     assert not multiprocessing.active_children()
 
 
-def test_an_error_in_a_worker_is_that_of_the_rank(helped: Callable[..., Loader]) -> None:
-    broken = helped()
-    broken.transform = lambda *_: 1 // 0  # type: ignore[assignment]
+def test_an_error_in_a_worker_is_raised_in_the_rank(make_loader: MakeLoader) -> None:
+    loader = make_loader()
+    loader.transform = lambda *_: 1 // 0  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match=r"(?s)data worker 0 .* failed:.*ZeroDivisionError") as caught:
-        next(iter(broken))
+        next(iter(loader))
     assert classify_error(caught.value) is Cause.SOURCE_ERROR
 
 
-def test_a_rank_that_is_asked_to_stop_makes_the_batches_of_a_stopped_worker(helped: Callable[..., Loader]) -> None:
-    requests = list[int]()
-    source = helped(worker_timeout=60.0, stop_requested=lambda: bool(requests))
-    batches = iter(source)
-    first = next(batches)[1].tolist()
+def test_after_a_stop_request_the_rank_prepares_the_batches_of_a_hanging_worker(make_loader: MakeLoader) -> None:
+    stop_signals: list[int] = []
+    loader = make_loader(worker_timeout=60.0, stop_requested=lambda: bool(stop_signals))
+    batches = iter(loader)
+    first_labels = list_labels([next(batches)])
     signal_second_worker(signal.SIGSTOP)
-    requests.append(signal.SIGTERM)
-    assert [first, *labels(batches)] == labels(iter(helped(workers=0)))
-    assert source.state_dict() == {"epoch": 1, "position": 0}
+    stop_signals.append(signal.SIGTERM)
+    assert first_labels + list_labels(batches) == list_labels(make_loader(workers=0))
+    assert loader.state_dict() == {"epoch": 1, "position": 0}
 
 
-def test_workers_need_no_space_in_dev_shm(helped: Callable[..., Loader]) -> None:
-    def read_with_full_shm() -> None:
+def test_workers_need_no_space_in_dev_shm(make_loader: MakeLoader) -> None:
+    expected_labels = list_labels(make_loader(workers=0))
+
+    def load_with_full_shm() -> None:
         if os.getuid():
             namespaces.become_root_in_new_namespace(os.getuid(), os.getgid())
         namespaces.unshare_namespaces("mnt")
         namespaces.mount_path("none", "/", None, namespaces.RECURSIVE | namespaces.PRIVATE)
         mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", "/dev/shm"]
         if subprocess.run(mount, check=False, capture_output=True).returncode:
-            sys.exit(77)
+            sys.exit(MOUNT_REFUSED)
         Path("/dev/shm/full").write_bytes(bytes(4096))
-        assert labels(iter(helped())) == alone
+        assert list_labels(make_loader()) == expected_labels
 
-    alone = labels(iter(helped(workers=0)))
-    status = namespaces.wait_for_child(namespaces.fork_child(read_with_full_shm))
-    if status == 77:
-        pytest.skip("this machine lets nobody mount a file system of their own")
+    status = namespaces.wait_for_child(namespaces.fork_child(load_with_full_shm))
+    if status == MOUNT_REFUSED:
+        pytest.skip("this machine does not allow mounts in a new namespace")
     assert status == 0
 
 
 def test_workers_make_no_temporary_folder(
-    helped: Callable[..., Loader], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_loader: MakeLoader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would stay where the rank is killed."""
+    """A killed rank would not delete it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    labels(iter(helped()))
+    list_labels(make_loader())
     assert not list(tmp_path.iterdir())
 
 
-def test_memory_of_a_block_is_free_for_the_next_one(helped: Callable[..., Loader]) -> None:
-    """Batches stay what they are while workers go on."""
-    kept = [x.clone() for x, _ in helped(workers=0)]
-    given = [x for x, _ in helped(block=2)]
-    assert all(torch.equal(one, other) for one, other in itertools.zip_longest(kept, given))
+def test_batches_do_not_change_while_workers_reuse_the_memory_of_blocks(make_loader: MakeLoader) -> None:
+    expected_inputs = [inputs.clone() for inputs, _ in make_loader(workers=0)]
+    loaded_inputs = [inputs for inputs, _ in make_loader(block=2)]
+    assert torch.equal(torch.stack(loaded_inputs), torch.stack(expected_inputs))

@@ -1,0 +1,66 @@
+"""Settings of the backend `builtin` that cannot work are refused before a run is created."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.processes import Done, run
+
+BUILTIN = "launch.backend=builtin"
+INVALID_ALGORITHMS = """\
+def wait(ranks):
+    return [[('add', 0, 1), ('send', 0, 1)], [('add', 0, 0), ('send', 0, 0)]]
+def forget(ranks):
+    return [[('send', 0, 1)], [('receive', 0, 0)]]
+"""
+
+
+def run_refused(*settings: str, runs: Path, **environment: Any) -> Done:
+    """Run an experiment, and check that it is refused in one line and creates no run."""
+    process = run("ddp_multinode", *settings, runs=runs, **environment)
+    assert process.status == 2, process.err
+    assert process.err.count("\n") == 1, process.err
+    assert not runs.exists()
+    return process
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"PATH": "/nowhere"}, "launch.tls=true requires the openssl program, which "),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "launch.tls=true cannot be used with torchrun, because its rendezvous store",
+        ),
+    ],
+    ids=["openssl", "torchrun"],
+)
+def test_unavailable_encryption_is_refused(
+    environment: dict[str, Any], message: str, tmp_path: Path, digits: tuple[str, ...]
+) -> None:
+    process = run_refused(*digits, BUILTIN, "launch.tls=true", runs=tmp_path / "runs", **environment)
+    assert process.err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((BUILTIN, "launch.device=cuda"), "launch.backend=builtin runs on CPUs only; omit"),
+        (("launch.algorithm=tree",), "launch.algorithm=tree requires launch.backend=builtin; add this setting"),
+        (("launch.tls=true",), "launch.tls=true requires launch.backend=builtin; add this setting"),
+        ((BUILTIN, "launch.algorithm=oak"), "=oak: expected FILE.py:function or one of ring, "),
+        ((BUILTIN, "launch.algorithm={file}:wait"), "custom.py:1: deadlock: rank 0, move 0"),
+        ((BUILTIN, "launch.algorithm={file}:forget"), "ends without the values of rank"),
+    ],
+)
+def test_invalid_settings_are_refused_before_the_run_starts(
+    settings: tuple[str, ...], message: str, tmp_path: Path, digits: tuple[str, ...]
+) -> None:
+    file = tmp_path / "custom.py"
+    file.write_text(INVALID_ALGORITHMS)
+    formatted_settings = [setting.format(file=file) for setting in settings]
+    process = run_refused(*digits, *formatted_settings, runs=tmp_path / "runs")
+    assert message in process.err

@@ -1,0 +1,37 @@
+"""Whether a run can be resumed with the given settings, before ranks start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.checkpoint import extension
+from common.config import config
+from common.config.config_keys import replace_values
+from common.runs.folder import RunFolder
+from common.system.errors import UserError
+from configs.ddp_multinode import Config
+from tests.harness.measurement import Measurement
+from tests.harness.permissions import permissions_apply
+from tests.unit.checkpoint.conftest import RunWithCheckpoints
+
+
+def test_an_unreadable_checkpoints_folder_is_refused(run: RunWithCheckpoints) -> None:
+    """Its checkpoints cannot be found, so the run would restart from step 0."""
+    run.save(1)
+    checkpoints_folder = run.get_checkpoint(1).parent
+    checkpoints_folder.chmod(0)
+    with permissions_apply(), pytest.raises(UserError, match=r"/checkpoints cannot be read; .* run chmod -R u\+rwX "):
+        extension.check_resume(run.folder, Config())
+    checkpoints_folder.chmod(0o700)
+    with permissions_apply():
+        extension.check_resume(run.folder, Config())
+
+
+def test_a_finished_measurement_cannot_be_extended(tmp_path: Path) -> None:
+    settings = config.build_config(Measurement, [])
+    (tmp_path / "config.yaml").write_text(config.format_yaml(settings))
+    (tmp_path / "result.json").write_text('{"state": "finished"}')
+    with pytest.raises(UserError, match=r"is finished: sizes \[\] -> \[4\] has no effect; start a new run$"):
+        extension.check_resume(RunFolder(tmp_path), replace_values(settings, {"sizes": ["4"]}))

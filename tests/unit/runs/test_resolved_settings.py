@@ -1,0 +1,21 @@
+"""Settings that a run has measured or chosen, stored in resolved.yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.runs.folder import RunFolder
+from common.runs.resolved_settings import warn_of_lost_choice
+
+
+def test_a_lost_choice_is_reported_if_an_attempt_has_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warn_of_lost_choice(tmp_path, "split")
+    assert not capsys.readouterr().err
+    RunFolder(tmp_path).claim_attempt().record_parent_attempt(None, 0)
+    warn_of_lost_choice(tmp_path, "split")
+    warning = f"WARNING: {tmp_path}/resolved.yaml no longer contains split, which earlier attempts have chosen"
+    assert capsys.readouterr().err.startswith(warning)
