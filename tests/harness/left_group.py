@@ -1,4 +1,4 @@
-"""A rank that leaves a process group in which one of its collectives never ends, and says when it goes on.
+"""A rank that leaves a process group while one of its collectives never ends, and prints a line afterward.
 
 python -m tests.harness.left_group FOLDER
 """
@@ -17,14 +17,16 @@ import torch.distributed as dist
 from common.system.processes import kill_with_parent
 from common.techniques.elastic import group
 
-LIMIT = datetime.timedelta(minutes=10)  # which the collective would wait
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def main(folder: Path) -> None:
     child = os.fork()
     store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=0 if child else 1, world_size=2, timeout=LIMIT)
-    if not child:
+    is_child = child == 0
+    rank = int(is_child)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=COLLECTIVE_TIMEOUT)
+    if is_child:
         kill_with_parent()
         signal.pause()
     dist.all_reduce(torch.ones(4), async_op=True)

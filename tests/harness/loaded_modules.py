@@ -35,13 +35,16 @@ def count_tokens(file: str) -> int:
 
 def list_loaded_modules() -> dict[str, str]:
     """Return the file of each loaded module of `common`, by module name."""
-    loaded = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "common"}
-    return {name: str(module.__file__) for name, module in sorted(loaded.items()) if module.__file__}
+    files = {}
+    for name, module in sorted(sys.modules.items()):
+        if name.split(".")[0] == "common" and module.__file__:
+            files[name] = str(module.__file__)
+    return files
 
 
-def train(name: str, words: list[str], file: Path) -> None:
+def train(name: str, settings: list[str], file: Path) -> None:
     """Train an experiment. Rank 0 writes the list of its modules to `file` after the final report."""
-    sys.argv = [f"{name}.py", *words, f"runs={file.parent / 'runs'}"]
+    sys.argv = [f"{name}.py", *settings, f"runs={file.parent / 'runs'}"]
     script = importlib.import_module(f"experiments.{name}")
     run_class: Any = script.Run
     report = run_class.report
@@ -59,14 +62,14 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     for argument in sys.argv[2:]:
-        name, _, words = argument.partition("=")
+        name, _, settings_text = argument.partition("=")
         child = os.fork()
-        if child == 0 and words:
-            train(name, words.split(), folder / f"{name}.json")
+        if child == 0 and settings_text:
+            train(name, settings_text.split(), folder / f"{name}.json")
         elif child == 0:
             importlib.import_module(f"experiments.{name}")
             (folder / f"{name}.json").write_text(json.dumps(list_loaded_modules()))
             os._exit(0)
         exit_status = os.waitpid(child, 0)[1]
         if exit_status:
-            sys.exit(f"{name} ended with {exit_status}")
+            sys.exit(f"{name} ended with status {exit_status}")

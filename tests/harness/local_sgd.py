@@ -2,8 +2,8 @@
 
     python -m tests.harness.local_sgd OUT_FILE CACHE PROCESSES key=value,key=value ...      one argument a case
 
-A case may begin with `ddp`, for the same training by DDP, with `torch`, for that by torch's own optimizer, or with one
-of MISTAKES, which it then makes.
+A case may begin with `ddp` (the same training with DDP), with `torch` (the same training with torch's optimizer), or
+with one of MISTAKES, which is planted.
 """
 
 from __future__ import annotations
@@ -57,21 +57,23 @@ SPECIAL = ("ddp", "torch", *MISTAKES)
 
 
 def settings(text: str) -> tuple[Any, str]:
-    """The settings of a case, and what trains it if not local_sgd."""
-    words = text.split(",")
-    special = words.pop(0) if words[0] in SPECIAL else ""
-    chosen = BASE | dict(word.split("=") for word in words)
-    return config.build_config(ddp_settings.Config if special == "ddp" else Config, [chosen]), special
+    """Return the config of a case, and its prefix: `ddp`, `torch`, a mistake, or nothing."""
+    assignments = text.split(",")
+    special = assignments.pop(0) if assignments[0] in SPECIAL else ""
+    schema = ddp_settings.Config if special == "ddp" else Config
+    changes = dict(assignment.split("=") for assignment in assignments)
+    return config.build_config(schema, [BASE | changes]), special
 
 
 def wrap_with_torch(
     network: nn.Module, inner: Optimizer, start: int, every: int
 ) -> tuple[nn.Module, PostLocalSGDOptimizer]:
-    """Model and optimizer of post-local SGD as torch does it, whose averager counts from its first step on."""
+    """Return model and optimizer of torch's post-local SGD. Its averager counts from its first step."""
     model = DistributedDataParallel(network)
     state = post_localSGD_hook.PostLocalSGDState(None, None, start, post_local_gradient_allreduce=False)
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    return model, PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=every, warmup_steps=start + every - 1))
+    averager = PeriodicModelAverager(period=every, warmup_steps=start + every - 1)
+    return model, PostLocalSGDOptimizer(inner, averager)
 
 
 def train_with_torch(cfg: Config, run: Run) -> None:
@@ -88,22 +90,22 @@ def train_with_torch(cfg: Config, run: Run) -> None:
 
 
 def train(cfg: Any, special: str, world: World, prepared: PreparedDataset, folder: RunFolder) -> dict[str, Any]:
-    """One case on this rank; on rank 0 its losses, parameters and scores."""
+    """Train a case on this rank. Return its losses, parameters and scores on rank 0."""
     scripts = {"ddp": ddp_multinode, "torch": SimpleNamespace(main=train_with_torch)}
     run = Run(cfg, folder, Ranks(world), prepared)
-    found = train_script(scripts.get(special, local_sgd), run, *make_mistake(special, world))
+    trained = train_script(scripts.get(special, local_sgd), run, *make_mistake(special, world))
     worker = getattr(run.state, "worker", None)
-    return found | {"counts": worker.counts.tolist() if worker else []}
+    return trained | {"counts": worker.counts.tolist() if worker else []}
 
 
 def make_mistake(name: str, world: World) -> list[tuple[Any, str, Any]]:
-    """What to put in place of what in local_sgd."""
+    """Return the replacements that plant a mistake in local_sgd: object, attribute name, new value."""
 
-    average_rightly = LocalWorker._average_tensors
+    average_correctly = LocalWorker._average_tensors
 
     def average(worker: LocalWorker, tensors: Sequence[Tensor]) -> list[Tensor]:
         if name == "sums_momentum":
-            return [mean * world.size for mean in average_rightly(worker, tensors)]
+            return [mean * world.size for mean in average_correctly(worker, tensors)]
         copies = [tensor.clone() for tensor in tensors]
         for copy in copies:
             dist.broadcast(copy, 0)
@@ -126,7 +128,7 @@ def make_mistake(name: str, world: World) -> list[tuple[Any, str, Any]]:
 
 
 def drop_own_state() -> None:
-    """Each worker goes on from the mean of all after a resume, as if they held the same (tests/harness/careless.py)."""
+    """Let each worker resume from the mean of all workers, as if they were equal (tests/harness/careless.py)."""
     LocalState.load = TrainState.load  # type: ignore[method-assign]
 
 

@@ -1,4 +1,4 @@
-"""Exchanges of local SGD between two ranks: what arrives, what is left over, and how many bytes are sent.
+"""Exchanges of local SGD between two ranks: received vectors, residuals, and bytes sent.
 
 python -m tests.harness.local_sgd_exchanges [BACKEND]
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,32 @@ from configs.shared import Launch
 
 BACKEND: Any = sys.argv[1] if len(sys.argv) > 1 else "auto"
 SHAPES = [torch.Size(shape) for shape in ((8, 3, 2), (8,), (20, 8), (2, 1), (5,))]
-N, WORKERS, ROUNDS = sum(shape.numel() for shape in SHAPES), 2, 40
-MATRICES = 3 * (8 + 6) + 3 * (20 + 8)  # numbers of the two that PowerSGD makes thin, at rank 3
-KINDS: dict[str, tuple[Callable[[Tensor], Exchange], int, float]] = {  # with bytes and relative error
-    "none": (lambda like: Exchange(like, WORKERS), 4 * N, 1e-6),
-    "bf16": (lambda like: Bf16Exchange(like, WORKERS), 2 * N, 1e-2),
-    "int8": (lambda like: Int8Exchange(like, WORKERS, [shape.numel() for shape in SHAPES]), N + 4 * len(SHAPES), 1e-6),
-    "topk": (lambda like: TopkExchange(like, WORKERS, 0.1), 8 * round(0.1 * N), 1e-6),
-    "powersgd": (lambda like: PowerSgdExchange(like, WORKERS, SHAPES, 3, 0), 4 * (MATRICES + 8 + 2 + 5), 1e-5),
+SIZES = [shape.numel() for shape in SHAPES]
+ELEMENTS = sum(SIZES)
+WORKERS = 2
+ROUNDS = 40
+LOW_RANK_ELEMENTS = 3 * (8 + 6) + 3 * (20 + 8)  # of the two matrices that PowerSGD compresses, at rank 3
+UNCOMPRESSED_ELEMENTS = 8 + 2 + 5
+
+
+class Kind(NamedTuple):
+    """A kind of exchange, the bytes of one message, and the allowed error relative to a vector's elements."""
+
+    make: Callable[[Tensor], Exchange]
+    message_bytes: int
+    tolerance: float
+
+
+KINDS = {
+    "none": Kind(lambda like: Exchange(like, WORKERS), 4 * ELEMENTS, 1e-6),
+    "bf16": Kind(lambda like: Bf16Exchange(like, WORKERS), 2 * ELEMENTS, 1e-2),
+    "int8": Kind(lambda like: Int8Exchange(like, WORKERS, SIZES), ELEMENTS + 4 * len(SHAPES), 1e-6),
+    "topk": Kind(lambda like: TopkExchange(like, WORKERS, 0.1), 8 * round(0.1 * ELEMENTS), 1e-6),
+    "powersgd": Kind(
+        lambda like: PowerSgdExchange(like, WORKERS, SHAPES, 3, 0),
+        4 * (LOW_RANK_ELEMENTS + UNCOMPRESSED_ELEMENTS),
+        1e-5,
+    ),
 }
 
 
@@ -40,49 +58,68 @@ def average(vector: Tensor) -> Tensor:
 
 @torch.no_grad()
 def exchange_vectors(kind: str, rank: int) -> None:
-    """The same two vectors again and again: what is left out arrives later, and nothing arrives twice."""
-    make, size, error = KINDS[kind]
-    vector = torch.randn(N, generator=torch.Generator().manual_seed(rank))
-    mean, one = average(vector), make(vector)
-    total, lone = torch.zeros(N), torch.zeros(N)
+    """Exchange the same two vectors repeatedly: residuals arrive later, and nothing arrives twice."""
+    make, message_bytes, tolerance = KINDS[kind]
+    vector = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank))
+    mean = average(vector)
+    exchange = make(vector)
+    total = torch.zeros(ELEMENTS)
+    total_without_residual = torch.zeros(ELEMENTS)
     for _ in range(ROUNDS):
-        one.begin_exchange(vector)
-        arrived = one.finish_exchange()
-        total += arrived
-        others = [torch.empty(N) for _ in range(WORKERS)]
-        dist.all_gather(others, arrived)
-        assert all(torch.equal(arrived, other) for other in others), "ranks would drift apart"
-        forgetful = make(vector)
-        forgetful.begin_exchange(vector)
-        lone += forgetful.finish_exchange()
-    assert one.bytes_sent == ROUNDS * size, (kind, one.bytes_sent, size)
-    left = average(one.residual) if one.residual is not None else torch.zeros(N)
-    assert torch.allclose(total + left, ROUNDS * mean, rtol=0, atol=ROUNDS * error), f"{kind} loses something"
-    near = (total / ROUNDS - mean).norm() / mean.norm()
-    assert near < 0.25, (kind, near)
+        exchange.begin_exchange(vector)
+        received = exchange.finish_exchange()
+        total += received
+        received_by_ranks = [torch.empty(ELEMENTS) for _ in range(WORKERS)]
+        dist.all_gather(received_by_ranks, received)
+        for received_by_rank in received_by_ranks:
+            assert torch.equal(received, received_by_rank), "ranks would diverge"
+
+        without_residual = make(vector)
+        without_residual.begin_exchange(vector)
+        total_without_residual += without_residual.finish_exchange()
+
+    assert exchange.bytes_sent == ROUNDS * message_bytes, (kind, exchange.bytes_sent, message_bytes)
+    residual = average(exchange.residual) if exchange.residual is not None else torch.zeros(ELEMENTS)
+    sum_of_all = total + residual
+    assert torch.allclose(sum_of_all, ROUNDS * mean, rtol=0, atol=ROUNDS * tolerance), f"{kind} loses elements"
+
+    error = compute_relative_error(total / ROUNDS, mean)
+    assert error < 0.25, (kind, error)
     if kind in ("topk", "powersgd"):
-        assert near < 0.7 * (lone / ROUNDS - mean).norm() / mean.norm(), "without what is left over it stays away"
+        error_without_residual = compute_relative_error(total_without_residual / ROUNDS, mean)
+        assert error < 0.7 * error_without_residual, "residuals must reduce the error"
+
+
+def compute_relative_error(estimate: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference, divided by the norm of the expected vector."""
+    return ((estimate - expected).norm() / expected.norm()).item()
 
 
 @torch.no_grad()
 def exchange_thin_matrices(rank: int) -> None:
-    """A mean of rank 2 needs no more than two columns."""
-    draw = torch.Generator().manual_seed(7)
-    vector = torch.cat([torch.randn(9, 2, generator=draw) @ torch.randn(2, 7, generator=draw)]).flatten() * (1 + rank)
-    one = PowerSgdExchange(vector, WORKERS, [torch.Size((9, 7))], 2, 0)
-    one.begin_exchange(vector)
-    assert torch.allclose(one.finish_exchange(), average(vector), atol=1e-5)
-    assert one.residual is not None and torch.allclose(average(one.residual), torch.zeros(63), atol=1e-5)
-    zero = torch.zeros(63)
-    one = PowerSgdExchange(zero, WORKERS, [torch.Size((9, 7))], 2, 0)
-    for given in (zero, zero, vector):  # after messages of zeros it can still send
-        one.begin_exchange(given)
-        arrived = one.finish_exchange()
-    assert arrived.norm() > 0.1 * vector.norm(), "columns of zeros would stay zeros"
+    """Exchange matrices whose mean has rank 2: two columns represent it."""
+    generator = torch.Generator().manual_seed(7)
+    left_factor = torch.randn(9, 2, generator=generator)
+    right_factor = torch.randn(2, 7, generator=generator)
+    vector = (left_factor @ right_factor).flatten() * (1 + rank)
+    shapes = [torch.Size((9, 7))]
+    exchange = PowerSgdExchange(vector, WORKERS, shapes, 2, 0)
+    exchange.begin_exchange(vector)
+    assert torch.allclose(exchange.finish_exchange(), average(vector), atol=1e-5)
+    zeros = torch.zeros(63)
+    assert exchange.residual is not None
+    assert torch.allclose(average(exchange.residual), zeros, atol=1e-5)
+
+    exchange = PowerSgdExchange(zeros, WORKERS, shapes, 2, 0)
+    for message in (zeros, zeros, vector):  # messages of zeros must not prevent later ones
+        exchange.begin_exchange(message)
+        received = exchange.finish_exchange()
+    assert received.norm() > 0.1 * vector.norm(), "columns of zeros would remain zeros"
 
 
 def body(info: RankInfo) -> None:
-    with rendezvous.join_world(info, Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=60)):
+    settings = Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=60)
+    with rendezvous.join_world(info, settings):
         for kind in KINDS:
             exchange_vectors(kind, info.rank)
         exchange_thin_matrices(info.rank)

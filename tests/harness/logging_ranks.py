@@ -1,6 +1,6 @@
-"""Two ranks that log values in some steps only: python -m tests.harness.logging_ranks FOLDER MODE
+"""Two ranks that log some values in some steps only: python -m tests.harness.logging_ranks FOLDER MODE
 
-MODE is `averaged` (both ranks have values) or the rank that alone has them. The rows are in metrics.jsonl of the one
+MODE is `averaged` (both ranks have values) or the only rank that has values. The rows are in metrics.jsonl of the only
 run folder in FOLDER.
 """
 
@@ -36,8 +36,8 @@ class Counted:
 def main(path: str, mode: str) -> int:
     folder = RunFolder.create(Path(path), "mnist_pipeline", "").claim_attempt()
 
-    def body(place: RankInfo) -> None:
-        with rendezvous.join_world(place, Launch(device="cpu", threads=1, step_timeout=5.0)) as world:
+    def body(info: RankInfo) -> None:
+        with rendezvous.join_world(info, Launch(device="cpu", threads=1, step_timeout=5.0)) as world:
             source = MEAN if mode == "averaged" else int(mode)
             log = MetricsLog(Ranks(world), MetricsWriter(folder.metrics_file, print), Counted(), source=source)
             for step in range(1, STEPS + 1):
@@ -48,8 +48,9 @@ def main(path: str, mode: str) -> int:
                     values["other"] = torch.tensor(math.inf)
                 if log.is_averaged and world.rank == 1 and step == 5:
                     values["of_rank_1"] = 7.0
-                given = values if log.is_averaged or world.rank == log.source else dict.fromkeys(values)
-                log.add_step(step, time.perf_counter(), given)
+                has_values = log.is_averaged or world.rank == log.source
+                logged_values = values if has_values else dict.fromkeys(values)
+                log.add_step(step, time.perf_counter(), logged_values)
                 if log.is_flush_due or step in (4, 16):
                     log.flush()
             log.flush()

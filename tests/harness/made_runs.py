@@ -1,4 +1,4 @@
-"""Run folders as real runs leave them, made without training."""
+"""Run folders with the files of real runs, written without training."""
 
 from __future__ import annotations
 
@@ -15,83 +15,91 @@ from common.runs.folder import RunFolder, write_atomic, write_json
 from configs.shared import TrainingExperiment
 
 STARTED = 1_790_000_000.0  # seconds since 1970: the first run
-EVERY = 3600.0  # seconds between two runs
+SECONDS_BETWEEN_RUNS = 3600.0
 
 
 @dataclasses.dataclass
 class Made:
-    """One run that never ran. `attempts` starts share its steps, each redoing the last few of the one before."""
+    """A run that was never executed. Its attempts share the steps; each repeats the last steps of the one before."""
 
     name: str = "ddp_multinode"
     number: int = 0
     steps: int = 200
     attempts: int = 1
     state: str = "finished"
-    """finished; or, half-way: failed, running (in the process that makes it), or lost without a word."""
+    """finished; or, after half of the steps: failed, running (in the calling process), or lost (without a result)."""
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
     step_seconds: float = 0.01
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries of result.json; groups such as `measured` are merged with the usual ones."""
+    """Entries of result.json. Groups such as `measured` are merged with the default entries."""
 
     def write(self, runs: Path) -> RunFolder:
         schema = config.import_schema(self.name)
-        values = config.read_config_file(config.ROOT / "configs" / f"{self.name}.yaml")
-        data = config_keys.drop_training_keys(schema, {"data.name": "digits"})
-        settings = config.build_config(schema, [values, data | {"runs": str(runs)} | self.settings])
+        file_settings = config.read_config_file(config.ROOT / "configs" / f"{self.name}.yaml")
+        data_settings = config_keys.drop_training_keys(schema, {"data.name": "digits"})
+        changes = data_settings | {"runs": str(runs)} | self.settings
+        settings = config.build_config(schema, [file_settings, changes])
         batch = settings.batch if isinstance(settings, TrainingExperiment) else 0
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(STARTED + EVERY * self.number))
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(STARTED + SECONDS_BETWEEN_RUNS * self.number))
         folder = RunFolder(runs / f"{self.name}-{stamp}-{self.number:04x}")
         folder.path.mkdir(parents=True)
         write_atomic(folder.path / "config.yaml", config.format_yaml(settings))
-        done = self.steps if self.state == "finished" else self.steps // 2
-        bounds = [round(done * (i + 1) / self.attempts) for i in range(self.attempts)]
-        begin, rows = 0, 0
-        for number, bound in enumerate(bounds, 1):
+        trained_steps = self.steps if self.state == "finished" else self.steps // 2
+        first_step = 0
+        kept_rows = 0
+        for number in range(1, self.attempts + 1):
+            last_step = round(trained_steps * number / self.attempts)
             attempt = folder.claim_attempt()
-            attempt.record_parent_attempt(number - 1 if number > 1 else None, begin, rows)
-            self.train(attempt, begin, bound, batch, settings.processes)
-            begin = max(0, bound - 5)  # the next start goes on from a checkpoint of five steps ago
-            rows = sum(row["global_step"] <= begin for row in attempt.read_attempt_rows())
+            attempt.record_parent_attempt(number - 1 if number > 1 else None, first_step, kept_rows)
+            self.write_attempt(attempt, first_step, last_step, batch, settings.processes)
+            first_step = max(0, last_step - 5)  # the next attempt resumes from a checkpoint of five steps before
+            kept_rows = sum(row["global_step"] <= first_step for row in attempt.read_attempt_rows())
         history = {"attempt": self.attempts, "host": os.uname().nodename, "pid": os.getpid(), "pid_started": 0}
         if self.state == "running":
-            history["pid_started"] = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+            fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+            history["pid_started"] = int(fields[19])
         write_json(folder.path / "meta.json", {"data": {"name": "digits"}, "history": [history]})
         if self.state in ("finished", "failed"):
-            write_json(folder.path / "result.json", self.ending(done, batch))
+            write_json(folder.path / "result.json", self.make_result(trained_steps, batch))
         return folder
 
-    def train(self, attempt: RunFolder, begin: int, end: int, batch: int, processes: int) -> None:
-        """Write one start's files."""
+    def write_attempt(self, attempt: RunFolder, begin: int, end: int, batch: int, processes: int) -> None:
+        """Write the files of an attempt."""
         world = {"processes": processes, "nodes": 1, "hosts": ["vm"] * processes, "device": "cpu"}
         write_json(attempt.attempt_folder / "world.json", world)
         lines = []
         for step in range(begin + 1, end + 1):
-            noise = random.Random(self.number * 1_000_003 + step).gauss(0, 0.02)  # the same when the step is done again
+            noise = random.Random(self.number * 1_000_003 + step).gauss(0, 0.02)  # a repeated step has the same noise
             loss = 2.3 * math.exp(-3 * step / self.steps) + 0.05 + noise
-            seconds = self.step_seconds * (step + 30 * (1 - math.cos(step / 300)))  # never backwards
+            seconds = self.step_seconds * (step + 30 * (1 - math.cos(step / 300)))  # increases with every step
             head = f'{{"global_step": {step}, "samples": {step * batch}, "time": {seconds:.6f}'
             lines.append(f'{head}, "loss": {loss:.17g}}}\n')
             if step % max(1, self.steps // 5) == 0:
                 scores = f'"test_loss": {loss:.17g}, "test_accuracy": {1 - loss / 3:.6g}, "test_samples": 10000'
                 lines.append(f"{head}, {scores}}}\n")
         attempt.metrics_file.write_text("".join(lines))
+        heartbeat_time = time.time() if self.state == "running" else STARTED
         for rank in range(processes):
-            attempt.write_heartbeat(rank, end, time.time() if self.state == "running" else STARTED)
+            attempt.write_heartbeat(rank, end, heartbeat_time)
             attempt.log_file(rank).write_text("it began\n")
 
-    def ending(self, done: int, batch: int) -> dict[str, Any]:
+    def make_result(self, last_step: int, batch: int) -> dict[str, Any]:
+        """Return the content of result.json."""
         content: dict[str, Any] = {"format": 2, "state": self.state}
         if self.state == "failed":
-            return content | {"exit_status": 1, "last_step": done, "reason": "the loss is nan"} | self.result
-        content |= {"exit_status": 0, "data": "digits", "scores": {"test_loss": 0.16, "test_accuracy": 0.96}}
+            failure = {"exit_status": 1, "last_step": last_step, "reason": "the loss is nan"}
+            return content | failure | self.result
+        scores = {"test_loss": 0.16, "test_accuracy": 0.96}
+        content |= {"exit_status": 0, "data": "digits", "scores": scores}
         content["timings"] = {"samples_per_second": batch / self.step_seconds}
         for name, value in self.result.items():
-            content[name] = content.get(name, {}) | value if isinstance(value, dict) else value
+            is_group = isinstance(value, dict)
+            content[name] = content.get(name, {}) | value if is_group else value
         return content
 
 
 def write_six(runs: Path) -> Path:
-    """Runs of different length, one restarted, one running, one broken, one that never began; returns `runs`."""
+    """Write six runs: three finished (one of them after two restarts), one failed, one running, one without steps."""
     pipeline = {"measured": {"idle_share": [0.2, 0.4]}, "memory": {"rank 0": 200_000_000, "rank 1": 300_000_000}}
     Made("mnist_pipeline", 0, 1000, result=pipeline).write(runs)
     Made("mnist_pipeline", 1, 1000, attempts=3, settings={"optim.lr": "0.05"}, result=pipeline).write(runs)

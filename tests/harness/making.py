@@ -1,4 +1,4 @@
-"""Folders for make, and what it hands over: the words behind a target, told by a python that only writes them down."""
+"""Folders for make, and the command behind a target, which a replaced python records instead of executing it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.harness.processes import environment, script
 from tests.harness.warm import ROOT
 
 
-def copy_checkout(place: Path, *more: str) -> Path:
-    """A copy of the project's source, and of the folders `more`, in which make finds everything set up."""
-    for name in ("common", "configs", "experiments", "slurm", *more):
+def copy_checkout(place: Path, *additional_folders: str) -> Path:
+    """Copy the product code and additional folders, with an environment that make considers ready."""
+    for name in ("common", "configs", "experiments", "slurm", *additional_folders):
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
         if path.is_file():
@@ -25,25 +25,28 @@ def copy_checkout(place: Path, *more: str) -> Path:
     return place
 
 
-def handed_over(place: Path, *words: str) -> list[str]:
-    """The words after `python -m slurm` for which `make` with these words stands."""
-    script(place / ".venv/bin/python", "printf '%s\\0' \"$@\" > words; env -0 > environ")
-    done = subprocess.run(
-        ["make", *words], cwd=place, env=environment(), capture_output=True, text=True, timeout=60, check=False
+def handed_over(place: Path, *make_arguments: str) -> list[str]:
+    """Return the arguments of `python -m slurm` that `make` with these arguments executes."""
+    script(place / ".venv/bin/python", "printf '%s\\0' \"$@\" > arguments; env -0 > environ")
+    argv = ["make", *make_arguments]
+    process = subprocess.run(
+        argv, cwd=place, env=environment(), capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 0, done.stderr
-    found, environ = (read_list(place / name) for name in ("words", "environ"))
-    assert found[:3] == ["-m", "slurm", "--make"] and len(found) == 4
-    return translate_target(found[3], dict(line.split("=", 1) for line in environ))
+    assert process.returncode == 0, process.stderr
+    python_arguments = read_list(place / "arguments")
+    assert python_arguments[:3] == ["-m", "slurm", "--make"]
+    assert len(python_arguments) == 4
+    variables = dict(line.split("=", 1) for line in read_list(place / "environ"))
+    return translate_target(python_arguments[3], variables)
 
 
 def read_list(file: Path) -> list[str]:
-    """The words in a file, each ended by a zero byte; the file is removed."""
-    found = file.read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
+    """Return the strings in a file, each followed by a zero byte, and delete the file."""
+    text = file.read_bytes().decode(errors="surrogateescape")
     file.unlink()
-    return found
+    return text.split("\0")[:-1]
 
 
-def call(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Let make hand over, and call the command within this process, in make's folder."""
-    return inside.run_verb(*handed_over(place, *words), cwd=place)
+def call(place: Path, *make_arguments: str) -> subprocess.CompletedProcess[str]:
+    """Execute the command behind a target in this process, in make's folder."""
+    return inside.run_verb(*handed_over(place, *make_arguments), cwd=place)

@@ -1,4 +1,4 @@
-"""Optimizers of one's own: one that keeps the contract, and such that break a part of it each."""
+"""Custom optimizers: one that meets the requirements, and variants that violate one requirement each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Own(torch.optim.Optimizer):
 
 
 class Breach(NamedTuple):
-    """What is written instead of a part of the file, and what the message holds."""
+    """A violation: the replaced text, its replacement, and a part of the error message."""
 
     of: str
     by: str
@@ -68,7 +68,11 @@ BREACHES = {
 
 
 def write_own(folder: Path, breach: Breach | None = None) -> str:
-    """Write the file into a folder, as it should be or with a breach; returns the value of optim.name."""
-    assert breach is None or breach.of in KEEPS
-    (folder / "own.py").write_text(KEEPS.replace(breach.of, breach.by) if breach else KEEPS)
-    return f"{folder / 'own.py'}:Own"
+    """Write the file, with a violation if one is given. Return the value of optim.name."""
+    text = KEEPS
+    if breach is not None:
+        assert breach.of in text
+        text = text.replace(breach.of, breach.by)
+    file = folder / "own.py"
+    file.write_text(text)
+    return f"{file}:Own"

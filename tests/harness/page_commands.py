@@ -1,4 +1,4 @@
-"""The commands of the pages, and executing each of them on something small."""
+"""The commands of the pages, and a function that executes each of them with small settings."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.harness.registry import BY_NAME, EXPERIMENTS
 from tests.harness.warm import ROOT
 
 PAGES = tables.list_pages()
-REAL = {"make compare", "make status"}  # all the way through make and an interpreter
-BY_CI = {
+WITH_REAL_MAKE = {"make compare", "make status"}  # make starts a real interpreter
+EXECUTED_BY_CI = {
     "make exp NAME=mnist_pipeline",
     "make lint",
     "make test-all",
     "make test-slurm",
-}  # .ci/run calls them as they are
-ELSEWHERE = {
+}  # lines of .ci/run
+EXECUTED_ELSEWHERE = {
     "make requirements": "needs the package index",
     "make tables": "tests/commands/test_numbers.py",
     "make test": "a part of make test-all",
@@ -58,14 +58,17 @@ ELSEWHERE = {
     "make cluster-down": "tests/cluster/test_cluster.py",
 }
 for entry in EXPERIMENTS:
-    ELSEWHERE.update(entry.page_commands)
+    EXECUTED_ELSEWHERE.update(entry.page_commands)
 
 
 def list_commands(*pages: Path) -> list[str]:
-    """All lines of the pages' shell blocks, without comments."""
-    blocks = [block for page in pages for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)]
-    lines = {shlex.join(shlex.split(line, comments=True)) for block in blocks for line in block.splitlines()}
-    return sorted(lines - {""})
+    """Return the lines of the pages' shell blocks, without comments."""
+    commands = set()
+    for page in pages:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
+            for line in block.splitlines():
+                commands.add(shlex.join(shlex.split(line, comments=True)))
+    return sorted(commands - {""})
 
 
 README = list_commands(ROOT / "README.md")
@@ -73,51 +76,58 @@ OTHERS = [command for command in list_commands(*PAGES) if command not in README]
 
 
 def make_runs(folder: Path) -> Path:
-    """Runs for the commands that are about some, in the folder of which they are runs/."""
+    """Write the runs for commands about runs, into `folder`/runs."""
     for number, name in enumerate(("mnist_pipeline", "ddp_multinode") * 2):
         Made(name, number, 60).write(folder / "runs")
     return folder
 
 
-def by_make(words: list[str], place: Path, runs: Path) -> subprocess.CompletedProcess[str]:
-    """Let make hand over the words to the command, and call that where there are runs and the project's files."""
+def execute_target(arguments: list[str], place: Path, runs: Path) -> subprocess.CompletedProcess[str]:
+    """Execute a make target in a folder with runs and configs."""
     (place / "runs").symlink_to(runs / "runs")
     (place / "configs").symlink_to(ROOT / "configs")
     ids = iter(sorted(path.name for path in (runs / "runs").glob("*-*")))
-    words = [re.sub("<id>", lambda _: next(ids), word) for word in words]
-    if shlex.join(words) in REAL:
+    arguments = [re.sub("<id>", lambda _: next(ids), argument) for argument in arguments]
+    if shlex.join(arguments) in WITH_REAL_MAKE:
         return subprocess.run(
-            words, cwd=place, env=environment(), capture_output=True, text=True, timeout=120, check=False
+            arguments, cwd=place, env=environment(), capture_output=True, text=True, timeout=120, check=False
         )
-    return making.call(place, *words[1:])
+    return making.call(place, *arguments[1:])
 
 
 def check_command(command: str, cache: Path, folder: Path, place: Path, runs: Path) -> None:
-    """Execute a command, or find it where else it is executed."""
-    words = shlex.split(command)
-    target = words[1] if words[0] == "make" else ""
-    if command in BY_CI:
+    """Execute a command. If CI or another test executes it, check that it exists there."""
+    arguments = shlex.split(command)
+    target = arguments[1] if arguments[0] == "make" else ""
+    if command in EXECUTED_BY_CI:
         lines = (ROOT / ".ci" / "run").read_text().splitlines()
         assert command in [line.removeprefix("timed ").removeprefix("tested ") for line in lines]
         return
     if target == "bench":  # tests/complete/test_benchmarks.py runs two
-        assert any(words[2] in (f"NAME={part.name}", f"NAME={part.name.partition('/')[0]}") for part in all_parts())
+        names = set()
+        for part in all_parts():
+            topic = part.name.partition("/")[0]
+            names |= {f"NAME={part.name}", f"NAME={topic}"}
+        assert arguments[2] in names
         return
-    if command in ELSEWHERE or (target == "test" and len(words) > 2):
+    if command in EXECUTED_ELSEWHERE or (target == "test" and len(arguments) > 2):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        told = ELSEWHERE.get(command, words[-1].removeprefix("TESTS="))
-        assert not told.startswith("tests/") or (ROOT / told).exists()
+        test_file = EXECUTED_ELSEWHERE.get(command, arguments[-1].removeprefix("TESTS="))
+        assert not test_file.startswith("tests/") or (ROOT / test_file).exists()
         return
-    if target:
-        done = by_make(words, place, runs)
-    else:
-        settings = ["data.name=digits", f"data.cache={cache}", f"runs={folder}", "steps=20", "data.test_limit=100"]
-        settings.append("launch.threads=1")  # another worker has the other core
-        more = []
-        if words[1].startswith("experiments/"):
-            name = Path(words[1]).stem
-            more = [*applicable(name, settings), *BY_NAME[name].page_settings]
-        script = [str(ROOT / words[1])] if more else words[1:2]
-        done = warm.execute([sys.executable, *script, *words[2:], *more], env=environment())
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    process = execute_target(arguments, place, runs) if target else execute_script(arguments, cache, folder)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout
+
+
+def execute_script(arguments: list[str], cache: Path, runs: Path) -> subprocess.CompletedProcess[str]:
+    """Execute a Python command of a page. An experiment gets settings for a short run."""
+    script = arguments[1:2]
+    small_settings: list[str] = []
+    if arguments[1].startswith("experiments/"):
+        settings = ["data.name=digits", f"data.cache={cache}", f"runs={runs}", "steps=20", "data.test_limit=100"]
+        settings.append("launch.threads=1")  # another worker uses the other core
+        name = Path(arguments[1]).stem
+        small_settings = [*applicable(name, settings), *BY_NAME[name].page_settings]
+        script = [str(ROOT / arguments[1])]
+    return warm.execute([sys.executable, *script, *arguments[2:], *small_settings], env=environment())

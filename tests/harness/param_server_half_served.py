@@ -1,10 +1,15 @@
-"""A message of 64 MB of a parameter server breaks off in its middle; prints the seconds until the other side notices.
+"""Interrupt a 64 MB message of a parameter server half-way. Print the seconds until the other side detects it.
 
 python -m tests.harness.param_server_half_served SIDE FOLDER
 
-SIDE is who has to notice: server, whose worker is killed while it sends a gradient; worker, whose server stands still
-while it sends values; sender, whose server does while it receives a gradient, and all, where it does while all ranks
-get the parameters. These three cut their connections, as an elastic run does.
+SIDE is the side that detects it:
+
+    server    the worker is killed while it sends a gradient
+    worker    the server is suspended while it sends values
+    sender    the server is suspended while it receives a gradient
+    all       the server is suspended while all ranks fetch the parameters
+
+The last three shut down their connections, as an elastic run does.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def join(folder: Path, rank: int) -> ParameterServerRank:
-    """Rank 0 is the server; both are workers."""
+    """Join as a worker; rank 0 is also the server."""
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
     world = World(
@@ -47,34 +52,34 @@ def join(folder: Path, rank: int) -> ParameterServerRank:
         coordinator="as in an elastic run",
     )
     network = nn.Linear(SIZE // 8, 2, bias=False)
-    worker = ParameterServerRank(
-        network, Ranks(world), partial(torch.optim.SGD, lr=0.1), servers=1, policy=StalenessPolicy("sync", 0, 2)
-    )
+    make_optimizer = partial(torch.optim.SGD, lr=0.1)
+    policy = StalenessPolicy("sync", 0, 2)
+    worker = ParameterServerRank(network, Ranks(world), make_optimizer, servers=1, policy=policy)
     network.weight.grad = torch.ones_like(network.weight)
     worker.start_serving(0)
     return worker
 
 
-def strike_when_half_is_sent(writer: int, other: int, number: int, before: int) -> None:
-    """Send a signal to a process once `writer` has written a part of a message, and `before` bytes before it."""
-    while count_written(writer) < before + SIZE // 4:
+def send_signal_when_half_is_sent(writer: int, target: int, number: int, bytes_before: int) -> None:
+    """Send a signal to `target` when `writer` has written `bytes_before` bytes and a part of the message."""
+    while count_written(writer) < bytes_before + SIZE // 4:
         time.sleep(0.0005)
-    os.kill(other, number)
+    os.kill(target, number)
 
 
-def cut_after(strike: threading.Thread, connections: group.Connections) -> None:
-    """Cut connections once the other side stands still and what it has sent has come."""
+def shut_down_after(strike: threading.Thread, connections: group.Connections) -> None:
+    """Shut down connections after the other side is suspended and its bytes have arrived."""
     strike.join()
     time.sleep(0.2)
     group.shut_down_connections(connections)
 
 
-def be_the_other(side: str, folder: Path, told: int) -> None:
-    """Send what breaks off, or receive it; tell what has been written before."""
+def run_other_side(side: str, folder: Path, pipe: int) -> None:
+    """Send or receive the interrupted message. Report the bytes written before it through a pipe."""
     worker = join(folder, 1 if side == "server" else 0)
     if side == "server":
         worker.pull(0.1)
-    os.write(told, str(count_written(os.getpid())).encode())
+    os.write(pipe, str(count_written(os.getpid())).encode())
     if side == "server":
         worker.push()
     elif side == "all":
@@ -83,30 +88,41 @@ def be_the_other(side: str, folder: Path, told: int) -> None:
 
 
 def main(side: str, folder: Path) -> None:
-    """Be the one who has to notice; the other one is forked."""
-    reads, writes = os.pipe()
-    other = os.fork()
-    if other == 0:
-        be_the_other(side, folder, writes)
+    """Run the side that detects the interruption; the other side is forked."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        run_other_side(side, folder, write_end)
     worker = join(folder, 0 if side == "server" else 1)
     if side in ("server", "sender"):
         worker.pull(0.1)
-    before, writer = int(os.read(reads, 20)), other
+
+    bytes_before = int(os.read(read_end, 20))
+    writer = child
     if side == "sender":
-        before, writer = count_written(os.getpid()), os.getpid()
+        writer = os.getpid()
+        bytes_before = count_written(writer)
     number = signal.SIGKILL if side == "server" else signal.SIGSTOP
-    strike = threading.Thread(target=strike_when_half_is_sent, args=(writer, other, number, before))
+    arguments = (writer, child, number, bytes_before)
+    strike = threading.Thread(target=send_signal_when_half_is_sent, args=arguments)
     strike.start()
     if side != "server":
-        threading.Thread(target=cut_after, args=(strike, group.list_connections())).start()
-    begun = time.monotonic()
+        threading.Thread(target=shut_down_after, args=(strike, group.list_connections())).start()
+
+    started = time.monotonic()
     try:
-        {"worker": lambda: worker.pull(0.1), "all": worker.fetch_parameters}.get(side, worker.push)()
+        match side:
+            case "worker":
+                worker.pull(0.1)
+            case "all":
+                worker.fetch_parameters()
+            case _:
+                worker.push()
         print("it came", flush=True)
     except RuntimeError:
         worker.stop_serving(together=False)
-        print(f"{time.monotonic() - begun:.3f}", flush=True)
-    os.kill(other, signal.SIGKILL)
+        print(f"{time.monotonic() - started:.3f}", flush=True)
+    os.kill(child, signal.SIGKILL)
     os._exit(0)
 
 

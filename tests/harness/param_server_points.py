@@ -1,4 +1,4 @@
-"""Points of a step of param_server at which tests/harness/elastic.py strikes a rank."""
+"""Points in a step of param_server at which tests/harness/elastic.py kills or stops a rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from common.techniques.parameter_server.worker import ParameterServerRank
 
 
 def plant_points(before: Callable[..., None], reach: Callable[[str], None]) -> None:
-    """Have a rank come to `pull`, `push` and `push to N`, N being the rank of a server."""
+    """Call `reach` before `pull`, `push` and `push to N`, where N is the rank of a server."""
     before(ParameterServerRank, "pull", lambda *_: reach("pull"))
     before(ParameterServerRank, "push", lambda *_: reach("push"))
     before(ParameterServerRank, "_send_large_message", lambda _, __, server, ___: reach(f"push to {server}"))

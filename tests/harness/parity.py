@@ -1,8 +1,8 @@
-"""Train many cases of an experiment with stages, of one world size, in one launch, for the parity tests to compare.
+"""Train many cases of an experiment with stages in one launch, for parity tests to compare.
 
-    python -m tests.harness.parity NAME OUT_FILE CACHE PROCESSES key=value,key=value ...      one argument a case
+    python -m tests.harness.parity NAME OUT_FILE CACHE PROCESSES key=value,key=value ...      one argument per case
 
-A case may begin with one of MISTAKES, which it then makes.
+A case may begin with one of MISTAKES, which is planted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.harness.cases import prepare_for, save_cases, train_script
 
 PIPELINE = {
     "data.name": "digits",
-    "data.train_limit": "76",  # 3 batches of 24 an epoch, and 4 samples left out
+    "data.train_limit": "76",  # 3 batches of 24 per epoch; 4 samples are dropped
     "data.test_limit": "100",
     "dtype": "float64",
     "width": "32",
@@ -46,7 +46,7 @@ PIPELINE = {
     "batch": "24",
     "microbatches": "6",
     "eval_batch": "32",  # three full batches and one of 4
-    "optim.lr": "0.02",  # SGD: Adam would not notice a wrong factor
+    "optim.lr": "0.02",  # SGD: Adam would hide a wrong factor
     "epochs": "5",
     "steps": "14",
     "seed": "7",
@@ -56,8 +56,8 @@ PIPELINE = {
 
 RESNET = {
     "data.name": "generated",
-    "data.samples": "43",  # 5 batches of 8 an epoch: train and eval in turns
-    "data.image_size": "16",  # 2x2 in the last layers: BatchNorm needs some values to be well conditioned
+    "data.samples": "43",  # 5 batches of 8 per epoch, so that training and evaluation alternate
+    "data.image_size": "16",  # 2x2 in the last layers: with fewer values, BatchNorm is ill-conditioned
     "dtype": "float64",
     "model": "resnet18",
     "width": "8",
@@ -76,7 +76,7 @@ RESNET = {
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingMethod:
     """How the cases of an experiment are trained."""
 
     schema: type[Any]
@@ -85,7 +85,7 @@ class Trained:
     """The model that the stages are partitioned from, in float64."""
     script: Any
     widened: bool = False
-    """Whether `widen` is to be called on the model."""
+    """Whether `widen` is called on the model."""
 
 
 def unsplit_pipeline(cfg: Any) -> nn.Module:
@@ -95,81 +95,86 @@ def unsplit_pipeline(cfg: Any) -> nn.Module:
 
 
 def unsplit_resnet(cfg: Any) -> nn.Module:
-    return ResNet(cfg.model, (3, cfg.data.image_size, cfg.data.image_size), 10, width=cfg.width).double()
+    image_shape = (3, cfg.data.image_size, cfg.data.image_size)
+    return ResNet(cfg.model, image_shape, 10, width=cfg.width).double()
 
 
 @torch.no_grad()
 def widen(parameters: Iterable[torch.Tensor]) -> None:
-    """Scale weights to He's initialisation: with torch's, a network this deep learns next to nothing in 14 steps."""
+    """Scale weights to He initialisation. With torch's default, so deep a network learns almost nothing in 14 steps."""
     for parameter in parameters:
         if parameter.dim() > 1:
             parameter.mul_(6**0.5)
 
 
 def lose_relu(pipe: PipelineEngine) -> None:
-    """Put a plain linear layer with the same parameters in place of the second stage's first one."""
+    """Replace the first layer of the second stage with a linear layer without ReLU and the same parameters."""
     if 1 in pipe.local_stages:
         layer: Any = pipe.local_stages[1][0]
-        plain = nn.Linear(1, 1)
-        plain.weight, plain.bias = layer.weight, layer.bias
-        pipe.local_stages[1][0] = plain
+        linear = nn.Linear(1, 1)
+        linear.weight = layer.weight
+        linear.bias = layer.bias
+        pipe.local_stages[1][0] = linear
 
 
 def lose_microbatch(pipe: PipelineEngine) -> None:
-    """Let the gradient of each step's last microbatch be zero."""
-    passed = itertools.count(1)
+    """Set the gradient of each step's last microbatch to zero."""
+    microbatch_numbers = itertools.count(1)
 
-    def forget(stage: nn.Module, given: Any, out: Tensor) -> None:
-        if stage.training and next(passed) % pipe.microbatches == 0:
-            out.register_hook(torch.zeros_like)
+    def drop_gradient(stage: nn.Module, inputs: Any, output: Tensor) -> None:
+        if stage.training and next(microbatch_numbers) % pipe.microbatches == 0:
+            output.register_hook(torch.zeros_like)
 
     if pipe.has_last_stage:
-        pipe.local_stages[pipe.stage_count - 1].register_forward_hook(forget)
+        pipe.local_stages[pipe.stage_count - 1].register_forward_hook(drop_gradient)
 
 
 MISTAKES: dict[str, Callable[[PipelineEngine], None]] = {"lose_relu": lose_relu, "lose_microbatch": lose_microbatch}
 EXPERIMENTS = {
-    "mnist_pipeline": Trained(mnist.Config, PIPELINE, unsplit_pipeline, mnist_pipeline, widened=True),
-    "resnet_modelparallel": Trained(resnet.Config, RESNET, unsplit_resnet, resnet_modelparallel),
+    "mnist_pipeline": TrainingMethod(mnist.Config, PIPELINE, unsplit_pipeline, mnist_pipeline, widened=True),
+    "resnet_modelparallel": TrainingMethod(resnet.Config, RESNET, unsplit_resnet, resnet_modelparallel),
 }
 
 
 def settings(name: str, text: str) -> tuple[Any, str]:
-    """The settings of a case, and the mistake it makes, if any."""
-    words = re.split(r",(?![^\[]*\])", text)
-    mistake = words.pop(0) if "=" not in words[0] else ""
+    """Return the config of a case, and the name of its mistake or an empty string."""
+    assignments = re.split(r",(?![^\[]*\])", text)
+    mistake = assignments.pop(0) if "=" not in assignments[0] else ""
     assert not mistake or mistake in MISTAKES
-    kind = EXPERIMENTS[name]
-    return config.build_config(kind.schema, [kind.settings | dict(word.split("=") for word in words)]), mistake
+    method = EXPERIMENTS[name]
+    changes = dict(assignment.split("=") for assignment in assignments)
+    return config.build_config(method.schema, [method.settings | changes]), mistake
 
 
 def train(
-    kind: Trained, cfg: Any, mistake: str, world: World, prepared: prepare.PreparedDataset, folder: RunFolder
+    method: TrainingMethod, cfg: Any, mistake: str, world: World, prepared: prepare.PreparedDataset, folder: RunFolder
 ) -> dict[str, Any]:
-    """One case on this rank; on rank 0 its losses, joined parameters and scores."""
+    """Train a case on this rank. Return its losses, the parameters of all stages and its scores on rank 0."""
     build = model_split.build_pipeline_engine
 
-    def build_otherwise(*given: Any) -> PipelineEngine:
-        pipe = build(*given)
-        if kind.widened:
+    def build_changed_engine(*arguments: Any) -> PipelineEngine:
+        pipe = build(*arguments)
+        if method.widened:
             widen(pipe.module.parameters())
         if mistake:
             MISTAKES[mistake](pipe)
         return pipe
 
     run = Run(cfg, folder, Ranks(world), prepared)
-    found = train_script(kind.script, run, (model_split, "build_pipeline_engine", build_otherwise))
-    torch.save(found["state"], folder.path / f"state-{world.rank}.pt")
+    trained = train_script(method.script, run, (model_split, "build_pipeline_engine", build_changed_engine))
+    torch.save(trained["state"], folder.path / f"state-{world.rank}.pt")
     dist.barrier()
     if not world.is_main:
         return {}
-    states = [torch.load(folder.path / f"state-{rank}.pt", weights_only=True) for rank in range(world.size)]
-    return found | {"state": {name: value for state in states for name, value in state.items()}}
+    state: dict[str, Tensor] = {}
+    for rank in range(world.size):
+        state |= torch.load(folder.path / f"state-{rank}.pt", weights_only=True)
+    return trained | {"state": state}
 
 
 @functools.cache
 def expected(cache: Path, name: str, case: str) -> dict[str, Any]:
-    """The unsplit model trained by the bare loop, a ResNet in the microbatches that its BatchNorm sees in this case."""
+    """Train the unsplit model with the reference loop, a ResNet in the microbatches that its BatchNorm gets."""
     cfg, _ = settings(name, case)
     prepared = prepare_for(cfg, str(cache))
     torch.manual_seed(1234)
@@ -177,8 +182,8 @@ def expected(cache: Path, name: str, case: str) -> dict[str, Any]:
     return reference.trained(cfg, model, prepared, piece=getattr(cfg, "microbatch", 0))
 
 
-def main(name: str, *words: str) -> int:
-    return save_cases(partial(settings, name), partial(train, EXPERIMENTS[name]), *words, counted="")
+def main(name: str, *arguments: str) -> int:
+    return save_cases(partial(settings, name), partial(train, EXPERIMENTS[name]), *arguments, counted="")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""File permissions that also apply to root, who may otherwise read every file."""
+"""File permissions that also apply to root, which can otherwise read every file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running the project through its public ways in, and reading what a run leaves behind."""
+"""Run experiments as commands, and read the files of their runs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from tests.harness import warm, warm_command
 from tests.harness.warm import ROOT
 
 PATIENCE = 200.0
-"""Seconds until a test gives up waiting: far more than a busy machine needs, and less than endless runs take."""
+"""Seconds until a test stops waiting: more than a busy machine needs, and less than endless runs take."""
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE, pause: float = 0.05) -> Any:
-    """Wait until a condition holds; returns its value. Raises TimeoutError, which says what was waited for."""
+def wait_until(condition: Callable[[], Any], description: str, seconds: float = PATIENCE, pause: float = 0.05) -> Any:
+    """Wait until a condition holds and return its value. Raises TimeoutError with the description."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds:g} s: {what}")
+            raise TimeoutError(f"not within {seconds:g} s: {description}")
         time.sleep(pause)
     return value
 
 
 def script(path: Path, text: str) -> Path:
-    """An executable shell script."""
+    """Write an executable shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -50,13 +50,13 @@ class Done:
 
     @property
     def folder(self) -> RunFolder:
-        """The one run folder it made."""
+        """The only run folder."""
         (path,) = self.runs.iterdir()
         return RunFolder(path)
 
     @property
     def result(self) -> dict[str, Any]:
-        """Every value of its result, by name."""
+        """The values of the run's result, by name."""
         return values_of(self.folder)
 
     @property
@@ -65,20 +65,22 @@ class Done:
 
 
 def values_of(folder: RunFolder) -> dict[str, Any]:
-    """Every value of a run's result, by name."""
+    """Return the values of a run's result, by name."""
     return parse_result(folder.result).flatten_values()
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The caller's environment without what would change a run: no W&B, no cluster that happens to be up."""
-    foreign = ("WANDB_", "WARM_", "SLURM_", "TORCHELASTIC_", "DATA_ROOT", "MAKE", "MFLAGS")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-    return kept | {"WANDB_MODE": "disabled", "CLUSTER_DIR": "/no/cluster"} | extra
+    """Return the caller's environment without variables that change a run: no W&B, no running cluster."""
+    dropped_prefixes = ("WANDB_", "WARM_", "SLURM_", "TORCHELASTIC_", "DATA_ROOT", "MAKE", "MFLAGS")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(dropped_prefixes)}
+    return variables | {"WANDB_MODE": "disabled", "CLUSTER_DIR": "/no/cluster"} | extra
 
 
 def applicable(name: str, settings: Iterable[str]) -> list[str]:
-    """The settings without those of training, if the experiment trains nothing."""
-    keys = config_keys.list_training_keys(config.import_schema(name)) if name in config.list_experiments() else ()
+    """Return the settings without those of training, if the experiment is a pure measurement."""
+    if name not in config.list_experiments():
+        return list(settings)
+    keys = config_keys.list_training_keys(config.import_schema(name))
     return [setting for setting in settings if setting.partition("=")[0] not in keys]
 
 
@@ -87,31 +89,32 @@ def command(name: str, *settings: str, runs: Path) -> list[str]:
 
 
 def run(name: str, *settings: str, runs: Path, timeout: float = 120, real: bool = False, **env: Any) -> Done:
-    """Run an experiment's script to its end, as a process of its own if `real`, else as a fork of a warm one."""
-    line = command(name, *settings, runs=runs)
-    done = warm.execute(line, env=environment(**env), timeout=timeout, real=real)
-    return Done(done.returncode, done.stdout, done.stderr, runs)
+    """Run an experiment's script to its end, as a real process if `real`, else as a fork of the warm server."""
+    argv = command(name, *settings, runs=runs)
+    process = warm.execute(argv, env=environment(**env), timeout=timeout, real=real)
+    return Done(process.returncode, process.stdout, process.stderr, runs)
 
 
 def processes_of(marker: str) -> list[int]:
-    """The pids of running processes whose command line or environment holds `marker`, such as a run folder's path."""
-    found = []
+    """Return the ids of running processes with `marker`, such as a path, in their command line or environment."""
+    pids = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes() + told(entry)
-                alive = "\nState:\tZ" not in (entry / "status").read_text()
-            except OSError:
-                continue
-            if alive and marker.encode() in text:
-                found.append(int(entry.name))
-    return found
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes() + read_forked_command(entry)
+            is_zombie = "\nState:\tZ" in (entry / "status").read_text()
+        except OSError:
+            continue
+        if marker.encode() in text and not is_zombie:
+            pids.append(int(entry.name))
+    return pids
 
 
-def told(entry: Path) -> bytes:
-    """The command line and environment of a command that was forked by the warm server, or of its forks."""
+def read_forked_command(entry: Path) -> bytes:
+    """Return command line and environment of a process forked from the warm server, or nothing for other processes."""
     for descriptor in (entry / "fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it has been closed since
+        with contextlib.suppress(FileNotFoundError):  # closed since
             if f"/memfd:{warm_command.COMMAND} " in f"{descriptor.readlink()} ":
                 return descriptor.read_bytes()
     return b""

@@ -1,4 +1,4 @@
-"""Mistakes about pruning, made by two real processes (tests/harness/ddp_pitfalls.py)."""
+"""Mistakes about pruning, planted in two processes (tests/harness/ddp_pitfalls.py)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ from tests.harness.ddp_pitfalls import attempt, in_two
 
 
 def masks_per_rank() -> Any:
-    """The mistake: each process scores weights by its own gradient."""
+    """The mistake: each process scores weights by its local gradient."""
 
     def work(world: World) -> Any:
         torch.manual_seed(0)
         model = SimpleNN()
         masks = Masks(model)
-        torch.manual_seed(world.rank)  # its own share of the batch
+        torch.manual_seed(world.rank)  # each process has a different shard of the batch
         F.cross_entropy(model(torch.randn(8, 28, 28)), torch.arange(8)).backward()
         gradients = [weight.grad for weight in masks.weights if weight.grad is not None]
 
-        def chosen() -> str:
+        def prune_and_digest() -> str:
             masks.replace_masks(pruning_masks.make_global_masks([gradient.abs() for gradient in gradients], 0.9))
             return masks.compute_digest()
 
-        own, refused = chosen(), attempt(masks.assert_equal_on_ranks)
+        digest_of_local_gradients = prune_and_digest()
+        error_of_local_gradients = attempt(masks.assert_equal_on_ranks)
         for gradient in gradients:
             dist.all_reduce(gradient)
-        return [own, refused, chosen(), attempt(masks.assert_equal_on_ranks)]
+        digest = prune_and_digest()
+        error = attempt(masks.assert_equal_on_ranks)
+        return [digest_of_local_gradients, error_of_local_gradients, digest, error]
 
     return in_two(work)
 

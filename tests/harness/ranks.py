@@ -1,8 +1,8 @@
-"""What forked ranks do, for test_local_launcher.py and test_objects.py to look at.
+"""Cases that three forked ranks execute, for the tests of the local launcher and of objects.
 
     python -m tests.harness.ranks CASE FOLDER [BACKEND]
 
-Three ranks do a case in an empty folder; the exit status is the launcher's.
+FOLDER is empty. The exit status is the launcher's.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from configs.shared import Launch
 
 BACKEND: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"
 SETTINGS = Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=60)
-BRIEF = 1 if BACKEND == "builtin" else 3  # seconds for whom is waited for in vain
-SOON = Launch(device="cpu", backend=BACKEND, setup_timeout=3, step_timeout=BRIEF)
-LATE = Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=3600)
-FOREVER = 600.0  # longer than the test waits
+SHORT_STEP_TIMEOUT = 1 if BACKEND == "builtin" else 3  # seconds
+SHORT_TIMEOUTS = Launch(device="cpu", backend=BACKEND, setup_timeout=3, step_timeout=SHORT_STEP_TIMEOUT)
+LONG_TIMEOUTS = Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=3600)
+FOREVER_SECONDS = 600.0  # longer than the test waits
 
 
-def meet_by_name(place: RankInfo, folder: Path) -> None:
-    """As ranks with nccl do it, with the real store."""
-    with rendezvous.join_world(place, SETTINGS) as world:
+def meet_by_name(info: RankInfo, folder: Path) -> None:
+    """Wait for all ranks as ranks with nccl do, with the real store."""
+    with rendezvous.join_world(info, SETTINGS) as world:
         for name in ("a", "b"):
             if world.rank == 1:
                 time.sleep(0.3)
@@ -47,42 +47,51 @@ def meet_by_name(place: RankInfo, folder: Path) -> None:
             assert (folder / name).exists()
 
 
-def add_up(place: RankInfo, folder: Path) -> None:
-    with rendezvous.join_world(place, SETTINGS) as world:
+def add_up(info: RankInfo, folder: Path) -> None:
+    with rendezvous.join_world(info, SETTINGS) as world:
         x = torch.ones(1) * world.rank
         dist.all_reduce(x)
         assert x.item() == 3, x
-        assert world.broadcast(world.rank) == 0 and len(world.gather(1)) == (3 if world.is_main else 0)
-        assert torch.get_num_threads() == max(1, len(os.sched_getaffinity(0)) // 3) == world.threads
+        assert world.broadcast(world.rank) == 0
+        gathered = world.gather(1)
+        assert gathered == ([1, 1, 1] if world.is_main else [])
+        threads_per_rank = max(1, len(os.sched_getaffinity(0)) // 3)
+        assert torch.get_num_threads() == threads_per_rank
+        assert world.threads == threads_per_rank
 
 
-def send_values(place: RankInfo, folder: Path) -> None:
-    """Values of all kinds and lengths, by all ranks and by two of them."""
-    kinds = {"text": "é \udc80 \n", "whole": -(2**70), "number": 0.1, "most": math.inf, "true": True, "none": None}
-    with rendezvous.join_world(place, SETTINGS) as world:
-        some = [1, 2] if world.rank else [0]
-        own = world.make_subgroup(some)
-        values: list[list[Any]] = [[None, [], {}], ["", kinds, [[kinds]]], [kinds, "y" * 10, [kinds] * 1000]]
-        for sent in values:
-            assert world.all_gather(sent[world.rank]) == sent
-            assert world.gather(sent[world.rank]) == (sent if world.is_main else [])
-            assert world.broadcast(sent[2 - world.rank]) == sent[2]
-            assert own.all_gather(sent[world.rank]) == [sent[rank] for rank in some]
-            assert own.broadcast(sent[world.rank]) == sent[some[0]]
-        # just one message, just two
+def send_values(info: RankInfo, folder: Path) -> None:
+    """Exchange values of all types and lengths between all ranks and in a subgroup of two."""
+    kinds = {"text": "é \udc80 \n", "integer": -(2**70), "number": 0.1, "inf": math.inf, "true": True, "none": None}
+    with rendezvous.join_world(info, SETTINGS) as world:
+        subgroup_ranks = [1, 2] if world.rank else [0]
+        subgroup = world.make_subgroup(subgroup_ranks)
+        values_of_rounds: list[list[Any]] = [  # one value per rank
+            [None, [], {}],
+            ["", kinds, [[kinds]]],
+            [kinds, "y" * 10, [kinds] * 1000],
+        ]
+        for values in values_of_rounds:
+            assert world.all_gather(values[world.rank]) == values
+            assert world.gather(values[world.rank]) == (values if world.is_main else [])
+            assert world.broadcast(values[2 - world.rank]) == values[2]
+            assert subgroup.all_gather(values[world.rank]) == [values[rank] for rank in subgroup_ranks]
+            assert subgroup.broadcast(values[world.rank]) == values[subgroup_ranks[0]]
+        # lengths around the limit of one packet
         for length in range(objects.PACKET_BYTES - objects.HEADER_BYTES - 4, objects.PACKET_BYTES + 2):
             text = "z" * length
-            assert world.broadcast(text) == text and world.all_gather(text) == [text] * 3
+            assert world.broadcast(text) == text
+            assert world.all_gather(text) == [text] * 3
         assert math.isnan(world.broadcast(math.nan))
         try:
             world.gather((1, 2))
             raise AssertionError("a tuple would arrive as a list")
         except TypeError:
-            assert world.all_gather(world.rank) == [0, 1, 2]  # nothing has been sent before
+            assert world.all_gather(world.rank) == [0, 1, 2]  # the refused value was not sent
 
 
 class Payload:
-    """Once it is unpickled, there is a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -91,97 +100,99 @@ class Payload:
         return Path.touch, (self.file,)
 
 
-def one_sends_pickles(place: RankInfo, folder: Path) -> None:
-    """Rank 1, in messages that are as they should be otherwise; then more bytes than anybody has."""
+def one_sends_pickles(info: RankInfo, folder: Path) -> None:
+    """Let rank 1 send pickles in otherwise valid messages, and then announce an impossible length."""
     executed = folder / "executed"
-    with rendezvous.join_world(place, SETTINGS) as world:
+    with rendezvous.join_world(info, SETTINGS) as world:
 
-        def refuse(receive: Callable[[], object]) -> str:
+        def read_error(receive: Callable[[], object]) -> str:
             try:
-                return f"nothing: {receive()}"
+                return f"no error: {receive()}"
             except ValueError as error:
                 return str(error)
 
         for size in (0, 5000):
-            given = pickle.dumps([Payload(executed), "x" * size])
+            pickled = pickle.dumps([Payload(executed), "x" * size])
             if world.rank == 1:
-                objects.all_gather_bytes(given, world.device)
-                objects.broadcast_bytes(given, 1, world.device)
+                objects.all_gather_bytes(pickled, world.device)
+                objects.broadcast_bytes(pickled, 1, world.device)
                 continue
-            words = f"rank 1 sent {len(given)} bytes that are not valid JSON"
-            assert words in refuse(lambda: world.gather(world.rank))
-            assert words in refuse(lambda: objects.broadcast_json(None, 1, world.device))
+            message = f"rank 1 sent {len(pickled)} bytes that are not valid JSON"
+            assert message in read_error(lambda: world.gather(world.rank))
+            assert message in read_error(lambda: objects.broadcast_json(None, 1, world.device))
         if world.rank == 1:
             packets = [torch.empty(objects.PACKET_BYTES, dtype=torch.uint8) for _ in range(3)]
             dist.all_gather(packets, torch.full_like(packets[0], 255))
         else:
-            assert f"rank 1 announces a value of {2**64 - 1} bytes" in refuse(lambda: world.gather(world.rank))
+            message = f"rank 1 announces a value of {2**64 - 1} bytes"
+            assert message in read_error(lambda: world.gather(world.rank))
         dist.barrier()
         if world.is_main:
             assert not executed.exists()
-            pickle.loads(given)
+            pickle.loads(pickled)
             assert executed.exists()
 
 
-def one_raises(place: RankInfo, folder: Path) -> None:
-    with rendezvous.join_world(place, SETTINGS) as world:
+def one_raises(info: RankInfo, folder: Path) -> None:
+    with rendezvous.join_world(info, SETTINGS) as world:
         if world.rank == 1:
             raise KeyError("the cause")
         dist.barrier()
 
 
-def user_error(place: RankInfo, folder: Path) -> None:
+def user_error(info: RankInfo, folder: Path) -> None:
     raise UserError("change this")
 
 
-def one_is_killed(place: RankInfo, folder: Path) -> None:
-    with rendezvous.join_world(place, SETTINGS) as world:
+def one_is_killed(info: RankInfo, folder: Path) -> None:
+    with rendezvous.join_world(info, SETTINGS) as world:
         if world.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
 
-def one_takes_too_much(place: RankInfo, folder: Path) -> None:
-    """In the control group `folder` names, whose limit is small."""
-    with rendezvous.join_world(place, SETTINGS) as world:
+def one_takes_too_much(info: RankInfo, folder: Path) -> None:
+    """Let rank 2 exceed the memory limit of the control group that is named in `folder`."""
+    with rendezvous.join_world(info, SETTINGS) as world:
         if world.rank == 2:
             group = Path((folder / "group").read_text())
             (group / "cgroup.procs").write_text(str(os.getpid()))
-            held = [bytearray(os.urandom(1 << 20)) for _ in range(1 << 10)]
-            raise AssertionError(f"{len(held)} MB fit")
+            megabytes = [bytearray(os.urandom(1 << 20)) for _ in range(1 << 10)]
+            raise AssertionError(f"{len(megabytes)} MB were allocated")
         dist.barrier()
 
 
-def one_does_not_arrive(place: RankInfo, folder: Path) -> None:
-    if place.rank == 1:
-        time.sleep(FOREVER)
-    with rendezvous.join_world(place, SOON):
+def one_does_not_arrive(info: RankInfo, folder: Path) -> None:
+    if info.rank == 1:
+        time.sleep(FOREVER_SECONDS)
+    with rendezvous.join_world(info, SHORT_TIMEOUTS):
         pass
 
 
-def one_hangs(place: RankInfo, folder: Path) -> None:
-    with rendezvous.join_world(place, SOON) as world:
+def one_hangs(info: RankInfo, folder: Path) -> None:
+    with rendezvous.join_world(info, SHORT_TIMEOUTS) as world:
         if world.rank == 0:
-            time.sleep(FOREVER)
+            time.sleep(FOREVER_SECONDS)
         dist.barrier()
 
 
-def one_aborts(place: RankInfo, folder: Path) -> None:
-    """Another thread ends the collectives of a rank that waits; the next rank notices. Rank 0 never comes."""
-    with rendezvous.join_world(place, LATE) as world:
+def one_aborts(info: RankInfo, folder: Path) -> None:
+    """Abort the process group of waiting rank 1 in another thread; rank 2 detects it. Rank 0 never joins."""
+    with rendezvous.join_world(info, LONG_TIMEOUTS) as world:
         if world.rank == 0:
-            time.sleep(FOREVER)
-        waiting, value = threading.Event(), torch.zeros(1 << 20)
+            time.sleep(FOREVER_SECONDS)
+        is_waiting = threading.Event()
+        value = torch.zeros(1 << 20)
 
         def abort() -> None:
-            waiting.wait()
+            is_waiting.wait()
             time.sleep(0.3)
             dist.distributed_c10d._abort_process_group()
 
         if world.rank == 1:
             threading.Thread(target=abort, daemon=True).start()
         first = dist.all_reduce(value, async_op=True)
-        waiting.set()
+        is_waiting.set()
         assert first is not None
         waits: list[Callable[[], object]] = [dist.barrier, first.wait]
         for number, wait in enumerate(waits):
@@ -194,41 +205,47 @@ def one_aborts(place: RankInfo, folder: Path) -> None:
         raise UserError("all was ended")
 
 
-def one_ignores_being_asked(place: RankInfo, folder: Path) -> None:
-    if place.rank == 0:
+def one_ignores_being_asked(info: RankInfo, folder: Path) -> None:
+    if info.rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(FOREVER)
+        time.sleep(FOREVER_SECONDS)
     time.sleep(0.5)
     sys.exit(3)
 
 
-def meet_in_private(place: RankInfo, folder: Path) -> None:
-    """As ranks of a job: through a file that is nobody else's, over connections that are all TLS, subgroups' too."""
-    info = dataclasses.replace(place, launcher="slurm", master="localhost", attempt_id="7.0.0")
-    private = backend_setup.get_key_folder(folder, info)
+def meet_in_private(info: RankInfo, folder: Path) -> None:
+    """Meet as ranks of a job: through a private file, with TLS on every connection of the world and of a subgroup."""
+    slurm_info = dataclasses.replace(info, launcher="slurm", master="localhost", attempt_id="7.0.0")
+    key_folder = backend_setup.get_key_folder(folder, slurm_info)
     settings = dataclasses.replace(SETTINGS, tls=True, transport="network")
-    with rendezvous.join_world(info, settings, private) as world:
+    with rendezvous.join_world(slurm_info, settings, key_folder) as world:
         assert isinstance(world.store, dist.FileStore)
-        groups = [dist.group.WORLD, *([world.make_subgroup([0, 1]).group] if world.rank < 2 else [])]
+        groups = [dist.group.WORLD]
+        if world.rank < 2:
+            groups.append(world.make_subgroup([0, 1]).group)
         for group in groups:
             assert group is not None
             dist.barrier(group)
             communicator = cast(Any, group._get_backend(torch.device("cpu"))).communicator
             links = [*communicator.outgoing.values(), *communicator.incoming.values()]
-            sockets = [link.stream.socket for link in links]
-            assert all(isinstance(one, TlsSocket) and one.version() == "TLSv1.3" for one in sockets) and sockets
+            assert links
+            for link in links:
+                assert isinstance(link.stream.socket, TlsSocket)
+                assert link.stream.socket.version() == "TLSv1.3"
         if world.is_main:
-            names = [file.name for file in private.iterdir()]
-            (folder / "seen").write_text(f"{oct(private.stat().st_mode & 0o777)} {names}")
+            names = [file.name for file in key_folder.iterdir()]
+            mode = oct(key_folder.stat().st_mode & 0o777)
+            (folder / "seen").write_text(f"{mode} {names}")
         dist.barrier()
 
 
-ALL = (
-    *(meet_by_name, add_up, send_values, one_sends_pickles, one_raises, user_error, one_is_killed, one_takes_too_much),
-    *(meet_in_private, one_does_not_arrive, one_hangs, one_aborts, one_ignores_being_asked),
-)
-CASES: dict[str, Callable[[RankInfo, Path], None]] = {case.__name__: case for case in ALL}
+ALL_CASES = (
+    meet_by_name, add_up, send_values, one_sends_pickles, one_raises, user_error, one_is_killed, one_takes_too_much,
+    meet_in_private, one_does_not_arrive, one_hangs, one_aborts, one_ignores_being_asked,
+)  # fmt: skip
+CASES: dict[str, Callable[[RankInfo, Path], None]] = {case.__name__: case for case in ALL_CASES}
 
 if __name__ == "__main__":
-    case, folder = CASES[sys.argv[1]], Path(sys.argv[2])
-    sys.exit(local_launcher.run_ranks(lambda place: case(place, folder), 3, 1, lambda: None))
+    case = CASES[sys.argv[1]]
+    folder = Path(sys.argv[2])
+    sys.exit(local_launcher.run_ranks(lambda info: case(info, folder), 3, 1, lambda: None))

@@ -1,4 +1,4 @@
-"""What the experiments are compared with: a bare training loop that shares only data order and models with them."""
+"""A reference training loop for the experiments. It shares only models and the order of samples with them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,30 @@ TOLERANCE = 1e-9
 
 
 def rate(settings: Optim, step: int, steps: int) -> float:
-    """The learning rate, written down anew: a warm-up in equal parts, then half a cosine or a straight line to 0."""
-    warm = settings.warmup
-    if step < warm:
-        return settings.lr * (step + 1) / warm
-    done = (step - warm) / (steps - warm)
-    return settings.lr * (0.5 * (1 + math.cos(math.pi * done)) if settings.decay == "cosine" else 1 - done)
+    """Return the learning rate: a linear warm-up, then a cosine or linear decay to 0."""
+    warmup = settings.warmup
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
+    progress = (step - warmup) / (steps - warmup)
+    if settings.decay == "cosine":
+        return settings.lr * 0.5 * (1 + math.cos(math.pi * progress))
+    return settings.lr * (1 - progress)
 
 
 def normalised(prepared: PreparedDataset, part: str, limit: int = 0) -> tuple[Tensor, Tensor]:
-    """Images in float64, and labels; all of them, or the first few."""
-    mean, std = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in loader.STATISTICS[prepared.name])
+    """Return normalised images in float64 and labels; all of them, or the first `limit`."""
+    statistics = torch.tensor(loader.STATISTICS[prepared.name], dtype=torch.float64)
+    mean, std = statistics.view(2, -1, 1, 1)
     pixels = torch.from_numpy(prepared.map_array(f"{part}_images")[: limit or None]).double()
-    pixels = pixels if pixels.dim() == 4 else pixels[:, None]
-    return (pixels / 255 - mean) / std, torch.from_numpy(prepared.map_array(f"{part}_labels")[: limit or None]).long()
+    if pixels.dim() == 3:
+        pixels = pixels[:, None]
+    labels = torch.from_numpy(prepared.map_array(f"{part}_labels")[: limit or None]).long()
+    return (pixels / 255 - mean) / std, labels
 
 
 @torch.no_grad()
 def scored(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """What an evaluation should find."""
+    """Return the scores of a model."""
     logits = model.eval()(images)
     return {
         "test_loss": F.cross_entropy(logits, labels).item(),
@@ -55,66 +60,91 @@ def trained(
     piece: int = 0,
     grain: int = 0,
 ) -> dict[str, Any]:
-    """Losses, state and scores of a model in float64, trained in one process by the settings of an experiment.
+    """Train a model in float64 in one process with the settings of an experiment. Return losses, state and scores.
 
-    Each batch is cut into so many equal `shares`, or such of so many samples, with BatchNorm buffers of their own, and
-    these into pieces of so many samples, whose gradients add up; 0 does not cut. After an epoch the shares' buffers are
-    averaged by their samples, as an evaluation does. An epoch's rest is a smaller batch of as many multiples of `grain`
-    samples as there are; by default of none.
+    Args:
+        shares: number of equal shards of a batch, or the sizes of the shards. Each shard has BatchNorm buffers, which
+            are averaged after each epoch, weighted by samples, as in an evaluation.
+        piece: samples of a microbatch, whose gradients are accumulated; 0 does not split shards.
+        grain: the last batch of an epoch has the largest remaining multiple of this number of samples; by default, it
+            is dropped.
     """
     images, labels = normalised(prepared, "train", cfg.data.train_limit)
-    grain, sizes = grain or cfg.batch, (1,) * shares if isinstance(shares, int) else shares
+    grain = grain or cfg.batch
+    sizes = (1,) * shares if isinstance(shares, int) else shares
     optimizer = torch.optim.SGD(model.parameters(), lr=1, momentum=cfg.optim.momentum, nesterov=True)
-    buffers = [{name: buffer.clone() for name, buffer in model.named_buffers()} for _ in sizes]
+    buffers_of_shards = [copy_buffers(model) for _ in sizes]
     model.train()
     losses: list[float] = []
     for epoch in itertools.count():
-        rows = torch.from_numpy(loader.draw_sample_order(len(images), cfg.seed, epoch))[: len(images) // grain * grain]
-        for batch in rows.split(cfg.batch)[: cfg.steps - len(losses)]:
+        order = torch.from_numpy(loader.draw_sample_order(len(images), cfg.seed, epoch))
+        order = order[: len(images) // grain * grain]
+        for batch in order.split(cfg.batch)[: cfg.steps - len(losses)]:
             optimizer.zero_grad()
-            total = 0.0
-            cut = batch.chunk(shares) if isinstance(shares, int) else batch.split(shares)
-            for share, own in zip(cut, buffers, strict=True):
-                if not len(share):
-                    for name in (name for name in own if name.endswith("num_batches_tracked")):
-                        own[name] += 1
+            batch_loss = 0.0
+            shards = batch.chunk(shares) if isinstance(shares, int) else batch.split(shares)
+            for shard, buffers in zip(shards, buffers_of_shards, strict=True):
+                if not len(shard):
+                    count_empty_batch(buffers)
                     continue
-                for part in share.split(piece or len(share)):
-                    logits = functional_call(model, own, (images[part],))
-                    loss = F.cross_entropy(logits, labels[part], reduction="sum") / len(batch)
+                for microbatch in shard.split(piece or len(shard)):
+                    logits = functional_call(model, buffers, (images[microbatch],))
+                    loss = F.cross_entropy(logits, labels[microbatch], reduction="sum") / len(batch)
                     loss.backward()
-                    total += loss.item()
+                    batch_loss += loss.item()
             if getattr(cfg, "clip", 0):
                 nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
             optimizer.param_groups[0]["lr"] = rate(cfg.optim, len(losses), cfg.steps)
             optimizer.step()
-            losses.append(total)
-        for name in (name for name, buffer in buffers[0].items() if buffer.is_floating_point()):
-            mean = sum(own[name] * size / sum(sizes) for own, size in zip(buffers, sizes, strict=True))
-            assert isinstance(mean, Tensor)
-            buffers = [own | {name: mean.clone()} for own in buffers]
+            losses.append(batch_loss)
+        average_buffers(buffers_of_shards, sizes)
         if len(losses) == cfg.steps:
             break
-    model.load_state_dict(dict(model.named_parameters()) | buffers[0])
+    model.load_state_dict(dict(model.named_parameters()) | buffers_of_shards[0])
     scores = scored(model, *normalised(prepared, "test", cfg.data.test_limit))
     return {"losses": losses, "state": model.state_dict(), "scores": scores}
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """What differs by more than the tolerance, or is missing."""
-    wrong = []
-    if len(found["losses"]) != len(expected["losses"]):
-        wrong.append("number of losses")
-    gaps = [abs(a - b) for a, b in zip(found["losses"], expected["losses"], strict=False)]
-    if not gaps or not all(gap <= TOLERANCE for gap in gaps):  # max() would drop a NaN that is not the first
-        wrong.append(f"losses by {next((gap for gap in gaps if math.isnan(gap)), max(gaps, default=math.nan)):.2g}")
-    if found["state"].keys() != expected["state"].keys():
-        wrong.append("names of parameters")
-    for name in found["state"].keys() & expected["state"].keys():
-        gap = (found["state"][name] - expected["state"][name]).abs().max().item()
+def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def count_empty_batch(buffers: dict[str, Tensor]) -> None:
+    """Count a batch of which a shard has no samples, as BatchNorm does."""
+    for name in buffers:
+        if name.endswith("num_batches_tracked"):
+            buffers[name] += 1
+
+
+def average_buffers(buffers_of_shards: list[dict[str, Tensor]], sizes: tuple[int, ...]) -> None:
+    """Replace floating-point buffers of all shards with their mean, weighted by the sizes of the shards."""
+    for name, first_buffer in buffers_of_shards[0].items():
+        if not first_buffer.is_floating_point():
+            continue
+        mean = torch.zeros_like(first_buffer)
+        for buffers, size in zip(buffers_of_shards, sizes, strict=True):
+            mean += buffers[name] * size / sum(sizes)
+        for buffers in buffers_of_shards:
+            buffers[name] = mean.clone()
+
+
+def differences(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Return what differs by more than the tolerance, or is missing."""
+    differing = []
+    if len(actual["losses"]) != len(expected["losses"]):
+        differing.append("number of losses")
+    gaps = [abs(a - b) for a, b in zip(actual["losses"], expected["losses"], strict=False)]
+    largest_gap = torch.tensor(gaps, dtype=torch.float64).max().item() if gaps else math.nan  # NaN if any gap is NaN
+    if not largest_gap <= TOLERANCE:
+        differing.append(f"losses by {largest_gap:.2g}")
+    if actual["state"].keys() != expected["state"].keys():
+        differing.append("names of parameters")
+    for name in actual["state"].keys() & expected["state"].keys():
+        gap = (actual["state"][name] - expected["state"][name]).abs().max().item()
         if not gap <= TOLERANCE:
-            wrong.append(f"{name} by {gap:.2g}")
-    for name, value in expected["scores"].items():
-        if not abs(found["scores"][name] - value) <= TOLERANCE:
-            wrong.append(f"{name} by {abs(found['scores'][name] - value):.2g}")
-    return wrong
+            differing.append(f"{name} by {gap:.2g}")
+    for name, score in expected["scores"].items():
+        gap = abs(actual["scores"][name] - score)
+        if not gap <= TOLERANCE:
+            differing.append(f"{name} by {gap:.2g}")
+    return differing

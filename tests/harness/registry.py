@@ -1,7 +1,7 @@
-"""The one list of experiments: what every experiment must do is tested for each entry of it.
+"""The list of experiments. Requirements for all experiments are tested for each entry.
 
-tests/harness/entries/NAME.py declares the entry of an experiment. An experiment whose ranks all train the same model
-needs none (`make_entry`).
+tests/harness/entries/NAME.py declares the entry of an experiment. Experiments whose ranks all train the same model
+need no declaration (`make_entry`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ def load_entry(name: str) -> Entry:
 
 
 def make_entry(name: str) -> Entry:
+    """Return the entry of an experiment whose ranks all train the same model."""
     schema = config.import_schema(name)
     return Entry(
         name=name,
@@ -34,6 +35,7 @@ def make_entry(name: str) -> Entry:
 EXPERIMENTS = [load_entry(name) for name in config.list_experiments()]
 TRAINING = [entry for entry in EXPERIMENTS if entry.trains]
 BY_NAME = {entry.name: entry for entry in EXPERIMENTS}
-STAGED, REPLICATED = BY_NAME["mnist_pipeline"], BY_NAME["ddp_multinode"]
+STAGED = BY_NAME["mnist_pipeline"]
+REPLICATED = BY_NAME["ddp_multinode"]
 ARCHETYPES = [STAGED, REPLICATED]
-"""How a run spreads over processes: the model cut into stages, or a replica of it in each."""
+"""The ways to distribute a model over ranks: partitioned into stages, or replicated."""

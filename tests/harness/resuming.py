@@ -1,4 +1,4 @@
-"""Runs that are cut off and go on: what the tests of resuming share."""
+"""Interrupted and resumed runs, for the tests of resuming."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from tests.harness.registry import Entry
 from tests.harness.shared import run_once
 from tests.harness.warm import ROOT
 
-STEPS = 30  # of a run with the settings of the fixture `quick`, which saves after each third
-ALONE = "launch.threads=1"  # several threads of one process wait for each other, and burn what another test needs
+STEPS = 30  # of a run with the settings of the fixture `quick`, which saves after every third step
+ALONE = "launch.threads=1"  # several threads wait actively for each other and slow other tests down
+COLUMNS = ("global_step", "samples", "loss", "test_loss", "test_accuracy", "test_samples")
 
 
 def whole_run(factory: pytest.TempPathFactory, quick: tuple[str, ...], entry: Entry, ranks: int) -> Done:
-    """The run of so many processes that was never cut off, made once for all tests; none may write into its folder."""
+    """Return an uninterrupted run on `ranks` ranks, executed once for all tests, which must not change its folder."""
     name = f"whole-{entry.name}-{ranks}"
-    done = run_once(factory, name, entry.name, *quick, *entry.spread(ranks), "data.block=2", ALONE)
-    assert done.status == 0, done.err
-    return done
+    run = run_once(factory, name, entry.name, *quick, *entry.spread(ranks), "data.block=2", ALONE)
+    assert run.status == 0, run.err
+    return run
 
 
 def cut_off(folder: RunFolder, step: int, place: Path) -> RunFolder:
-    """A copy of a run as it would lie there had it been killed a little after `step`, the last one that was saved."""
+    """Copy a run and change the copy to that of a run killed shortly after `step`, its last saved step."""
     shutil.copytree(folder.path, place / folder.path.name)
     copy = RunFolder(place / folder.path.name)
     (copy.path / "result.json").unlink()
     attempt = copy.list_attempts()[-1]
-    begun = attempt.parent_record[1] if attempt.parent_record else 0
+    first_step = attempt.parent_record[1] if attempt.parent_record else 0
     for checkpoint in storage.list_checkpoints(attempt):
         if checkpoint.step > step:
             shutil.rmtree(checkpoint.path)
@@ -51,23 +52,28 @@ def cut_off(folder: RunFolder, step: int, place: Path) -> RunFolder:
         if name is not None and int(name.removeprefix("step-")) > step:
             (storage.get_checkpoints_dir(attempt) / pointer).unlink()
     rows = attempt.metrics_file.read_text().splitlines(keepends=True)
-    attempt.metrics_file.write_text("".join(rows[: step - begun + 2]) + '{"global_step": 99, "lo')
+    kept_rows = rows[: step - first_step + 2]
+    attempt.metrics_file.write_text("".join(kept_rows) + '{"global_step": 99, "lo')
     return copy
 
 
 def resume(
-    entry: Entry, folder: RunFolder, *words: str, careless: str = "", real: bool = False
+    entry: Entry, folder: RunFolder, *arguments: str, careless: str = "", real: bool = False
 ) -> CompletedProcess[str]:
-    """Go on with a run; `careless` names the protection that it goes on without."""
-    begin = ["-m", "tests.harness.careless", careless] if careless else []
-    argv = [sys.executable, *begin, str(ROOT / "experiments" / f"{entry.name}.py"), "--resume", str(folder.path)]
-    return warm.execute([*argv, *words], env=environment(), real=real)
+    """Resume a run; `careless` names a protection that is removed."""
+    prefix = ["-m", "tests.harness.careless", careless] if careless else []
+    script = str(ROOT / "experiments" / f"{entry.name}.py")
+    argv = [sys.executable, *prefix, script, "--resume", str(folder.path), *arguments]
+    return warm.execute(argv, env=environment(), real=real)
 
 
 def numbers(folder: RunFolder) -> list[tuple[Any, ...]]:
-    """All rows but the clock."""
-    names = ("global_step", "samples", "loss", "test_loss", "test_accuracy", "test_samples")
-    return [tuple(row.get(name) for name in names) for row in folder.read_metrics()]
+    """Return all rows without the times."""
+    rows = []
+    for row in folder.read_metrics():
+        values = tuple(row.get(column) for column in COLUMNS)
+        rows.append(values)
+    return rows
 
 
 def trained_steps(folder: RunFolder) -> list[int]:
@@ -75,68 +81,85 @@ def trained_steps(folder: RunFolder) -> list[int]:
 
 
 def final_state(folder: RunFolder) -> dict[str, torch.Tensor]:
-    """Parameters and the optimizer's memory after the last step, over all ranks."""
+    """Return parameters and optimizer state after the last step, of all ranks."""
     (attempt, _), *_ = folder.trace_attempts()
     path = storage.list_checkpoints(attempt)[-1].path
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("rank-*.pt")):
-        part = torch.load(file, weights_only=True)
-        found |= part["model"]
-        found |= {f"scaler/{key}": torch.tensor(value) for key, value in part["common"].get("scaler", {}).items()}
-        found |= list_moments(part["optimizer"])
-        own = part["local"].get("worker", {"vectors": {}, "optimizer": {}})  # of a model that each rank has alone
-        alone = own["vectors"] | list_moments(own["optimizer"])
-        found |= {f"{file.stem}/{name}": value for name, value in alone.items()}
-    return found
+        shard = torch.load(file, weights_only=True)
+        tensors |= shard["model"]
+        for key, value in shard["common"].get("scaler", {}).items():
+            tensors[f"scaler/{key}"] = torch.tensor(value)
+        tensors |= list_moments(shard["optimizer"])
+        worker = shard["local"].get("worker", {"vectors": {}, "optimizer": {}})  # of models that differ between ranks
+        local_tensors = worker["vectors"] | list_moments(worker["optimizer"])
+        tensors |= {f"{file.stem}/{name}": tensor for name, tensor in local_tensors.items()}
+    return tensors
 
 
 def list_moments(optimizer: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """The tensors of an optimizer's state, by parameter and name."""
-    values = {f"{name}/{key}": value for name, of in optimizer.items() for key, value in of.items()}
-    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    """Return the tensors of an optimizer's state, by parameter and name."""
+    tensors = {}
+    for name, state in optimizer.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{name}/{key}"] = value
+    return tensors
 
 
-def differences(one: RunFolder, other: RunFolder) -> list[str]:
-    """What is not equal to the bit in the rows, the result and the final state of two runs; empty if all is."""
-    found = ["rows"] if numbers(one) != numbers(other) else []
-    found += ["test_loss of the result"] if one.result.get("scores") != other.result.get("scores") else []
-    a, b = final_state(one), final_state(other)
-    both = a.keys() & b.keys()
-    return found + [n for n in sorted(a.keys() | b.keys()) if n not in both or not torch.equal(a[n], b[n])]
+def differences(run: RunFolder, other_run: RunFolder) -> list[str]:
+    """Return what is not equal to the bit in the rows, the result and the final state of two runs."""
+    differing = []
+    if numbers(run) != numbers(other_run):
+        differing.append("rows")
+    if run.result.get("scores") != other_run.result.get("scores"):
+        differing.append("test_loss of the result")
+    state = final_state(run)
+    other_state = final_state(other_run)
+    for name in sorted(state.keys() | other_state.keys()):
+        if name not in state or name not in other_state or not torch.equal(state[name], other_state[name]):
+            differing.append(name)
+    return differing
 
 
 def check_that_it_goes_on(
-    entry: Entry, whole: Done, name: str, place: Path, *words: str, real: bool = False
+    entry: Entry, complete_run: Done, name: str, place: Path, *arguments: str, real: bool = False
 ) -> RunFolder:
-    """Cut a run off after one of its saved steps, go on, and compare all of it with the whole run to the bit."""
-    (attempt,) = whole.folder.list_attempts()
+    """Interrupt a run after a random saved step, resume it, and compare it with the complete run to the bit."""
+    (attempt,) = complete_run.folder.list_attempts()
     step = open_stream(name).choice(storage.list_checkpoints(attempt)[:-1]).step
-    folder = cut_off(whole.folder, step, place)
-    done = resume(entry, folder, *words, real=real)
-    assert done.returncode == 0, f"resumed after step {step}: {done.stderr}"
-    assert f"resumed from step {step}" in done.stdout, done.stdout
-    assert not (found := differences(folder, whole.folder)), f"resumed after step {step}: {found} differ"
+    folder = cut_off(complete_run.folder, step, place)
+    process = resume(entry, folder, *arguments, real=real)
+    assert process.returncode == 0, f"resumed after step {step}: {process.stderr}"
+    assert f"resumed from step {step}" in process.stdout, process.stdout
+    differing = differences(folder, complete_run.folder)
+    assert not differing, f"resumed after step {step}: {differing} differ"
     times = [row["time"] for row in folder.read_metrics()]
-    assert times == sorted(times), "the clock of the run goes on, too"
-    steps = trained_steps(whole.folder)
-    assert trained_steps(folder) == steps == list(range(1, len(steps) + 1)), f"resumed after step {step}"
+    assert times == sorted(times), "times must not decrease after a resume"
+    steps = trained_steps(complete_run.folder)
+    assert steps == list(range(1, len(steps) + 1))
+    assert trained_steps(folder) == steps, f"resumed after step {step}"
     return folder
 
 
 def check_notice_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path) -> None:
-    """Send a notice to stop in a slow evaluation: the state before it is saved, and it is done again after a resume."""
+    """Send a stop request in a slow evaluation: the state before it is saved, and a resume repeats the evaluation."""
     slow = (*digits, *entry.smallest, "steps=20", "eval_batch=2", "data.test_limit=0", "checkpoint.grace=120")
     with train_long(entry.name, *slow, runs=runs) as process:
         folder = only_folder(runs)
         wait_until(lambda: len(folder.read_metrics()) == 20, "the evaluation begins")
         process.send_signal(signal.SIGUSR2)
-        began = time.monotonic()
+        started = time.monotonic()
         out, err = process.communicate(PATIENCE)
-        seconds = time.monotonic() - began
-    assert process.returncode == EXIT_RESUMABLE and "stopped on request; checkpoint saved at step 20" in out, out + err
-    assert len(folder.read_metrics()) == 20 and [s.step for s in storage.list_resumable_checkpoints(folder)] == [20]
-    assert seconds < 60, "far less than the evaluation would have taken"
-    done = resume(entry, folder, "data.test_limit=100")
-    assert done.returncode == 0, done.stderr
+        seconds = time.monotonic() - started
+    assert process.returncode == EXIT_RESUMABLE, out + err
+    assert "stopped on request; checkpoint saved at step 20" in out, out + err
+    assert len(folder.read_metrics()) == 20
+    assert [checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)] == [20]
+    assert seconds < 60, "the run must not wait for the end of the evaluation"
+
+    resumed = resume(entry, folder, "data.test_limit=100")
+    assert resumed.returncode == 0, resumed.stderr
     rows = numbers(folder)
-    assert [row[0] for row in rows] == [*range(1, 21), 20] and rows[-1][-1] == 100, "the evaluation is done again"
+    assert [row[0] for row in rows] == [*range(1, 21), 20], "the evaluation was not repeated"
+    assert rows[-1][-1] == 100

@@ -1,8 +1,8 @@
-"""Compare parameters that FSDP2 shards with full ones, on two ranks, for each optimizer that is named.
+"""Compare parameters sharded by FSDP2 with full parameters, on two ranks, for the named optimizers.
 
     python -m tests.harness.sharded_optimizers NAME ...      names of optim.name
 
-Prints what is wrong, one line an optimizer.
+Prints one line per difference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from configs.shared import Launch, Optim
 
 
 def compare(info: RankInfo) -> None:
-    with rendezvous.join_world(info, Launch(device="cpu", setup_timeout=60, step_timeout=60)) as world:
+    launch = Launch(device="cpu", setup_timeout=60, step_timeout=60)
+    with rendezvous.join_world(info, launch) as world:
         for name in sys.argv[1:]:
             for settings in (Optim(name=name), Optim(name=name, weight_decay=0.01, decayed="matrices")):
                 try:

@@ -1,4 +1,4 @@
-"""What tests of several pytest workers share: made once, by the first that needs it."""
+"""Files and runs that tests of several pytest workers share. The first test that needs them creates them."""
 
 from __future__ import annotations
 
@@ -20,39 +20,40 @@ Make = Callable[[Entry], Done]
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
-    """A folder that `make` has filled, in this worker or in another, which is then waited for.
+    """Return a folder that `make` has filled, in this worker or in another one.
 
-    A `make` that fails leaves the folder unfinished, and the next test that asks tries again in an empty one.
+    If `make` fails, the next test that needs the folder calls it again with an empty folder.
     """
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # each worker has a folder of its own below the common one
+        base = base.parent  # each worker has a folder in the common one
     with locked(base / f"{name}.lock"):
-        count = len(list(base.glob(f"{name}.try-*")))
-        done = base / f"{name}.done"
-        if not done.exists():
-            (base / f"{name}.try-{count}").mkdir()
-            make(base / f"{name}.try-{count}")
-            done.write_text(str(base / f"{name}.try-{count}"))
-        return Path(done.read_text())
+        tries = len(list(base.glob(f"{name}.try-*")))
+        path_file = base / f"{name}.done"
+        if not path_file.exists():
+            folder = base / f"{name}.try-{tries}"
+            folder.mkdir()
+            make(folder)
+            path_file.write_text(str(folder))
+        return Path(path_file.read_text())
 
 
 @contextlib.contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Keep other processes out meanwhile."""
+    """Hold an exclusive lock in the `with` block."""
     with file.open("w") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
         yield
 
 
 def run_once(factory: pytest.TempPathFactory, key: str, name: str, *settings: str) -> Done:
-    """A run of an experiment that several tests look at; none of them may write into its folder."""
+    """Return a run of an experiment that several tests read. None of them may change its folder."""
 
     def make(folder: Path) -> None:
-        done = run(name, *settings, runs=folder / "my runs")
-        told = dataclasses.asdict(done) | {"runs": str(done.runs), "command": [name, *settings]}
-        (folder / "done.json").write_text(json.dumps(told))
+        finished = run(name, *settings, runs=folder / "my runs")
+        record = dataclasses.asdict(finished) | {"runs": str(finished.runs), "command": [name, *settings]}
+        (folder / "done.json").write_text(json.dumps(record))
 
-    told = json.loads((make_once(factory, key, make) / "done.json").read_text())
-    assert told.pop("command") == [name, *settings], f"{key} is another run"
-    return Done(**told | {"runs": Path(told["runs"])})
+    record = json.loads((make_once(factory, key, make) / "done.json").read_text())
+    assert record["command"] == [name, *settings], f"{key} is the key of another run"
+    return Done(record["status"], record["out"], record["err"], Path(record["runs"]))

@@ -1,4 +1,4 @@
-"""What strangers send to the port of a rank, drawn at random, to test common/ranks/links/reception.py."""
+"""Random input from foreign clients to the port of a rank, for tests of common/ranks/links/reception.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import struct
 from common.ranks.links.connecting import RankAddress
 from common.ranks.links.welcome import ConnectionId, make_hello
 
-ODD: tuple[object, ...] = (
+UNEXPECTED_VALUES: tuple[object, ...] = (
     None,
     True,
     -1,
@@ -31,43 +31,46 @@ ODD: tuple[object, ...] = (
 
 
 def draw_input(draw: random.Random) -> bytes:
-    """Bytes that no rank of the group sends: noise, half a welcome, a changed one, one of odd values."""
-    right = make_hello(ConnectionId("run", 1, 0), b"guess")
+    """Draw bytes that no rank sends: noise, a truncated or changed handshake, or one with unexpected values."""
+    valid = make_hello(ConnectionId("run", 1, 0), b"guess")
     kind = draw.randrange(6)
     if kind == 0:
         return draw.randbytes(draw.choice((0, 1, 3, 4, 5, 100, 5000)))
     if kind == 1:
-        return right[: draw.randrange(len(right))]
+        return valid[: draw.randrange(len(valid))]
     if kind == 2:
-        changed = bytearray(right)
+        changed = bytearray(valid)
         for _ in range(draw.randrange(1, 9)):
-            changed[draw.randrange(len(right))] = draw.randrange(256)
+            changed[draw.randrange(len(valid))] = draw.randrange(256)
         return bytes(changed)
     if kind == 3:
         text = draw.choice((b"[" * 4000, b"9" * 4096, b"[1,2", b'"', b"\xff\xfe[]", draw.randbytes(50)))
     elif kind == 4:
-        text = json.dumps([draw.choice(ODD) for _ in range(draw.choice((0, 1, 3, 4, 4, 4, 4, 5)))]).encode()
-    else:  # the first bytes of a TLS client, and whatever follows
+        length = draw.choice((0, 1, 3, 4, 4, 4, 4, 5))
+        text = json.dumps([draw.choice(UNEXPECTED_VALUES) for _ in range(length)]).encode()
+    else:  # the first bytes of a TLS client, followed by noise
         return b"\x16\x03\x01" + struct.pack("!H", draw.randrange(1 << 14)) + draw.randbytes(draw.randrange(400))
-    return struct.pack("!I", len(text) if draw.random() < 0.9 else draw.randrange(1 << 32)) + text
+    announced_length = len(text) if draw.random() < 0.9 else draw.randrange(1 << 32)
+    return struct.pack("!I", announced_length) + text
 
 
-def attack(found: RankAddress, inputs: int, seed: str, *, is_local: bool = False) -> None:
-    """Send so many inputs to a rank, each on a connection of its own; leave some of them open, up to a hundred."""
+def attack(target: RankAddress, inputs: int, seed: str, *, is_local: bool = False) -> None:
+    """Send `inputs` inputs to a rank, each on a new connection. Up to a hundred connections stay open."""
     draw = random.Random(seed)
-    held: list[socket.socket] = []
+    open_clients: list[socket.socket] = []
+    address = "\0" + target.unix_socket_name if is_local else (target.address, target.port)
     for _ in range(inputs):
-        stranger = socket.socket(socket.AF_UNIX if is_local else socket.AF_INET)
-        with contextlib.suppress(ConnectionError, BrokenPipeError):  # refused while it spoke
-            stranger.settimeout(None if is_local else 20)  # a Unix socket waits for its turn only without a limit
-            stranger.connect("\0" + found.unix_socket_name if is_local else (found.address, found.port))
-            stranger.settimeout(20)
-            stranger.sendall(draw_input(draw))
+        client = socket.socket(socket.AF_UNIX if is_local else socket.AF_INET)
+        with contextlib.suppress(ConnectionError, BrokenPipeError):  # the rank may close the connection early
+            client.settimeout(None if is_local else 20)  # a Unix socket waits for a full backlog only without a timeout
+            client.connect(address)
+            client.settimeout(20)
+            client.sendall(draw_input(draw))
         if draw.random() < 0.3:
-            held.append(stranger)
-            if len(held) > 100:
-                held.pop(0).close()
+            open_clients.append(client)
+            if len(open_clients) > 100:
+                open_clients.pop(0).close()
         else:
-            stranger.close()
-    for stranger in held:
-        stranger.close()
+            client.close()
+    for client in open_clients:
+        client.close()

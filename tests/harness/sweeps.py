@@ -14,15 +14,15 @@ from tests.harness import warm
 from tests.harness.made_runs import Made
 from tests.harness.processes import environment
 
-DIVERGES = {"steps": "40", "optim.decay": "constant", "optim.weight_decay": "10"}  # with a rate of 100
+DIVERGES = {"steps": "40", "optim.decay": "constant", "optim.weight_decay": "10"}  # with a learning rate of 100
 TINY = {
     "width": "8", "stages": "1", "steps": "6", "batch": "64", "log.progress": "none", "data.name": "digits",
-    "launch.threads": "1",  # tests run three at a time
+    "launch.threads": "1",  # three tests run at the same time
 }  # fmt: skip
 
 
 def write(folder: Path, cache: Path, **tree: Any) -> Path:
-    """A grid's file whose runs lie in its own folder."""
+    """Write the file of a grid whose runs are in the same folder."""
     settings = TINY | {"data.test_limit": "50", "data.cache": str(cache), "runs": str(folder / "runs")}
     tree = {"experiment": "mnist_pipeline"} | tree
     tree["settings"] = settings | tree.get("settings", {})
@@ -31,9 +31,9 @@ def write(folder: Path, cache: Path, **tree: Any) -> Path:
     return file
 
 
-def sweep(file: Path, *words: str, real: bool = False) -> subprocess.CompletedProcess[str]:
-    """The command, as a fork of a warm process if not `real`; the runs that it starts are processes of their own."""
-    argv = [sys.executable, "-m", "slurm", "sweep", "--launch=local", *words, "--", str(file)]
+def sweep(file: Path, *options: str, real: bool = False) -> subprocess.CompletedProcess[str]:
+    """Execute the command, as a fork of the warm server if not `real`. Its runs are separate processes."""
+    argv = [sys.executable, "-m", "slurm", "sweep", "--launch=local", *options, "--", str(file)]
     return warm.execute(argv, env=environment(), timeout=200, real=real)
 
 
@@ -42,13 +42,15 @@ def cells(file: Path) -> list[dict[str, Any]]:
 
 
 def begin(folder: Path, points: list[dict[str, str]], *states: str) -> list[str]:
-    """Lay out a sweep that was begun, with runs of the first points that ended so; returns their names."""
-    made = [Made("mnist_pipeline", number, 10, state=state) for number, state in enumerate(states)]
-    runs = [one.write(folder / "runs").path.name for one in made]
-    begun = [
-        {"values": point, "repeat": 0, "run": run, "state": "running"} for point, run in zip(points, runs, strict=False)
-    ]
-    place = folder / "runs" / "sweeps" / "rates"
-    place.mkdir(parents=True)
-    write_json(place / "sweep.json", {"experiment": "mnist_pipeline", "cells": begun})
-    return runs
+    """Write an interrupted sweep. The runs of its first points have these states. Return the names of the runs."""
+    names = []
+    running_cells = []
+    for number, state in enumerate(states):
+        run = Made("mnist_pipeline", number, 10, state=state).write(folder / "runs")
+        names.append(run.path.name)
+        if number < len(points):
+            running_cells.append({"values": points[number], "repeat": 0, "run": run.path.name, "state": "running"})
+    sweep_folder = folder / "runs" / "sweeps" / "rates"
+    sweep_folder.mkdir(parents=True)
+    write_json(sweep_folder / "sweep.json", {"experiment": "mnist_pipeline", "cells": running_cells})
+    return names

@@ -1,4 +1,4 @@
-"""What torch builds on a process group, on the backend `builtin`, in float64 beside one process."""
+"""Features of torch that use a process group, with the backend `builtin`, compared with one process in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.ranks.rendezvous import World
 
-EXACT = 1e-12
+EXACT_TOLERANCE = 1e-12
 STEPS = 3
 
 
@@ -36,29 +36,31 @@ def train(model: nn.Module, x: Tensor) -> None:
         optimizer.step()
 
 
-def compare(model: nn.Module, expected: nn.Module, tolerance: float = EXACT) -> None:
-    for found, right in zip(model.parameters(), expected.parameters(), strict=True):
-        whole = found.full_tensor() if isinstance(found, DTensor) else found
-        assert (whole - right).abs().max() <= tolerance, (whole - right).abs().max()
+def compare(model: nn.Module, expected: nn.Module, tolerance: float = EXACT_TOLERANCE) -> None:
+    for parameter, expected_parameter in zip(model.parameters(), expected.parameters(), strict=True):
+        full_parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        gap = (full_parameter - expected_parameter).abs().max()
+        assert gap <= tolerance, gap
 
 
 def train_alone(x: Tensor) -> nn.Module:
     model = make_model()
     before = next(model.parameters()).clone()
     train(model, x)
-    assert (next(model.parameters()) - before).abs().max() > 1e-3, "a model that learns nothing proves nothing"
+    assert (next(model.parameters()) - before).abs().max() > 1e-3, "the model must learn, or the test proves nothing"
     return model
 
 
 def ddp(world: World) -> None:
-    """DDP and its hooks, which work by futures; PowerSGD's wait for each other."""
+    """Train with DDP and its hooks, which use futures. Those of PowerSGD wait for each other."""
     x = make_batch(world.size)
     expected = train_alone(x)
     shard = x.chunk(world.size)[world.rank]
-    kinds = {"plain": EXACT, "small buckets": EXACT, "bf16": 1e-3, "powersgd": 0.1}
-    for kind, tolerance in kinds.items():
+    tolerances = {"default": EXACT_TOLERANCE, "small buckets": EXACT_TOLERANCE, "bf16": 1e-3, "powersgd": 0.1}
+    for kind, tolerance in tolerances.items():
         torch.manual_seed(0)
-        model = DistributedDataParallel(make_model(), bucket_cap_mb=1e-3 if kind == "small buckets" else 25)
+        bucket_mb = 1e-3 if kind == "small buckets" else 25
+        model = DistributedDataParallel(make_model(), bucket_cap_mb=bucket_mb)
         if kind == "bf16":
             model.register_comm_hook(None, default_hooks.bf16_compress_hook)
         if kind == "powersgd":
@@ -69,7 +71,7 @@ def ddp(world: World) -> None:
 
 
 def fsdp(world: World) -> None:
-    """FSDP2, whose all-gathers take slices of their outputs, and whose reduce-scatter means."""
+    """Train with FSDP2, which gathers into slices of an output and averages in its reduce-scatter."""
     x = make_batch(world.size)
     model = make_model()
     mesh = init_device_mesh("cpu", (world.size,))
@@ -80,7 +82,7 @@ def fsdp(world: World) -> None:
 
 
 def tensor_parallelism(world: World) -> None:
-    """Column and row wise shards of two layers; every rank sees the whole batch."""
+    """Train with column-wise and row-wise shards of two layers. Every rank gets the full batch."""
     x = make_batch(world.size)
     mesh = init_device_mesh("cpu", (world.size,))
     model = parallelize_module(make_model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -89,38 +91,56 @@ def tensor_parallelism(world: World) -> None:
 
 
 def meshes(world: World) -> None:
-    """Two dimensions of a mesh, and a tensor that is laid out anew between them."""
+    """Reduce over one dimension of a mesh, and redistribute a tensor."""
     first = 2 if world.size % 2 == 0 else 1
     mesh = init_device_mesh("cpu", (first, world.size // first), mesh_dim_names=("a", "b"))
     value = torch.tensor([1.0])
     dist.all_reduce(value, group=mesh.get_group("b"))
     assert value.item() == world.size // first
-    whole = torch.arange(float(world.size * world.size)).view(world.size, world.size)
-    row = init_device_mesh("cpu", (world.size,))
-    placed = distribute_tensor(whole, row, [Shard(0)])
-    assert torch.equal(placed.redistribute(row, [Shard(1)]).to_local(), whole[:, world.rank : world.rank + 1])
-    assert torch.equal(placed.full_tensor(), whole)
+    matrix = torch.arange(float(world.size * world.size)).view(world.size, world.size)
+    flat_mesh = init_device_mesh("cpu", (world.size,))
+    by_rows = distribute_tensor(matrix, flat_mesh, [Shard(0)])
+    by_columns = by_rows.redistribute(flat_mesh, [Shard(1)])
+    assert torch.equal(by_columns.to_local(), matrix[:, world.rank : world.rank + 1])
+    assert torch.equal(by_rows.full_tensor(), matrix)
 
 
 def functional(world: World) -> None:
-    """Functional collectives, by which torch.compile and DTensor communicate."""
-    rank, size = world.rank, world.size
-    group, value = dist.group.WORLD, torch.full((size, 2), float(rank))
+    """Call the functional collectives, which torch.compile and DTensor use."""
+    rank = world.rank
+    size = world.size
+    group = dist.group.WORLD
     assert group is not None
+    value = torch.full((size, 2), float(rank))
     total = float(sum(range(size)))
-    assert funcol.all_reduce(value, "sum", group).eq(total).all() and value.eq(rank).all()
+    all_ranks = torch.arange(float(size))
+
+    assert funcol.all_reduce(value, "sum", group).eq(total).all()
+    assert value.eq(rank).all()
     assert funcol.all_reduce(value, "avg", group).eq(total / size).all()
-    assert torch.equal(funcol.all_gather_single(value[:1], 0, group)[:, 0], torch.arange(float(size)))
+    assert torch.equal(funcol.all_gather_single(value[:1], 0, group)[:, 0], all_ranks)
     assert funcol.reduce_scatter_single(value, "sum", 0, group).eq(total).all()
-    found = funcol.all_to_all_single(value, None, None, group)
-    assert torch.equal(found[:, 0], torch.arange(float(size)))
-    two = funcol.all_reduce_coalesced([value, value[:1]], "sum", group)
-    assert all(one.eq(total).all() for one in two) and two[1].shape == (1, 2)
-    gathered = funcol.all_gather_single_coalesced([value[:1], value[:, :1].contiguous()], group)
-    assert torch.equal(gathered[0][:, 0], torch.arange(float(size))) and gathered[1].shape == (size * size, 1)
-    scattered = funcol.reduce_scatter_single_coalesced([value, value], "sum", [0, 0], group)
-    assert all(one.eq(total).all() for one in scattered)
+    exchanged = funcol.all_to_all_single(value, None, None, group)
+    assert torch.equal(exchanged[:, 0], all_ranks)
     assert funcol.broadcast(value, size - 1, group).eq(size - 1).all()
 
 
-CASES = (ddp, fsdp, tensor_parallelism, meshes, functional)
+def coalesced(world: World) -> None:
+    """Call the functional collectives that communicate several tensors at once."""
+    size = world.size
+    group = dist.group.WORLD
+    assert group is not None
+    value = torch.full((size, 2), float(world.rank))
+    total = float(sum(range(size)))
+
+    reduced = funcol.all_reduce_coalesced([value, value[:1]], "sum", group)
+    assert all(tensor.eq(total).all() for tensor in reduced)
+    assert reduced[1].shape == (1, 2)
+    gathered = funcol.all_gather_single_coalesced([value[:1], value[:, :1].contiguous()], group)
+    assert torch.equal(gathered[0][:, 0], torch.arange(float(size)))
+    assert gathered[1].shape == (size * size, 1)
+    scattered = funcol.reduce_scatter_single_coalesced([value, value], "sum", [0, 0], group)
+    assert all(tensor.eq(total).all() for tensor in scattered)
+
+
+CASES = (ddp, fsdp, tensor_parallelism, meshes, functional, coalesced)

@@ -38,34 +38,40 @@ class VerificationStep(NamedTuple):
 
 def list_steps() -> list[VerificationStep]:
     """Return the steps, the quickest first."""
-    python = (sys.executable, "-m")
     steps = [
         VerificationStep("lint", ("make", "lint")),
         VerificationStep("suites", ("make", "test-all"), {ALL_CASES_VARIABLE: "1"}),
         VerificationStep("cluster", ("make", "test-slurm"), {ALL_CASES_VARIABLE: "1", "FAULT_NOTICES": "20"}),
     ]
     for technique in sorted(DELETABLE):
-        command = (*python, "tests.harness.changed_clone", "--technique", technique)
-        steps.append(VerificationStep(f"without {technique}", command))
+        steps.append(make_step(f"without {technique}", "tests.harness.changed_clone", "--technique", technique))
     steps += [
-        VerificationStep("stop requests", (*python, "tests.harness.random_moments", "--moments", "20")),
-        VerificationStep("claims", (*python, "tests.harness.claims_campaign", "--cases", "50")),
-        VerificationStep("claims on SLURM", (*python, "tests.harness.claims_campaign", "--cases", "30", "--cluster")),
-        VerificationStep("lost ranks", (*python, "tests.harness.elastic_campaign", "--cases", "80", "--seed", "37")),
-        VerificationStep("lost ranks on SLURM", (*python, "tests.cluster.elastic_campaign", "--cases", "10")),
-        VerificationStep("faults of elastic jobs", (*python, "tests.cluster.faults", "--elastic")),
-        VerificationStep("planted mistakes", (*python, "tests.benchmarks.planted_mistakes", "check")),
+        make_step("stop requests", "tests.harness.random_moments", "--moments", "20"),
+        make_step("claims", "tests.harness.claims_campaign", "--cases", "50"),
+        make_step("claims on SLURM", "tests.harness.claims_campaign", "--cases", "30", "--cluster"),
+        make_step("lost ranks", "tests.harness.elastic_campaign", "--cases", "80", "--seed", "37"),
+        make_step("lost ranks on SLURM", "tests.cluster.elastic_campaign", "--cases", "10"),
+        make_step("faults of elastic jobs", "tests.cluster.faults", "--elastic"),
+        make_step("planted mistakes", "tests.benchmarks.planted_mistakes", "check"),
     ]
     return steps
 
 
+def make_step(name: str, module: str, *arguments: str) -> VerificationStep:
+    """Return the step that executes a module of this project."""
+    return VerificationStep(name, (sys.executable, "-m", module, *arguments))
+
+
 def read_commit() -> str:
     """Return the commit that is checked out. Raises UserError if tracked files have changed."""
-    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
-    if changed.stdout:
+    if read_git_output("status", "--porcelain"):
         raise UserError("make verify verifies a commit, but the checkout has changes; commit them first")
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return head.stdout.strip()
+    return read_git_output("rev-parse", "HEAD").strip()
+
+
+def read_git_output(*arguments: str) -> str:
+    process = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return process.stdout
 
 
 def execute_step(step: VerificationStep, log: Path) -> tuple[int, float]:

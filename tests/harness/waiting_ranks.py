@@ -1,4 +1,4 @@
-"""An experiment whose rank 0 waits for rank 1: python -m tests.harness.waiting_ranks WORDS"""
+"""An experiment whose rank 0 waits for rank 1: python -m tests.harness.waiting_ranks key=value ..."""
 
 from __future__ import annotations
 

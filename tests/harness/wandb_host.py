@@ -1,6 +1,6 @@
-"""A W&B host that takes everything: python -m tests.harness.wandb_host ADDRESS [RECORD]
+"""A W&B host that accepts every request: python -m tests.harness.wandb_host ADDRESS [RECORD]
 
-Prints its URL, then serves until ended. What it is sent goes line by line into the file RECORD, as JSON.
+It prints its URL and serves until it is killed. Each request is appended to the file RECORD, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Host(BaseHTTPRequestHandler):
             with LOCK, open(sys.argv[2], "a") as file:
                 file.write(json.dumps({"path": self.path, "sent": sent}) + "\n")
         if self.path.endswith("/file_stream"):
-            take(self.path.split("/")[-2], sent.get("files") or {})
+            store_lines(self.path.split("/")[-2], sent.get("files") or {})
         self.answer(reply(sent) if self.path == "/graphql" else {"exitcode": None, "limits": {}})
 
     def do_GET(self) -> None:
@@ -50,31 +50,37 @@ class Host(BaseHTTPRequestHandler):
 
 
 def read_sent(record: Path, part: str) -> list[Any]:
-    """Return what was sent to addresses that hold `part`."""
+    """Return the requests to paths that contain `part`."""
     lines = record.read_text().splitlines() if record.exists() else []
-    return [one["sent"] for one in map(json.loads, lines) if part in one["path"]]
+    requests = [json.loads(line) for line in lines]
+    return [request["sent"] for request in requests if part in request["path"]]
 
 
 def read_history(record: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the rows of metrics that were sent, each with the place that it was sent for."""
-    files = [sent.get("files") or {} for sent in read_sent(record, "file_stream")]
-    parts = [each["wandb-history.jsonl"] for each in files if "wandb-history.jsonl" in each]
-    return [(p["offset"] + i, json.loads(row)) for p in parts for i, row in enumerate(p["content"])]
+    """Return the rows of metrics that were sent, each with its line number."""
+    rows = []
+    for sent in read_sent(record, "file_stream"):
+        files = sent.get("files") or {}
+        if "wandb-history.jsonl" in files:
+            part = files["wandb-history.jsonl"]
+            for number, line in enumerate(part["content"], part["offset"]):
+                rows.append((number, json.loads(line)))
+    return rows
 
 
-def take(run: str, files: dict[str, Any]) -> None:
-    """Keep the lines of a run's files, each at the place that it is sent for."""
+def store_lines(run: str, files: dict[str, Any]) -> None:
+    """Store the lines of a run's files by their line numbers."""
     for name, part in files.items():
         lines = LINES.setdefault(run, {}).setdefault(name, {})
         lines |= dict(enumerate(part["content"], part["offset"]))
 
 
-def bucket_of(run: str) -> dict[str, Any] | None:
-    """What the host knows of a run when it is gone on with; None before it has heard of it."""
+def make_resumed_bucket(run: str) -> dict[str, Any] | None:
+    """Return the host's record of a run that is resumed, or None for an unknown run."""
     if run not in LINES:
         return None
-    history, events = (LINES[run].get(f"wandb-{kind}.jsonl", {}) for kind in ("history", "events"))
-    tails = {"historyTail": history, "eventsTail": events}
+    history = LINES[run].get("wandb-history.jsonl", {})
+    events = LINES[run].get("wandb-events.jsonl", {})
     return {
         "id": "b",
         "name": run,
@@ -87,27 +93,40 @@ def bucket_of(run: str) -> dict[str, Any] | None:
         "logLineCount": 0,
         "historyLineCount": len(history),
         "eventsLineCount": len(events),
-        **{name: json.dumps([lines[max(lines)]] if lines else []) for name, lines in tails.items()},
+        "historyTail": format_last_line(history),
+        "eventsTail": format_last_line(events),
     }
 
 
-def reply(question: dict[str, Any]) -> dict[str, Any]:
-    """What W&B's client needs to hear to begin an online run."""
-    given = question.get("variables") or {}
-    named = re.search(r"(?:query|mutation) (\w+)", question.get("query", ""))
-    operation = question.get("operationName") or (named[1] if named else "")
-    project = {"id": "p", "name": given.get("project") or "p", "entity": {"id": "e", "name": "e"}}
-    bucket = {"id": "b", "name": given.get("name"), "displayName": "", "config": "{}", "project": project}
-    files = {"runID": "b", "uploadHeaders": [], "files": []}
-    return {
-        "data": {
-            "Viewer": {"viewer": VIEWER},
-            "UpsertBucket": {"upsertBucket": {"bucket": bucket | {"historyLineCount": 0}, "inserted": True}},
-            "RunResumeStatus": {"model": project | {"bucket": bucket_of(str(given.get("name")))}},
-            "UpsertView2": {"upsertView": {"view": {"id": "v", "name": given.get("name")}, "inserted": True}},
-            "CreateRunFiles": {"createRunFiles": files},
-        }.get(operation, {"viewer": VIEWER})
-    }
+def format_last_line(lines: dict[int, str]) -> str:
+    """Return a JSON list of the line with the highest number."""
+    return json.dumps([lines[max(lines)]] if lines else [])
+
+
+def reply(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer that W&B's client needs to start an online run."""
+    variables = request.get("variables") or {}
+    operation = request.get("operationName")
+    if not operation:
+        match = re.search(r"(?:query|mutation) (\w+)", request.get("query", ""))
+        operation = match[1] if match else ""
+    return {"data": make_reply_data(operation, variables.get("name"), variables.get("project") or "p")}
+
+
+def make_reply_data(operation: str, run: Any, project_name: str) -> dict[str, Any]:
+    """Return the data of the answer to a GraphQL operation."""
+    project = {"id": "p", "name": project_name, "entity": {"id": "e", "name": "e"}}
+    match operation:
+        case "UpsertBucket":
+            bucket = {"id": "b", "name": run, "displayName": "", "config": "{}", "project": project}
+            return {"upsertBucket": {"bucket": bucket | {"historyLineCount": 0}, "inserted": True}}
+        case "RunResumeStatus":
+            return {"model": project | {"bucket": make_resumed_bucket(str(run))}}
+        case "UpsertView2":
+            return {"upsertView": {"view": {"id": "v", "name": run}, "inserted": True}}
+        case "CreateRunFiles":
+            return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}
+    return {"viewer": VIEWER}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Start the project's commands without their imports: forks of a process that has made them (warm_server.py).
+"""Start commands of the project as forks of a process that has executed their imports (warm_server.py).
 
-Status, output and run folder are those of a real process (tests/complete/test_warm.py). A command is a real process
-where that is the point: where variables are set that count when an interpreter or a library starts, and outside of the
-project's own folder, unless PYTHONPATH says which sources are executed there.
+Exit status, output and run folder are those of a real process (tests/complete/test_warm.py). A command is a real
+process if variables are set that are read when an interpreter or a library starts, and in folders outside of the
+project, unless PYTHONPATH names the sources that are executed there.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
-EARLY = (
-    *("OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LD_"),
-    *("PYTHON", "TORCH", "COVERAGE_", "FAKETIME"),
-)
-SHARED = "WARM_SERVER"  # the variable with the socket of the server that pytest has started for its workers
-OURS = ("common", "slurm")  # packages with modules that are executed
-REAL = "WARM_REAL"  # the variable of a command that starts none but real processes
-OWN = "TORCHINDUCTOR_CACHE_DIR"  # torch's compiler sets it in the process that imports it, such as this one
+START_PREFIXES = (  # of variables that are read when an interpreter or a library starts
+    "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LD_",
+    "PYTHON", "TORCH", "COVERAGE_", "FAKETIME",
+)  # fmt: skip
+SOCKET_VARIABLE = "WARM_SERVER"  # names the socket of the server that pytest has started for its workers
+EXECUTED_PACKAGES = ("common", "slurm")  # packages with modules that are executed
+REAL = "WARM_REAL"  # the variable of a command that starts only real processes
+INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # torch's compiler sets it in a process that imports it, such as this one
 
 
 class Server:
-    """The one server of pytest and its workers: started by pytest before them, or here when it is first needed."""
+    """The server of pytest and its workers. pytest starts it before the workers; otherwise, the first use starts it."""
 
-    _path = os.environ.get(SHARED, "")
+    _path = os.environ.get(SOCKET_VARIABLE, "")
     _process: subprocess.Popen[bytes] | None = None
-    _early: dict[str, str] | None = None
+    _start_variables: dict[str, str] | None = None
 
     @classmethod
     def start(cls) -> None:
-        """Start a server; the processes that this one starts find it, too."""
-        os.environ[SHARED] = cls._path = str(Path(tempfile.mkdtemp(prefix="warm-")) / "socket")
+        """Start a server for this process and its child processes."""
+        cls._path = str(Path(tempfile.mkdtemp(prefix="warm-")) / "socket")
+        os.environ[SOCKET_VARIABLE] = cls._path
         argv = [sys.executable, "-m", "tests.harness.warm_server", cls._path]
         environ = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
         cls._process = subprocess.Popen(argv, cwd=ROOT, env=environ, stdin=subprocess.PIPE, start_new_session=True)
@@ -50,11 +51,11 @@ class Server:
 
     @classmethod
     def connect(cls) -> socket.socket:
-        """Connect to the server as soon as it has made its imports."""
+        """Connect to the server after it has executed its imports."""
         if not cls._path:
             cls.start()
-        if cls._early is None:
-            cls._early = early_variables(os.environ)
+        if cls._start_variables is None:
+            cls._start_variables = select_start_variables(os.environ)
         while True:
             client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -67,13 +68,16 @@ class Server:
                 time.sleep(0.02)
 
     @classmethod
-    def early(cls) -> dict[str, str]:
-        """The variables that count at a start, as the server has them or would have them."""
-        return early_variables(os.environ, find_sources(os.environ)) if cls._early is None else cls._early
+    def get_start_variables(cls) -> dict[str, str]:
+        """Return the variables that were read at the start of the server, or would be read at its start."""
+        if cls._start_variables is None:
+            return select_start_variables(os.environ, find_sources(os.environ))
+        return cls._start_variables
 
     @classmethod
     def _end(cls) -> None:
-        assert cls._process and cls._process.stdin
+        assert cls._process
+        assert cls._process.stdin
         cls._process.stdin.close()
         cls._process.wait(20)
         Path(cls._path).unlink(missing_ok=True)
@@ -81,7 +85,7 @@ class Server:
 
 
 class Command:
-    """A command that runs: real or forked. Its output goes to files, so that nothing waits for a reader."""
+    """A started command, real or forked. Its output goes to files, so that it never waits for a reader."""
 
     def __init__(
         self,
@@ -93,9 +97,10 @@ class Command:
         real: bool = False,
         root: Path = ROOT,
     ) -> None:
-        """`root` is the checkout whose sources are executed; those of a copy are imported anew, torch is not."""
+        """`root` is the checkout with the sources. Those of a copy are imported again; torch is not."""
         self.argv = list(argv)
-        self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 (closed with this object)
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
+        self._err = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
         self._client: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.returncode: int | None = None
@@ -114,13 +119,13 @@ class Command:
             return
         request = {"argv": list(argv[1:]), "env": dict(env), "session": session, "cwd": str(cwd), "root": str(root)}
         self._client = Server.connect()
-        with open(os.devnull) as nothing:
-            streams = [nothing.fileno(), self._out.fileno(), self._err.fileno()]
+        with open(os.devnull) as null_file:
+            streams = [null_file.fileno(), self._out.fileno(), self._err.fileno()]
             socket.send_fds(self._client, [json.dumps(request).encode()], streams)
             self.pid = int(self._client.recv(100))
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; returns the exit status, negative for a signal. Raises subprocess.TimeoutExpired."""
+        """Wait for the end and return the exit status, negative for a signal. Raises subprocess.TimeoutExpired."""
         if self.returncode is None and self._process is not None:
             self.returncode = self._process.wait(timeout)
         elif self.returncode is None:
@@ -160,31 +165,35 @@ class Command:
 
 
 def read(file: IO[bytes]) -> str:
-    """All that was written so far; the writers' position stays."""
+    """Return the content of a file without moving its position."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
 
 
 def find_sources(env: Mapping[str, str]) -> Path:
-    """The checkout whose sources an interpreter with these variables imports: that of a run, or this one."""
+    """Return the checkout that an interpreter with these variables imports: the copy in a run, or this one."""
     return Path(env["PYTHONPATH"]) if env.get("PYTHONSAFEPATH") and env.get("PYTHONPATH") else ROOT
 
 
 def can_fork(argv: Sequence[str], env: Mapping[str, str], cwd: Path, root: Path = ROOT) -> bool:
-    """Whether a fork of the server does what a real process would."""
-    if argv[0] != sys.executable or not (argv[1] == "-m" or argv[1].endswith(".py")):
+    """Return whether a fork of the server is equivalent to a real process."""
+    is_module = argv[1] == "-m"
+    if argv[0] != sys.executable or not (is_module or argv[1].endswith(".py")):
         return False
-    if (Path(cwd) != root and env.get("PYTHONPATH") != str(root)) or early_variables(env, root) != Server.early():
+    if Path(cwd) != root and env.get("PYTHONPATH") != str(root):
         return False
-    return argv[1] == "-m" or Path(argv[1]).is_relative_to(root)
+    if select_start_variables(env, root) != Server.get_start_variables():
+        return False
+    return is_module or Path(argv[1]).is_relative_to(root)
 
 
-def early_variables(env: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
-    """The variables that count when an interpreter or a library starts, but for those of a path that a fork takes."""
-    found = {key: value for key, value in env.items() if key.startswith(EARLY) and key != OWN}
-    if found.get("PYTHONPATH") == str(root):
-        del found["PYTHONPATH"]
-        found.pop("PYTHONSAFEPATH", None)
-    return found
+def select_start_variables(env: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
+    """Return variables that are read when an interpreter or a library starts, without the import path of `root`."""
+    variables = {name: value for name, value in env.items() if name.startswith(START_PREFIXES)}
+    variables.pop(INDUCTOR_VARIABLE, None)
+    if variables.get("PYTHONPATH") == str(root):
+        del variables["PYTHONPATH"]
+        variables.pop("PYTHONSAFEPATH", None)
+    return variables
 
 
 def execute(
@@ -197,7 +206,7 @@ def execute(
     root: Path = ROOT,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, as subprocess.run with captured text does."""
+    """Run a command to its end, like subprocess.run with captured text."""
     command = Command(argv, env=env, cwd=cwd, session=True, real=real, root=root)
     try:
         status = command.wait(timeout)
@@ -205,14 +214,14 @@ def execute(
         end_session(command.pid)
         command.wait(10)
         raise
-    done = subprocess.CompletedProcess(list(argv), status, command.out, command.err)
+    completed = subprocess.CompletedProcess(list(argv), status, command.out, command.err)
     if check:
-        done.check_returncode()
-    return done
+        completed.check_returncode()
+    return completed
 
 
 def end_session(pid: int) -> None:
-    """Kill a process and what it started, and wait until they are gone."""
+    """Kill the process group of a process, and wait until its processes have exited."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     time.sleep(0.05)

@@ -1,8 +1,8 @@
-"""What a process that was forked with all imports made does as a command: begin like a new one, start others, end.
+"""Turn a process that was forked after all imports into a command: its start, its child processes and its end.
 
-A command that replaces itself by a script of the project, as `slurm exp` does, executes it in the same process. One
-that starts a script or a command of the project, as `slurm sweep` and `slurm rerun` do, forks for it. Their sources may
-be those of a run's code/, which are imported anew; torch is not. All other programs are real processes.
+A command that replaces itself with a script of the project, as `slurm exp` does, executes it in the same process. A
+command that starts a script or a command of the project, as `slurm sweep` and `slurm rerun` do, forks instead. Their
+sources may be those of a run's code/, which are imported again; torch is not. All other programs are real processes.
 """
 
 from __future__ import annotations
@@ -24,97 +24,117 @@ from typing import Any
 from tests.harness import warm
 
 PROJECT = ("common", "configs", "experiments", "slurm", "tests")
-COMMAND = "warm-command"  # the name of the open file that holds a forked command's line and environment
-PATH = tuple(sys.path[1:])  # where everything is imported from, but for what a command's own folder adds
-KEPT: list[Any] = []  # streams of the command before this one: what it has not written yet is not for this one
+PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # names in subprocess.Popen
+CHILD_ENDS = ("p2cread", "c2pwrite", "errwrite")  # the ends of the child's stdin, stdout and stderr
+COMMAND = "warm-command"  # the name of the open file with the command line and environment of a forked command
+SEARCH_PATH = tuple(sys.path[1:])  # of imports, without the folder of a command
+PARENT_STREAMS: list[Any] = []  # stay referenced: closing them would write the parent's buffers to this process's files
 
 
 def become(
-    words: list[str], env: Mapping[str, str], cwd: Path, streams: Sequence[int], root: Path, *, session: bool
+    arguments: list[str], env: Mapping[str, str], cwd: Path, streams: Sequence[int], root: Path, *, session: bool
 ) -> None:
-    """Give this forked process a command's line, variables, folder, streams and sources; `streams` are closed."""
+    """Set the command line, variables, folder, streams and sources of this forked process, and close `streams`."""
     if session:
         os.setsid()
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    KEPT.append((sys.stdin, sys.stdout, sys.stderr))
-    # anew, so that nothing of the server's buffers or modes is left; they stay open as long as the process lives
+    PARENT_STREAMS.append((sys.stdin, sys.stdout, sys.stderr))
+    # new objects without the server's buffers and modes; they stay open until the process exits
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)  # noqa: SIM115
     os.chdir(cwd)
-    told = os.memfd_create(COMMAND)  # /proc shows the server's line; processes_of() reads this
-    os.write(told, "\0".join([*words, *(f"{key}={value}" for key, value in env.items())]).encode())
-    take_command_line(words, env, root)
+    command_file = os.memfd_create(COMMAND)  # processes_of() reads it, because /proc shows the server's command line
+    assignments = [f"{name}={value}" for name, value in env.items()]
+    os.write(command_file, "\0".join([*arguments, *assignments]).encode())
+    take_command_line(arguments, env, root)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.execve = exec_here  # type: ignore[assignment]
     subprocess.Popen._execute_child = start_here  # type: ignore[attr-defined]
 
 
-def take_command_line(words: list[str], env: Mapping[str, str], root: Path) -> None:
-    """Give this process the arguments, variables, sources and import path that an interpreter begins with."""
-    values = dict(env)  # which may be os.environ itself
+def take_command_line(arguments: list[str], env: Mapping[str, str], root: Path) -> None:
+    """Set the arguments, variables, sources and import path that a new interpreter would have."""
+    variables = dict(env)  # a copy, because `env` may be os.environ
     os.environ.clear()
-    os.environ.update(values)
-    module = words[0] == "-m"
-    sys.argv = words[1:] if module else words
-    own = [] if values.get("PYTHONSAFEPATH") else [str(Path.cwd() if module else Path(words[0]).parent)]
-    sys.path[:] = [*own, *([str(root)] if values.get("PYTHONPATH") else []), *PATH]
+    os.environ.update(variables)
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[1:] if is_module else arguments
+    search_path = list(SEARCH_PATH)
+    if variables.get("PYTHONPATH"):
+        search_path.insert(0, str(root))
+    if not variables.get("PYTHONSAFEPATH"):
+        search_path.insert(0, str(Path.cwd() if is_module else Path(arguments[0]).parent))
+    sys.path[:] = search_path
     loaded = sys.modules.get("common")
     if loaded is None or Path(loaded.__path__[0]).parent != root:
-        for name in [name for name in sys.modules if name.partition(".")[0] in PROJECT]:
-            del sys.modules[name]
+        for name in list(sys.modules):
+            if name.partition(".")[0] in PROJECT:
+                del sys.modules[name]
 
 
-def exec_here(program: str, words: list[str], env: Mapping[str, str], instead: Any = os.execve) -> None:
-    """os.execve, but that a script of the project finds its imports made."""
+def exec_here(program: str, argv: list[str], env: Mapping[str, str], real_execve: Any = os.execve) -> None:
+    """Replace os.execve: execute a script of the project in this process, which has executed its imports."""
     root = warm.find_sources(env)
-    if program != words[0] or not warm.can_fork(words, env, Path.cwd(), root):
-        instead(program, words, env)
-    take_command_line(words[1:], env, root)
+    if program != argv[0] or not warm.can_fork(argv, env, Path.cwd(), root):
+        real_execve(program, argv, env)
+    take_command_line(argv[1:], env, root)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    leave(execute(words[1:]))
+    leave(execute(argv[1:]))
 
 
-def start_here(self: Any, *given: Any, instead: Any = subprocess.Popen._execute_child) -> None:  # type: ignore[attr-defined]
-    """subprocess.Popen's start of a process, but that scripts and commands of the project are forks of this one."""
-    asked = inspect.signature(instead).bind(self, *given).arguments
-    words, env = asked["args"], os.environ if asked["env"] is None else asked["env"]
-    cwd, root = Path(asked["cwd"] or Path.cwd()), warm.find_sources(env)
-    plain = isinstance(words, list) and not asked["pass_fds"] and asked["preexec_fn"] is None
-    known = plain and len(words) > 2 and (words[1].endswith(".py") or words[2].partition(".")[0] in warm.OURS)
-    alone = len(list(Path("/proc/self/task").iterdir())) == 1  # a fork would lose other threads
-    if not (known and alone and warm.can_fork(words, env, cwd, root)) or warm.REAL in os.environ:
-        instead(self, *given)
+def start_here(self: Any, *arguments: Any, real_start: Any = subprocess.Popen._execute_child) -> None:  # type: ignore[attr-defined]
+    """Replace the start of processes in subprocess.Popen: scripts and commands of the project are forked."""
+    options = inspect.signature(real_start).bind(self, *arguments).arguments
+    argv = options["args"]
+    env = os.environ if options["env"] is None else options["env"]
+    cwd = Path(options["cwd"] or Path.cwd())
+    root = warm.find_sources(env)
+    if not is_forkable(options) or warm.REAL in os.environ or not warm.can_fork(argv, env, cwd, root):
+        real_start(self, *arguments)
         return
-    ends = [asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
+    pipes = {name: options[name] for name in PIPE_ENDS}
     self.pid = os.fork()
     if self.pid == 0:
         try:
-            streams = [os.dup(n if ends[end] == -1 else ends[end]) for n, end in enumerate((0, 3, 5))]
-            ignored = leave_behind(streams)
-            become(words[1:], env, cwd, streams, root, session=asked["start_new_session"])
-            if ignored:
+            streams = [os.dup(number if pipes[name] == -1 else pipes[name]) for number, name in enumerate(CHILD_ENDS)]
+            ignores_interrupt = drop_inherited_state(streams)
+            become(argv[1:], env, cwd, streams, root, session=options["start_new_session"])
+            if ignores_interrupt:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-            leave(execute(words[1:]))
+            leave(execute(argv[1:]))
         finally:
             os._exit(1)
     self._child_created = True
-    self._close_pipe_fds(*ends)
+    self._close_pipe_fds(*pipes.values())
 
 
-def leave_behind(streams: Sequence[int]) -> bool:
-    """Drop what a new process would not have of the one that starts it; returns whether it ignores Ctrl-C.
+def is_forkable(options: Mapping[str, Any]) -> bool:
+    """Return whether Popen was called without special options, for a script or a command, in the only thread."""
+    argv = options["args"]
+    if not isinstance(argv, list) or len(argv) <= 2:
+        return False
+    if options["pass_fds"] or options["preexec_fn"] is not None:
+        return False
+    if not argv[1].endswith(".py") and argv[2].partition(".")[0] not in warm.EXECUTED_PACKAGES:
+        return False
+    return len(list(Path("/proc/self/task").iterdir())) == 1  # a fork would lose other threads
 
-    Files stay open as numbers, which objects of the other command still hold, but without what was open: its locks.
+
+def drop_inherited_state(streams: Sequence[int]) -> bool:
+    """Drop the state that a new process would not inherit. Return whether the process ignores Ctrl-C.
+
+    File descriptors stay valid, because objects of the parent command use them, but refer to the null device. Thus
+    locks are released.
     """
-    with open(os.devnull, "r+b", buffering=0) as nothing:
+    with open(os.devnull, "r+b", buffering=0) as null_file:
         for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-            if descriptor > 2 and descriptor not in streams and descriptor != nothing.fileno():
-                with contextlib.suppress(OSError):  # the one of the list itself
+            if descriptor > 2 and descriptor not in streams and descriptor != null_file.fileno():
+                with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
                     os.fstat(descriptor)
-                    os.dup2(nothing.fileno(), descriptor, inheritable=False)
+                    os.dup2(null_file.fileno(), descriptor, inheritable=False)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     signal.set_wakeup_fd(-1)
@@ -125,11 +145,11 @@ def leave_behind(streams: Sequence[int]) -> bool:
     return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def execute(words: list[str]) -> int:
-    """Execute a script or module as `__main__`; returns the exit status that the interpreter would give."""
+def execute(arguments: list[str]) -> int:
+    """Execute a script or module as `__main__`, and return the exit status of an interpreter."""
     try:
-        if words[0] == "-m":
-            sys.modules.pop(sys.argv[0], None)  # the module is executed anew, as __main__
+        if arguments[0] == "-m":
+            sys.modules.pop(sys.argv[0], None)  # the module is executed again, as __main__
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(sys.argv[0], run_name="__main__")
@@ -152,7 +172,7 @@ def exit_status(end: SystemExit) -> int:
 
 
 def leave(status: int) -> None:
-    """End as the interpreter does, but for taking apart what the server has imported."""
+    """Exit like the interpreter, but without the destruction of the server's modules."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):

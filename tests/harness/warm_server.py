@@ -1,12 +1,12 @@
-"""A process that has imported torch and the project once, and forks for each command that a test starts.
+"""A process that imports torch and the project once, and forks for each command of a test.
 
     python -m tests.harness.warm_server SOCKET      started by tests/harness/warm.py
 
 A request is one message with the command line, the environment, the working directory and three file descriptors.
-The answers are the pid, and at the end the wait status. A forked command runs as a script or module of its own
-process would: as `__main__`, with its own signals, streams, exit hooks and exit status. The server ends when its stdin
-closes, as it does when pytest is killed, and the commands that still run end with it. It has one thread only, as a fork
-would lose the others: it uses neither autograd nor OpenMP, and its OpenBLAS has no threads.
+The answers are the pid, and at the end the wait status. A forked command runs like a script or module in a new process:
+as `__main__`, with separate signals, streams, exit hooks and exit status. When the stdin of the server closes, for
+example because pytest was killed, the server kills all running commands and exits. It has only one thread, because a
+fork would lose others: it uses neither autograd nor OpenMP, and its OpenBLAS has no threads.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from typing import Any
 
 from tests.harness.warm_command import become, execute, leave
 
-HUGE, MADV_COLLAPSE = 1 << 21, 25  # bytes of a huge page; the number of the advice in Linux's mman.h
-LARGEST = 1 << 18  # bytes of a request
-# what experiments import inside functions, each 0.2 to 2 s
-LAZY = (
+HUGE_PAGE_BYTES = 1 << 21
+MADV_COLLAPSE = 25  # of Linux's mman.h
+MAX_REQUEST_BYTES = 1 << 18
+# modules that experiments import inside functions, each in 0.2 to 2 s
+LAZY_MODULES = (
     "matplotlib.pyplot",
     "safetensors.torch",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
@@ -47,8 +48,8 @@ LAZY = (
 
 
 def preload() -> None:
-    """Import the project and what it needs. Nothing is executed but imports."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's would start its threads when it is imported
+    """Import the project and its dependencies, without executing anything else."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's OpenBLAS would start threads when it is imported
     import common
     import configs
     import experiments
@@ -58,20 +59,20 @@ def preload() -> None:
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-    for name in LAZY:
+    for name in LAZY_MODULES:
         importlib.import_module(name)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # torch's take libraries of operators apart, and write to 30 MB for that
+        finalizer.atexit = False  # those of torch destroy operator libraries and write to 30 MB of memory
     gc.collect()
-    gc.freeze()  # shared with the forked commands as long as nobody writes to it
+    gc.freeze()  # memory stays shared with the forked commands if nothing writes to it
     use_huge_pages()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lose threads"
 
 
 def use_huge_pages() -> None:
-    """Move this process's own memory into huge pages, as far as the kernel can: a fork copies an entry for each page.
+    """Move this process's memory into huge pages, if the kernel can: a fork copies an entry per page.
 
-    The 400 MB of the imports then take a fifth of the time to fork and to leave (MADV_COLLAPSE, Linux 6.1).
+    This reduces the time of a fork and of an exit with 400 MB of imports to a fifth (MADV_COLLAPSE, Linux 6.1).
     """
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -79,17 +80,18 @@ def use_huge_pages() -> None:
         addresses, access, _, _, _, *name = line.split()
         if "w" in access and name in ([], ["[heap]"]):
             begin, end = (int(address, 16) for address in addresses.split("-"))
-            begin, end = -(-begin // HUGE) * HUGE, end // HUGE * HUGE
+            begin = (begin + HUGE_PAGE_BYTES - 1) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+            end = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
             if begin < end:
                 advise(begin, end - begin, MADV_COLLAPSE)
 
 
 def serve(listener: socket.socket) -> dict[str, Any] | None:
-    """Answer requests until stdin closes; returns None then, and in a forked process its request."""
+    """Answer requests until stdin closes, then return None. In a forked process, return its request."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     selector.register(sys.stdin, selectors.EVENT_READ)
-    running: dict[int, tuple[int, socket.socket]] = {}  # by a file descriptor of the process: its pid, who asked
+    running: dict[int, tuple[int, socket.socket]] = {}  # pid and client, by the file descriptor of the process
     while True:
         for key, _ in selector.select():
             if key.fileobj is sys.stdin:
@@ -98,8 +100,8 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                 return None
             if key.fileobj is listener:
                 client, _ = listener.accept()
-                text, streams, _, _ = socket.recv_fds(client, LARGEST, 3)
-                if not text:  # the one who asked has gone
+                text, streams, _, _ = socket.recv_fds(client, MAX_REQUEST_BYTES, 3)
+                if not text:  # the client has closed the connection
                     client.close()
                     continue
                 pid = os.fork()
@@ -123,7 +125,7 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                 selector.unregister(descriptor)
                 os.close(descriptor)
                 _, status = os.waitpid(pid, 0)
-                with contextlib.suppress(OSError):  # nobody waits for it any more
+                with contextlib.suppress(OSError):  # the client no longer waits
                     client.send(str(status).encode())
                 client.close()
 
@@ -131,7 +133,10 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
 def kill_command(pid: int) -> None:
     """Kill a forked command; if it leads a session, its whole process group."""
     with contextlib.suppress(ProcessLookupError):
-        (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
 
 
 def main() -> None:
@@ -143,9 +148,11 @@ def main() -> None:
     if request is None:
         leave(0)
         return
-    words, env, cwd, root = request["argv"], request["env"], Path(request["cwd"]), Path(request["root"])
-    become(words, env, cwd, request["streams"], root, session=request["session"])
-    leave(execute(words))
+    arguments = request["argv"]
+    cwd = Path(request["cwd"])
+    root = Path(request["root"])
+    become(arguments, request["env"], cwd, request["streams"], root, session=request["session"])
+    leave(execute(arguments))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""ddp_multinode whose rank 1 warns, as tutorials set up their logging and as a run does: for tests/pitfalls/.
+"""ddp_multinode with warnings of rank 1, logged as in tutorials and as in this project: for tests/pitfalls/.
 
 python -m tests.harness.warnings_of_ranks key=value ...
 """
@@ -13,7 +13,9 @@ from common.training.run import Run
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode
 
-LOST, SAID, WARNED = "a batch of rank 1 is empty", "a batch of this rank is empty", "this rank averages over nothing"
+LOST = "a batch of rank 1 is empty"
+SAID = "a batch of this rank is empty"
+WARNED = "this rank averages over nothing"
 
 
 def main(cfg: Config, run: Run) -> None:
