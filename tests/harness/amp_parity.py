@@ -84,9 +84,7 @@ def multiply_losses(factor: float) -> Iterator[None]:
         yield
 
 
-def accumulate_sum(
-    accumulate: Any, cfg: Config, model: nn.Module, scaler: Any, step: Any, *more_arguments: Any
-) -> Any:
+def accumulate_sum(accumulate: Any, cfg: Config, model: nn.Module, scaler: Any, step: Any, *more_arguments: Any) -> Any:
     """Use the sum of a step's microbatches instead of the mean."""
     with multiply_losses(len(step.batch)):
         return accumulate(cfg, model, scaler, step, *more_arguments)
@@ -127,9 +125,7 @@ class LateUnscaler:
         pass
 
 
-def clip_before_unscaling(
-    update: Any, cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler
-) -> Any:
+def clip_before_unscaling(update: Any, cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> Any:
     return update(cfg, model, optimizer, LateUnscaler(scaler))
 
 
@@ -248,7 +244,9 @@ class Recorder:
         model = self.wrap_original(cfg, model, run)
         if self.special in ("count", "forward_outside"):
             assert isinstance(model, DistributedDataParallel)
-            model.register_comm_hook(None, lambda state, bucket: self.exchange(bucket))  # DDP rejects postponed annotations
+            model.register_comm_hook(
+                None, lambda state, bucket: self.exchange(bucket)
+            )  # DDP rejects postponed annotations
         return model
 
     def exchange(self, bucket: Any) -> Any:

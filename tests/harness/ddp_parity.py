@@ -204,13 +204,13 @@ def expected(cache: Path, case: str, shares: int | tuple[int, ...] = 1) -> dict[
     return reference.trained(cfg, unsplit(cfg), prepared, shares=shares)
 
 
-def wrong(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def wrong(outcome: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Return the differences from the reference and between the ranks."""
-    problems = differences(found, expected)
+    problems = differences(outcome, expected)
     for name in ("test_accuracy", "test_samples"):
-        if found["scores"][name] != expected["scores"][name]:
+        if outcome["scores"][name] != expected["scores"][name]:
             problems.append(name)
-    if len(set(found["sums"])) > 1:
+    if len(set(outcome["sums"])) > 1:
         problems.append("the ranks have different models")
     return problems
 
