@@ -517,7 +517,7 @@ def check_independent_ranks(world: rendezvous.World) -> None:
 
 
 def algorithms_by_size(world: rendezvous.World) -> None:
-    """A measured algorithm is written to resolved.yaml, and a later attempt uses the algorithms in this file by size."""
+    """A measured algorithm is saved in resolved.yaml, and a later attempt uses the algorithms in this file by size."""
     folder = Path(world.broadcast(tempfile.mkdtemp() if world.is_main else ""))
 
     def resolve_algorithm(resolved_settings: str) -> str:
