@@ -1,9 +1,9 @@
-"""Train many cases of amp_accum of one world size in one launch, for test_amp.py and test_pitfalls_amp.py to compare.
+"""Train many cases of amp_accum with one number of ranks in one launch, for test_amp.py and test_pitfalls_amp.py.
 
-    python -m tests.harness.amp_parity OUT_FILE CACHE PROCESSES key=value,key=value ...      one argument a case
+    python -m tests.harness.amp_parity OUT_FILE CACHE RANKS key=value,key=value ...      one argument for each case
 
-A case may begin with one of MISTAKES, which the experiment then makes; or with one of PLANTS, something infinite on
-the last process; or with `count`, which counts what ddp really exchanges.
+A case may begin with a special word: one of MISTAKES, which is planted in the experiment; one of PLANTS, an infinite
+value on the last rank; or `count`, which counts the bytes that DDP exchanges.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import re
 import sys
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -41,7 +40,7 @@ from common.training.run import Run
 from configs.amp_accum import Config
 from experiments import amp_accum
 from tests.harness import reference
-from tests.harness.cases import prepare_for, save_cases, sums_of_ranks, train_script
+from tests.harness.cases import prepare_for, save_cases, split_case, sums_of_ranks, train_script
 
 CASE = {
     "data.name": "digits",
@@ -68,15 +67,15 @@ CASE = {
 QUICK = CASE | {"dtype": "float32", "data.train_limit": "2000", "batch": "32", "optim.base_batch": "32"}
 QUICK |= {"optim.lr": "0.1", "clip": "0.5"}
 PLANTS = ("inf_gradient", "nan_loss")
-AT = 10  # the microbatch that is spoilt: the second of step 3
+SPOILT_MICROBATCH = 10  # the second of step 3
 
 
-# ---- mistakes: each is called in place of a function of the experiment, with the right one before its arguments
+# ---- mistakes: each replaces a function of the experiment; its first argument is the replaced function
 
 
 @contextlib.contextmanager
-def losses_times(factor: float) -> Iterator[None]:
-    """Let the experiment's loss be so many times as large."""
+def multiply_losses(factor: float) -> Iterator[None]:
+    """Multiply the experiment's loss by a factor."""
 
     def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
         return factor * F.cross_entropy(logits, targets, **options)
@@ -85,20 +84,22 @@ def losses_times(factor: float) -> Iterator[None]:
         yield
 
 
-def add_up_the_sum(right: Any, cfg: Config, model: nn.Module, scaler: Any, step: Any, *rest: Any) -> Any:
-    """Not the mean over a step's microbatches."""
-    with losses_times(len(step.batch)):
-        return right(cfg, model, scaler, step, *rest)
+def accumulate_sum(accumulate: Any, cfg: Config, model: nn.Module, scaler: Any, step: Any, *more_arguments: Any) -> Any:
+    """Use the sum of a step's microbatches instead of the mean."""
+    with multiply_losses(len(step.batch)):
+        return accumulate(cfg, model, scaler, step, *more_arguments)
 
 
-def add_up_with_one_divisor(right: Any, cfg: Config, model: nn.Module, scaler: Any, step: Any, *rest: Any) -> Any:
-    """An epoch's last step may have fewer microbatches, and is divided as a full one."""
-    with losses_times(len(step.batch) / cfg.accumulate):
-        return right(cfg, model, scaler, step, *rest)
+def accumulate_with_one_divisor(
+    accumulate: Any, cfg: Config, model: nn.Module, scaler: Any, step: Any, *more_arguments: Any
+) -> Any:
+    """Divide every step by `cfg.accumulate`, although the last step of an epoch may have fewer microbatches."""
+    with multiply_losses(len(step.batch) / cfg.accumulate):
+        return accumulate(cfg, model, scaler, step, *more_arguments)
 
 
 class FullWindows(Loader):
-    """Leaves out what an epoch has beyond its full windows."""
+    """A loader that drops the last window of an epoch if it is not full."""
 
     def __iter__(self) -> Iterator[list[tuple[Any, Any]]]:
         return (window for window in super().__iter__() if len(window) == self.microbatches)
@@ -111,8 +112,8 @@ class FullWindowsRun(Run):
         return loader
 
 
-class Reluctant:
-    """A scaler that unscales when it takes the step, not when it is told to."""
+class LateUnscaler:
+    """A scaler that unscales gradients in `step`, and not in `unscale_`."""
 
     def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
@@ -124,60 +125,63 @@ class Reluctant:
         pass
 
 
-def update_clipping_first(right: Any, cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> Any:
-    return right(cfg, model, optimizer, Reluctant(scaler))
+def clip_before_unscaling(update: Any, cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> Any:
+    return update(cfg, model, optimizer, LateUnscaler(scaler))
 
 
-def wrap_with_forwards_outside(right: Any, *given: Any) -> nn.Module:
-    """Every forward is as outside no_sync, which only the backward is inside of."""
-    model: nn.Module = right(*given)
-    inside: list[bool] = []
+def wrap_with_forwards_outside(wrap: Any, *arguments: Any) -> nn.Module:
+    """Execute each forward outside no_sync, and only the backward inside."""
+    model: nn.Module = wrap(*arguments)
+    syncs_before_forward: list[bool] = []
 
-    def leave(ddp: Any, _: Any) -> None:
-        inside.append(ddp.require_backward_grad_sync)  # what no_sync sets
+    def leave_no_sync(ddp: Any, _: Any) -> None:
+        syncs_before_forward.append(ddp.require_backward_grad_sync)  # no_sync sets this attribute
         ddp.require_backward_grad_sync = True
 
-    def enter(ddp: Any, *_: Any) -> None:
-        ddp.require_backward_grad_sync = inside.pop()
+    def enter_no_sync(ddp: Any, *_: Any) -> None:
+        ddp.require_backward_grad_sync = syncs_before_forward.pop()
 
-    model.register_forward_pre_hook(leave)
-    model.register_forward_hook(enter)
+    model.register_forward_pre_hook(leave_no_sync)
+    model.register_forward_hook(enter_no_sync)
     return model
 
 
-def make_scaler_for_bf16(right: Any, cfg: Config, device: torch.device) -> Any:
-    return right(dataclasses.replace(cfg, precision="fp16") if cfg.precision == "bf16" else cfg, device)
+def make_scaler_for_bf16(make_scaler: Any, cfg: Config, device: torch.device) -> Any:
+    if cfg.precision == "bf16":
+        cfg = dataclasses.replace(cfg, precision="fp16")
+    return make_scaler(cfg, device)
 
 
-def make_scaler_of_old(right: Any, cfg: Config, device: torch.device) -> Any:
-    """With the class that torch.amp.GradScaler replaces."""
+def make_deprecated_scaler(make_scaler: Any, cfg: Config, device: torch.device) -> Any:
+    """Use the class that torch.amp.GradScaler replaces."""
 
-    def old(kind: str, *sizes: Any, **options: Any) -> Any:
+    def build_deprecated(kind: str, *sizes: Any, **options: Any) -> Any:
         return torch.cuda.amp.GradScaler(*sizes, **options)
 
-    with unittest.mock.patch.object(amp_accum, "GradScaler", old):
-        return right(cfg, device)
+    with unittest.mock.patch.object(amp_accum, "GradScaler", build_deprecated):
+        return make_scaler(cfg, device)
 
 
-# the name of the experiment's function, and what stands in for it
 MISTAKES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "no_divisor": ("accumulate_gradients", add_up_the_sum),
-    "same_divisor": ("accumulate_gradients", add_up_with_one_divisor),
-    "clip_before_unscale": ("update_weights", update_clipping_first),
+    "no_divisor": ("accumulate_gradients", accumulate_sum),
+    "same_divisor": ("accumulate_gradients", accumulate_with_one_divisor),
+    "clip_before_unscale": ("update_weights", clip_before_unscaling),
     "forward_outside": ("wrap_model", wrap_with_forwards_outside),
     "scaler_for_bf16": ("make_scaler", make_scaler_for_bf16),
-    "old_spelling": ("make_scaler", make_scaler_of_old),
+    "old_spelling": ("make_scaler", make_deprecated_scaler),
 }
+"""For each mistake, the name of the experiment's function and its replacement."""
 
 
 @contextlib.contextmanager
 def made(mistake: str) -> Iterator[None]:
-    """Let the experiment make a mistake, if one is named."""
-    with contextlib.ExitStack() as stack:
-        if mistake in MISTAKES:
-            name, wrong = MISTAKES[mistake]
-            wrong = functools.partial(wrong, getattr(amp_accum, name))
-            stack.enter_context(unittest.mock.patch.object(amp_accum, name, wrong))
+    """Plant a mistake in the experiment, if `mistake` names one."""
+    if mistake not in MISTAKES:
+        yield
+        return
+    name, replacement = MISTAKES[mistake]
+    replacement = functools.partial(replacement, getattr(amp_accum, name))
+    with unittest.mock.patch.object(amp_accum, name, replacement):
         yield
 
 
@@ -185,18 +189,18 @@ def made(mistake: str) -> Iterator[None]:
 
 
 def settings(text: str) -> tuple[Config, str]:
-    """The settings of a case, and what is special about it, if anything."""
-    words = re.split(r",(?![^\[]*\])", text)
-    special = words.pop(0) if "=" not in words[0] else ""
+    """Return the config of a case and its special word, or an empty string."""
+    arguments = split_case(text)
+    special = arguments.pop(0) if "=" not in arguments[0] else ""
     assert special in ("", "count", "last_window_dropped", *MISTAKES, *PLANTS)
-    chosen = dict(word.split("=") for word in words)
-    return config.build_config(Config, [(QUICK if "precision" in chosen else CASE) | chosen]), special
+    overrides = dict(argument.split("=") for argument in arguments)
+    defaults = QUICK if "precision" in overrides else CASE
+    return config.build_config(Config, [defaults | overrides]), special
 
 
 @functools.cache
 def expected(cache: Path, case: str) -> dict[str, Any]:
-    """One process that takes each window as one batch; an epoch's last batch holds the full microbatches that are
-    left."""
+    """Train in one process with each window as one batch; the last batch of an epoch has only full microbatches."""
     cfg, _ = settings(case)
     prepared = prepare_for(cfg, str(cache))
     torch.manual_seed(1234)
@@ -205,14 +209,13 @@ def expected(cache: Path, case: str) -> dict[str, Any]:
 
 
 def plant(special: str, model: nn.Module, world: World) -> None:
-    """Make the gradient or the loss of microbatch AT infinite, on the last process only."""
+    """Make the gradient or the loss of microbatch SPOILT_MICROBATCH infinite, on the last rank only."""
     if world.rank != world.size - 1:
         return
-    passed = [0]
+    microbatches = itertools.count(1)
 
-    def spoil(value: Any) -> Any:
-        passed[0] += 1
-        return value * float("inf") if passed[0] == AT else value
+    def spoil(tensor: Tensor) -> Tensor:
+        return tensor * float("inf") if next(microbatches) == SPOILT_MICROBATCH else tensor
 
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     if special == "inf_gradient":
@@ -221,86 +224,97 @@ def plant(special: str, model: nn.Module, world: World) -> None:
         inner.register_forward_pre_hook(lambda _, x: (spoil(x[0]),))
 
 
-def counted(model: nn.Module, sent: list[int]) -> None:
-    """Let ddp add up the bytes that it exchanges."""
+class Recorder:
+    """Replacements for functions of the experiment, which record what a case exchanges and changes."""
 
-    def exchange(bucket: Any) -> Any:
-        sent[0] += bucket.buffer().numel() * bucket.buffer().element_size()
+    def __init__(self, special: str) -> None:
+        self.special = special
+        self.bytes_sent = 0
+        self.warm_up_bytes = 0
+        """Bytes that were sent before the first step."""
+        self.bytes_sent_before_meter = 0
+        self.weights: list[Tensor] = []
+        """The parameters after each step."""
+        self.scalers: list[GradScaler] = []
+        self.wrap_original = amp_accum.wrap_model
+        self.make_original_scaler = amp_accum.make_scaler
+        self.update_original = amp_accum.update_weights
+
+    def wrap_model(self, cfg: Config, model: nn.Module, run: Run) -> nn.Module:
+        model = self.wrap_original(cfg, model, run)
+        if self.special in ("count", "forward_outside"):
+            assert isinstance(model, DistributedDataParallel)
+            model.register_comm_hook(
+                None, lambda state, bucket: self.exchange(bucket)
+            )  # DDP rejects postponed annotations
+        return model
+
+    def exchange(self, bucket: Any) -> Any:
+        self.bytes_sent += bucket.buffer().nbytes
         return default_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
 
-    assert isinstance(model, DistributedDataParallel)
-    model.register_comm_hook(None, lambda state, bucket: exchange(bucket))  # ddp takes no postponed annotations
+    def make_scaler(self, *arguments: Any) -> GradScaler:
+        scaler: GradScaler = self.make_original_scaler(*arguments)
+        self.scalers.append(scaler)
+        return scaler
+
+    def make_meter(self, device: torch.device) -> MemoryMeter:
+        self.bytes_sent_before_meter = self.warm_up_bytes
+        return MemoryMeter(device)
+
+    def update_weights(self, cfg: Config, model: nn.Module, *more_arguments: Any) -> bool:
+        skipped = self.update_original(cfg, model, *more_arguments)
+        self.weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        return skipped
+
+    def finish_warm_up(self) -> None:
+        """Count only the bytes of steps from here on."""
+        self.warm_up_bytes += self.bytes_sent
+        self.bytes_sent = 0
 
 
 def train(cfg: Config, special: str, world: World, prepared: PreparedDataset, folder: RunFolder) -> dict[str, Any]:
-    """One case on this rank; on rank 0 its columns, full state and scores."""
+    """Train one case on this rank; return its metrics, full state and scores on rank 0."""
     with made(special):
-        return train_as_made(cfg, special, world, prepared, folder)
+        return train_and_record(cfg, special, world, prepared, folder)
 
 
-def train_as_made(
+def train_and_record(
     cfg: Config, special: str, world: World, prepared: PreparedDataset, folder: RunFolder
 ) -> dict[str, Any]:
-    wrap, make_scaler, update = amp_accum.wrap_model, amp_accum.make_scaler, amp_accum.update_weights
-    sent, states, scalers = [0], list[Tensor](), list[GradScaler]()
-    warm_up = 0  # bytes that were sent before the first step
-    sent_before_meter = 0
+    recorder = Recorder(special)
 
-    def wrap_otherwise(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
-        model = wrap(cfg, model, run)
-        if special in ("count", "forward_outside"):
-            counted(model, sent)
-        return model
-
-    def keep_scaler(*given: Any) -> GradScaler:
-        scalers.append(make_scaler(*given))
-        return scalers[-1]
-
-    def make_meter(device: torch.device) -> MemoryMeter:
-        nonlocal sent_before_meter
-        sent_before_meter = warm_up
-        return MemoryMeter(device)
-
-    def look_behind(cfg: Config, model: nn.Module, *given: Any) -> bool:
-        skipped = update(cfg, model, *given)
-        states.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        return skipped
-
-    class Planted(FullWindowsRun if special == "last_window_dropped" else Run):  # type: ignore[misc]
+    class PlantedRun(FullWindowsRun if special == "last_window_dropped" else Run):  # type: ignore[misc]
         def resume(self) -> int:
-            nonlocal warm_up
-            done = int(super().resume())
-            warm_up += sent[0]
-            sent[0] = 0  # what came before was no step
+            first_step = int(super().resume())
+            recorder.finish_warm_up()
             if special in PLANTS:
                 assert self.state is not None
                 plant(special, self.state.parts[0], world)
-            return done
+            return first_step
 
-    run = Planted(cfg, folder, Ranks(world), prepared)
-    changes = {
-        "wrap_model": wrap_otherwise,
-        "make_scaler": keep_scaler,
-        "update_weights": look_behind,
-        "MemoryMeter": make_meter,
-    }
-    found = train_script(amp_accum, run, *((amp_accum, name, value) for name, value in changes.items()))
-    sums = sums_of_ranks(found["state"])
+    run = PlantedRun(cfg, folder, Ranks(world), prepared)
+    outcome = train_script(
+        amp_accum,
+        run,
+        (amp_accum, "wrap_model", recorder.wrap_model),
+        (amp_accum, "make_scaler", recorder.make_scaler),
+        (amp_accum, "update_weights", recorder.update_weights),
+        (amp_accum, "MemoryMeter", recorder.make_meter),
+    )
+    outcome["sums"] = sums_of_ranks(outcome["state"])
     if not world.is_main:
         return {}
+
     rows = [row for row in folder.read_metrics() if "loss" in row]
-    return (
-        found
-        | {name: [row[name] for row in rows] for name in ("skipped", "bytes_sent", "samples")}
-        | {
-            "losses": [float("nan") if row["loss"] is None else row["loss"] for row in rows],
-            "sums": sums,
-            "exchanged": sent[0],
-            "sent_before_meter": sent_before_meter,
-            "moved": [bool((b != a).any()) for a, b in itertools.pairwise(states)],
-            "scale": scalers[-1].get_scale(),
-        }
-    )
+    for name in ("skipped", "bytes_sent", "samples"):
+        outcome[name] = [row[name] for row in rows]
+    outcome["losses"] = [float("nan") if row["loss"] is None else row["loss"] for row in rows]
+    outcome["exchanged"] = recorder.bytes_sent
+    outcome["sent_before_meter"] = recorder.bytes_sent_before_meter
+    outcome["moved"] = [bool((after != before).any()) for before, after in itertools.pairwise(recorder.weights)]
+    outcome["scale"] = recorder.scalers[-1].get_scale()
+    return outcome
 
 
 if __name__ == "__main__":

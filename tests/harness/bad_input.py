@@ -1,4 +1,4 @@
-"""Mistakes and misfortunes: a command in a folder of its own, and what its answer must hold."""
+"""Users' mistakes and full or read-only disks: a command in a new folder, and the expected message."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from tests.harness.warm import ROOT
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """In `words` and `parts`, {place} is the case's folder."""
+    """A run with a mistake, or on a bad disk. In `words` and `parts`, {place} is the case's folder."""
 
     name: str
     words: tuple[str, ...]
+    """The arguments of the run."""
     parts: tuple[str, ...]
-    """What the error message holds; of a run that goes on, what its output holds."""
+    """Parts of the error message, or of the output if the run succeeds."""
     status: int = 2
     setup: Callable[[Path, Path], None] = lambda place, cache: None
-    """Lays out the folder; also gets the prepared digits."""
+    """Prepares the folder; the second argument is the cache with the prepared digits."""
     disk: str = ""
-    """Shell lines around `run`, with a disk of this case's own at ./disk: full, read-only."""
+    """Shell lines that call `run` and may mount a disk at ./disk, such as a full or a read-only one."""
     env: tuple[tuple[str, str], ...] = ()
     fast: bool = True
-    """Train on the digits that are prepared already."""
+    """Whether the run trains on the prepared digits."""
     experiment: str = "mnist_pipeline"
     remedy: str = ""
-    """What another line of a failed run's output holds."""
+    """Part of another line of a failed run's output."""
 
 
 def file(name: str, text: str) -> Callable[[Path, Path], None]:
@@ -50,8 +51,8 @@ def file(name: str, text: str) -> Callable[[Path, Path], None]:
 # ---- settings
 
 
-def settings(name: str, *words: str, parts: tuple[str, ...]) -> Case:
-    return Case(name, words, parts)
+def settings(name: str, *arguments: str, parts: tuple[str, ...]) -> Case:
+    return Case(name, arguments, parts)
 
 
 SETTINGS = [
@@ -95,17 +96,18 @@ BAD_VALUES = [
     *(case.words[0] for case in SETTINGS if len(case.words) == 1 and re.fullmatch(r"[a-z_.]+=.*", case.words[0])),
     *("data.name=..", "runs=/proc/x", "width=1e9", "schedule=no.py:f", "optim={a: 1}", "seed=[1, 2]", "x: {"),
 ]
-"""As a configuration file may hold them: `key=value`, and a text that is no YAML."""
+"""Lines for a configuration file: `key=value`, and one that is not YAML."""
 
 
 # ---- disks
 
 
-ESSENTIAL = ("disk: full while starting", "disk: full for a while")  # make test has these, make test-all the others
+ESSENTIAL = ("disk: full while starting", "disk: full for a while")
+"""The disks that `make test` tests. `make test-all` tests the others."""
 
 
 def images(place: Path, cache: Path) -> None:
-    """An image folder of four images."""
+    """Create an image folder of four images."""
     for part in ("train", "val"):
         for colour in ("red", "blue"):
             (place / "images" / part / colour).mkdir(parents=True)
@@ -115,12 +117,15 @@ def images(place: Path, cache: Path) -> None:
 MOUNT = "mount -t tmpfs -o size={size} tmpfs disk"
 FILL = "head -c 32M /dev/zero > disk/zeros 2> /dev/null"
 LONG = ("width=1024", "batch=512", "epochs=1000", "steps=60", "log.seconds=0.1", "wandb.mode=disabled")
-BEGUN = ("run > said & started=$!", "until cat disk/*/attempts/0001/metrics.jsonl; do sleep 0.1; done > /dev/null 2>&1")
-LEFT = "find disk -mindepth 1 | sed 's/^/left /'"
+START_TRAINING = (
+    "run > output & started=$!",
+    "until cat disk/*/attempts/0001/metrics.jsonl; do sleep 0.1; done > /dev/null 2>&1",
+)
+LIST_LEFT_FILES = "find disk -mindepth 1 | sed 's/^/left /'"
 
 
-def disk(name: str, *words: str, parts: tuple[str, ...], shell: tuple[str, ...]) -> Case:
-    return Case(name, words, parts, disk="\n".join(shell))
+def disk(name: str, *arguments: str, parts: tuple[str, ...], shell: tuple[str, ...]) -> Case:
+    return Case(name, arguments, parts, disk="\n".join(shell))
 
 
 DISKS = [
@@ -129,13 +134,13 @@ DISKS = [
         "disk: full",
         "runs=disk/runs",
         parts=("cannot write disk/runs", "disk is full"),
-        shell=(MOUNT.format(size="64k"), FILL, "run", "rm disk/zeros", f"{LEFT} | grep -v 'runs$'"),
+        shell=(MOUNT.format(size="64k"), FILL, "run", "rm disk/zeros", f"{LIST_LEFT_FILES} | grep -v 'runs$'"),
     ),
     disk(
         "disk: full while starting",
         "runs=disk",
         parts=("cannot write disk/mnist_pipeline-", "disk is full"),
-        shell=(MOUNT.format(size="64k"), "run", LEFT),
+        shell=(MOUNT.format(size="64k"), "run", LIST_LEFT_FILES),
     ),
     dataclasses.replace(
         disk(
@@ -144,7 +149,7 @@ DISKS = [
             *LONG,
             "checkpoint.every_steps=20",
             parts=("metrics.jsonl", "disk is full"),
-            shell=(MOUNT.format(size="16M"), *BEGUN, FILL, "wait $started; status=$?; cat said"),
+            shell=(MOUNT.format(size="16M"), *START_TRAINING, FILL, "wait $started; status=$?; cat output"),
         ),
         remedy="to restart from step 0: make exp RESUME=",
     ),
@@ -156,11 +161,11 @@ DISKS = [
             parts=("metrics are buffered in memory", "rows 60"),
             shell=(
                 MOUNT.format(size="24M"),
-                *BEGUN,
+                *START_TRAINING,
                 FILL,
-                "until grep -q WARNING disk/*/attempts/0001/metrics.jsonl said; do sleep 0.1; done 2> /dev/null",
+                "until grep -q WARNING disk/*/attempts/0001/metrics.jsonl output; do sleep 0.1; done 2> /dev/null",
                 "rm disk/zeros",
-                "wait $started; status=$?; cat said; mkdir -p runs; cp -r disk/* runs",
+                "wait $started; status=$?; cat output; mkdir -p runs; cp -r disk/* runs",
                 "echo rows $(grep -c '\"loss\"' disk/*/attempts/0001/metrics.jsonl)",
             ),
         ),
@@ -179,7 +184,7 @@ DISKS = [
         "disk: full while preparing",
         "data.cache=disk/cache",
         parts=("cannot write disk/cache", "free up space"),
-        shell=(MOUNT.format(size="1M"), "run", f"{LEFT} | grep -v -e 'cache$' -e 'lock$'"),
+        shell=(MOUNT.format(size="1M"), "run", f"{LIST_LEFT_FILES} | grep -v -e 'cache$' -e 'lock$'"),
     ),
     dataclasses.replace(
         disk(
@@ -190,7 +195,7 @@ DISKS = [
                 "1 MB are free; lower data.image_size",
                 "data.cache",
             ),
-            shell=(MOUNT.format(size="1M"), "run", f"{LEFT} | grep -v -e 'cache$' -e 'lock$'"),
+            shell=(MOUNT.format(size="1M"), "run", f"{LIST_LEFT_FILES} | grep -v -e 'cache$' -e 'lock$'"),
         ),
         setup=images,
         experiment="ddp_multinode",
@@ -206,54 +211,58 @@ DISKS = [
 
 @functools.cache
 def namespace() -> tuple[list[str], str]:
-    """How to start a process with mounts of its own, and why that cannot be done."""
-    refusals = []
+    """Return a command that gives a program its own mounts, and an error message if there is none."""
+    errors = []
     for command in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
+        mount = [*command, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
         try:
-            trial = [*command, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-            done = subprocess.run(trial, capture_output=True, text=True, check=False)
+            process = subprocess.run(mount, capture_output=True, text=True, check=False)
         except OSError as error:
             return [], str(error)
-        if done.returncode == 0:
+        if process.returncode == 0:
             return command, ""
-        refusals.append(done.stderr.strip())
-    return [], "; ".join(refusals)
+        errors.append(process.stderr.strip())
+    return [], "; ".join(errors)
 
 
-def perform(case: Case, place: Path, cache: Path) -> Done:
-    """Lay out a case and run it to its end."""
+def execute_case(case: Case, place: Path, cache: Path) -> Done:
+    """Prepare the folder of a case and execute the run until it ends."""
     case.setup(place, cache)
     (place / "disk").mkdir()
-    words = [f"runs={place}/runs", "data.test_limit=1000", "epochs=1", "steps=5"]
-    words += [f"data.cache={cache}", "data.name=digits"] if case.fast else []
-    words += [word.replace("{place}", str(place)) for word in case.words]
-    command = [sys.executable, str(ROOT / "experiments" / f"{case.experiment}.py"), *words]
-    env = environment(HOME=str(place / "home"), **dict(case.env))
+    arguments = [f"runs={place}/runs", "data.test_limit=1000", "epochs=1", "steps=5"]
+    if case.fast:
+        arguments += [f"data.cache={cache}", "data.name=digits"]
+    arguments += [argument.replace("{place}", str(place)) for argument in case.words]
+    command = [sys.executable, str(ROOT / "experiments" / f"{case.experiment}.py"), *arguments]
+    cwd = ROOT
     if case.disk:
-        text = f"run() {{ {shlex.join(command)}; status=$?; return $status; }}\n{case.disk}\nexit $status\n"
-        done = warm.execute([*namespace()[0], "sh", "-c", text], cwd=place, env=env, timeout=200)
-    else:
-        done = warm.execute(command, env=env, timeout=200)
-    return Done(done.returncode, done.stdout, done.stderr, place / "runs")
+        run_function = f"run() {{ {shlex.join(command)}; status=$?; return $status; }}"
+        command = [*namespace()[0], "sh", "-c", f"{run_function}\n{case.disk}\nexit $status\n"]
+        cwd = place
+    env = environment(HOME=str(place / "home"), **dict(case.env))
+    process = warm.execute(command, cwd=cwd, env=env, timeout=200)
+    return Done(process.returncode, process.stdout, process.stderr, place / "runs")
 
 
 def check(case: Case, place: Path, cache: Path) -> None:
-    """Run a case: one clear message, the right status, and nothing left."""
+    """Execute a case. Check the message and the exit status, and that no file or process is left."""
     if case.disk and namespace()[1]:
-        pytest.skip(f"NOT TESTED, no mount namespace can be had here: {namespace()[1]}")
-    done = perform(case, place, cache)
-    said = done.out + done.err
-    assert "Traceback" not in said, said
-    assert done.status == case.status, said
+        pytest.skip(f"NOT TESTED, no mount namespace can be created: {namespace()[1]}")
+    process = execute_case(case, place, cache)
+    output = process.out + process.err
+    lines = output.splitlines()
+    assert "Traceback" not in output, output
+    assert process.status == case.status, output
     assert not processes_of(str(place))
-    parts = [part.replace("{place}", str(place)) for part in case.parts]
-    assert case.remedy in said
-    assert said.count("WARNING: ") <= 1, said
+    assert case.remedy in output
+    assert output.count("WARNING: ") <= 1, output
+
+    message = output
     if case.status:
-        (message,) = [line for line in said.splitlines() if line.startswith("error: ")]
-        assert all(part in message for part in parts), message
-        assert not [line for line in said.splitlines() if line.startswith("left ")], said  # of LEFT
-        assert not list(done.runs.glob("*"))
+        (message,) = [line for line in lines if line.startswith("error: ")]
+        assert not [line for line in lines if line.startswith("left ")], output  # printed by LIST_LEFT_FILES
+        assert not list(process.runs.glob("*"))
     else:
-        assert all(part in said for part in parts), said
-        assert done.folder.result["state"] == "finished"
+        assert process.folder.result["state"] == "finished"
+    for part in case.parts:
+        assert part.replace("{place}", str(place)) in message, message

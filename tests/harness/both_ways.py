@@ -1,4 +1,7 @@
-"""A command as a fork of the warm server and as a real process, and what each leaves, without chance and place."""
+"""Execute a command as a fork of the warm server and as a real process, and compare outputs and run folders.
+
+Values that differ between any two runs, such as times, and the names of folders are replaced before the comparison.
+"""
 
 from __future__ import annotations
 
@@ -15,64 +18,75 @@ from tests.harness import warm
 from tests.harness.long_runs import only_folder
 from tests.harness.processes import PATIENCE, environment
 
-# what differs between two real processes, too: the clock, processes, memory, and what is made of them
-BY_CHANCE = {
+VARYING_KEYS = {
     "end", "idle_share", "memory", "pid", "pid_started", "rendezvous_seconds", "samples_per_second", "seconds",
     "start", "step_seconds", "time",
 }  # fmt: skip
+"""Keys of values that differ between two real processes, too: times, process numbers and memory."""
 MEASURED = re.compile(
     r"^ +(throughput|idle share|pipeline) .*|^ +stage \d \|.*\|$|^\d{4}-\d\d-\d\d [\d:,]+", re.MULTILINE
 )
 
 
-def without_chance(value: Any, chance: set[str] = BY_CHANCE) -> Any:
-    """A value as it is in every repetition: of what chance decides, only the kind is left."""
-    if isinstance(value, dict):
-        return {k: kind_of(v) if k in chance else without_chance(v, chance) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_chance(entry, chance) for entry in value]
-    return (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value
+def mask_varying(content: Any, varying_keys: set[str] = VARYING_KEYS) -> Any:
+    """Replace the values of varying keys by their types."""
+    if isinstance(content, dict):
+        masked = {}
+        for key, child in content.items():
+            masked[key] = describe_types(child) if key in varying_keys else mask_varying(child, varying_keys)
+        return masked
+    if isinstance(content, list | tuple):
+        return [mask_varying(child, varying_keys) for child in content]
+    if isinstance(content, torch.Tensor):
+        return content.dtype, content.tolist()
+    return content
 
 
-def kind_of(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: kind_of(entry) for key, entry in value.items()}
-    return [kind_of(entry) for entry in value] if isinstance(value, list) else type(value).__name__
+def describe_types(content: Any) -> Any:
+    """Replace all values by the names of their types."""
+    if isinstance(content, dict):
+        return {key: describe_types(child) for key, child in content.items()}
+    if isinstance(content, list):
+        return [describe_types(child) for child in content]
+    return type(content).__name__
 
 
-def read(path: Path, runs: Path) -> Any:
-    """What a file of a run says without chance and its own place."""
+def read_masked(path: Path, runs: Path) -> Any:
+    """Read a file of a run without varying values and folder names."""
     if path.suffix == ".pt":
-        return without_chance(torch.load(path, weights_only=True))
+        return mask_varying(torch.load(path, weights_only=True))
     if path.suffix == ".safetensors":
         return path.read_bytes()
     text = without_place(path.read_text(), runs)
     if path.suffix == ".jsonl":
-        return [without_chance(json.loads(line)) for line in text.splitlines()]
+        return [mask_varying(json.loads(line)) for line in text.splitlines()]
     if path.name == "manifest.json":
-        return without_chance(json.loads(text), BY_CHANCE | {"sha256"})  # of files that hold seconds
-    return without_chance(json.loads(text)) if path.suffix == ".json" else MEASURED.sub("*", text)
+        return mask_varying(json.loads(text), VARYING_KEYS | {"sha256"})  # hashes of files that contain times
+    if path.suffix == ".json":
+        return mask_varying(json.loads(text))
+    return MEASURED.sub("*", text)
 
 
 def without_place(text: str, runs: Path) -> str:
+    """Replace the paths of a runs folder and the names of its runs."""
     for folder in runs.iterdir() if runs.exists() else ():
         text = text.replace(folder.name, "RUN")
     return text.replace(str(runs), "RUNS")
 
 
 def everything(runs: Path) -> dict[str, Any]:
-    """All files of the one run in a folder."""
+    """Read all files of the only run in a folder."""
     path = only_folder(runs).path
-    return {str(file.relative_to(path)): read(file, runs) for file in path.rglob("*") if file.is_file()}
+    return {str(file.relative_to(path)): read_masked(file, runs) for file in path.rglob("*") if file.is_file()}
 
 
 def execute_both(argv: Callable[[Path], list[str]], place: Path) -> list[CompletedProcess[str]]:
-    """A command as a fork and as a real process; outputs without chance and place."""
-    found = []
+    """Execute a command as a fork and as a real process; return both with masked outputs."""
+    processes = []
     for name, real in (("fork", False), ("real", True)):
-        done = warm.execute(argv(place / name), env=environment(), timeout=PATIENCE, real=real)
-        done.stdout, done.stderr = (
-            MEASURED.sub("*", without_place(text, place / name)) for text in (done.stdout, done.stderr)
-        )
-        found.append(done)
-    return found
+        runs = place / name
+        process = warm.execute(argv(runs), env=environment(), timeout=PATIENCE, real=real)
+        process.stdout = MEASURED.sub("*", without_place(process.stdout, runs))
+        process.stderr = MEASURED.sub("*", without_place(process.stderr, runs))
+        processes.append(process)
+    return processes

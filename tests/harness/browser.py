@@ -1,4 +1,4 @@
-"""Debian's chromium without a screen, for the tests of pages."""
+"""Headless chromium of Debian, for the tests of pages."""
 
 from __future__ import annotations
 
@@ -10,23 +10,32 @@ from typing import Any
 
 import pytest
 
-NEEDS = "needs chromium and chromedriver: apt-get install chromium chromium-driver"
+SKIP_REASON = "needs chromium and chromedriver: apt-get install chromium chromium-driver"
+ARGUMENTS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-dev-shm-usage",
+    "--disable-gpu",
+    "--window-size=1400,1500",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--disable-background-networking",
+)
 
 
 @contextlib.contextmanager
 def browser() -> Iterator[Any]:
-    """A browser that has no network: every name leads nowhere, and every request is noted."""
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    """Start a browser without network: no host name can be resolved, and all requests are logged."""
+    chromium = shutil.which("chromium")
+    driver = shutil.which("chromedriver")
     if not (chromium and driver):
-        pytest.skip(NEEDS)
+        pytest.skip(SKIP_REASON)
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    words = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1400,1500"]
-    for word in [*words, "--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking"]:
-        options.add_argument(word)
+    for argument in ARGUMENTS:
+        options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
     chrome = webdriver.Chrome(options=options, service=Service(driver))
     try:
@@ -36,18 +45,22 @@ def browser() -> Iterator[Any]:
 
 
 def requests(chrome: Any) -> list[str]:
-    """The addresses that the page asked for since the last call."""
-    events = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
-    return [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    """Return the URLs that the page has requested since the last call."""
+    urls = []
+    for log_entry in chrome.get_log("performance"):
+        event = json.loads(log_entry["message"])["message"]
+        if event["method"] == "Network.requestWillBeSent":
+            urls.append(event["params"]["request"]["url"])
+    return urls
 
 
 def set_width(chrome: Any, width: int, height: int = 900) -> None:
-    """Give pages a width in pixels, also one that no window can have."""
+    """Set the width of pages in pixels, which may be smaller than that of any window."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def set_scheme(chrome: Any, scheme: str) -> None:
-    """Let the system prefer light or dark pages."""
-    wanted = [{"name": "prefers-color-scheme", "value": scheme}]
-    chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": wanted})
+    """Emulate a system that prefers light or dark pages."""
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})

@@ -1,8 +1,8 @@
-"""An experiment without one of its protections, for tests of what the protection is for.
+"""Run an experiment without one of its protections, for tests that show what the protection prevents.
 
     python -m tests.harness.careless attempts experiments/mnist_pipeline.py key=value ...
 
-Instead of one of DROPS, MODULE:FUNCTION names a function that drops a technique's own protection.
+The first argument is a key of DROPS, or MODULE:FUNCTION for a function that drops the protection of a technique.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from common.techniques.data_parallel import ddp
 
 
 def drop_settling() -> None:
-    """DDP regroups its buckets whenever it likes."""
+    """Let DDP rebuild its buckets at any time."""
     ddp.warm_up_buckets = lambda *_: None
 
 
 def drop_attempts() -> None:
-    """A new start writes where the one before wrote."""
-    begin = RunFolder.claim_attempt
+    """Let every start of a run write into the folder of the first attempt."""
+    claim_attempt = RunFolder.claim_attempt
 
     def claim_once(self: RunFolder, claim: Mapping[str, Any] | None = None) -> RunFolder:
-        return self.list_attempts()[-1] if self.list_attempts() else begin(self, claim)
+        attempts = self.list_attempts()
+        return attempts[-1] if attempts else claim_attempt(self, claim)
 
     RunFolder.claim_attempt = claim_once  # type: ignore[method-assign]
 
 
 def drop_vote() -> None:
-    """Each rank leaves when it is told, without asking the others."""
+    """Let each rank stop when it receives a stop request, without a vote of all ranks."""
 
-    def decide_alone(
-        vote: SaveOrStopVote, step: int, diverged: bool, came: float, *, run_taken: bool = False
+    def decide_without_vote(
+        vote: SaveOrStopVote, step: int, diverged: bool, wait_start: float, *, run_taken: bool = False
     ) -> Decision:
         vote.next_step = step + 1
-        told = bool(vote.stop_request.signal_number)
-        return Decision(told, told, diverged)
+        has_stop_request = bool(vote.stop_request.signal_number)
+        return Decision(has_stop_request, has_stop_request, diverged)
 
-    SaveOrStopVote.vote_after_step = decide_alone  # type: ignore[method-assign,assignment]
+    SaveOrStopVote.vote_after_step = decide_without_vote  # type: ignore[method-assign,assignment]
 
 
 DROPS = {

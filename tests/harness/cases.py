@@ -1,14 +1,15 @@
-"""Train many cases of an experiment with one number of processes in one launch, for parity tests to compare.
+"""Train many cases of an experiment with one number of ranks in one launch, for parity tests.
 
-A module of this package whose `train` trains a case is executed by `train_cases` and ends in `save_cases`:
+`train_cases` executes a module of this package that defines `train` and calls `save_cases`:
 
-    python -m tests.harness.MODULE [WORDS] OUT_FILE CACHE PROCESSES key=value,key=value ...      one argument a case
+    python -m tests.harness.MODULE [ARGUMENT ...] OUT_FILE CACHE RANKS key=value,key=value ...   one argument per case
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import sys
 import tempfile
 import unittest.mock
@@ -36,6 +37,11 @@ def prepare_for(cfg: Any, cache: str) -> PreparedDataset:
     return prepare.prepare_dataset(dataclasses.replace(cfg.data, cache=cache))
 
 
+def split_case(text: str) -> list[str]:
+    """Split a case at its commas, except those inside the brackets of a list."""
+    return re.split(r",(?![^\[]*\])", text)
+
+
 def save_cases(
     settings: Callable[[str], tuple[Any, str]],
     train: Callable[..., dict[str, Any]],
@@ -45,69 +51,83 @@ def save_cases(
     *cases: str,
     counted: str = ",processes_per_node={}",
 ) -> int:
-    """Train every case in the same `count` processes, one after the other, and save rank 0's results; exit status.
+    """Train every case on the same `count` ranks, one after another. Save rank 0's results; return the exit status.
 
-    `counted` is what tells a case how many processes there are.
+    `counted` is the setting for the number of ranks, which is appended to each case.
     """
-    chosen = {}
+    configs = {}
+    special_words = {}
+    datasets = {}
     for case in cases:
-        cfg, special = settings(case + counted.format(count))
-        chosen[case] = replace_values(cfg, {"data.cache": cache}), special
-    sets = {case: prepare_for(cfg, cache) for case, (cfg, _) in chosen.items()}
+        cfg, special_words[case] = settings(case + counted.format(count))
+        configs[case] = replace_values(cfg, {"data.cache": cache})
+        datasets[case] = prepare_for(configs[case], cache)
     runs = Path(tempfile.mkdtemp(dir=Path(out).parent))
 
-    def body(place: RankInfo) -> None:
-        with rendezvous.join_world(place, chosen[cases[0]][0].launch) as world:
+    def claim_folder(cfg: Any, world: rendezvous.World) -> RunFolder:
+        path = None
+        if world.is_main:
+            path = str(RunFolder.create(runs, "parity", format_yaml(cfg)).claim_attempt().path)
+        return RunFolder(Path(world.broadcast(path)), 1)
+
+    def train_on_rank(rank_info: RankInfo) -> None:
+        with rendezvous.join_world(rank_info, configs[cases[0]].launch) as world:
             results = {}
-            for case, (cfg, special) in chosen.items():
-                made = RunFolder.create(runs, "parity", format_yaml(cfg)).claim_attempt() if world.is_main else None
-                path = Path(world.broadcast(str(made.path) if made else None))
-                results[case] = train(cfg, special, world, sets[case], RunFolder(path, 1))
+            for case, cfg in configs.items():
+                results[case] = train(cfg, special_words[case], world, datasets[case], claim_folder(cfg, world))
             if world.is_main:
                 torch.save(results, out)
 
-    return local_launcher.run_ranks(body, int(count), 1, lambda: None)
+    return local_launcher.run_ranks(train_on_rank, int(count), 1, lambda: None)
 
 
 @contextlib.contextmanager
-def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Put other objects in place of attributes: (of what, name, object)."""
+def replace_attributes(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Replace attributes temporarily: (owner, name, replacement)."""
     with contextlib.ExitStack() as stack:
-        for of, name, value in changes:
-            stack.enter_context(unittest.mock.patch.object(of, name, value))
+        for owner, name, replacement in changes:
+            stack.enter_context(unittest.mock.patch.object(owner, name, replacement))
         yield
 
 
 def train_script(script: Any, run: Run, *changes: tuple[Any, str, Any]) -> dict[str, Any]:
-    """Run an experiment's own main, with some of its parts replaced; losses, full state and scores on rank 0."""
+    """Run an experiment's main with replaced attributes; return losses (on rank 0), full state and scores."""
     torch.manual_seed(1234)
-    with replaced(changes):
+    with replace_attributes(changes):
         script.main(run.cfg, run)
     assert run.state is not None
     state = full_state(run.state.parts)
     run.close()
-    losses = [row["loss"] for row in run.folder.read_metrics() if "loss" in row] if run.world.is_main else []
+    losses = []
+    if run.world.is_main:
+        losses = [row["loss"] for row in run.folder.read_metrics() if "loss" in row]
     return {"losses": losses, "state": state, "scores": run.scores}
 
 
 def full_state(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and buffers of this rank's parts of a model, sharded ones gathered. All ranks call it."""
-    state = {name: value for part in parts for name, value in part.state_dict().items()}
-    return {name: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for name, v in state.items()}
+    """Return parameters and buffers of this rank's parts of a model, sharded ones gathered. All ranks call it."""
+    state = {}
+    for part in parts:
+        for name, tensor in part.state_dict().items():
+            state[name] = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+    return state
 
 
 def sums_of_ranks(state: dict[str, Tensor]) -> list[float]:
-    """The sum over a state, of each rank: equal where all hold the same. All ranks call it."""
-    own = torch.tensor([float(sum(v.double().sum() for v in state.values()))], dtype=torch.float64)
-    sums = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(sums, own)
-    return [float(value) for value in sums]
+    """Return each rank's sum over a state, which is equal if the states are equal. All ranks call it."""
+    rank_sum = torch.zeros(1, dtype=torch.float64)
+    for tensor in state.values():
+        rank_sum += tensor.double().sum()
+    sums = [torch.zeros_like(rank_sum) for _ in range(dist.get_world_size())]
+    dist.all_gather(sums, rank_sum)
+    return torch.cat(sums).tolist()
 
 
 def train_cases(module: str, folder: Path, cache: Path, count: int, cases: list[str], *before: str) -> dict[str, Any]:
-    """What a module saved of cases with one number of processes; `before` are its own words."""
-    out = folder / f"results-{count}.pt"
-    words = [sys.executable, "-m", f"tests.harness.{module}", *before, str(out), str(cache), str(count), *cases]
-    done = warm.execute(words, env=environment(), timeout=250)
-    assert done.returncode == 0, done.stderr
-    return dict(torch.load(out, weights_only=True))
+    """Execute a module with cases on `count` ranks, and load its results; `before` are arguments before the file."""
+    results_file = folder / f"results-{count}.pt"
+    arguments = [*before, str(results_file), str(cache), str(count), *cases]
+    command = [sys.executable, "-m", f"tests.harness.{module}", *arguments]
+    process = warm.execute(command, env=environment(), timeout=250)
+    assert process.returncode == 0, process.stderr
+    return dict(torch.load(results_file, weights_only=True))

@@ -1,7 +1,7 @@
-"""Checkpoints in processes of their own, for test_checkpointer_two_ranks.py and test_checkpoint_fuzz.py to look at.
+"""Save and load checkpoints in other processes, for test_checkpointer_two_ranks.py and test_checkpoint_fuzz.py.
 
-python -m tests.harness.checkpoints two OUT        the cases of two processes, in one launch; a JSON file for each rank
-python -m tests.harness.checkpoints kill OUT SEED  starts one after the other, each killed in the middle of saving
+python -m tests.harness.checkpoints two OUT        execute all cases on two ranks; write a JSON file for each rank
+python -m tests.harness.checkpoints kill OUT SEED  start processes one after another; kill each while it saves
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import signal
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -32,48 +34,53 @@ from common.training import optimizers
 from configs.shared import Checkpoint, Launch, Optim
 from tests.harness.processes import wait_until
 
-ROUNDS = 20  # starts that are killed
-NUMBERS = 400_000  # in the tensor that they are saving
+ROUNDS = 20  # killed processes
+NUMBERS = 400_000  # numbers in the tensor that these processes save
 SETTINGS = Checkpoint(retries=0)
 
 
 def state_of(step: int, rank: int = 0, size: int = 1, numbers: int = 8) -> CheckpointState:
-    """Something to save whose every value tells the step and, where it is a rank's own, the rank."""
-    name, value = f"layer{rank}.weight", torch.arange(numbers) + 1000.0 * step + 100 * rank
-    momentum = {"momentum_buffer": -value, "step": torch.tensor(float(step))}
+    """Return a state whose values depend on the step and, except for common values, on the rank."""
+    name = f"layer{rank}.weight"
+    weight = torch.arange(numbers) + 1000.0 * step + 100 * rank
+    momentum = {"momentum_buffer": -weight, "step": torch.tensor(float(step))}
     return CheckpointState(
-        {name: value}, {name: momentum}, {"epoch": step, "size": size}, {"mine": torch.tensor([step, rank])}
+        {name: weight}, {name: momentum}, {"epoch": step, "size": size}, {"mine": torch.tensor([step, rank])}
     )
 
 
 def right(loaded: LoadedCheckpoint, rank: int | None, numbers: int = 8) -> bool:
-    """Whether what was loaded is what its step saved, to the last value."""
-    parts = [state_of(loaded.step, r, loaded.processes, numbers) for r in range(loaded.processes)]
-    model = {name: value for part in parts for name, value in part.model.items()}
-    memory = {name: value for part in parts for name, value in part.optimizer.items()}
-    if loaded.model.keys() != model.keys() or loaded.optimizer.keys() != memory.keys():
+    """Return whether a loaded checkpoint has every value that its step saved; `rank` is None without local state."""
+    states = [state_of(loaded.step, r, loaded.processes, numbers) for r in range(loaded.processes)]
+    model: dict[str, torch.Tensor] = {}
+    optimizer: dict[str, Any] = {}
+    for state in states:
+        model |= state.model
+        optimizer |= state.optimizer
+    if loaded.model.keys() != model.keys() or loaded.optimizer.keys() != optimizer.keys():
         return False
-    same = all(torch.equal(loaded.model[name], model[name]) for name in model)
-    same &= all(torch.equal(loaded.optimizer[name][key], memory[name][key]) for name in memory for key in memory[name])
-    same &= loaded.common == parts[0].common
-    return same and (rank is None or torch.equal((loaded.local or {})["mine"], parts[rank].local["mine"]))
+
+    tensor_pairs = [(loaded.model[name], tensor) for name, tensor in model.items()]
+    for name, buffers in optimizer.items():
+        tensor_pairs += [(loaded.optimizer[name][key], buffer) for key, buffer in buffers.items()]
+    if rank is not None:
+        tensor_pairs.append(((loaded.local or {})["mine"], states[rank].local["mine"]))
+    return loaded.common == states[0].common and all(torch.equal(*pair) for pair in tensor_pairs)
 
 
 class Case:
-    """One run folder in which a case happens, and what this process was told."""
+    """The run folder of a case, and the messages of its checkpointer on this rank."""
 
     def __init__(self, world: World, path: Path, name: str) -> None:
-        self.world, self.said = world, list[str]()
+        self.world = world
+        self.messages: list[str] = []
         if world.is_main:
             folder = RunFolder(path / name)
             folder.path.mkdir()
             folder.claim_attempt().record_parent_attempt(None, 0)
         world.broadcast(None)
         self.folder = RunFolder(path / name, 1)
-        self.checkpoints = self.start()
-
-    def start(self, world: World | None = None) -> Checkpointer:
-        return Checkpointer(self.folder, Ranks(world or self.world), SETTINGS, self.said.append)
+        self.checkpoints = Checkpointer(self.folder, Ranks(world), SETTINGS, self.messages.append)
 
     def save(self, *steps: int) -> list[bool]:
         return [self.checkpoints.save(step, state_of(step, self.world.rank, self.world.size)) for step in steps]
@@ -82,7 +89,7 @@ class Case:
         return self.world.broadcast(sorted(path.name for path in storage.get_checkpoints_dir(self.folder).glob("*")))
 
 
-# ---- two processes
+# ---- two ranks
 
 
 def round_trip(case: Case) -> Any:
@@ -98,7 +105,7 @@ def round_trip(case: Case) -> Any:
 
 
 def one_rank_cannot_write(case: Case) -> Any:
-    """The limit is the kernel's: it refuses rank 1's file as a full disk would."""
+    """The kernel limits the size of rank 1's file, so that writing fails as on a full disk."""
     case.save(1)
     if case.world.rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -116,17 +123,17 @@ def rank_0_cannot_begin(case: Case) -> Any:
 
 
 def one_rank_sees_less(case: Case) -> Any:
-    """Rank 1 cannot read the newest one: with agreement all take the older, without they part."""
+    """Rank 1 cannot read the newest checkpoint. Ranks that agree load the older one; others load different ones."""
     case.save(1, 2)
     read = storage.read_verified_rank_file
 
-    def blind(checkpoint: storage.CheckpointPath, manifest: storage.Manifest, rank: int) -> bytes:
+    def read_on_rank_0(checkpoint: storage.CheckpointPath, manifest: storage.Manifest, rank: int) -> bytes:
         if checkpoint.step == 2 and case.world.rank == 1:
             raise storage.InvalidCheckpoint("rank-0.pt is missing")
         return read(checkpoint, manifest, rank)
 
-    class Alone(World):
-        """Every rank takes its own word for everybody's."""
+    class WorldOfOne(World):
+        """A world in which every rank decides without the others."""
 
         is_main = True
 
@@ -136,13 +143,12 @@ def one_rank_sees_less(case: Case) -> Any:
         def broadcast(self, value: Any) -> Any:
             return value
 
-    storage.read_verified_rank_file = blind
-    agreed = case.checkpoints.load()
-    said, case.said = case.said, []
-    parted = case.start(Alone(**vars(case.world))).load()
-    storage.read_verified_rank_file = read
-    assert agreed and parted
-    case.said = said
+    with mock.patch.object(storage, "read_verified_rank_file", read_on_rank_0):
+        agreed = case.checkpoints.load()
+        ranks_of_one = Ranks(WorldOfOne(**vars(case.world)))
+        parted = Checkpointer(case.folder, ranks_of_one, SETTINGS, lambda message: None).load()
+    assert agreed
+    assert parted
     return {"agreed": agreed.step, "right": right(agreed, case.world.rank), "parted": parted.step}
 
 
@@ -155,7 +161,7 @@ def both_give_a_name(case: Case) -> Any:
 
 
 def sharded(case: Case) -> Any:
-    """FSDP2 with Adam: two steps, save, a third; then the third once more out of the checkpoint."""
+    """FSDP2 with Adam: save after two steps, execute the third one, and repeat it from the checkpoint."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -170,81 +176,102 @@ def sharded(case: Case) -> Any:
         model(torch.ones(2, 3)).pow(2).sum().backward()
         optimizer.step()
 
-    def everything(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> tuple[Any, Any]:
-        named = list(model.named_parameters())
-        return state_dicts.gather_full_tensors(named, keep), state_dicts.collect_optimizer_state(optimizer, named, keep)
+    def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> tuple[Any, Any]:
+        parameters = list(model.named_parameters())
+        tensors = state_dicts.gather_full_tensors(parameters, keep)
+        return tensors, state_dicts.collect_optimizer_state(optimizer, parameters, keep)
 
-    one = build(1)
+    model, optimizer = build(1)
     for _ in range(2):
-        step(*one)
-    kept = everything(*one, keep=case.world.is_main)
-    case.checkpoints.save(2, CheckpointState(*kept, {}))
-    step(*one)
-    loaded, other = case.checkpoints.load(), build(2)
+        step(model, optimizer)
+    saved = collect_state(model, optimizer, keep=case.world.is_main)
+    case.checkpoints.save(2, CheckpointState(*saved, {}))
+    step(model, optimizer)
+
+    loaded = case.checkpoints.load()
     assert loaded is not None
-    named = list(other[0].named_parameters())
-    state_dicts.load_tensors(named, loaded.model)
-    state_dicts.load_optimizer_state(other[1], named, loaded.optimizer)
-    step(*other)
-    return {"equal": str(everything(*one)) == str(everything(*other)), "sizes": [len(part) for part in kept]}
+    resumed_model, resumed_optimizer = build(2)
+    parameters = list(resumed_model.named_parameters())
+    state_dicts.load_tensors(parameters, loaded.model)
+    state_dicts.load_optimizer_state(resumed_optimizer, parameters, loaded.optimizer)
+    step(resumed_model, resumed_optimizer)
+    expected = collect_state(model, optimizer)
+    resumed = collect_state(resumed_model, resumed_optimizer)
+    return {"equal": str(expected) == str(resumed), "sizes": [len(part) for part in saved]}
 
 
 CASES = (round_trip, one_rank_cannot_write, rank_0_cannot_begin, one_rank_sees_less, both_give_a_name, sharded)
 
 
 def two(out: Path) -> int:
-    def body(place: RankInfo) -> None:
-        with rendezvous.join_world(place, Launch(device="cpu", threads=1, step_timeout=20)) as world:
-            found: dict[str, Any] = {}
-            for work in CASES:
-                case = Case(world, out, work.__name__)
-                found[work.__name__] = {"found": work(case), "said": case.said}
-            of_one = Checkpointer(
-                RunFolder(out / "of_one", 2), Ranks(world), SETTINGS, (said := list[str]()).append
-            ).load()
-            assert of_one is not None
-            whole = right(of_one, None) and of_one.local is None and not of_one.resumes_exactly
-            found["of_one"] = {"found": {"step": of_one.step, "whole": whole}, "said": said}
-            (out / f"rank-{world.rank}.json").write_text(json.dumps(found))
+    """Execute CASES on two ranks, and load a checkpoint of one rank. Return the exit status."""
 
-    return local_launcher.run_ranks(body, 2, 1, lambda: None)
+    def execute_cases(rank_info: RankInfo) -> None:
+        with rendezvous.join_world(rank_info, Launch(device="cpu", threads=1, step_timeout=20)) as world:
+            report: dict[str, Any] = {}
+            for execute in CASES:
+                case = Case(world, out, execute.__name__)
+                report[execute.__name__] = {"found": execute(case), "said": case.messages}
+            report["of_one"] = load_checkpoint_of_one(RunFolder(out / "of_one", 2), world)
+            (out / f"rank-{world.rank}.json").write_text(json.dumps(report))
+
+    return local_launcher.run_ranks(execute_cases, 2, 1, lambda: None)
 
 
-# ---- killed in the middle
+def load_checkpoint_of_one(folder: RunFolder, world: World) -> dict[str, Any]:
+    """Load a checkpoint of one rank on two ranks: it contains no local state for them."""
+    messages: list[str] = []
+    loaded = Checkpointer(folder, Ranks(world), SETTINGS, messages.append).load()
+    assert loaded is not None
+    has_model_only = right(loaded, None) and loaded.local is None and not loaded.resumes_exactly
+    return {"found": {"step": loaded.step, "whole": has_model_only}, "said": messages}
 
 
-def endless(folder: RunFolder, notes: Path) -> None:
-    """One start: go on where the last one was, and save every step until killed."""
-    place = RankInfo(master=str(Path(tempfile.mkdtemp()) / "store"))
-    with rendezvous.join_world(place, Launch(device="cpu", threads=1)) as world:
-        folder, said = folder.claim_attempt(), list[str]()
-        checkpoints = Checkpointer(folder, Ranks(world), SETTINGS, said.append)
-        newest = newest_of(folder)
+# ---- killed while saving
+
+
+def save_until_killed(folder: RunFolder, notes: Path) -> None:
+    """Resume from the newest checkpoint, append a line to the notes, and save every step until killed."""
+    rank_info = RankInfo(master=str(Path(tempfile.mkdtemp()) / "store"))
+    with rendezvous.join_world(rank_info, Launch(device="cpu", threads=1)) as world:
+        folder = folder.claim_attempt()
+        messages: list[str] = []
+        checkpoints = Checkpointer(folder, Ranks(world), SETTINGS, messages.append)
+        newest = find_newest_step(folder)
         loaded = checkpoints.load()
         step = loaded.step if loaded else 0
         folder.record_parent_attempt(loaded.attempt if loaded else None, step)
-        note = {"newest": newest, "step": step, "said": said, "right": loaded is None or right(loaded, 0, NUMBERS)}
+        note = {
+            "newest": newest,
+            "step": step,
+            "said": messages,
+            "right": loaded is None or right(loaded, 0, NUMBERS),
+            "left": len(storage.list_staging_dirs(folder)),
+        }
         with open(notes, "a") as file:
-            file.write(json.dumps(note | {"left": len(storage.list_staging_dirs(folder))}) + "\n")
+            file.write(json.dumps(note) + "\n")
         while True:
             step += 1
             checkpoints.save(step, state_of(step, numbers=NUMBERS))
 
 
 def kill(out: Path, seed: str) -> int:
-    folder, notes, chance = RunFolder(out / "run"), out / "notes", random.Random(seed)
+    """Kill processes that save, one after another, at random moments. Return the exit status."""
+    folder = RunFolder(out / "run")
     folder.path.mkdir()
+    notes = out / "notes"
+    chance = random.Random(seed)
     for number in range(ROUNDS + 1):
         pid = os.fork()
         if pid == 0:
             try:
-                endless(folder, notes)
+                save_until_killed(folder, notes)
             finally:
                 os._exit(1)
-        wait_until(lambda number=number: has_lines(notes, number + 1), "it saves", pause=0.002)  # type: ignore[misc]
-        if number % 3 == 0:  # every third one saves something, however slow the disk is
-            newest = json.loads(notes.read_text().splitlines()[number])["step"]
-            wait_until(lambda newest=newest: newest_of(folder) > newest, "it has saved", pause=0.002)  # type: ignore[misc]
+        wait_until(partial(has_lines, notes, number + 1), "the process saves", pause=0.002)
+        if number % 3 == 0:  # every third process saves a checkpoint, even on a slow disk
+            first_step = json.loads(notes.read_text().splitlines()[number])["step"]
+            wait_until(partial(has_newer_step, folder, first_step), "a checkpoint is saved", pause=0.002)
         time.sleep(chance.uniform(0, 0.1))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -255,9 +282,14 @@ def has_lines(file: Path, count: int) -> bool:
     return file.exists() and file.read_text().count("\n") >= count
 
 
-def newest_of(folder: RunFolder) -> int:
+def find_newest_step(folder: RunFolder) -> int:
     return max((checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)), default=0)
 
 
+def has_newer_step(folder: RunFolder, step: int) -> bool:
+    return find_newest_step(folder) > step
+
+
 if __name__ == "__main__":
-    sys.exit(two(Path(sys.argv[2])) if sys.argv[1] == "two" else kill(Path(sys.argv[2]), sys.argv[3]))
+    mode, out_folder, *seeds = sys.argv[1:]
+    sys.exit(two(Path(out_folder)) if mode == "two" else kill(Path(out_folder), *seeds))

@@ -1,4 +1,4 @@
-"""Runs with a damaged file, and the commands that read them: one line at most, and nothing is overwritten."""
+"""Commands that read runs with a damaged file: they print at most one line, and overwrite nothing."""
 
 from __future__ import annotations
 
@@ -29,38 +29,47 @@ FILES = (
 )
 
 
+OTHER_TYPES = {dict: "text", list: 7, str: {"a": 1}, int: "seven", float: [1.5], bool: "no", type(None): [None]}
+"""For each JSON type, a value of another type."""
+
+
+def read_first_object(content: bytes) -> Any:
+    """Parse a JSON file, or the first line of a file of JSON lines. Raises ValueError."""
+    has_json_lines = content[:1] == b"{" and b"}\n{" in content
+    return json.loads(content.splitlines()[0] if has_json_lines else content)
+
+
 def null_values(content: bytes) -> bytes:
-    """A JSON object with null under each of its names; of a file of lines, its first one."""
+    """Replace every value of a JSON object by null."""
     try:
-        text = content.splitlines()[0] if content[:1] == b"{" and b"}\n{" in content else content
-        return json.dumps(dict.fromkeys(json.loads(text))).encode() + b"\n"
+        return json.dumps(dict.fromkeys(read_first_object(content))).encode() + b"\n"
     except (ValueError, TypeError):
         return b"null: null\n"
 
 
 def other_types(content: bytes) -> bytes:
-    """A JSON object, or the first line of a file of lines, with a value of another type under each of its names."""
+    """Replace every value of a JSON object by a value of another type."""
     try:
-        text = content.splitlines()[0] if content[:1] == b"{" and b"}\n{" in content else content
-        others = {dict: "text", list: 7, str: {"a": 1}, int: "seven", float: [1.5], bool: "no", type(None): [None]}
-        return json.dumps({name: others[type(value)] for name, value in json.loads(text).items()}).encode() + b"\n"
+        fields = read_first_object(content).items()
     except (ValueError, AttributeError):
         return b"seed: [1]\ndata: 5\n"
+    return json.dumps({name: OTHER_TYPES[type(field)] for name, field in fields}).encode() + b"\n"
 
 
 def drop_keys(content: bytes) -> bytes:
-    """A JSON object, or the first line of a file of lines, without every second name, also in the objects in it."""
-
-    def drop(value: Any) -> Any:
-        if isinstance(value, list):
-            return [drop(item) for item in value]
-        return {name: drop(value[name]) for name in list(value)[::2]} if isinstance(value, dict) else value
-
+    """Remove every second key of a JSON object and of the objects in it."""
     try:
-        text = content.splitlines()[0] if content[:1] == b"{" and b"}\n{" in content else content
-        return json.dumps(drop(json.loads(text))).encode() + b"\n"
+        return json.dumps(drop_every_second_key(read_first_object(content))).encode() + b"\n"
     except ValueError:
         return b"seed: 0\n"
+
+
+def drop_every_second_key(content: Any) -> Any:
+    if isinstance(content, list):
+        return [drop_every_second_key(child) for child in content]
+    if isinstance(content, dict):
+        return {key: drop_every_second_key(content[key]) for key in list(content)[::2]}
+    return content
 
 
 Damage = Callable[[bytes], bytes]
@@ -75,9 +84,13 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-def digests(folder: Path) -> dict[str, str]:
-    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+def compute_digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 hash of each file."""
+    digests = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digests[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests
 
 
 def check_commands(source: RunFolder, name: str, damage: str, tmp_path: Path) -> None:
@@ -104,24 +117,29 @@ OF_A_RUN = {
 
 
 def call_all(run: Path) -> None:
-    """Call every command that reads runs, on this one and on all beside it: one line at most, nothing is written."""
+    """Call every command that reads runs, on this run and on all runs: at most one line, and nothing is written."""
     runs = run.parent
-    Made("ddp_multinode", 1, 20).write(runs)  # a sound one beside it
-    before, given = digests(runs), f"--runs-folder={runs}"
-    calls = {
-        "status of all": ["status", given],
-        "compare": ["compare", given, "--json=1", f"--page={runs.parent / 'page.html'}"],
-        "prune": ["prune-runs", given],
-        "sync": ["sync", given, "--dry-run=1"],
+    Made("ddp_multinode", 1, 20).write(runs)  # a second, undamaged run
+    digests = compute_digests(runs)
+    runs_option = f"--runs-folder={runs}"
+    commands = {
+        "status of all": ["status", runs_option],
+        "compare": ["compare", runs_option, "--json=1", f"--page={runs.parent / 'page.html'}"],
+        "prune": ["prune-runs", runs_option],
+        "sync": ["sync", runs_option, "--dry-run=1"],
     }
-    calls |= {what: [word.replace("{}", str(run)) for word in text.split(" ")] for what, text in OF_A_RUN.items()}
-    for what, words in calls.items():
-        done = inside.run_verb(*words)
-        assert done.returncode in (0, 1, 2, 3), (what, done)
-        errors = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
-        assert len(errors) <= 1 and "Traceback" not in done.stdout + done.stderr, (what, done.stderr)
-        if done.returncode == 2:
-            assert errors and errors[0].startswith("error: "), (what, done.stderr)
-        assert digests(runs) == before, f"{what} has written into a run"
-    listed = inside.run_verb("status", given).stdout
-    assert "ddp_multinode-2026" in listed and listed.count("FINISHED") >= 1, "the sound run is listed all the same"
+    for name, template in OF_A_RUN.items():
+        commands[name] = [argument.replace("{}", str(run)) for argument in template.split(" ")]
+
+    for name, arguments in commands.items():
+        process = inside.run_verb(*arguments)
+        assert process.returncode in (0, 1, 2, 3), (name, process)
+        errors = [line for line in process.stderr.splitlines() if not line.startswith("WARNING")]
+        assert len(errors) <= 1, (name, process.stderr)
+        assert "Traceback" not in process.stdout + process.stderr, (name, process.stderr)
+        if process.returncode == 2:
+            assert errors and errors[0].startswith("error: "), (name, process.stderr)
+        assert compute_digests(runs) == digests, f"{name} has written into a run"
+    table = inside.run_verb("status", runs_option).stdout
+    assert "ddp_multinode-2026" in table, "the undamaged run is missing in the table"
+    assert "FINISHED" in table

@@ -1,6 +1,6 @@
-"""Models trained by the strategies of resnet_dataparallel: narrow ResNets, many cases in one launch; and whole runs.
+"""Train narrow ResNets by the strategies of resnet_dataparallel: many cases in one launch, or complete runs.
 
-python -m tests.harness.dataparallel_parity OUT_FILE CACHE PROCESSES key=value,key=value ...     one argument a case
+python -m tests.harness.dataparallel_parity OUT_FILE CACHE RANKS key=value,key=value ...     one argument for each case
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.harness.processes import Done
 CASE = {
     "model": "resnet18",
     "data.name": "generated",
-    "data.samples": "49",  # six batches of 8, and a last one that leaves the second process without a sample
+    "data.samples": "49",  # six batches of 8, and one sample, so that the second rank has none
     "data.image_size": "16",
     "dtype": "float64",
     "batch": "8",
@@ -41,41 +41,42 @@ CASE = {
     "launch.threads": "1",
 }
 
-# the same images in runs of the experiment itself, whose last step is saved
-WHOLE = (
+RUN_SETTINGS = (
     *("data.name=generated", "data.samples=49", "data.image_size=16", "batch=8", "epochs=2", "eval_batch=5"),
     *("dtype=float64", "optim.warmup=2", "launch.threads=1", "checkpoint.every_seconds=0"),
 )
+"""Settings of complete runs on the same images."""
 
 
 def settings(text: str) -> tuple[Config, str]:
-    """The settings of a case; only ddp takes the number of processes."""
-    chosen = CASE | dict(word.split("=") for word in text.split(","))
-    if chosen.get("strategy", "ddp") != "ddp":
-        del chosen["processes_per_node"]
-    return config.build_config(Config, [chosen]), ""
+    """Return the config of a case. Only the strategy ddp accepts the number of ranks."""
+    values_by_key = CASE | dict(argument.split("=") for argument in text.split(","))
+    if values_by_key.get("strategy", "ddp") != "ddp":
+        del values_by_key["processes_per_node"]
+    return config.build_config(Config, [values_by_key]), ""
 
 
 def train(cfg: Config, _: str, world: World, prepared: PreparedDataset, folder: RunFolder) -> dict[str, Any]:
-    """One case on this rank; on rank 0 its losses, full state and scores."""
+    """Train one case on this rank; return its losses, full state and scores on rank 0."""
 
     def build(cfg: Config, run: Run) -> nn.Module:
         return ResNet("resnet18", run.sample_shape, run.classes, width=8).to(run.device, run.dtype)
 
     run = Run(cfg, folder, Ranks(world), prepared)
-    found = train_script(resnet_dataparallel, run, (resnet_dataparallel, "build_model", build))
-    return found if world.is_main else {}
+    outcome = train_script(resnet_dataparallel, run, (resnet_dataparallel, "build_model", build))
+    return outcome if world.is_main else {}
 
 
-def train_run(cache: Path, runs: Path, steps: int, *words: str) -> tuple[Done, dict[str, Any]]:
-    """A run of so many steps, and its losses, saved parameters and buffers, and scores."""
-    given = (*WHOLE, f"data.cache={cache}", f"steps={steps}", f"checkpoint.every_steps={steps}", *words)
-    done = processes.run("resnet_dataparallel", *given, runs=runs, timeout=280)
-    assert done.status == 0, done.err + done.out
-    file = done.folder.list_attempts()[0].attempt_folder / "checkpoints" / f"step-{steps:08d}" / "rank-0.pt"
-    state = torch.load(file, weights_only=True)["model"]
-    scores = done.folder.result["scores"]
-    return done, {"losses": done.losses, "state": state, "scores": scores}
+def train_run(cache: Path, runs: Path, steps: int, *settings: str) -> tuple[Done, dict[str, Any]]:
+    """Train a complete run; return it with its losses, scores, and the parameters and buffers of its checkpoint."""
+    length = (f"steps={steps}", f"checkpoint.every_steps={steps}")
+    arguments = (*RUN_SETTINGS, f"data.cache={cache}", *length, *settings)
+    process = processes.run("resnet_dataparallel", *arguments, runs=runs, timeout=280)
+    assert process.status == 0, process.err + process.out
+    attempt_folder = process.folder.list_attempts()[0].attempt_folder
+    checkpoint = torch.load(attempt_folder / f"checkpoints/step-{steps:08d}/rank-0.pt", weights_only=True)
+    scores = process.folder.result["scores"]
+    return process, {"losses": process.losses, "state": checkpoint["model"], "scores": scores}
 
 
 if __name__ == "__main__":

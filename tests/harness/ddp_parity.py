@@ -1,15 +1,14 @@
-"""Train many data-parallel cases of one world size in one launch, for the parity tests to compare.
+"""Train many data-parallel cases with one number of ranks in one launch, for parity tests.
 
-    python -m tests.harness.ddp_parity OUT_FILE CACHE PROCESSES key=value,key=value ...      one argument a case
+    python -m tests.harness.ddp_parity OUT_FILE CACHE RANKS key=value,key=value ...      one argument for each case
 
-A case may begin with one of MISTAKES: it then makes that mistake.
+A case may begin with one of MISTAKES, which is then planted in the run.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import re
 import sys
 import time
 from pathlib import Path
@@ -38,15 +37,15 @@ from common.training.run import Run
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode
 from tests.harness import reference
-from tests.harness.cases import full_state, prepare_for, save_cases, sums_of_ranks, train_script
+from tests.harness.cases import full_state, prepare_for, save_cases, split_case, sums_of_ranks, train_script
 from tests.harness.reference import differences
 
 CONVNET = {
     "data.name": "generated",
     "data.samples": "505",
     "data.image_size": "12",
-    "data.train_limit": "100",  # 4 batches an epoch, and 4 samples left out
-    "data.test_limit": "101",  # no multiple of 2 or 4
+    "data.train_limit": "100",  # 4 batches per epoch; 4 samples are left out
+    "data.test_limit": "101",  # not a multiple of 2 or 4
     "dtype": "float64",
     "launch.threads": "1",
     "batch": "24",
@@ -79,22 +78,25 @@ MISTAKES = (
     *("sums_losses", "no_communication", "same_share", "slow_rank"),
     *("mean_of_means", "equal_buffers", "torchs_dropout"),
 )
-SLOWS_DOWN = "slows_down"  # rank 1, by each sample, from a step on; no mistake
+SLOWS_DOWN = "slows_down"
+"""Not a mistake: after SLOW_FROM steps, rank 1 needs more time for each sample."""
 
 
 def settings(text: str) -> tuple[Config, str]:
-    """The settings of a case, and the mistake it makes, if any."""
-    words = re.split(r",(?![^\[]*\])", text)
-    mistake = words.pop(0) if "=" not in words[0] else ""
-    assert not mistake or mistake in (*MISTAKES, SLOWS_DOWN)
-    chosen = dict(word.split("=") for word in words)
-    base = RESNET if chosen.get("model") == "resnet18" else CONVNET
-    return config.build_config(Config, [base | chosen]), mistake
+    """Return the config of a case and its mistake, or an empty string."""
+    arguments = split_case(text)
+    mistake = arguments.pop(0) if "=" not in arguments[0] else ""
+    assert mistake in ("", *MISTAKES, SLOWS_DOWN)
+    overrides = dict(argument.split("=") for argument in arguments)
+    defaults = RESNET if overrides.get("model") == "resnet18" else CONVNET
+    return config.build_config(Config, [defaults | overrides]), mistake
 
 
 def unsplit(cfg: Config) -> nn.Sequential:
-    """The model in float64; a ResNet has few channels. At 12 pixels its last layers see 2x2: BatchNorm needs some
-    values to be well conditioned."""
+    """Build the unsplit model in float64, a ResNet with few channels.
+
+    With images of 12 pixels the last layers of the ResNet have 2x2 values, so that BatchNorm is well conditioned.
+    """
     shape = (3, cfg.data.image_size, cfg.data.image_size)
     if cfg.model == "resnet18":
         return networks.ResNet("resnet18", shape, 10, width=WIDTH, large=False).double()
@@ -102,14 +104,14 @@ def unsplit(cfg: Config) -> nn.Sequential:
 
 
 class OneShard(Run):
-    """Every rank trains on the first shard."""
+    """A run in which every rank trains on the first shard."""
 
     def batches(self, **options: Any) -> Any:
         return super().batches(**options | {"shard": (0, self.world.size)})
 
 
 def make_mistake(model: nn.Module, mistake: str, world: World) -> nn.Module:
-    """The wrapped model, which makes a mistake."""
+    """Plant a mistake in a wrapped model."""
     if mistake == "sums_losses":
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: gradient * world.size)
@@ -119,69 +121,98 @@ def make_mistake(model: nn.Module, mistake: str, world: World) -> nn.Module:
     if mistake == "slow_rank" and world.rank == 1:
         model.register_forward_pre_hook(lambda *_: time.sleep(0.1))
     if mistake == SLOWS_DOWN and world.rank == 1:
-        passed = itertools.count()
-        model.register_forward_pre_hook(lambda _, x: time.sleep(0.005 * len(x[0]) * (next(passed) >= SLOW_FROM)))
+        steps = itertools.count()
+
+        def slow_down(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if next(steps) >= SLOW_FROM:
+                time.sleep(0.005 * len(inputs[0]))
+
+        model.register_forward_pre_hook(slow_down)
     return model
 
 
-def train(cfg: Config, mistake: str, world: World, prepared: PreparedDataset, folder: RunFolder) -> dict[str, Any]:
-    """One case on this rank; on rank 0 its losses, full state and scores."""
-    run = (OneShard if mistake == "same_share" else Run)(cfg, folder, Ranks(world), prepared)
-    before: dict[str, Tensor] = {}
-    wrap, classify = ddp_multinode.wrap_model, evaluate.score_replicated
-
-    def wrap_wrongly(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
-        return make_mistake(wrap(cfg, model, run), mistake, world)
-
-    def look_before(model: nn.Module, run: Run, predict: Any) -> dict[str, float]:
-        before.update(full_state([model]))
-        return classify(model, run, predict)
+def list_replacements(mistake: str, cfg: Config, world: World) -> list[tuple[Any, str, Any]]:
+    """Return the attributes that a mistake replaces: (owner, name, replacement)."""
 
     def average_means(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
-        return F.cross_entropy(logits, labels) * (cfg.batch / world.size)  # the mean over its own samples
+        return F.cross_entropy(logits, labels) * (cfg.batch / world.size)  # the mean over this rank's samples
 
-    changes: list[tuple[Any, str, Any]] = []
     if mistake == "mean_of_means":
-        changes.append((ddp_multinode, "F", SimpleNamespace(cross_entropy=average_means)))
+        return [(ddp_multinode, "F", SimpleNamespace(cross_entropy=average_means))]
     if mistake == "torchs_dropout":
-        changes.append((SampleDropout, "forward", lambda layer, x: F.dropout(x, layer.rate, layer.training)))
+        return [(SampleDropout, "forward", lambda layer, x: F.dropout(x, layer.rate, layer.training))]
     if mistake == "equal_buffers":
-        changes.append((TrainState, "shard_weight", 1.0))
-    found = train_script(
+        return [(TrainState, "shard_weight", 1.0)]
+    return []
+
+
+def train(cfg: Config, mistake: str, world: World, prepared: PreparedDataset, folder: RunFolder) -> dict[str, Any]:
+    """Train one case on this rank; return its losses, full state and scores on rank 0."""
+    run_class = OneShard if mistake == "same_share" else Run
+    run = run_class(cfg, folder, Ranks(world), prepared)
+    state_before_evaluation: dict[str, Tensor] = {}
+    wrap = ddp_multinode.wrap_model
+    score = evaluate.score_replicated
+
+    def wrap_with_mistake(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
+        return make_mistake(wrap(cfg, model, run), mistake, world)
+
+    def record_and_score(model: nn.Module, run: Run, predict: Any) -> dict[str, float]:
+        state_before_evaluation.update(full_state([model]))
+        return score(model, run, predict)
+
+    outcome = train_script(
         ddp_multinode,
         run,
         (ddp_multinode, "init_network", lambda cfg, *_: add_dropout(unsplit(cfg), cfg.dropout, cfg.seed)),
-        (ddp_multinode, "wrap_model", wrap_wrongly),
-        (training_run, "score_replicated", look_before),
-        *changes,
+        (ddp_multinode, "wrap_model", wrap_with_mistake),
+        (training_run, "score_replicated", record_and_score),
+        *list_replacements(mistake, cfg, world),
     )
     assert run.times is not None
-    ranks, sums = step_timing.gather_step_times(world, run.times), sums_of_ranks(found["state"])
-    slow = ScalingReport(ranks, world.hosts, 0.0).straggler if mistake == "slow_rank" else None
-    exposed = min(ranks[0].exposed, default=0.0) if ranks else 0.0
+    step_times = step_timing.gather_step_times(world, run.times)
+    outcome["sums"] = sums_of_ranks(outcome["state"])
+    if not world.is_main:
+        return {}
+
+    outcome["before"] = state_before_evaluation
+    outcome["straggler"] = None
+    if mistake == "slow_rank":
+        outcome["straggler"] = ScalingReport(step_times, world.hosts, 0.0).straggler
+    outcome["exposed"] = min(step_times[0].exposed, default=0.0) if step_times else 0.0
     auto_shards = run.find_hook(AutoShards)
-    shards = auto_shards.history if auto_shards else []
-    named = {"sums": sums, "before": before, "straggler": slow, "exposed": exposed, "shards": shards}
-    rows = [row for row in folder.read_attempt_rows() if "shard_0" in row] if world.is_main else []
-    written = [(row["global_step"] + 1, tuple(row[f"shard_{rank}"] for rank in range(world.size))) for row in rows]
-    return found | named | {"written": written} if world.is_main else {}
+    outcome["shards"] = auto_shards.history if auto_shards else []
+    outcome["written"] = list_written_shards(folder, world.size)
+    return outcome
+
+
+def list_written_shards(folder: RunFolder, ranks: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the shards that the metrics contain, each with the step after the row."""
+    shards = []
+    for row in folder.read_attempt_rows():
+        if "shard_0" in row:
+            shards.append((row["global_step"] + 1, tuple(row[f"shard_{rank}"] for rank in range(ranks))))
+    return shards
 
 
 @functools.cache
 def expected(cache: Path, case: str, shares: int | tuple[int, ...] = 1) -> dict[str, Any]:
-    """One process that trains the unsplit model by the bare loop; shares have BatchNorm buffers of their own."""
+    """Train the unsplit model in one process by the bare loop; each share has its own BatchNorm buffers."""
     cfg, _ = settings(case)
     prepared = prepare_for(cfg, str(cache))
     torch.manual_seed(1234)
     return reference.trained(cfg, unsplit(cfg), prepared, shares=shares)
 
 
-def wrong(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """What differs from the reference, or between the processes."""
-    counts = ("test_accuracy", "test_samples")
-    unequal = [name for name in counts if found["scores"][name] != expected["scores"][name]]
-    apart = ["processes hold different models"] if len(set(found["sums"])) > 1 else []
-    return differences(found, expected) + unequal + apart
+def wrong(outcome: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Return the differences from the reference and between the ranks."""
+    problems = differences(outcome, expected)
+    for name in ("test_accuracy", "test_samples"):
+        if outcome["scores"][name] != expected["scores"][name]:
+            problems.append(name)
+    if len(set(outcome["sums"])) > 1:
+        problems.append("the ranks have different models")
+    return problems
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Modules that an experiment may have for itself, found by its name: no shared module lists the experiments."""
+"""Find modules of an experiment by its name, so that no shared module lists the experiments."""
 
 from __future__ import annotations
 

@@ -78,16 +78,19 @@ def find_files(place: Path, technique: str, experiment: str) -> list[Path]:
 
 def list_shown_parts(pages: list[Path]) -> set[str]:
     """Return the recorded parts that pages show."""
-    return {match.group(2) for page in pages for match in tables.MARKED.finditer(page.read_text())}
+    parts: set[str] = set()
+    for page in pages:
+        parts.update(match.group(2) for match in tables.MARKED.finditer(page.read_text()))
+    return parts
 
 
 def delete_records(folder: Path, names: set[str]) -> None:
     """Delete recorded parts."""
     for file in folder.glob("*-*.json"):
         record = json.loads(file.read_text())
-        kept = {name: part for name, part in record["parts"].items() if name not in names}
-        if len(kept) < len(record["parts"]):
-            write_json(file, record | {"parts": kept})
+        remaining = {name: part for name, part in record["parts"].items() if name not in names}
+        if len(remaining) < len(record["parts"]):
+            write_json(file, record | {"parts": remaining})
 
 
 def delete_rows(text: str, is_deleted: re.Pattern[str]) -> str:
@@ -108,15 +111,17 @@ def delete_technique(technique: str, place: Path) -> None:
         raise UserError(f"{folder} is not committed, and a clone has only committed files; commit it first")
     clone_checkout(place)
     files = find_files(place, technique, experiment)
-    sources = [file.read_text() for file in files if file.suffix == ".py"]
-    tests = {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
-    shown = list_shown_parts([file for file in files if file.suffix == ".md"])
+    tests = set()
+    for file in files:
+        if file.suffix == ".py":
+            tests.update(re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE))
+    parts_of_deleted_pages = list_shown_parts([file for file in files if file.suffix == ".md"])
     for file in files:
         file.unlink()
     shutil.rmtree(place / "common/techniques" / technique)
 
     pages = [page for page in place.rglob("*.md") if page.name != "CHANGELOG.md"]
-    delete_records(place / "tests/benchmarks/recorded", shown - list_shown_parts(pages))
+    delete_records(place / "tests/benchmarks/recorded", parts_of_deleted_pages - list_shown_parts(pages))
     in_code = "|".join([technique, experiment, *tests])
     links = "|".join(re.escape(file.name) for file in files)
     is_deleted = re.compile(rf"`(?:{in_code})`|\]\([^)]*\b(?:{links})[#)]")

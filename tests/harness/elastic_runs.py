@@ -1,10 +1,10 @@
-"""Elastic runs of the tests, and the undisturbed run of one process that each must equal."""
+"""Elastic runs of the tests, and undisturbed runs on one rank with which they are compared."""
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,61 +26,76 @@ SMALL = (
 
 
 def train(faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") -> Done:
-    """A run with `faults`, as tests/harness/elastic.py takes them."""
-    line = [sys.executable, "-m", "tests.harness.elastic", name, faults, f"runs={runs}", *SMALL, *settings]
-    done = warm.execute(line, env=environment(), timeout=120)
-    return Done(done.returncode, done.stdout, done.stderr, runs)
+    """Train with `faults` as described in tests/harness/elastic.py."""
+    command = [sys.executable, "-m", "tests.harness.elastic", name, faults, f"runs={runs}", *SMALL, *settings]
+    process = warm.execute(command, env=environment(), timeout=120)
+    return Done(process.returncode, process.stdout, process.stderr, runs)
 
 
 def train_alone(factory: pytest.TempPathFactory, *settings: str, name: str = "ddp_multinode") -> RunFolder:
-    """The run of one process that nothing disturbs."""
-    key = "-".join(["alone", name, *(word for word in settings if "/" not in word)])
+    """Return the undisturbed run on one rank, which is trained only once per test run."""
+    key = "-".join(["alone", name, *(setting for setting in settings if "/" not in setting)])
     return run_once(factory, key, name, *SMALL, *settings, "processes_per_node=1").folder
 
 
-def train_like(alone: RunFolder, faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") -> RunFolder:
-    """A run with `faults` that ends well and with the numbers of `alone`.
+def train_like(
+    undisturbed: RunFolder, faults: str, *settings: str, runs: Path, name: str = "ddp_multinode"
+) -> RunFolder:
+    """Train with `faults`; check that the run finishes with the losses and scores of `undisturbed`.
 
-    Where gloo could not be woken, one more rank is lost, and if that alone had a part of the state the run is resumed.
-    That has the numbers, too; as its losses are others, another run is made.
+    If a rank is stuck in gloo, this rank is lost, too. If it was the only one with a part of the state, the run is
+    resumed. Its losses are checked as well, but other ranks were lost than in `faults`, so another run is trained.
     """
     for number in range(TRIES):
-        done = train(faults, *settings, runs=runs / str(number), name=name)
-        logs = [file.read_text() for file in done.folder.path.glob("attempts/*/logs/rank-*.log")]
-        stuck = ":block" not in faults and any(STUCK_REASON in log for log in logs)
-        if stuck and EndReason.SHARD_LOST.value in done.err:
-            resumed = resume(BY_NAME[name], done.folder)
+        process = train(faults, *settings, runs=runs / str(number), name=name)
+        logs = [file.read_text() for file in process.folder.path.glob("attempts/*/logs/rank-*.log")]
+        is_stuck = ":block" not in faults and any(STUCK_REASON in log for log in logs)
+        if is_stuck and EndReason.SHARD_LOST.value in process.err:
+            resumed = resume(BY_NAME[name], process.folder)
             assert resumed.returncode == 0, (faults, resumed.stderr, logs)
         else:
-            assert done.status == 0, (faults, done.err, logs)
-        wrong = differences(done.folder, alone)
-        assert not wrong, (faults, wrong)
-        if not stuck:
-            return done.folder
-    raise AssertionError(f"{faults}: gloo could not be woken in {TRIES} runs, one after another: {logs}")
+            assert process.status == 0, (faults, process.err, logs)
+        problems = differences(process.folder, undisturbed)
+        assert not problems, (faults, problems)
+        if not is_stuck:
+            return process.folder
+    raise AssertionError(f"{faults}: a rank was stuck in gloo in each of {TRIES} runs: {logs}")
 
 
-def differences(found: RunFolder, alone: RunFolder) -> list[str]:
-    """Where the rows of two runs differ: other steps or evaluations, or numbers that rounding does not explain."""
-    rows, expected = found.read_metrics(), alone.read_metrics()
-    keys = [[(row["global_step"], "test_loss" in row) for row in given] for given in (rows, expected)]
-    if keys[0] != keys[1]:
-        less, more = (sorted({*one} - {*other}) for one, other in ((keys[1], keys[0]), keys))
-        return [f"rows {less} are missing, {more} should not be there, or the order is another one"]
-    return [
-        f"step {row['global_step']}: {name} {row[name]}, expected {other[name]}"
-        for row, other in zip(rows, expected, strict=True)
-        for name in ("loss", "test_loss", "test_accuracy", "samples", "skipped")
-        if abs(row.get(name, 0.0) - other.get(name, 0.0)) > 1e-9
-    ]
+def list_row_keys(rows: list[dict[str, Any]]) -> list[tuple[int, bool]]:
+    """Return the step of each row, and whether the row is an evaluation."""
+    return [(row["global_step"], "test_loss" in row) for row in rows]
+
+
+def differences(run: RunFolder, undisturbed: RunFolder) -> list[str]:
+    """Return the differences between the metrics of two runs, except those of rounding."""
+    rows = run.read_metrics()
+    expected_rows = undisturbed.read_metrics()
+    keys = list_row_keys(rows)
+    expected_keys = list_row_keys(expected_rows)
+    if keys != expected_keys:
+        missing = sorted(set(expected_keys) - set(keys))
+        unexpected = sorted(set(keys) - set(expected_keys))
+        return [f"missing rows: {missing}; unexpected rows: {unexpected}; or the order differs"]
+
+    problems = []
+    for row, expected in zip(rows, expected_rows, strict=True):
+        for name in ("loss", "test_loss", "test_accuracy", "samples", "skipped"):
+            if abs(row.get(name, 0.0) - expected.get(name, 0.0)) > 1e-9:
+                problems.append(f"step {row['global_step']}: {name} {row.get(name)}, expected {expected.get(name)}")
+    return problems
 
 
 def list_changes(folder: RunFolder) -> list[tuple[list[int], list[int]]]:
-    """Of each change of the ranks, which were lost and which joined."""
+    """Return the lost ranks and the joined ranks of each change of the world."""
     return [(change["lost"], change["joined"]) for change in folder.result["measured"]["generations"]]
 
 
 def list_lost_and_joined(folder: RunFolder) -> tuple[list[int], list[int]]:
-    """All ranks that were lost, and all that joined, one after another."""
-    lost, joined = zip(*list_changes(folder), strict=True)
-    return [*itertools.chain(*lost)], [*itertools.chain(*joined)]
+    """Return all lost ranks and all joined ranks, in order."""
+    all_lost = []
+    all_joined = []
+    for lost, joined in list_changes(folder):
+        all_lost += lost
+        all_joined += joined
+    return all_lost, all_joined

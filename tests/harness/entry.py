@@ -1,4 +1,4 @@
-"""What the shared tests need to know about an experiment. tests/harness/entries/NAME.py declares it."""
+"""Declarations of an experiment for the shared tests. tests/harness/entries/NAME.py contains those of NAME."""
 
 from __future__ import annotations
 
@@ -9,50 +9,53 @@ from typing import Any
 from common.config import config
 from configs.shared import TrainingExperiment
 
-MLP = ("model=mlp", "bucket_mb=0.05")  # several buckets, as a larger model has them
+MLP = ("model=mlp", "bucket_mb=0.05")  # several buckets, as for a larger model
 FEW_STEPS = ("steps=4", "batch=6", "checkpoint.every_steps=2", "data.test_limit=20", "eval_batch=4")
 SCORES = ("test_accuracy", "test_loss", "test_samples", "samples_per_second")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An experiment, its smallest settings, what its result must hold, and its part in tests of several experiments."""
+    """An experiment, its smallest settings, the keys of its result, and its part in tests of several experiments."""
 
     name: str
     smallest: tuple[str, ...]
     processes: int
     produces: tuple[str, ...]
     spread: Callable[[int], tuple[str, ...]]
-    """The settings that give a run so many processes; they take a batch of 24."""
+    """Returns the settings for a number of ranks. The batch size is 24."""
     own_technique: str = ""
-    """The folder of the technique that belongs to this experiment alone, so that both can be deleted; else empty."""
+    """The folder of the technique that only this experiment uses, so that both can be deleted; otherwise empty."""
     others: tuple[tuple[str, ...], ...] = ()
-    """Settings under which resuming is no matter of course: each must go on to the bit, too."""
+    """Further settings with which a resumed run must equal an uninterrupted one bit for bit."""
     learns_at_once: bool = True
-    """Whether the 40th loss of the smallest settings is below the first; else there is a checkpoint after each 20."""
+    """Whether the 40th loss of the smallest settings is below the first; if not, every 20th step is saved."""
     keeps_ranks: bool = False
-    """Whether only as many ranks as saved a checkpoint can go on from it."""
+    """Whether a run can only be resumed on as many ranks as saved the checkpoint."""
     page_settings: tuple[str, ...] = ()
-    """Settings that make the commands of the pages small and leave the settings of the commands as they are."""
+    """Settings that make the commands of the pages small, and change none of the settings in these commands."""
     page_commands: Mapping[str, str] = field(default_factory=dict)
-    """Commands of the pages that are not executed as they are, each with the test file that covers it."""
+    """Commands of the pages that are not executed as written, each with the test file that covers it."""
     techniques: frozenset[str] | None = None
-    """The techniques that a run may load; None if no test of the loaded modules trains this experiment."""
+    """The techniques that a run may load; None if no test of loaded modules trains this experiment."""
     exports: bool = False
-    """Whether its network is exported by torch.export: one experiment for each kind of network."""
+    """Whether torch.export is tested with its network: one experiment for each kind of network."""
     evaluated: tuple[tuple[str, ...], ...] = ()
-    """Settings of runs whose trained model is evaluated in one process, with the same scores."""
+    """Settings of runs whose trained model must have the same scores when it is evaluated on one rank."""
     elastic_campaign: tuple[str, ...] | None = None
-    """Settings of the runs that campaigns strike with elastic=true; None if campaigns leave the experiment out."""
+    """Settings of the runs that campaigns strike with elastic=true; None if campaigns do not use this experiment."""
     cluster_settings: tuple[str, ...] = ()
-    """Settings of the runs that faults strike on a local cluster. Models and batches are small, and the cables slow:
-    runs wait rather than compute, so that one is struck in its middle on any machine, beside other runs."""
+    """Settings of the runs that faults strike on a local cluster.
+
+    Models and batches are small, and the cables are slow. The runs wait more than they compute, so that a fault comes
+    in the middle of a run on any machine, also if other runs use the machine.
+    """
     check_four_hosts: Callable[[Mapping[str, Any]], bool] | None = None
-    """Whether the result of 12 steps on four hosts is right; None if no test trains the experiment on four hosts."""
+    """Whether the result of 12 steps on four hosts is correct; None if no test trains the experiment on four hosts."""
     transports: tuple[str, ...] = ()
-    """Transports of the built-in backend, beside the network, over which two ranks are tested to equal one."""
+    """Further transports of the built-in backend, besides the network, with which two ranks must equal one."""
 
     @property
     def trains(self) -> bool:
-        """Whether there is a model: else there are neither losses nor scores."""
+        """Whether the experiment trains a model, and so has losses and scores."""
         return issubclass(config.import_schema(self.name), TrainingExperiment)

@@ -1,8 +1,11 @@
-"""An experiment with an error of its author or user: ERROR_OF_USER=CASE python -m tests.harness.errors_of_users WORDS
+"""An experiment with an error of its author or user.
 
-CASE is `timeout` (rank 1 waits in vain for something that is no rank), `after_report_0` or `after_report_1` (that rank
-raises an error after the report), `exit` (each rank exits before training), `pipe` (nobody reads the output) or `disk`
-(the output goes to a full disk). In the last two cases, `main` ends with sys.exit, as a script may.
+    ERROR_OF_USER=CASE python -m tests.harness.errors_of_users key=value ...
+
+CASE is `timeout` (a time-out on rank 1 that no other rank has caused), `after_report_0` or `after_report_1` (that rank
+raises an error after the report), `exit` (each rank exits before training), `pipe` (the output is a pipe without a
+reader) or `disk` (the output is a file on a full disk). In the last two cases, `main` ends with sys.exit, as a script
+may.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def main(cfg: Config, run: Run) -> None:
 
 
 def make_output_unwritable(case: str) -> None:
-    """Replace standard output by a pipe that nobody reads, or by a file on a full disk."""
+    """Replace standard output by a pipe without a reader, or by a file on a full disk."""
     if case == "pipe":
         reader, writer = os.pipe()
         os.dup2(writer, 1)

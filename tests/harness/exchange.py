@@ -1,10 +1,9 @@
-"""Three steps of messages between two processes, for tests/unit/techniques/pipeline/test_stage_messages.py.
+"""Exchange messages between two ranks, for tests/unit/techniques/pipeline/test_stage_messages.py.
 
     python -m tests.harness.exchange memory|network|groups|small|silent|gone
 
-With `groups` each direction has a process group and a first message, as on nccl; with `small` the files of a process,
-which its shared memory is too, may hold next to nothing; with `silent` one process says nothing in the last step, with
-`gone` it ends there.
+With `groups`, each direction has a process group and a first message, as with nccl. With `small`, the size of files and
+of shared memory is limited to 100 kB. In the last step, rank 1 sends nothing with `silent`, and exits with `gone`.
 """
 
 from __future__ import annotations
@@ -26,34 +25,51 @@ from configs.shared import Launch
 SHAPES = [torch.Size([30_000]), torch.Size([2])]
 
 
-def exchange(what: str, place: RankInfo) -> None:
-    with rendezvous.join_world(place, Launch(device="cpu", threads=1, step_timeout=2)) as world:
-        if what == "small":
+def exchange(case: str, rank_info: RankInfo) -> None:
+    """Send activations from rank 0 to rank 1, which returns them plus 1 as gradients."""
+    with rendezvous.join_world(rank_info, Launch(device="cpu", threads=1, step_timeout=2)) as world:
+        if case == "small":
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        found = list_routes(make_gpipe_schedule(2, 2, 2), SHAPES, 4)
-        shown = dataclasses.replace(world, backend="nccl") if what == "groups" else world
-        messages = StageMessages(shown, found, torch.float32, 2, "network" if what in ("network", "groups") else "auto")
-        assert (messages.memory is not None) == (what in ("memory", "silent", "gone"))
-        assert len(set(messages.network.groups.values())) == (4 if what == "groups" else 0)
+        messages = make_messages(case, world)
         for step in range(3):
             messages.post_receives()
-            for m in range(2):
-                value = torch.full((4, 30_000), 10.0 * step + m)
+            for microbatch in range(2):
                 if world.rank == 0:
-                    messages.send(Action("F", 1, m), value)
-                    answer = messages.receive(Action("B", 0, m))
-                    assert answer is not None and torch.equal(answer, value + 1)
-                else:
-                    if what == "silent" and step == 2:
-                        time.sleep(60)
-                    if what == "gone" and step == 2:
-                        os._exit(0)
-                    given = messages.receive(Action("F", 1, m))
-                    assert given is not None
-                    messages.send(Action("B", 0, m), given.t().contiguous().t() + 1)
+                    send_and_check_answer(messages, microbatch, torch.full((4, 30_000), 10.0 * step + microbatch))
+                    continue
+                if case == "silent" and step == 2:
+                    time.sleep(60)
+                if case == "gone" and step == 2:
+                    os._exit(0)
+                answer(messages, microbatch)
             messages.wait_until_sent()
         world.gather(None)
 
 
+def make_messages(case: str, world: rendezvous.World) -> StageMessages:
+    routes = list_routes(make_gpipe_schedule(2, 2, 2), SHAPES, 4)
+    if case == "groups":
+        world = dataclasses.replace(world, backend="nccl")
+    transport = "network" if case in ("network", "groups") else "auto"
+    messages = StageMessages(world, routes, torch.float32, 2, transport)
+    assert (messages.memory is not None) == (case in ("memory", "silent", "gone"))
+    assert len(set(messages.network.groups.values())) == (4 if case == "groups" else 0)
+    return messages
+
+
+def send_and_check_answer(messages: StageMessages, microbatch: int, activations: torch.Tensor) -> None:
+    messages.send(Action("F", 1, microbatch), activations)
+    gradients = messages.receive(Action("B", 0, microbatch))
+    assert gradients is not None
+    assert torch.equal(gradients, activations + 1)
+
+
+def answer(messages: StageMessages, microbatch: int) -> None:
+    """Send the received activations plus 1, as a tensor that is not contiguous."""
+    activations = messages.receive(Action("F", 1, microbatch))
+    assert activations is not None
+    messages.send(Action("B", 0, microbatch), activations.t().contiguous().t() + 1)
+
+
 if __name__ == "__main__":
-    sys.exit(local_launcher.run_ranks(lambda place: exchange(sys.argv[1], place), 2, 1, lambda: None))
+    sys.exit(local_launcher.run_ranks(lambda rank_info: exchange(sys.argv[1], rank_info), 2, 1, lambda: None))

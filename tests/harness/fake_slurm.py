@@ -1,4 +1,4 @@
-"""SLURM's commands as scripts that answer as they are told, and commands of the project that meet them."""
+"""SLURM's commands as scripts with fixed outputs, and commands of the project that call them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from tests.harness.warm import ROOT
 
 
 class Fake:
-    """SLURM's commands as scripts on PATH; each writes down how it was called."""
+    """SLURM's commands as scripts on PATH. Each appends its command line to the file `calls`."""
 
     def __init__(self, folder: Path) -> None:
-        self.bin, self.calls = folder / "bin", folder / "calls"
+        self.bin = folder / "bin"
+        self.calls = folder / "calls"
         self.bin.mkdir()
         self.conf = folder / "slurm.conf"
         self.conf.touch()
@@ -34,30 +35,32 @@ class Fake:
         self.answer("scancel", "exit 0")
 
     def answer(self, name: str, body: str) -> None:
+        """Replace the script of a command."""
         script = self.bin / name
         script.write_text(f'#!/bin/sh\necho "{name} $*" >>"{self.calls}"\n{body}\n')
         script.chmod(script.stat().st_mode | stat.S_IEXEC)
 
     def environment(self, **extra: str) -> dict[str, str]:
         path = f"{self.bin}:{Path(sys.executable).parent}:/usr/bin:/bin"
-        nowhere = str(self.bin.parent / "no-cluster")
-        return environment(**{"PATH": path, "SLURM_CONF": str(self.conf), "CLUSTER_DIR": nowhere} | extra)
+        missing_cluster = str(self.bin.parent / "no-cluster")
+        variables = {"PATH": path, "SLURM_CONF": str(self.conf), "CLUSTER_DIR": missing_cluster}
+        return environment(**variables | extra)
 
 
-def call(fake: Fake, module: str, *words: str, source: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    """A command of the project's sources in `source`: of its own checkout as a fork of a warm process."""
-    argv = [sys.executable, "-m", module, *words]
-    return warm.execute(argv, cwd=source, env=fake.environment(PYTHONPATH=str(source), **env), timeout=60)
+def call(fake: Fake, module: str, *arguments: str, source: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    """Execute a module of the sources in the folder `source`, by default of this checkout."""
+    command = [sys.executable, "-m", module, *arguments]
+    return warm.execute(command, cwd=source, env=fake.environment(PYTHONPATH=str(source), **env), timeout=60)
 
 
 def call_here(
-    fake: Fake, main: Callable[[list[str]], int], *words: str, **env: str
+    fake: Fake, main: Callable[[list[str]], int], *arguments: str, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """A command within this process, which knows no earlier answer of the scheduler. A fork would take 0.4 s more."""
+    """Call a command in this process without cached outputs of the scheduler. A fork would take 0.4 s more."""
     with mock.patch.multiple(scheduler, FAILURE_CACHE={}, QUEUE_CACHE={}):
-        return inside.call(main, *words, cwd=ROOT, **fake.environment(**env))
+        return inside.call(main, *arguments, cwd=ROOT, **fake.environment(**env))
 
 
-def report(fake: Fake, *words: str) -> subprocess.CompletedProcess[str]:
-    """`python -m slurm` with a verb that starts nothing, within this process."""
-    return call_here(fake, slurm_main, *words)
+def report(fake: Fake, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Call `python -m slurm` in this process, with a verb that starts no other process."""
+    return call_here(fake, slurm_main, *arguments)

@@ -1,4 +1,4 @@
-"""A limit of the size of files, with which writing fails as it does on a full disk."""
+"""Limit the size of files, so that writing fails as on a full disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def limit_file_size(size: int) -> Iterator[None]:
-    """Let this process, and those it starts, write no file of more than `size` bytes."""
+    """Limit the size of files that this process and its children write to `size` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

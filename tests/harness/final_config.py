@@ -1,4 +1,7 @@
-"""mnist_pipeline whose ranks tell whether the config has changed: python -m tests.harness.final_config WORDS"""
+"""mnist_pipeline whose ranks report whether the config has changed.
+
+python -m tests.harness.final_config key=value ...
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from experiments import mnist_pipeline
 
 
 def main(cfg: Config, run: Run) -> None:
-    checked = config.format_yaml(config.load_config(Config, sys.argv[1:]))
+    checked_config = config.format_yaml(config.load_config(Config, sys.argv[1:]))
     mnist_pipeline.main(cfg, run)
-    text = (run.folder.path / "config.yaml").read_text()
-    is_unchanged = config.format_yaml(cfg) == config.format_yaml(run.cfg) == checked == text
-    answers = run.world.gather(is_unchanged)
-    run.log_message(f"config unchanged on all ranks: {answers}")
+    saved_config = (run.folder.path / "config.yaml").read_text()
+    is_unchanged = config.format_yaml(cfg) == config.format_yaml(run.cfg) == checked_config == saved_config
+    unchanged_by_rank = run.world.gather(is_unchanged)
+    run.log_message(f"config unchanged on all ranks: {unchanged_by_rank}")
 
 
 if __name__ == "__main__":

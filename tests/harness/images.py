@@ -1,4 +1,4 @@
-"""The parts of a prepared data set, for tests."""
+"""Load the training and the test part of a prepared data set, for tests."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from configs.shared import Data
 
 
 def load_train_test(prepared: PreparedDataset, settings: Data) -> tuple[Images, Images]:
-    """The training and the test part, as a run cuts them."""
+    """Return the training and the test part, limited as in a run."""
     return Images(prepared, "train", settings.train_limit), Images(prepared, "test", settings.test_limit)

@@ -1,4 +1,4 @@
-"""Commands of the project called within the test's own process: for many words, of which few ever start anything."""
+"""Call commands of the project in the process of the test: for tests of many commands that start no other process."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ from tests.harness.warm import ROOT
 
 
 def call(
-    function: Callable[[list[str]], int], *words: str, cwd: Path = ROOT, **env: str
+    function: Callable[[list[str]], int], *arguments: str, cwd: Path = ROOT, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Call a command's main() as its module does when it is executed: what it says, and its exit status."""
-    out, err = io.StringIO(), io.StringIO()
-    with placed(cwd, env), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    """Call a command's main() as its module does when it is executed; return its outputs and its exit status."""
+    stdout = io.StringIO()
+    stderr = io.StringIO()
+    with change_context(cwd, env), contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         try:
             with exit_on_user_error():
-                status = function(list(words))
-        except SystemExit as end:
-            assert isinstance(end.code, int | None), end.code
-            status = end.code or 0
-    return subprocess.CompletedProcess(list(words), status, out.getvalue(), err.getvalue())
+                status = function(list(arguments))
+        except SystemExit as system_exit:
+            assert isinstance(system_exit.code, int | None), system_exit.code
+            status = system_exit.code or 0
+    return subprocess.CompletedProcess(list(arguments), status, stdout.getvalue(), stderr.getvalue())
 
 
-def run_verb(verb: str, *words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    """`python -m slurm VERB` within this process."""
-    return call(main, verb, *words, cwd=cwd, **env)
+def run_verb(verb: str, *arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    """Call `python -m slurm VERB` in this process."""
+    return call(main, verb, *arguments, cwd=cwd, **env)
 
 
 @contextlib.contextmanager
-def placed(cwd: Path, env: dict[str, str]) -> Iterator[None]:
-    """The environment of a command that a test starts, and its folder."""
-    before, wanted = dict(os.environ), environment(**env)
+def change_context(cwd: Path, env: dict[str, str]) -> Iterator[None]:
+    """Set the folder, and the environment of a command that a test starts."""
+    original_environment = dict(os.environ)
+    command_environment = environment(**env)
     try:
         os.environ.clear()
-        os.environ.update(wanted)
+        os.environ.update(command_environment)
         with contextlib.chdir(cwd):
             yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(original_environment)

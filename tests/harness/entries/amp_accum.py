@@ -1,4 +1,4 @@
-"""What the shared tests need to know about amp_accum."""
+"""Declarations of amp_accum for the shared tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENTRY = Entry(
         "steps_skipped",
         "final_loss",
     ),
-    # three microbatches of 8 samples: the last window of an epoch of 320 has only one of them
+    # Three microbatches of 8 samples: the last window of an epoch of 320 samples has only one.
     spread=lambda count: (
         f"processes_per_node={count}",
         "precision=fp32",
@@ -28,7 +28,7 @@ ENTRY = Entry(
         ("model=mlp", "precision=fp16", "growth_interval=4", "init_scale=1e8", "accumulate=3", "dropout=0.3"),
         ("precision=bf16", "no_sync=false", "optim.name=adam", "clip=1", "accumulate=3", "shards=[1,4]"),
     ),
-    page_settings=("batch=16", "steps=6"),  # fp16 is slow where the processor has no instructions for it
+    page_settings=("batch=16", "steps=6"),  # fp16 is slow on processors without instructions for it
     page_commands={"make exp NAME=amp_accum ARGS=sweep=true": "tests/experiments/test_amp.py"},
     exports=True,
     evaluated=(("precision=fp16", "batch=16", "model=mlp", "optim.base_batch=16"),),

@@ -1,11 +1,11 @@
-"""What the shared tests need to know about collectives."""
+"""Declarations of collectives for the shared tests."""
 
 from __future__ import annotations
 
 from configs.collectives import Config
 from tests.harness.entry import Entry
 
-ONE_SIDE = ("algorithms=[ring]", "transports=[memory]")  # of the built-in backend
+ONE_SIDE = ("algorithms=[ring]", "transports=[memory]")  # only one algorithm and transport of the built-in backend
 
 ENTRY = Entry(
     name="collectives",

@@ -1,4 +1,4 @@
-"""What the shared tests need to know about ddp_multinode."""
+"""Declarations of ddp_multinode for the shared tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENTRY = Entry(
     others=(
         ("strategy=fsdp", "optim.name=adam", "clip=1", "shards=[3,1]", "dropout=0.3"),
         ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "shards=[0,1]", *FEW_STEPS),
-        ("communication=powersgd", "optim.lr=0.01", "model=mlp"),  # which begins to compress at the tenth step
+        ("communication=powersgd", "optim.lr=0.01", "model=mlp"),  # compresses from the tenth step
     ),
     page_settings=("batch=16",),
     techniques=frozenset({"data_parallel"}),

@@ -1,4 +1,4 @@
-"""What the shared tests need to know about local_sgd."""
+"""Declarations of local_sgd for the shared tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENTRY = Entry(
     smallest=(*Config.smallest_settings, "model=mlp"),
     processes=2,
     produces=(*SCORES, "exchanges", "bytes_sent", "exchange_seconds"),
-    # the settings with which it is what one process does
+    # With these settings, a run equals one on one rank.
     spread=lambda count: (f"processes_per_node={count}", "every=1", "momentum_of=averaged", "model=mlp"),
     others=(
         ("model=mlp", "every=4", "start=2", "outer=nesterov", "outer_lr=0.7", "optim.name=adamw", "optim.lr=0.001"),
@@ -22,7 +22,7 @@ ENTRY = Entry(
     keeps_ranks=True,
     page_settings=("batch=16", "every=5", "start=1"),
     techniques=frozenset({"local_sgd", "data_parallel"}),
-    cluster_settings=(  # an exchange is under way after each third step, and a checkpoint seldom where a round ends
+    cluster_settings=(  # an exchange starts every three steps, so most checkpoints are saved within a round
         *("data.name=imagefolder", "data.image_size=8", "data.block=1", "every=3", "delay=1", "communication=bf16"),
         *("batch=16", "optim.base_batch=16", "epochs=6"),
     ),

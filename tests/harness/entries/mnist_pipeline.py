@@ -1,4 +1,4 @@
-"""What the shared tests need to know about mnist_pipeline."""
+"""Declarations of mnist_pipeline for the shared tests."""
 
 from __future__ import annotations
 

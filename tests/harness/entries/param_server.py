@@ -1,4 +1,4 @@
-"""What the shared tests need to know about param_server."""
+"""Declarations of param_server for the shared tests."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ ENTRY = Entry(
         *("data.name=imagefolder", "data.image_size=8", "data.block=1", "model=mlp", "servers=2", "plot=false"),
         *("batch=16", "optim.base_batch=16", "epochs=6"),
     ),
-    # each host has a worker, and the first a server, too
+    # Each host has a worker; the first host also has a server.
     check_four_hosts=lambda result: result["pushes"] == [4 * 12],
 )

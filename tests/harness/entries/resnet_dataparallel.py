@@ -1,4 +1,4 @@
-"""What the shared tests need to know about resnet_dataparallel."""
+"""Declarations of resnet_dataparallel for the shared tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the shared tests need to know about resnet_modelparallel."""
+"""Declarations of resnet_modelparallel for the shared tests."""
 
 from __future__ import annotations
 

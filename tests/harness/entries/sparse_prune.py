@@ -1,4 +1,4 @@
-"""What the shared tests need to know about sparse_prune."""
+"""Declarations of sparse_prune for the shared tests."""
 
 from __future__ import annotations
 
