@@ -53,6 +53,13 @@ def test_the_order_depends_on_seed_and_epoch_only(images: Images) -> None:
     assert list_batches(make_loader(images, block=1)) == list_batches(make_loader(images, block=7))
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_batches_follow_the_order_of_their_epoch(images: Images, epoch: int) -> None:
+    order = torch.from_numpy(draw_sample_order(1000, 0, epoch)[: 15 * 64])
+    labels = list_labels(make_loader(images, epoch))
+    assert list(itertools.chain(*labels)) == images.labels[order].tolist()
+
+
 def test_a_resumed_loader_continues_at_its_position(images: Images) -> None:
     loader = make_loader(images)
     batches = list_batches(loader) + list_batches(loader)
