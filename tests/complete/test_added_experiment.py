@@ -30,8 +30,8 @@ def test_an_added_experiment_passes_the_tests_of_all_experiments(tmp_path: Path)
 
     omitted = [argument for test in OMITTED for argument in ("--deselect", test)]
     pytest = [".venv/bin/python", "-m", "pytest", "-vv", "-k", SELECTION, *omitted, *FOLDERS, *FILES]
-    done = subprocess.run(
+    completed = subprocess.run(
         pytest, cwd=clone, env=environment(PYTEST_ADDOPTS=""), capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"\[\S*my_mlp\S*\] PASSED", done.stdout)) > MIN_TESTS
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert len(re.findall(r"\[\S*my_mlp\S*\] PASSED", completed.stdout)) > MIN_TESTS

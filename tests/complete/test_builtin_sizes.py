@@ -20,5 +20,5 @@ from tests.harness.processes import environment
 )
 def test_every_collective_gives_what_arithmetic_gives(ranks: int, transport: str, cases: tuple[str, ...]) -> None:
     argv = [sys.executable, "-m", "tests.harness.backend_calls", str(ranks), transport, *cases]
-    done = warm.execute(argv, env=environment(), timeout=250)
-    assert done.returncode == 0, done.stderr
+    completed = warm.execute(argv, env=environment(), timeout=250)
+    assert completed.returncode == 0, completed.stderr

@@ -31,6 +31,7 @@ def test_times_of_collectives_become_tables_and_a_figure(tmp_path: Path, monkeyp
     assert (many.what, many.bound, many.at_least) == ("gloo / ring, memory, all_reduce, 1,024 bytes", 1.8, True)
     found = compared.values["run"]
     gloo, ring = (found[f"all_reduce, 1,024 bytes: {side}"][0] for side in ("gloo", "ring, memory"))
-    assert isinstance(many.cells[0], Number) and many.cells[0].value == pytest.approx(gloo / ring, rel=1e-5)
+    assert isinstance(many.cells[0], Number)
+    assert many.cells[0].value == pytest.approx(gloo / ring, rel=1e-5)
     collectives.draw_collectives(tmp_path / "times.svg", {"samples": by_size.values})
     assert "star, memory, fitted" in (tmp_path / "times.svg").read_text()

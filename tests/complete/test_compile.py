@@ -20,7 +20,7 @@ def test_a_compiled_model_computes_the_same(tmp_path: Path, digits: tuple[str, .
     # without helper processes, each of which would import torch
     env: dict[str, Any] = {"TORCHINDUCTOR_CACHE_DIR": str(made), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     env["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # without trials of which vector instructions the compiler knows
-    done = run("amp_accum", *quick, "compile=true", runs=tmp_path / "fast", timeout=500, **env)
-    assert done.status == 0, done.err
+    completed = run("amp_accum", *quick, "compile=true", runs=tmp_path / "fast", timeout=500, **env)
+    assert completed.status == 0, completed.err
     assert list(made.rglob("*.so")), "something was compiled"
-    assert done.losses == pytest.approx(run("amp_accum", *quick, runs=tmp_path / "plain").losses, rel=1e-4)
+    assert completed.losses == pytest.approx(run("amp_accum", *quick, runs=tmp_path / "plain").losses, rel=1e-4)

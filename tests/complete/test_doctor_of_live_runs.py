@@ -21,28 +21,33 @@ from tests.harness.processes import environment
 
 def test_this_machine_is_sound(cache: Path, tmp_path: Path) -> None:
     args = f"--args=runs={tmp_path / 'runs'} data.cache={cache}"
-    done = warm.execute([sys.executable, "-m", "slurm", "doctor", "--nodes=2", args], env=environment(), real=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[-2:] == ["W&B mode of new runs: disabled", "all checks passed"] and len(lines) == 6
-    assert "all_reduce_gb_per_s" in lines[1] and "gflop_per_s" in lines[1]
+    completed = warm.execute([sys.executable, "-m", "slurm", "doctor", "--nodes=2", args], env=environment(), real=True)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    lines = completed.stdout.splitlines()
+    assert lines[-2:] == ["W&B mode of new runs: disabled", "all checks passed"]
+    assert len(lines) == 6
+    assert "all_reduce_gb_per_s" in lines[1]
+    assert "gflop_per_s" in lines[1]
     assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_straggler_is_named_while_the_run_goes_on(strategy: str, cache: Path, tmp_path: Path) -> None:
     data = ("data.name=digits", f"data.cache={cache}")
-    words = (*data, "batch=64", "epochs=100", "log.progress=none", f"strategy={strategy}")
-    with train_long("ddp_multinode", *words, runs=tmp_path) as process:
+    arguments = (*data, "batch=64", "epochs=100", "log.progress=none", f"strategy={strategy}")
+    with train_long("ddp_multinode", *arguments, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
-        slow, deadline, found = ranks_of(process)[1], time.monotonic() + 120, ""
+        slow = ranks_of(process)[1]
+        deadline = time.monotonic() + 120
+        found = ""
         while "rank 1 on " not in found:
             assert time.monotonic() < deadline, found
             throttle(slow, 1)
             found = inside.run_verb("doctor", f"--run={folder.path}").stdout
         assert re.search(r"rank 1 on \S+ is slow: backward starts after \S+ ms, compared with \S+ ms", found), found
         shown = inside.run_verb("status", str(folder.path))
-        assert "RUNNING" in shown.stdout and "rank 1 on " in shown.stdout, shown.stdout
+        assert "RUNNING" in shown.stdout, shown.stdout
+        assert "rank 1 on " in shown.stdout, shown.stdout
 
 
 def throttle(pid: int, seconds: float) -> None:

@@ -27,7 +27,7 @@ from tests.harness.shared import Make
 from tests.harness.warm import ROOT
 
 NETWORKS = [entry for entry in EXPERIMENTS if entry.exports]
-EVALUATED = [(entry.name, words) for entry in EXPERIMENTS for words in entry.evaluated]
+EVALUATED = [(entry.name, arguments) for entry in EXPERIMENTS for arguments in entry.evaluated]
 
 
 def copy(folder: RunFolder, place: Path) -> RunFolder:
@@ -42,8 +42,8 @@ def run_program(path: Path, x: Tensor) -> Tensor:
     return outputs
 
 
-def export(folder: RunFolder, *words: str) -> subprocess.CompletedProcess[str]:
-    return inside.run_verb("export", *words, "--", str(folder.path))
+def export(folder: RunFolder, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return inside.run_verb("export", *arguments, "--", str(folder.path))
 
 
 @pytest.mark.parametrize("entry", NETWORKS, ids=lambda entry: entry.name)
@@ -54,10 +54,10 @@ def test_the_torch_export_file_gives_the_outputs_elsewhere(
     if entry != STAGED:
         monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
     folder = copy(finished(entry).folder, tmp_path)
-    done = export(folder, "--format=torch.export")
-    assert done.returncode == 0, done.stderr
+    completed = export(folder, "--format=torch.export")
+    assert completed.returncode == 0, completed.stderr
     if entry == STAGED:
-        assert "checked: the outputs of the exported model differ" in done.stdout
+        assert "checked: the outputs of the exported model differ" in completed.stdout
     facts, model = model_file.load_model(folder)
     x = torch.randn(3, *facts["shape"])
     assert torch.allclose(run_program(folder.path / "model.pt2", x), model(x), atol=1e-5)
@@ -114,34 +114,38 @@ labels = np.load({data + "/test_labels.npy"!r})[:333]
 
 def test_the_safetensors_file_is_named(finished: Make) -> None:
     folder = finished(REPLICATED).folder
-    done = export(folder)
-    assert done.stdout.splitlines() == [str(folder.path / name) for name in ("model.safetensors", "model.json")]
+    completed = export(folder)
+    assert completed.stdout.splitlines() == [str(folder.path / name) for name in ("model.safetensors", "model.json")]
 
 
 def test_an_unknown_format_is_refused(finished: Make) -> None:
-    done = export(finished(REPLICATED).folder, "--format=pickle")
-    assert done.returncode == 2 and "use safetensors, torch.export or onnx" in done.stderr
+    completed = export(finished(REPLICATED).folder, "--format=pickle")
+    assert completed.returncode == 2
+    assert "use safetensors, torch.export or onnx" in completed.stderr
 
 
 def test_onnx_gives_the_outputs_or_names_what_it_needs(finished: Make, tmp_path: Path) -> None:
     folder = copy(finished(REPLICATED).folder, tmp_path)
-    done = export(folder, "--format=onnx")
+    completed = export(folder, "--format=onnx")
     if all(importlib.util.find_spec(name) for name in exporting.ONNX_PACKAGES):
-        assert done.returncode == 0, done.stderr
+        assert completed.returncode == 0, completed.stderr
         assert (folder.path / "model.onnx").stat().st_size > 1000
     else:
-        assert done.returncode == 2 and "-m pip install onnx onnxscript onnxruntime" in done.stderr
-        assert not list(folder.path.glob("*.onnx*")) and not list(folder.path.glob(".new*"))
+        assert completed.returncode == 2
+        assert "-m pip install onnx onnxscript onnxruntime" in completed.stderr
+        assert not list(folder.path.glob("*.onnx*"))
+        assert not list(folder.path.glob(".new*"))
 
 
-@pytest.mark.parametrize(("name", "words"), EVALUATED)
+@pytest.mark.parametrize(("name", "arguments"), EVALUATED)
 def test_models_of_every_kind_of_training_are_measured_alike(
-    name: str, words: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
+    name: str, arguments: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
 ) -> None:
-    done = run(name, *digits, "optim.warmup=0", "steps=8", *words, runs=tmp_path)
-    assert done.status == 0, done.err
-    told = inside.run_verb("evaluate", "--", str(done.folder.path))
-    assert told.returncode == 0 and "recorded by the run: " in told.stdout, told.stdout + told.stderr
+    completed = run(name, *digits, "optim.warmup=0", "steps=8", *arguments, runs=tmp_path)
+    assert completed.status == 0, completed.err
+    told = inside.run_verb("evaluate", "--", str(completed.folder.path))
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "recorded by the run: " in told.stdout, told.stdout + told.stderr
 
 
 def test_a_new_run_begins_with_the_weights_of_another(digits: tuple[str, ...], tmp_path: Path) -> None:
@@ -155,11 +159,12 @@ def test_a_new_run_begins_with_the_weights_of_another(digits: tuple[str, ...], t
     expected = load_file(path / "model.safetensors")
     sources = (path, checkpoint_folder, path / "model.safetensors", tmp_path / "state.pt")
     for number, source in enumerate(sources):
-        done = run("resnet_modelparallel", *still, f"weights={source}", runs=tmp_path / f"next-{number}")
-        assert done.status == 0, done.err
-        state = load_file(done.folder.path / "model.safetensors")
+        completed = run("resnet_modelparallel", *still, f"weights={source}", runs=tmp_path / f"next-{number}")
+        assert completed.status == 0, completed.err
+        state = load_file(completed.folder.path / "model.safetensors")
         assert all(torch.equal(state[name], expected[name]) for name in expected if name.endswith("weight"))
-    done = run("resnet_modelparallel", *still, f"weights={path.name}", runs=tmp_path / "one")
-    assert done.status == 0, done.err
-    done = run("resnet_modelparallel", *still, "weights=nowhere", runs=tmp_path / "none")
-    assert done.status == 2 and "weights=nowhere: no such file, checkpoint folder or run" in done.err
+    completed = run("resnet_modelparallel", *still, f"weights={path.name}", runs=tmp_path / "one")
+    assert completed.status == 0, completed.err
+    completed = run("resnet_modelparallel", *still, "weights=nowhere", runs=tmp_path / "none")
+    assert completed.status == 2
+    assert "weights=nowhere: no such file, checkpoint folder or run" in completed.err

@@ -29,6 +29,7 @@ before = peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN)
 prepare.prepare_dataset(settings)
 print(peak(resource.RUSAGE_SELF) - before[0], peak(resource.RUSAGE_CHILDREN) - before[1])
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    here, child = (int(number) for number in done.stdout.split())
-    assert here < 20e6 and child < 80e6, done.stdout
+    completed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    here, child = (int(number) for number in completed.stdout.split())
+    assert here < 20e6, completed.stdout
+    assert child < 80e6, completed.stdout

@@ -14,12 +14,14 @@ from tests.benchmarks.measure import Number, Pace, Samples, interleave
 
 def test_the_model_of_a_step_is_its_time_without_a_limit_and_that_of_its_bytes(tmp_path: Path) -> None:
     assert [crossover.count_bytes(name) for name in crossover.STRATEGIES] == [3766104, 1883052, 79376, 470763]
-    free, taken = 0.05, Samples()
+    free = 0.05
+    taken = Samples()
     for rate in (crossover.FREE, *crossover.RATES):
         found = dict.fromkeys(crossover.STRATEGIES, 0.05 if rate == crossover.FREE else 0.1)
         taken.values[rate] = {name: [seconds] for name, seconds in (found | {"seconds": 0.4, "others": 0.0}).items()}
     rows = {row.what: row.cells for row in crossover.table(taken).rows}
-    assert len(rows) == 16 and rows[f"{crossover.DDP}, 50mbit"][1] == f"{1e3 * (free + 3766104 / 6.25e6):.3g}"
+    assert len(rows) == 16
+    assert rows[f"{crossover.DDP}, 50mbit"][1] == f"{1e3 * (free + 3766104 / 6.25e6):.3g}"
     assert crossover.predict_seconds(free, crossover.LOCAL, "1gbit") == pytest.approx(free + 470763 / 125e6)
     crossover.draw_rates(tmp_path / "rates.svg", {"samples": taken.values})
     assert "alpha + beta n" in (tmp_path / "rates.svg").read_text()
@@ -31,12 +33,14 @@ def test_the_loss_of_local_sgd_comes_with_its_interval(
 ) -> None:
     assert local_sgd.compute_t_quantile(15) == pytest.approx(2.1314, abs=2e-3)
     interval = local_sgd.compute_interval([0.0, 0.1, 0.2, 0.1, 0.1])
-    assert interval.value == pytest.approx(0.1) and interval.high == pytest.approx(0.1 + 2.776 * 0.0316, abs=2e-3)
+    assert interval.value == pytest.approx(0.1)
+    assert interval.high == pytest.approx(0.1 + 2.776 * 0.0316, abs=2e-3)
     small = ("data.name=digits", f"data.cache={cache}", "data.train_limit=2560", "data.test_limit=200")
     monkeypatch.setattr(local_sgd, "WORDS", (*small, "model=mlp", "batch=64", "launch.threads=1"))
     taken = interleave([local_sgd.train(tmp_path, name) for name in local_sgd.SIDES], Pace(2, 0, 60), lambda _: None)
     ddp, eight, *_ = local_sgd.accuracy_table(taken).rows
-    assert ddp.bound is None and (eight.what, eight.bound, eight.at_least) == ("H = 8", 0.2, False)
+    assert ddp.bound is None
+    assert (eight.what, eight.bound, eight.at_least) == ("H = 8", 0.2, False)
     assert [cell.value for cell in eight.cells[3:] if isinstance(cell, Number)] == [5, pytest.approx(5 * 4e-6 * 109386)]
     found = {
         f"{name}: {what}": [0.1] for name in (FP32, BF16, POWERSGD, TORCH, LOCAL) for what in ("seconds", "megabytes")

@@ -41,7 +41,8 @@ LINES = "return [...document.querySelectorAll('.chart')].map(c => c.querySelecto
 
 def make_many(count: int, steps: int) -> list[ComparedRun]:
     """Runs of six experiments that differ in length by up to a thousand, as they are before the page is made."""
-    source, found = np.random.default_rng(0), []
+    source = np.random.default_rng(0)
+    found = []
     for number in range(count):
         own = steps if count > 20 else max(10, steps // 10 ** (number % 4))
         step = np.arange(1.0, own + 1)
@@ -64,7 +65,8 @@ def make_many(count: int, steps: int) -> list[ComparedRun]:
         }
         columns["waiting"] = TableCell("15%", 0.15) if number % 2 else TableCell("-")
         settings = {"model.depth": f"{number % 7}", "optim.lr": f"{0.1 / (number + 1):.4f}", "batch": "64"}
-        name, label = f"experiment_{number % 6}", f"{number:04x} depth={number % 7} lr={0.1 / (number + 1):.4f}"
+        name = f"experiment_{number % 6}"
+        label = f"{number:04x} depth={number % 7} lr={0.1 / (number + 1):.4f}"
         label += " gradient_as_bucket_view=true" if number == 1 else ""
         state = ["finished", "finished", "failed", "running"][number % 4]
         links = {"folder": f"{number}", "settings": f"{number}", "log 0": f"{number}"}
@@ -85,8 +87,8 @@ def test_the_page_works_from_disk_without_a_network(tmp_path: Path, chrome: Any)
     config.write_text(config.read_text().replace("strategy: ddp", f"strategy: {json.dumps(HOSTILE)}"))
     metrics = next(runs.glob("*-0002")) / "attempts" / "0001" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"test_loss"', f'{json.dumps(HOSTILE)}: 2, "test_loss"'))
-    done = inside.run_verb("compare", f"--runs-folder={runs}")
-    assert done.returncode == 0, done.stderr
+    completed = inside.run_verb("compare", f"--runs-folder={runs}")
+    assert completed.returncode == 0, completed.stderr
     page = runs / "compare.html"
     set_width(chrome, 1300)
     chrome.get(page.as_uri())
@@ -97,7 +99,8 @@ def test_the_page_works_from_disk_without_a_network(tmp_path: Path, chrome: Any)
     assert titles == ["training loss", "test accuracy", "test loss", HOSTILE, "samples/s"]
     assert chrome.execute_script(LINES) == [5, 5, 5, 1, 5]  # all but the run that never began
     links = re.findall(r'<a href="([^"]+)">', page.read_text())
-    assert len(links) > 20 and "attempts/0003/logs/rank-1.log" in " ".join(links)
+    assert len(links) > 20
+    assert "attempts/0003/logs/rank-1.log" in " ".join(links)
     assert all((page.parent / link).exists() for link in links)
 
 
@@ -140,9 +143,12 @@ def check_axes(chrome: Any) -> None:
         chrome.execute_script(choose % value)
         assert {name, last} <= set(read_axes(chrome, "training loss"))
     shares = [float(text[:-1]) for text in read_axes(chrome, "test accuracy") if text.endswith("%")]
-    assert len(shares) > 6 and min(shares) >= 0 and max(shares) == 100
+    assert len(shares) > 6
+    assert min(shares) >= 0
+    assert max(shares) == 100
     chrome.execute_script("document.querySelector('[name=y][value=log]').click()")
-    assert {"0.1", "1"} <= set(read_axes(chrome, "training loss")) and "0.0" not in read_axes(chrome, "training loss")
+    assert {"0.1", "1"} <= set(read_axes(chrome, "training loss"))
+    assert "0.0" not in read_axes(chrome, "training loss")
     assert "100%" in read_axes(chrome, "test accuracy")
     titles = chrome.execute_script("return [...document.querySelectorAll('h3')].map(t => t.textContent)")
     assert titles == ["training loss", "test accuracy", "samples/s"]  # not what has one point in each run
@@ -221,11 +227,13 @@ def test_fifty_long_runs_are_loaded(tmp_path: Path, chrome: Any) -> None:
     chrome.get(page.as_uri())
     drawn = chrome.execute_script("return document.querySelectorAll('.chart .line').length")
     print(f"50 runs of 10,000 steps: {page.stat().st_size / 1e6:.1f} MB, drawn in {time.perf_counter() - began:.2f} s")
-    assert drawn == 150 and page.stat().st_size < 4e6
+    assert drawn == 150
+    assert page.stat().st_size < 4e6
     drawn = chrome.execute_script(
         "return [...document.querySelectorAll('.experiment .line')].map(l => getComputedStyle(l).stroke)"
     )
     colours = np.array([[float(part) for part in re.findall(r"-?[\d.]+", colour)[:3]] for colour in drawn])  # in oklab
     apart = [np.linalg.norm(colours[i] - colours[j]) for i in range(50) for j in range(i)]
     beside = [np.linalg.norm(colours[i] - colours[j]) for i in range(50) for j in range(max(0, i - 6), i)]
-    assert min(apart) > 0.01 and min(beside) > 0.07, (min(apart), min(beside))
+    assert min(apart) > 0.01, (min(apart), min(beside))
+    assert min(beside) > 0.07, (min(apart), min(beside))

@@ -35,17 +35,20 @@ def test_the_exported_model_runs_without_this_project_for_any_number_of_samples(
     """The first in a process without this project, the other here; the ResNet below in another process, too."""
     if name == "convnet":
         monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
-    model, path = networks.build_network(name, (28, 28), 10), tmp_path / "model.pt2"
+    model = networks.build_network(name, (28, 28), 10)
+    path = tmp_path / "model.pt2"
     Masks(model)
     bare = pruning_savings.strip_masks(model)
     facts = pruning_savings.export_and_compare(bare, torch.randn(1, 28, 28), path)
-    assert facts["export_difference"] < 1e-5 and facts["export_bytes"] == path.stat().st_size
+    assert facts["export_difference"] < 1e-5
+    assert facts["export_bytes"] == path.stat().st_size
     check_any_number(path, bare, 28, 28)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
 
 
 def test_a_program_that_cannot_be_written_or_run_is_told(tmp_path: Path) -> None:
-    model, x = networks.Toy((10,), 5).eval(), torch.randn(3, 10)
+    model = networks.Toy((10,), 5).eval()
+    x = torch.randn(3, 10)
     (tmp_path / "model.pt2").write_bytes(b"nothing")
     with pytest.raises(RuntimeError, match="does not run in a new process"):
         exporting.run_exported_program_in_new_process(tmp_path / "model.pt2", x)
@@ -55,13 +58,16 @@ def test_a_program_that_cannot_be_written_or_run_is_told(tmp_path: Path) -> None
 
 def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path: Path) -> None:
     images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
-    words = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=2", "every=1", "optim.warmup=0")
-    done = run("sparse_prune", *images, *words, "processes_per_node=2", "launch.threads=1", "int8=false", runs=tmp_path)
-    assert done.status == 0, done.err
-    result = done.result
-    assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"]) and result["weights"] > 11e6
+    arguments = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=2", "every=1", "optim.warmup=0")
+    completed = run(
+        "sparse_prune", *images, *arguments, "processes_per_node=2", "launch.threads=1", "int8=false", runs=tmp_path
+    )
+    assert completed.status == 0, completed.err
+    result = completed.result
+    assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"])
+    assert result["weights"] > 11e6
     assert result["export_difference"] < 1e-3
-    assert (done.folder.path / "model.pt2").stat().st_size == result["export_bytes"]
-    assert "in a new process, outputs differ by" in done.out
-    _, model = model_file.load_model(done.folder)
-    check_any_number(done.folder.path / "model.pt2", model, 3, 16, 16)
+    assert (completed.folder.path / "model.pt2").stat().st_size == result["export_bytes"]
+    assert "in a new process, outputs differ by" in completed.out
+    _, model = model_file.load_model(completed.folder)
+    check_any_number(completed.folder.path / "model.pt2", model, 3, 16, 16)

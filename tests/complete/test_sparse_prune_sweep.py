@@ -22,13 +22,13 @@ QUIET = (
 TOTAL = 784 * 128 + 128 * 64 + 64 * 10  # weights of the mlp
 
 
-def sweep(runs: Path, *words: str) -> tuple[Done, dict[tuple[int, str], dict[str, Any]]]:
+def sweep(runs: Path, *arguments: str) -> tuple[Done, dict[tuple[int, str], dict[str, Any]]]:
     """A sweep over the criteria that prunes at once and takes one step; the results, by seed and criterion."""
     once = ("schedule=oneshot", "begin=0", "end=0", "steps=1", "dtype=float64")
-    done = run(
-        "sparse_prune", "sweep=true", "levels=[0.9]", *words, *QUIET, "int8=false", *once, runs=runs, timeout=240
+    completed = run(
+        "sparse_prune", "sweep=true", "levels=[0.9]", *arguments, *QUIET, "int8=false", *once, runs=runs, timeout=240
     )
-    assert done.status == 0, done.err + done.out
+    assert completed.status == 0, completed.err + completed.out
     (folder,) = (runs / "sweeps").iterdir()
     assert (folder / "sparsity.png").read_bytes().startswith(b"\x89PNG")
     found = {}
@@ -37,13 +37,13 @@ def sweep(runs: Path, *words: str) -> tuple[Done, dict[tuple[int, str], dict[str
         found[cell["values"]["seed"], cell["values"].get("criterion", "dense")] = values_of(
             RunFolder(runs / cell["run"])
         )
-    return done, found
+    return completed, found
 
 
 def test_a_sweep_draws_criteria_that_choose_differently_and_processes_choose_alike(
     digits: tuple[str, ...], tmp_path: Path
 ) -> None:
-    done, one = sweep(tmp_path / "one", *digits, "repeats=1")
+    completed, one = sweep(tmp_path / "one", *digits, "repeats=1")
     _, two = sweep(tmp_path / "two", *digits, "repeats=2", "processes_per_node=2", "criteria=[taylor]")
     assert list(one) == [(0, name) for name in ("dense", *CRITERIA)]
     assert list(two) == [(seed, name) for seed in (0, 1) for name in ("dense", "taylor")]
@@ -51,4 +51,4 @@ def test_a_sweep_draws_criteria_that_choose_differently_and_processes_choose_ali
     assert len(set(masks.values())) == len(masks) == 4 + 1 + 1, "each criterion and seed has its own masks"
     assert all(two[0, name]["masks"] == masks[0, name] for name in ("dense", "taylor")), "with any number of processes"
     assert all(result["nonzero"] == TOTAL - round(0.9 * TOTAL) for (_, name), result in one.items() if name != "dense")
-    assert all(words in done.out for words in ("magnitude 90 %", "below dense", "non-zero", "dense bf16"))
+    assert all(arguments in completed.out for arguments in ("magnitude 90 %", "below dense", "non-zero", "dense bf16"))

@@ -52,9 +52,10 @@ class Host:
     """The W&B host of a test, with its account."""
 
     def __init__(self, folder: Path) -> None:
-        self.record, self.folder = folder / "record", folder
-        words = [sys.executable, "-m", "tests.harness.wandb_host", "127.0.0.1", str(self.record)]
-        self.process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self.record = folder / "record"
+        self.folder = folder
+        arguments = [sys.executable, "-m", "tests.harness.wandb_host", "127.0.0.1", str(self.record)]
+        self.process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
 
@@ -80,15 +81,15 @@ def host(tmp_path: Path) -> Iterator[Host]:
     found.process.wait()
 
 
-def call(module: str, *words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return warm.execute([sys.executable, "-m", module, *words], env=env, timeout=120)
+def call(module: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return warm.execute([sys.executable, "-m", module, *arguments], env=env, timeout=120)
 
 
 def tracked(folder: RunFolder, env: dict[str, str]) -> RunFolder:
     """Track every start of a run offline, as the run itself would have."""
     for attempt in folder.list_attempts():
-        done = run_tracking(attempt, "offline", env)
-        assert done.returncode == 0, done.stderr
+        completed = run_tracking(attempt, "offline", env)
+        assert completed.returncode == 0, completed.stderr
     return folder
 
 
@@ -100,15 +101,15 @@ def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> No
     )
     tracked(Made("ddp_multinode", 1, 20, state="running").write(runs), host.environment)
     only_this = f"{twice.path}/wandb/offline-run"
-    words = ("sync", f"--runs-folder={runs}")
+    arguments = ("sync", f"--runs-folder={runs}")
 
-    shown = call("slurm", *words, "--dry-run=1", env=host.environment)
+    shown = call("slurm", *arguments, "--dry-run=1", env=host.environment)
     assert shown.stdout.count(only_this) == 2
     assert not host.record.exists()
 
-    done = call("slurm", *words, env=host.environment)
-    assert done.returncode == 0, done.stderr
-    assert "sent 2 of 2" in done.stdout
+    completed = call("slurm", *arguments, env=host.environment)
+    assert completed.returncode == 0, completed.stderr
+    assert "sent 2 of 2" in completed.stdout
     history = host.history()
     expected = chosen_rows(twice)
     assert len(expected) > 40
@@ -122,26 +123,28 @@ def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> No
     summary = json.loads(last["wandb-summary.json"]["content"][-1])
     assert (summary["restarts"], summary["waiting"], summary["test_accuracy"]) == (1, 0.2, 0.96)
 
-    again = call("slurm", *words, env=host.environment)
+    again = call("slurm", *arguments, env=host.environment)
     assert again.returncode == 0
-    assert "nothing to send" in again.stdout and "has not ended yet" in again.stdout
+    assert "nothing to send" in again.stdout
+    assert "has not ended yet" in again.stdout
     assert len(host.history()) == len(history)
 
 
 def test_without_an_account_nothing_is_sent(host: Host, tmp_path: Path) -> None:
     env = host.environment
     tracked(Made("mnist_pipeline", 0, 10).write(tmp_path / "runs"), env)
-    for words in (["slurm", "sync", f"--runs-folder={tmp_path}/runs"], ["slurm", "dashboard"]):
-        done = call(*words, env={k: v for k, v in env.items() if k != "WANDB_API_KEY"})
-        assert done.returncode == 2
-        assert "no W&B account is configured" in done.stderr and "wandb login" in done.stderr
+    for arguments in (["slurm", "sync", f"--runs-folder={tmp_path}/runs"], ["slurm", "dashboard"]):
+        completed = call(*arguments, env={k: v for k, v in env.items() if k != "WANDB_API_KEY"})
+        assert completed.returncode == 2
+        assert "no W&B account is configured" in completed.stderr
+        assert "wandb login" in completed.stderr
     assert not host.record.exists()
 
 
 def test_the_dashboard_is_saved(host: Host) -> None:
-    done = call("slurm", "dashboard", "--project=mine", env=host.environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"workspace: {host.url}/e/mine?nw=")
+    completed = call("slurm", "dashboard", "--project=mine", env=host.environment)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith(f"workspace: {host.url}/e/mine?nw=")
     (saved,) = (s["variables"] for s in host.sent("graphql") if "upsertView" in s["query"])
     assert (saved["entityName"], saved["projectName"], saved["type"]) == ("e", "mine", "project-view")
     shown = call("slurm", "dashboard", "--project=e/mine", "--dry-run=1", env=host.environment)
@@ -158,17 +161,19 @@ def test_the_viewer_opens_on_the_runs(host: Host, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     tracked(Made("mnist_pipeline", 0, 10).write(runs), host.environment)
 
-    words = [sys.executable, "-m", "slurm", "leet", f"--runs-folder={runs}"]
+    arguments = [sys.executable, "-m", "slurm", "leet", f"--runs-folder={runs}"]
     pid, screen = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        os.execve(words[0], words, host.environment | {"TERM": "xterm-256color"})
+        os.execve(arguments[0], arguments, host.environment | {"TERM": "xterm-256color"})
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
-    seen, deadline = b"", time.monotonic() + 60
+    seen = b""
+    deadline = time.monotonic() + 60
     while b"test_accuracy" not in seen and time.monotonic() < deadline:
         if select.select([screen], [], [], 0.2)[0]:
             seen += os.read(screen, 65_536)
-    assert b"test_accuracy" in seen and b"-0000-mnist" in seen, seen[-2000:]
+    assert b"test_accuracy" in seen, seen[-2000:]
+    assert b"-0000-mnist" in seen, seen[-2000:]
     os.write(screen, b"q")
     while time.monotonic() < deadline:
         if select.select([screen], [], [], 0.2)[0]:
@@ -280,15 +285,16 @@ def test_a_run_goes_on_without_the_account(
 ) -> None:
     env: dict[str, Any] = {"WANDB_MODE": "", "WANDB_API_KEY": key, "HOME": str(tmp_path / "home")}
     env |= {"WANDB_BASE_URL": hosts[where]} if where else {}
-    done = run(
+    completed = run(
         "mnist_pipeline", *digits, "steps=5", "wandb.finish_timeout=200", runs=tmp_path / "runs", timeout=250, **env
     )
-    said = done.out + done.err
-    assert done.status == 0 and "Traceback" not in said, said
+    said = completed.out + completed.err
+    assert completed.status == 0, said
+    assert "Traceback" not in said, said
     assert all(part in said for part in parts), said
-    assert done.folder.result["state"] == "finished"
+    assert completed.folder.result["state"] == "finished"
     assert not processes_of(str(tmp_path))
-    written = [path for path in done.folder.path.rglob("*") if path.is_file()]
+    written = [path for path in completed.folder.path.rglob("*") if path.is_file()]
     assert not [path for path in written if KEY.encode() in path.read_bytes()]
 
 
@@ -299,9 +305,11 @@ def test_a_killed_first_stage_is_named_and_what_came_before_is_kept(tmp_path: Pa
     process, folder, pid = kill_rank(0, (*digits, *LONG), tmp_path, BOUND)
     assert process.returncode == 128 + signal.SIGKILL
     assert f"error: rank 0 (pid {pid}) was killed by SIGKILL" in process.out + process.err
-    assert folder.result["state"] == "failed" and len(folder.read_metrics()) > 1
+    assert folder.result["state"] == "failed"
+    assert len(folder.read_metrics()) > 1
     found = records(folder)
-    assert history(found) == chosen_rows(folder) and exit_code(found) == process.returncode
+    assert history(found) == chosen_rows(folder)
+    assert exit_code(found) == process.returncode
 
 
 def test_nothing_outlives_a_killed_launcher_and_sync_passes_its_rows_on(
@@ -317,9 +325,11 @@ def test_nothing_outlives_a_killed_launcher_and_sync_passes_its_rows_on(
         wait_until(lambda: process.poll() is not None and not processes_of(str(runs)), "all has ended", BOUND)
     assert not list(folder.path.glob("wandb/*run-*")), "nothing of W&B has run"
     shown = call("slurm", "sync", f"--runs={runs}", "--dry-run=1", env=host.environment)
-    assert "rows that W&B lacks will be read from metrics.jsonl" in shown.stdout and not host.record.exists()
-    done = call("slurm", "sync", f"--runs={runs}", env=host.environment)
-    assert done.returncode == 0 and "sent 1 of 1" in done.stdout, done.stdout + done.stderr
+    assert "rows that W&B lacks will be read from metrics.jsonl" in shown.stdout
+    assert not host.record.exists()
+    completed = call("slurm", "sync", f"--runs={runs}", env=host.environment)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "sent 1 of 1" in completed.stdout, completed.stdout + completed.stderr
     assert steps_of(host) == [row["global_step"] for row in chosen_rows(folder)]
     assert exit_code(records(folder)) == 1
 
@@ -333,7 +343,8 @@ class Live:
     """An attempt that is tracked online while its rows are written."""
 
     def __init__(self, folder: RunFolder, host: Host, rows: list[str]) -> None:
-        self.folder, self.rows = folder, rows
+        self.folder = folder
+        self.rows = rows
         folder.metrics_file.write_text("")
         (folder.attempt_folder / "logs").mkdir(exist_ok=True)
         env = host.environment | {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}
@@ -402,13 +413,14 @@ def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Pa
     live.process.wait()
     live.write(1000)
     assert steps_of(host) != [row["global_step"] for row in chosen_rows(folder)]
-    done = call("slurm", "sync", f"--runs={tmp_path / 'runs'}", env=host.environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = call("slurm", "sync", f"--runs={tmp_path / 'runs'}", env=host.environment)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     known = [row["global_step"] for row in first.read_attempt_rows()]
     expected = [row["global_step"] for row in chosen_rows(folder)]
     assert sorted(steps_of(host)) == sorted([*expected, *(s for s in known if s not in expected)])
     assert [place for place, _ in host.history()] == list(range(len(host.history())))
-    assert not list(folder.path.glob("wandb/offline-run-*")) and not offline_history(folder)
+    assert not list(folder.path.glob("wandb/offline-run-*"))
+    assert not offline_history(folder)
 
 
 def test_tracker_that_breaks_does_not_fail_the_run(tmp_path: Path, digits: tuple[str, ...]) -> None:
@@ -416,8 +428,8 @@ def test_tracker_that_breaks_does_not_fail_the_run(tmp_path: Path, digits: tuple
     fake.parent.mkdir(parents=True)
     fake.write_text("raise OSError(28, 'No space left on device')\n")
     paths = os.pathsep.join([str(tmp_path / "fake"), os.environ.get("PYTHONPATH", "")])
-    done = run("mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths)
-    assert done.status == 0, done.err
-    assert done.folder.result["state"] == "finished"
-    assert "tracking is incomplete: the tracking process failed with exit status 1, see" in done.out
-    assert "No space left" in (done.folder.path / "attempts/0001/logs/tracker.log").read_text()
+    completed = run("mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths)
+    assert completed.status == 0, completed.err
+    assert completed.folder.result["state"] == "finished"
+    assert "tracking is incomplete: the tracking process failed with exit status 1, see" in completed.out
+    assert "No space left" in (completed.folder.path / "attempts/0001/logs/tracker.log").read_text()

@@ -25,16 +25,22 @@ def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick:
     """Of a command that becomes the experiment's script."""
 
     def argv(runs: Path) -> list[str]:
-        words = shlex.join([f"runs={runs}", *quick, "steps=12", "microbatches=2"])
-        return [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={words}", "--", "mnist_pipeline"]
+        arguments = shlex.join([f"runs={runs}", *quick, "steps=12", "microbatches=2"])
+        return [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={arguments}", "--", "mnist_pipeline"]
 
     fork, real = execute_both(argv, tmp_path)
-    assert fork.returncode == real.returncode == 0, fork.stderr + real.stderr
-    assert fork.stdout.splitlines() == real.stdout.splitlines() and fork.stderr == real.stderr == ""
-    left, wanted = everything(tmp_path / "fork"), everything(tmp_path / "real")
-    assert left.keys() == wanted.keys() and len([name for name in left if name.endswith(".pt")]) == 8
+    assert fork.returncode == 0, fork.stderr
+    assert real.returncode == 0, real.stderr
+    assert fork.stdout.splitlines() == real.stdout.splitlines()
+    assert fork.stderr == ""
+    assert real.stderr == ""
+    left = everything(tmp_path / "fork")
+    wanted = everything(tmp_path / "real")
+    assert left.keys() == wanted.keys()
+    assert len([name for name in left if name.endswith(".pt")]) == 8
     assert [name for name in left if left[name] != wanted[name]] == []
-    assert len(left["attempts/0001/metrics.jsonl"]) == 13 and left["result.json"]["scores"]["test_samples"] == 100
+    assert len(left["attempts/0001/metrics.jsonl"]) == 13
+    assert left["result.json"]["scores"]["test_samples"] == 100
 
 
 def test_a_command_that_starts_others_says_the_same(tmp_path: Path, quick: tuple[str, ...]) -> None:
@@ -49,11 +55,16 @@ def test_a_command_that_starts_others_says_the_same(tmp_path: Path, quick: tuple
         return [sys.executable, "-m", "slurm", "rerun", "--launch=local", "--", str(runs / old.path.name)]
 
     fork, real = execute_both(argv, tmp_path)
-    assert fork.returncode == real.returncode == 0, fork.stderr + real.stderr
-    assert fork.stdout.splitlines() == real.stdout.splitlines() and fork.stderr == real.stderr == ""
-    assert "\nthe source of then\n" in fork.stdout and "losses      bitwise equal in 6 steps" in fork.stdout
+    assert fork.returncode == 0, fork.stderr
+    assert real.returncode == 0, real.stderr
+    assert fork.stdout.splitlines() == real.stdout.splitlines()
+    assert fork.stderr == ""
+    assert real.stderr == ""
+    assert "\nthe source of then\n" in fork.stdout
+    assert "losses      bitwise equal in 6 steps" in fork.stdout
     made = [{path.name for path in runs.glob("mnist_pipeline-*")} for runs in (tmp_path / "fork", tmp_path / "real")]
-    assert [len(names) for names in made] == [2, 2] and made[0] & made[1] == {old.path.name}
+    assert [len(names) for names in made] == [2, 2]
+    assert made[0] & made[1] == {old.path.name}
 
 
 def test_ctrl_c_in_training_ends_both_with_the_same_words(tmp_path: Path, quick: tuple[str, ...]) -> None:
@@ -68,28 +79,34 @@ def test_ctrl_c_in_training_ends_both_with_the_same_words(tmp_path: Path, quick:
         told = re.sub(rf"\bstep {last}\b", "step LAST", re.sub(r"^epoch .*\n", "", told, flags=re.MULTILINE))
         found.append((process.returncode, told, sorted(files)))
     assert found[0] == found[1]
-    assert found[0][0] == 128 + signal.SIGINT and "saved at step LAST" in found[0][1]
+    assert found[0][0] == 128 + signal.SIGINT
+    assert "saved at step LAST" in found[0][1]
 
 
 @pytest.mark.parametrize(
-    ("words", "status"),
+    ("arguments", "status"),
     [(("no_such_key=1",), 2), (("--help",), 0)],
     ids=["a user error", "a question"],
 )
-def test_an_answer_without_a_run_is_the_same(words: tuple[str, ...], status: int, tmp_path: Path) -> None:
-    fork, real = execute_both(lambda runs: command("mnist_pipeline", *words, runs=runs), tmp_path)
+def test_an_answer_without_a_run_is_the_same(arguments: tuple[str, ...], status: int, tmp_path: Path) -> None:
+    fork, real = execute_both(lambda runs: command("mnist_pipeline", *arguments, runs=runs), tmp_path)
     assert fork.returncode == real.returncode == status
     assert (fork.stdout, fork.stderr) == (real.stdout, real.stderr)
-    assert ("no_such_key" in fork.stderr) == bool(status) and not list(tmp_path.iterdir())
+    assert ("no_such_key" in fork.stderr) == bool(status)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_uncaught_exception_is_told_the_same(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.harness.ranks", "no_such_case", str(tmp_path)]
     fork, real = execute_both(lambda _: argv, tmp_path)
-    assert fork.returncode == real.returncode == 1
-    assert fork.stdout == real.stdout == "" and fork.stderr.startswith("Traceback (most recent call last):\n")
+    assert fork.returncode == 1, fork.stderr
+    assert real.returncode == 1, real.stderr
+    assert fork.stdout == ""
+    assert real.stdout == ""
+    assert fork.stderr.startswith("Traceback (most recent call last):\n")
     last = fork.stderr.splitlines()[-4:]
-    assert last == real.stderr.splitlines()[-4:] and last[-1] == "KeyError: 'no_such_case'"
+    assert last == real.stderr.splitlines()[-4:]
+    assert last[-1] == "KeyError: 'no_such_case'"
     assert last[0].startswith(f'  File "{ROOT}/tests/harness/ranks.py", line ')
 
 

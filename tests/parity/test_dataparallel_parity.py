@@ -13,9 +13,11 @@ FULL = ("model=resnet18", "compare=false", "data.samples=17", "data.image_size=1
 
 def test_the_full_resnet_with_synchronised_norms_equals_one_process(cache: Path, tmp_path: Path) -> None:
     _, expected = train_run(cache, tmp_path / "single", STEPS, *FULL, "strategy=single")
-    assert len(expected["losses"]) == STEPS and len(expected["state"]) == 122
+    assert len(expected["losses"]) == STEPS
+    assert len(expected["state"]) == 122
     assert expected["state"]["bn1.num_batches_tracked"] == STEPS
-    done, synced = train_run(cache, tmp_path / "synced", STEPS, *FULL, "sync_batchnorm=true")
+    completed, synced = train_run(cache, tmp_path / "synced", STEPS, *FULL, "sync_batchnorm=true")
     assert differences(synced, expected) == []
-    assert done.result["last_batch"] == [1, 0] and done.result["devices"] == 2
-    assert "the same on all ranks: each rank uses the statistics of the whole batch" in done.out
+    assert completed.result["last_batch"] == [1, 0]
+    assert completed.result["devices"] == 2
+    assert "the same on all ranks: each rank uses the statistics of the whole batch" in completed.out

@@ -18,15 +18,16 @@ SLOW = "slow_rank,steps=25"
 GENTLE = "optim.lr=0.05"  # with long steps the training itself makes much of a little rounding
 HOOKS = [f"communication={name},{GENTLE}" for name in ("fp16", "bf16", "powersgd")]
 CONVNET = "model=convnet"
-SYNCED, APART = "model=resnet18,sync_batchnorm=true", "model=resnet18"
+SYNCED = "model=resnet18,sync_batchnorm=true"
+APART = "model=resnet18"
 BRIEF = f"{SYNCED},steps=10"
 
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Any]:
     """Every ConvNet case of two processes, the right ones and the mistakes."""
-    wanted = ["strategy=fsdp", *DDP, *(f"{mistake},clip=0" for mistake in MISTAKES), SLOW, *HOOKS]
-    folder = make_once(tmp_path_factory, "ddp-of-two", lambda path: train_cases("ddp_parity", path, cache, 2, wanted))
+    cases = ["strategy=fsdp", *DDP, *(f"{mistake},clip=0" for mistake in MISTAKES), SLOW, *HOOKS]
+    folder = make_once(tmp_path_factory, "ddp-of-two", lambda path: train_cases("ddp_parity", path, cache, 2, cases))
     return dict(torch.load(folder / "results-2.pt", weights_only=True))
 
 
@@ -55,7 +56,8 @@ def test_resnet_equals_one_process_with_and_without_synchronised_norms(tmp_path:
     # the check sees norms that are not synchronised, and buffers before the processes agreed on them
     assert any("losses" in difference for difference in wrong(trained[APART], expected(cache, SYNCED)))
     early = wrong(trained[APART] | {"state": trained[APART]["before"]}, expected(cache, APART, shares=2))
-    assert early and all("running_" in difference for difference in early)
+    assert early
+    assert all("running_" in difference for difference in early)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -75,5 +77,6 @@ def test_communication_hooks_lose_only_digits(cache: Path, of_two: dict[str, Any
     gaps = [(torch.tensor(of_two[hook]["losses"], dtype=torch.float64) - exact).abs() for hook in HOOKS]
     assert all(len(set(of_two[hook]["sums"])) == 1 for hook in HOOKS), "processes hold different models"
     for gap in gaps[:2]:  # rounding that training then makes larger
-        assert 1e-9 < gap[:8].max() < 1e-4 and gap.max() < 0.1
+        assert 1e-9 < gap[:8].max() < 1e-4
+        assert gap.max() < 0.1
     assert gaps[2][:10].max() < 1e-9 < gaps[2].max() < 0.5, "PowerSGD begins after ten steps"

@@ -28,18 +28,20 @@ def cut(stages: int) -> str:
 def cases(processes: int) -> dict[str, list[str]]:
     """What as many processes train, in one launch each."""
     if processes == 1:
-        one = ["mode=single", "mode=single,split_size=8"]
+        single_process = ["mode=single", "mode=single,split_size=8"]
         devices = {count: f"devices=[{','.join(['cpu'] * count)}]" for count in (2, 3)}
-        one += [f"mode={mode},{names},{cut(n)}" for n, names in devices.items() for mode in ("naive", "pipelined")]
-        return {"devices": [*one, f"mode=naive,split_size=8,{devices[2]},{cut(2)}"]}
-    own = [f"mode=naive,{cut(processes)}", f"mode=naive,split_size=8,{cut(processes)}"]
-    own += [f"schedule={name},{cut(processes)}" for name in ("gpipe", "1f1b")]
+        single_process += [
+            f"mode={mode},{names},{cut(n)}" for n, names in devices.items() for mode in ("naive", "pipelined")
+        ]
+        return {"devices": [*single_process, f"mode=naive,split_size=8,{devices[2]},{cut(2)}"]}
+    built_in = [f"mode=naive,{cut(processes)}", f"mode=naive,split_size=8,{cut(processes)}"]
+    built_in += [f"schedule={name},{cut(processes)}" for name in ("gpipe", "1f1b")]
     library = [f"engine=torch,schedule={name},{cut(processes)}" for name in TORCH]
     if processes == 3:
-        return {"own": own, "library": library}
+        return {"built_in": built_in, "library": library}
     rings = [f"schedule={name},stages_per_process=2,{cut(4)}" for name in ("gpipe", "interleaved_1f1b", "zero_bubble")]
     others = [*rings, f"transport=network,{cut(2)}", "stages=2,split=[relu]", "stages=2,balance=time"]
-    return {"own": own, "library": library, "others": others}
+    return {"built_in": built_in, "library": library, "others": others}
 
 
 @pytest.mark.parametrize(("processes", "kind"), [(n, kind) for n in (1, 2, 3) for kind in cases(n)])
@@ -60,14 +62,18 @@ def test_a_resnet_of_full_width_equals_the_unsplit_one(tmp_path: Path, cache: Pa
     kinds = ["schedule=gpipe", "engine=torch,schedule=1f1b"]
     trained = train_cases("parity", tmp_path, cache, 2, [f"{WIDE},{kind},{cut(2)}" for kind in kinds], NAME)
     right = expected(cache, NAME, f"{WIDE},{SIZES[2]}")
-    assert right["state"]["fc.weight"].shape == (10, 512) and len(right["losses"]) == 3
+    assert right["state"]["fc.weight"].shape == (10, 512)
+    assert len(right["losses"]) == 3
     wrong = {name: differences(result, right) for name, result in trained.items()}
-    assert len(wrong) == 2 and not {name: found for name, found in wrong.items() if found}
+    assert len(wrong) == 2
+    assert not {name: found for name, found in wrong.items() if found}
 
 
 def test_microbatches_are_another_training_of_a_resnet_and_the_check_sees_it(cache: Path) -> None:
     """BatchNorm's statistics are a microbatch's; counters count microbatches."""
     two, eight = (expected(cache, NAME, SIZES[size]) for size in (2, 8))
-    assert two["state"]["bn1.num_batches_tracked"] == 40 and eight["state"]["bn1.num_batches_tracked"] == 10
+    assert two["state"]["bn1.num_batches_tracked"] == 40
+    assert eight["state"]["bn1.num_batches_tracked"] == 10
     wrong = differences(two, eight)
-    assert any("losses" in words for words in wrong) and any("running_var" in words for words in wrong)
+    assert any("losses" in settings for settings in wrong)
+    assert any("running_var" in settings for settings in wrong)

@@ -20,19 +20,24 @@ LOCAL_NORM = Breach(  # each rank divides by the norm of its shard
 
 
 def test_sharded_parameters_get_the_values_of_full_ones() -> None:
-    words = [sys.executable, "-m", "tests.harness.sharded_optimizers", *OPTIMIZERS]
-    done = warm.execute(words, env=environment())
-    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+    command = [sys.executable, "-m", "tests.harness.sharded_optimizers", *OPTIMIZERS]
+    completed = warm.execute(command, env=environment())
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert not completed.stdout, completed.stdout + completed.stderr
 
 
 def test_the_example_of_the_contributing_page_passes_and_a_norm_of_shards_does_not(tmp_path: Path) -> None:
-    for name, told in (
+    for name, error in (
         (f"{write_example(tmp_path, 'lion.py')}:Lion", ""),
         (write_own(tmp_path, LOCAL_NORM), LOCAL_NORM.told),
     ):
-        words = [sys.executable, "-m", "slurm", "check-optimizer", "--", name]
-        done = warm.execute(words, env=environment())
-        kept = [line.removeprefix("ok  ") for line in done.stdout.splitlines()]
-        assert kept[: len(CHECKS)] == list(CHECKS) and len(kept) == len(CHECKS) + (not told), done.stdout + done.stderr
-        assert done.returncode == (2 if told else 0) and told in done.stderr, done.stderr
-        assert not told or (done.stderr.startswith(f"error: optim.name={name}: ") and done.stderr.count("\n") == 1)
+        command = [sys.executable, "-m", "slurm", "check-optimizer", "--", name]
+        completed = warm.execute(command, env=environment())
+        passed_checks = [line.removeprefix("ok  ") for line in completed.stdout.splitlines()]
+        assert passed_checks[: len(CHECKS)] == list(CHECKS), completed.stdout + completed.stderr
+        assert len(passed_checks) == len(CHECKS) + (not error), completed.stdout + completed.stderr
+        assert completed.returncode == (2 if error else 0), completed.stderr
+        assert error in completed.stderr, completed.stderr
+        assert not error or (
+            completed.stderr.startswith(f"error: optim.name={name}: ") and completed.stderr.count("\n") == 1
+        )

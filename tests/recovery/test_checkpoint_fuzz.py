@@ -62,7 +62,8 @@ def sound(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
         attempt = folder.claim_attempt()
         attempt.record_parent_attempt(number - 1 or None, 2 if number > 1 else 0)
         for step in steps:
-            draft, entries = StagingDir(attempt, step), {}
+            draft = StagingDir(attempt, step)
+            entries = {}
             draft.create()
             for rank in range(RANKS):
                 seat = dataclasses.replace(world, rank=rank, size=RANKS)
@@ -79,7 +80,8 @@ class Vandal:
     """Damages the checkpoints of a run folder, with everything taken from one random stream."""
 
     def __init__(self, path: Path, chance: random.Random) -> None:
-        self.chance, self.done = chance, list[str]()
+        self.chance = chance
+        self.done = list[str]()
         self.places = [
             CheckpointPath(RunFolder(path, attempt), step).path for attempt, steps in SAVED.items() for step in steps
         ]
@@ -124,7 +126,8 @@ class Vandal:
 
     def swap(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
         """Between ranks or between steps."""
-        mine, theirs = file.read_bytes(), other_file.read_bytes()
+        mine = file.read_bytes()
+        theirs = other_file.read_bytes()
         file.write_bytes(theirs)
         other_file.write_bytes(mine)
 
@@ -201,7 +204,8 @@ def check(world: World, path: Path, original: Path) -> str:
     try:
         loaded = Checkpointer(RunFolder(path).claim_attempt(), Ranks(world), Checkpoint(), said.append).load()
     except UserError as error:
-        assert not any(good) and "no valid checkpoint left" in str(error)
+        assert not any(good)
+        assert "no valid checkpoint left" in str(error)
         if any(there):  # else all are lost
             assert len(said) == sum(there)
         return "refused"
@@ -231,18 +235,22 @@ def test_random_corruptions(world: World, sound: Path, tmp_path: Path) -> None:
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
         shutil.rmtree(path)
     print(outcomes)
-    assert outcomes["older"] > ROUNDS / 6 and outcomes["refused"] and outcomes["newest"], "damage of every degree"
+    assert outcomes["older"] > ROUNDS / 6
+    assert outcomes["refused"]
+    assert outcomes["newest"], "damage of every degree"
 
 
 def test_every_start_finds_the_newest_complete_checkpoint_wherever_the_last_one_was_killed(tmp_path: Path) -> None:
     """Killed at random times in the middle of saving."""
     argv = [sys.executable, "-m", "tests.harness.checkpoints", "kill", str(tmp_path), draw_seed("kills")]
-    done = warm.execute(argv, env=environment())
-    assert done.returncode == 0, done.stderr
+    completed = warm.execute(argv, env=environment())
+    assert completed.returncode == 0, completed.stderr
     notes = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
     assert len(notes) == 21
     for before, after in pairwise(notes):
-        assert after["right"] and after["newest"] == after["step"] and after["step"] >= before["step"]
+        assert after["right"]
+        assert after["newest"] == after["step"]
+        assert after["step"] >= before["step"]
         assert not any("step-" in word for word in after["said"]), "no complete one is ever damaged"
     assert any(note["left"] for note in notes), "some were killed in the middle"
     assert notes[-1]["step"] >= 7

@@ -36,11 +36,11 @@ def count_steps(folder: RunFolder) -> int:
 
 
 def test_a_run_survives_workers_that_stop_and_die(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    words = (*digits, *SETTINGS, f"steps={STEPS}")
-    whole = run("mnist_pipeline", *words, runs=tmp_path / "whole")
-    assert whole.status == 0, whole.err
+    settings = (*digits, *SETTINGS, f"steps={STEPS}")
+    uninterrupted = run("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
+    assert uninterrupted.status == 0, uninterrupted.err
 
-    with train_long("mnist_pipeline", *words, runs=tmp_path / "runs") as process:
+    with train_long("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
         signal_worker(process, signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(PATIENCE)
@@ -58,12 +58,14 @@ def test_a_run_survives_workers_that_stop_and_die(tmp_path: Path, digits: tuple[
     finally:
         end_session(process.pid)
     assert process.returncode == 1, out + err
-    assert "was killed by SIGKILL" in err and "data worker 0" in err and "Traceback" not in err, err
+    assert "was killed by SIGKILL" in err, err
+    assert "data worker 0" in err, err
+    assert "Traceback" not in err, err
     assert "resume with: make exp RESUME=" in err
 
-    done = execute(again, env=environment(), timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert numbers(folder) == numbers(whole.folder)
+    completed = execute(again, env=environment(), timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    assert numbers(folder) == numbers(uninterrupted.folder)
 
 
 @pytest.fixture
@@ -83,11 +85,11 @@ def group() -> Iterator[Path]:
 
 def test_a_run_that_can_fork_no_worker_names_the_limit(tmp_path: Path, digits: tuple[str, ...], group: Path) -> None:
     epochs = ("data.train_limit=3200", "data.test_limit=100", "epochs=12")
-    words = (*digits, *SETTINGS, *epochs, "steps=0")
-    whole = run("mnist_pipeline", *words, runs=tmp_path / "whole")
-    assert whole.status == 0, whole.err
+    settings = (*digits, *SETTINGS, *epochs, "steps=0")
+    uninterrupted = run("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
+    assert uninterrupted.status == 0, uninterrupted.err
 
-    with train_long("mnist_pipeline", *words, runs=tmp_path / "runs") as process:
+    with train_long("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
         folder = only_folder(tmp_path / "runs")
         wait_until(lambda: storage.list_resumable_checkpoints(folder), "a checkpoint is saved")
         for pid in (process.pid, *ranks_of(process)):
@@ -97,10 +99,12 @@ def test_a_run_that_can_fork_no_worker_names_the_limit(tmp_path: Path, digits: t
         assert process.returncode == 1, out + err
     (message,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "rank 0 failed: no more threads or processes can be started: pids.max of control group" in message
-    assert "Traceback" not in err and "restart from step 0" not in err and "resume with: make exp RESUME=" in err, err
+    assert "Traceback" not in err, err
+    assert "restart from step 0" not in err, err
+    assert "resume with: make exp RESUME=" in err, err
 
     assert "no more threads or processes can be started; raise" in collect_diagnosis(folder)["cause"]
     again = [sys.executable, str(ROOT / "experiments" / "mnist_pipeline.py"), "--resume", str(folder.path)]
-    done = execute(again, env=environment(), timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert numbers(folder) == numbers(whole.folder)
+    completed = execute(again, env=environment(), timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    assert numbers(folder) == numbers(uninterrupted.folder)

@@ -35,9 +35,9 @@ def test_each_rank_may_be_killed_at_each_point(
     rank: int, point: str, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     fault = f"{point}:{rank}:{pick_step(point)}:kill"
-    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
-    words = (f"data.cache={cache}", *THREE, "elastic.rejoin=0")
-    folder = train_like(alone, fault, *words, runs=tmp_path / "runs")
+    undisturbed = train_alone(tmp_path_factory, f"data.cache={cache}")
+    settings = (f"data.cache={cache}", *THREE, "elastic.rejoin=0")
+    folder = train_like(undisturbed, fault, *settings, runs=tmp_path / "runs")
     assert list_changes(folder) == [([rank], [])], fault
 
 
@@ -45,9 +45,9 @@ def test_an_evaluation_is_not_lost_with_a_rank(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The others have read an epoch's last batch when they notice; batches come from data workers here."""
-    words = (f"data.cache={cache}", *THREE, "elastic.rejoin=1", "data.workers=1")
-    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
-    folder = train_like(alone, "updated:1:10:kill", *words, runs=tmp_path / "runs")
+    settings = (f"data.cache={cache}", *THREE, "elastic.rejoin=1", "data.workers=1")
+    undisturbed = train_alone(tmp_path_factory, f"data.cache={cache}")
+    folder = train_like(undisturbed, "updated:1:10:kill", *settings, runs=tmp_path / "runs")
     assert list_lost_and_joined(folder)[0] == [1]
 
 
@@ -57,8 +57,8 @@ def test_a_frozen_rank_is_lost_and_comes_back(
 ) -> None:
     """Its heartbeats stop; the process is ended, and a new one copies the state of another rank."""
     fault = f"reduction:{ranks - 1}:{random.SystemRandom().randrange(2, 12)}:stop,begin:0:14:join"
-    words = (f"data.cache={cache}", f"processes_per_node={ranks}", "elastic=true", "elastic.timeout=0.5")
-    folder = train_like(train_alone(tmp_path_factory, f"data.cache={cache}"), fault, *words, runs=tmp_path / "runs")
+    settings = (f"data.cache={cache}", f"processes_per_node={ranks}", "elastic=true", "elastic.timeout=0.5")
+    folder = train_like(train_alone(tmp_path_factory, f"data.cache={cache}"), fault, *settings, runs=tmp_path / "runs")
     # both in one change, if it came while the others connected
     assert list_lost_and_joined(folder) == ([ranks - 1], [ranks - 1]), fault
 
@@ -66,9 +66,9 @@ def test_a_frozen_rank_is_lost_and_comes_back(
 def test_a_new_process_that_is_frozen_before_its_first_message_does_not_keep_the_run(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    words = (f"data.cache={cache}", "processes_per_node=2", "elastic=true", "elastic.rejoin=1")
-    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
-    folder = train_like(alone, "reduction:1:5:kill,arriving:1:0:stop", *words, runs=tmp_path / "runs")
+    settings = (f"data.cache={cache}", "processes_per_node=2", "elastic=true", "elastic.rejoin=1")
+    undisturbed = train_alone(tmp_path_factory, f"data.cache={cache}")
+    folder = train_like(undisturbed, "reduction:1:5:kill,arriving:1:0:stop", *settings, runs=tmp_path / "runs")
     assert list_lost_and_joined(folder) == ([1], [])
 
 
@@ -76,51 +76,56 @@ def test_all_ranks_are_lost_and_come_back_one_after_another(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """What is drawn for a sample, crop and dropout, is the same on another rank. One rank speaks at a time."""
-    words = (f"data.cache={cache}", "data.augment=crop", "dropout=0.3")
+    settings = (f"data.cache={cache}", "data.augment=crop", "dropout=0.3")
     faults = "reduction:1:4:kill,begin:0:8:join,reduced:0:12:kill,begin:1:16:join"
     two = ("processes_per_node=2", "elastic=true")
-    done = train(faults, *words, *two, runs=tmp_path / "runs")
-    assert done.status == 0 and not differences(done.folder, train_alone(tmp_path_factory, *words)), done.err
-    assert list_lost_and_joined(done.folder) == ([1, 0], [1, 0])
-    assert [done.out.count(f"epoch {epoch} ") for epoch in ("1", "2", "2.5")] == [1, 1, 1], done.out
+    completed = train(faults, *settings, *two, runs=tmp_path / "runs")
+    assert completed.status == 0, completed.err
+    assert not differences(completed.folder, train_alone(tmp_path_factory, *settings)), completed.err
+    assert list_lost_and_joined(completed.folder) == ([1, 0], [1, 0])
+    assert [completed.out.count(f"epoch {epoch} ") for epoch in ("1", "2", "2.5")] == [1, 1, 1], completed.out
 
 
 def test_a_run_whose_state_is_lost_ends_and_is_resumed_from_its_checkpoint(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The only rank with the state is killed while a new one connects to copy it."""
-    words = (f"data.cache={cache}", "processes_per_node=2", "elastic=true")
-    done = train("reduction:1:4:kill,begin:0:14:join,forming:0:3:kill", *words, runs=tmp_path / "runs")
-    assert done.status == 137 and EndReason.STATE_LOST.value in done.err and "RESUME=" in done.err, done.err
-    assert EndReason.STATE_LOST.value in done.folder.result["reason"], done.folder.result
-    again = resume(BY_NAME["ddp_multinode"], done.folder)
-    assert again.returncode == 0 and re.search(r"resumed from step (4|8|12)\b", again.stdout), again.stderr
-    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
-    (change,) = done.folder.result["measured"]["generations"]
+    settings = (f"data.cache={cache}", "processes_per_node=2", "elastic=true")
+    completed = train("reduction:1:4:kill,begin:0:14:join,forming:0:3:kill", *settings, runs=tmp_path / "runs")
+    assert completed.status == 137, completed.err
+    assert EndReason.STATE_LOST.value in completed.err, completed.err
+    assert "RESUME=" in completed.err, completed.err
+    assert EndReason.STATE_LOST.value in completed.folder.result["reason"], completed.folder.result
+    again = resume(BY_NAME["ddp_multinode"], completed.folder)
+    assert again.returncode == 0, again.stderr
+    assert re.search(r"resumed from step (4|8|12)\b", again.stdout), again.stderr
+    assert not differences(completed.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+    (change,) = completed.folder.result["measured"]["generations"]
     assert (change["attempt"], change["lost"], change["joined"]) == (1, [1], []), "what the first attempt went through"
 
 
-def train_both(name: str, faults: str, words: tuple[str, ...], path: Path) -> tuple[RunFolder, RunFolder]:
+def train_both(name: str, faults: str, settings: tuple[str, ...], path: Path) -> tuple[RunFolder, RunFolder]:
     """A changed experiment on three ranks with `faults`, and on one without, which have the same numbers."""
-    alone = train("", *words, "processes_per_node=1", runs=path / "alone", name=name)
-    assert alone.status == 0, alone.err
-    return train_like(alone.folder, faults, *words, *THREE, runs=path / "runs", name=name), alone.folder
+    undisturbed = train("", *settings, "processes_per_node=1", runs=path / "undisturbed", name=name)
+    assert undisturbed.status == 0, undisturbed.err
+    return train_like(undisturbed.folder, faults, *settings, *THREE, runs=path / "runs", name=name), undisturbed.folder
 
 
 @pytest.mark.parametrize("faults", ["reduced:1:5:kill,begin:0:9:join,committed:2:14:kill", "updated:0:6:kill"])
 def test_skipped_steps_and_the_scale_are_those_of_one_process(faults: str, cache: Path, tmp_path: Path) -> None:
-    words = ("precision=fp32", "accumulate=2", f"data.cache={cache}")
-    folder, alone = train_both("amp_accum+overflow", faults, words, tmp_path)
-    assert [row["global_step"] for row in alone.read_metrics() if row.get("skipped")] == [5, 6, 14]
-    scales = [[(row.get("scale"), row.get("counter")) for row in run.read_metrics()] for run in (folder, alone)]
-    assert scales[0] == scales[1] and len({scale for scale, _ in scales[1]}) > 3, "a scale that changes"
+    settings = ("precision=fp32", "accumulate=2", f"data.cache={cache}")
+    folder, undisturbed = train_both("amp_accum+overflow", faults, settings, tmp_path)
+    assert [row["global_step"] for row in undisturbed.read_metrics() if row.get("skipped")] == [5, 6, 14]
+    scales = [[(row.get("scale"), row.get("counter")) for row in run.read_metrics()] for run in (folder, undisturbed)]
+    assert scales[0] == scales[1]
+    assert len({scale for scale, _ in scales[1]}) > 3, "a scale that changes"
 
 
 def test_statistics_of_batchnorm_are_those_of_one_process(cache: Path, tmp_path: Path) -> None:
     """They have changed by the failed step already, and are set back."""
-    words = (f"data.cache={cache}", "model=resnet18", "sync_batchnorm=true")
+    settings = (f"data.cache={cache}", "model=resnet18", "sync_batchnorm=true")
     faults = "reduction:1:5:kill,begin:0:9:join,evaluation:2:20:kill"
-    folder, _ = train_both("ddp_multinode+batchnorm", faults, words, tmp_path)
+    folder, _ = train_both("ddp_multinode+batchnorm", faults, settings, tmp_path)
     assert 2 in list_lost_and_joined(folder)[0], "in the evaluation, too"
 
 
@@ -135,20 +140,26 @@ def test_statistics_of_batchnorm_are_those_of_one_process(cache: Path, tmp_path:
     ],
 )
 def test_several_are_lost(faults: str, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    words = ("processes_per_node=4", "elastic=true", "elastic.rejoin=0")
-    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
-    folder = train_like(alone, faults, f"data.cache={cache}", *words, runs=tmp_path / "runs")
+    settings = ("processes_per_node=4", "elastic=true", "elastic.rejoin=0")
+    undisturbed = train_alone(tmp_path_factory, f"data.cache={cache}")
+    folder = train_like(undisturbed, faults, f"data.cache={cache}", *settings, runs=tmp_path / "runs")
     assert sorted(list_lost_and_joined(folder)[0]) == sorted(int(fault.split(":")[1]) for fault in faults.split(","))
 
 
-@pytest.mark.parametrize(("rank", "how"), [(0, "kill"), (3, "stop")])
+@pytest.mark.parametrize(("rank", "fault_kind"), [(0, "kill"), (3, "stop")])
 def test_a_rank_that_is_lost_while_the_others_connect_takes_none_along(
-    rank: int, how: str, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    rank: int, fault_kind: str, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """It has published its address, and nothing wakes those that wait for its connection."""
-    words = (f"data.cache={cache}", "processes_per_node=4", "elastic=true", "elastic.timeout=0.5", "elastic.rejoin=0")
-    fault = f"reduction:1:5:kill,published:{rank}:2:{how}"
-    folder = train_like(train_alone(tmp_path_factory, f"data.cache={cache}"), fault, *words, runs=tmp_path / "runs")
+    settings = (
+        f"data.cache={cache}",
+        "processes_per_node=4",
+        "elastic=true",
+        "elastic.timeout=0.5",
+        "elastic.rejoin=0",
+    )
+    fault = f"reduction:1:5:kill,published:{rank}:2:{fault_kind}"
+    folder = train_like(train_alone(tmp_path_factory, f"data.cache={cache}"), fault, *settings, runs=tmp_path / "runs")
     assert sorted(list_lost_and_joined(folder)[0]) == sorted([1, rank]), list_changes(folder)
 
 
@@ -156,68 +167,78 @@ def test_a_rank_whose_data_worker_fails_is_lost_alone(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """One rank's worker is killed, another one's stands still: the others notice by the time limit of a collective."""
-    words = (f"data.cache={cache}", "processes_per_node=4", "elastic=true", "elastic.timeout=0.5", "elastic.rejoin=0")
-    more = ("data.workers=1", "data.block=1", "launch.step_timeout=1")
+    settings = (
+        f"data.cache={cache}",
+        "processes_per_node=4",
+        "elastic=true",
+        "elastic.timeout=0.5",
+        "elastic.rejoin=0",
+    )
+    run_settings = ("data.workers=1", "data.block=1", "launch.step_timeout=1")
     faults = "begin:1:3:worker-kill,begin:2:12:worker-stop"
-    done = train(faults, *words, *more, runs=tmp_path / "runs")
-    assert done.status == 0, done.err
-    assert not differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
-    assert list_lost_and_joined(done.folder) == ([1, 2], []), list_changes(done.folder)
+    completed = train(faults, *settings, *run_settings, runs=tmp_path / "runs")
+    assert completed.status == 0, completed.err
+    assert not differences(completed.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+    assert list_lost_and_joined(completed.folder) == ([1, 2], []), list_changes(completed.folder)
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed(tmp_path: Path) -> None:
     """As where it copies its state. In a broadcast of gloo, the others would wait until the time-out."""
-    done = warm.execute([sys.executable, "-m", "tests.harness.half_sent", str(tmp_path)], env=environment(), timeout=60)
-    assert "Connection" in done.stdout and "imed out" not in done.stdout, done.stdout + done.stderr
+    completed = warm.execute(
+        [sys.executable, "-m", "tests.harness.half_sent", str(tmp_path)], env=environment(), timeout=60
+    )
+    assert "Connection" in completed.stdout, completed.stdout + completed.stderr
+    assert "imed out" not in completed.stdout, completed.stdout + completed.stderr
 
 
 def test_a_group_with_a_collective_that_never_ends_is_left_at_once(tmp_path: Path) -> None:
     """Freeing it waits for the collective, which a rank that goes on with others must not."""
-    done = warm.execute(
+    completed = warm.execute(
         [sys.executable, "-m", "tests.harness.left_group", str(tmp_path)], env=environment(), timeout=60
     )
-    assert done.stdout == "goes on\n", done.stderr
+    assert completed.stdout == "goes on\n", completed.stderr
 
 
 def test_a_rank_whose_collective_nothing_ends_is_lost_and_comes_back(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """As where gloo waits for a message behind one that nobody reads any more; its heartbeats go on."""
-    words = (f"data.cache={cache}", *THREE, "elastic.timeout=0.5")
+    settings = (f"data.cache={cache}", *THREE, "elastic.timeout=0.5")
     faults = "reduced:0:5:kill,reduced:1:5:block,begin:2:9:join"
-    folder = train_like(train_alone(tmp_path_factory, f"data.cache={cache}"), faults, *words, runs=tmp_path / "runs")
+    folder = train_like(train_alone(tmp_path_factory, f"data.cache={cache}"), faults, *settings, runs=tmp_path / "runs")
     lost, joined = list_lost_and_joined(folder)
-    assert sorted(lost) == [0, 1] and 1 in joined, list_changes(folder)
+    assert sorted(lost) == [0, 1], list_changes(folder)
+    assert 1 in joined, list_changes(folder)
 
 
 def test_too_few_ranks_save_and_are_resumed_with_all(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    words = (f"data.cache={cache}", *THREE, "elastic.min=3", "checkpoint.every_steps=0")
-    done = train("reduction:1:9:kill", *words, runs=tmp_path / "runs")
-    assert done.status == 75, done.err
-    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
-    assert [row["global_step"] for row in done.folder.read_metrics()] == list(range(1, 10))
-    again = resume(BY_NAME["ddp_multinode"], done.folder)
+    settings = (f"data.cache={cache}", *THREE, "elastic.min=3", "checkpoint.every_steps=0")
+    completed = train("reduction:1:9:kill", *settings, runs=tmp_path / "runs")
+    assert completed.status == 75, completed.err
+    undisturbed = train_alone(tmp_path_factory, f"data.cache={cache}")
+    assert [row["global_step"] for row in completed.folder.read_metrics()] == list(range(1, 10))
+    again = resume(BY_NAME["ddp_multinode"], completed.folder)
     assert again.returncode == 0, again.stderr
-    assert not differences(done.folder, alone)
+    assert not differences(completed.folder, undisturbed)
 
 
 def test_accumulation_windows_are_done_again(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    words = (f"data.cache={cache}", "accumulate=2", "precision=fp32")
-    alone = train_alone(tmp_path_factory, *words, name="amp_accum")
-    train_like(alone, "reduction:0:6:kill", *words, *THREE, runs=tmp_path / "runs", name="amp_accum")
+    settings = (f"data.cache={cache}", "accumulate=2", "precision=fp32")
+    undisturbed = train_alone(tmp_path_factory, *settings, name="amp_accum")
+    train_like(undisturbed, "reduction:0:6:kill", *settings, *THREE, runs=tmp_path / "runs", name="amp_accum")
 
 
 def test_a_step_that_only_some_ranks_have_taken_is_copied(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Rank 0 loses its connections a second after all have come: the others have taken the step."""
-    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
+    undisturbed = train_alone(tmp_path_factory, f"data.cache={cache}")
     folder = train_like(
-        alone, "committed:0:9:wait,committed:0:9:fail", f"data.cache={cache}", *THREE, runs=tmp_path / "runs"
+        undisturbed, "committed:0:9:wait,committed:0:9:fail", f"data.cache={cache}", *THREE, runs=tmp_path / "runs"
     )
     (change,) = folder.result["measured"]["generations"]
     assert (change["lost"], change["joined"], change["step"]) == ([], [], 9)
@@ -226,13 +247,14 @@ def test_a_step_that_only_some_ranks_have_taken_is_copied(
 def test_a_step_applied_by_some_ranks_only_leaves_different_models(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    words = (f"data.cache={cache}", *THREE, "checkpoint.every_steps=0")
-    done = train(
-        "committed:0:9:wait,committed:0:9:fail", *words, runs=tmp_path / "runs", name="ddp_multinode+own_state"
+    settings = (f"data.cache={cache}", *THREE, "checkpoint.every_steps=0")
+    completed = train(
+        "committed:0:9:wait,committed:0:9:fail", *settings, runs=tmp_path / "runs", name="ddp_multinode+own_state"
     )
-    assert done.status == 0, done.err
-    wrong = differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
-    assert wrong and wrong[0].startswith("step 10: loss"), wrong
+    assert completed.status == 0, completed.err
+    differing = differences(completed.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+    assert differing, differing
+    assert differing[0].startswith("step 10: loss"), differing
 
 
 @pytest.mark.parametrize("mistake", ["old_mean", "own_shards"])
@@ -240,18 +262,19 @@ def test_a_group_of_fewer_ranks_has_another_sum(
     mistake: str, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Divided by the number of ranks at the start, or without the samples of the lost one."""
-    words = (f"data.cache={cache}", *THREE, "elastic.rejoin=0")
-    done = train("begin:1:9:kill", *words, runs=tmp_path / "runs", name=f"ddp_multinode+{mistake}")
-    assert done.status == 0, done.err
-    wrong = differences(done.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
-    assert wrong and wrong[0].startswith("step 9: loss"), wrong
+    settings = (f"data.cache={cache}", *THREE, "elastic.rejoin=0")
+    completed = train("begin:1:9:kill", *settings, runs=tmp_path / "runs", name=f"ddp_multinode+{mistake}")
+    assert completed.status == 0, completed.err
+    differing = differences(completed.folder, train_alone(tmp_path_factory, f"data.cache={cache}"))
+    assert differing, differing
+    assert differing[0].startswith("step 9: loss"), differing
 
 
 def test_a_checkpoint_may_take_longer_than_the_timeout(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """All wait for rank 1, whose heartbeats go on; with a time-out of collectives it would be lost."""
-    words = (f"data.cache={cache}", *THREE, "elastic.timeout=0.4")
-    alone = train_alone(tmp_path_factory, f"data.cache={cache}")
-    folder = train_like(alone, "save:1:8:wait,evaluation:0:10:wait", *words, runs=tmp_path / "runs")
+    settings = (f"data.cache={cache}", *THREE, "elastic.timeout=0.4")
+    undisturbed = train_alone(tmp_path_factory, f"data.cache={cache}")
+    folder = train_like(undisturbed, "save:1:8:wait,evaluation:0:10:wait", *settings, runs=tmp_path / "runs")
     assert "generations" not in folder.result["measured"]

@@ -21,7 +21,8 @@ SETTINGS = {
 
 
 def test_a_sweep_that_is_interrupted_goes_on(tmp_path: Path, cache: Path) -> None:
-    file, runs = tmp_path / "seeds.yaml", tmp_path / "runs"
+    file = tmp_path / "seeds.yaml"
+    runs = tmp_path / "runs"
     settings = SETTINGS | {"data.cache": str(cache), "runs": str(runs)}
     tree = {"experiment": "mnist_pipeline", "grid": {"seed": ["1", "2"]}, "settings": settings}
     file.write_text(yaml.safe_dump(tree))
@@ -29,16 +30,18 @@ def test_a_sweep_that_is_interrupted_goes_on(tmp_path: Path, cache: Path) -> Non
     sweep = warm.Command(argv, env=environment(), session=True)
     deadline = time.monotonic() + 120
     while not list(runs.glob("mnist_pipeline-*/attempts/0001/metrics.jsonl")):
-        assert time.monotonic() < deadline and sweep.poll() is None
+        assert time.monotonic() < deadline
+        assert sweep.poll() is None
         time.sleep(0.1)
     os.killpg(sweep.pid, signal.SIGINT)
     assert sweep.wait(120) == 130, sweep.err
     (cell,) = read_json(runs / "sweeps" / "seeds" / "sweep.json")["cells"]
     assert cell["state"] in ("cancelled", "finished")
-    done = warm.execute(argv, env=environment(), timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = warm.execute(argv, env=environment(), timeout=250)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     cells = read_json(runs / "sweeps" / "seeds" / "sweep.json")["cells"]
-    assert cells[0]["run"] == cell["run"] and [one["state"] for one in cells] == ["finished"] * 2
+    assert cells[0]["run"] == cell["run"]
+    assert [one["state"] for one in cells] == ["finished"] * 2
     for one in cells:
         rows = [row for row in RunFolder(runs / one["run"]).read_metrics() if "loss" in row]
         assert [row["global_step"] for row in rows] == list(range(1, 301))

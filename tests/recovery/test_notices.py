@@ -49,8 +49,10 @@ def test_a_run_that_is_cancelled_saves_and_says_so(tmp_path: Path, quick: tuple[
         folder = only_folder(tmp_path)
         assert cancel.cancel_run(folder).startswith("canceled process ")
         process.communicate(PATIENCE)
-    assert process.returncode == EXIT_RESUMABLE and storage.list_resumable_checkpoints(folder)
-    assert status.read_state(folder)[0] == "CANCELLED" and folder.result["exit_status"] == 130
+    assert process.returncode == EXIT_RESUMABLE
+    assert storage.list_resumable_checkpoints(folder)
+    assert status.read_state(folder)[0] == "CANCELLED"
+    assert folder.result["exit_status"] == 130
     assert diagnosis.collect_diagnosis(folder)["cause"] == "", "its state says it"
     assert "checkpoint saved at step" in logs.read_rank_0_log(folder)
     waiting = folder.claim_attempt()  # a start that has said nothing yet hides no words of the one before
@@ -69,15 +71,17 @@ def test_a_run_that_is_interrupted_twice_ends_at_once(tmp_path: Path, quick: tup
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(PATIENCE)  # less than the grace time and the step timeout
-        assert process.returncode == 128 + signal.SIGINT and "stopped by Ctrl-C" in err and "Traceback" not in err
+        assert process.returncode == 128 + signal.SIGINT
+        assert "stopped by Ctrl-C" in err
+        assert "Traceback" not in err
         assert not processes_of(str(tmp_path))
 
 
 def test_a_rank_that_hangs_after_a_notice_is_waited_for_no_longer_than_the_grace_time(
     tmp_path: Path, quick: tuple[str, ...]
 ) -> None:
-    words = (*quick, *ENDLESS, "checkpoint.grace=2", "launch.step_timeout=600")
-    with train_long(REPLICATED.name, *words, runs=tmp_path) as process:
+    settings = (*quick, *ENDLESS, "checkpoint.grace=2", "launch.step_timeout=600")
+    with train_long(REPLICATED.name, *settings, runs=tmp_path) as process:
         os.kill(ranks_of(process)[1], signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
         process.communicate(PATIENCE)
@@ -89,14 +93,19 @@ def test_a_rank_that_hangs_after_a_notice_is_waited_for_no_longer_than_the_grace
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
 def test_a_notice_while_data_are_prepared_leaves_nothing_half_made(number: signal.Signals, tmp_path: Path) -> None:
-    cache, runs = tmp_path / "cache", tmp_path / "runs"
-    words = ("data.name=digits", f"data.cache={cache}", "data.test_limit=100", "steps=3")
-    process = Command(command(STAGED.name, *words, runs=runs), env=environment(), session=True)
+    cache = tmp_path / "cache"
+    runs = tmp_path / "runs"
+    settings = ("data.name=digits", f"data.cache={cache}", "data.test_limit=100", "steps=3")
+    process = Command(command(STAGED.name, *settings, runs=runs), env=environment(), session=True)
     wait_until(lambda: list(cache.glob(".digits-*")), "it prepares", pause=0.002)
     process.send_signal(number)
     out, err = process.communicate(PATIENCE)
-    assert process.returncode == (128 + number if number == signal.SIGINT else -number) and "Traceback" not in err
-    assert not runs.exists() and not list(cache.glob("digits-*")) and not processes_of(str(tmp_path)), out + err
-    done = run(STAGED.name, *words, runs=runs)
-    assert done.status == 0 and len(done.losses) == 3, done.err
+    assert process.returncode == (128 + number if number == signal.SIGINT else -number)
+    assert "Traceback" not in err
+    assert not runs.exists(), out + err
+    assert not list(cache.glob("digits-*")), out + err
+    assert not processes_of(str(tmp_path)), out + err
+    completed = run(STAGED.name, *settings, runs=runs)
+    assert completed.status == 0, completed.err
+    assert len(completed.losses) == 3, completed.err
     assert not list(cache.glob(".digits-*")), "what was left goes with the next preparation"

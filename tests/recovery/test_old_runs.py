@@ -16,9 +16,11 @@ from tests.harness.processes import environment, values_of
 from tests.harness.warm import ROOT
 
 
-def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def call(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     """One of today's commands, in a folder with old runs; what it starts has the old sources."""
-    return warm.execute([sys.executable, "-m", *words], cwd=folder, env=environment(PYTHONPATH=str(ROOT)), timeout=200)
+    return warm.execute(
+        [sys.executable, "-m", *settings], cwd=folder, env=environment(PYTHONPATH=str(ROOT)), timeout=200
+    )
 
 
 def losses(folder: RunFolder) -> dict[int, float]:
@@ -36,7 +38,8 @@ def test_old_runs_are_listed_compared_and_evaluated(version: str, tmp_path: Path
     compared = inside.run_verb("compare", cwd=tmp_path, COLUMNS="200")  # room for all columns
     (line,) = (line for line in compared.stdout.splitlines() if line.startswith(finished.path.name))
     score = values_of(finished)["test_accuracy"]
-    assert f"{score:.2%}" in line and "fc2" in line, compared.stdout + compared.stderr
+    assert f"{score:.2%}" in line, compared.stdout + compared.stderr
+    assert "fc2" in line, compared.stdout + compared.stderr
     evaluated = inside.run_verb("evaluate", "--", finished.path.name, cwd=tmp_path)
     right = round(score * values_of(finished)["test_samples"])
     assert f"recorded by the run: {right}" in evaluated.stdout, evaluated.stderr
@@ -47,7 +50,8 @@ def test_an_old_run_is_resumed_and_repeated(version: str, tmp_path: Path) -> Non
     stopped, finished = unpack(version, tmp_path)
     resumed = call(tmp_path, "slurm", "exp", f"--resume={stopped.path.name}", "--launch=local")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert stopped.result["state"] == "finished" and losses(stopped).keys() == losses(finished).keys()
+    assert stopped.result["state"] == "finished"
+    assert losses(stopped).keys() == losses(finished).keys()
     repeated = call(tmp_path, "slurm", "rerun", "--launch=local", "--", finished.path.name)
     assert "60 steps" in repeated.stdout, repeated.stdout + repeated.stderr
     (new,) = (p for p in (tmp_path / "runs").glob("mnist_pipeline-*") if p not in (stopped.path, finished.path))

@@ -22,15 +22,17 @@ THREE = ("processes_per_node=3", "elastic=true")
 
 
 @pytest.fixture
-def words(cache: Path) -> tuple[str, ...]:
+def settings(cache: Path) -> tuple[str, ...]:
     return (f"data.cache={cache}", "plot=false")
 
 
 def train_like_one(
-    factory: pytest.TempPathFactory, faults: str, words: tuple[str, ...], *more: str, runs: Path
+    factory: pytest.TempPathFactory, faults: str, settings: tuple[str, ...], *run_settings: str, runs: Path
 ) -> RunFolder:
     """A run with `faults`, and with `more` settings than the undisturbed one has."""
-    return train_like(train_alone(factory, *words, name=NAME), faults, *words, *more, runs=runs, name=NAME)
+    return train_like(
+        train_alone(factory, *settings, name=NAME), faults, *settings, *run_settings, runs=runs, name=NAME
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,47 +46,48 @@ def test_each_worker_may_be_killed_at_each_point(
     servers: int,
     rank: int,
     point: str,
-    words: tuple[str, ...],
+    settings: tuple[str, ...],
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     fault = f"{point}:{rank}:{STEP.get(point) or random.SystemRandom().randrange(2, 24)}:kill"
-    more = (*THREE, f"servers={servers}", "elastic.rejoin=0")
-    folder = train_like_one(tmp_path_factory, fault, words, *more, runs=tmp_path / "runs")
+    run_settings = (*THREE, f"servers={servers}", "elastic.rejoin=0")
+    folder = train_like_one(tmp_path_factory, fault, settings, *run_settings, runs=tmp_path / "runs")
     assert list_changes(folder) == [([rank], [])], fault
 
 
 def test_frozen_and_killed_workers_are_lost_and_come_back(
-    words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    settings: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """With Adam, whose state of each shard is its server's; the last two are lost at the same time."""
     faults = "push:3:4:stop,begin:0:9:join,pull:1:13:kill,push:2:13:kill,begin:0:18:join"
-    more = ("processes_per_node=4", "servers=1", "elastic=true", "elastic.timeout=0.5")
-    adam = (*words, "optim.name=adam", "optim.lr=0.01")
-    folder = train_like_one(tmp_path_factory, faults, adam, *more, runs=tmp_path / "runs")
+    run_settings = ("processes_per_node=4", "servers=1", "elastic=true", "elastic.timeout=0.5")
+    adam = (*settings, "optim.name=adam", "optim.lr=0.01")
+    folder = train_like_one(tmp_path_factory, faults, adam, *run_settings, runs=tmp_path / "runs")
     lost, joined = list_lost_and_joined(folder)
-    assert lost[0] == 3 and sorted(lost) == sorted(joined) == [1, 2, 3], list_changes(folder)
+    assert lost[0] == 3, list_changes(folder)
+    assert sorted(lost) == sorted(joined) == [1, 2, 3], list_changes(folder)
 
 
 def test_a_push_that_only_some_servers_have_is_dropped_there(
-    words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    settings: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """A worker is killed a second after it has pushed to one of two servers, which has all pushes then."""
     faults = "push to 1:2:9:wait,push to 1:2:9:kill"
-    more = (*THREE, "servers=2", "elastic.rejoin=0")
-    folder = train_like_one(tmp_path_factory, faults, words, *more, runs=tmp_path / "runs")
+    run_settings = (*THREE, "servers=2", "elastic.rejoin=0")
+    folder = train_like_one(tmp_path_factory, faults, settings, *run_settings, runs=tmp_path / "runs")
     assert list_changes(folder) == [([2], [])]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_only_some_servers_have_taken_is_taken_by_the_others(
-    rank: int, words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    rank: int, settings: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """One server loses its connections a second after all ranks know that all have come."""
-    more = (*THREE, "servers=2")
+    run_settings = (*THREE, "servers=2")
     fault = f"committed:{rank}:9:wait,committed:{rank}:9:fail"
-    adam = (*words, "optim.name=adam", "optim.lr=0.01")
-    folder = train_like_one(tmp_path_factory, fault, adam, *more, runs=tmp_path / "runs")
+    adam = (*settings, "optim.name=adam", "optim.lr=0.01")
+    folder = train_like_one(tmp_path_factory, fault, adam, *run_settings, runs=tmp_path / "runs")
     (change,) = folder.result["measured"]["generations"]
     assert (change["lost"], change["joined"], change["step"]) == ([], [], 9)
 
@@ -101,19 +104,23 @@ def test_a_server_is_not_lost_in_flight_and_the_run_goes_on_from_a_checkpoint(
     rank: int,
     faults: str,
     reason: str,
-    words: tuple[str, ...],
+    settings: tuple[str, ...],
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Killed, frozen, or in a collective that does not end once a worker is lost, or before, on a busy machine."""
-    more = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0", "launch.step_timeout=15")
-    done = train(faults, *words, *more, runs=tmp_path / "runs", name=NAME)
-    assert done.status == 137 and f"rank {rank} (pid" in done.err and "the run cannot continue" in done.err, done.err
-    assert reason in done.err and reason in done.folder.result["reason"], done.err
-    assert [row["global_step"] for row in done.folder.read_metrics() if "loss" in row][-1] >= 8
-    again = resume(BY_NAME[NAME], done.folder)
-    assert again.returncode == 0 and "resumed from step 8" in again.stdout, again.stderr
-    assert not differences(done.folder, train_alone(tmp_path_factory, *words, name=NAME))
+    run_settings = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0", "launch.step_timeout=15")
+    completed = train(faults, *settings, *run_settings, runs=tmp_path / "runs", name=NAME)
+    assert completed.status == 137, completed.err
+    assert f"rank {rank} (pid" in completed.err, completed.err
+    assert "the run cannot continue" in completed.err, completed.err
+    assert reason in completed.err, completed.err
+    assert reason in completed.folder.result["reason"], completed.err
+    assert [row["global_step"] for row in completed.folder.read_metrics() if "loss" in row][-1] >= 8
+    again = resume(BY_NAME[NAME], completed.folder)
+    assert again.returncode == 0, again.stderr
+    assert "resumed from step 8" in again.stdout, again.stderr
+    assert not differences(completed.folder, train_alone(tmp_path_factory, *settings, name=NAME))
 
 
 @pytest.mark.parametrize("side", ["server", "worker", "sender", "all"])
@@ -122,7 +129,7 @@ def test_a_message_that_breaks_off_in_its_middle_is_noticed(side: str, tmp_path:
     for number in range(5):  # on a busy machine the message may have come before the signal
         (folder := tmp_path / str(number)).mkdir()
         line = [sys.executable, "-m", "tests.harness.param_server_half_served", side, str(folder)]
-        done = warm.execute(line, env=environment(), timeout=100)
-        if done.stdout != "it came\n":
+        completed = warm.execute(line, env=environment(), timeout=100)
+        if completed.stdout != "it came\n":
             break
-    assert float(done.stdout) < 20, done.stderr
+    assert float(completed.stdout) < 20, completed.stderr

@@ -37,5 +37,6 @@ def test_a_trial_that_fails_costs_no_other(
     assert random_moments.main() == 1
     said = capsys.readouterr().out.splitlines()
     assert ["FAILED: OSError: no space left" in line for line in said] == [False, True, True, False, False]
-    assert said[3].startswith("2 trials: 2 different or failed") and str(tmp_path) in said[4]
+    assert said[3].startswith("2 trials: 2 different or failed")
+    assert str(tmp_path) in said[4]
     assert not processes_of(str(tmp_path)), "nothing of a failed trial disturbs the next one"
