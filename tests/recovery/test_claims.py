@@ -1,6 +1,6 @@
-"""One attempt of a run at a time, and a run folder that goes away; at random moments: tests/harness/claims_campaign.py.
+"""Only one attempt of a run trains at a time, and a run whose folder is moved stops.
 
-On a cluster: tests/cluster/test_claims.py.
+At random moments: tests/harness/claims_campaign.py; on a cluster: tests/cluster/test_claims.py.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ def test_pairs_of_resume_and_cancel_leave_one_attempt_that_trains(
     assert not [case.describe() for case in cases if case.problems]
 
 
-def test_a_run_that_trains_is_not_resumed_and_one_that_is_superseded_stops(
-    tmp_path: Path, quick: tuple[str, ...]
-) -> None:
+def test_a_training_run_is_not_resumed_and_a_superseded_attempt_stops(tmp_path: Path, quick: tuple[str, ...]) -> None:
     with train_long(STAGED.name, *quick, *ENDLESS, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
         refused = resume(STAGED, folder)
@@ -44,7 +42,7 @@ def test_a_run_that_trains_is_not_resumed_and_one_that_is_superseded_stops(
         assert refused.returncode == 2, refused
         assert settings in refused.stderr, refused
         assert len(folder.list_attempts()) == 1
-        folder.claim_attempt()  # as older source does, or a host that sees neither lock nor process
+        folder.claim_attempt()  # as older versions do, or a host that sees neither lock nor process
         out, err = process.communicate(PATIENCE)
     assert process.returncode == 2, out
     assert "test accuracy" not in out, out

@@ -1,4 +1,4 @@
-"""A draw of ten cases of the campaign of tests/harness/elastic_campaign.py, in short runs."""
+"""Ten cases of the campaign of tests/harness/elastic_campaign.py, in short runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that is killed ends its run, which goes on from a checkpoint as if nothing had happened."""
+"""A killed server ends its run; the run resumed from a checkpoint is bitwise equal to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.harness.resuming import ALONE, differences, resume, trained_steps
 SERVED = BY_NAME["param_server"]
 
 
-def test_a_dead_server_is_named_and_goes_on_from_its_checkpoint(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    """The second of two servers, which has a shard of the parameters and of the optimizer's state."""
+def test_a_dead_server_is_named_and_its_run_resumes_from_a_checkpoint(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    """The second of two servers has a shard of the parameters and of the optimizer's state."""
     settings = (*quick, *SERVED.spread(2), ALONE, *ENDLESS, "checkpoint.every_steps=3", "optim.decay=constant")
     with train_long(SERVED.name, *settings, "launch.step_timeout=600", runs=tmp_path / "killed") as process:
-        wait_until(lambda: list_resumable_checkpoints(only_folder(tmp_path / "killed")), "a checkpoint")
+        wait_until(lambda: list_resumable_checkpoints(only_folder(tmp_path / "killed")), "a checkpoint is saved")
         os.kill(ranks_of(process)[1], signal.SIGKILL)
         _, err = process.communicate(PATIENCE)
         assert process.returncode == 128 + signal.SIGKILL
