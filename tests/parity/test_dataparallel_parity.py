@@ -1,4 +1,4 @@
-"""resnet_dataparallel's own ResNet-18, in its full width: ddp with synchronised norms equals one process to 1e-9."""
+"""The ResNet-18 of resnet_dataparallel in full width: DDP with synchronised norms equals one process to 1e-9."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from tests.harness.dataparallel_parity import train_run
 from tests.harness.reference import differences
 
-STEPS = 4  # two whole batches, a last one that leaves the second rank without a sample, one of the next epoch
-FULL = ("model=resnet18", "compare=false", "data.samples=17", "data.image_size=12")  # 2x2 pixels at its end, as of 16
+STEPS = 4  # two full batches, a last one without a sample for the second rank, and one of the next epoch
+FULL = ("model=resnet18", "compare=false", "data.samples=17", "data.image_size=12")  # its last layer has 2x2 pixels
 
 
 def test_the_full_resnet_with_synchronised_norms_equals_one_process(cache: Path, tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ STAGES = ("replicas=2", "stages=2", "split=[layer3_0]", "checkpoint.every_second
 
 @functools.cache
 def expected(cache: Path) -> dict[str, Any]:
-    """Two shares of each batch in microbatches, each share with BatchNorm buffers of its own.
+    """Train two shares of each batch in microbatches; each share has its own BatchNorm buffers.
 
-    These are averaged for the evaluation after each epoch, and training goes on with the means.
+    The buffers are averaged for the evaluation after each epoch, and training continues with the means.
     """
     cfg = config.load_config(Config, [*PARITY, f"data.cache={cache}", "mode=single"], {})
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
@@ -49,7 +49,7 @@ def expected(cache: Path) -> dict[str, Any]:
 
 
 def read_outcome(completed: Done) -> dict[str, Any]:
-    """Losses, what all ranks saved in the last step, and scores."""
+    """Return losses, the state that all ranks saved in the last step, and scores."""
     assert completed.status == 0, completed.err + completed.out
     *_, folder = sorted((completed.folder.list_attempts()[0].attempt_folder / "checkpoints").glob("step-*"))
     assert folder.name == f"step-{len(completed.losses):08d}"
