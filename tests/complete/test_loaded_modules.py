@@ -40,7 +40,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, d
 
     folder = make_once(tmp_path_factory, "modules", list_modules)
     files = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
-    return {name: {module: count_tokens(file) for module, file in modules.items()} for name, modules in files.items()}
+    tokens: dict[str, dict[str, int]] = {}
+    for name, modules in files.items():
+        tokens[name] = {module: count_tokens(file) for module, file in modules.items()}
+    return tokens
 
 
 @pytest.mark.parametrize("name", TRAINED)
