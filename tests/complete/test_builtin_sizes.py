@@ -9,7 +9,6 @@ import pytest
 from tests.harness import warm
 from tests.harness.processes import environment
 
-
 WORLDS = [
     (1, "auto", ()),
     (2, "auto", ()),

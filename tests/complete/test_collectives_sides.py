@@ -19,7 +19,6 @@ from configs.shared import Launch
 from tests.harness import warm
 from tests.harness.processes import environment, run
 
-
 VECTOR_BYTES = {"float32": 65536, "bfloat16": 2 * 65536}
 
 

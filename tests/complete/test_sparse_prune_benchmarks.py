@@ -1,4 +1,4 @@
-"""A benchmark of two processes that take turns, from its command to its table."""
+"""A benchmark whose two processes take turns, from its command to its table."""
 
 from __future__ import annotations
 

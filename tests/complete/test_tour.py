@@ -1,4 +1,4 @@
-"""make tour: every experiment runs, and the page shows them all."""
+"""`make tour` runs every experiment, and its page shows all of them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ def test_every_experiment_is_visited(tmp_path: Path, cache: Path) -> None:
     runs = tmp_path / "runs"
     completed = inside.run_verb("tour", f"runs={runs}", f"data.cache={cache}", "steps=3", "data.test_limit=100")
     assert completed.returncode == 0, completed.stdout + completed.stderr
-    found = {path.parent.name.rsplit("-", 3)[0] for path in runs.glob("*/config.yaml")}
-    assert found == set(config.list_experiments())
+    names = {path.parent.name.rsplit("-", 3)[0] for path in runs.glob("*/config.yaml")}
+    assert names == set(config.list_experiments())
     table = completed.stdout.partition("---- comparison")[2]
-    assert all(re.search(rf"^{name}:\n\S+ +finished", table, re.MULTILINE) for name in found)
+    for name in names:
+        assert re.search(rf"^{name}:\n\S+ +finished", table, re.MULTILINE), name
     assert (runs / "compare.html").exists()
 
 
-def test_one_that_fails_is_named_and_the_others_run(tmp_path: Path, cache: Path) -> None:
+def test_a_failing_experiment_is_named_and_the_others_run(tmp_path: Path, cache: Path) -> None:
     arguments = (f"runs={tmp_path}/runs", f"data.cache={cache}", "steps=2", "data.test_limit=100", "depth=3")
     completed = inside.run_verb("tour", *arguments)
     assert completed.returncode == 1

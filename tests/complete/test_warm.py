@@ -1,4 +1,4 @@
-"""A fork of the warm server does what a real process does: exit status, output and run folder are the same."""
+"""A fork of the warm server equals a real process: exit status, output and run folder are the same."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.harness.warm import ROOT
 
 
 def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    """Of a command that becomes the experiment's script."""
+    """The command is replaced by the script of the experiment."""
 
     def argv(runs: Path) -> list[str]:
-        arguments = shlex.join([f"runs={runs}", *quick, "steps=12", "microbatches=2"])
-        return [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={arguments}", "--", "mnist_pipeline"]
+        settings = shlex.join([f"runs={runs}", *quick, "steps=12", "microbatches=2"])
+        return [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={settings}", "--", "mnist_pipeline"]
 
     fork, real = execute_both(argv, tmp_path)
     assert fork.returncode == 0, fork.stderr
@@ -43,11 +43,11 @@ def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick:
     assert left["result.json"]["scores"]["test_samples"] == 100
 
 
-def test_a_command_that_starts_others_says_the_same(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    """A repetition, which asks the source of a run for its settings and then executes it."""
+def test_a_command_that_starts_others_prints_the_same(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    """`rerun` reads the settings with the source of a run, and then executes this source."""
     old = run("mnist_pipeline", *quick, "steps=6", runs=tmp_path / "first").folder
     script = old.path / "code" / "experiments" / "mnist_pipeline.py"
-    script.write_text(script.read_text().replace("\nif __name__", "\nprint('the source of then')\nif __name__"))
+    script.write_text(script.read_text().replace("\nif __name__", "\nprint('source of the run')\nif __name__"))
     (old.path / "code" / provenance.CHECKSUMS).unlink()
 
     def argv(runs: Path) -> list[str]:
@@ -60,35 +60,42 @@ def test_a_command_that_starts_others_says_the_same(tmp_path: Path, quick: tuple
     assert fork.stdout.splitlines() == real.stdout.splitlines()
     assert fork.stderr == ""
     assert real.stderr == ""
-    assert "\nthe source of then\n" in fork.stdout
+    assert "\nsource of the run\n" in fork.stdout
     assert "losses      bitwise equal in 6 steps" in fork.stdout
-    made = [{path.name for path in runs.glob("mnist_pipeline-*")} for runs in (tmp_path / "fork", tmp_path / "real")]
-    assert [len(names) for names in made] == [2, 2]
-    assert made[0] & made[1] == {old.path.name}
+    forked_runs = {path.name for path in (tmp_path / "fork").glob("mnist_pipeline-*")}
+    real_runs = {path.name for path in (tmp_path / "real").glob("mnist_pipeline-*")}
+    assert len(forked_runs) == 2
+    assert len(real_runs) == 2
+    assert forked_runs & real_runs == {old.path.name}
 
 
-def test_ctrl_c_in_training_ends_both_with_the_same_words(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    found = []
-    for name, real in (("fork", False), ("real", True)):
-        runs = tmp_path / name
-        with train_long("mnist_pipeline", *quick, *ENDLESS, runs=runs, real=real) as process:
-            process.send_signal(signal.SIGINT)
-            told = "\n--\n".join(without_place(text, runs) for text in process.communicate(PATIENCE))
-        last = only_folder(runs).result["last_step"]
-        files = [re.sub(r"step-\d+", "step-LAST", file) for file in everything(runs)]
-        told = re.sub(rf"\bstep {last}\b", "step LAST", re.sub(r"^epoch .*\n", "", told, flags=re.MULTILINE))
-        found.append((process.returncode, told, sorted(files)))
-    assert found[0] == found[1]
-    assert found[0][0] == 128 + signal.SIGINT
-    assert "saved at step LAST" in found[0][1]
+def interrupt_training(runs: Path, quick: tuple[str, ...], *, real: bool) -> tuple[int | None, str, list[str]]:
+    """Interrupt a run. Returns exit status, output and files, without what depends on the time of the interruption."""
+    with train_long("mnist_pipeline", *quick, *ENDLESS, runs=runs, real=real) as process:
+        process.send_signal(signal.SIGINT)
+        output = "\n--\n".join(without_place(text, runs) for text in process.communicate(PATIENCE))
+    last_step = only_folder(runs).result["last_step"]
+    files = [re.sub(r"step-\d+", "step-LAST", file) for file in everything(runs)]
+    output = re.sub(r"^epoch .*\n", "", output, flags=re.MULTILINE)
+    output = re.sub(rf"\bstep {last_step}\b", "step LAST", output)
+    return process.returncode, output, sorted(files)
+
+
+def test_ctrl_c_in_training_ends_both_with_the_same_output(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    fork = interrupt_training(tmp_path / "fork", quick, real=False)
+    real = interrupt_training(tmp_path / "real", quick, real=True)
+    assert fork == real
+    status, output, _ = fork
+    assert status == 128 + signal.SIGINT
+    assert "saved at step LAST" in output
 
 
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [(("no_such_key=1",), 2), (("--help",), 0)],
-    ids=["a user error", "a question"],
+    ids=["a user error", "help"],
 )
-def test_an_answer_without_a_run_is_the_same(arguments: tuple[str, ...], status: int, tmp_path: Path) -> None:
+def test_output_without_a_run_is_the_same(arguments: tuple[str, ...], status: int, tmp_path: Path) -> None:
     fork, real = execute_both(lambda runs: command("mnist_pipeline", *arguments, runs=runs), tmp_path)
     assert fork.returncode == real.returncode == status
     assert (fork.stdout, fork.stderr) == (real.stdout, real.stderr)
@@ -96,7 +103,7 @@ def test_an_answer_without_a_run_is_the_same(arguments: tuple[str, ...], status:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_uncaught_exception_is_told_the_same(tmp_path: Path) -> None:
+def test_an_uncaught_exception_prints_the_same_traceback(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.harness.ranks", "no_such_case", str(tmp_path)]
     fork, real = execute_both(lambda _: argv, tmp_path)
     assert fork.returncode == 1, fork.stderr
