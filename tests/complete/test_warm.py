@@ -34,13 +34,13 @@ def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick:
     assert fork.stdout.splitlines() == real.stdout.splitlines()
     assert fork.stderr == ""
     assert real.stderr == ""
-    left = everything(tmp_path / "fork")
-    wanted = everything(tmp_path / "real")
-    assert left.keys() == wanted.keys()
-    assert len([name for name in left if name.endswith(".pt")]) == 8
-    assert [name for name in left if left[name] != wanted[name]] == []
-    assert len(left["attempts/0001/metrics.jsonl"]) == 13
-    assert left["result.json"]["scores"]["test_samples"] == 100
+    files = everything(tmp_path / "fork")
+    expected_files = everything(tmp_path / "real")
+    assert files.keys() == expected_files.keys()
+    assert len([name for name in files if name.endswith(".pt")]) == 8
+    assert [name for name in files if files[name] != expected_files[name]] == []
+    assert len(files["attempts/0001/metrics.jsonl"]) == 13
+    assert files["result.json"]["scores"]["test_samples"] == 100
 
 
 def test_a_command_that_starts_others_prints_the_same(tmp_path: Path, quick: tuple[str, ...]) -> None:
@@ -118,18 +118,18 @@ def test_an_uncaught_exception_prints_the_same_traceback(tmp_path: Path) -> None
 
 
 def test_no_command_outlives_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its stdin closes when pytest is killed; one command leads a session and has a child, the other does neither."""
-    begin = "from tests.harness import warm_server as server; server.preload = lambda: None; server.main()"
-    place = tmp_path / "socket"
-    monkeypatch.setattr(warm.Server, "_path", str(place))
-    marked = environment(MARKER=str(tmp_path))
-    waiting = ("import time; time.sleep(1000)", "import subprocess; subprocess.run(['sleep', '1000'])")
-    argv = [sys.executable, "-c", begin, str(place)]
+    """The server's stdin closes when pytest is killed. Only one of the commands leads a session and has a child."""
+    program = "from tests.harness import warm_server as server; server.preload = lambda: None; server.main()"
+    socket_path = tmp_path / "socket"
+    monkeypatch.setattr(warm.Server, "_path", str(socket_path))
+    env = environment(MARKER=str(tmp_path))
+    timeit = [sys.executable, "-m", "timeit", "-n1"]
+    argv = [sys.executable, "-c", program, str(socket_path)]
     with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE) as server:
         assert server.stdin
         try:
-            for session, text in enumerate(waiting):
-                warm.Command([sys.executable, "-m", "timeit", "-n1", text], env=marked, session=bool(session))
+            warm.Command([*timeit, "import time; time.sleep(1000)"], env=env, session=False)
+            warm.Command([*timeit, "import subprocess; subprocess.run(['sleep', '1000'])"], env=env, session=True)
             wait_until(lambda: len(processes_of(str(tmp_path))) == 4, "the server, two commands and a child run", 60)
             server.stdin.close()
             assert server.wait(60) == 0
@@ -140,10 +140,11 @@ def test_no_command_outlives_the_server(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_process_that_opens_and_closes_files_is_found(tmp_path: Path) -> None:
-    text = "while True: files = [open('/dev/null') for _ in range(50)]; [file.close() for file in files]"
-    with subprocess.Popen([sys.executable, "-c", text, str(tmp_path)]) as process:
+    program = "while True: files = [open('/dev/null') for _ in range(50)]; [file.close() for file in files]"
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as process:
         try:
-            wait_until(lambda: processes_of(str(tmp_path)) == [process.pid], "it runs")
-            assert all(processes_of(str(tmp_path)) == [process.pid] for _ in range(20))
+            wait_until(lambda: processes_of(str(tmp_path)) == [process.pid], "the process runs")
+            for _ in range(20):
+                assert processes_of(str(tmp_path)) == [process.pid]
         finally:
             process.kill()
