@@ -12,7 +12,7 @@ from tests.harness.reference import TOLERANCE
 
 DDP = "ddp,seed=0"
 DELAYED_START = "every=4,start=6"
-PLAIN = "optim.momentum=0,optim.lr=0.3"
+PLAIN_SGD = "optim.momentum=0,optim.lr=0.3"
 
 
 def find_gap(first: dict[str, Any], second: dict[str, Any]) -> float:
@@ -37,8 +37,8 @@ def test_an_exchange_after_each_step_equals_ddp_and_own_momentum_equals_torch(
     """A step is linear in gradient and momentum, so the mean of the workers' momenta equals the momentum of DDP."""
     averaged = "every=1,momentum_of=averaged"
     reset = "every=1,momentum_of=reset"
-    plain_sgd = f"every=1,{PLAIN}"
-    ddp_sgd = f"ddp,{PLAIN}"
+    plain_sgd = f"every=1,{PLAIN_SGD}"
+    ddp_sgd = f"ddp,{PLAIN_SGD}"
     torch_optimizer = f"torch,{DELAYED_START}"
     local_sgd_cases = [averaged, "every=1", reset, plain_sgd, DELAYED_START, "every=4"]
     cases = [*local_sgd_cases, DDP, ddp_sgd, torch_optimizer]

@@ -37,10 +37,8 @@ MISTAKES = (f"mean_of_means,shards=[3,1],{BRIEF}", f"equal_buffers,shards=[3,1],
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Any]:
     """The results of every case of two ranks, correct ones and mistakes."""
-    wanted = [*OF_TWO, *NORMS, f"shards=[0,1],{SYNCED}", *MISTAKES]
-    folder = make_once(
-        tmp_path_factory, "shards-of-two", lambda path: train_cases("ddp_parity", path, cache, 2, wanted)
-    )
+    cases = [*OF_TWO, *NORMS, f"shards=[0,1],{SYNCED}", *MISTAKES]
+    folder = make_once(tmp_path_factory, "shards-of-two", lambda path: train_cases("ddp_parity", path, cache, 2, cases))
     return dict(torch.load(folder / "results-2.pt", weights_only=True))
 
 
