@@ -1,4 +1,4 @@
-"""An experiment that make new-experiment has written passes the tests of all experiments."""
+"""An experiment that `make new-experiment` created passes the tests of all experiments."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_an_added_experiment_passes_the_tests_of_all_experiments(tmp_path: Path)
     slow_learner = settings.read_text().replace("lr: 0.02", "lr: 0.000001")
     settings.write_text(slow_learner)
 
-    omitted = [argument for test in OMITTED for argument in ("--deselect", test)]
+    omitted = [f"--deselect={test}" for test in OMITTED]
     pytest = [".venv/bin/python", "-m", "pytest", "-vv", "-k", SELECTION, *omitted, *FOLDERS, *FILES]
-    done = subprocess.run(
+    completed = subprocess.run(
         pytest, cwd=clone, env=environment(PYTEST_ADDOPTS=""), capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"\[\S*my_mlp\S*\] PASSED", done.stdout)) > MIN_TESTS
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert len(re.findall(r"\[\S*my_mlp\S*\] PASSED", completed.stdout)) > MIN_TESTS

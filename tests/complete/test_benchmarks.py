@@ -17,33 +17,31 @@ from tests.harness.registry import TRAINING, Entry
 @pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
 def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: Path, cache: Path) -> None:
     data = () if entry.name == "resnet_modelparallel" else ("data.name=digits",)
-    words = (*entry.smallest, *data, f"data.cache={cache}", "steps=6", "data.test_limit=50")
+    arguments = (*entry.smallest, *data, f"data.cache={cache}", "steps=6", "data.test_limit=50")
     declared = import_declared(f"tests.benchmarks.{entry.name}")
     keep = getattr(declared, "KEEP", ())
-    found = run_of(tmp_path, "side", entry.name, *words, keep=keep).run(0)
-    assert found["seconds"] > 0 and found["first_loss"] > 0 and found["last_loss"] > 0
-    missing = [name for name in keep if not any(key.startswith(name) for key in found)]
-    assert not missing
+    measured = run_of(tmp_path, "side", entry.name, *arguments, keep=keep).run(0)
+    assert measured["seconds"] > 0
+    assert measured["first_loss"] > 0
+    assert measured["last_loss"] > 0
+    for name in keep:
+        assert any(key.startswith(name) for key in measured), name
 
 
 @pytest.mark.usefixtures("forked")
-def test_the_rate_of_the_lowest_training_loss_is_chosen_and_one_that_diverges_is_not(
+def test_the_rate_with_the_lowest_training_loss_is_chosen_and_divergence_is_reported(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    brief = (
-        "data.name=digits",
-        f"data.cache={cache}",
-        "data.train_limit=640",
-        "data.test_limit=50",
-        "epochs=2",
-        "optim.warmup=0",
-    )
+    data = ("data.name=digits", f"data.cache={cache}", "data.train_limit=640", "data.test_limit=50")
+    brief = (*data, "epochs=2", "optim.warmup=0")
     sides = [optimizers.tune(tmp_path, side, 64, (1e-5, 0.03, 100), brief) for side in optimizers.OPTIMIZERS]
-    taken = interleave(sides, Pace(1, 0, 60), lambda _: None)
-    assert [found["rate"] for found in taken.values.values()] == [[0.03], [0.03]]
+    samples = interleave(sides, Pace(1, 0, 60), lambda _: None)
+    assert [side["rate"] for side in samples.values.values()] == [[0.03], [0.03]]
     monkeypatch.setattr(optimizers, "BATCHES", (64,))
-    (row,) = optimizers.table(taken).rows
-    assert row.what == "64" and row.cells[3] == "4,685" and all(isinstance(cell, Number) for cell in row.cells[:3])
+    (row,) = optimizers.table(samples).rows
+    assert row.what == "64"
+    assert row.cells[3] == "4,685"
+    assert all(isinstance(cell, Number) for cell in row.cells[:3])
     with pytest.raises(RuntimeError, match="all of 1 learning rates diverged"):
         optimizers.tune(tmp_path, optimizers.SGD, 64, (100,), brief).run(0)
 
@@ -54,9 +52,11 @@ def test_an_experiment_without_comparisons_is_measured_with_one_rank_and_two(
 ) -> None:
     brief = ("data.name=digits", f"data.cache={cache}", "steps=6", "data.test_limit=50")
     monkeypatch.setattr(ranks, "BRIEF", brief)
-    part, taken = ranks.make_part("ddp_multinode"), list[Samples]()
-    interleave(part.sides(tmp_path), Pace(1, 0, 60), taken.append)
-    rows = {row.what: row.cells for row in part.table(taken[-1]).rows}
-    assert list(rows)[:2] == ["ms a step: 1 process", "ms a step: 2 processes"] and len(rows) == 3
-    one, two, gain = (cells[0].value for cells in rows.values() if isinstance(cells[0], Number))
-    assert gain == pytest.approx(one / two / 2)
+    part = ranks.make_part("ddp_multinode")
+    samples = list[Samples]()
+    interleave(part.sides(tmp_path), Pace(1, 0, 60), samples.append)
+    rows = {row.what: row.cells for row in part.table(samples[-1]).rows}
+    assert list(rows)[:2] == ["ms a step: 1 process", "ms a step: 2 processes"]
+    assert len(rows) == 3
+    one_rank, two_ranks, efficiency = (cells[0].value for cells in rows.values() if isinstance(cells[0], Number))
+    assert efficiency == pytest.approx(one_rank / two_ranks / 2)

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks import collectives
-from tests.benchmarks.measure import Number, Pace, interleave
+from tests.benchmarks.measure import Number, Pace, Samples, interleave
+from tests.benchmarks.parts import Part
+
+
+def measure(part: Part, folder: Path) -> Samples:
+    return interleave(part.sides(folder), Pace(1, 0, 60), lambda _: None)
 
 
 @pytest.mark.usefixtures("forked")
@@ -16,21 +21,32 @@ def test_times_of_collectives_become_tables_and_a_figure(tmp_path: Path, monkeyp
     monkeypatch.setattr(collectives, "GOALS", {"ring, memory": {1024: 1.8}})
     monkeypatch.setattr(collectives, "ENCRYPTED", {1024: 2.3})
     sizes, gains, tls, *_ = collectives.PARTS  # the others need a local cluster
-    by_size, compared, encrypted = (
-        interleave(part.sides(tmp_path), Pace(1, 0, 60), lambda _: None) for part in (sizes, gains, tls)
-    )
+    by_size = measure(sizes, tmp_path)
+    compared = measure(gains, tmp_path)
+    encrypted = measure(tls, tmp_path)
     (row,) = tls.table(encrypted).rows
     assert (row.what, row.bound) == ("ring, tls / ring, network, all_reduce, 1,024 bytes", 2.3)
     rows = {row.what: row.cells for row in sizes.table(by_size).rows}
-    assert list(rows) == [f"{op}, {size} bytes" for op in ("sendrecv", "all_reduce") for size in ("4", "1,024")]
+    assert list(rows) == [
+        "sendrecv, 4 bytes",
+        "sendrecv, 1,024 bytes",
+        "all_reduce, 4 bytes",
+        "all_reduce, 1,024 bytes",
+    ]
     assert all(isinstance(cell, Number) for cell in rows["all_reduce, 4 bytes"])
     assert [isinstance(cell, Number) for cell in rows["sendrecv, 4 bytes"]] == [True, False, True, True, False, False]
-    few, fewest, many = gains.table(compared).rows
-    assert (few.what, few.bound, few.at_least) == ("ring, memory / gloo, all_reduce, 4 bytes", 1.3, False)
-    assert (fewest.what, fewest.bound) == ("halving_doubling, memory / gloo, all_reduce, 4 bytes", 1.3)
-    assert (many.what, many.bound, many.at_least) == ("gloo / ring, memory, all_reduce, 1,024 bytes", 1.8, True)
-    found = compared.values["run"]
-    gloo, ring = (found[f"all_reduce, 1,024 bytes: {side}"][0] for side in ("gloo", "ring, memory"))
-    assert isinstance(many.cells[0], Number) and many.cells[0].value == pytest.approx(gloo / ring, rel=1e-5)
-    collectives.draw_collectives(tmp_path / "times.svg", {"samples": by_size.values})
-    assert "star, memory, fitted" in (tmp_path / "times.svg").read_text()
+    ring_4, halving_4, ring_1024 = gains.table(compared).rows
+    assert (ring_4.what, ring_4.bound, ring_4.at_least) == ("ring, memory / gloo, all_reduce, 4 bytes", 1.3, False)
+    assert (halving_4.what, halving_4.bound) == ("halving_doubling, memory / gloo, all_reduce, 4 bytes", 1.3)
+    assert ring_1024.what == "gloo / ring, memory, all_reduce, 1,024 bytes"
+    assert ring_1024.bound == 1.8
+    assert ring_1024.at_least is True
+    times = compared.values["run"]
+    gloo = times["all_reduce, 1,024 bytes: gloo"][0]
+    ring = times["all_reduce, 1,024 bytes: ring, memory"][0]
+    gain = ring_1024.cells[0]
+    assert isinstance(gain, Number)
+    assert gain.value == pytest.approx(gloo / ring, rel=1e-5)
+    figure = tmp_path / "times.svg"
+    collectives.draw_collectives(figure, {"samples": by_size.values})
+    assert "star, memory, fitted" in figure.read_text()

@@ -1,4 +1,4 @@
-"""collectives with the built-in backend as the run's own: every algorithm and transport, encrypted ones among them."""
+"""The experiment collectives on the built-in backend: every algorithm and transport, also encrypted."""
 
 from __future__ import annotations
 
@@ -19,56 +19,62 @@ from configs.shared import Launch
 from tests.harness import warm
 from tests.harness.processes import environment, run
 
+VECTOR_BYTES = {"float32": 65536, "bfloat16": 2 * 65536}
 
-def test_every_algorithm_through_every_transport_sends_what_its_moves_say(tmp_path: Path) -> None:
+
+def test_every_algorithm_sends_the_expected_bytes_through_every_transport(tmp_path: Path) -> None:
     sides = (f"algorithms=[{','.join(ALGORITHMS)}]", f"transports=[{','.join(TRANSPORTS)}]", "ops=[all_reduce]")
-    words = ("processes_per_node=4", "sizes=[64K]", "dtypes=[float32,bfloat16]", "rounds=1", "plot=false")
-    own = ("launch.backend=builtin", "launch.tls=true", "launch.algorithm=tree<100000<ring", "launch.threads=1")
-    done = run("collectives", *sides, *words, *own, "log.progress=none", runs=tmp_path)
-    assert done.status == 0, done.err
-    points = {(point["side"], point["dtype"]): point for point in done.result["points"]}
-    built_in = [f"{name}, {transport}" for transport in TRANSPORTS for name in ALGORITHMS]
-    assert {side for side, _ in points} == {"builtin", "gloo", "isend ring", *built_in}
+    arguments = ("processes_per_node=4", "sizes=[64K]", "dtypes=[float32,bfloat16]", "rounds=1", "plot=false")
+    launch = ("launch.backend=builtin", "launch.tls=true", "launch.algorithm=tree<100000<ring", "launch.threads=1")
+    completed = run("collectives", *sides, *arguments, *launch, "log.progress=none", runs=tmp_path)
+    assert completed.status == 0, completed.err
+    points = {(point["side"], point["dtype"]): point for point in completed.result["points"]}
+    expected_sides = {"builtin", "gloo", "isend ring"}
     for transport in TRANSPORTS:
-        for dtype, vector in (("float32", 65536), ("bfloat16", 2 * 65536)):
-            ring, star = (points[f"{name}, {transport}", dtype] for name in ("ring", "star"))
-            assert ring["bytes_sent"] == [1.5 * vector] * 4 and star["bytes_sent"] == [3 * vector, *[vector] * 3]
-            if transport != "memory":
-                assert ring["interface_bytes"][0] > 1.5 * vector, "headers, and what other tests send"
-    few, many = (sum(points["builtin", dtype]["bytes_sent"]) for dtype in ("float32", "bfloat16"))
-    assert few == pytest.approx(6 * 65536, abs=64) and many == pytest.approx(6 * 2 * 65536, abs=64), "barriers beside"
+        expected_sides |= {f"{name}, {transport}" for name in ALGORITHMS}
+    assert {side for side, _ in points} == expected_sides
+    for transport in TRANSPORTS:
+        for dtype, vector_bytes in VECTOR_BYTES.items():
+            ring = points[f"ring, {transport}", dtype]
+            star = points[f"star, {transport}", dtype]
+            assert ring["bytes_sent"] == [1.5 * vector_bytes] * 4
+            assert star["bytes_sent"] == [3 * vector_bytes, vector_bytes, vector_bytes, vector_bytes]
+            if transport != "memory":  # headers and the traffic of other tests are counted, too
+                assert ring["interface_bytes"][0] > 1.5 * vector_bytes
+    for dtype, vector_bytes in VECTOR_BYTES.items():  # barriers send a few bytes more
+        assert sum(points["builtin", dtype]["bytes_sent"]) == pytest.approx(6 * vector_bytes, abs=64)
     assert points["gloo", "float32"]["bytes_sent"] == [0.0] * 4
-    assert "builtin: sent 0.20 MB per rank" in done.out, "the ring for the many bytes of bfloat16 as it travels"
-    assert list(done.result["links"]) == ["0 - 1", "1 - 2", "2 - 3", "3 - 0"]
+    assert "builtin: sent 0.20 MB per rank" in completed.out, "bfloat16 has more bytes and uses the ring"
+    assert list(completed.result["links"]) == ["0 - 1", "1 - 2", "2 - 3", "3 - 0"]
 
 
-def look_at_streams(place: RankInfo, folder: Path) -> None:
-    """What carries the messages of each transport, and of a group that is made after them."""
+def write_streams(rank_info: RankInfo, folder: Path) -> None:
+    """Write the classes that carry the messages of each transport, and of a group that is created after them."""
     launch = Launch(backend="builtin", tls=True, transport="network")
-    found: dict[str, dist.ProcessGroup] = {}
-    with join_world(place, launch, folder / "private") as world:
+    groups: dict[str, dist.ProcessGroup] = {}
+    with join_world(rank_info, launch, folder / "private") as world:
         for transport in reversed(TRANSPORTS):
 
             def keep(group: dist.ProcessGroup, transport: str = transport) -> dict[str, CollectiveOperation]:
-                found[transport] = group
+                groups[transport] = group
                 return {}
 
             measurement.open_builtin_variants(world, launch, transport, ["ring"], keep)
-        found["later"] = measurement.create_group_of_all_ranks(world, "builtin")
-        told = []
-        for name, group in found.items():
+        groups["later"] = measurement.create_group_of_all_ranks(world, "builtin")
+        lines = []
+        for name, group in groups.items():
             (link,) = measurement.get_communicator(group).outgoing.values()
             stream: Any = link.stream
-            told.append(f"{name} {type(stream).__name__} {type(stream.socket).__name__}")
+            lines.append(f"{name} {type(stream).__name__} {type(stream.socket).__name__}")
         if world.is_main:
-            (folder / "told").write_text("\n".join(told))
+            (folder / "streams").write_text("\n".join(lines))
 
 
-def test_messages_go_through_what_the_transport_says(tmp_path: Path) -> None:
+def test_each_transport_uses_its_stream(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.complete.test_collectives_sides", str(tmp_path)]
-    done = warm.execute(argv, env=environment())
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "told").read_text().splitlines() == [
+    completed = warm.execute(argv, env=environment())
+    assert completed.returncode == 0, completed.stderr
+    assert (tmp_path / "streams").read_text().splitlines() == [
         "tls TlsStream TlsSocket",
         "memory MemoryStream socket",
         "network SocketStream socket",
@@ -77,5 +83,5 @@ def test_messages_go_through_what_the_transport_says(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    given = Path(sys.argv[1])
-    sys.exit(local_launcher.run_ranks(lambda place: look_at_streams(place, given), 2, 1, lambda: None))
+    output_folder = Path(sys.argv[1])
+    sys.exit(local_launcher.run_ranks(lambda info: write_streams(info, output_folder), 2, 1, lambda: None))

@@ -1,4 +1,4 @@
-"""Compiled models compute what others compute."""
+"""Compiled models compute the same as others."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from tests.harness.processes import run
 def test_a_compiled_model_computes_the_same(tmp_path: Path, digits: tuple[str, ...]) -> None:
     quick = (*digits, "model=mlp", "steps=3", "optim.warmup=0", "processes_per_node=1", "precision=fp32")
     quick += ("accumulate=1", "data.test_limit=64", "eval_batch=64")  # one shape of a batch to compile for
-    made = tmp_path / "made"
+    compiler_cache = tmp_path / "compiled"
     # without helper processes, each of which would import torch
-    env: dict[str, Any] = {"TORCHINDUCTOR_CACHE_DIR": str(made), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    env["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # without trials of which vector instructions the compiler knows
-    done = run("amp_accum", *quick, "compile=true", runs=tmp_path / "fast", timeout=500, **env)
-    assert done.status == 0, done.err
-    assert list(made.rglob("*.so")), "something was compiled"
-    assert done.losses == pytest.approx(run("amp_accum", *quick, runs=tmp_path / "plain").losses, rel=1e-4)
+    env: dict[str, Any] = {"TORCHINDUCTOR_CACHE_DIR": str(compiler_cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    env["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # does not test which vector instructions the compiler supports
+    completed = run("amp_accum", *quick, "compile=true", runs=tmp_path / "fast", timeout=500, **env)
+    assert completed.status == 0, completed.err
+    assert list(compiler_cache.rglob("*.so")), "nothing was compiled"
+    without_compiler = run("amp_accum", *quick, runs=tmp_path / "plain")
+    assert completed.losses == pytest.approx(without_compiler.losses, rel=1e-4)

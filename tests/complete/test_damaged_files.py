@@ -1,4 +1,4 @@
-"""Every command that reads runs meets every file of one damaged in all the other ways, and bad values in one."""
+"""Every command that reads runs is executed on damaged files, and on configurations with bad values."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from tests.harness.made_runs import Made
 from tests.harness.registry import REPLICATED
 from tests.harness.shared import Make
 
-QUICK = list(zip(FILES, itertools.cycle(DAMAGES), strict=False))  # tests/commands/test_damaged_runs.py
-OTHERS = [pair for pair in itertools.product(FILES, DAMAGES) if pair not in QUICK]
+IN_QUICK_TESTS = list(zip(FILES, itertools.cycle(DAMAGES), strict=False))  # tests/commands/test_damaged_runs.py
+REMAINING = [pair for pair in itertools.product(FILES, DAMAGES) if pair not in IN_QUICK_TESTS]
 
 
-@pytest.mark.parametrize(("name", "damage"), draw_cases("damaged files", OTHERS, 30))
-def test_each_damage_is_told_in_one_line(name: str, damage: str, finished: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "damage"), draw_cases("damaged files", REMAINING, 30))
+def test_each_damage_is_reported_in_one_line(name: str, damage: str, finished: Make, tmp_path: Path) -> None:
     check_commands(finished(REPLICATED).folder, name, damage, tmp_path)
 
 
 @pytest.mark.parametrize("word", draw_cases("bad values", BAD_VALUES, 15), ids=lambda word: word[:30])
 def test_a_bad_value_in_the_configuration_of_a_run(word: str, tmp_path: Path) -> None:
-    """Every command that reads runs meets it."""
+    """Every command that reads runs reads it."""
     folder = Made("mnist_pipeline", 0, 20).write(tmp_path / "runs")
     file = folder.path / "config.yaml"
     key, _, value = word.partition("=")
     if value or "=" in word:
         tree: dict[str, Any] = yaml.safe_load(file.read_text())
-        place = tree
+        branch = tree
         *groups, last = key.split(".")
         for group in groups:
-            place = place.setdefault(group, {})
-        place[last] = value
+            branch = branch.setdefault(group, {})
+        branch[last] = value
         file.write_text(yaml.safe_dump(tree))
     else:
         file.write_text(word)

@@ -1,7 +1,4 @@
-"""make doctor on this machine, and on runs of which one rank is slow.
-
-On a run of which one rank hung: tests/experiments/test_stopping.py.
-"""
+"""`make doctor` on this machine, and on runs with a slow rank. With a hung rank: tests/experiments/test_stopping.py."""
 
 from __future__ import annotations
 
@@ -19,30 +16,37 @@ from tests.harness.long_runs import only_folder, ranks_of, train_long
 from tests.harness.processes import environment
 
 
-def test_this_machine_is_sound(cache: Path, tmp_path: Path) -> None:
-    args = f"--args=runs={tmp_path / 'runs'} data.cache={cache}"
-    done = warm.execute([sys.executable, "-m", "slurm", "doctor", "--nodes=2", args], env=environment(), real=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[-2:] == ["W&B mode of new runs: disabled", "all checks passed"] and len(lines) == 6
-    assert "all_reduce_gb_per_s" in lines[1] and "gflop_per_s" in lines[1]
+def test_this_machine_passes_all_checks(cache: Path, tmp_path: Path) -> None:
+    settings = f"--args=runs={tmp_path / 'runs'} data.cache={cache}"
+    command = [sys.executable, "-m", "slurm", "doctor", "--nodes=2", settings]
+    completed = warm.execute(command, env=environment(), real=True)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    lines = completed.stdout.splitlines()
+    assert lines[-2:] == ["W&B mode of new runs: disabled", "all checks passed"]
+    assert len(lines) == 6
+    assert "all_reduce_gb_per_s" in lines[1]
+    assert "gflop_per_s" in lines[1]
     assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_straggler_is_named_while_the_run_goes_on(strategy: str, cache: Path, tmp_path: Path) -> None:
+def test_a_straggler_is_named_while_the_run_trains(strategy: str, cache: Path, tmp_path: Path) -> None:
     data = ("data.name=digits", f"data.cache={cache}")
-    words = (*data, "batch=64", "epochs=100", "log.progress=none", f"strategy={strategy}")
-    with train_long("ddp_multinode", *words, runs=tmp_path) as process:
+    arguments = (*data, "batch=64", "epochs=100", "log.progress=none", f"strategy={strategy}")
+    with train_long("ddp_multinode", *arguments, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
-        slow, deadline, found = ranks_of(process)[1], time.monotonic() + 120, ""
-        while "rank 1 on " not in found:
-            assert time.monotonic() < deadline, found
-            throttle(slow, 1)
-            found = inside.run_verb("doctor", f"--run={folder.path}").stdout
-        assert re.search(r"rank 1 on \S+ is slow: backward starts after \S+ ms, compared with \S+ ms", found), found
-        shown = inside.run_verb("status", str(folder.path))
-        assert "RUNNING" in shown.stdout and "rank 1 on " in shown.stdout, shown.stdout
+        slow_rank = ranks_of(process)[1]
+        deadline = time.monotonic() + 120
+        diagnosis = ""
+        while "rank 1 on " not in diagnosis:
+            assert time.monotonic() < deadline, diagnosis
+            throttle(slow_rank, 1)
+            diagnosis = inside.run_verb("doctor", f"--run={folder.path}").stdout
+        expected = r"rank 1 on \S+ is slow: backward starts after \S+ ms, compared with \S+ ms"
+        assert re.search(expected, diagnosis), diagnosis
+        status = inside.run_verb("status", str(folder.path))
+        assert "RUNNING" in status.stdout, status.stdout
+        assert "rank 1 on " in status.stdout, status.stdout
 
 
 def throttle(pid: int, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""make export: the files of trained models give their outputs in programs that know nothing of this project."""
+"""`make export`: programs without this project compute the same outputs from the exported files."""
 
 from __future__ import annotations
 
@@ -27,40 +27,42 @@ from tests.harness.shared import Make
 from tests.harness.warm import ROOT
 
 NETWORKS = [entry for entry in EXPERIMENTS if entry.exports]
-EVALUATED = [(entry.name, words) for entry in EXPERIMENTS for words in entry.evaluated]
+EVALUATED: list[tuple[str, tuple[str, ...]]] = []
+for experiment in EXPERIMENTS:
+    EVALUATED += [(experiment.name, settings) for settings in experiment.evaluated]
 
 
-def copy(folder: RunFolder, place: Path) -> RunFolder:
-    shutil.copytree(folder.path, place / folder.path.name)
-    return RunFolder(place / folder.path.name)
+def copy(folder: RunFolder, destination: Path) -> RunFolder:
+    shutil.copytree(folder.path, destination / folder.path.name)
+    return RunFolder(destination / folder.path.name)
 
 
-def run_program(path: Path, x: Tensor) -> Tensor:
-    """As exporting.run_in_new_process, in this process."""
+def run_program(path: Path, images: Tensor) -> Tensor:
+    """Run an exported program as `exporting.run_exported_program_in_new_process` does, but in this process."""
     with torch.no_grad():
-        outputs: Tensor = torch.export.load(path).module()(x)
+        outputs: Tensor = torch.export.load(path).module()(images)
     return outputs
 
 
-def export(folder: RunFolder, *words: str) -> subprocess.CompletedProcess[str]:
-    return inside.run_verb("export", *words, "--", str(folder.path))
+def export(folder: RunFolder, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return inside.run_verb("export", *arguments, "--", str(folder.path))
 
 
 @pytest.mark.parametrize("entry", NETWORKS, ids=lambda entry: entry.name)
-def test_the_torch_export_file_gives_the_outputs_elsewhere(
+def test_the_torch_export_file_computes_the_same_outputs(
     entry: Entry, finished: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one experiment in a process without this project, of the others in this process."""
+    """One experiment is checked in a process without this project, the others in this process."""
     if entry != STAGED:
         monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
     folder = copy(finished(entry).folder, tmp_path)
-    done = export(folder, "--format=torch.export")
-    assert done.returncode == 0, done.stderr
+    completed = export(folder, "--format=torch.export")
+    assert completed.returncode == 0, completed.stderr
     if entry == STAGED:
-        assert "checked: the outputs of the exported model differ" in done.stdout
+        assert "checked: the outputs of the exported model differ" in completed.stdout
     facts, model = model_file.load_model(folder)
-    x = torch.randn(3, *facts["shape"])
-    assert torch.allclose(run_program(folder.path / "model.pt2", x), model(x), atol=1e-5)
+    images = torch.randn(3, *facts["shape"])
+    assert torch.allclose(run_program(folder.path / "model.pt2", images), model(images), atol=1e-5)
 
 
 def read_readme_examples() -> tuple[str, str]:
@@ -114,52 +116,61 @@ labels = np.load({data + "/test_labels.npy"!r})[:333]
 
 def test_the_safetensors_file_is_named(finished: Make) -> None:
     folder = finished(REPLICATED).folder
-    done = export(folder)
-    assert done.stdout.splitlines() == [str(folder.path / name) for name in ("model.safetensors", "model.json")]
+    completed = export(folder)
+    assert completed.stdout.splitlines() == [str(folder.path / name) for name in ("model.safetensors", "model.json")]
 
 
 def test_an_unknown_format_is_refused(finished: Make) -> None:
-    done = export(finished(REPLICATED).folder, "--format=pickle")
-    assert done.returncode == 2 and "use safetensors, torch.export or onnx" in done.stderr
+    completed = export(finished(REPLICATED).folder, "--format=pickle")
+    assert completed.returncode == 2
+    assert "use safetensors, torch.export or onnx" in completed.stderr
 
 
-def test_onnx_gives_the_outputs_or_names_what_it_needs(finished: Make, tmp_path: Path) -> None:
+def test_onnx_is_exported_or_missing_packages_are_named(finished: Make, tmp_path: Path) -> None:
     folder = copy(finished(REPLICATED).folder, tmp_path)
-    done = export(folder, "--format=onnx")
+    completed = export(folder, "--format=onnx")
     if all(importlib.util.find_spec(name) for name in exporting.ONNX_PACKAGES):
-        assert done.returncode == 0, done.stderr
+        assert completed.returncode == 0, completed.stderr
         assert (folder.path / "model.onnx").stat().st_size > 1000
     else:
-        assert done.returncode == 2 and "-m pip install onnx onnxscript onnxruntime" in done.stderr
-        assert not list(folder.path.glob("*.onnx*")) and not list(folder.path.glob(".new*"))
+        assert completed.returncode == 2
+        assert "-m pip install onnx onnxscript onnxruntime" in completed.stderr
+        assert not list(folder.path.glob("*.onnx*"))
+        assert not list(folder.path.glob(".new*"))
 
 
-@pytest.mark.parametrize(("name", "words"), EVALUATED)
-def test_models_of_every_kind_of_training_are_measured_alike(
-    name: str, words: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
+@pytest.mark.parametrize(("name", "settings"), EVALUATED)
+def test_models_of_every_kind_of_training_are_evaluated(
+    name: str, settings: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
 ) -> None:
-    done = run(name, *digits, "optim.warmup=0", "steps=8", *words, runs=tmp_path)
-    assert done.status == 0, done.err
-    told = inside.run_verb("evaluate", "--", str(done.folder.path))
-    assert told.returncode == 0 and "recorded by the run: " in told.stdout, told.stdout + told.stderr
+    completed = run(name, *digits, "optim.warmup=0", "steps=8", *settings, runs=tmp_path)
+    assert completed.status == 0, completed.err
+    evaluated = inside.run_verb("evaluate", "--", str(completed.folder.path))
+    assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
+    assert "recorded by the run: " in evaluated.stdout, evaluated.stdout + evaluated.stderr
 
 
-def test_a_new_run_begins_with_the_weights_of_another(digits: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_new_run_starts_with_the_weights_of_another(digits: tuple[str, ...], tmp_path: Path) -> None:
+    name = "resnet_modelparallel"
     small = (*digits, "width=2", "mode=single", "batch=16", "plot=false", "launch.device=cpu")
-    first = run("resnet_modelparallel", *small, "steps=3", runs=tmp_path / "one")
+    first = run(name, *small, "steps=3", runs=tmp_path / "one")
     assert first.status == 0, first.err
     path = first.folder.path
     (checkpoint_folder,) = path.glob("attempts/0001/checkpoints/step-*")
-    torch.save(load_file(path / "model.safetensors"), tmp_path / "state.pt")
-    still = (*small, "steps=1", "optim.lr=0")  # it stays as it begins
     expected = load_file(path / "model.safetensors")
+    torch.save(expected, tmp_path / "state.pt")
+
+    unchanged = (*small, "steps=1", "optim.lr=0")  # the weights keep their initial values
     sources = (path, checkpoint_folder, path / "model.safetensors", tmp_path / "state.pt")
     for number, source in enumerate(sources):
-        done = run("resnet_modelparallel", *still, f"weights={source}", runs=tmp_path / f"next-{number}")
-        assert done.status == 0, done.err
-        state = load_file(done.folder.path / "model.safetensors")
-        assert all(torch.equal(state[name], expected[name]) for name in expected if name.endswith("weight"))
-    done = run("resnet_modelparallel", *still, f"weights={path.name}", runs=tmp_path / "one")
-    assert done.status == 0, done.err
-    done = run("resnet_modelparallel", *still, "weights=nowhere", runs=tmp_path / "none")
-    assert done.status == 2 and "weights=nowhere: no such file, checkpoint folder or run" in done.err
+        completed = run(name, *unchanged, f"weights={source}", runs=tmp_path / f"next-{number}")
+        assert completed.status == 0, completed.err
+        state = load_file(completed.folder.path / "model.safetensors")
+        for weight in expected:
+            if weight.endswith("weight"):
+                assert torch.equal(state[weight], expected[weight]), weight
+    by_name = run(name, *unchanged, f"weights={path.name}", runs=tmp_path / "one")
+    assert by_name.status == 0, by_name.err
+    missing = run(name, *unchanged, "weights=nowhere", runs=tmp_path / "none")
+    assert missing.status == 2
+    assert "weights=nowhere: no such file, checkpoint folder or run" in missing.err

@@ -10,13 +10,20 @@ from configs.shared import Data
 from tests.harness.warm import ROOT
 
 
-def test_an_image_folder_need_not_fit_into_memory(many: Data) -> None:
-    few = Path(many.root) / "few"
+def make_small_folder(root: Path) -> Path:
+    """Create a folder of 16 images."""
+    small_folder = root / "few"
     for part in ("train", "val"):
         for label in ("noise", "more"):
-            (few / part / label).mkdir(parents=True)
+            label_folder = small_folder / part / label
+            label_folder.mkdir(parents=True)
             for number in range(4):
-                (few / part / label / f"{number}.jpg").hardlink_to(Path(many.root) / "noise.jpg")
+                (label_folder / f"{number}.jpg").hardlink_to(root / "noise.jpg")
+    return small_folder
+
+
+def test_an_image_folder_need_not_fit_into_memory(many: Data) -> None:
+    small_folder = make_small_folder(Path(many.root))
     program = f"""
 import dataclasses, os, resource
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # some images a core are decoded ahead
@@ -24,11 +31,12 @@ from common.data import prepare
 from configs.shared import Data
 def peak(whose): return resource.getrusage(whose).ru_maxrss * 1024
 settings = {many!r}
-prepare.prepare_dataset(dataclasses.replace(settings, root={str(few)!r}, image_size=8))
+prepare.prepare_dataset(dataclasses.replace(settings, root={str(small_folder)!r}, image_size=8))
 before = peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN)
 prepare.prepare_dataset(settings)
 print(peak(resource.RUSAGE_SELF) - before[0], peak(resource.RUSAGE_CHILDREN) - before[1])
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    here, child = (int(number) for number in done.stdout.split())
-    assert here < 20e6 and child < 80e6, done.stdout
+    completed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    process_bytes, child_bytes = (int(number) for number in completed.stdout.split())
+    assert process_bytes < 20e6, completed.stdout
+    assert child_bytes < 80e6, completed.stdout

@@ -33,14 +33,17 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, d
 
     def list_modules(folder: Path) -> None:
         command = [sys.executable, "-m", "tests.harness.loaded_modules", str(folder), *arguments]
-        done = subprocess.run(
+        completed = subprocess.run(
             command, check=False, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
         )
-        assert done.returncode == 0, done.stderr
+        assert completed.returncode == 0, completed.stderr
 
     folder = make_once(tmp_path_factory, "modules", list_modules)
     files = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
-    return {name: {module: count_tokens(file) for module, file in modules.items()} for name, modules in files.items()}
+    tokens: dict[str, dict[str, int]] = {}
+    for name, modules in files.items():
+        tokens[name] = {module: count_tokens(file) for module, file in modules.items()}
+    return tokens
 
 
 @pytest.mark.parametrize("name", TRAINED)

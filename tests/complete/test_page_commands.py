@@ -1,4 +1,4 @@
-"""The commands of all pages beside the README run."""
+"""The commands of all pages except README.md run."""
 
 from __future__ import annotations
 

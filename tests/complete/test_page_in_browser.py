@@ -1,4 +1,4 @@
-"""The page of make compare in a real browser: from disk, without a network, at all widths, and what it can do."""
+"""The page of `make compare` in a real browser: from disk, without a network, at all widths, with all controls."""
 
 from __future__ import annotations
 
@@ -39,38 +39,69 @@ return found;"""
 LINES = "return [...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.line').length)"
 
 
-def make_many(count: int, steps: int) -> list[ComparedRun]:
-    """Runs of six experiments that differ in length by up to a thousand, as they are before the page is made."""
-    source, found = np.random.default_rng(0), []
+STATES = ("finished", "finished", "failed", "running")
+
+
+def make_curves(source: np.random.Generator, steps: int) -> tuple[RunCurves, float]:
+    """Return random curves of a run, and its last accuracy."""
+    step = np.arange(1.0, steps + 1)
+    loss = 2 * np.exp(-3 * step / steps) + source.normal(0, 0.05, steps)
+    seconds = np.cumsum(source.gamma(4, 0.0025, steps))
+    table = np.column_stack([step, 64 * step, seconds, loss, np.zeros(steps)])
+    points = np.column_stack([step, 64 * step, seconds])[:: max(1, steps // 5)]
+    accuracy = 1 - np.exp(-points[:, 0] / steps)
+    first = accuracy[:1]
+    metrics = {
+        "test_accuracy": Curve(points, accuracy, accuracy, accuracy),
+        "once": Curve(points[:1], first, first, first),
+    }
+    loss_curve = metric_curves.compute_loss_curve(table)
+    speed_curve = metric_curves.compute_speed_curve(table)
+    return RunCurves(loss_curve, speed_curve, metrics), accuracy[-1]
+
+
+def make_run(source: np.random.Generator, number: int, steps: int) -> ComparedRun:
+    """Return a random run of one of six experiments."""
+    curves, accuracy = make_curves(source, steps)
+    columns = {
+        "accuracy": TableCell(f"{accuracy:.2%}", accuracy),
+        "samples/s": TableCell(f"{number}", number),
+        "waiting": TableCell("15%", 0.15) if number % 2 else TableCell("-"),
+    }
+    depth = f"{number % 7}"
+    rate = f"{0.1 / (number + 1):.4f}"
+    name = f"experiment_{number % 6}"
+    label = f"{number:04x} depth={depth} lr={rate}"
+    if number == 1:
+        label += " gradient_as_bucket_view=true"
+    state = STATES[number % len(STATES)]
+    return ComparedRun(
+        f"{name}-{number:04x}",
+        name,
+        label,
+        state,
+        curves,
+        columns,
+        {"model.depth": depth, "optim.lr": rate, "batch": "64"},
+        detail="the loss is nan in step 12" if state == "failed" else "",
+        links={"folder": f"{number}", "settings": f"{number}", "log 0": f"{number}"},
+    )
+
+
+def make_runs(count: int, steps: int) -> list[ComparedRun]:
+    """Return random runs; up to twenty runs differ in length by a factor of up to a thousand."""
+    source = np.random.default_rng(0)
+    runs = []
     for number in range(count):
-        own = steps if count > 20 else max(10, steps // 10 ** (number % 4))
-        step = np.arange(1.0, own + 1)
-        loss = 2 * np.exp(-3 * step / own) + source.normal(0, 0.05, own)
-        speed = np.cumsum(source.gamma(4, 0.0025, own))
-        table = np.column_stack([step, 64 * step, speed, loss, np.zeros(own)])
-        points = np.column_stack([step, 64 * step, speed])[:: max(1, own // 5)]
-        accuracy = 1 - np.exp(-points[:, 0] / own)
-        curves = RunCurves(
-            metric_curves.compute_loss_curve(table),
-            metric_curves.compute_speed_curve(table),
-            {
-                "test_accuracy": Curve(points, accuracy, accuracy, accuracy),
-                "once": Curve(points[:1], *[accuracy[:1]] * 3),
-            },
-        )
-        columns = {
-            "accuracy": TableCell(f"{accuracy[-1]:.2%}", accuracy[-1]),
-            "samples/s": TableCell(f"{number}", number),
-        }
-        columns["waiting"] = TableCell("15%", 0.15) if number % 2 else TableCell("-")
-        settings = {"model.depth": f"{number % 7}", "optim.lr": f"{0.1 / (number + 1):.4f}", "batch": "64"}
-        name, label = f"experiment_{number % 6}", f"{number:04x} depth={number % 7} lr={0.1 / (number + 1):.4f}"
-        label += " gradient_as_bucket_view=true" if number == 1 else ""
-        state = ["finished", "finished", "failed", "running"][number % 4]
-        links = {"folder": f"{number}", "settings": f"{number}", "log 0": f"{number}"}
-        more: dict[str, Any] = {"detail": "the loss is nan in step 12" if state == "failed" else "", "links": links}
-        found.append(ComparedRun(f"{name}-{number:04x}", name, label, state, curves, columns, settings, **more))
-    return found
+        length = steps if count > 20 else max(10, steps // 10 ** (number % 4))
+        runs.append(make_run(source, number, length))
+    return runs
+
+
+def check_browser_log(chrome: Any) -> None:
+    """Check that the browser reports no error."""
+    log = chrome.get_log("browser")
+    assert not log, log
 
 
 @pytest.fixture(scope="module")
@@ -85,147 +116,177 @@ def test_the_page_works_from_disk_without_a_network(tmp_path: Path, chrome: Any)
     config.write_text(config.read_text().replace("strategy: ddp", f"strategy: {json.dumps(HOSTILE)}"))
     metrics = next(runs.glob("*-0002")) / "attempts" / "0001" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"test_loss"', f'{json.dumps(HOSTILE)}: 2, "test_loss"'))
-    done = inside.run_verb("compare", f"--runs-folder={runs}")
-    assert done.returncode == 0, done.stderr
+    completed = inside.run_verb("compare", f"--runs-folder={runs}")
+    assert completed.returncode == 0, completed.stderr
     page = runs / "compare.html"
     set_width(chrome, 1300)
     chrome.get(page.as_uri())
-    assert not (said := chrome.get_log("browser")), said
+    check_browser_log(chrome)
     assert chrome.title == "6 runs compared"
-    assert [url for url in requests(chrome) if not url.startswith(("data:", "blob:"))] == [page.as_uri()]
+    requested = [url for url in requests(chrome) if not url.startswith(("data:", "blob:"))]
+    assert requested == [page.as_uri()]
     titles = chrome.execute_script("return [...document.querySelectorAll('figure h3')].map(t => t.textContent)")
     assert titles == ["training loss", "test accuracy", "test loss", HOSTILE, "samples/s"]
-    assert chrome.execute_script(LINES) == [5, 5, 5, 1, 5]  # all but the run that never began
+    assert chrome.execute_script(LINES) == [5, 5, 5, 1, 5]  # all but the run that never started
     links = re.findall(r'<a href="([^"]+)">', page.read_text())
-    assert len(links) > 20 and "attempts/0003/logs/rank-1.log" in " ".join(links)
-    assert all((page.parent / link).exists() for link in links)
+    assert len(links) > 20
+    assert "attempts/0003/logs/rank-1.log" in " ".join(links)
+    for link in links:
+        assert (page.parent / link).exists(), link
 
 
-def test_nothing_overlaps_at_any_width_and_all_can_be_used(tmp_path: Path, chrome: Any) -> None:
+def test_nothing_overlaps_at_any_width_and_all_controls_work(tmp_path: Path, chrome: Any) -> None:
     page = tmp_path / "page.html"
-    page.write_text(compare_page.render_page(make_many(14, 20_000), ["model.depth", "optim.lr"], []))
+    page.write_text(compare_page.render_page(make_runs(14, 20_000), ["model.depth", "optim.lr"], []))
     for width in (360, 700, 1300, 2560):
         set_width(chrome, width)
         chrome.get(page.as_uri())
         for scheme in ("light", "dark"):
             set_scheme(chrome, scheme)
-            across = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-            scrolled, shown = chrome.execute_script(across)
-            assert scrolled <= shown <= width, (width, scheme)
-            assert not (found := chrome.execute_script(OVERLAPS)), (width, scheme, found)
-            colours = "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
-            assert (chrome.execute_script(colours)[0] == "rgb(255, 255, 255)") == (scheme == "light")
-        top = "document.querySelector('#legend').getBoundingClientRect().top"
-        below = f"return {top} >= document.querySelector('#charts').getBoundingClientRect().bottom"
-        assert chrome.execute_script(below) == (width < 900)
+            widths = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+            scroll_width, client_width = chrome.execute_script(widths)
+            assert scroll_width <= client_width <= width, (width, scheme)
+            overlaps = chrome.execute_script(OVERLAPS)
+            assert not overlaps, (width, scheme, overlaps)
+            background = chrome.execute_script("return getComputedStyle(document.body).backgroundColor")
+            assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+        legend_top = "document.querySelector('#legend').getBoundingClientRect().top"
+        charts_bottom = "document.querySelector('#charts').getBoundingClientRect().bottom"
+        legend_is_below = chrome.execute_script(f"return {legend_top} >= {charts_bottom}")
+        assert legend_is_below == (width < 900)
         chrome.execute_script("document.querySelector('[name=x][value=log]').click()")
-        assert not (found := chrome.execute_script(OVERLAPS)), (width, "log", found)
-    assert not (said := chrome.get_log("browser")), said
+        overlaps = chrome.execute_script(OVERLAPS)
+        assert not overlaps, (width, "log", overlaps)
+    check_browser_log(chrome)
     check_axes(chrome)
     check_legend(chrome)
     check_table(chrome)
 
 
 def read_axes(chrome: Any, title: str) -> list[str]:
-    """The numbers at the axes of a chart."""
-    one = f"[...document.querySelectorAll('figure')].find(f => f.textContent.includes('{title}'))"
-    return list(chrome.execute_script(f"return [...{one}.querySelectorAll('text')].map(t => t.textContent)"))
+    """Return the texts at the axes of a chart."""
+    figure = f"[...document.querySelectorAll('figure')].find(f => f.textContent.includes('{title}'))"
+    return list(chrome.execute_script(f"return [...{figure}.querySelectorAll('text')].map(t => t.textContent)"))
 
 
 def check_axes(chrome: Any) -> None:
-    """The axes are those that were chosen, accuracy stays within 0 to 100 %, and only what is noisy is smoothed."""
+    """Check that the chosen axes are shown, accuracy stays within 0 to 100 %, and only noisy curves are smoothed."""
     choose = "document.querySelector('[name=along][value=\"%s\"]').click()"
     chrome.execute_script("document.querySelector('[name=x][value=\"\"]').click()")
     for value, name, last in (("1", "samples", "1M"), ("2", "seconds", "200"), ("3", "part of the run", "100%")):
         chrome.execute_script(choose % value)
         assert {name, last} <= set(read_axes(chrome, "training loss"))
     shares = [float(text[:-1]) for text in read_axes(chrome, "test accuracy") if text.endswith("%")]
-    assert len(shares) > 6 and min(shares) >= 0 and max(shares) == 100
+    assert len(shares) > 6
+    assert min(shares) >= 0
+    assert max(shares) == 100
     chrome.execute_script("document.querySelector('[name=y][value=log]').click()")
-    assert {"0.1", "1"} <= set(read_axes(chrome, "training loss")) and "0.0" not in read_axes(chrome, "training loss")
+    assert {"0.1", "1"} <= set(read_axes(chrome, "training loss"))
+    assert "0.0" not in read_axes(chrome, "training loss")
     assert "100%" in read_axes(chrome, "test accuracy")
     titles = chrome.execute_script("return [...document.querySelectorAll('h3')].map(t => t.textContent)")
-    assert titles == ["training loss", "test accuracy", "samples/s"]  # not what has one point in each run
+    assert titles == ["training loss", "test accuracy", "samples/s"]  # a metric with one point per run has no chart
     lines = "return [...document.querySelectorAll('.chart')].map(c => c.querySelector('.line').getAttribute('d'))"
     before = chrome.execute_script(lines)
     chrome.execute_script("smooth.value = 0.95; smooth.dispatchEvent(new Event('input'))")
     after = chrome.execute_script(lines)
-    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True, False]
-    heights = [np.array(re.findall(r" ([\d.]+)", path[2])[50:], float) for path in (before, after)]
-    assert heights[1].std() < 0.7 * heights[0].std()
+    unchanged = [a == b for a, b in zip(before, after, strict=True)]
+    assert unchanged == [False, True, False]
+    assert read_heights(after[2]).std() < 0.7 * read_heights(before[2]).std()
+
+
+def read_heights(path: str) -> np.ndarray:
+    """Return the y coordinates of an SVG path, without the first 50 points."""
+    return np.array(re.findall(r" ([\d.]+)", path)[50:], float)
 
 
 def check_legend(chrome: Any) -> None:
-    """A click hides a run or an experiment in all charts, a double click the others; the pointer tells of a point."""
+    """Check that a click hides a run or an experiment, a double click the others, and the pointer describes a point."""
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.by import By
 
     assert chrome.execute_script(LINES) == [14, 14, 14]
     switches = chrome.find_elements(By.CSS_SELECTOR, "#legend .experiment:first-child input")
-    for switch, left in ((switches[1], 13), (switches[0], 11), (switches[0], 14)):
+    for switch, line_count in ((switches[1], 13), (switches[0], 11), (switches[0], 14)):
         switch.click()
-        assert chrome.execute_script(LINES) == [left] * 3
-    alone = "return [...new Set([...document.querySelectorAll('.curve')].map(g => g.dataset.curve))]"
-    for number, shown in ((4, ["4"]), (9, ["9"]), (9, [str(i) for i in range(14)])):
+        assert chrome.execute_script(LINES) == [line_count] * 3
+    visible_runs = "return [...new Set([...document.querySelectorAll('.curve')].map(g => g.dataset.curve))]"
+    all_runs = [str(number) for number in range(14)]
+    for number, expected in ((4, ["4"]), (9, ["9"]), (9, all_runs)):
         name = chrome.find_element(By.CSS_SELECTOR, f"#legend [data-run='{number}'] .name")
         ActionChains(chrome, duration=0).double_click(name).perform()
-        assert chrome.execute_script(alone) == shown, number
+        assert chrome.execute_script(visible_runs) == expected, number
     assert chrome.execute_script("return getSelection().toString()") == ""
     chart = chrome.find_elements(By.CSS_SELECTOR, ".chart")[0]
     ActionChains(chrome, duration=0).move_to_element(chart).perform()
-    told = chrome.find_element(By.ID, "tip").text
-    assert re.fullmatch(r"experiment_\d \w{4} .*\ntraining loss [\d.]+\n(.* to .*\n)?step .* samples, .* s", told)
+    tooltip = chrome.find_element(By.ID, "tip").text
+    assert re.fullmatch(r"experiment_\d \w{4} .*\ntraining loss [\d.]+\n(.* to .*\n)?step .* samples, .* s", tooltip)
     assert len(chrome.find_elements(By.CSS_SELECTOR, "tr.hot, #legend .hot")) == 2
-    last = read_axes(chrome, "training loss")
+    full_axes = read_axes(chrome, "training loss")
     ActionChains(chrome, duration=0).drag_and_drop_by_offset(chart, 60, 0).perform()
-    assert read_axes(chrome, "training loss") != last
+    assert read_axes(chrome, "training loss") != full_axes
     chrome.find_element(By.ID, "whole").click()
-    assert read_axes(chrome, "training loss") == last
+    assert read_axes(chrome, "training loss") == full_axes
+
+
+def read_column(chrome: Any, name: str) -> list[list[str]]:
+    """Return the texts of a column of the table, by experiment."""
+    index = f"[...document.querySelectorAll('#results thead th')].findIndex(h => h.textContent === '{name}')"
+    rows = f"[...b.querySelectorAll('.run:not([hidden])')].map(r => r.cells[{index}].textContent)"
+    return list(chrome.execute_script(f"return [...results.tBodies].map(b => {rows})"))
+
+
+def sort_by(chrome: Any, name: str) -> None:
+    """Click on the head of a column."""
+    button = f"[...document.querySelectorAll('thead button')].find(b => b.textContent === '{name}')"
+    chrome.execute_script(f"{button}.click()")
 
 
 def check_table(chrome: Any) -> None:
-    """A click on a head sorts within each experiment; words in the filter leave the other runs out everywhere."""
+    """Check that a click on a head sorts each experiment, and that the filter hides the other runs everywhere."""
     from selenium.webdriver.common.by import By
 
-    def column(name: str) -> list[list[str]]:
-        place = f"[...document.querySelectorAll('#results thead th')].findIndex(h => h.textContent === '{name}')"
-        rows = f"[...b.querySelectorAll('.run:not([hidden])')].map(r => r.cells[{place}].textContent)"
-        return list(chrome.execute_script(f"return [...results.tBodies].map(b => {rows})"))
-
     for reverse in (False, True):
-        chrome.execute_script(
-            "[...document.querySelectorAll('thead button')].find(b => b.textContent === 'samples/s').click()"
-        )
-        found = column("samples/s")
-        assert [len(own) for own in found] == [3, 3, 2, 2, 2, 2]
-        assert found == [sorted(own, key=int, reverse=reverse) for own in found]
-    chrome.execute_script(
-        "[...document.querySelectorAll('thead button')].find(b => b.textContent === 'waiting').click()"
-    )
-    assert column("waiting")[1] == ["15%"] * 3
+        sort_by(chrome, "samples/s")
+        column = read_column(chrome, "samples/s")
+        assert [len(speeds) for speeds in column] == [3, 3, 2, 2, 2, 2]
+        assert column == [sorted(speeds, key=int, reverse=reverse) for speeds in column]
+    sort_by(chrome, "waiting")
+    assert read_column(chrome, "waiting")[1] == ["15%"] * 3
     chrome.find_element(By.ID, "filter").send_keys("DEPTH=3 failed")
-    left = ["000a depth=3 lr=0.0091 failed"]
-    assert column("run") == [[], [], [], [], left, []]
+    matching = ["000a depth=3 lr=0.0091 failed"]
+    assert read_column(chrome, "run") == [[], [], [], [], matching, []]
     assert chrome.execute_script(LINES) == [1, 1, 1]
-    entries = chrome.find_elements(By.CSS_SELECTOR, "#legend .run")
-    assert [entry.text for entry in entries if entry.is_displayed()] == left
+    legend = chrome.find_elements(By.CSS_SELECTOR, "#legend .run")
+    assert [run.text for run in legend if run.is_displayed()] == matching
     assert chrome.find_element(By.ID, "count").text == "1 of 14 runs"
 
 
 def test_fifty_long_runs_are_loaded(tmp_path: Path, chrome: Any) -> None:
     page = tmp_path / "page.html"
-    page.write_text(compare_page.render_page(make_many(50, 10_000), ["optim.lr"], []))
+    page.write_text(compare_page.render_page(make_runs(50, 10_000), ["optim.lr"], []))
     set_width(chrome, 1300)
     chrome.get("about:blank")
-    began = time.perf_counter()
+    start = time.perf_counter()
     chrome.get(page.as_uri())
-    drawn = chrome.execute_script("return document.querySelectorAll('.chart .line').length")
-    print(f"50 runs of 10,000 steps: {page.stat().st_size / 1e6:.1f} MB, drawn in {time.perf_counter() - began:.2f} s")
-    assert drawn == 150 and page.stat().st_size < 4e6
-    drawn = chrome.execute_script(
+    line_count = chrome.execute_script("return document.querySelectorAll('.chart .line').length")
+    seconds = time.perf_counter() - start
+    print(f"50 runs of 10,000 steps: {page.stat().st_size / 1e6:.1f} MB, drawn in {seconds:.2f} s")
+    assert line_count == 150
+    assert page.stat().st_size < 4e6
+    check_colours(chrome)
+
+
+def check_colours(chrome: Any) -> None:
+    """Check that the colours of 50 runs differ, and those of neighbours in the legend even more."""
+    strokes = chrome.execute_script(
         "return [...document.querySelectorAll('.experiment .line')].map(l => getComputedStyle(l).stroke)"
     )
-    colours = np.array([[float(part) for part in re.findall(r"-?[\d.]+", colour)[:3]] for colour in drawn])  # in oklab
-    apart = [np.linalg.norm(colours[i] - colours[j]) for i in range(50) for j in range(i)]
-    beside = [np.linalg.norm(colours[i] - colours[j]) for i in range(50) for j in range(max(0, i - 6), i)]
-    assert min(apart) > 0.01 and min(beside) > 0.07, (min(apart), min(beside))
+    assert len(strokes) == 50
+    coordinates = [re.findall(r"-?[\d.]+", stroke)[:3] for stroke in strokes]  # in oklab
+    colours = np.array(coordinates, float)
+    for i in range(50):
+        for j in range(i):
+            distance = np.linalg.norm(colours[i] - colours[j])
+            minimum = 0.07 if i - j <= 6 else 0.01
+            assert distance > minimum, (i, j, distance)

@@ -1,4 +1,4 @@
-"""Pruned models as files that need nothing of this project: each model's program, and what a run says of it."""
+"""Exported programs of pruned models run without this project, and runs report how they compare."""
 
 from __future__ import annotations
 
@@ -14,54 +14,61 @@ from common.techniques.pruning.pruning_masks import Masks
 from tests.harness.processes import run
 
 
-def run_program(path: Path, x: torch.Tensor) -> torch.Tensor:
-    """As exporting.run_in_new_process, in this process."""
+def run_program(path: Path, images: torch.Tensor) -> torch.Tensor:
+    """Run an exported program as `exporting.run_exported_program_in_new_process` does, but in this process."""
     with torch.no_grad():
-        outputs: torch.Tensor = torch.export.load(path).module()(x)
+        outputs: torch.Tensor = torch.export.load(path).module()(images)
     return outputs
 
 
-def check_any_number(path: Path, model: nn.Module, *shape: int) -> None:
-    """A program gives a model's outputs for another number of samples than it was exported and compared with."""
-    x = torch.randn(3, *shape)
+def check_other_batch_size(path: Path, model: nn.Module, *shape: int) -> None:
+    """Check that a program computes a model's outputs for another number of samples than it was exported with."""
+    images = torch.randn(3, *shape)
     with torch.no_grad():
-        assert torch.allclose(run_program(path, x), model(x), atol=1e-5)
+        assert torch.allclose(run_program(path, images), model(images), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["lenet300", "convnet"])
 def test_the_exported_model_runs_without_this_project_for_any_number_of_samples(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first in a process without this project, the other here; the ResNet below in another process, too."""
+    """The first model runs in a process without this project, as the ResNet below; the second runs in this process."""
     if name == "convnet":
         monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
-    model, path = networks.build_network(name, (28, 28), 10), tmp_path / "model.pt2"
+    model = networks.build_network(name, (28, 28), 10)
+    path = tmp_path / "model.pt2"
     Masks(model)
     bare = pruning_savings.strip_masks(model)
     facts = pruning_savings.export_and_compare(bare, torch.randn(1, 28, 28), path)
-    assert facts["export_difference"] < 1e-5 and facts["export_bytes"] == path.stat().st_size
-    check_any_number(path, bare, 28, 28)
+    assert facts["export_difference"] < 1e-5
+    assert facts["export_bytes"] == path.stat().st_size
+    check_other_batch_size(path, bare, 28, 28)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
 
 
-def test_a_program_that_cannot_be_written_or_run_is_told(tmp_path: Path) -> None:
-    model, x = networks.Toy((10,), 5).eval(), torch.randn(3, 10)
+def test_a_program_that_cannot_be_written_or_run_is_reported(tmp_path: Path) -> None:
+    model = networks.Toy((10,), 5).eval()
+    inputs = torch.randn(3, 10)
     (tmp_path / "model.pt2").write_bytes(b"nothing")
     with pytest.raises(RuntimeError, match="does not run in a new process"):
-        exporting.run_exported_program_in_new_process(tmp_path / "model.pt2", x)
+        exporting.run_exported_program_in_new_process(tmp_path / "model.pt2", inputs)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
-    assert pruning_savings.export_and_compare(model, x, tmp_path / "nowhere" / "model.pt2").keys() == {"export_problem"}
+    facts = pruning_savings.export_and_compare(model, inputs, tmp_path / "nowhere" / "model.pt2")
+    assert facts.keys() == {"export_problem"}
 
 
 def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path: Path) -> None:
     images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
-    words = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=2", "every=1", "optim.warmup=0")
-    done = run("sparse_prune", *images, *words, "processes_per_node=2", "launch.threads=1", "int8=false", runs=tmp_path)
-    assert done.status == 0, done.err
-    result = done.result
-    assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"]) and result["weights"] > 11e6
+    arguments = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=2", "every=1", "optim.warmup=0")
+    completed = run(
+        "sparse_prune", *images, *arguments, "processes_per_node=2", "launch.threads=1", "int8=false", runs=tmp_path
+    )
+    assert completed.status == 0, completed.err
+    result = completed.result
+    assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"])
+    assert result["weights"] > 11e6
     assert result["export_difference"] < 1e-3
-    assert (done.folder.path / "model.pt2").stat().st_size == result["export_bytes"]
-    assert "in a new process, outputs differ by" in done.out
-    _, model = model_file.load_model(done.folder)
-    check_any_number(done.folder.path / "model.pt2", model, 3, 16, 16)
+    assert (completed.folder.path / "model.pt2").stat().st_size == result["export_bytes"]
+    assert "in a new process, outputs differ by" in completed.out
+    _, model = model_file.load_model(completed.folder)
+    check_other_batch_size(completed.folder.path / "model.pt2", model, 3, 16, 16)

@@ -1,4 +1,4 @@
-"""`make rerun` of runs that really differ: another seed, and another byte in the source of the data."""
+"""`make rerun` reports differences: another seed, and another byte in the source of the data."""
 
 from __future__ import annotations
 
@@ -19,48 +19,66 @@ from tests.harness.processes import environment, run
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
 
 
-def make_rerun(place: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    argv = ["make", "rerun", f"RUN={folder}", *words]
+def make_rerun(place: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    argv = ["make", "rerun", f"RUN={folder}", *arguments]
     return subprocess.run(argv, cwd=place, env=environment(), capture_output=True, text=True, timeout=200, check=False)
 
 
-def differing(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return re.findall(r"^differs     (.*)", done.stdout, re.MULTILINE)
+def list_differences(completed: subprocess.CompletedProcess[str]) -> list[str]:
+    return re.findall(r"^differs     (.*)", completed.stdout, re.MULTILINE)
 
 
-def test_another_seed_is_named_and_how_far_it_leads(cache: Path, place: Path, tmp_path: Path) -> None:
-    words = ("data.name=digits", f"data.cache={cache}", *QUICK)
-    old = run("mnist_pipeline", *words, runs=tmp_path / "runs").folder
+def read_losses(folder: RunFolder) -> list[float]:
+    return [row["loss"] for row in folder.read_metrics() if "loss" in row]
+
+
+def test_another_seed_and_its_largest_difference_are_reported(cache: Path, place: Path, tmp_path: Path) -> None:
+    arguments = ("data.name=digits", f"data.cache={cache}", *QUICK)
+    old = run("mnist_pipeline", *arguments, runs=tmp_path / "runs").folder
     handed_over = making.handed_over(place, "rerun", f"RUN={old.path}", "ARGS=seed=1")
-    done = warm.execute([sys.executable, "-m", "slurm", *handed_over], env=environment())
-    assert done.returncode == rerun.DIFFERENT, done.stdout + done.stderr
-    assert differing(done) == ["seed: was 0, now 1"]
-    found = re.search(r"differ in 12 of 12 steps, first in step 1, by at most (\S+) \(step (\d+)\)", done.stdout)
-    assert found, done.stdout
-    (path,) = (path for path in old.path.parent.iterdir() if path != old.path)
-    then, now = ([row["loss"] for row in f.read_metrics() if "loss" in row] for f in (old, RunFolder(path)))
-    gaps = [abs(a - b) for a, b in zip(then, now, strict=True)]
-    assert float(found[1]) == pytest.approx(max(gaps), rel=1e-2) and gaps[int(found[2]) - 1] == max(gaps)
-    assert re.search(r"result      test_loss: was \S+, now \S+, \S+ apart", done.stdout)
+    completed = warm.execute([sys.executable, "-m", "slurm", *handed_over], env=environment())
+    assert completed.returncode == rerun.DIFFERENT, completed.stdout + completed.stderr
+    assert list_differences(completed) == ["seed: was 0, now 1"]
+    match = re.search(r"differ in 12 of 12 steps, first in step 1, by at most (\S+) \(step (\d+)\)", completed.stdout)
+    assert match, completed.stdout
+    reported_gap = float(match[1])
+    reported_step = int(match[2])
+    (new_path,) = (path for path in old.path.parent.iterdir() if path != old.path)
+    new_losses = read_losses(RunFolder(new_path))
+    gaps = [abs(a - b) for a, b in zip(read_losses(old), new_losses, strict=True)]
+    assert reported_gap == pytest.approx(max(gaps), rel=1e-2)
+    assert gaps[reported_step - 1] == max(gaps)
+    assert re.search(r"result      test_loss: was \S+, now \S+, \S+ apart", completed.stdout)
 
 
-def test_one_flipped_byte_of_the_source_of_the_data_is_named(place: Path, tmp_path: Path) -> None:
-    random, raw = np.random.default_rng(0), tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
+def write_random_mnist(folder: Path) -> None:
+    """Write files of MNIST's format and size with random images and labels."""
+    random = np.random.default_rng(0)
+    folder.mkdir(parents=True)
     for name, size in MNIST_FILES.items():
-        count = (size - 16) // 784 if "images" in name else size - 8
-        head = [2051, count, 28, 28] if "images" in name else [2049, count]
-        body = random.integers(0, 255 if "images" in name else 10, size - 4 * len(head), dtype=np.uint8)
-        (raw / name).write_bytes(np.array(head, ">i4").tobytes() + body.tobytes())
-    words = (f"data.root={tmp_path}", f"data.cache={tmp_path / 'data'}", *QUICK)
-    old = run("mnist_pipeline", *words, runs=tmp_path / "runs").folder
+        if "images" in name:
+            header = [2051, (size - 16) // 784, 28, 28]
+            limit = 255
+        else:
+            header = [2049, size - 8]
+            limit = 10
+        body = random.integers(0, limit, size - 4 * len(header), dtype=np.uint8)
+        (folder / name).write_bytes(np.array(header, ">i4").tobytes() + body.tobytes())
+
+
+def test_a_flipped_byte_in_the_source_of_the_data_is_reported(place: Path, tmp_path: Path) -> None:
+    raw = tmp_path / "MNIST" / "raw"
+    write_random_mnist(raw)
+    arguments = (f"data.root={tmp_path}", f"data.cache={tmp_path / 'data'}", *QUICK)
+    old = run("mnist_pipeline", *arguments, runs=tmp_path / "runs").folder
     with open(raw / "t10k-images-idx3-ubyte", "r+b") as file:
         file.seek(16 + 300)
         byte = file.read(1)[0]
         file.seek(16 + 300)
         file.write(bytes([byte ^ 128]))
-    done = make_rerun(place, old.path)
-    assert f"Error {rerun.DIFFERENT}" in done.stderr, done.stdout + done.stderr
-    (line,) = differing(done)
+    completed = make_rerun(place, old.path)
+    assert f"Error {rerun.DIFFERENT}" in completed.stderr, completed.stdout + completed.stderr
+    (line,) = list_differences(completed)
     assert line.startswith("data test_images of mnist")
-    assert "losses      bitwise equal in 12 steps" in done.stdout and "result      test_loss: was " in done.stdout
+    assert "losses      bitwise equal in 12 steps" in completed.stdout
+    assert "result      test_loss: was " in completed.stdout

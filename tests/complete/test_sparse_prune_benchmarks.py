@@ -1,4 +1,4 @@
-"""A benchmark of two processes that take turns, from its command to its table."""
+"""A benchmark whose two processes take turns, from its command to its table."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tests.harness.processes import environment
 
 def test_a_benchmark_ends_with_a_table_and_leaves_its_samples(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.benchmarks", f"--folder={tmp_path}", "--minutes=0.4", "--rounds=1"]
-    done = warm.execute([*command, "--", "sparse_prune/linear"], env=environment(), check=True)
-    assert "sparse_prune/linear  98 %" in done.stdout
+    completed = warm.execute([*command, "--", "sparse_prune/linear"], env=environment(), check=True)
+    assert "sparse_prune/linear  98 %" in completed.stdout
     (file,) = tmp_path.iterdir()
     part = json.loads(file.read_text())["parts"]["sparse_prune/linear"]
-    assert part["rounds"] == len(part["samples"]["bf16"]["seconds"]) >= 1 and part["facts"] == {"threads": 2}
+    assert part["rounds"] == len(part["samples"]["bf16"]["seconds"]) >= 1
+    assert part["facts"] == {"threads": 2}

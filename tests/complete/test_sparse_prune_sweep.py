@@ -1,4 +1,4 @@
-"""A sweep of sparse_prune: criteria differ, processes do not."""
+"""A sweep of sparse_prune: masks depend on the criterion and the seed, not on the number of ranks."""
 
 from __future__ import annotations
 
@@ -22,33 +22,41 @@ QUIET = (
 TOTAL = 784 * 128 + 128 * 64 + 64 * 10  # weights of the mlp
 
 
-def sweep(runs: Path, *words: str) -> tuple[Done, dict[tuple[int, str], dict[str, Any]]]:
-    """A sweep over the criteria that prunes at once and takes one step; the results, by seed and criterion."""
-    once = ("schedule=oneshot", "begin=0", "end=0", "steps=1", "dtype=float64")
-    done = run(
-        "sparse_prune", "sweep=true", "levels=[0.9]", *words, *QUIET, "int8=false", *once, runs=runs, timeout=240
-    )
-    assert done.status == 0, done.err + done.out
+Results = dict[tuple[int, str], dict[str, Any]]
+
+
+def sweep(runs: Path, *arguments: str) -> tuple[Done, Results]:
+    """Sweep over the criteria: prune at once and take one step. Returns the results by seed and criterion."""
+    oneshot = ("schedule=oneshot", "begin=0", "end=0", "steps=1", "dtype=float64")
+    settings = ("sweep=true", "levels=[0.9]", *arguments, *QUIET, *oneshot)
+    completed = run("sparse_prune", *settings, runs=runs, timeout=240)
+    assert completed.status == 0, completed.err + completed.out
     (folder,) = (runs / "sweeps").iterdir()
     assert (folder / "sparsity.png").read_bytes().startswith(b"\x89PNG")
-    found = {}
+    outcomes: Results = {}
     for cell in json.loads((folder / "sweep.json").read_text())["cells"]:
         assert cell["state"] == "finished", cell
-        found[cell["values"]["seed"], cell["values"].get("criterion", "dense")] = values_of(
-            RunFolder(runs / cell["run"])
-        )
-    return done, found
+        point = cell["values"]["seed"], cell["values"].get("criterion", "dense")
+        outcomes[point] = values_of(RunFolder(runs / cell["run"]))
+    return completed, outcomes
 
 
-def test_a_sweep_draws_criteria_that_choose_differently_and_processes_choose_alike(
+def test_masks_of_a_sweep_depend_on_criterion_and_seed_but_not_on_ranks(
     digits: tuple[str, ...], tmp_path: Path
 ) -> None:
-    done, one = sweep(tmp_path / "one", *digits, "repeats=1")
-    _, two = sweep(tmp_path / "two", *digits, "repeats=2", "processes_per_node=2", "criteria=[taylor]")
-    assert list(one) == [(0, name) for name in ("dense", *CRITERIA)]
-    assert list(two) == [(seed, name) for seed in (0, 1) for name in ("dense", "taylor")]
-    masks = {case: result["masks"] for case, result in (two | one).items() if case != (1, "dense")}
-    assert len(set(masks.values())) == len(masks) == 4 + 1 + 1, "each criterion and seed has its own masks"
-    assert all(two[0, name]["masks"] == masks[0, name] for name in ("dense", "taylor")), "with any number of processes"
-    assert all(result["nonzero"] == TOTAL - round(0.9 * TOTAL) for (_, name), result in one.items() if name != "dense")
-    assert all(words in done.out for words in ("magnitude 90 %", "below dense", "non-zero", "dense bf16"))
+    completed, one_rank = sweep(tmp_path / "one", *digits, "repeats=1")
+    _, two_ranks = sweep(tmp_path / "two", *digits, "repeats=2", "processes_per_node=2", "criteria=[taylor]")
+    assert list(one_rank) == [(0, name) for name in ("dense", *CRITERIA)]
+    assert list(two_ranks) == [(0, "dense"), (0, "taylor"), (1, "dense"), (1, "taylor")]
+
+    masks = {point: outcome["masks"] for point, outcome in (two_ranks | one_rank).items()}
+    del masks[1, "dense"]
+    assert len(masks) == 4 + 1 + 1
+    assert len(set(masks.values())) == len(masks), "each criterion and seed has its own masks"
+    for name in ("dense", "taylor"):
+        assert two_ranks[0, name]["masks"] == masks[0, name], "masks do not depend on the number of ranks"
+    for (_, name), outcome in one_rank.items():
+        if name != "dense":
+            assert outcome["nonzero"] == TOTAL - round(0.9 * TOTAL)
+    for text in ("magnitude 90 %", "below dense", "non-zero", "dense bf16"):
+        assert text in completed.out

@@ -1,4 +1,4 @@
-"""`make sweep` runs the points that are missing, and failed ones when asked."""
+"""`make sweep` runs missing points, and repeats failed ones if requested."""
 
 from __future__ import annotations
 
@@ -8,24 +8,32 @@ from tests.harness import inside
 from tests.harness.sweeps import DIVERGES, begin, cells, sweep, write
 
 
-def test_only_what_is_missing_is_run_and_failed_ones_alone(tmp_path: Path, cache: Path) -> None:
-    """One point is finished and one failed, two are missing and run at once; then the failed one begins anew."""
+def test_missing_points_are_run_and_failed_points_only_if_requested(tmp_path: Path, cache: Path) -> None:
+    """One point is finished, one has failed, and two missing ones run at once; then the failed one is repeated."""
     points = [{"optim.lr": rate} for rate in ("0.01", "100", "0.02", "0.03")]
     file = write(tmp_path, cache, points=points, settings=DIVERGES, parallel="2")
     runs = begin(tmp_path, points, "finished", "failed")
-    done = sweep(file, real=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 points of mnist_pipeline (1 finished, 1 failed, 2 missing); 2 to run now" in done.stdout, done.stdout
+    completed = sweep(file, real=True)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    summary = "4 points of mnist_pipeline (1 finished, 1 failed, 2 missing); 2 to run now"
+    assert summary in completed.stdout, completed.stdout
     assert [cell["state"] for cell in cells(file)] == ["finished", "failed", "finished", "finished"]
     assert [cell["run"] for cell in cells(file)][:2] == runs
-    again = sweep(file, "--failed=1")
-    assert again.returncode == 1 and "1 to run now" in again.stdout, again.stdout + again.stderr
+
+    repeated = sweep(file, "--failed=1")
+    assert repeated.returncode == 1, repeated.stdout + repeated.stderr
+    assert "1 to run now" in repeated.stdout, repeated.stdout + repeated.stderr
     first, failed, *others = cells(file)
-    assert failed["state"] == "failed"  # the loss is no number, as before
-    assert failed["earlier"] == [runs[1]] and failed["run"] != runs[1]
-    assert first["run"] == runs[0] and len(list((tmp_path / "runs").glob("mnist_pipeline-*"))) == 5
-    nothing = sweep(file)
-    assert nothing.returncode == 0 and "0 to run now" in nothing.stdout
+    assert failed["state"] == "failed", "the point diverges again"
+    assert failed["earlier"] == [runs[1]]
+    assert failed["run"] != runs[1]
+    assert first["run"] == runs[0]
+    assert len(list((tmp_path / "runs").glob("mnist_pipeline-*"))) == 5
+
+    complete = sweep(file)
+    assert complete.returncode == 0
+    assert "0 to run now" in complete.stdout
     compared = inside.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
     assert compared.returncode == 0, compared.stderr
-    assert all(cell["run"] in compared.stdout for cell in (first, failed, *others))
+    for cell in (first, failed, *others):
+        assert cell["run"] in compared.stdout

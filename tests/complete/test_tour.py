@@ -1,4 +1,4 @@
-"""make tour: every experiment runs, and the page shows them all."""
+"""`make tour` runs every experiment, and its page shows all of them."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands that the tour starts are forks of the warm process."""
 
     def run(command: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
-        done = warm.execute(command, env=environment(), check=check)
-        print(done.stdout)
-        print(done.stderr, file=sys.stderr)
-        return done
+        completed = warm.execute(command, env=environment(), check=check)
+        print(completed.stdout)
+        print(completed.stderr, file=sys.stderr)
+        return completed
 
     monkeypatch.setattr(tour, "subprocess", SimpleNamespace(run=run))
 
 
 def test_every_experiment_is_visited(tmp_path: Path, cache: Path) -> None:
     runs = tmp_path / "runs"
-    done = inside.run_verb("tour", f"runs={runs}", f"data.cache={cache}", "steps=3", "data.test_limit=100")
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {path.parent.name.rsplit("-", 3)[0] for path in runs.glob("*/config.yaml")}
-    assert found == set(config.list_experiments())
-    table = done.stdout.partition("---- comparison")[2]
-    assert all(re.search(rf"^{name}:\n\S+ +finished", table, re.MULTILINE) for name in found)
+    completed = inside.run_verb("tour", f"runs={runs}", f"data.cache={cache}", "steps=3", "data.test_limit=100")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    names = {path.parent.name.rsplit("-", 3)[0] for path in runs.glob("*/config.yaml")}
+    assert names == set(config.list_experiments())
+    table = completed.stdout.partition("---- comparison")[2]
+    for name in names:
+        assert re.search(rf"^{name}:\n\S+ +finished", table, re.MULTILINE), name
     assert (runs / "compare.html").exists()
 
 
-def test_one_that_fails_is_named_and_the_others_run(tmp_path: Path, cache: Path) -> None:
-    words = (f"runs={tmp_path}/runs", f"data.cache={cache}", "steps=2", "data.test_limit=100", "depth=3")
-    done = inside.run_verb("tour", *words)
-    assert done.returncode == 1
-    assert "unknown key depth" in done.stderr
-    assert re.search("^error: .*ddp_multinode.* failed", done.stderr, re.MULTILINE)
-    assert "mnist_pipeline:" in done.stdout.partition("---- comparison")[2]
+def test_a_failing_experiment_is_named_and_the_others_run(tmp_path: Path, cache: Path) -> None:
+    arguments = (f"runs={tmp_path}/runs", f"data.cache={cache}", "steps=2", "data.test_limit=100", "depth=3")
+    completed = inside.run_verb("tour", *arguments)
+    assert completed.returncode == 1
+    assert "unknown key depth" in completed.stderr
+    assert re.search("^error: .*ddp_multinode.* failed", completed.stderr, re.MULTILINE)
+    assert "mnist_pipeline:" in completed.stdout.partition("---- comparison")[2]

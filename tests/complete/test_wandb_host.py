@@ -1,4 +1,4 @@
-"""A W&B host that keeps what it is sent, hosts that fail, and W&B's viewer: make sync, dashboard and leet for real."""
+"""`make sync`, `make dashboard` and `make leet` with W&B hosts that record requests or fail, and with W&B's viewer."""
 
 from __future__ import annotations
 
@@ -43,114 +43,134 @@ from tests.harness.tracked_runs import (
 )
 from tests.harness.warm import ROOT
 
-BOUND = 30.0  # seconds; the waits under test take up to 4, without their bounds 20 and more
+MAX_SECONDS = 30.0  # the waits under test take up to 4 s; without their limits they would take 20 s and more
 LONG = ("epochs=1000", "steps=0", "log.seconds=0.1", "wandb.finish_timeout=200")
 KEY = "0123456789abcdef" * 2 + "01234567"
 
 
 class Host:
-    """The W&B host of a test, with its account."""
+    """The W&B host of a test, and its account."""
 
     def __init__(self, folder: Path) -> None:
-        self.record, self.folder = folder / "record", folder
-        words = [sys.executable, "-m", "tests.harness.wandb_host", "127.0.0.1", str(self.record)]
-        self.process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self.record = folder / "record"
+        self.folder = folder
+        arguments = [sys.executable, "-m", "tests.harness.wandb_host", "127.0.0.1", str(self.record)]
+        self.process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
 
     @property
     def environment(self) -> dict[str, str]:
-        own = {"HOME": str(self.folder), "WANDB_BASE_URL": self.url, "WANDB_API_KEY": SECRET}
-        return environment(WANDB_ERROR_REPORTING="false", **own) | {"WANDB_MODE": "offline"}  # it is about runs
+        account = {"HOME": str(self.folder), "WANDB_BASE_URL": self.url, "WANDB_API_KEY": SECRET}
+        return environment(WANDB_ERROR_REPORTING="false", WANDB_MODE="offline", **account)
 
     def sent(self, part: str) -> list[Any]:
-        """What was sent to addresses that hold `part`."""
+        """Return the requests to addresses that contain `part`."""
         return wandb_host.read_sent(self.record, part)
 
     def history(self) -> list[tuple[int, dict[str, Any]]]:
-        """The rows of metrics that were sent, each with the place that it was sent for."""
+        """Return the rows of metrics that were sent, each with its position."""
         return wandb_host.read_history(self.record)
+
+    def sent_steps(self) -> list[int]:
+        """Return the steps of all rows that were sent."""
+        return [row["global_step"] for _, row in self.history()]
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
-    found = Host(tmp_path)
-    yield found
-    found.process.terminate()
-    found.process.wait()
+    started = Host(tmp_path)
+    yield started
+    started.process.terminate()
+    started.process.wait()
 
 
-def call(module: str, *words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return warm.execute([sys.executable, "-m", module, *words], env=env, timeout=120)
+def call(module: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return warm.execute([sys.executable, "-m", module, *arguments], env=env, timeout=120)
 
 
 def tracked(folder: RunFolder, env: dict[str, str]) -> RunFolder:
-    """Track every start of a run offline, as the run itself would have."""
+    """Track every attempt of a run offline, as the run itself would have done."""
     for attempt in folder.list_attempts():
-        done = run_tracking(attempt, "offline", env)
-        assert done.returncode == 0, done.stderr
+        completed = run_tracking(attempt, "offline", env)
+        assert completed.returncode == 0, completed.stderr
     return folder
 
 
-def test_every_start_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> None:
+def test_every_attempt_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     idle = {"measured": {"idle_share": [0.1, 0.3]}}
-    twice = tracked(
-        Made("mnist_pipeline", 0, 40, attempts=2, step_seconds=0.2, result=idle).write(runs), host.environment
-    )
-    tracked(Made("ddp_multinode", 1, 20, state="running").write(runs), host.environment)
-    only_this = f"{twice.path}/wandb/offline-run"
-    words = ("sync", f"--runs-folder={runs}")
+    finished = Made("mnist_pipeline", 0, 40, attempts=2, step_seconds=0.2, result=idle).write(runs)
+    tracked(finished, host.environment)
+    running = Made("ddp_multinode", 1, 20, state="running").write(runs)
+    tracked(running, host.environment)
+    arguments = ("sync", f"--runs-folder={runs}")
 
-    shown = call("slurm", *words, "--dry-run=1", env=host.environment)
-    assert shown.stdout.count(only_this) == 2
+    preview = call("slurm", *arguments, "--dry-run=1", env=host.environment)
+    assert preview.stdout.count(f"{finished.path}/wandb/offline-run") == 2
     assert not host.record.exists()
 
-    done = call("slurm", *words, env=host.environment)
-    assert done.returncode == 0, done.stderr
-    assert "sent 2 of 2" in done.stdout
+    completed = call("slurm", *arguments, env=host.environment)
+    assert completed.returncode == 0, completed.stderr
+    assert "sent 2 of 2" in completed.stdout
     history = host.history()
-    expected = chosen_rows(twice)
+    expected = chosen_rows(finished)
     assert len(expected) > 40
-    # the second goes on where the first ended
-    assert [place for place, _ in history] == list(range(len(expected)))
-    assert [row["_step"] for _, row in history] == list(range(len(history)))  # steps that go back would be dropped
-    assert [row["global_step"] for _, row in history] == [row["global_step"] for row in expected]
-    names = {s["variables"]["name"] for s in host.sent("graphql") if "UpsertBucket" in str(s.get("operationName"))}
-    assert names == {json.loads((twice.path / "wandb" / "id.json").read_text())["id"]}
-    *_, last = [sent["files"] for sent in host.sent("file_stream") if "complete" in sent]
+    # the second attempt continues at the position where the first one ended
+    assert [position for position, _ in history] == list(range(len(expected)))
+    # W&B drops rows whose step decreases
+    assert [row["_step"] for _, row in history] == list(range(len(history)))
+    assert host.sent_steps() == [row["global_step"] for row in expected]
+    upserts = [request for request in host.sent("graphql") if "UpsertBucket" in str(request.get("operationName"))]
+    names = {request["variables"]["name"] for request in upserts}
+    assert names == {json.loads((finished.path / "wandb" / "id.json").read_text())["id"]}
+    *_, last = [request["files"] for request in host.sent("file_stream") if "complete" in request]
     summary = json.loads(last["wandb-summary.json"]["content"][-1])
-    assert (summary["restarts"], summary["waiting"], summary["test_accuracy"]) == (1, 0.2, 0.96)
+    assert summary["restarts"] == 1
+    assert summary["waiting"] == 0.2
+    assert summary["test_accuracy"] == 0.96
 
-    again = call("slurm", *words, env=host.environment)
-    assert again.returncode == 0
-    assert "nothing to send" in again.stdout and "has not ended yet" in again.stdout
+    repeated = call("slurm", *arguments, env=host.environment)
+    assert repeated.returncode == 0
+    assert "nothing to send" in repeated.stdout
+    assert "has not ended yet" in repeated.stdout
     assert len(host.history()) == len(history)
 
 
 def test_without_an_account_nothing_is_sent(host: Host, tmp_path: Path) -> None:
     env = host.environment
     tracked(Made("mnist_pipeline", 0, 10).write(tmp_path / "runs"), env)
-    for words in (["slurm", "sync", f"--runs-folder={tmp_path}/runs"], ["slurm", "dashboard"]):
-        done = call(*words, env={k: v for k, v in env.items() if k != "WANDB_API_KEY"})
-        assert done.returncode == 2
-        assert "no W&B account is configured" in done.stderr and "wandb login" in done.stderr
+    del env["WANDB_API_KEY"]
+    for arguments in (["slurm", "sync", f"--runs-folder={tmp_path}/runs"], ["slurm", "dashboard"]):
+        completed = call(*arguments, env=env)
+        assert completed.returncode == 2
+        assert "no W&B account is configured" in completed.stderr
+        assert "wandb login" in completed.stderr
     assert not host.record.exists()
 
 
+def list_panels(spec: dict[str, Any]) -> list[list[Any]]:
+    """Return the configurations of the panels of each section."""
+    sections = spec["section"]["panelBankConfig"]["sections"]
+    panels = []
+    for section in sections:
+        panels.append([panel["config"] for panel in section["panels"]])
+    return panels
+
+
 def test_the_dashboard_is_saved(host: Host) -> None:
-    done = call("slurm", "dashboard", "--project=mine", env=host.environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"workspace: {host.url}/e/mine?nw=")
-    (saved,) = (s["variables"] for s in host.sent("graphql") if "upsertView" in s["query"])
-    assert (saved["entityName"], saved["projectName"], saved["type"]) == ("e", "mine", "project-view")
-    shown = call("slurm", "dashboard", "--project=e/mine", "--dry-run=1", env=host.environment)
-    sections, sent = (
-        [[panel["config"] for panel in section["panels"]] for section in spec["section"]["panelBankConfig"]["sections"]]
-        for spec in (json.loads(shown.stdout)["spec"], json.loads(saved["spec"]))
-    )
-    assert sections == sent  # what test_upload.py looks at
-    (runset,) = json.loads(saved["spec"])["section"]["runSets"]
+    completed = call("slurm", "dashboard", "--project=mine", env=host.environment)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith(f"workspace: {host.url}/e/mine?nw=")
+    (saved,) = (request["variables"] for request in host.sent("graphql") if "upsertView" in request["query"])
+    assert saved["entityName"] == "e"
+    assert saved["projectName"] == "mine"
+    assert saved["type"] == "project-view"
+    saved_spec = json.loads(saved["spec"])
+    preview = call("slurm", "dashboard", "--project=e/mine", "--dry-run=1", env=host.environment)
+    preview_spec = json.loads(preview.stdout)["spec"]
+    assert list_panels(preview_spec) == list_panels(saved_spec)  # test_upload.py checks the preview
+    (runset,) = saved_spec["section"]["runSets"]
     assert [key["name"] for key in runset["grouping"]] == ["experiment.value", "world_size.value"]
 
 
@@ -158,23 +178,25 @@ def test_the_viewer_opens_on_the_runs(host: Host, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     tracked(Made("mnist_pipeline", 0, 10).write(runs), host.environment)
 
-    words = [sys.executable, "-m", "slurm", "leet", f"--runs-folder={runs}"]
+    arguments = [sys.executable, "-m", "slurm", "leet", f"--runs-folder={runs}"]
     pid, screen = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        os.execve(words[0], words, host.environment | {"TERM": "xterm-256color"})
+        os.execve(arguments[0], arguments, host.environment | {"TERM": "xterm-256color"})
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
-    seen, deadline = b"", time.monotonic() + 60
-    while b"test_accuracy" not in seen and time.monotonic() < deadline:
+    output = b""
+    deadline = time.monotonic() + 60
+    while b"test_accuracy" not in output and time.monotonic() < deadline:
         if select.select([screen], [], [], 0.2)[0]:
-            seen += os.read(screen, 65_536)
-    assert b"test_accuracy" in seen and b"-0000-mnist" in seen, seen[-2000:]
+            output += os.read(screen, 65_536)
+    assert b"test_accuracy" in output, output[-2000:]
+    assert b"-0000-mnist" in output, output[-2000:]
     os.write(screen, b"q")
     while time.monotonic() < deadline:
         if select.select([screen], [], [], 0.2)[0]:
             try:
                 os.read(screen, 65_536)
-            except OSError:  # it has closed its terminal
+            except OSError:  # the viewer has closed its terminal
                 break
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
@@ -182,15 +204,18 @@ def test_the_viewer_opens_on_the_runs(host: Host, tmp_path: Path) -> None:
 # ---- hosts that fail
 
 
-class Late(BaseHTTPRequestHandler):
-    """A W&B host that knows the account; `server.late` is what it does with everything else."""
+class AccountOnlyHandler(BaseHTTPRequestHandler):
+    """A W&B host that knows the account, and refuses other queries or does not respond to them.
+
+    It refuses them if `server.refuses_queries`.
+    """
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         viewer = {"id": "u", "entity": "e", "username": "u", "email": "e@e", "teams": {"edges": []}, "flags": "{}"}
         if b"query Viewer" in body:
             self.answer(200, {"data": {"viewer": viewer}})
-        elif self.path == "/graphql" and self.server.late == "refuse":  # type: ignore[attr-defined]
+        elif self.path == "/graphql" and self.server.refuses_queries:  # type: ignore[attr-defined]
             self.answer(403, {})
         else:
             time.sleep(600)
@@ -210,34 +235,34 @@ class Late(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def served(handler: type[BaseHTTPRequestHandler], late: str = "") -> Iterator[str]:
+def served(handler: type[BaseHTTPRequestHandler], *, refuses_queries: bool = False) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.late = late  # type: ignore[attr-defined]
+    server.refuses_queries = refuses_queries  # type: ignore[attr-defined]
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
 
 
-def test_host_that_refuses_the_run_leaves_an_offline_one(tmp_path: Path) -> None:
+def test_a_run_that_the_host_refuses_is_tracked_offline(tmp_path: Path) -> None:
     source = Made("mnist_pipeline", 0, 30).write(tmp_path / "runs")
-    with served(Late, "refuse") as url:
+    with served(AccountOnlyHandler, refuses_queries=True) as url:
         folder, seconds = track(source, tmp_path / "tracked", url)
-    assert seconds < BOUND
+    assert seconds < MAX_SECONDS
     assert status(folder)["mode"] == "offline"
     assert "W&B could not start the run: " in status(folder)["reason"]
     assert history(records(folder)) == chosen_rows(folder)
 
 
-def test_host_that_falls_silent_is_waited_for_no_longer_than_asked(tmp_path: Path) -> None:
+def test_the_wait_for_a_silent_host_ends_after_the_timeout(tmp_path: Path) -> None:
     source = Made("mnist_pipeline", 0, 30).write(tmp_path / "runs")
-    with served(Late, "silent") as url:
+    with served(AccountOnlyHandler) as url:
         _, seconds = track(source, tmp_path / "tracked", url, finish_timeout=4)
-    assert seconds < BOUND
+    assert seconds < MAX_SECONDS
 
 
-class Refusing(BaseHTTPRequestHandler):
-    """A W&B host that knows nobody."""
+class RefusingHandler(BaseHTTPRequestHandler):
+    """A W&B host that refuses every account."""
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -254,86 +279,95 @@ class Refusing(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hosts() -> Iterator[dict[str, str]]:
-    """W&B hosts on loopback: one refuses every key, one takes connections and says nothing, one is not there."""
-    with served(Refusing) as refusing, socket.create_server(("127.0.0.1", 0)) as silent:
-        with socket.create_server(("127.0.0.1", 0)) as gone:
-            closed = gone.getsockname()[1]
+    """W&B hosts on loopback: one refuses every key, one accepts connections and never responds, one is closed."""
+    with served(RefusingHandler) as refusing_url, socket.create_server(("127.0.0.1", 0)) as silent:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            closed_port = closed.getsockname()[1]
+        silent_port = silent.getsockname()[1]
         yield {
-            "REFUSING": refusing,
-            "SILENT": f"http://127.0.0.1:{silent.getsockname()[1]}",
-            "CLOSED": f"http://127.0.0.1:{closed}",
+            "REFUSING": refusing_url,
+            "SILENT": f"http://127.0.0.1:{silent_port}",
+            "CLOSED": f"http://127.0.0.1:{closed_port}",
         }
 
 
 @pytest.mark.parametrize(
-    ("key", "where", "parts"),
+    ("key", "host_name", "reason"),
     [
-        ("nonsense", "", ("W&B: offline (could not log in to W&B:",)),
-        (KEY, "REFUSING", ("W&B: offline (", "error 401")),
-        (KEY, "CLOSED", ("W&B: offline (", "refused")),
-        (KEY, "SILENT", ("W&B: offline (", "does not respond")),
+        ("nonsense", "", "W&B: offline (could not log in to W&B:"),
+        (KEY, "REFUSING", "error 401"),
+        (KEY, "CLOSED", "refused"),
+        (KEY, "SILENT", "does not respond"),
     ],
-    ids=["malformed key", "refused key", "nobody there", "silent host"],
+    ids=["malformed key", "refused key", "closed port", "silent host"],
 )
-def test_a_run_goes_on_without_the_account(
-    hosts: dict[str, str], tmp_path: Path, digits: tuple[str, ...], key: str, where: str, parts: tuple[str, ...]
+def test_a_run_trains_without_the_account(
+    hosts: dict[str, str], tmp_path: Path, digits: tuple[str, ...], key: str, host_name: str, reason: str
 ) -> None:
     env: dict[str, Any] = {"WANDB_MODE": "", "WANDB_API_KEY": key, "HOME": str(tmp_path / "home")}
-    env |= {"WANDB_BASE_URL": hosts[where]} if where else {}
-    done = run(
-        "mnist_pipeline", *digits, "steps=5", "wandb.finish_timeout=200", runs=tmp_path / "runs", timeout=250, **env
-    )
-    said = done.out + done.err
-    assert done.status == 0 and "Traceback" not in said, said
-    assert all(part in said for part in parts), said
-    assert done.folder.result["state"] == "finished"
+    if host_name:
+        env["WANDB_BASE_URL"] = hosts[host_name]
+    settings = (*digits, "steps=5", "wandb.finish_timeout=200")
+    completed = run("mnist_pipeline", *settings, runs=tmp_path / "runs", timeout=250, **env)
+    output = completed.out + completed.err
+    assert completed.status == 0, output
+    assert "Traceback" not in output, output
+    assert "W&B: offline (" in output, output
+    assert reason in output, output
+    assert completed.folder.result["state"] == "finished"
     assert not processes_of(str(tmp_path))
-    written = [path for path in done.folder.path.rglob("*") if path.is_file()]
-    assert not [path for path in written if KEY.encode() in path.read_bytes()]
+    for path in completed.folder.path.rglob("*"):
+        if path.is_file():
+            assert KEY.encode() not in path.read_bytes(), path
 
 
-# ---- violence
+# ---- killed processes and signals
 
 
-def test_a_killed_first_stage_is_named_and_what_came_before_is_kept(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    process, folder, pid = kill_rank(0, (*digits, *LONG), tmp_path, BOUND)
+def test_a_killed_first_stage_is_named_and_its_rows_are_kept(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    process, folder, pid = kill_rank(0, (*digits, *LONG), tmp_path, MAX_SECONDS)
     assert process.returncode == 128 + signal.SIGKILL
     assert f"error: rank 0 (pid {pid}) was killed by SIGKILL" in process.out + process.err
-    assert folder.result["state"] == "failed" and len(folder.read_metrics()) > 1
-    found = records(folder)
-    assert history(found) == chosen_rows(folder) and exit_code(found) == process.returncode
+    assert folder.result["state"] == "failed"
+    assert len(folder.read_metrics()) > 1
+    tracked_records = records(folder)
+    assert history(tracked_records) == chosen_rows(folder)
+    assert exit_code(tracked_records) == process.returncode
 
 
-def test_nothing_outlives_a_killed_launcher_and_sync_passes_its_rows_on(
+def test_no_process_outlives_a_killed_launcher_and_sync_sends_its_rows(
     host: Host, tmp_path: Path, digits: tuple[str, ...]
 ) -> None:
     env: dict[str, Any] = {"WANDB_MODE": "offline", "HOME": str(tmp_path / "home")}
     runs = tmp_path / "runs"
     with train_long("mnist_pipeline", *digits, *LONG, runs=runs, **env) as process:
         folder = only_folder(runs)
-        wait_until(lambda: len(folder.read_metrics()) > 100, "it trains")
+        wait_until(lambda: len(folder.read_metrics()) > 100, "the run trains")
         assert len(processes_of(str(runs))) >= 3  # launcher and two ranks
         process.kill()
-        wait_until(lambda: process.poll() is not None and not processes_of(str(runs)), "all has ended", BOUND)
-    assert not list(folder.path.glob("wandb/*run-*")), "nothing of W&B has run"
-    shown = call("slurm", "sync", f"--runs={runs}", "--dry-run=1", env=host.environment)
-    assert "rows that W&B lacks will be read from metrics.jsonl" in shown.stdout and not host.record.exists()
-    done = call("slurm", "sync", f"--runs={runs}", env=host.environment)
-    assert done.returncode == 0 and "sent 1 of 1" in done.stdout, done.stdout + done.stderr
-    assert steps_of(host) == [row["global_step"] for row in chosen_rows(folder)]
+        process.wait(MAX_SECONDS)
+        wait_until(lambda: not processes_of(str(runs)), "all processes have ended", MAX_SECONDS)
+    assert not list(folder.path.glob("wandb/*run-*")), "W&B was started"
+    preview = call("slurm", "sync", f"--runs={runs}", "--dry-run=1", env=host.environment)
+    assert "rows that W&B lacks will be read from metrics.jsonl" in preview.stdout
+    assert not host.record.exists()
+    completed = call("slurm", "sync", f"--runs={runs}", env=host.environment)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "sent 1 of 1" in completed.stdout, completed.stdout + completed.stderr
+    assert host.sent_steps() == list_steps(chosen_rows(folder))
     assert exit_code(records(folder)) == 1
 
 
-def steps_of(host: Host) -> list[int]:
-    """The steps of all rows that the host was sent."""
-    return [row["global_step"] for _, row in host.history()]
+def list_steps(rows: list[dict[str, Any]]) -> list[int]:
+    return [row["global_step"] for row in rows]
 
 
-class Live:
+class TrackedAttempt:
     """An attempt that is tracked online while its rows are written."""
 
-    def __init__(self, folder: RunFolder, host: Host, rows: list[str]) -> None:
-        self.folder, self.rows = folder, rows
+    def __init__(self, folder: RunFolder, host: Host) -> None:
+        self.folder = folder
+        self.rows = folder.metrics_file.read_text().splitlines(keepends=True)
         folder.metrics_file.write_text("")
         (folder.attempt_folder / "logs").mkdir(exist_ok=True)
         env = host.environment | {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1"}
@@ -356,68 +390,72 @@ class Live:
         """Send a signal to the process and all its descendants, as SLURM does."""
         pids = [self.process.pid]
         for pid in pids:
-            for task in Path(f"/proc/{pid}/task").glob("*/children"):
-                pids += map(int, task.read_text().split())
-        assert len(pids) > 1, "W&B's client runs"
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                pids += map(int, children.read_text().split())
+        assert len(pids) > 1, "W&B's client does not run"
         for pid in pids:
             os.kill(pid, number)
 
     def finish(self) -> None:
-        """End as the owner of a run does."""
+        """End the tracking as the launcher of a run does."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         assert self.process.wait(60) == 0, (self.folder.attempt_folder / "logs" / "tracker.log").read_text()
 
 
 def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Path) -> None:
-    """SIGTERM, as when a job is cancelled; then SIGKILL in the next attempt; then make sync."""
+    """SIGTERM, as when a job is cancelled; then SIGKILL in the next attempt; then `make sync`."""
     folder = Made("mnist_pipeline", 0, 60, attempts=2, step_seconds=0.2).write(tmp_path / "runs")
     first, second = folder.list_attempts()
-    rows = [attempt.metrics_file.read_text().splitlines(keepends=True) for attempt in (first, second)]
-    note = second.attempt_folder / "attempt.json"
-    begun = note.read_text()
-    note.unlink()
+    # the second attempt does not exist while the first one is tracked
+    second_record = second.attempt_folder / "attempt.json"
+    second_record_text = second_record.read_text()
+    second_record.unlink()
 
-    live = Live(first, host, rows[0])
-    live.write(10)
-    wait_until(lambda: len(host.history()) == 10, "the first rows have come", 60)
-    live.write(5)
-    time.sleep(0.7)  # W&B's client gets them, and does not send them yet
-    live.signal(signal.SIGTERM)
-    live.write(5)
+    tracked_first = TrackedAttempt(first, host)
+    tracked_first.write(10)
+    wait_until(lambda: len(host.history()) == 10, "the first rows have been sent", 60)
+    tracked_first.write(5)
+    time.sleep(0.7)  # W&B's client has received the rows, but not sent them yet
+    tracked_first.signal(signal.SIGTERM)
+    tracked_first.write(5)
     time.sleep(1)
-    live.write(1000)
-    live.finish()
+    tracked_first.write(1000)
+    tracked_first.finish()
     assert "restarting the W&B client" in (first.attempt_folder / "logs" / "tracker.log").read_text()
-    assert steps_of(host) == [row["global_step"] for row in first.read_attempt_rows()]
+    first_steps = list_steps(list(first.read_attempt_rows()))
+    assert host.sent_steps() == first_steps
 
-    note.write_text(begun)
-    live = Live(second, host, rows[1])
-    live.write(10)
+    second_record.write_text(second_record_text)
+    tracked_second = TrackedAttempt(second, host)
+    tracked_second.write(10)
     count = len(host.history())
-    wait_until(lambda: len(host.history()) > count, "some of its rows have come", 60)
-    live.write(5)
+    wait_until(lambda: len(host.history()) > count, "some rows of the second attempt have been sent", 60)
+    tracked_second.write(5)
     time.sleep(0.7)
-    live.signal(signal.SIGKILL)
-    live.process.wait()
-    live.write(1000)
-    assert steps_of(host) != [row["global_step"] for row in chosen_rows(folder)]
-    done = call("slurm", "sync", f"--runs={tmp_path / 'runs'}", env=host.environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    known = [row["global_step"] for row in first.read_attempt_rows()]
-    expected = [row["global_step"] for row in chosen_rows(folder)]
-    assert sorted(steps_of(host)) == sorted([*expected, *(s for s in known if s not in expected)])
-    assert [place for place, _ in host.history()] == list(range(len(host.history())))
-    assert not list(folder.path.glob("wandb/offline-run-*")) and not offline_history(folder)
+    tracked_second.signal(signal.SIGKILL)
+    tracked_second.process.wait()
+    tracked_second.write(1000)
+    expected = list_steps(chosen_rows(folder))
+    assert host.sent_steps() != expected
+    completed = call("slurm", "sync", f"--runs={tmp_path / 'runs'}", env=host.environment)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    # steps of the first attempt that the second one replaced had been sent before
+    replaced = [step for step in first_steps if step not in expected]
+    assert sorted(host.sent_steps()) == sorted(expected + replaced)
+    positions = [position for position, _ in host.history()]
+    assert positions == list(range(len(positions)))
+    assert not list(folder.path.glob("wandb/offline-run-*"))
+    assert not offline_history(folder)
 
 
-def test_tracker_that_breaks_does_not_fail_the_run(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_a_failing_tracker_does_not_fail_the_run(tmp_path: Path, digits: tuple[str, ...]) -> None:
     fake = tmp_path / "fake" / "wandb" / "__init__.py"
     fake.parent.mkdir(parents=True)
     fake.write_text("raise OSError(28, 'No space left on device')\n")
     paths = os.pathsep.join([str(tmp_path / "fake"), os.environ.get("PYTHONPATH", "")])
-    done = run("mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths)
-    assert done.status == 0, done.err
-    assert done.folder.result["state"] == "finished"
-    assert "tracking is incomplete: the tracking process failed with exit status 1, see" in done.out
-    assert "No space left" in (done.folder.path / "attempts/0001/logs/tracker.log").read_text()
+    completed = run("mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths)
+    assert completed.status == 0, completed.err
+    assert completed.folder.result["state"] == "finished"
+    assert "tracking is incomplete: the tracking process failed with exit status 1, see" in completed.out
+    assert "No space left" in (completed.folder.path / "attempts/0001/logs/tracker.log").read_text()

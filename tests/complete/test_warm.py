@@ -1,4 +1,4 @@
-"""A fork of the warm server does what a real process does: exit status, output and run folder are the same."""
+"""A fork of the warm server equals a real process: exit status, output and run folder are the same."""
 
 from __future__ import annotations
 
@@ -22,26 +22,32 @@ from tests.harness.warm import ROOT
 
 
 def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    """Of a command that becomes the experiment's script."""
+    """The command is replaced by the script of the experiment."""
 
     def argv(runs: Path) -> list[str]:
-        words = shlex.join([f"runs={runs}", *quick, "steps=12", "microbatches=2"])
-        return [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={words}", "--", "mnist_pipeline"]
+        settings = shlex.join([f"runs={runs}", *quick, "steps=12", "microbatches=2"])
+        return [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={settings}", "--", "mnist_pipeline"]
 
     fork, real = execute_both(argv, tmp_path)
-    assert fork.returncode == real.returncode == 0, fork.stderr + real.stderr
-    assert fork.stdout.splitlines() == real.stdout.splitlines() and fork.stderr == real.stderr == ""
-    left, wanted = everything(tmp_path / "fork"), everything(tmp_path / "real")
-    assert left.keys() == wanted.keys() and len([name for name in left if name.endswith(".pt")]) == 8
-    assert [name for name in left if left[name] != wanted[name]] == []
-    assert len(left["attempts/0001/metrics.jsonl"]) == 13 and left["result.json"]["scores"]["test_samples"] == 100
+    assert fork.returncode == 0, fork.stderr
+    assert real.returncode == 0, real.stderr
+    assert fork.stdout.splitlines() == real.stdout.splitlines()
+    assert fork.stderr == ""
+    assert real.stderr == ""
+    files = everything(tmp_path / "fork")
+    expected_files = everything(tmp_path / "real")
+    assert files.keys() == expected_files.keys()
+    assert len([name for name in files if name.endswith(".pt")]) == 8
+    assert [name for name in files if files[name] != expected_files[name]] == []
+    assert len(files["attempts/0001/metrics.jsonl"]) == 13
+    assert files["result.json"]["scores"]["test_samples"] == 100
 
 
-def test_a_command_that_starts_others_says_the_same(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    """A repetition, which asks the source of a run for its settings and then executes it."""
+def test_a_command_that_starts_others_prints_the_same(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    """`rerun` reads the settings with the source of a run, and then executes this source."""
     old = run("mnist_pipeline", *quick, "steps=6", runs=tmp_path / "first").folder
     script = old.path / "code" / "experiments" / "mnist_pipeline.py"
-    script.write_text(script.read_text().replace("\nif __name__", "\nprint('the source of then')\nif __name__"))
+    script.write_text(script.read_text().replace("\nif __name__", "\nprint('source of the run')\nif __name__"))
     (old.path / "code" / provenance.CHECKSUMS).unlink()
 
     def argv(runs: Path) -> list[str]:
@@ -49,63 +55,81 @@ def test_a_command_that_starts_others_says_the_same(tmp_path: Path, quick: tuple
         return [sys.executable, "-m", "slurm", "rerun", "--launch=local", "--", str(runs / old.path.name)]
 
     fork, real = execute_both(argv, tmp_path)
-    assert fork.returncode == real.returncode == 0, fork.stderr + real.stderr
-    assert fork.stdout.splitlines() == real.stdout.splitlines() and fork.stderr == real.stderr == ""
-    assert "\nthe source of then\n" in fork.stdout and "losses      bitwise equal in 6 steps" in fork.stdout
-    made = [{path.name for path in runs.glob("mnist_pipeline-*")} for runs in (tmp_path / "fork", tmp_path / "real")]
-    assert [len(names) for names in made] == [2, 2] and made[0] & made[1] == {old.path.name}
+    assert fork.returncode == 0, fork.stderr
+    assert real.returncode == 0, real.stderr
+    assert fork.stdout.splitlines() == real.stdout.splitlines()
+    assert fork.stderr == ""
+    assert real.stderr == ""
+    assert "\nsource of the run\n" in fork.stdout
+    assert "losses      bitwise equal in 6 steps" in fork.stdout
+    forked_runs = {path.name for path in (tmp_path / "fork").glob("mnist_pipeline-*")}
+    real_runs = {path.name for path in (tmp_path / "real").glob("mnist_pipeline-*")}
+    assert len(forked_runs) == 2
+    assert len(real_runs) == 2
+    assert forked_runs & real_runs == {old.path.name}
 
 
-def test_ctrl_c_in_training_ends_both_with_the_same_words(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    found = []
-    for name, real in (("fork", False), ("real", True)):
-        runs = tmp_path / name
-        with train_long("mnist_pipeline", *quick, *ENDLESS, runs=runs, real=real) as process:
-            process.send_signal(signal.SIGINT)
-            told = "\n--\n".join(without_place(text, runs) for text in process.communicate(PATIENCE))
-        last = only_folder(runs).result["last_step"]
-        files = [re.sub(r"step-\d+", "step-LAST", file) for file in everything(runs)]
-        told = re.sub(rf"\bstep {last}\b", "step LAST", re.sub(r"^epoch .*\n", "", told, flags=re.MULTILINE))
-        found.append((process.returncode, told, sorted(files)))
-    assert found[0] == found[1]
-    assert found[0][0] == 128 + signal.SIGINT and "saved at step LAST" in found[0][1]
+def interrupt_training(runs: Path, quick: tuple[str, ...], *, real: bool) -> tuple[int | None, str, list[str]]:
+    """Interrupt a run. Returns exit status, output and files, without what depends on the time of the interruption."""
+    with train_long("mnist_pipeline", *quick, *ENDLESS, runs=runs, real=real) as process:
+        process.send_signal(signal.SIGINT)
+        output = "\n--\n".join(without_place(text, runs) for text in process.communicate(PATIENCE))
+    last_step = only_folder(runs).result["last_step"]
+    files = [re.sub(r"step-\d+", "step-LAST", file) for file in everything(runs)]
+    output = re.sub(r"^epoch .*\n", "", output, flags=re.MULTILINE)
+    output = re.sub(rf"\bstep {last_step}\b", "step LAST", output)
+    return process.returncode, output, sorted(files)
+
+
+def test_ctrl_c_in_training_ends_both_with_the_same_output(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    fork = interrupt_training(tmp_path / "fork", quick, real=False)
+    real = interrupt_training(tmp_path / "real", quick, real=True)
+    assert fork == real
+    status, output, _ = fork
+    assert status == 128 + signal.SIGINT
+    assert "saved at step LAST" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "status"),
+    ("arguments", "status"),
     [(("no_such_key=1",), 2), (("--help",), 0)],
-    ids=["a user error", "a question"],
+    ids=["a user error", "help"],
 )
-def test_an_answer_without_a_run_is_the_same(words: tuple[str, ...], status: int, tmp_path: Path) -> None:
-    fork, real = execute_both(lambda runs: command("mnist_pipeline", *words, runs=runs), tmp_path)
+def test_output_without_a_run_is_the_same(arguments: tuple[str, ...], status: int, tmp_path: Path) -> None:
+    fork, real = execute_both(lambda runs: command("mnist_pipeline", *arguments, runs=runs), tmp_path)
     assert fork.returncode == real.returncode == status
     assert (fork.stdout, fork.stderr) == (real.stdout, real.stderr)
-    assert ("no_such_key" in fork.stderr) == bool(status) and not list(tmp_path.iterdir())
+    assert ("no_such_key" in fork.stderr) == bool(status)
+    assert not list(tmp_path.iterdir())
 
 
-def test_an_uncaught_exception_is_told_the_same(tmp_path: Path) -> None:
+def test_an_uncaught_exception_prints_the_same_traceback(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.harness.ranks", "no_such_case", str(tmp_path)]
     fork, real = execute_both(lambda _: argv, tmp_path)
-    assert fork.returncode == real.returncode == 1
-    assert fork.stdout == real.stdout == "" and fork.stderr.startswith("Traceback (most recent call last):\n")
+    assert fork.returncode == 1, fork.stderr
+    assert real.returncode == 1, real.stderr
+    assert fork.stdout == ""
+    assert real.stdout == ""
+    assert fork.stderr.startswith("Traceback (most recent call last):\n")
     last = fork.stderr.splitlines()[-4:]
-    assert last == real.stderr.splitlines()[-4:] and last[-1] == "KeyError: 'no_such_case'"
+    assert last == real.stderr.splitlines()[-4:]
+    assert last[-1] == "KeyError: 'no_such_case'"
     assert last[0].startswith(f'  File "{ROOT}/tests/harness/ranks.py", line ')
 
 
 def test_no_command_outlives_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its stdin closes when pytest is killed; one command leads a session and has a child, the other does neither."""
-    begin = "from tests.harness import warm_server as server; server.preload = lambda: None; server.main()"
-    place = tmp_path / "socket"
-    monkeypatch.setattr(warm.Server, "_path", str(place))
-    marked = environment(MARKER=str(tmp_path))
-    waiting = ("import time; time.sleep(1000)", "import subprocess; subprocess.run(['sleep', '1000'])")
-    argv = [sys.executable, "-c", begin, str(place)]
+    """The server's stdin closes when pytest is killed. Only one of the commands leads a session and has a child."""
+    program = "from tests.harness import warm_server as server; server.preload = lambda: None; server.main()"
+    socket_path = tmp_path / "socket"
+    monkeypatch.setattr(warm.Server, "_path", str(socket_path))
+    env = environment(MARKER=str(tmp_path))
+    timeit = [sys.executable, "-m", "timeit", "-n1"]
+    argv = [sys.executable, "-c", program, str(socket_path)]
     with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE) as server:
         assert server.stdin
         try:
-            for session, text in enumerate(waiting):
-                warm.Command([sys.executable, "-m", "timeit", "-n1", text], env=marked, session=bool(session))
+            warm.Command([*timeit, "import time; time.sleep(1000)"], env=env, session=False)
+            warm.Command([*timeit, "import subprocess; subprocess.run(['sleep', '1000'])"], env=env, session=True)
             wait_until(lambda: len(processes_of(str(tmp_path))) == 4, "the server, two commands and a child run", 60)
             server.stdin.close()
             assert server.wait(60) == 0
@@ -116,10 +140,11 @@ def test_no_command_outlives_the_server(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_process_that_opens_and_closes_files_is_found(tmp_path: Path) -> None:
-    text = "while True: files = [open('/dev/null') for _ in range(50)]; [file.close() for file in files]"
-    with subprocess.Popen([sys.executable, "-c", text, str(tmp_path)]) as process:
+    program = "while True: files = [open('/dev/null') for _ in range(50)]; [file.close() for file in files]"
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as process:
         try:
-            wait_until(lambda: processes_of(str(tmp_path)) == [process.pid], "it runs")
-            assert all(processes_of(str(tmp_path)) == [process.pid] for _ in range(20))
+            wait_until(lambda: processes_of(str(tmp_path)) == [process.pid], "the process runs")
+            for _ in range(20):
+                assert processes_of(str(tmp_path)) == [process.pid]
         finally:
             process.kill()

@@ -1,104 +1,125 @@
-"""With the backend `builtin` every experiment equals one process, in float64, to 1e-9; and so do messages and FSDP2."""
+"""With the backend `builtin`, every experiment, messages and FSDP2 equal one process, in float64, to 1e-9."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.runs.folder import read_json
 from tests.harness import ddp_parity, parity, warm
 from tests.harness.cases import train_cases
-from tests.harness.processes import environment, run
+from tests.harness.processes import Done, environment, run
 from tests.harness.reference import TOLERANCE, differences
 from tests.harness.registry import EXPERIMENTS, Entry
 from tests.harness.resuming import ALONE
 from tests.harness.shared import run_once
 
 STEPS = 5
+EXACT = ("dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}")
 BUILTIN = ("launch.backend=builtin", "launch.transport=network")
 WIRE = ",".join((*BUILTIN, "transport=network"))
 
 
+def read_world(completed: Done) -> dict[str, Any]:
+    """Return world.json of the first attempt."""
+    return read_json(completed.folder.list_attempts()[0].attempt_folder / "world.json")
+
+
+def check_equal_losses(trained: Done, single_process: Done) -> None:
+    assert trained.status == 0, trained.err
+    assert single_process.status == 0, single_process.err
+    assert trained.losses == pytest.approx(single_process.losses, abs=TOLERANCE, rel=0)
+    assert len(trained.losses) == STEPS
+
+
 @pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
 def test_two_ranks_equal_one(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
-    """A pure measurement compares what it measures with arithmetic itself."""
-    small = ("model=mlp",) if entry.name == "amp_accum" else ()  # BatchNorm sees other shards
-    words = (*quick, "dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}", *small)
-    two = run(entry.name, *words, *entry.spread(2), *BUILTIN, runs=tmp_path / "two")
-    assert two.status == 0, two.err
-    assert read_json(two.folder.list_attempts()[0].attempt_folder / "world.json")["backend"] == "builtin"
+    """A pure measurement itself compares its outputs with arithmetic."""
+    model = ("model=mlp",) if entry.name == "amp_accum" else ()  # the shards of BatchNorm differ
+    settings = (*quick, *EXACT, *model)
+    two_ranks = run(entry.name, *settings, *entry.spread(2), *BUILTIN, runs=tmp_path / "two")
+    assert two_ranks.status == 0, two_ranks.err
+    assert read_world(two_ranks)["backend"] == "builtin"
     if entry.trains:
-        one = run(entry.name, *words, *entry.spread(1), runs=tmp_path / "one")
-        assert one.status == 0, one.err
-        assert two.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0) and len(two.losses) == STEPS
+        single_process = run(entry.name, *settings, *entry.spread(1), runs=tmp_path / "one")
+        check_equal_losses(two_ranks, single_process)
 
 
-OVER = {
+TRANSPORT_SETTINGS = {
     "memory": ("launch.backend=builtin",),
     "two_level": ("launch.backend=builtin", "launch.nodes=2", "launch.algorithm=two_level"),
     "tls": (*BUILTIN, "launch.tls=true"),
 }
-FSDP = {"ddp_multinode": ("strategy=fsdp",)}  # DDP is in all other tests
-OVER_TRANSPORTS = [(entry, over) for entry in EXPERIMENTS for over in entry.transports]
+FSDP = {"ddp_multinode": ("strategy=fsdp",)}  # all other tests use DDP
+OVER_TRANSPORTS: list[tuple[Entry, str]] = []
+for experiment in EXPERIMENTS:
+    OVER_TRANSPORTS += [(experiment, transport) for transport in experiment.transports]
 
 
-@pytest.mark.parametrize(
-    ("entry", "over"), OVER_TRANSPORTS, ids=[f"{entry.name}-{over}" for entry, over in OVER_TRANSPORTS]
-)
+def make_id(parameter: Entry | str) -> str:
+    return parameter.name if isinstance(parameter, Entry) else parameter
+
+
+@pytest.mark.parametrize(("entry", "transport"), OVER_TRANSPORTS, ids=make_id)
 def test_an_experiment_over_a_transport_equals_one_process(
-    entry: Entry, over: str, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+    entry: Entry, transport: str, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Pairs that other tests of this file leave out."""
-    words = (*quick, "dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}", *FSDP.get(entry.name, ()))
+    """Pairs that no other test of this file covers."""
+    settings = (*quick, *EXACT, *FSDP.get(entry.name, ()))
     spread = entry.spread(2)
-    if over == "two_level":  # of hosts with one rank each
-        spread = tuple(word.replace("processes_per_node=2", "processes_per_node=1") for word in spread)
-    one = run_once(tmp_path_factory, f"one-process-{entry.name}", entry.name, *words, *entry.spread(1))
-    found = run(entry.name, *words, *spread, *OVER[over], runs=tmp_path)
-    assert found.status == one.status == 0, found.err + one.err
-    world = read_json(found.folder.list_attempts()[0].attempt_folder / "world.json")
-    assert world["backend"] == "builtin" and world["tls"] == (over == "tls")
-    assert found.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0) and len(found.losses) == STEPS
+    if transport == "two_level":  # two hosts with one rank each
+        spread = tuple(setting.replace("processes_per_node=2", "processes_per_node=1") for setting in spread)
+    single_process = run_once(tmp_path_factory, f"one-process-{entry.name}", entry.name, *settings, *entry.spread(1))
+    two_ranks = run(entry.name, *settings, *spread, *TRANSPORT_SETTINGS[transport], runs=tmp_path)
+    check_equal_losses(two_ranks, single_process)
+    world = read_world(two_ranks)
+    assert world["backend"] == "builtin"
+    assert world["tls"] == (transport == "tls")
 
 
 def test_messages_of_pipelines_equal_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
-    """Of either engine, one and two stages a rank."""
+    """Both engines, with one and two stages per rank."""
     name = "mnist_pipeline"
-    wanted = [f"engine={engine},schedule=1f1b,stages=2,microbatches=6,{WIRE}" for engine in ("own", "torch")]
-    wanted += [f"engine=own,schedule=gpipe,stages=4,stages_per_process=2,microbatches=4,{WIRE}"]
-    trained = train_cases("parity", tmp_path, cache, 2, wanted, name)
-    right = parity.expected(cache, name, "stages=1")
-    wrong = {case: differences(result, right) for case, result in trained.items()}
-    assert not {case: found for case, found in wrong.items() if found} and list(trained) == wanted
+    cases = [
+        f"engine=own,schedule=1f1b,stages=2,microbatches=6,{WIRE}",
+        f"engine=torch,schedule=1f1b,stages=2,microbatches=6,{WIRE}",
+        f"engine=own,schedule=gpipe,stages=4,stages_per_process=2,microbatches=4,{WIRE}",
+    ]
+    trained = train_cases("parity", tmp_path, cache, 2, cases, name)
+    assert list(trained) == cases
+    expected = parity.expected(cache, name, "stages=1")
+    for case, outcome in trained.items():
+        assert differences(outcome, expected) == [], case
 
 
 @pytest.mark.parametrize("transport", ["auto", "network"])
 def test_ddp_and_fsdp_equal_one_process(transport: str, tmp_path: Path, cache: Path) -> None:
-    words = f"launch.backend=builtin,launch.transport={transport}"
-    wanted = [f"strategy=fsdp,{words}", f"find_unused_parameters=true,{words}"]
-    trained = train_cases("ddp_parity", tmp_path, cache, 2, wanted)
-    right = ddp_parity.expected(cache, "model=convnet")
-    found = {case: ddp_parity.wrong(trained[case], right) for case in wanted}
-    assert not {case: differing for case, differing in found.items() if differing}
+    settings = f"launch.backend=builtin,launch.transport={transport}"
+    cases = [f"strategy=fsdp,{settings}", f"find_unused_parameters=true,{settings}"]
+    trained = train_cases("ddp_parity", tmp_path, cache, 2, cases)
+    expected = ddp_parity.expected(cache, "model=convnet")
+    for case in cases:
+        assert ddp_parity.wrong(trained[case], expected) == [], case
 
 
 def test_encrypted_ranks_equal_one(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    """Also those of simulated hosts, between which memory is not used; no key is left."""
-    words = (*quick, "dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}")
+    """Also ranks of simulated hosts, which do not share memory; no key is left."""
+    settings = (*quick, *EXACT)
     tls = ("launch.backend=builtin", "launch.tls=true", "launch.algorithm=two_level", "launch.nodes=2")
-    four = run("ddp_multinode", *words, *tls, "processes_per_node=2", runs=tmp_path / "four")
-    one = run("ddp_multinode", *words, "processes_per_node=1", runs=tmp_path / "one")
-    assert four.status == one.status == 0, four.err + one.err
-    assert four.losses == pytest.approx(one.losses, abs=TOLERANCE, rel=0) and len(four.losses) == STEPS
-    attempt = four.folder.list_attempts()[0].attempt_folder
-    assert read_json(attempt / "world.json")["tls"] is True
-    assert not [file for file in four.folder.path.rglob("*") if file.suffix == ".pem" or ".private" in file.name]
+    four_ranks = run("ddp_multinode", *settings, *tls, "processes_per_node=2", runs=tmp_path / "four")
+    single_process = run("ddp_multinode", *settings, "processes_per_node=1", runs=tmp_path / "one")
+    check_equal_losses(four_ranks, single_process)
+    assert read_world(four_ranks)["tls"] is True
+    for file in four_ranks.folder.path.rglob("*"):
+        assert file.suffix != ".pem"
+        assert ".private" not in file.name
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ddp_and_its_hooks_equal_one_process(ranks: int) -> None:
     argv = [sys.executable, "-m", "tests.harness.backend_calls", str(ranks), "auto", "ddp"]
-    done = warm.execute(argv, env=environment())
-    assert done.returncode == 0, done.stderr
+    completed = warm.execute(argv, env=environment())
+    assert completed.returncode == 0, completed.stderr

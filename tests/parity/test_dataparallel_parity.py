@@ -1,4 +1,4 @@
-"""resnet_dataparallel's own ResNet-18, in its full width: ddp with synchronised norms equals one process to 1e-9."""
+"""The ResNet-18 of resnet_dataparallel in full width: DDP with synchronised norms equals one process to 1e-9."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from pathlib import Path
 from tests.harness.dataparallel_parity import train_run
 from tests.harness.reference import differences
 
-STEPS = 4  # two whole batches, a last one that leaves the second rank without a sample, one of the next epoch
-FULL = ("model=resnet18", "compare=false", "data.samples=17", "data.image_size=12")  # 2x2 pixels at its end, as of 16
+STEPS = 4  # two full batches, a last one without a sample for the second rank, and one of the next epoch
+FULL = ("model=resnet18", "compare=false", "data.samples=17", "data.image_size=12")  # its last layer has 2x2 pixels
 
 
 def test_the_full_resnet_with_synchronised_norms_equals_one_process(cache: Path, tmp_path: Path) -> None:
     _, expected = train_run(cache, tmp_path / "single", STEPS, *FULL, "strategy=single")
-    assert len(expected["losses"]) == STEPS and len(expected["state"]) == 122
+    assert len(expected["losses"]) == STEPS
+    assert len(expected["state"]) == 122
     assert expected["state"]["bn1.num_batches_tracked"] == STEPS
-    done, synced = train_run(cache, tmp_path / "synced", STEPS, *FULL, "sync_batchnorm=true")
+    completed, synced = train_run(cache, tmp_path / "synced", STEPS, *FULL, "sync_batchnorm=true")
     assert differences(synced, expected) == []
-    assert done.result["last_batch"] == [1, 0] and done.result["devices"] == 2
-    assert "the same on all ranks: each rank uses the statistics of the whole batch" in done.out
+    assert completed.result["last_batch"] == [1, 0]
+    assert completed.result["devices"] == 2
+    assert "the same on all ranks: each rank uses the statistics of the whole batch" in completed.out

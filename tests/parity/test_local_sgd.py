@@ -10,49 +10,58 @@ import pytest
 from tests.harness.cases import train_cases
 from tests.harness.reference import TOLERANCE
 
-OWN = "every=4,start=6"
-PLAIN = "optim.momentum=0,optim.lr=0.3"
+DDP = "ddp,seed=0"
+DELAYED_START = "every=4,start=6"
+PLAIN_SGD = "optim.momentum=0,optim.lr=0.3"
 
 
-def find_gap(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference between losses, parameters and scores of two trainings, of which the first has learned."""
-    assert len(one["losses"]) == len(other["losses"]) == 26 and one["losses"][-1] < 0.9 * one["losses"][0]
-    assert one["state"].keys() == other["state"].keys() and one["scores"].keys() == other["scores"].keys()
-    gaps = [abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True)]
-    gaps += [(value - other["state"][name]).abs().max().item() for name, value in one["state"].items()]
-    return max(*gaps, *(abs(value - other["scores"][name]) for name, value in one["scores"].items()))
+def find_gap(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """Return the largest difference between losses, parameters and scores. The first training must have learned."""
+    assert len(first["losses"]) == 26
+    assert len(second["losses"]) == 26
+    assert first["losses"][-1] < 0.9 * first["losses"][0]
+    assert first["state"].keys() == second["state"].keys()
+    assert first["scores"].keys() == second["scores"].keys()
+    gaps = [abs(a - b) for a, b in zip(first["losses"], second["losses"], strict=True)]
+    for name, tensor in first["state"].items():
+        gaps.append((tensor - second["state"][name]).abs().max().item())
+    for name, score in first["scores"].items():
+        gaps.append(abs(score - second["scores"][name]))
+    return max(gaps)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_an_exchange_after_each_step_equals_ddp_and_own_momentum_equals_torch(
     workers: int, tmp_path: Path, cache: Path
 ) -> None:
-    """A step is linear in gradient and momentum: so the mean of the workers' own momenta is that of DDP, too."""
-    averaged, anew, plain, own = (
-        "every=1,momentum_of=averaged",
-        "every=1,momentum_of=reset",
-        f"every=1,{PLAIN}",
-        f"torch,{OWN}",
-    )
-    cases = [averaged, "every=1", anew, plain, OWN, "every=4", "ddp,seed=0", f"ddp,{PLAIN}", own]
-    found = train_cases("local_sgd", tmp_path, cache, workers, cases)
-    assert find_gap(found[averaged], found["ddp,seed=0"]) <= TOLERANCE
-    assert find_gap(found["every=1"], found["ddp,seed=0"]) <= TOLERANCE
-    assert find_gap(found[plain], found[f"ddp,{PLAIN}"]) <= TOLERANCE
-    assert find_gap(found[OWN], found[own]) <= 1e-12
-    # the comparison sees momentum that begins anew, and synchronous steps that are left out
-    assert find_gap(found["ddp,seed=0"], found[anew]) > 1e-6
-    assert find_gap(found[own], found["every=4"]) > 1e-6
+    """A step is linear in gradient and momentum, so the mean of the workers' momenta equals the momentum of DDP."""
+    averaged = "every=1,momentum_of=averaged"
+    reset = "every=1,momentum_of=reset"
+    plain_sgd = f"every=1,{PLAIN_SGD}"
+    ddp_sgd = f"ddp,{PLAIN_SGD}"
+    torch_optimizer = f"torch,{DELAYED_START}"
+    local_sgd_cases = [averaged, "every=1", reset, plain_sgd, DELAYED_START, "every=4"]
+    cases = [*local_sgd_cases, DDP, ddp_sgd, torch_optimizer]
+    trained = train_cases("local_sgd", tmp_path, cache, workers, cases)
+    assert find_gap(trained[averaged], trained[DDP]) <= TOLERANCE
+    assert find_gap(trained["every=1"], trained[DDP]) <= TOLERANCE
+    assert find_gap(trained[plain_sgd], trained[ddp_sgd]) <= TOLERANCE
+    assert find_gap(trained[DELAYED_START], trained[torch_optimizer]) <= 1e-12
+    # the comparison sees momentum that is reset, and synchronous steps that are left out
+    assert find_gap(trained[DDP], trained[reset]) > 1e-6
+    assert find_gap(trained[torch_optimizer], trained["every=4"]) > 1e-6
 
 
 def test_one_worker_equals_plain_training_for_any_round(tmp_path: Path, cache: Path) -> None:
-    same = ["every=3", "every=7,start=4", "every=5,momentum_of=averaged", "every=6,delay=4"]
-    others = [
+    equal_cases = ["every=3", "every=7,start=4", "every=5,momentum_of=averaged", "every=6,delay=4"]
+    unequal_cases = [
         "every=3,outer=nesterov",
         "every=3,outer_lr=0.5",
         "every=3,momentum_of=reset",
         "every=3,delay=1,outer_lr=0.5",
     ]
-    found = train_cases("local_sgd", tmp_path, cache, 1, ["ddp,seed=0", *same, *others])
-    assert max(find_gap(found[case], found["ddp,seed=0"]) for case in same) <= TOLERANCE
-    assert min(find_gap(found["ddp,seed=0"], found[case]) for case in others) > 1e-6
+    trained = train_cases("local_sgd", tmp_path, cache, 1, [DDP, *equal_cases, *unequal_cases])
+    for case in equal_cases:
+        assert find_gap(trained[case], trained[DDP]) <= TOLERANCE, case
+    for case in unequal_cases:
+        assert find_gap(trained[DDP], trained[case]) > 1e-6, case

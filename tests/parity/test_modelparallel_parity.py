@@ -1,7 +1,7 @@
-"""Every mode, schedule and engine equals the unsplit ResNet-18 fed the same microbatches, in float64, to 1e-9:
-losses, parameters, BatchNorm's statistics and counters, evaluation; trained and evaluated in turns.
+"""Every mode, schedule and engine equals the unsplit ResNet-18 with the same microbatches, in float64, to 1e-9.
 
-The ResNet has 8 channels and images of 16 pixels, but for one case of each kind with all 64 channels.
+Losses, parameters, BatchNorm statistics and counters, and scores are compared; training and evaluation alternate.
+The ResNet has 8 channels and images of 16 pixels, except for one case of each kind with all 64 channels.
 """
 
 from __future__ import annotations
@@ -26,48 +26,58 @@ def cut(stages: int) -> str:
 
 
 def cases(processes: int) -> dict[str, list[str]]:
-    """What as many processes train, in one launch each."""
+    """Return the cases of a number of processes. Each kind is trained in one launch."""
     if processes == 1:
-        one = ["mode=single", "mode=single,split_size=8"]
-        devices = {count: f"devices=[{','.join(['cpu'] * count)}]" for count in (2, 3)}
-        one += [f"mode={mode},{names},{cut(n)}" for n, names in devices.items() for mode in ("naive", "pipelined")]
-        return {"devices": [*one, f"mode=naive,split_size=8,{devices[2]},{cut(2)}"]}
-    own = [f"mode=naive,{cut(processes)}", f"mode=naive,split_size=8,{cut(processes)}"]
-    own += [f"schedule={name},{cut(processes)}" for name in ("gpipe", "1f1b")]
+        single_process = ["mode=single", "mode=single,split_size=8"]
+        for count in (2, 3):
+            devices = f"devices=[{','.join(['cpu'] * count)}],{cut(count)}"
+            single_process += [f"mode=naive,{devices}", f"mode=pipelined,{devices}"]
+        single_process.append(f"mode=naive,split_size=8,devices=[cpu,cpu],{cut(2)}")
+        return {"devices": single_process}
+    built_in = [f"mode=naive,{cut(processes)}", f"mode=naive,split_size=8,{cut(processes)}"]
+    built_in += [f"schedule={name},{cut(processes)}" for name in ("gpipe", "1f1b")]
     library = [f"engine=torch,schedule={name},{cut(processes)}" for name in TORCH]
     if processes == 3:
-        return {"own": own, "library": library}
+        return {"built_in": built_in, "library": library}
     rings = [f"schedule={name},stages_per_process=2,{cut(4)}" for name in ("gpipe", "interleaved_1f1b", "zero_bubble")]
-    others = [*rings, f"transport=network,{cut(2)}", "stages=2,split=[relu]", "stages=2,balance=time"]
-    return {"own": own, "library": library, "others": others}
+    two_stages = [f"transport=network,{cut(2)}", "stages=2,split=[relu]", "stages=2,balance=time"]
+    return {"built_in": built_in, "library": library, "others": [*rings, *two_stages]}
 
 
-@pytest.mark.parametrize(("processes", "kind"), [(n, kind) for n in (1, 2, 3) for kind in cases(n)])
+LAUNCHES: list[tuple[int, str]] = []
+for process_count in (1, 2, 3):
+    LAUNCHES += [(process_count, kind) for kind in cases(process_count)]
+
+
+@pytest.mark.parametrize(("processes", "kind"), LAUNCHES)
 def test_every_mode_equals_the_unsplit_resnet_fed_the_same_microbatches(
     processes: int, kind: str, tmp_path: Path, cache: Path
 ) -> None:
-    wanted = cases(processes)[kind]
-    trained = train_cases("parity", tmp_path, cache, processes, wanted, NAME)
-    wrong = {
-        name: differences(result, expected(cache, NAME, SIZES[8 if "split_size=8" in name else 2]))
-        for name, result in trained.items()
-    }
-    assert not {name: found for name, found in wrong.items() if found}
-    assert list(trained) == wanted
+    chosen_cases = cases(processes)[kind]
+    trained = train_cases("parity", tmp_path, cache, processes, chosen_cases, NAME)
+    assert list(trained) == chosen_cases
+    for case, outcome in trained.items():
+        unsplit = SIZES[8] if "split_size=8" in case else SIZES[2]
+        assert differences(outcome, expected(cache, NAME, unsplit)) == [], case
 
 
 def test_a_resnet_of_full_width_equals_the_unsplit_one(tmp_path: Path, cache: Path) -> None:
-    kinds = ["schedule=gpipe", "engine=torch,schedule=1f1b"]
-    trained = train_cases("parity", tmp_path, cache, 2, [f"{WIDE},{kind},{cut(2)}" for kind in kinds], NAME)
-    right = expected(cache, NAME, f"{WIDE},{SIZES[2]}")
-    assert right["state"]["fc.weight"].shape == (10, 512) and len(right["losses"]) == 3
-    wrong = {name: differences(result, right) for name, result in trained.items()}
-    assert len(wrong) == 2 and not {name: found for name, found in wrong.items() if found}
+    wide_cases = [f"{WIDE},schedule=gpipe,{cut(2)}", f"{WIDE},engine=torch,schedule=1f1b,{cut(2)}"]
+    trained = train_cases("parity", tmp_path, cache, 2, wide_cases, NAME)
+    assert list(trained) == wide_cases
+    unsplit = expected(cache, NAME, f"{WIDE},{SIZES[2]}")
+    assert unsplit["state"]["fc.weight"].shape == (10, 512)
+    assert len(unsplit["losses"]) == 3
+    for case, outcome in trained.items():
+        assert differences(outcome, unsplit) == [], case
 
 
-def test_microbatches_are_another_training_of_a_resnet_and_the_check_sees_it(cache: Path) -> None:
-    """BatchNorm's statistics are a microbatch's; counters count microbatches."""
-    two, eight = (expected(cache, NAME, SIZES[size]) for size in (2, 8))
-    assert two["state"]["bn1.num_batches_tracked"] == 40 and eight["state"]["bn1.num_batches_tracked"] == 10
-    wrong = differences(two, eight)
-    assert any("losses" in words for words in wrong) and any("running_var" in words for words in wrong)
+def test_the_check_sees_that_microbatches_change_the_training_of_a_resnet(cache: Path) -> None:
+    """BatchNorm computes the statistics of a microbatch, and its counters count microbatches."""
+    two = expected(cache, NAME, SIZES[2])
+    eight = expected(cache, NAME, SIZES[8])
+    assert two["state"]["bn1.num_batches_tracked"] == 40
+    assert eight["state"]["bn1.num_batches_tracked"] == 10
+    differing = differences(two, eight)
+    assert any("losses" in difference for difference in differing)
+    assert any("running_var" in difference for difference in differing)

@@ -1,7 +1,8 @@
-"""Optimizers of sharded parameters equal those of full ones, and `check-optimizer` tells which do not."""
+"""Optimizers of sharded parameters equal those of full ones, and `check-optimizer` finds those that do not."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,19 +21,31 @@ LOCAL_NORM = Breach(  # each rank divides by the norm of its shard
 
 
 def test_sharded_parameters_get_the_values_of_full_ones() -> None:
-    words = [sys.executable, "-m", "tests.harness.sharded_optimizers", *OPTIMIZERS]
-    done = warm.execute(words, env=environment())
-    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+    command = [sys.executable, "-m", "tests.harness.sharded_optimizers", *OPTIMIZERS]
+    completed = warm.execute(command, env=environment())
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert not completed.stdout, completed.stdout + completed.stderr
 
 
-def test_the_example_of_the_contributing_page_passes_and_a_norm_of_shards_does_not(tmp_path: Path) -> None:
-    for name, told in (
-        (f"{write_example(tmp_path, 'lion.py')}:Lion", ""),
-        (write_own(tmp_path, LOCAL_NORM), LOCAL_NORM.told),
-    ):
-        words = [sys.executable, "-m", "slurm", "check-optimizer", "--", name]
-        done = warm.execute(words, env=environment())
-        kept = [line.removeprefix("ok  ") for line in done.stdout.splitlines()]
-        assert kept[: len(CHECKS)] == list(CHECKS) and len(kept) == len(CHECKS) + (not told), done.stdout + done.stderr
-        assert done.returncode == (2 if told else 0) and told in done.stderr, done.stderr
-        assert not told or (done.stderr.startswith(f"error: optim.name={name}: ") and done.stderr.count("\n") == 1)
+def check_optimizer(name: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Execute `check-optimizer`. Returns the process and the checks that passed."""
+    command = [sys.executable, "-m", "slurm", "check-optimizer", "--", name]
+    completed = warm.execute(command, env=environment())
+    return completed, [line.removeprefix("ok  ") for line in completed.stdout.splitlines()]
+
+
+def test_the_example_of_the_contributing_page_passes(tmp_path: Path) -> None:
+    completed, passed_checks = check_optimizer(f"{write_example(tmp_path, 'lion.py')}:Lion")
+    assert completed.returncode == 0, completed.stderr
+    assert passed_checks[: len(CHECKS)] == list(CHECKS), completed.stdout
+    assert len(passed_checks) == len(CHECKS) + 1, completed.stdout
+
+
+def test_a_norm_of_shards_is_refused(tmp_path: Path) -> None:
+    name = write_own(tmp_path, LOCAL_NORM)
+    completed, passed_checks = check_optimizer(name)
+    assert completed.returncode == 2, completed.stderr
+    assert passed_checks == list(CHECKS), completed.stdout + completed.stderr
+    assert completed.stderr.startswith(f"error: optim.name={name}: ")
+    assert completed.stderr.count("\n") == 1, completed.stderr
+    assert LOCAL_NORM.told in completed.stderr

@@ -20,44 +20,53 @@ ENGINES = {
 }
 
 
-def case(engine: str, schedule: str, processes: int, each: int) -> str:
-    stages = f"stages={processes * each},stages_per_process={each}"
-    return f"engine={engine},schedule={schedule},{stages},microbatches={4 if processes == 4 else 6}"
+def make_case(engine: str, schedule: str, processes: int, stages_per_process: int) -> str:
+    stages = f"stages={processes * stages_per_process},stages_per_process={stages_per_process}"
+    microbatches = 4 if processes == 4 else 6
+    return f"engine={engine},schedule={schedule},{stages},microbatches={microbatches}"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_pipelines_equal_the_unsplit_model(processes: int, engine: str, tmp_path: Path, cache: Path) -> None:
-    # stages of each rank; what torch's engine does with several it does with two ranks, too
-    stages = (1, 2) if processes == 2 or (processes == 4 and engine == "own") else (1,)
-    wanted = [case(engine, name, processes, each) for name, each in itertools.product(ENGINES[engine], stages)]
+    # two ranks cover several stages per rank of torch's engine
+    has_two_stages = processes == 2 or (processes == 4 and engine == "own")
+    stage_counts = (1, 2) if has_two_stages else (1,)
+    cases = []
+    for schedule, stages_per_process in itertools.product(ENGINES[engine], stage_counts):
+        cases.append(make_case(engine, schedule, processes, stages_per_process))
     if engine == "own":
-        wanted += [f"{case('own', name, processes, stages[-1])},transport=network" for name in ("gpipe", "1f1b")]
-    trained = train_cases("parity", tmp_path, cache, processes, wanted, NAME)
-    right = expected(cache, NAME, "stages=1")
-    wrong = {name: differences(result, right) for name, result in trained.items()}
-    assert not {name: found for name, found in wrong.items() if found}
-    assert list(trained) == wanted and len(right["losses"]) == 14
-    assert right["losses"][-1] < 0.9 * right["losses"][0], "a model that learns nothing proves nothing"
+        for schedule in ("gpipe", "1f1b"):
+            cases.append(f"{make_case('own', schedule, processes, stage_counts[-1])},transport=network")
+
+    trained = train_cases("parity", tmp_path, cache, processes, cases, NAME)
+    assert list(trained) == cases
+    unsplit = expected(cache, NAME, "stages=1")
+    for case, outcome in trained.items():
+        assert differences(outcome, unsplit) == [], case
+    losses = unsplit["losses"]
+    assert len(losses) == 14
+    assert losses[-1] < 0.9 * losses[0], "the comparison requires a model that learns"
 
 
 def test_the_check_sees_mistakes_of_pipelines(tmp_path: Path, cache: Path) -> None:
-    wanted = [f"{mistake},{case('own', 'gpipe', 2, 1)}" for mistake in parity.MISTAKES]
-    trained = train_cases("parity", tmp_path, cache, 2, wanted, NAME)
-    assert list(trained) == wanted
-    for name, result in trained.items():
-        wrong = differences(result, expected(cache, NAME, "stages=1"))
-        assert any("losses" in difference for difference in wrong), name
+    correct_case = make_case("own", "gpipe", 2, 1)
+    cases = [f"{mistake},{correct_case}" for mistake in parity.MISTAKES]
+    trained = train_cases("parity", tmp_path, cache, 2, cases, NAME)
+    assert list(trained) == cases
+    for case, outcome in trained.items():
+        differing = differences(outcome, expected(cache, NAME, "stages=1"))
+        assert any("losses" in difference for difference in differing), case
 
 
 def test_public_command_equals_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
     settings = [f"{name}={value}" for name, value in parity.PIPELINE.items()]
     settings.append(f"data.cache={cache}")
     split = run(NAME, *settings, "stages=2", "schedule=1f1b", runs=tmp_path / "split")
-    whole = run(NAME, *settings, "stages=1", "microbatches=1", runs=tmp_path / "whole")
-    assert split.status == whole.status == 0, split.err + whole.err
+    unsplit = run(NAME, *settings, "stages=1", "microbatches=1", runs=tmp_path / "unsplit")
+    assert split.status == 0, split.err
+    assert unsplit.status == 0, unsplit.err
     assert len(split.losses) == 14
-    assert split.losses == pytest.approx(whole.losses, abs=TOLERANCE, rel=0)
-    results = [done.result for done in (split, whole)]
-    assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"], abs=TOLERANCE, rel=0)
-    assert results[0]["test_accuracy"] == results[1]["test_accuracy"]
+    assert split.losses == pytest.approx(unsplit.losses, abs=TOLERANCE, rel=0)
+    assert split.result["test_loss"] == pytest.approx(unsplit.result["test_loss"], abs=TOLERANCE, rel=0)
+    assert split.result["test_accuracy"] == unsplit.result["test_accuracy"]

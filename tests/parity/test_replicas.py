@@ -38,9 +38,9 @@ STAGES = ("replicas=2", "stages=2", "split=[layer3_0]", "checkpoint.every_second
 
 @functools.cache
 def expected(cache: Path) -> dict[str, Any]:
-    """Two shares of each batch in microbatches, each share with BatchNorm buffers of its own.
+    """Train two shares of each batch in microbatches; each share has its own BatchNorm buffers.
 
-    These are averaged for the evaluation after each epoch, and training goes on with the means.
+    The buffers are averaged for the evaluation after each epoch, and training continues with the means.
     """
     cfg = config.load_config(Config, [*PARITY, f"data.cache={cache}", "mode=single"], {})
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
@@ -48,20 +48,20 @@ def expected(cache: Path) -> dict[str, Any]:
     return reference.trained(cfg, model, prepare.prepare_dataset(cfg.data), shares=2, piece=cfg.split_size)
 
 
-def found(done: Done) -> dict[str, Any]:
-    """Losses, what all ranks saved in the last step, and scores."""
-    assert done.status == 0, done.err + done.out
-    *_, folder = sorted((done.folder.list_attempts()[0].attempt_folder / "checkpoints").glob("step-*"))
-    assert folder.name == f"step-{len(done.losses):08d}"
+def read_outcome(completed: Done) -> dict[str, Any]:
+    """Return losses, the state that all ranks saved in the last step, and scores."""
+    assert completed.status == 0, completed.err + completed.out
+    *_, folder = sorted((completed.folder.list_attempts()[0].attempt_folder / "checkpoints").glob("step-*"))
+    assert folder.name == f"step-{len(completed.losses):08d}"
     state: dict[str, Any] = {}
     for file in sorted(folder.glob("rank-*.pt")):
         state |= torch.load(file, weights_only=True)["model"]
     names = ("test_loss", "test_accuracy", "test_samples")
-    return {"losses": done.losses, "state": state, "scores": {name: done.result[name] for name in names}}
+    return {"losses": completed.losses, "state": state, "scores": {name: completed.result[name] for name in names}}
 
 
 @pytest.mark.parametrize(
-    "words",
+    "settings",
     [
         ("mode=pipelined", "schedule=1f1b"),
         ("mode=pipelined", "schedule=gpipe", "launch.nodes=2"),
@@ -70,8 +70,8 @@ def found(done: Done) -> dict[str, Any]:
     ],
     ids=" ".join,
 )
-def test_two_replicas_of_two_stages_equal_one_process(words: tuple[str, ...], cache: Path, tmp_path: Path) -> None:
+def test_two_replicas_of_two_stages_equal_one_process(settings: tuple[str, ...], cache: Path, tmp_path: Path) -> None:
     common = (*PARITY, *STAGES, f"checkpoint.every_steps={STEPS}", f"data.cache={cache}")
-    done = run("resnet_modelparallel", *common, *words, runs=tmp_path, timeout=250)
-    assert differences(found(done), expected(cache)) == []
-    assert len(list(done.folder.list_attempts()[0].attempt_folder.glob("heartbeat-*.json"))) == 4
+    completed = run("resnet_modelparallel", *common, *settings, runs=tmp_path, timeout=250)
+    assert differences(read_outcome(completed), expected(cache)) == []
+    assert len(list(completed.folder.list_attempts()[0].attempt_folder.glob("heartbeat-*.json"))) == 4

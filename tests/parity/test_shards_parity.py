@@ -1,6 +1,6 @@
-"""Unequal shards equal one process, in float64, to 1e-9, also those of ranks without a sample; what a mistake does.
+"""Unequal shards, also empty ones, equal one process, in float64, to 1e-9; mistakes are noticed.
 
-Those of 3:1 are in tests/experiments/test_parity_of_engines.py.
+Shards of 3:1 are in tests/experiments/test_parity_of_engines.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tests.harness.reference import differences
 from tests.harness.shared import make_once
 
 BRIEF = "steps=10"
-APART, SYNCED = "model=resnet18,steps=3", "model=resnet18,sync_batchnorm=true,steps=3"
+NOT_SYNCED = "model=resnet18,steps=3"
+SYNCED = "model=resnet18,sync_batchnorm=true,steps=3"
 OF_TWO = [f"shards=[0,1],{BRIEF}"]
 OF_THREE = [
     f"shards=[5,2,1],{BRIEF}",
@@ -26,20 +27,18 @@ OF_THREE = [
     f"shards=[5,2,1],batch=25,optim.base_batch=25,{BRIEF}",
 ]
 NORMS = {
-    f"shards=[3,1],{APART}": (3, 1),
-    f"shards=[0,1],{APART}": (0, 4),
-    f"shards=[0,1],strategy=fsdp,{APART}": (0, 4),
+    f"shards=[3,1],{NOT_SYNCED}": (3, 1),
+    f"shards=[0,1],{NOT_SYNCED}": (0, 4),
+    f"shards=[0,1],strategy=fsdp,{NOT_SYNCED}": (0, 4),
 }
-MISTAKES = (f"mean_of_means,shards=[3,1],{BRIEF}", f"equal_buffers,shards=[3,1],{APART}")
+MISTAKES = (f"mean_of_means,shards=[3,1],{BRIEF}", f"equal_buffers,shards=[3,1],{NOT_SYNCED}")
 
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Any]:
-    """Every case of two ranks, the right ones and the mistakes."""
-    wanted = [*OF_TWO, *NORMS, f"shards=[0,1],{SYNCED}", *MISTAKES]
-    folder = make_once(
-        tmp_path_factory, "shards-of-two", lambda path: train_cases("ddp_parity", path, cache, 2, wanted)
-    )
+    """The results of every case of two ranks, correct ones and mistakes."""
+    cases = [*OF_TWO, *NORMS, f"shards=[0,1],{SYNCED}", *MISTAKES]
+    folder = make_once(tmp_path_factory, "shards-of-two", lambda path: train_cases("ddp_parity", path, cache, 2, cases))
     return dict(torch.load(folder / "results-2.pt", weights_only=True))
 
 
@@ -51,26 +50,28 @@ def test_two_ranks_with_unequal_shards_equal_one_process(cache: Path, of_two: di
 def test_three_ranks_with_unequal_shards_equal_one_process(tmp_path: Path, cache: Path) -> None:
     trained = train_cases("ddp_parity", tmp_path, cache, 3, OF_THREE)
     for case in OF_THREE:
-        alone = f"processes_per_node=1,{case[case.index(']') + 2 :]}"
-        assert wrong(trained[case], ddp_parity.expected(cache, alone)) == [], case
+        single_process = f"processes_per_node=1,{case[case.index(']') + 2 :]}"
+        assert wrong(trained[case], ddp_parity.expected(cache, single_process)) == [], case
 
 
-def test_synchronised_norms_count_samples_and_others_are_averaged_by_them(cache: Path, of_two: dict[str, Any]) -> None:
+def test_synchronised_norms_count_samples_and_other_norms_are_averaged_by_samples(
+    cache: Path, of_two: dict[str, Any]
+) -> None:
     assert wrong(of_two[f"shards=[0,1],{SYNCED}"], ddp_parity.expected(cache, SYNCED)) == []
     for case, counts in NORMS.items():
-        assert wrong(of_two[case], ddp_parity.expected(cache, APART, counts)) == [], case
-    apart = wrong(of_two[f"shards=[3,1],{APART}"], ddp_parity.expected(cache, SYNCED))
-    assert any("losses" in difference for difference in apart), "not synchronised, they see other samples"
+        assert wrong(of_two[case], ddp_parity.expected(cache, NOT_SYNCED, counts)) == [], case
+    differing = wrong(of_two[f"shards=[3,1],{NOT_SYNCED}"], ddp_parity.expected(cache, SYNCED))
+    assert any("losses" in difference for difference in differing), "norms that are not synchronised see other samples"
 
 
 def test_the_mean_of_unequal_shards_means_is_another_gradient(cache: Path, of_two: dict[str, Any]) -> None:
-    found = wrong(of_two[MISTAKES[0]], ddp_parity.expected(cache, BRIEF))
-    assert any("losses" in difference for difference in found)
+    trained = wrong(of_two[MISTAKES[0]], ddp_parity.expected(cache, BRIEF))
+    assert any("losses" in difference for difference in trained)
 
 
-def test_buffers_of_unequal_shards_do_not_count_alike(cache: Path, of_two: dict[str, Any]) -> None:
-    found = wrong(of_two[MISTAKES[1]], ddp_parity.expected(cache, APART, (3, 1)))
-    assert any("running_" in difference for difference in found)
+def test_buffers_of_unequal_shards_have_different_weights(cache: Path, of_two: dict[str, Any]) -> None:
+    trained = wrong(of_two[MISTAKES[1]], ddp_parity.expected(cache, NOT_SYNCED, (3, 1)))
+    assert any("running_" in difference for difference in trained)
 
 
 def test_accumulated_microbatches_in_unequal_shards_equal_one_process(tmp_path: Path, cache: Path) -> None:
@@ -81,40 +82,46 @@ def test_accumulated_microbatches_in_unequal_shards_equal_one_process(tmp_path: 
     for ranks, cases in plan.items():
         trained = train_cases("amp_parity", tmp_path, cache, ranks, cases)
         for case in cases:
-            alone = case[case.index("accumulate") :]
-            assert differences(trained[case], amp_parity.expected(cache, alone)) == [], case
+            single_process = case[case.index("accumulate") :]
+            assert differences(trained[case], amp_parity.expected(cache, single_process)) == [], case
 
 
 @pytest.mark.parametrize("change", ["data.augment=crop_flip", "dropout=0.3"])
-def test_what_is_drawn_for_a_sample_is_the_same_whatever_the_shards(change: str, tmp_path: Path, cache: Path) -> None:
+def test_random_changes_of_a_sample_do_not_depend_on_shards(change: str, tmp_path: Path, cache: Path) -> None:
     changed = f"{change},{BRIEF}"
-    (alone,) = train_cases("ddp_parity", tmp_path, cache, 1, [changed]).values()
+    single_process = train_cases("ddp_parity", tmp_path, cache, 1, [changed])[changed]
     for ranks, shards in ((2, "[3,1]"), (3, "[5,2,1]")):
-        (found,) = train_cases("ddp_parity", tmp_path, cache, ranks, [f"shards={shards},{changed}"]).values()
-        assert wrong(found, alone) == [], shards
-    assert wrong(alone, ddp_parity.expected(cache, BRIEF)), "it changes something"
+        case = f"shards={shards},{changed}"
+        trained = train_cases("ddp_parity", tmp_path, cache, ranks, [case])[case]
+        assert wrong(trained, single_process) == [], shards
+    assert wrong(single_process, ddp_parity.expected(cache, BRIEF)), "the setting changes nothing"
 
 
 def test_torchs_dropout_is_another_one_with_other_ranks(tmp_path: Path, cache: Path) -> None:
     case = f"torchs_dropout,dropout=0.3,{BRIEF}"
-    alone, found = (train_cases("ddp_parity", tmp_path, cache, ranks, [case])[case] for ranks in (1, 2))
-    assert any("losses" in difference for difference in wrong(found, alone))
+    single_process = train_cases("ddp_parity", tmp_path, cache, 1, [case])[case]
+    two_ranks = train_cases("ddp_parity", tmp_path, cache, 2, [case])[case]
+    assert any("losses" in difference for difference in wrong(two_ranks, single_process))
 
 
 def test_dropout_is_the_same_in_shards_and_microbatches(tmp_path: Path, cache: Path) -> None:
     changed = "dropout=0.3,data.train_limit=480"
     cases = [f"accumulate={count},{changed}" for count in (1, 4)]
-    alone, accumulated = train_cases("amp_parity", tmp_path, cache, 1, cases).values()
-    (shared,) = train_cases("amp_parity", tmp_path, cache, 2, [f"shards=[3,1],{cases[1]}"]).values()
-    assert differences(accumulated, alone) == differences(shared, alone) == []
-    assert differences(alone, amp_parity.expected(cache, "accumulate=1,data.train_limit=480")), "it changes something"
+    single_process, accumulated = train_cases("amp_parity", tmp_path, cache, 1, cases).values()
+    sharded_case = f"shards=[3,1],{cases[1]}"
+    shared = train_cases("amp_parity", tmp_path, cache, 2, [sharded_case])[sharded_case]
+    assert differences(accumulated, single_process) == []
+    assert differences(shared, single_process) == []
+    without_dropout = amp_parity.expected(cache, "accumulate=1,data.train_limit=480")
+    assert differences(single_process, without_dropout), "dropout changes nothing"
 
 
-def test_shards_that_follow_a_rank_that_slows_down_change_nothing_else(tmp_path: Path, cache: Path) -> None:
+def test_shards_that_adapt_to_a_slow_rank_change_nothing_else(tmp_path: Path, cache: Path) -> None:
     long = "steps=45,epochs=12"
     case = f"{ddp_parity.SLOWS_DOWN},shards=auto,{long}"
-    found = train_cases("ddp_parity", tmp_path, cache, 2, [case])[case]
-    assert wrong(found, ddp_parity.expected(cache, long)) == []
-    assert found["written"] == found["shards"], "metrics.jsonl has each change"
-    (step, (first, second)) = found["shards"][-1]
-    assert ddp_parity.SLOW_FROM < step <= ddp_parity.SLOW_FROM + 31 and second < 6 < first, found["shards"]
+    trained = train_cases("ddp_parity", tmp_path, cache, 2, [case])[case]
+    assert wrong(trained, ddp_parity.expected(cache, long)) == []
+    assert trained["written"] == trained["shards"], "metrics.jsonl has each change"
+    (step, (first, second)) = trained["shards"][-1]
+    assert ddp_parity.SLOW_FROM < step <= ddp_parity.SLOW_FROM + 31, trained["shards"]
+    assert second < 6 < first, trained["shards"]

@@ -1,4 +1,4 @@
-"""With the backend `builtin` runs resume to the bit, and end when a rank dies or is silent."""
+"""With the backend `builtin`, resumed runs are bitwise equal, and runs end when a rank dies or hangs."""
 
 from __future__ import annotations
 
@@ -29,64 +29,72 @@ def add_along_a_chain(ranks):
 BUILTIN = ("launch.backend=builtin", "launch.algorithm=tree")
 
 
-def train_whole(tmp_path: Path, quick: tuple[str, ...], *words: str) -> Done:
-    """A run of three ranks that was never cut off."""
-    given = (*quick, *REPLICATED.spread(3), ALONE, "steps=12", "launch.backend=builtin", *words)
-    whole = run(REPLICATED.name, *given, runs=tmp_path / "whole")
-    assert whole.status == 0, whole.err
-    return whole
+def train_uninterrupted(tmp_path: Path, quick: tuple[str, ...], *settings: str) -> Done:
+    """Train three ranks to the end."""
+    common = (*quick, *REPLICATED.spread(3), ALONE, "steps=12", "launch.backend=builtin")
+    uninterrupted = run(REPLICATED.name, *common, *settings, runs=tmp_path / "uninterrupted")
+    assert uninterrupted.status == 0, uninterrupted.err
+    return uninterrupted
 
 
-def test_a_run_with_an_algorithm_of_ones_own_resumes_to_the_bit(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    """The run has kept the file, which one rank reads for all."""
-    own, calls = tmp_path / "own.py", tmp_path / "calls"
-    own.write_text(CHAIN.replace("CALLS", str(calls)))
-    whole = train_whole(tmp_path, quick, f"launch.algorithm={own}:add_along_a_chain")
-    assert len(set(calls.read_text().split())) == 2, "the command, which checks it, and rank 0"
-    own.unlink()
-    check_that_it_goes_on(REPLICATED, whole, "builtin", tmp_path / "cut")
+def test_a_run_with_a_custom_algorithm_resumes_bitwise_equal(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    """The run has a copy of the file, which rank 0 reads for all ranks."""
+    algorithm_file = tmp_path / "own.py"
+    calls = tmp_path / "calls"
+    algorithm_file.write_text(CHAIN.replace("CALLS", str(calls)))
+    uninterrupted = train_uninterrupted(tmp_path, quick, f"launch.algorithm={algorithm_file}:add_along_a_chain")
+    processes = set(calls.read_text().split())
+    assert len(processes) == 2, "the function is called by the command, which checks it, and by rank 0"
+    algorithm_file.unlink()
+    check_that_it_goes_on(REPLICATED, uninterrupted, "builtin", tmp_path / "cut")
 
 
-def test_an_algorithm_is_measured_once_and_stands_beside_the_config(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    whole = train_whole(tmp_path, quick, "launch.algorithm=auto")
-    file = whole.folder.path / "config.yaml"
-    known = config.read_settings(file.parent)["launch.algorithm"]
-    assert known != "auto" and "launch.algorithm=auto: " in whole.out
-    assert known in config.format_yaml(config.load_config(ddp_multinode.Config, ["--config", str(file)], {}))
-    folder = check_that_it_goes_on(REPLICATED, whole, "auto", tmp_path / "cut")
-    assert config.read_settings(folder.path) == config.read_settings(file.parent)
+def test_the_algorithm_is_measured_once_and_stored_beside_the_config(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    uninterrupted = train_uninterrupted(tmp_path, quick, "launch.algorithm=auto")
+    run_path = uninterrupted.folder.path
+    algorithm = config.read_settings(run_path)["launch.algorithm"]
+    assert algorithm != "auto"
+    assert "launch.algorithm=auto: " in uninterrupted.out
+    cfg = config.load_config(ddp_multinode.Config, ["--config", str(run_path / "config.yaml")], {})
+    assert algorithm in config.format_yaml(cfg)
+    resumed_folder = check_that_it_goes_on(REPLICATED, uninterrupted, "auto", tmp_path / "cut")
+    assert config.read_settings(resumed_folder.path) == config.read_settings(run_path)
 
 
-def test_what_auto_has_chosen_is_tracked(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    words = (*digits, *REPLICATED.smallest, *BUILTIN, "launch.algorithm=auto", "wandb.mode=offline")
-    done = run(REPLICATED.name, *words, runs=tmp_path / "runs", WANDB_MODE="", HOME=str(tmp_path))
-    assert done.status == 0, done.err
-    known = config.read_settings(done.folder.path)["launch.algorithm"]
-    tracked = json.loads(inspect(done.folder, "--summary"))["config"]["launch"]["algorithm"]
-    assert tracked == known != "auto"
+def test_the_measured_algorithm_is_tracked(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    settings = (*digits, *REPLICATED.smallest, *BUILTIN, "launch.algorithm=auto", "wandb.mode=offline")
+    completed = run(REPLICATED.name, *settings, runs=tmp_path / "runs", WANDB_MODE="", HOME=str(tmp_path))
+    assert completed.status == 0, completed.err
+    algorithm = config.read_settings(completed.folder.path)["launch.algorithm"]
+    assert algorithm != "auto"
+    tracked_config = json.loads(inspect(completed.folder, "--summary"))["config"]
+    assert tracked_config["launch"]["algorithm"] == algorithm
 
 
-def test_an_encrypted_run_resumes_to_the_bit_with_a_new_key(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    whole = train_whole(tmp_path, quick, "launch.tls=true", "launch.transport=network")
-    folder = check_that_it_goes_on(REPLICATED, whole, "tls", tmp_path / "cut")
-    worlds = [read_json(attempt.attempt_folder / "world.json")["tls"] for attempt in folder.list_attempts()]
-    assert worlds == [True, True]
+def test_an_encrypted_run_resumes_bitwise_equal_with_a_new_key(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    uninterrupted = train_uninterrupted(tmp_path, quick, "launch.tls=true", "launch.transport=network")
+    folder = check_that_it_goes_on(REPLICATED, uninterrupted, "tls", tmp_path / "cut")
+    encrypted = [read_json(attempt.attempt_folder / "world.json")["tls"] for attempt in folder.list_attempts()]
+    assert encrypted == [True, True]
 
 
-def test_a_rank_that_is_killed_ends_the_run_which_then_goes_on(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    words = (*quick, *REPLICATED.spread(2), *BUILTIN, *ENDLESS, "checkpoint.every_steps=3", "launch.step_timeout=600")
-    with train_long(REPLICATED.name, *words, runs=tmp_path) as process:
+def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    settings = (*quick, *REPLICATED.spread(2), *BUILTIN, *ENDLESS)
+    timing = ("checkpoint.every_steps=3", "launch.step_timeout=600")
+    with train_long(REPLICATED.name, *settings, *timing, runs=tmp_path) as process:
         os.kill(ranks_of(process)[1], signal.SIGKILL)
         _, err = process.communicate(PATIENCE)
         assert process.returncode == 128 + signal.SIGKILL
-        assert "error: rank 1 (pid" in err and "killed by SIGKILL" in err and "Traceback" not in err
+        assert "error: rank 1 (pid" in err
+        assert "killed by SIGKILL" in err
+        assert "Traceback" not in err
     assert not processes_of(str(tmp_path))
     folder = only_folder(tmp_path)
     steps = max(trained_steps(folder)) + 5
-    done = resume(REPLICATED, folder, f"steps={steps}")
-    assert done.returncode == 0, done.stderr
+    resumed = resume(REPLICATED, folder, f"steps={steps}")
+    assert resumed.returncode == 0, resumed.stderr
     assert trained_steps(folder) == list(range(1, steps + 1))
 
 
-def test_a_silent_rank_is_named(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_hanging_rank_is_named(tmp_path: Path, quick: tuple[str, ...]) -> None:
     check_hanging_rank(REPLICATED, (*quick, *BUILTIN), tmp_path, seconds=2)

@@ -1,4 +1,4 @@
-"""Random corruptions of a run's checkpoints, and kills while they are saved: always the right state, or a refusal."""
+"""Damaged checkpoints, and kills during a save: a run loads the newest complete checkpoint or refuses to start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,114 +33,138 @@ from tests.harness.processes import environment
 
 ROUNDS = 300 if os.environ.get(ALL_CASES_VARIABLE) else 100
 RANKS = 2
-STRANGER = 12345  # a user that is neither us nor root
-SAVED = {1: (1, 2, 3), 2: (3, 4, 5)}  # attempt: steps; the second one continues step 2 of the first
-COUNTING = [(2, 5), (2, 4), (2, 3), (1, 2), (1, 1)]  # the best choice first
+FOREIGN_USER = 12345  # neither this user nor root
+SAVED = {1: (1, 2, 3), 2: (3, 4, 5)}  # attempt: steps; the second attempt continues from step 2 of the first
+RESUMABLE = [(2, 5), (2, 4), (2, 3), (1, 2), (1, 1)]  # attempt and step, the best choice first
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """A real group of this process alone."""
+    """A real process group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
     dist.destroy_process_group()
 
 
-def part_of(attempt: int, step: int, rank: int) -> CheckpointState:
-    """Every value tells who saved it when."""
+def make_state(attempt: int, step: int, rank: int) -> CheckpointState:
+    """Return a state whose values are unique to attempt, step and rank."""
     value = torch.full((4,), attempt * 1e4 + step * 100 + rank)
     return CheckpointState(
         {f"w{rank}": value}, {f"w{rank}": {"m": -value}}, {"id": f"{attempt}/{step}"}, {"mine": value}
     )
 
 
+def list_checkpoint_paths(run_path: Path, checkpoints: Iterable[tuple[int, int]]) -> list[Path]:
+    """Return the folders of checkpoints, each given as attempt and step."""
+    return [CheckpointPath(RunFolder(run_path, attempt), step).path for attempt, step in checkpoints]
+
+
 @pytest.fixture(scope="module")
-def sound(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two attempts whose checkpoints have the files of two processes."""
+def undamaged_run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two attempts whose checkpoints have the files of two ranks."""
     folder = RunFolder(tmp_path_factory.mktemp("fuzz") / "run")
     folder.path.mkdir()
     for number, steps in SAVED.items():
         attempt = folder.claim_attempt()
         attempt.record_parent_attempt(number - 1 or None, 2 if number > 1 else 0)
         for step in steps:
-            draft, entries = StagingDir(attempt, step), {}
-            draft.create()
-            for rank in range(RANKS):
-                seat = dataclasses.replace(world, rank=rank, size=RANKS)
-                saver = Checkpointer(attempt, Ranks(seat), Checkpoint(), print)
-                content = saver._collect_rank_content(step, part_of(number, step, rank))
-                name = storage.make_rank_file_name(rank)
-                entries[name] = rank_file.write_rank_file(draft.path / name, content)
-            draft.publish(Manifest(step, number, RANKS, entries, {}))
-        draft.path.with_name("latest").write_text(f"{CheckpointPath(attempt, steps[-1]).name}\n")
+            write_checkpoint(world, attempt, step)
+        latest = CheckpointPath(attempt, steps[-1])
+        latest.path.with_name("latest").write_text(f"{latest.name}\n")
     return folder.path
 
 
-class Vandal:
-    """Damages the checkpoints of a run folder, with everything taken from one random stream."""
+def write_checkpoint(world: World, attempt: RunFolder, step: int) -> None:
+    """Save a checkpoint as RANKS ranks do."""
+    draft = StagingDir(attempt, step)
+    draft.create()
+    entries = {}
+    for rank in range(RANKS):
+        rank_world = dataclasses.replace(world, rank=rank, size=RANKS)
+        checkpointer = Checkpointer(attempt, Ranks(rank_world), Checkpoint(), print)
+        content = checkpointer._collect_rank_content(step, make_state(attempt.number, step, rank))
+        name = storage.make_rank_file_name(rank)
+        entries[name] = rank_file.write_rank_file(draft.path / name, content)
+    draft.publish(Manifest(step, attempt.number, RANKS, entries, {}))
 
-    def __init__(self, path: Path, chance: random.Random) -> None:
-        self.chance, self.done = chance, list[str]()
-        self.places = [
-            CheckpointPath(RunFolder(path, attempt), step).path for attempt, steps in SAVED.items() for step in steps
-        ]
-        kinds = ("flip", "flip", "truncate", "grow", "delete", "swap", "swap_folders", "copy_folder", "manifest")
-        self.kinds = (
-            *kinds,
-            "link",
-            "link_folder",
-            "folder_for_file",
-            "half",
-            *(["owner"] if not os.geteuid() else []),
-        )
+
+class Vandal:
+    """Damages random checkpoints of a run. Every method from `flip` on does one kind of damage.
+
+    Each draw chooses two checkpoints and a file: `checkpoint`, `other_checkpoint`, `file` in the former, and
+    `other_file` in either of them.
+    """
+
+    KINDS = (
+        *("flip", "flip", "truncate", "grow", "delete", "swap", "swap_folders", "copy_folder", "manifest"),
+        *("link", "link_folder", "folder_for_file", "half"),
+    )
+    FILES = ("rank-0.pt", "rank-1.pt", "manifest.json")
+
+    def __init__(self, run_path: Path, chance: random.Random) -> None:
+        self.chance = chance
+        self.log: list[str] = []
+        self.checkpoints: list[Path] = []
+        for attempt, steps in SAVED.items():
+            self.checkpoints += list_checkpoint_paths(run_path, [(attempt, step) for step in steps])
+        self.kinds = list(self.KINDS)
+        if not os.geteuid():
+            self.kinds.append("owner")
 
     def damage(self) -> None:
+        """Do one kind of damage, and note it in the log."""
         kind = self.chance.choice(self.kinds)
-        one, other = self.chance.sample(self.places, 2)
-        name, other_name = (self.chance.choice(["rank-0.pt", "rank-1.pt", "manifest.json"]) for _ in range(2))
+        self.checkpoint, self.other_checkpoint = self.chance.sample(self.checkpoints, 2)
+        self.file = self.checkpoint / self.chance.choice(self.FILES)
+        other_name = self.chance.choice(self.FILES)
+        self.other_file = self.chance.choice([self.checkpoint, self.other_checkpoint]) / other_name
         try:
-            getattr(self, kind)(one, other, one / name, self.chance.choice([one, other]) / other_name)
+            getattr(self, kind)()
         except (OSError, ValueError, TypeError, LookupError, AttributeError):
-            kind += " (in vain)"  # an earlier damage was in the way
-        self.done.append(f"{kind}: {'/'.join(one.parts[-3:])} {name}, {'/'.join(other.parts[-3:])} {other_name}")
+            kind += " (prevented by earlier damage)"
+        paths = [self.file, self.other_checkpoint, self.other_file]
+        names = ["/".join(path.parts[-4:]) for path in paths]
+        self.log.append(f"{kind}: {', '.join(names)}")
 
-    def flip(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
-        content = bytearray(file.read_bytes())
+    def flip(self) -> None:
+        content = bytearray(self.file.read_bytes())
         for _ in range(self.chance.choice([1, 1, 20])):
             content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
-        file.write_bytes(content)
+        self.file.write_bytes(content)
 
-    def truncate(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
-        os.truncate(file, self.chance.choice([0, 1, self.chance.randrange(file.stat().st_size)]))
+    def truncate(self) -> None:
+        random_length = self.chance.randrange(self.file.stat().st_size)
+        os.truncate(self.file, self.chance.choice([0, 1, random_length]))
 
-    def grow(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
-        with open(file, "ab") as content:
+    def grow(self) -> None:
+        with open(self.file, "ab") as content:
             content.write(self.chance.randbytes(self.chance.randint(1, 2000)))
 
-    def delete(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
+    def delete(self) -> None:
         if self.chance.random() < 0.3:
-            shutil.rmtree(one)
+            shutil.rmtree(self.checkpoint)
         else:
-            file.unlink()
+            self.file.unlink()
 
-    def swap(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
-        """Between ranks or between steps."""
-        mine, theirs = file.read_bytes(), other_file.read_bytes()
-        file.write_bytes(theirs)
-        other_file.write_bytes(mine)
+    def swap(self) -> None:
+        """Exchange the files of two ranks or of two steps."""
+        content = self.file.read_bytes()
+        self.file.write_bytes(self.other_file.read_bytes())
+        self.other_file.write_bytes(content)
 
-    def swap_folders(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
-        one.rename(one.with_name("aside"))
-        other.rename(one)
-        one.with_name("aside").rename(other)
+    def swap_folders(self) -> None:
+        aside = self.checkpoint.with_name("aside")
+        self.checkpoint.rename(aside)
+        self.other_checkpoint.rename(self.checkpoint)
+        aside.rename(self.other_checkpoint)
 
-    def copy_folder(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
-        shutil.rmtree(one)
-        shutil.copytree(other, one)
+    def copy_folder(self) -> None:
+        shutil.rmtree(self.checkpoint)
+        shutil.copytree(self.other_checkpoint, self.checkpoint)
 
-    def manifest(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
-        """Somebody's own manifest, half of the time with a checksum that fits."""
-        path = one / "manifest.json"
+    def manifest(self) -> None:
+        """Write a wrong manifest, half of the time with a correct checksum."""
+        path = self.checkpoint / "manifest.json"
         content: Any = json.loads(path.read_text())
         wrong = [-1, 0, 2**80, 1.5, "x", None, [], {}, [[]], {"rank-0.pt": {}}, {"../x": 1}, float("nan"), float("inf")]
         content[self.chance.choice(sorted(content))] = self.chance.choice(wrong)
@@ -150,99 +175,118 @@ class Vandal:
             content["sha256"] = storage.hash_manifest(content)
         path.write_text(json.dumps(content))
 
-    def link(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
-        file.unlink()
-        file.symlink_to(self.chance.choice([other_file, file, Path("nowhere")]))
+    def link(self) -> None:
+        self.file.unlink()
+        self.file.symlink_to(self.chance.choice([self.other_file, self.file, Path("nowhere")]))
 
-    def link_folder(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
-        shutil.rmtree(one)
-        one.symlink_to(other)
+    def link_folder(self) -> None:
+        shutil.rmtree(self.checkpoint)
+        self.checkpoint.symlink_to(self.other_checkpoint)
 
-    def folder_for_file(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
-        file.unlink()
-        file.mkdir()
+    def folder_for_file(self) -> None:
+        self.file.unlink()
+        self.file.mkdir()
 
-    def half(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
-        one.rename(one.with_name(f".{one.name}.new"))
+    def half(self) -> None:
+        self.checkpoint.rename(self.checkpoint.with_name(f".{self.checkpoint.name}.new"))
 
-    def owner(self, one: Path, other: Path, file: Path, other_file: Path) -> None:
-        os.chown(self.chance.choice([one, file]), STRANGER, STRANGER, follow_symlinks=False)
+    def owner(self) -> None:
+        path = self.chance.choice([self.checkpoint, self.file])
+        os.chown(path, FOREIGN_USER, FOREIGN_USER, follow_symlinks=False)
 
 
-def untouched(place: Path, original: Path) -> bool:
-    """Whether a checkpoint is what it was, to the last byte."""
-    if place.is_symlink() or not place.is_dir() or place.stat().st_uid == STRANGER:
+def is_foreign(path: Path) -> bool:
+    """Return whether a path is a symbolic link or belongs to another user."""
+    return path.is_symlink() or path.stat().st_uid == FOREIGN_USER
+
+
+def is_unchanged(checkpoint: Path, original: Path) -> bool:
+    """Return whether a checkpoint equals the original to the last byte."""
+    if not checkpoint.is_dir() or is_foreign(checkpoint):
         return False
-    for file in original.iterdir():
-        mine = place / file.name
-        if mine.is_symlink() or not mine.is_file() or mine.stat().st_uid == STRANGER:
+    for original_file in original.iterdir():
+        file = checkpoint / original_file.name
+        if not file.is_file() or is_foreign(file):
             return False
-        if mine.read_bytes() != file.read_bytes():
+        if file.read_bytes() != original_file.read_bytes():
             return False
     return True
 
 
-def as_saved(loaded: LoadedCheckpoint) -> bool:
-    """Whether every value is the one that this attempt saved at this step."""
-    parts = [part_of(loaded.attempt, loaded.step, rank) for rank in range(RANKS)]
-    good = loaded.common == parts[0].common and loaded.model.keys() == {"w0", "w1"} == loaded.optimizer.keys()
-    for rank, part in enumerate(parts):
-        good = good and torch.equal(loaded.model[f"w{rank}"], part.model[f"w{rank}"])
-        good = good and torch.equal(loaded.optimizer[f"w{rank}"]["m"], part.optimizer[f"w{rank}"]["m"])
-    return good
+def has_saved_values(loaded: LoadedCheckpoint) -> bool:
+    """Return whether every value is the one that this attempt saved at this step."""
+    states = [make_state(loaded.attempt, loaded.step, rank) for rank in range(RANKS)]
+    if loaded.common != states[0].common:
+        return False
+    if loaded.model.keys() != {"w0", "w1"} or loaded.optimizer.keys() != {"w0", "w1"}:
+        return False
+    for rank, state in enumerate(states):
+        name = f"w{rank}"
+        if not torch.equal(loaded.model[name], state.model[name]):
+            return False
+        if not torch.equal(loaded.optimizer[name]["m"], state.optimizer[name]["m"]):
+            return False
+    return True
 
 
-def check(world: World, path: Path, original: Path) -> str:
-    """Load, and compare with what may be loaded; returns what happened."""
-    places = [CheckpointPath(RunFolder(path, attempt), step).path for attempt, step in COUNTING]
-    good = [untouched(place, original / place.relative_to(path)) for place in places]
-    there = [place.is_symlink() or place.exists() for place in places]
-    said: list[str] = []
+def check_load(world: World, path: Path, original: Path) -> str:
+    """Load, and check that the right checkpoint was chosen. Returns which one: newest, older or refused."""
+    checkpoints = list_checkpoint_paths(path, RESUMABLE)
+    valid = [is_unchanged(checkpoint, original / checkpoint.relative_to(path)) for checkpoint in checkpoints]
+    present = [checkpoint.is_symlink() or checkpoint.exists() for checkpoint in checkpoints]
+    messages: list[str] = []
     try:
-        loaded = Checkpointer(RunFolder(path).claim_attempt(), Ranks(world), Checkpoint(), said.append).load()
+        loaded = Checkpointer(RunFolder(path).claim_attempt(), Ranks(world), Checkpoint(), messages.append).load()
     except UserError as error:
-        assert not any(good) and "no valid checkpoint left" in str(error)
-        if any(there):  # else all are lost
-            assert len(said) == sum(there)
+        assert not any(valid)
+        assert "no valid checkpoint left" in str(error)
+        if any(present):  # else all checkpoints are lost
+            assert len(messages) == sum(present)
         return "refused"
-    assert loaded is not None, "work would be lost without a word"
-    number = COUNTING.index((loaded.attempt, loaded.step))
-    assert number <= good.index(True) if any(good) else True, "a sound one was passed over"
-    assert as_saved(loaded), "wrong weights"
-    for (attempt, step), present in zip(COUNTING[:number], there, strict=False):
-        named = any(line.startswith(f"ignoring checkpoint step-{step:08d} of attempt {attempt}: ") for line in said)
-        assert named == present, "it must be said which one is ignored"
+    assert loaded is not None, "a run with checkpoints restarts from step 0"
+    number = RESUMABLE.index((loaded.attempt, loaded.step))
+    if any(valid):
+        assert number <= valid.index(True), "a valid checkpoint was ignored"
+    assert has_saved_values(loaded), "wrong weights"
+    for (attempt, step), is_present in zip(RESUMABLE[:number], present, strict=False):
+        start = f"ignoring checkpoint step-{step:08d} of attempt {attempt}: "
+        is_reported = any(line.startswith(start) for line in messages)
+        assert is_reported == is_present, "every ignored checkpoint is reported"
     return "newest" if number == 0 else "older"
 
 
-def test_random_corruptions(world: World, sound: Path, tmp_path: Path) -> None:
+def test_random_corruptions(world: World, undamaged_run: Path, tmp_path: Path) -> None:
     seed = draw_seed("corruptions")
-    outcomes: dict[str, int] = {}
+    outcomes: Counter[str] = Counter()
     for number in range(ROUNDS):
         path = tmp_path / str(number)
-        shutil.copytree(sound, path)
+        shutil.copytree(undamaged_run, path)
         vandal = Vandal(path, random.Random(f"{seed}/{number}"))
         for _ in range(vandal.chance.choice([1, 2, 4, 8, 20])):
             vandal.damage()
         try:
-            outcome = check(world, path, sound)
+            outcome = check_load(world, path, undamaged_run)
         except Exception as error:
-            raise AssertionError(f"round {number} of {seed}, after {'; '.join(vandal.done)}: {error!r}") from error
-        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+            raise AssertionError(f"round {number} of {seed}, after {'; '.join(vandal.log)}: {error!r}") from error
+        outcomes[outcome] += 1
         shutil.rmtree(path)
     print(outcomes)
-    assert outcomes["older"] > ROUNDS / 6 and outcomes["refused"] and outcomes["newest"], "damage of every degree"
+    # light and heavy damage both occurred
+    assert outcomes["older"] > ROUNDS / 6
+    assert outcomes["refused"]
+    assert outcomes["newest"]
 
 
-def test_every_start_finds_the_newest_complete_checkpoint_wherever_the_last_one_was_killed(tmp_path: Path) -> None:
-    """Killed at random times in the middle of saving."""
+def test_every_start_loads_the_newest_complete_checkpoint_after_kills_during_a_save(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.harness.checkpoints", "kill", str(tmp_path), draw_seed("kills")]
-    done = warm.execute(argv, env=environment())
-    assert done.returncode == 0, done.stderr
+    completed = warm.execute(argv, env=environment())
+    assert completed.returncode == 0, completed.stderr
     notes = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
     assert len(notes) == 21
     for before, after in pairwise(notes):
-        assert after["right"] and after["newest"] == after["step"] and after["step"] >= before["step"]
-        assert not any("step-" in word for word in after["said"]), "no complete one is ever damaged"
-    assert any(note["left"] for note in notes), "some were killed in the middle"
+        assert after["right"]
+        assert after["newest"] == after["step"]
+        assert after["step"] >= before["step"]
+        assert not any("step-" in message for message in after["said"]), "a complete checkpoint was reported as damaged"
+    assert any(note["left"] for note in notes), "no kill interrupted a save"
     assert notes[-1]["step"] >= 7

@@ -1,6 +1,6 @@
-"""One attempt of a run at a time, and a run folder that goes away; at random moments: tests/harness/claims_campaign.py.
+"""Only one attempt of a run trains at a time, and a run whose folder is moved stops.
 
-On a cluster: tests/cluster/test_claims.py.
+At random moments: tests/harness/claims_campaign.py; on a cluster: tests/cluster/test_claims.py.
 """
 
 from __future__ import annotations
@@ -32,26 +32,31 @@ def test_pairs_of_resume_and_cancel_leave_one_attempt_that_trains(
     assert not [case.describe() for case in cases if case.problems]
 
 
-def test_a_run_that_trains_is_not_resumed_and_one_that_is_superseded_stops(
-    tmp_path: Path, quick: tuple[str, ...]
-) -> None:
+def test_a_training_run_is_not_resumed_and_a_superseded_attempt_stops(tmp_path: Path, quick: tuple[str, ...]) -> None:
     with train_long(STAGED.name, *quick, *ENDLESS, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
         refused = resume(STAGED, folder)
-        words = f"{folder.path.name} is already running (attempt 1, process {process.pid} on this machine); wait for it"
-        assert refused.returncode == 2 and words in refused.stderr, refused
+        settings = (
+            f"{folder.path.name} is already running (attempt 1, process {process.pid} on this machine); wait for it"
+        )
+        assert refused.returncode == 2, refused
+        assert settings in refused.stderr, refused
         assert len(folder.list_attempts()) == 1
-        folder.claim_attempt()  # as older source does, or a host that sees neither lock nor process
+        folder.claim_attempt()  # as older versions do, or a host that sees neither lock nor process
         out, err = process.communicate(PATIENCE)
-    assert process.returncode == 2 and "test accuracy" not in out, out
+    assert process.returncode == 2, out
+    assert "test accuracy" not in out, out
     assert f"attempt 1 of {folder.path.name} was superseded by attempt 2; stopping without saving" in err
-    assert not folder.result and not storage.list_resumable_checkpoints(folder) and "Traceback" not in err
+    assert not folder.result
+    assert not storage.list_resumable_checkpoints(folder)
+    assert "Traceback" not in err
 
 
 def test_a_run_whose_folder_was_moved_stops_within_seconds(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    runs, away = tmp_path / "runs", tmp_path / "away"
-    words = (*quick, *REPLICATED.spread(2), *ENDLESS, "checkpoint.every_seconds=1")
-    with train_long(REPLICATED.name, *words, runs=runs, WANDB_MODE="offline") as process:
+    runs = tmp_path / "runs"
+    away = tmp_path / "away"
+    settings = (*quick, *REPLICATED.spread(2), *ENDLESS, "checkpoint.every_seconds=1")
+    with train_long(REPLICATED.name, *settings, runs=runs, WANDB_MODE="offline") as process:
         folder = only_folder(runs)
         wait_until(lambda: storage.list_resumable_checkpoints(folder), "there is a checkpoint")
         folder.path.rename(away)
@@ -60,7 +65,8 @@ def test_a_run_whose_folder_was_moved_stops_within_seconds(tmp_path: Path, quick
     (line,) = err.strip().splitlines()
     assert line.startswith(f"error: {folder.path} was moved or deleted, so training stopped after step ")
     assert line.endswith(f"; move it back, then resume with: make exp RESUME={folder.path}")
-    assert list(runs.iterdir()) == [] and "WARNING" not in out
+    assert list(runs.iterdir()) == []
+    assert "WARNING" not in out
     away.rename(folder.path)
     assert "WARNING" not in folder.list_attempts()[0].log_file(0).read_text()
     assert storage.list_resumable_checkpoints(folder)

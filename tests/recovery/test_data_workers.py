@@ -1,4 +1,4 @@
-"""A run whose data workers stop or die ends with a message, and resumes equal to the bit."""
+"""A run whose data workers hang or die ends with a message; the resumed run is bitwise equal."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SETTINGS = ("stages=1", "microbatches=1", "data.workers=1", "checkpoint.every_st
 
 
 def signal_worker(process: Command, number: int) -> None:
-    """Send a signal to the data worker of the first rank."""
+    """Send a signal to the data worker of rank 0."""
     rank = ranks_of(process)[0]
-    file = Path(f"/proc/{rank}/task/{rank}/children")
-    (worker,) = wait_until(lambda: file.read_text().split(), "the rank has a worker")
+    children = Path(f"/proc/{rank}/task/{rank}/children")
+    (worker,) = wait_until(lambda: children.read_text().split(), "the rank has a worker")
     os.kill(int(worker), number)
 
 
@@ -35,42 +35,50 @@ def count_steps(folder: RunFolder) -> int:
     return sum("loss" in row for row in folder.read_metrics())
 
 
-def test_a_run_survives_workers_that_stop_and_die(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    words = (*digits, *SETTINGS, f"steps={STEPS}")
-    whole = run("mnist_pipeline", *words, runs=tmp_path / "whole")
-    assert whole.status == 0, whole.err
+def resume_command(folder: RunFolder) -> list[str]:
+    return [sys.executable, str(ROOT / "experiments" / "mnist_pipeline.py"), "--resume", str(folder.path)]
 
-    with train_long("mnist_pipeline", *words, runs=tmp_path / "runs") as process:
+
+def test_a_run_survives_workers_that_hang_and_die(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    settings = (*digits, *SETTINGS, f"steps={STEPS}")
+    uninterrupted = run("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
+    assert uninterrupted.status == 0, uninterrupted.err
+
+    with train_long("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
         signal_worker(process, signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(PATIENCE)
         assert process.returncode == EXIT_RESUMABLE, out + err
     folder = only_folder(tmp_path / "runs")
-    saved = storage.list_resumable_checkpoints(folder)[0].step  # the newest one
-    assert saved == count_steps(folder) < STEPS, "no step is lost, though the rank waits for a stopped worker"
+    newest_step = storage.list_resumable_checkpoints(folder)[0].step
+    assert newest_step == count_steps(folder), "no step is lost, though the rank waits for a stopped worker"
+    assert newest_step < STEPS
 
-    again = [sys.executable, str(ROOT / "experiments" / "mnist_pipeline.py"), "--resume", str(folder.path)]
-    process = Command(again, env=environment(), session=True)
+    process = Command(resume_command(folder), env=environment(), session=True)
     try:
-        wait_until(lambda: process.poll() is not None or count_steps(folder) > saved, "the run goes on")
+        wait_until(lambda: process.poll() is not None or count_steps(folder) > newest_step, "the run continues")
         signal_worker(process, signal.SIGKILL)
         out, err = process.communicate(PATIENCE)
     finally:
         end_session(process.pid)
     assert process.returncode == 1, out + err
-    assert "was killed by SIGKILL" in err and "data worker 0" in err and "Traceback" not in err, err
+    assert "was killed by SIGKILL" in err, err
+    assert "data worker 0" in err, err
+    assert "Traceback" not in err, err
     assert "resume with: make exp RESUME=" in err
 
-    done = execute(again, env=environment(), timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert numbers(folder) == numbers(whole.folder)
+    completed = execute(resume_command(folder), env=environment(), timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    assert numbers(folder) == numbers(uninterrupted.folder)
 
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group for threads and processes."""
-    first = Path("/sys/fs/cgroup/pids")
-    path = (first if first.is_dir() else Path("/sys/fs/cgroup")) / f"test-{os.getpid()}"
+    """A control group that limits threads and processes."""
+    root = Path("/sys/fs/cgroup/pids")
+    if not root.is_dir():
+        root = Path("/sys/fs/cgroup")
+    path = root / f"test-{os.getpid()}"
     try:
         path.mkdir()
         (path / "pids.max").write_text("max")
@@ -81,13 +89,13 @@ def group() -> Iterator[Path]:
     path.rmdir()
 
 
-def test_a_run_that_can_fork_no_worker_names_the_limit(tmp_path: Path, digits: tuple[str, ...], group: Path) -> None:
+def test_a_run_that_cannot_fork_a_worker_names_the_limit(tmp_path: Path, digits: tuple[str, ...], group: Path) -> None:
     epochs = ("data.train_limit=3200", "data.test_limit=100", "epochs=12")
-    words = (*digits, *SETTINGS, *epochs, "steps=0")
-    whole = run("mnist_pipeline", *words, runs=tmp_path / "whole")
-    assert whole.status == 0, whole.err
+    settings = (*digits, *SETTINGS, *epochs, "steps=0")
+    uninterrupted = run("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
+    assert uninterrupted.status == 0, uninterrupted.err
 
-    with train_long("mnist_pipeline", *words, runs=tmp_path / "runs") as process:
+    with train_long("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
         folder = only_folder(tmp_path / "runs")
         wait_until(lambda: storage.list_resumable_checkpoints(folder), "a checkpoint is saved")
         for pid in (process.pid, *ranks_of(process)):
@@ -97,10 +105,11 @@ def test_a_run_that_can_fork_no_worker_names_the_limit(tmp_path: Path, digits: t
         assert process.returncode == 1, out + err
     (message,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "rank 0 failed: no more threads or processes can be started: pids.max of control group" in message
-    assert "Traceback" not in err and "restart from step 0" not in err and "resume with: make exp RESUME=" in err, err
+    assert "Traceback" not in err, err
+    assert "restart from step 0" not in err, err
+    assert "resume with: make exp RESUME=" in err, err
 
     assert "no more threads or processes can be started; raise" in collect_diagnosis(folder)["cause"]
-    again = [sys.executable, str(ROOT / "experiments" / "mnist_pipeline.py"), "--resume", str(folder.path)]
-    done = execute(again, env=environment(), timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert numbers(folder) == numbers(whole.folder)
+    completed = execute(resume_command(folder), env=environment(), timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    assert numbers(folder) == numbers(uninterrupted.folder)

@@ -1,4 +1,4 @@
-"""A draw of ten cases of the campaign of tests/harness/elastic_campaign.py, in short runs."""
+"""Ten cases of the campaign of tests/harness/elastic_campaign.py, in short runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_ranks_are_struck_around_joins(
 ) -> None:
     case = draw_case(SEED, number, SHORT)
     settings = list_settings(case.name, cache, SHORT)
-    alone = run_once(tmp_path_factory, f"campaign-{case.name}", case.name, *settings, "processes_per_node=1")
-    suffer(case, alone.folder, cache, tmp_path / "runs", SHORT)
+    undisturbed = run_once(tmp_path_factory, f"campaign-{case.name}", case.name, *settings, "processes_per_node=1")
+    suffer(case, undisturbed.folder, cache, tmp_path / "runs", SHORT)
     print(case.line())
     assert not case.problem

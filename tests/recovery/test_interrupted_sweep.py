@@ -1,4 +1,4 @@
-"""A sweep on this machine that Ctrl-C ends goes on: points that ran where they were saved, others from the start."""
+"""A local sweep that Ctrl-C interrupted resumes: started points from their checkpoint, other points from step 0."""
 
 from __future__ import annotations
 
@@ -20,25 +20,32 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def test_a_sweep_that_is_interrupted_goes_on(tmp_path: Path, cache: Path) -> None:
-    file, runs = tmp_path / "seeds.yaml", tmp_path / "runs"
+def test_an_interrupted_sweep_is_resumed(tmp_path: Path, cache: Path) -> None:
+    sweep_file = tmp_path / "seeds.yaml"
+    runs = tmp_path / "runs"
+    record = runs / "sweeps" / "seeds" / "sweep.json"
     settings = SETTINGS | {"data.cache": str(cache), "runs": str(runs)}
-    tree = {"experiment": "mnist_pipeline", "grid": {"seed": ["1", "2"]}, "settings": settings}
-    file.write_text(yaml.safe_dump(tree))
-    argv = [sys.executable, "-m", "slurm", "sweep", "--launch=local", "--", str(file)]
+    definition = {"experiment": "mnist_pipeline", "grid": {"seed": ["1", "2"]}, "settings": settings}
+    sweep_file.write_text(yaml.safe_dump(definition))
+    argv = [sys.executable, "-m", "slurm", "sweep", "--launch=local", "--", str(sweep_file)]
     sweep = warm.Command(argv, env=environment(), session=True)
     deadline = time.monotonic() + 120
     while not list(runs.glob("mnist_pipeline-*/attempts/0001/metrics.jsonl")):
-        assert time.monotonic() < deadline and sweep.poll() is None
+        assert time.monotonic() < deadline
+        assert sweep.poll() is None
         time.sleep(0.1)
     os.killpg(sweep.pid, signal.SIGINT)
     assert sweep.wait(120) == 130, sweep.err
-    (cell,) = read_json(runs / "sweeps" / "seeds" / "sweep.json")["cells"]
-    assert cell["state"] in ("cancelled", "finished")
-    done = warm.execute(argv, env=environment(), timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    cells = read_json(runs / "sweeps" / "seeds" / "sweep.json")["cells"]
-    assert cells[0]["run"] == cell["run"] and [one["state"] for one in cells] == ["finished"] * 2
-    for one in cells:
-        rows = [row for row in RunFolder(runs / one["run"]).read_metrics() if "loss" in row]
-        assert [row["global_step"] for row in rows] == list(range(1, 301))
+    (interrupted,) = read_json(record)["cells"]
+    assert interrupted["state"] in ("cancelled", "finished")
+
+    completed = warm.execute(argv, env=environment(), timeout=250)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    cells = read_json(record)["cells"]
+    assert len(cells) == 2
+    assert cells[0]["run"] == interrupted["run"]
+    for cell in cells:
+        assert cell["state"] == "finished"
+        rows = RunFolder(runs / cell["run"]).read_metrics()
+        steps = [row["global_step"] for row in rows if "loss" in row]
+        assert steps == list(range(1, 301))

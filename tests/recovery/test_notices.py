@@ -1,6 +1,6 @@
-"""A notice to stop, in time or told twice, and ranks that hang: what a run does, and that nothing of it is left.
+"""Stop requests, also repeated ones, and hanging ranks: the run ends as documented and leaves no process.
 
-A notice to ddp_multinode and a rank of mnist_pipeline that hangs: tests/experiments/test_stopping.py.
+A stop request to ddp_multinode and a hanging rank of mnist_pipeline: tests/experiments/test_stopping.py.
 """
 
 from __future__ import annotations
@@ -26,58 +26,62 @@ NOTICES += [(entry, signal.SIGUSR2) for entry in EXPERIMENTS if entry not in (ST
 
 
 @pytest.mark.parametrize(("entry", "number"), NOTICES, ids=lambda value: value.name)
-def test_a_run_that_gets_a_notice_saves_and_leaves(
+def test_a_run_that_gets_a_stop_request_saves_and_exits(
     entry: Entry, number: signal.Signals, tmp_path: Path, quick: tuple[str, ...]
 ) -> None:
     check_notice(entry, number, quick, tmp_path)
 
 
 @pytest.mark.parametrize("entry", [REPLICATED, BY_NAME["resnet_modelparallel"]], ids=lambda entry: entry.name)
-def test_a_rank_that_hangs_is_named(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_hanging_rank_is_named(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
     check_hanging_rank(entry, quick, tmp_path)
 
 
-@pytest.mark.parametrize("entry", [e for e in TRAINING if e != STAGED], ids=lambda entry: entry.name)
-def test_a_notice_in_an_evaluation_saves_the_state_before_it(
+@pytest.mark.parametrize("entry", [entry for entry in TRAINING if entry != STAGED], ids=lambda entry: entry.name)
+def test_a_stop_request_in_an_evaluation_saves_the_state_before_it(
     entry: Entry, tmp_path: Path, digits: tuple[str, ...]
 ) -> None:
     check_notice_in_evaluation(entry, digits, tmp_path)
 
 
-def test_a_run_that_is_cancelled_saves_and_says_so(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_cancelled_run_saves_and_reports_it(tmp_path: Path, quick: tuple[str, ...]) -> None:
     with train_long(STAGED.name, *quick, *ENDLESS, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
         assert cancel.cancel_run(folder).startswith("canceled process ")
         process.communicate(PATIENCE)
-    assert process.returncode == EXIT_RESUMABLE and storage.list_resumable_checkpoints(folder)
-    assert status.read_state(folder)[0] == "CANCELLED" and folder.result["exit_status"] == 130
-    assert diagnosis.collect_diagnosis(folder)["cause"] == "", "its state says it"
+    assert process.returncode == EXIT_RESUMABLE
+    assert storage.list_resumable_checkpoints(folder)
+    assert status.read_state(folder)[0] == "CANCELLED"
+    assert folder.result["exit_status"] == 130
+    assert diagnosis.collect_diagnosis(folder)["cause"] == "", "the state is the cause"
     assert "checkpoint saved at step" in logs.read_rank_0_log(folder)
-    waiting = folder.claim_attempt()  # a start that has said nothing yet hides no words of the one before
-    (waiting.attempt_folder / "logs").mkdir(exist_ok=True)
-    waiting.log_file(0).touch()
+    # the empty log of a new attempt does not hide the log of the attempt before
+    new_attempt = folder.claim_attempt()
+    (new_attempt.attempt_folder / "logs").mkdir(exist_ok=True)
+    new_attempt.log_file(0).touch()
     assert "checkpoint saved at step" in logs.read_rank_0_log(folder)
 
 
 def test_a_run_that_is_interrupted_twice_ends_at_once(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    with train_long(
-        STAGED.name, *quick, *ENDLESS, "checkpoint.grace=600", "launch.step_timeout=600", runs=tmp_path
-    ) as process:
-        os.kill(ranks_of(process)[1], signal.SIGSTOP)  # so that nobody can save
+    limits = ("checkpoint.grace=600", "launch.step_timeout=600")
+    with train_long(STAGED.name, *quick, *ENDLESS, *limits, runs=tmp_path) as process:
+        os.kill(ranks_of(process)[1], signal.SIGSTOP)  # prevents that a checkpoint is saved
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(PATIENCE)  # less than the grace time and the step timeout
-        assert process.returncode == 128 + signal.SIGINT and "stopped by Ctrl-C" in err and "Traceback" not in err
+        assert process.returncode == 128 + signal.SIGINT
+        assert "stopped by Ctrl-C" in err
+        assert "Traceback" not in err
         assert not processes_of(str(tmp_path))
 
 
-def test_a_rank_that_hangs_after_a_notice_is_waited_for_no_longer_than_the_grace_time(
+def test_a_run_with_a_hanging_rank_ends_after_the_grace_time_of_a_stop_request(
     tmp_path: Path, quick: tuple[str, ...]
 ) -> None:
-    words = (*quick, *ENDLESS, "checkpoint.grace=2", "launch.step_timeout=600")
-    with train_long(REPLICATED.name, *words, runs=tmp_path) as process:
+    settings = (*quick, *ENDLESS, "checkpoint.grace=2", "launch.step_timeout=600")
+    with train_long(REPLICATED.name, *settings, runs=tmp_path) as process:
         os.kill(ranks_of(process)[1], signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
         process.communicate(PATIENCE)
@@ -88,15 +92,21 @@ def test_a_rank_that_hangs_after_a_notice_is_waited_for_no_longer_than_the_grace
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
-def test_a_notice_while_data_are_prepared_leaves_nothing_half_made(number: signal.Signals, tmp_path: Path) -> None:
-    cache, runs = tmp_path / "cache", tmp_path / "runs"
-    words = ("data.name=digits", f"data.cache={cache}", "data.test_limit=100", "steps=3")
-    process = Command(command(STAGED.name, *words, runs=runs), env=environment(), session=True)
-    wait_until(lambda: list(cache.glob(".digits-*")), "it prepares", pause=0.002)
+def test_a_stop_request_while_data_are_prepared_leaves_no_partial_files(number: signal.Signals, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    runs = tmp_path / "runs"
+    settings = ("data.name=digits", f"data.cache={cache}", "data.test_limit=100", "steps=3")
+    process = Command(command(STAGED.name, *settings, runs=runs), env=environment(), session=True)
+    wait_until(lambda: list(cache.glob(".digits-*")), "the run prepares its data", pause=0.002)
     process.send_signal(number)
     out, err = process.communicate(PATIENCE)
-    assert process.returncode == (128 + number if number == signal.SIGINT else -number) and "Traceback" not in err
-    assert not runs.exists() and not list(cache.glob("digits-*")) and not processes_of(str(tmp_path)), out + err
-    done = run(STAGED.name, *words, runs=runs)
-    assert done.status == 0 and len(done.losses) == 3, done.err
-    assert not list(cache.glob(".digits-*")), "what was left goes with the next preparation"
+    expected_status = 128 + number if number == signal.SIGINT else -number
+    assert process.returncode == expected_status
+    assert "Traceback" not in err
+    assert not runs.exists(), out + err
+    assert not list(cache.glob("digits-*")), out + err
+    assert not processes_of(str(tmp_path)), out + err
+    completed = run(STAGED.name, *settings, runs=runs)
+    assert completed.status == 0, completed.err
+    assert len(completed.losses) == 3, completed.err
+    assert not list(cache.glob(".digits-*")), "the next preparation deletes partial files"

@@ -1,4 +1,4 @@
-"""Runs that older versions made are listed, compared, evaluated, and resumed and repeated by their own source."""
+"""Runs of older versions are listed, compared and evaluated, and are resumed and repeated with their own source."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tests.harness.processes import environment, values_of
 from tests.harness.warm import ROOT
 
 
-def call(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """One of today's commands, in a folder with old runs; what it starts has the old sources."""
-    return warm.execute([sys.executable, "-m", *words], cwd=folder, env=environment(PYTHONPATH=str(ROOT)), timeout=200)
+def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Execute a current command in a folder with old runs. The processes that it starts use the old sources."""
+    command = [sys.executable, "-m", *arguments]
+    return warm.execute(command, cwd=folder, env=environment(PYTHONPATH=str(ROOT)), timeout=200)
 
 
 def losses(folder: RunFolder) -> dict[int, float]:
@@ -28,18 +29,19 @@ def losses(folder: RunFolder) -> dict[int, float]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_old_runs_are_listed_compared_and_evaluated(version: str, tmp_path: Path) -> None:
     stopped, finished = unpack(version, tmp_path)
-    found = inside.run_verb("status", "--json=1", cwd=tmp_path)
-    assert {run["run"]: run["state"] for run in json.loads(found.stdout)} == {
-        stopped.path.name: "cancelled",
-        finished.path.name: "finished",
-    }
-    compared = inside.run_verb("compare", cwd=tmp_path, COLUMNS="200")  # room for all columns
+    status = inside.run_verb("status", "--json=1", cwd=tmp_path)
+    states = {run["run"]: run["state"] for run in json.loads(status.stdout)}
+    assert states == {stopped.path.name: "cancelled", finished.path.name: "finished"}
+
+    compared = inside.run_verb("compare", cwd=tmp_path, COLUMNS="200")  # wide enough for all columns
     (line,) = (line for line in compared.stdout.splitlines() if line.startswith(finished.path.name))
-    score = values_of(finished)["test_accuracy"]
-    assert f"{score:.2%}" in line and "fc2" in line, compared.stdout + compared.stderr
+    accuracy = values_of(finished)["test_accuracy"]
+    assert f"{accuracy:.2%}" in line, compared.stdout + compared.stderr
+    assert "fc2" in line, compared.stdout + compared.stderr
+
     evaluated = inside.run_verb("evaluate", "--", finished.path.name, cwd=tmp_path)
-    right = round(score * values_of(finished)["test_samples"])
-    assert f"recorded by the run: {right}" in evaluated.stdout, evaluated.stderr
+    correct_samples = round(accuracy * values_of(finished)["test_samples"])
+    assert f"recorded by the run: {correct_samples}" in evaluated.stdout, evaluated.stderr
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -47,10 +49,12 @@ def test_an_old_run_is_resumed_and_repeated(version: str, tmp_path: Path) -> Non
     stopped, finished = unpack(version, tmp_path)
     resumed = call(tmp_path, "slurm", "exp", f"--resume={stopped.path.name}", "--launch=local")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert stopped.result["state"] == "finished" and losses(stopped).keys() == losses(finished).keys()
+    assert stopped.result["state"] == "finished"
+    assert losses(stopped).keys() == losses(finished).keys()
     repeated = call(tmp_path, "slurm", "rerun", "--launch=local", "--", finished.path.name)
     assert "60 steps" in repeated.stdout, repeated.stdout + repeated.stderr
-    (new,) = (p for p in (tmp_path / "runs").glob("mnist_pipeline-*") if p not in (stopped.path, finished.path))
-    for run in (stopped, RunFolder(new)):  # another processor may round otherwise
+    run_paths = set((tmp_path / "runs").glob("mnist_pipeline-*"))
+    (new_path,) = run_paths - {stopped.path, finished.path}
+    for run in (stopped, RunFolder(new_path)):  # another processor may round differently
         assert losses(run) == pytest.approx(losses(finished), rel=1e-4)
         assert values_of(run)["test_loss"] == pytest.approx(values_of(finished)["test_loss"], rel=1e-4)

@@ -1,4 +1,4 @@
-"""A run with an optimizer and a decay of one's own: trained, resumed when the files have changed, and refused."""
+"""Runs with a custom optimizer and decay: trained, resumed after the files have changed, and refused."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ from tests.harness.resuming import check_that_it_goes_on
 
 
 def test_a_run_keeps_optimizer_and_decay_of_the_contributing_page(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    files = write_example(tmp_path, "lion.py"), write_example(tmp_path, "halving.py")
-    own = f"optim.name={files[0]}:Lion", "optim.lr=0.001", f"optim.decay={files[1]}:halve"
-    words = (*quick, *own, "optim.decayed=matrices", "optim.weight_decay=0.1", *REPLICATED.spread(2))
-    done = run(REPLICATED.name, *words, runs=tmp_path / "runs")
-    assert done.status == 0, done.err
-    assert done.losses[-1] < 0.9 * done.losses[0]
-    kept = sorted((done.folder.path / "code" / "own").iterdir())
-    assert [path.read_text() for path in kept] == [path.read_text() for path in files[::-1]]
-    settings = (done.folder.path / "config.yaml").read_text()
-    for file in files:
-        file.write_text("another file by now")
-    goes_on = check_that_it_goes_on(REPLICATED, done, "an optimizer of one's own", tmp_path / "resumed")
-    assert (goes_on.path / "config.yaml").read_text() == settings
+    optimizer_file = write_example(tmp_path, "lion.py")
+    decay_file = write_example(tmp_path, "halving.py")
+    custom_code = (f"optim.name={optimizer_file}:Lion", "optim.lr=0.001", f"optim.decay={decay_file}:halve")
+    settings = (*quick, *custom_code, "optim.decayed=matrices", "optim.weight_decay=0.1", *REPLICATED.spread(2))
+    completed = run(REPLICATED.name, *settings, runs=tmp_path / "runs")
+    assert completed.status == 0, completed.err
+    assert completed.losses[-1] < 0.9 * completed.losses[0]
+    # the copies in alphabetical order: first the decay, then the optimizer
+    decay_copy, optimizer_copy = sorted((completed.folder.path / "code" / "own").iterdir())
+    assert decay_copy.read_text() == decay_file.read_text()
+    assert optimizer_copy.read_text() == optimizer_file.read_text()
+
+    config_text = (completed.folder.path / "config.yaml").read_text()
+    for file in (optimizer_file, decay_file):
+        file.write_text("changed since the start")
+    resumed_folder = check_that_it_goes_on(REPLICATED, completed, "custom optimizer", tmp_path / "resumed")
+    assert (resumed_folder.path / "config.yaml").read_text() == config_text
 
 
 def test_a_run_refuses_a_class_that_would_lose_its_state(tmp_path: Path, digits: tuple[str, ...]) -> None:
     breach = BREACHES["state elsewhere"]
-    words = (*digits, f"optim.name={write_own(tmp_path, breach)}", *REPLICATED.smallest)
-    done = run(REPLICATED.name, *words, runs=tmp_path / "runs")
-    (message,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    assert done.status == 2 and breach.told in message and "Traceback" not in done.out + done.err
-    assert not list((tmp_path / "runs").iterdir()), "nothing is left of a run that was refused before its first step"
+    settings = (*digits, f"optim.name={write_own(tmp_path, breach)}", *REPLICATED.smallest)
+    completed = run(REPLICATED.name, *settings, runs=tmp_path / "runs")
+    (message,) = [line for line in completed.err.splitlines() if line.startswith("error: ")]
+    assert completed.status == 2
+    assert breach.told in message
+    assert "Traceback" not in completed.out + completed.err
+    assert not list((tmp_path / "runs").iterdir()), "a run that is refused before step 1 leaves no folder"

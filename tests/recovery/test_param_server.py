@@ -1,4 +1,4 @@
-"""A server that is killed ends its run, which goes on from a checkpoint as if nothing had happened."""
+"""A killed server ends its run; the run resumed from a checkpoint is bitwise equal to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from tests.harness.resuming import ALONE, differences, resume, trained_steps
 SERVED = BY_NAME["param_server"]
 
 
-def test_a_dead_server_is_named_and_goes_on_from_its_checkpoint(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    """The second of two servers, which has a shard of the parameters and of the optimizer's state."""
-    words = (*quick, *SERVED.spread(2), ALONE, *ENDLESS, "checkpoint.every_steps=3", "optim.decay=constant")
-    with train_long(SERVED.name, *words, "launch.step_timeout=600", runs=tmp_path / "killed") as process:
-        wait_until(lambda: list_resumable_checkpoints(only_folder(tmp_path / "killed")), "a checkpoint")
+def test_a_dead_server_is_named_and_its_run_resumes_from_a_checkpoint(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    """The second of two servers has a shard of the parameters and of the optimizer's state."""
+    settings = (*quick, *SERVED.spread(2), ALONE, *ENDLESS, "checkpoint.every_steps=3", "optim.decay=constant")
+    with train_long(SERVED.name, *settings, "launch.step_timeout=600", runs=tmp_path / "killed") as process:
+        wait_until(lambda: list_resumable_checkpoints(only_folder(tmp_path / "killed")), "a checkpoint is saved")
         os.kill(ranks_of(process)[1], signal.SIGKILL)
         _, err = process.communicate(PATIENCE)
         assert process.returncode == 128 + signal.SIGKILL
-        assert "error: rank 1 (pid" in err and "killed by SIGKILL" in err and "Traceback" not in err, err
+        assert "error: rank 1 (pid" in err, err
+        assert "killed by SIGKILL" in err, err
+        assert "Traceback" not in err, err
     assert not processes_of(str(tmp_path))
     folder = only_folder(tmp_path / "killed")
     steps = max(trained_steps(folder)) + 5
-    done = resume(SERVED, folder, f"steps={steps}")
-    assert done.returncode == 0 and "resumed from step" in done.stdout, done.stderr
-    whole = run(SERVED.name, *words, f"steps={steps}", runs=tmp_path / "whole")
-    assert whole.status == 0, whole.err
+    resumed = resume(SERVED, folder, f"steps={steps}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed from step" in resumed.stdout, resumed.stderr
+    uninterrupted = run(SERVED.name, *settings, f"steps={steps}", runs=tmp_path / "uninterrupted")
+    assert uninterrupted.status == 0, uninterrupted.err
     assert trained_steps(folder) == list(range(1, steps + 1))
-    assert differences(folder, whole.folder) == []
+    assert differences(folder, uninterrupted.folder) == []

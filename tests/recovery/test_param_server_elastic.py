@@ -1,4 +1,4 @@
-"""A parameter server that loses workers has the losses of one process; a server it cannot lose."""
+"""A parameter server that loses workers has the losses of one process; the loss of a server ends the run."""
 
 from __future__ import annotations
 
@@ -21,72 +21,87 @@ STEP = {"evaluation": 10, "save": 8}  # an epoch has 10 steps, and every fourth 
 THREE = ("processes_per_node=3", "elastic=true")
 
 
+ADAM = ("optim.name=adam", "optim.lr=0.01")
+KILLED_WORKERS = [
+    (2, 2, "pull"),
+    (2, 2, "push"),
+    (2, 2, "committed"),
+    (2, 2, "evaluation"),
+    (2, 2, "save"),
+    (1, 1, "push"),
+    (1, 2, "updated"),
+    (1, 1, "save"),
+]
+
+
 @pytest.fixture
-def words(cache: Path) -> tuple[str, ...]:
+def settings(cache: Path) -> tuple[str, ...]:
     return (f"data.cache={cache}", "plot=false")
 
 
-def train_like_one(
-    factory: pytest.TempPathFactory, faults: str, words: tuple[str, ...], *more: str, runs: Path
+def train_like_undisturbed(
+    factory: pytest.TempPathFactory, faults: str, settings: tuple[str, ...], *elastic_settings: str, runs: Path
 ) -> RunFolder:
-    """A run with `faults`, and with `more` settings than the undisturbed one has."""
-    return train_like(train_alone(factory, *words, name=NAME), faults, *words, *more, runs=runs, name=NAME)
+    """Train with faults. Only this run has the elastic settings, not the undisturbed one, which it equals."""
+    undisturbed = train_alone(factory, *settings, name=NAME)
+    return train_like(undisturbed, faults, *settings, *elastic_settings, runs=runs, name=NAME)
 
 
-@pytest.mark.parametrize(
-    ("servers", "rank", "point"),
-    [
-        *((2, 2, point) for point in ("pull", "push", "committed", "evaluation", "save")),
-        *((1, rank, point) for rank, point in ((1, "push"), (2, "updated"), (1, "save"))),
-    ],
-)
+def pick_step(point: str) -> int:
+    """Return a random step at which the point is reached. Assertion messages contain it."""
+    return STEP.get(point) or random.SystemRandom().randrange(2, 24)
+
+
+@pytest.mark.parametrize(("servers", "rank", "point"), KILLED_WORKERS)
 def test_each_worker_may_be_killed_at_each_point(
     servers: int,
     rank: int,
     point: str,
-    words: tuple[str, ...],
+    settings: tuple[str, ...],
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    fault = f"{point}:{rank}:{STEP.get(point) or random.SystemRandom().randrange(2, 24)}:kill"
-    more = (*THREE, f"servers={servers}", "elastic.rejoin=0")
-    folder = train_like_one(tmp_path_factory, fault, words, *more, runs=tmp_path / "runs")
+    fault = f"{point}:{rank}:{pick_step(point)}:kill"
+    elastic = (*THREE, f"servers={servers}", "elastic.rejoin=0")
+    folder = train_like_undisturbed(tmp_path_factory, fault, settings, *elastic, runs=tmp_path / "runs")
     assert list_changes(folder) == [([rank], [])], fault
 
 
-def test_frozen_and_killed_workers_are_lost_and_come_back(
-    words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+def test_frozen_and_killed_workers_are_lost_and_rejoin(
+    settings: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """With Adam, whose state of each shard is its server's; the last two are lost at the same time."""
+    """With Adam, whose state of each shard is stored by its server; the last two workers are lost at the same time."""
     faults = "push:3:4:stop,begin:0:9:join,pull:1:13:kill,push:2:13:kill,begin:0:18:join"
-    more = ("processes_per_node=4", "servers=1", "elastic=true", "elastic.timeout=0.5")
-    adam = (*words, "optim.name=adam", "optim.lr=0.01")
-    folder = train_like_one(tmp_path_factory, faults, adam, *more, runs=tmp_path / "runs")
+    elastic = ("processes_per_node=4", "servers=1", "elastic=true", "elastic.timeout=0.5")
+    folder = train_like_undisturbed(tmp_path_factory, faults, (*settings, *ADAM), *elastic, runs=tmp_path / "runs")
     lost, joined = list_lost_and_joined(folder)
-    assert lost[0] == 3 and sorted(lost) == sorted(joined) == [1, 2, 3], list_changes(folder)
+    assert lost[0] == 3, list_changes(folder)
+    assert sorted(lost) == [1, 2, 3], list_changes(folder)
+    assert sorted(joined) == [1, 2, 3], list_changes(folder)
 
 
 def test_a_push_that_only_some_servers_have_is_dropped_there(
-    words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    settings: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A worker is killed a second after it has pushed to one of two servers, which has all pushes then."""
+    """A worker is killed a second after it pushed to one of two servers, which then has all pushes."""
     faults = "push to 1:2:9:wait,push to 1:2:9:kill"
-    more = (*THREE, "servers=2", "elastic.rejoin=0")
-    folder = train_like_one(tmp_path_factory, faults, words, *more, runs=tmp_path / "runs")
+    elastic = (*THREE, "servers=2", "elastic.rejoin=0")
+    folder = train_like_undisturbed(tmp_path_factory, faults, settings, *elastic, runs=tmp_path / "runs")
     assert list_changes(folder) == [([2], [])]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_only_some_servers_have_taken_is_taken_by_the_others(
-    rank: int, words: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    rank: int, settings: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """One server loses its connections a second after all ranks know that all have come."""
-    more = (*THREE, "servers=2")
-    fault = f"committed:{rank}:9:wait,committed:{rank}:9:fail"
-    adam = (*words, "optim.name=adam", "optim.lr=0.01")
-    folder = train_like_one(tmp_path_factory, fault, adam, *more, runs=tmp_path / "runs")
+    """One server loses its connections a second after all ranks know that all pushes have arrived."""
+    faults = f"committed:{rank}:9:wait,committed:{rank}:9:fail"
+    elastic = (*THREE, "servers=2")
+    folder = train_like_undisturbed(tmp_path_factory, faults, (*settings, *ADAM), *elastic, runs=tmp_path / "runs")
     (change,) = folder.result["measured"]["generations"]
-    assert (change["lost"], change["joined"], change["step"]) == ([], [], 9)
+    assert change["lost"] == []
+    assert change["joined"] == []
+    assert change["step"] == 9
 
 
 @pytest.mark.parametrize(
@@ -97,32 +112,39 @@ def test_a_step_that_only_some_servers_have_taken_is_taken_by_the_others(
         (1, "push:2:11:await-block,push:2:11:kill,push:1:11:block", f"ended itself: {STUCK_REASON}"),
     ],
 )
-def test_a_server_is_not_lost_in_flight_and_the_run_goes_on_from_a_checkpoint(
+def test_a_lost_server_ends_the_run_which_is_resumed_from_a_checkpoint(
     rank: int,
     faults: str,
     reason: str,
-    words: tuple[str, ...],
+    settings: tuple[str, ...],
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Killed, frozen, or in a collective that does not end once a worker is lost, or before, on a busy machine."""
-    more = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0", "launch.step_timeout=15")
-    done = train(faults, *words, *more, runs=tmp_path / "runs", name=NAME)
-    assert done.status == 137 and f"rank {rank} (pid" in done.err and "the run cannot continue" in done.err, done.err
-    assert reason in done.err and reason in done.folder.result["reason"], done.err
-    assert [row["global_step"] for row in done.folder.read_metrics() if "loss" in row][-1] >= 8
-    again = resume(BY_NAME[NAME], done.folder)
-    assert again.returncode == 0 and "resumed from step 8" in again.stdout, again.stderr
-    assert not differences(done.folder, train_alone(tmp_path_factory, *words, name=NAME))
+    """Killed, frozen, or in a collective that does not end after a worker is lost, or before, on a busy machine."""
+    elastic = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0", "launch.step_timeout=15")
+    completed = train(faults, *settings, *elastic, runs=tmp_path / "runs", name=NAME)
+    assert completed.status == 137, completed.err
+    assert f"rank {rank} (pid" in completed.err, completed.err
+    assert "the run cannot continue" in completed.err, completed.err
+    assert reason in completed.err, completed.err
+    assert reason in completed.folder.result["reason"], completed.err
+    steps = [row["global_step"] for row in completed.folder.read_metrics() if "loss" in row]
+    assert steps[-1] >= 8
+
+    resumed = resume(BY_NAME[NAME], completed.folder)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed from step 8" in resumed.stdout, resumed.stderr
+    assert not differences(completed.folder, train_alone(tmp_path_factory, *settings, name=NAME))
 
 
 @pytest.mark.parametrize("side", ["server", "worker", "sender", "all"])
 def test_a_message_that_breaks_off_in_its_middle_is_noticed(side: str, tmp_path: Path) -> None:
-    """By who receives and by who sends it; messages time out after 60 s."""
-    for number in range(5):  # on a busy machine the message may have come before the signal
-        (folder := tmp_path / str(number)).mkdir()
-        line = [sys.executable, "-m", "tests.harness.param_server_half_served", side, str(folder)]
-        done = warm.execute(line, env=environment(), timeout=100)
-        if done.stdout != "it came\n":
+    """By its receiver and by its sender; messages time out after 60 s."""
+    for number in range(5):  # on a busy machine the message may arrive before the signal
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        command = [sys.executable, "-m", "tests.harness.param_server_half_served", side, str(folder)]
+        completed = warm.execute(command, env=environment(), timeout=100)
+        if completed.stdout != "it came\n":
             break
-    assert float(done.stdout) < 20, done.stderr
+    assert float(completed.stdout) < 20, completed.stderr

@@ -1,4 +1,4 @@
-"""What attempts and the vote of all ranks protect from: the same disturbance with the protection and without it."""
+"""Attempts and the vote of all ranks protect a run: the same disturbance with the protection and without it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from tests.harness.processes import PATIENCE, environment, processes_of, run, wa
 from tests.harness.warm import ROOT, Command, end_session
 
 STEPS = 600
+LENGTH = ("stages=1", "microbatches=1", f"steps={STEPS}", "epochs=100", "launch.threads=1")
+SAVING = ("checkpoint.every_steps=100", "checkpoint.every_seconds=0", "log.seconds=0.05")
 
 
 @contextlib.contextmanager
-def started(*words: str, without: str = "") -> Iterator[Command]:
-    """mnist_pipeline in a process group of its own, with a protection switched off."""
+def started(*settings: str, without: str = "") -> Iterator[Command]:
+    """Start mnist_pipeline in a new process group, without a protection."""
     argv = [sys.executable, "-m", "tests.harness.careless", without]
-    argv += [str(ROOT / "experiments" / "mnist_pipeline.py"), *words]
+    argv += [str(ROOT / "experiments" / "mnist_pipeline.py"), *settings]
     process = Command(argv, env=environment(), session=True)
     try:
         yield process
@@ -36,8 +38,8 @@ def started(*words: str, without: str = "") -> Iterator[Command]:
         process.wait(PATIENCE)
 
 
-def rows(runs: Path) -> int:
-    """What the first start has written down."""
+def count_rows(runs: Path) -> int:
+    """Return the number of rows that the first attempt has written."""
     return sum(len(list(RunFolder(path, 1).read_attempt_rows())) for path in runs.glob("*"))
 
 
@@ -46,62 +48,67 @@ def losses(folder: RunFolder) -> list[tuple[int, float]]:
 
 
 def hide_process(folder: RunFolder) -> None:
-    """Let the first attempt look as if it were on a host that is taken for dead: without its claim and its lock."""
+    """Remove the claim and the lock of the first attempt, as if its host were considered dead."""
     claims.mark_ended(folder.list_attempts()[0])
     config = folder.path / "config.yaml"
     write_atomic(config, config.read_text())
 
 
 @pytest.mark.parametrize("without", ["", "attempts"], ids=["attempts", "no attempts"])
-def test_a_start_that_stood_still_and_wakes_up_stops_beside_the_one_that_took_over(
+def test_an_attempt_that_was_frozen_stops_if_another_one_took_over(
     tmp_path: Path, digits: tuple[str, ...], without: str
 ) -> None:
-    """As a host that was cut off: the scheduler takes it for dead and starts the run elsewhere."""
-    words = (*digits, "stages=1", "microbatches=1", f"steps={STEPS}", "epochs=100", "launch.threads=1")
-    words = (*words, "checkpoint.every_steps=100", "checkpoint.every_seconds=0", "log.seconds=0.05")
-    right = losses(run("mnist_pipeline", *words, runs=tmp_path / "right").folder)
+    """As a disconnected host: the scheduler considers it dead and starts the run on another one."""
+    settings = (*digits, *LENGTH, *SAVING)
+    undisturbed = run("mnist_pipeline", *settings, runs=tmp_path / "undisturbed")
+    expected = losses(undisturbed.folder)
+    assert [step for step, _ in expected] == list(range(1, STEPS + 1))
+
     runs = tmp_path / "runs"
-    with started(f"runs={runs}", *words, without=without) as old:
-        wait_until(lambda: rows(runs) > 150, "the first start trains")
-        os.killpg(old.pid, signal.SIGSTOP)
+    with started(f"runs={runs}", *settings, without=without) as frozen:
+        wait_until(lambda: count_rows(runs) > 150, "the first attempt trains")
+        os.killpg(frozen.pid, signal.SIGSTOP)
         folder = only_folder(runs)
         assert not folder.result
         hide_process(folder)
-        with started("--resume", str(folder.path), without=without) as new:
-            said, errors = new.communicate(PATIENCE)
-            assert new.returncode == 0, said + errors
-        result = folder.result
-        os.killpg(old.pid, signal.SIGCONT)
-        _, errors = old.communicate(PATIENCE)
-    assert [step for step, _ in right] == list(range(1, STEPS + 1))
-    found = losses(folder)
+        with started("--resume", str(folder.path), without=without) as successor:
+            output, errors = successor.communicate(PATIENCE)
+            assert successor.returncode == 0, output + errors
+        final_result = folder.result
+        os.killpg(frozen.pid, signal.SIGCONT)
+        _, errors = frozen.communicate(PATIENCE)
     if without:
-        assert found != right and [step for step, _ in found].count(STEPS) == 2  # the rows of both
+        assert losses(folder) != expected
+        steps = [step for step, _ in losses(folder)]
+        assert steps.count(STEPS) == 2, "both attempts wrote a row"
     else:
-        assert found == right
-        assert folder.result == result
-        assert old.returncode == 2, errors
+        assert losses(folder) == expected
+        assert folder.result == final_result
+        assert frozen.returncode == 2, errors
         assert f"attempt 1 of {folder.path.name} was superseded by attempt 2 on host" in errors
 
 
 @pytest.mark.parametrize("without", ["", "vote"], ids=["vote", "no vote"])
-def test_all_ranks_leave_when_one_is_told(tmp_path: Path, digits: tuple[str, ...], without: str) -> None:
+def test_all_ranks_stop_if_one_gets_a_stop_request(tmp_path: Path, digits: tuple[str, ...], without: str) -> None:
     timeout = 4.0
-    words = (*digits, "epochs=1000", "steps=0", f"launch.step_timeout={timeout}", "log.seconds=0.1")
-    words = (*words, "checkpoint.every_seconds=0", "checkpoint.grace=30", "transport=network")
-    with started(f"runs={tmp_path}", *words, without=without) as process:
-        wait_until(lambda: rows(tmp_path) > 100, "it trains")
+    settings = (*digits, "epochs=1000", "steps=0", f"launch.step_timeout={timeout}", "log.seconds=0.1")
+    saving = ("checkpoint.every_seconds=0", "checkpoint.grace=30", "transport=network")
+    with started(f"runs={tmp_path}", *settings, *saving, without=without) as process:
+        wait_until(lambda: count_rows(tmp_path) > 100, "the run trains")
         folder = only_folder(tmp_path)
-        last = max(ranks_of(process))
-        told = time.monotonic()
-        os.kill(last, signal.SIGUSR2)
+        last_rank = max(ranks_of(process))
+        request_time = time.monotonic()
+        os.kill(last_rank, signal.SIGUSR2)
         _, errors = process.communicate(PATIENCE)
-        waited = time.monotonic() - told
-    saved = storage.list_resumable_checkpoints(folder)
+        seconds_to_end = time.monotonic() - request_time
+    saved_steps = [checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)]
     if without:
-        assert process.returncode not in (0, EXIT_RESUMABLE) and not saved and waited > timeout / 2  # it hung
+        assert process.returncode not in (0, EXIT_RESUMABLE)
+        assert not saved_steps
+        assert seconds_to_end > timeout / 2, "the ranks did not hang"
         assert "did not answer" in errors or "timed out" in errors.lower() or "error" in errors, errors
     else:
         assert process.returncode == EXIT_RESUMABLE, errors
-        assert [place.step for place in saved] == [losses(folder)[-1][0]]  # nothing is lost
+        last_step, _ = losses(folder)[-1]
+        assert saved_steps == [last_step], "a step is lost"
     wait_until(lambda: not processes_of(str(tmp_path)), "no process is left")

@@ -1,4 +1,4 @@
-"""Notices at random moments, in a small set of images; in one of 60,000: tests/harness/random_moments.py."""
+"""Stop requests at random moments, with a small set of images; with 60,000 images: tests/harness/random_moments.py."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.harness.random_moments import Trial, trials
 
 
 def test_a_run_that_is_stopped_at_any_moment_loses_nothing(tmp_path: Path) -> None:
-    found = trials(images=600, moments=1, draw=open_stream("moments"), scratch=tmp_path)
-    assert not [trial.line() for trial in found if trial.problem]
+    finished_trials = trials(images=600, moments=1, draw=open_stream("moments"), scratch=tmp_path)
+    assert not [trial.line() for trial in finished_trials if trial.problem]
 
 
-def test_a_trial_that_fails_costs_no_other(
+def test_a_failed_trial_does_not_affect_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def start(root: Path, place: Path, *, real: bool) -> warm.Command:
@@ -35,7 +35,9 @@ def test_a_trial_that_fails_costs_no_other(
     monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["random_moments", "--images=12", "--moments=1"])
     assert random_moments.main() == 1
-    said = capsys.readouterr().out.splitlines()
-    assert ["FAILED: OSError: no space left" in line for line in said] == [False, True, True, False, False]
-    assert said[3].startswith("2 trials: 2 different or failed") and str(tmp_path) in said[4]
-    assert not processes_of(str(tmp_path)), "nothing of a failed trial disturbs the next one"
+    lines = capsys.readouterr().out.splitlines()
+    reports_failure = ["FAILED: OSError: no space left" in line for line in lines]
+    assert reports_failure == [False, True, True, False, False]
+    assert lines[3].startswith("2 trials: 2 different or failed")
+    assert str(tmp_path) in lines[4]
+    assert not processes_of(str(tmp_path)), "a process of a failed trial is left"

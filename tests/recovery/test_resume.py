@@ -1,12 +1,12 @@
-"""A run that is started again goes on to the bit as if nothing had happened; in another world, to 1e-9.
+"""A resumed run is bitwise equal to an uninterrupted one; with another number of ranks it is equal to 1e-9.
 
-Two processes of the archetypes, and what is refused: tests/experiments/test_resume_of_archetypes.py.
+Two ranks of the archetypes, and what is refused: tests/experiments/test_resume_of_archetypes.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -36,120 +36,127 @@ from tests.harness.warm import ROOT
 training = pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
 archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)
 WORLDS = [(entry, 2) for entry in EXPERIMENTS if entry not in ARCHETYPES]
-WORLDS += [(entry, count) for entry in ARCHETYPES for count in (1, 3, 4)]
-OTHERS = [(entry, words) for entry in EXPERIMENTS for words in entry.others]
+WORLDS += itertools.product(ARCHETYPES, (1, 3, 4))
+OTHER_SETTINGS: list[tuple[Entry, tuple[str, ...]]] = []
+for experiment in EXPERIMENTS:
+    OTHER_SETTINGS += [(experiment, settings) for settings in experiment.others]
 
 
-def named(value: Entry | tuple[str, ...] | int) -> str:
-    return value.name if isinstance(value, Entry) else "-".join(value) if isinstance(value, tuple) else str(value)
+def make_id(parameter: Entry | tuple[str, ...] | int) -> str:
+    if isinstance(parameter, Entry):
+        return parameter.name
+    return "-".join(parameter) if isinstance(parameter, tuple) else str(parameter)
 
 
-@pytest.mark.parametrize(("entry", "ranks"), WORLDS, ids=named)
-def test_a_resumed_run_is_equal_to_the_bit(
+@pytest.mark.parametrize(("entry", "ranks"), WORLDS, ids=make_id)
+def test_a_resumed_run_is_bitwise_equal(
     entry: Entry, ranks: int, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    whole = whole_run(tmp_path_factory, quick, entry, ranks)
-    assert len(trained_steps(whole.folder)) == STEPS
-    real = ranks == 3 and entry == STAGED  # the command that a person types
-    check_that_it_goes_on(entry, whole, f"{entry.name}-{ranks}", tmp_path, real=real)
+    uninterrupted = whole_run(tmp_path_factory, quick, entry, ranks)
+    assert len(trained_steps(uninterrupted.folder)) == STEPS
+    real = ranks == 3 and entry == STAGED  # the command as a user executes it
+    check_that_it_goes_on(entry, uninterrupted, f"{entry.name}-{ranks}", tmp_path, real=real)
 
 
-@pytest.mark.parametrize(("entry", "words"), draw_cases("resumes with other settings", OTHERS, 9), ids=named)
-def test_a_resumed_run_with_other_settings_is_equal_to_the_bit(
-    entry: Entry, words: tuple[str, ...], tmp_path: Path, quick: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("entry", "settings"), draw_cases("resumes with other settings", OTHER_SETTINGS, 9), ids=make_id
+)
+def test_a_resumed_run_with_other_settings_is_bitwise_equal(
+    entry: Entry, settings: tuple[str, ...], tmp_path: Path, quick: tuple[str, ...]
 ) -> None:
-    whole = run(entry.name, *quick, ALONE, "steps=15", *words, runs=tmp_path / "whole")
-    assert whole.status == 0, whole.err
-    check_that_it_goes_on(entry, whole, "-".join([entry.name, *words]), tmp_path / "cut")
+    uninterrupted = run(entry.name, *quick, ALONE, "steps=15", *settings, runs=tmp_path / "uninterrupted")
+    assert uninterrupted.status == 0, uninterrupted.err
+    check_that_it_goes_on(entry, uninterrupted, "-".join([entry.name, *settings]), tmp_path / "cut")
 
 
 @training
-def test_a_run_that_misses_only_the_last_evaluation_makes_it(
+def test_a_run_that_lacks_only_the_last_evaluation_evaluates(
     entry: Entry, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    whole = whole_run(tmp_path_factory, quick, entry, 2)
-    folder = cut_off(whole.folder, STEPS, tmp_path)
-    assert len(folder.read_metrics()) < len(whole.folder.read_metrics())
-    done = resume(entry, folder)
-    assert done.returncode == 0, done.stderr
-    assert numbers(folder) == numbers(whole.folder)
-    assert folder.result["scores"] == whole.folder.result["scores"]
-    assert "not measured: this attempt trained 0 steps" in done.stdout and "timings" not in folder.result
-    assert read_status(folder).samples_per_second > 0, "that of the steps before"
+    uninterrupted = whole_run(tmp_path_factory, quick, entry, 2)
+    folder = cut_off(uninterrupted.folder, STEPS, tmp_path)
+    assert len(folder.read_metrics()) < len(uninterrupted.folder.read_metrics())
+    resumed = resume(entry, folder)
+    assert resumed.returncode == 0, resumed.stderr
+    assert numbers(folder) == numbers(uninterrupted.folder)
+    assert folder.result["scores"] == uninterrupted.folder.result["scores"]
+    assert "not measured: this attempt trained 0 steps" in resumed.stdout
+    assert "timings" not in folder.result
+    assert read_status(folder).samples_per_second > 0, "the speed of the first attempt"
 
 
-@pytest.mark.parametrize("entry", [one for one in TRAINING if not one.keeps_ranks], ids=lambda entry: entry.name)
-def test_a_run_goes_on_with_fewer_processes_and_then_with_more(
+@pytest.mark.parametrize("entry", [entry for entry in TRAINING if not entry.keeps_ranks], ids=lambda entry: entry.name)
+def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(
     entry: Entry, tmp_path: Path, quick: tuple[str, ...]
 ) -> None:
-    """Cut off twice, in either epoch: begun by two processes, continued by one, and again by two."""
-    steps, small = 20, ("model=mlp",) if entry.name == "amp_accum" else ()
-    words = (*quick, "dtype=float64", ALONE, f"steps={steps}", *small)
-    whole = run(entry.name, *words, *entry.spread(2), runs=tmp_path / "whole")
-    assert whole.status == 0, whole.err
-    folder = whole.folder
+    """Interrupted in both epochs: started by two ranks, resumed by one, and then by two."""
+    steps = 20
+    small = ("model=mlp",) if entry.name == "amp_accum" else ()
+    settings = (*quick, "dtype=float64", ALONE, f"steps={steps}", *small)
+    uninterrupted = run(entry.name, *settings, *entry.spread(2), runs=tmp_path / "uninterrupted")
+    assert uninterrupted.status == 0, uninterrupted.err
+    folder = uninterrupted.folder
     for before, after, step in ((2, 1, 9), (1, 2, 15)):
         folder = cut_off(folder, step, tmp_path / str(step))
-        done = resume(entry, folder, *entry.spread(after))
-        assert done.returncode == 0, done.stderr
-        assert f"resumed from step {step}" in done.stdout
-        assert f"saved by {before} rank" in done.stdout
+        resumed = resume(entry, folder, *entry.spread(after))
+        assert resumed.returncode == 0, resumed.stderr
+        assert f"resumed from step {step}" in resumed.stdout
+        assert f"saved by {before} rank" in resumed.stdout
         losses = [row["loss"] for row in folder.read_metrics() if "loss" in row]
-        assert losses == pytest.approx(whole.losses, abs=1e-9, rel=0) and len(losses) == steps
+        assert losses == pytest.approx(uninterrupted.losses, abs=1e-9, rel=0)
+        assert len(losses) == steps
 
 
 @archetype
-def test_the_state_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
-    words = (
-        "checkpoint.keep=2",
-        "checkpoint.best=test_loss",
-        "epochs=8",
-        "steps=0",
-        "optim.lr=0.3",
-        "checkpoint.every_steps=5",
-    )
-    whole = run(entry.name, *quick, *entry.spread(2), *words, runs=tmp_path)
-    assert whole.status == 0, whole.err
-    (attempt,) = whole.folder.list_attempts()
-    scores = {row["test_loss"]: row["global_step"] for row in whole.folder.read_metrics() if "test_loss" in row}
-    best = scores[min(scores)]
-    assert (attempt.attempt_folder / "checkpoints" / "best").read_text() == f"step-{best:08d}\n"
-    steps = [snapshot.step for snapshot in storage.list_checkpoints(attempt)]
-    assert steps == sorted({best, *steps[-2:]}) and len(scores) == 8
+def test_the_checkpoint_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
+    saving = ("checkpoint.keep=2", "checkpoint.best=test_loss", "checkpoint.every_steps=5")
+    length = ("epochs=8", "steps=0", "optim.lr=0.3")
+    completed = run(entry.name, *quick, *entry.spread(2), *saving, *length, runs=tmp_path)
+    assert completed.status == 0, completed.err
+    evaluations = [row for row in completed.folder.read_metrics() if "test_loss" in row]
+    assert len(evaluations) == 8
+    best_step = min(evaluations, key=lambda row: row["test_loss"])["global_step"]
+
+    (attempt,) = completed.folder.list_attempts()
+    assert (attempt.attempt_folder / "checkpoints" / "best").read_text() == f"step-{best_step:08d}\n"
+    steps = [checkpoint.step for checkpoint in storage.list_checkpoints(attempt)]
+    assert steps == sorted({best_step, *steps[-2:]})
 
 
 def test_without_settled_buckets_a_resumed_run_differs(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    """DDP's regrouping of buckets is what the care is for: without it, four processes round otherwise."""
+    """DDP regroups its buckets in the first steps; four ranks then round differently."""
     script = str(ROOT / "experiments" / f"{REPLICATED.name}.py")
-    words = [*quick, *REPLICATED.spread(4), f"runs={tmp_path / 'whole'}"]
-    argv = [sys.executable, "-m", "tests.harness.careless", "settling", script, *words]
-    warm.execute(argv, env=environment(), check=True)
-    whole = only_folder(tmp_path / "whole")
-    folder = cut_off(whole, 9, tmp_path / "cut")
-    done = resume(REPLICATED, folder, careless="settling")
-    assert done.returncode == 0, done.stderr
-    assert differences(folder, whole)
+    runs = tmp_path / "uninterrupted"
+    argv = [sys.executable, "-m", "tests.harness.careless", "settling", script]
+    settings = [*quick, *REPLICATED.spread(4), f"runs={runs}"]
+    warm.execute([*argv, *settings], env=environment(), check=True)
+    uninterrupted = only_folder(runs)
+    folder = cut_off(uninterrupted, 9, tmp_path / "cut")
+    resumed = resume(REPLICATED, folder, careless="settling")
+    assert resumed.returncode == 0, resumed.stderr
+    assert differences(folder, uninterrupted)
 
 
-def test_make_exp_goes_on_with_the_code_of_the_run(
+def test_make_exp_resumes_with_the_code_of_the_run(
     tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = cut_off(whole_run(tmp_path_factory, quick, STAGED, 2).folder, 9, tmp_path)
     script = folder.path / "code" / "experiments" / "mnist_pipeline.py"
-    script.write_text(script.read_text().replace("\nif __name__", "\nprint('this is the code of then')\nif __name__"))
+    script.write_text(script.read_text().replace("\nif __name__", "\nprint('code of the first start')\nif __name__"))
     (folder.path / "code" / provenance.CHECKSUMS).unlink()
-    argv = [sys.executable, "-m", "slurm", "exp", f"--resume={folder.path}", "--launch=local", "--args=stages=1"]
+    options = [f"--resume={folder.path}", "--launch=local", "--args=stages=1", "--", ""]
+    argv = [sys.executable, "-m", "slurm", "exp", *options]
 
-    def submit() -> subprocess.CompletedProcess[str]:
-        return warm.execute([*argv, "--", ""], env=environment())
-
-    told = submit()
-    assert told.returncode == 0, told.stderr
-    assert "this is the code of then\n" in told.stdout
-    assert "resumed from step 9" in told.stdout and "saved by 2 ranks and is resumed by 1:" in told.stdout
-    assert "resumed with settings that differ from config.yaml: stages 2 -> 1\n" in told.stdout
+    resumed = warm.execute(argv, env=environment())
+    assert resumed.returncode == 0, resumed.stderr
+    assert "code of the first start\n" in resumed.stdout
+    assert "resumed from step 9" in resumed.stdout
+    assert "saved by 2 ranks and is resumed by 1:" in resumed.stdout
+    assert "resumed with settings that differ from config.yaml: stages 2 -> 1\n" in resumed.stdout
     changed = json.loads((folder.list_attempts()[-1].attempt_folder / "changed.json").read_text())
     assert changed == {"stages": ["2", "1"]}
     assert trained_steps(folder) == list(range(1, STEPS + 1))
-    again = submit()
-    assert again.returncode == 0 and "is finished" in again.stdout
+
+    resumed_again = warm.execute(argv, env=environment())
+    assert resumed_again.returncode == 0
+    assert "is finished" in resumed_again.stdout

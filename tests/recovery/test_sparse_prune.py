@@ -1,4 +1,4 @@
-"""A stop request while the pruned model is exported. tests/recovery/test_notices.py has the other stop requests."""
+"""A stop request while the pruned model is exported. Other stop requests: tests/recovery/test_notices.py."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from pathlib import Path
 from tests.harness.long_runs import only_folder, train_long
 from tests.harness.processes import PATIENCE, processes_of, wait_until
 from tests.harness.registry import BY_NAME
-from tests.harness.resuming import resume
+from tests.harness.resuming import resume, trained_steps
 
 
-def test_a_notice_while_the_model_is_exported_loses_nothing(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    words = (*quick, "export=true", "int8=true", "processes_per_node=1")
-    site, begun, runs = tmp_path / "site", tmp_path / "begun", tmp_path / "runs"
+def test_a_stop_request_while_the_model_is_exported_loses_nothing(tmp_path: Path, quick: tuple[str, ...]) -> None:
+    settings = (*quick, "export=true", "int8=true", "processes_per_node=1")
+    site = tmp_path / "site"
+    export_started = tmp_path / "export_started"
+    runs = tmp_path / "runs"
     site.mkdir()
-    # the process that the run starts to check the exported model says so, and then waits to be ended
-    waiting = f"if '-c' in sys.orig_argv:\n    open({str(begun)!r}, 'w')\n    signal.pause()\n"
+    # the process that the run starts to check the exported model creates a file, and then waits to be ended
+    waiting = f"if '-c' in sys.orig_argv:\n    open({str(export_started)!r}, 'w')\n    signal.pause()\n"
     (site / "sitecustomize.py").write_text(f"import signal, sys\n{waiting}")
-    with train_long("sparse_prune", *words, runs=runs, PYTHONPATH=str(site)) as process:
-        wait_until(lambda: begun.exists() or process.poll() is not None, "it exports")
+    with train_long("sparse_prune", *settings, runs=runs, PYTHONPATH=str(site)) as process:
+        wait_until(lambda: export_started.exists() or process.poll() is not None, "the model is exported")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(PATIENCE)
     folder = only_folder(runs)
-    assert process.returncode == 128 + signal.SIGINT and "Traceback" not in err, out + err
+    assert process.returncode == 128 + signal.SIGINT, out + err
+    assert "Traceback" not in err, out + err
     assert not processes_of(str(tmp_path))
-    before = folder.read_metrics()[-1]
-    done = resume(BY_NAME["sparse_prune"], folder, "export=false", "int8=false")
-    assert done.returncode == 0, done.stderr
-    assert folder.result["state"] == "finished" and folder.result["scores"]["test_loss"] == before["test_loss"]
-    assert [row["global_step"] for row in folder.read_metrics() if "loss" in row] == list(range(1, 31))
+    last_row = folder.read_metrics()[-1]
+    resumed = resume(BY_NAME["sparse_prune"], folder, "export=false", "int8=false")
+    assert resumed.returncode == 0, resumed.stderr
+    assert folder.result["state"] == "finished"
+    assert folder.result["scores"]["test_loss"] == last_row["test_loss"]
+    assert trained_steps(folder) == list(range(1, 31))
