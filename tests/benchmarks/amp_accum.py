@@ -25,7 +25,7 @@ from tests.benchmarks.drawing import Figure, heights
 from tests.benchmarks.libraries import data_parallel_team, same_first_losses
 from tests.benchmarks.measure import Samples, Side, Task, Team, require_same
 from tests.benchmarks.parts import QUIET, Part, run_of
-from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times
+from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times, make_value_table
 
 NAME = "amp_accum"
 KEEP = ("samples_per_second", "training_bytes", "bytes_sent")
@@ -51,7 +51,9 @@ class GridCell(NamedTuple):
         return f"precision={self.precision}", f"accumulate={self.microbatches}", f"no_sync={self.no_sync}"
 
 
-GRID = [GridCell(precision, *cell) for precision in ("fp32", "bf16", "fp16") for cell in CELLS]
+GRID: list[GridCell] = []
+for precision in ("fp32", "bf16", "fp16"):
+    GRID += [GridCell(precision, *cell) for cell in CELLS]
 
 
 def precision_sides(scratch: Path) -> list[Task]:
@@ -99,7 +101,7 @@ def exchange_table(samples: Samples) -> Table:
     rows.append(Row("the same at 32 px, batch 128, bf16", [samples.ratio("after each", "once")]))
     rows.append(at_most("this script / Accelerate", samples.ratio("once", "Accelerate"), 1.01))
     rows.append(at_most("this script / Fabric", samples.ratio("once", "Fabric"), 1.01))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 # ---- bits
@@ -151,12 +153,13 @@ def bit_table(samples: Samples, pixels: int) -> Table:
     rows.append(at_least("fp32 / bf16, channels_last", samples.ratio("fp32", "bf16, channels_last"), GOALS[pixels]))
     limit = samples.ratio("product, fp32", "product, bf16")
     rows.append(Row("fp32 / bf16 of a matrix product of 2048 x 2048, the limit of this processor", [limit]))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 # ---- on a GPU
 
 
+BOOLEANS = ("false", "true")
 GPU_SETTINGS = (
     *("model=resnet50", "accumulate=1", "processes_per_node=1", *CONSTANT_RATE),
     *("batch=256", "data.name=generated", "data.image_size=224"),
@@ -166,9 +169,8 @@ GPU_SETTINGS = (
 
 def card_sides(scratch: Path) -> list[Task]:
     tasks = []
-    for precision, (layout, channels_last), compiled in itertools.product(
-        ("fp32", "tf32", "bf16", "fp16"), LAYOUTS.items(), ("false", "true")
-    ):
+    precisions = ("fp32", "tf32", "bf16", "fp16")
+    for precision, (layout, channels_last), compiled in itertools.product(precisions, LAYOUTS.items(), BOOLEANS):
         label = f"{precision}{layout}"
         if compiled == "true":
             label += ", compiled"

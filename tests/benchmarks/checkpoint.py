@@ -40,7 +40,7 @@ from common.training import optimizers
 from configs.shared import Checkpoint, Optim
 from tests.benchmarks.measure import Samples, Side, Team
 from tests.benchmarks.parts import Part
-from tests.benchmarks.records import Row, Table, at_most
+from tests.benchmarks.records import Row, Table, at_most, make_value_table
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-18": lambda: networks.build_network("resnet18", (3, 32, 32), 10),
@@ -180,13 +180,13 @@ def table(samples: Samples) -> Table:
     rows.append(at_most("% of training: a checkpoint every 100 steps", saving, 1))
     rows.append(at_most("% of training: the vote on stop requests", voting, 0.5))
     rows.append(Row("warm-up of DDP's buckets at a start, in steps", [samples.ratio("warm up", "step")]))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 PARTS = [
     Part(
         "checkpoint/save",
-        "training stands still for a checkpoint",
+        "training waits for a checkpoint",
         teams,
         table,
         rounds=20,

@@ -17,7 +17,7 @@ from tests.benchmarks import hosts
 from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.parts import Part, finish
-from tests.benchmarks.records import Cell, Row, Table, at_least, at_most
+from tests.benchmarks.records import Cell, Row, Table, at_least, at_most, make_value_table
 
 NAME = "collectives"
 RUN = "run"
@@ -39,15 +39,13 @@ GOALS = {
 }
 SMALL_BYTES = 4
 FEWEST_MESSAGES = "halving_doubling"  # what auto chooses for few bytes between two ranks
+MAX_SLOWDOWN = 1.3  # times gloo's time that few bytes may take
+MAX_ENCRYPTED_SLOWDOWN = 2.3  # times the seconds in the clear that encrypting may take
+ENCRYPTED_SIZES = (4 << 20, 25 << 20)
 
 
 def name_point(op: str, size: int) -> str:
     return f"{op}, {size:,} bytes"
-
-
-MAX_SLOWDOWN = 1.3  # times gloo's time that few bytes may take
-MAX_ENCRYPTED_SLOWDOWN = 2.3  # times the seconds in the clear that encrypting may take
-ENCRYPTED_SIZES = (4 << 20, 25 << 20)
 
 
 def run_once(scratch: Path, settings: tuple[str, ...], count: int, rate: str) -> RunFolder:
@@ -125,7 +123,7 @@ def gain_table(samples: Samples) -> Table:
         for size, bound in bounds.items():
             name = f"gloo / {side}, {name_point('all_reduce', size)}"
             rows.append(at_least(name, samples.number(RUN, name), bound))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 def measure_encryption(samples: Samples, point: str) -> Number:
@@ -140,7 +138,7 @@ def tls_table(samples: Samples) -> Table:
         point = name_point("all_reduce", size)
         slowdown = measure_encryption(samples, point)
         rows.append(at_most(f"ring, tls / ring, network, {point}", slowdown, MAX_ENCRYPTED_SLOWDOWN))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 def cable_table(samples: Samples) -> Table:
@@ -155,14 +153,14 @@ def cable_table(samples: Samples) -> Table:
             share = samples.number(RUN, f"{point}: {side}, network, {name}", 1 / formula_bytes)
             label = f"{side}, {name} / 2 (p - 1) n"
             rows += [at_most(label, share, bound), at_least(label, share, 2 - bound)]
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 def tls_cable_table(samples: Samples) -> Table:
     """Return what encrypting costs where the cable is the limit."""
     point = name_point("all_reduce", 4 << 20)
     slowdown = measure_encryption(samples, point)
-    return Table(("measured", "value"), [at_most(f"ring, tls / ring, network, {point} on {FAST}", slowdown, 1.05)])
+    return make_value_table([at_most(f"ring, tls / ring, network, {point} on {FAST}", slowdown, 1.05)])
 
 
 def list_curves(medians: Mapping[str, float]) -> dict[str, list[tuple[float, float, float]]]:

@@ -15,7 +15,7 @@ from tests.benchmarks.drawing import Figure, draw_bars
 from tests.benchmarks.libraries import data_parallel_team, same_first_losses
 from tests.benchmarks.measure import Samples, Task, Team
 from tests.benchmarks.parts import QUIET, Part, run_of
-from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times
+from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times, make_value_table
 
 NAME = "ddp_multinode"
 SETTINGS = (
@@ -34,8 +34,6 @@ SINGLE = "processes_per_node=1"
 SMALL_BATCH = 16  # the smaller, the more of a step is communication
 MEMORY = "built-in, memory"
 SOCKETS = "built-in, sockets"
-
-
 SCALING_LABEL = "samples/s of 2 processes / of two times one process with 1 thread"
 
 
@@ -65,7 +63,7 @@ def table(samples: Samples) -> Table:
     rows.append(Row("FSDP2 / DDP", [samples.ratio("FSDP2, 2 processes", OURS)]))
     rows.append(Row("bf16 gradients / float32", [samples.ratio("bf16 gradients", OURS)]))
     rows.append(Row("find_unused_parameters=true / false", [samples.ratio("find_unused_parameters", OURS)]))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 def backend_sides(scratch: Path) -> list[Team | Task]:
@@ -82,7 +80,7 @@ def backend_table(samples: Samples) -> Table:
     rows = list_step_times(samples)
     rows.append(at_most(f"{MEMORY} / gloo", samples.ratio(MEMORY, "gloo"), 0.95))
     rows.append(Row(f"{SOCKETS} / gloo", [samples.ratio(SOCKETS, "gloo")]))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 PARTS = [

@@ -26,7 +26,7 @@ from configs.ddp_multinode import Config
 from experiments import ddp_multinode
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.parts import QUIET, Part, environment
-from tests.benchmarks.records import Row, Table, at_most
+from tests.benchmarks.records import Row, Table, at_most, make_value_table
 
 CALLS = {
     "begin_step": "keep buffers and random state",
@@ -99,7 +99,7 @@ def table(samples: Samples) -> Table:
         rows.append(at_most(f"{side}: us added to a step", samples.number(side, factor=1e6), 20))
         bound = 1 if side == LARGE else None
         rows.append(Row(f"{side}: % of a step", [samples.number(side, "percent")], bound, at_least=False))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 PART = Part(

@@ -22,6 +22,8 @@ from tests.harness.declared import import_of_experiments
 FOLDER = ROOT / "experiments" / "figures"
 PLANNED = ("naive", "gpipe", "1f1b")
 MARGIN = 120  # pixels of a window that chromium may take for itself: what lies below is not drawn in full
+CHROMIUM_OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
+CHROMIUM_TIMEOUT = 180  # seconds
 Parts = Mapping[str, Mapping[str, Any]]
 
 
@@ -31,10 +33,6 @@ def collect_figures() -> dict[str, Figure]:
     for module in import_of_experiments("tests.benchmarks.{}").values():
         figures |= getattr(module, "FIGURES", {})
     return figures
-
-
-CHROMIUM_OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
-CHROMIUM_TIMEOUT = 180  # seconds
 
 
 def draw(parts: Parts, folder: Path = FOLDER) -> list[Path]:

@@ -23,6 +23,7 @@ NAME = "local_sgd"
 SEEDS = 16
 MARGIN = 0.2  # points of accuracy that local SGD may lose
 BATCH = 128
+SETTINGS = ("model=mlp", "data.fallback=none", f"batch={BATCH}", "epochs=1", "data.test_limit=0", "launch.threads=1")
 DDP = "DDP"
 SIDES = {
     DDP: ("ddp_multinode",),
@@ -35,9 +36,6 @@ RATE = "200mbit"
 
 
 # ---- accuracy
-
-
-SETTINGS = ("model=mlp", "data.fallback=none", f"batch={BATCH}", "epochs=1", "data.test_limit=0", "launch.threads=1")
 
 
 def train(scratch: Path, name: str, *settings: str) -> Task:

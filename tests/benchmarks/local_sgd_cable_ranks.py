@@ -50,6 +50,8 @@ POWERSGD = "DDP, PowerSGD"
 TORCH = f"torch's PostLocalSGD, H = {EVERY}"
 LOCAL = f"local SGD, H = {EVERY}"
 INT8 = f"{LOCAL}, int8"
+DELAYED = f"{LOCAL}, outer step {DELAY} later"
+REFILL_SECONDS = 0.1  # after which the bucket of the cable is full again
 Step = Callable[[Tensor, Tensor], None]
 
 
@@ -70,10 +72,6 @@ def make_ddp(world: World, communication: str) -> Step:
     model = ddp.wrap_ddp(convnet, world.device, bucket_cap_mb=ddp.choose_bucket_mb(communication, 1, world.backend))
     ddp.register_comm_hook(model, communication, RANK)
     return partial(take_step, model, build_optimizer(convnet.parameters(), OPTIM))
-
-
-DELAYED = f"{LOCAL}, outer step {DELAY} later"
-REFILL_SECONDS = 0.1  # after which the bucket of the cable is full again
 
 
 def make_local(world: World, kind: str) -> Step:

@@ -35,19 +35,17 @@ from tests.benchmarks import peers
 from tests.benchmarks.drawing import steps_of
 from tests.benchmarks.measure import Samples, Side, Task, Team, require_same
 from tests.benchmarks.parts import QUIET, Part, finish, run_of, timelines
-from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times
+from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times, make_value_table
 
 NAME = "mnist_pipeline"
 UNSPLIT = ("stages=1", "microbatches=1")
 ACCUMULATING = ("stages=1", "microbatches=4", "schedule=naive")
+ONE_THREAD = ("launch.threads=1",)
+TWO_THREADS = ("launch.threads=2",)
 ENGINES = {"built-in": "engine=own", "torch": "engine=torch"}
 TOLERANCE = 1e-3  # of losses that differ by the order of additions
 
 # ---- a run as the README shows it
-
-
-ONE_THREAD = ("launch.threads=1",)
-TWO_THREADS = ("launch.threads=2",)
 
 
 def run_command(scratch: Path) -> dict[str, float]:
@@ -74,7 +72,7 @@ def run_table(samples: Samples) -> Table:
         Row("seconds from the command to its end", [samples.number("command")]),
         Row("test accuracy, %", [samples.number("command", "test_accuracy", 100)]),
     ]
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 # ---- schedules
@@ -112,7 +110,7 @@ def small_table(samples: Samples) -> Table:
     for side in ("unsplit, 1 thread", "unsplit, 2 threads"):
         gain = samples.ratio(side, "built-in 1f1b")
         rows.append(Row(f"{side} / built-in 1f1b (above 1 the pipeline pays)", [gain]))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 def wide_table(samples: Samples, microbatches: int = 4) -> Table:
@@ -130,7 +128,7 @@ def wide_table(samples: Samples, microbatches: int = 4) -> Table:
         for stage in (0, 1):
             idle = samples.number(side, f"idle_share_{stage}", 100)
             rows.append(Row(f"idle share of stage {stage}, {side}, %", [idle]))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 WIDTHS = (64, 256, 1024, 2048)
@@ -247,7 +245,7 @@ def loop_table(samples: Samples) -> Table:
     rows.append(at_least("Lightning Trainer / this script", gain, 2.3))
     for side in ("Lightning Trainer, nothing logged", "Accelerate", "Fabric"):
         rows.append(Row(f"{side} / this script", [samples.ratio(side, "this script")]))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 class PilImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -314,7 +312,7 @@ def loader_table(samples: Samples) -> Table:
     rows.append(at_least(f"{slow} / {ours}", samples.ratio(slow, ours), 6))
     rows.append(Row(f"{workers} / {ours}", [samples.ratio(workers, ours)]))
     rows.append(at_least(f"{fixed}, the limit / {ours}", samples.ratio(fixed, ours), 0.8))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 # ---- time to accuracy

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.parts import Part, run_of
-from tests.benchmarks.records import Row, Table, list_step_times
+from tests.benchmarks.records import Row, Table, list_step_times, make_value_table
 
 BRIEF = ("steps=60", "launch.threads=1")
 RANKS = {"1 process": 1, "2 processes": 2}
@@ -16,7 +16,7 @@ def table(samples: Samples) -> Table:
     gain = samples.ratio("1 process", "2 processes", 0.5)
     rows = list_step_times(samples)
     rows.append(Row("samples/s of 2 processes / of two times one process", [gain]))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 def make_part(name: str) -> Part:

@@ -75,6 +75,11 @@ def list_step_times(samples: Samples, unit: str = "ms") -> list[Row]:
     return [Row(f"{unit} a step: {side}", [samples.number(side, factor=factor)]) for side in samples.values]
 
 
+def make_value_table(rows: Sequence[Row]) -> Table:
+    """Return a table whose rows have one number each."""
+    return Table(("measured", "value"), rows)
+
+
 def rounded(number: Number) -> Json:
     return {name: float(f"{value:.6g}") for name, value in dataclasses.asdict(number).items()}
 

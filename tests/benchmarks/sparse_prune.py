@@ -35,7 +35,7 @@ from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Samples, Side, Task, Team
 from tests.benchmarks.mnist_pipeline import no_mnist
 from tests.benchmarks.parts import QUIET, Part, run_of
-from tests.benchmarks.records import Cell, Row, Table, at_least, at_most, list_step_times
+from tests.benchmarks.records import Cell, Row, Table, at_least, at_most, list_step_times, make_value_table
 
 NAME = "sparse_prune"
 
@@ -138,7 +138,7 @@ def mask_table(samples: Samples) -> Table:
     gain = samples.ratio(unstructured, project)
     rows.append(at_least(f"{unstructured} / {project}, equal masks but for ties", gain, 25))
     rows.append(Row(f"{kth_value} / {project}", [samples.ratio(kth_value, project)]))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 # ---- a step of training
@@ -161,7 +161,8 @@ def bare_sides(cfg: Config, prepared: PreparedDataset, world: World) -> dict[str
             library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=SHARE)
 
         def train() -> float:
-            loader.epoch = loader.position = 0  # the same batches in each turn
+            loader.epoch = 0  # the same batches in each turn
+            loader.position = 0
             batches = islice(iter(loader), STEPS)
             rates = [cfg.optim.lr] * STEPS
             return timed(lambda: peers.bare(model, batches, rates, cfg.optim)) / STEPS
@@ -187,7 +188,7 @@ def step_table(samples: Samples) -> Table:
     rows = list_step_times(samples, "us")
     rows.append(at_most("masks / dense", samples.ratio("masks", "dense"), 1.08))
     rows.append(Row("a bare loop with the library's reparametrisation / without", [bare]))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 # ---- inference

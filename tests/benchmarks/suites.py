@@ -16,7 +16,7 @@ import time
 
 from common.config.config import ROOT
 from tests.benchmarks.measure import summarize_values
-from tests.benchmarks.records import Record, Row, Table
+from tests.benchmarks.records import Cell, Record, Row, Table
 
 BUDGETS = {"make test": 180, "make test-all": 600, "make test-slurm": 900}  # seconds
 SLOW = re.compile(r"^([\d.]+)s (?:call|setup|teardown) +(\S.*)$", re.MULTILINE)
@@ -45,7 +45,7 @@ def tabulate_times(seconds_of: dict[str, list[float]]) -> Table:
     """Return the times of each suite beside its budget."""
     rows = []
     for suite, times in seconds_of.items():
-        cells = [summarize_values(times), str(len(times))]
+        cells: list[Cell] = [summarize_values(times), str(len(times))]
         rows.append(Row(f"`{suite}`", cells, BUDGETS[suite], at_least=False))
     return Table(("suite", "seconds", "runs"), rows)
 

@@ -17,7 +17,7 @@ from common.config.config import ROOT
 from common.data.prepare import prepare_digits
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.parts import Part, environment
-from tests.benchmarks.records import Row, Table, at_most
+from tests.benchmarks.records import Row, Table, at_most, make_value_table
 from tests.benchmarks.runs import measure_reading, write_runs
 
 SCRIPT = "experiments/mnist_pipeline.py"
@@ -93,7 +93,7 @@ def start_table(samples: Samples) -> Table:
     for side in ("torchrun", "make exp"):
         if side in samples.values:
             rows.append(Row(f"{side} / import torch", [samples.ratio(side, "import torch")]))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 # ---- the same on a cluster
@@ -166,7 +166,7 @@ def cluster_table(samples: Samples) -> Table:
     rows = [Row(f"s: {side}", [samples.number(side)]) for side in samples.values]
     rows += [Row(f"s: make exp: {step}", [samples.number("make exp", step)]) for step in STEPS]
     rows.append(at_most("make exp / bare sbatch", samples.ratio("make exp", "bare sbatch"), 1.3))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 def no_slurm() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from common.runs.result import parse_result
 from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.parts import Part, environment, finish
-from tests.benchmarks.records import Row, Table, at_most
+from tests.benchmarks.records import Row, Table, at_most, make_value_table
 from tests.harness.processes import processes_of
 
 NAME = "mnist_pipeline"
@@ -67,7 +67,7 @@ def tracking_table(samples: Samples) -> Table:
         rows.append(Row(f"ms a step, {offline}", [samples.number(offline, factor=1e3)]))
         rows.append(at_most(f"step time offline / disabled, {run_name}", slowdown, 1.03))
         rows.append(at_most(f"seconds of wall time more, {run_name}", measure_added_wall(samples, run_name), 2))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 PARTS = [

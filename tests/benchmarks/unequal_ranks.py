@@ -28,7 +28,7 @@ from configs.ddp_multinode import Config
 from experiments import ddp_multinode
 from tests.benchmarks.measure import Samples, Side, Team
 from tests.benchmarks.parts import QUIET, Part
-from tests.benchmarks.records import Table, at_least, at_most, list_step_times
+from tests.benchmarks.records import Table, at_least, at_most, list_step_times, make_value_table
 
 BATCH = 128
 SETTINGS = (f"batch={BATCH}", "data.name=digits", "optim.base_batch=0", "data.test_limit=10", "steps=60")
@@ -127,7 +127,7 @@ def table(samples: Samples) -> Table:
     rows.append(at_least("equal / auto, shared core", gain, 1.35))
     rows.append(at_most("auto / equal, quiet", samples.ratio("auto, quiet", "equal, quiet"), 1.02))
     rows.append(at_most(ANSWERED, samples.number(ANSWERED), 30))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 PART = Part(
