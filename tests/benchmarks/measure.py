@@ -49,8 +49,8 @@ class Team:
 class Task:
     """A side that this process runs itself.
 
-    `run(number)` gets the number of the round and returns what was measured, by name; `seconds` is what ratios use, and
-    `others` counts instead of what is found out about other programs.
+    `run(number)` gets the number of the round and returns measured numbers, by name. Ratios use `seconds`. A returned
+    `others` replaces the measured share of other programs.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Samples:
 
 
 class Pace:
-    """How many rounds there are, and the seconds that they may take."""
+    """The number of rounds, and the seconds that they may take."""
 
     def __init__(self, rounds: int, drop: int, seconds: float) -> None:
         self.rounds = rounds

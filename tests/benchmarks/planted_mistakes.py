@@ -1,4 +1,4 @@
-"""Which of forty mistakes a test suite notices when they are planted in the product code one at a time.
+"""Plant forty mistakes in the product code, one at a time, and record which of them a test suite notices.
 
     python tests/benchmarks/planted_mistakes.py list
     python tests/benchmarks/planted_mistakes.py check                                  whether all can be planted
@@ -7,9 +7,9 @@
 
 `run` plants each mistake in a copy of the checkout, where it runs the test files that executed the changed lines
 according to suite_coverage.py, the quickest first, up to the first that fails. A hang counts, and a failure that no
-copy without the mistake has. --list FILE.json, for `list`, `check` and `run`, takes other mistakes: a list of objects
-with name, file, old, new, and why if you like. A mistake that --out holds already is not tried again. Run it with
-nothing else to do: a test that is too slow under load looks like a caught mistake.
+copy without the mistake has. --list FILE.json, for `list`, `check` and `run`, reads other mistakes: a list of objects
+with name, file, old, new, and optionally why. A mistake that is in --out already is not tried again. Run it on a
+machine without other load: a test that is too slow under load looks like a caught mistake.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Covering:
 
 @dataclass
 class Outcome:
-    """How pytest ended."""
+    """The outcome of pytest."""
 
     failed: bool
     hang: bool = False

@@ -1,4 +1,4 @@
-"""What a second rank gains: the comparison of every experiment that has none of its own."""
+"""The gain of a second rank: the comparison of every experiment that declares no others."""
 
 from __future__ import annotations
 

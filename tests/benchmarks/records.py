@@ -1,11 +1,11 @@
-"""What benchmarks write and pages show: one JSON per machine and day, with every sample and the table made of them.
+"""Records, which benchmarks write and pages show: one JSON per machine and day, with all samples and their tables.
 
     {"format": 1, "date": "2026-11-22", "machine": {"cpu": ..., "cores": ..., "memory_gb": ...}, "versions": {...},
      "parts": {"ddp_multinode/step": {"title": ..., "command": ..., "commit": ..., "facts": {"threads": 1, ...},
        "rounds": 4, "samples": {side: {name: [one number a round]}}, "table": {"columns": [...], "rows": [...]}}}}
 
-A row of a table has `what`, `cells` (text or {"value", "low", "high"}) and, where there is one, a `goal`
-({"bound", "at_least"}), which its first cell is measured by.
+A row of a table has `what`, `cells` (text or {"value", "low", "high"}) and, if its first cell has one, a `goal`
+({"bound", "at_least"}).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Columns, of which the first is headed by what the rows are, and rows."""
+    """Heads of columns, of which the first contains the labels of rows, and rows."""
 
     columns: Sequence[str]
     rows: Sequence[Row]
@@ -176,7 +176,7 @@ def goal_of(row: Json, disturbed: bool = False) -> str:
 
 
 def is_disturbed(part: Mapping[str, Any]) -> bool:
-    """Whether other programs used the machine in so many rounds that these had to count."""
+    """Return whether other programs used the machine in so many rounds that these had to count."""
     return part.get("others", 0) > NOISY and part["undisturbed"] < ENOUGH
 
 

@@ -1,4 +1,4 @@
-"""Lines and branches that a test suite executes, by test file; and what one suite executes that another does not.
+"""Lines and branches that a test suite executes, by test file, and those that another suite does not execute.
 
     python tests/benchmarks/suite_coverage.py record OUT.json tests/unit/config/test_config.py ...   run and save
     python tests/benchmarks/suite_coverage.py compare BEFORE.json AFTER.json                        what AFTER misses
@@ -264,7 +264,7 @@ def main() -> int:
     recorder.add_argument("--timeout", type=float, default=3600, help="seconds for one test file")
     recorder.add_argument("--pytest", default="", help="more options of pytest")
     recorder.set_defaults(run=record)
-    comparer = verbs.add_parser("compare", help="what one suite executes and others together do not")
+    comparer = verbs.add_parser("compare", help="lines and branches that one suite executes and others together do not")
     comparer.add_argument("before")
     comparer.add_argument("after", nargs="+")
     comparer.add_argument("--revision", help="the commit whose sources BEFORE executed, if the present ones differ")

@@ -1,4 +1,4 @@
-"""What commands cost: from the command to the first step, here and on a cluster, and reading many runs."""
+"""The time of commands: from the command to the first step, here and on a cluster, and reading many runs."""
 
 from __future__ import annotations
 
