@@ -1,6 +1,6 @@
-"""Benchmarks within a budget of minutes, written down after each round.
+"""Benchmarks within a budget of minutes, recorded after each round.
 
-    make bench                                   all, in this order, until the budget is over
+    make bench                                   all, in this order, until the budget is used up
     make bench NAME=ddp_multinode MINUTES=10     the parts of one experiment or topic
     make bench NAME=ddp_multinode/step           one part
 
@@ -49,70 +49,80 @@ def all_parts() -> list[Part]:
 
 
 def choose_parts(names: Sequence[str]) -> list[Part]:
-    """The parts with these names, or of these experiments; all without names. Raises UserError."""
-    parts, known = all_parts(), list[Part]()
+    """Return the parts with these names, or of these experiments; all without names. Raises UserError."""
+    parts = all_parts()
+    if not names:
+        return parts
+    chosen_parts: list[Part] = []
     for name in names:
-        found = [part for part in parts if name in (part.name, part.name.partition("/")[0])]
-        if not found:
+        matches = [part for part in parts if name in (part.name, part.name.partition("/")[0])]
+        if not matches:
             topics = dict.fromkeys(part.name.partition("/")[0] for part in parts)
             raise UserError(
                 f"NAME={name}: no such benchmark; there are {', '.join(topics)}, and parts of these: "
                 f"{', '.join(part.name for part in parts)}"
             )
-        known += found
-    return known or parts
+        chosen_parts += matches
+    return chosen_parts
 
 
 def measure(part: Part, record: Record, seconds: float, rounds: int) -> Samples:
     """Measure one part; its record is written after each round."""
     print(f"\n{part.name}: {part.title}", flush=True)
-    about = {"title": part.title, "command": f"make bench NAME={part.name}", "facts": dict(part.facts)}
+    origin = {"title": part.title, "command": f"make bench NAME={part.name}", "facts": dict(part.facts)}
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         scratch = Path(name)
 
         def keep(samples: Samples) -> None:
             part.check(scratch, samples)
-            record.put(part.name, about | part.more(scratch), samples, part.table(samples))
+            record.put(part.name, origin | part.attachments(scratch), samples, part.table(samples))
 
-        return interleave(part.sides(scratch), Pace(rounds or part.rounds, part.drop, seconds), keep)
+        pace = Pace(rounds or part.rounds, part.drop, seconds)
+        return interleave(part.sides(scratch), pace, keep)
 
 
 def print_summary(record: Record, left_out: dict[str, str]) -> None:
-    """One table: what was measured, the goal, met or missed."""
+    """Print one table: what was measured, the goal, met or missed."""
     lines = [["part", "measured", "value", "goal"]]
     for name in record.written:
         part = record.content["parts"][name]
+        disturbed = records.is_disturbed(part)
         for row in part["table"]["rows"]:
-            value = "  ".join(map(records.text_of, row["cells"]))
-            lines.append([name, row["what"], value, records.goal_of(row, records.is_disturbed(part))])
+            cells = "  ".join(map(records.text_of, row["cells"]))
+            lines.append([name, row["what"], cells, records.goal_of(row, disturbed)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print()
     for line in lines:
-        print("  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)).rstrip())
-    for name, why in left_out.items():
-        print(f"not measured: {name}: {why}")
+        padded = [f"{text:<{width}}" for text, width in zip(line, widths, strict=True)]
+        print("  ".join(padded).rstrip())
+    for name, reason in left_out.items():
+        print(f"not measured: {name}: {reason}")
     print(f"every sample: {os.path.relpath(record.path)}")
 
 
 def main(names: Sequence[str], minutes: float, rounds: int, folder: Path) -> int:
-    """Measure the parts and print what came out; returns the exit status."""
-    parts, record = choose_parts(names), Record(folder)
-    deadline, left_out = time.monotonic() + 60 * minutes, dict[str, str]()
-    machine, versions = record.content["machine"], record.content["versions"]
-    print(f"{machine['cpu']}, {machine['cores']} cores, torch {versions['torch']}; budget {minutes:g} minutes")
+    """Measure the parts and print the results; return the exit status."""
+    parts = choose_parts(names)
+    record = Record(folder)
+    deadline = time.monotonic() + 60 * minutes
+    left_out: dict[str, str] = {}
+    machine = record.content["machine"]
+    torch_version = record.content["versions"]["torch"]
+    print(f"{machine['cpu']}, {machine['cores']} cores, torch {torch_version}; budget {minutes:g} minutes")
     status = 0
     try:
         for number, part in enumerate(parts):
-            left = deadline - time.monotonic()
-            if why := part.missing():
-                left_out[part.name] = why
-            elif left <= 0:
-                left_out[part.name] = f"the budget was over; make bench NAME={part.name}"
+            seconds_left = deadline - time.monotonic()
+            if reason := part.missing():
+                left_out[part.name] = reason
+            elif seconds_left <= 0:
+                left_out[part.name] = f"the budget was used up; make bench NAME={part.name}"
             else:
                 try:
-                    measure(part, record, left / (len(parts) - number), rounds)
+                    measure(part, record, seconds_left / (len(parts) - number), rounds)
                 except FAILURES as error:  # the other parts are measured all the same
-                    left_out[part.name], status = f"failed: {error}", 1
+                    left_out[part.name] = f"failed: {error}"
+                    status = 1
     except KeyboardInterrupt:
         status = 130
     print_summary(record, left_out)
@@ -138,8 +148,8 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", default="", help="rounds of each part (default: each part's own number)")
     parser.add_argument("--folder", type=Path, default=records.RESULTS, help="where the JSON is written")
     parser.add_argument("names", nargs="*", help="experiments, topics or parts; none measures all")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
+    names = " ".join(arguments.names).split()
     with exit_on_user_error():
-        minutes, rounds = parse_budget(asked.minutes, asked.rounds)
-        status = main([name for word in asked.names for name in word.split()], minutes, rounds, asked.folder)
-        sys.exit(status)
+        minutes, rounds = parse_budget(arguments.minutes, arguments.rounds)
+        sys.exit(main(names, minutes, rounds, arguments.folder))

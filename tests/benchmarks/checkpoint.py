@@ -1,18 +1,19 @@
-"""What a checkpoint costs: beside torch.save and fsync of the same state, and beside training.
+"""The cost of a checkpoint, beside torch.save and fsync of the same state, and beside training.
 
 ResNet-18 and ResNet-50 with the momentum of SGD, in one process and in two that train data parallel (rank 0 writes
-model and optimizer, both their own random state). Training stands still for the whole of a save. torch.save writes a
-new file each time and then removes the one before the last, as this project does. Beside it, the same file over and
-over: that loses the state when the power fails, and is faster where free memory is slow to get back (a virtual machine
-that returns it to its host), because it uses the same pages again. Beside them: a step of ResNet-18 in two processes
-(batch 128, 32 px), the vote on stop requests about twice a second, and the warm-up of DDP's buckets at a start. Writes
-into runs/.
+model and optimizer, each rank its own random state). Training waits until a save has ended. torch.save writes a new
+file each time and then removes the one before the last, as this project does. Another side writes the same file again
+and again. It loses the state when the power fails, but it uses the same pages of memory again. This is faster where
+free memory is slow to get back, such as in a virtual machine that returns it to its host. Other sides: a step of
+ResNet-18 in two processes (batch 128, 32 px), the vote on stop requests about twice a second, and the warm-up of DDP's
+buckets at a start. Writes into runs/.
 """
 
 from __future__ import annotations
 
 import atexit
 import collections
+import itertools
 import os
 import sys
 import tempfile
@@ -39,61 +40,57 @@ from common.training import optimizers
 from configs.shared import Checkpoint, Optim
 from tests.benchmarks.measure import Samples, Side, Team
 from tests.benchmarks.parts import Part
-from tests.benchmarks.records import Row, Table, at_most
+from tests.benchmarks.records import Row, Table, at_most, make_value_table
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-18": lambda: networks.build_network("resnet18", (3, 32, 32), 10),
     "ResNet-50": lambda: resnet50(weights=None),
 }
 GOAL = 1.3
-OURS, NEW, SAME = "this project", "torch.save and fsync, a new file", "the same file again"
+OURS = "this project"
+NEW_FILE = "torch.save and fsync, a new file"
+SAME_FILE = "the same file again"
 SAVE = f"ResNet-18, 2 processes: {OURS}"
 
 
-def state_of(model: nn.Module, world: World) -> CheckpointState:
-    """The state of a model in training; all but the random state is rank 0's to write."""
+def make_state(model: nn.Module, world: World) -> CheckpointState:
+    """The state of a model in training; rank 0 writes all but the random state."""
     torch.manual_seed(0)
     optimizer = optimizers.build_optimizer(model.parameters(), Optim(momentum=0.9))
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    named = [*model.named_parameters(), *model.named_buffers()]
-    memory = state_dicts.collect_optimizer_state(optimizer, model.named_parameters(), world.is_main)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
     return CheckpointState(
-        state_dicts.gather_full_tensors(named, world.is_main),
-        memory,
+        state_dicts.gather_full_tensors(tensors, world.is_main),
+        state_dicts.collect_optimizer_state(optimizer, model.named_parameters(), world.is_main),
         {"epoch": 3},
         {"random": state_dicts.capture_rng_state()},
     )
 
 
-def size_of(content: CheckpointState) -> int:
-    tensors = [*content.model.values(), *(v for memory in content.optimizer.values() for v in memory.values())]
-    return sum(tensor.nbytes for tensor in tensors)
+def make_project_side(folder: Path, world: World, content: CheckpointState) -> Side:
+    """Checkpoints as a run saves them."""
+    run_path = str(RunFolder.create(folder, "bench", "").claim_attempt().path) if world.is_main else ""
+    run_folder = RunFolder(Path(world.broadcast(run_path)), 1)
+    checkpoints = Checkpointer(run_folder, Ranks(world), Checkpoint(), print)
+    steps = itertools.count(1)
 
-
-def ours(folder: Path, world: World, content: CheckpointState) -> Side:
-    path = world.broadcast(str(RunFolder.create(folder, "bench", "").claim_attempt().path) if world.is_main else "")
-    checkpoints = Checkpointer(RunFolder(Path(path), 1), Ranks(world), Checkpoint(), print)
-    step = 0
-
-    def side() -> float:
-        nonlocal step
-        step += 1
+    def save() -> float:
         start = time.perf_counter()
-        if not checkpoints.save(step, content):
+        if not checkpoints.save(next(steps), content):
             raise OSError("not saved")
         return time.perf_counter() - start
 
-    return side
+    return save
 
 
-def plainly(folder: Path, world: World, content: CheckpointState, files: int) -> Side:
-    """torch.save into one of so many files in turn, and fsync; the other rank waits until it is done."""
+def make_torch_side(folder: Path, world: World, content: CheckpointState, files: int) -> Side:
+    """torch.save into one of `files` files in turn, and fsync; the other rank waits for rank 0."""
     paths = collections.deque(folder / f"checkpoint-{files}-{number}.pt" for number in range(files))
     parts: dict[str, Any] = {"model": content.model, "optimizer": content.optimizer} | content.common | content.local
 
-    def side() -> float:
+    def save() -> float:
         paths.rotate(-1)
         path = paths[0]
         start = time.perf_counter()
@@ -108,50 +105,58 @@ def plainly(folder: Path, world: World, content: CheckpointState, files: int) ->
             paths[1].unlink(missing_ok=True)  # the oldest
         return seconds
 
-    return side
+    return save
+
+
+def make_timer(world: World, work: Callable[[], object], times: int) -> Side:
+    """A side that repeats work of all ranks and returns the mean seconds."""
+
+    def measure() -> float:
+        world.broadcast(None)
+        start = time.perf_counter()
+        for _ in range(times):
+            work()
+        return (time.perf_counter() - start) / times
+
+    return measure
 
 
 def training(world: World) -> dict[str, Side]:
     """A step, the look at the flags after it, and the warm-up of buckets at a start."""
     model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.make_unsynchronized_buffer_options())
     optimizer = optimizers.build_optimizer(model.parameters(), Optim(momentum=0.9))
-    x, y = torch.randn(128 // world.size, 3, 32, 32), torch.zeros(128 // world.size, dtype=torch.long)
+    batch = 128 // world.size
+    images = torch.randn(batch, 3, 32, 32)
+    labels = torch.zeros(batch, dtype=torch.long)
     vote = SaveOrStopVote(Ranks(world), Checkpoint(), StopRequest(60, sys.stderr))
 
     def step() -> None:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
 
-    def timed(work: Callable[[], object], times: int) -> Side:
-        def side() -> float:
-            world.broadcast(None)
-            start = time.perf_counter()
-            for _ in range(times):
-                work()
-            return (time.perf_counter() - start) / times
+    def look() -> None:
+        vote.vote_after_step(1, False, time.perf_counter())
 
-        return side
-
-    works = {
-        "step": (step, 2),
-        "look": (lambda: vote.vote_after_step(1, False, time.perf_counter()), 50),
-        "warm up": (lambda: ddp.warm_up_buckets(model, x), 1),
+    return {
+        "step": make_timer(world, step, 2),
+        "look": make_timer(world, look, 50),
+        "warm up": make_timer(world, lambda: ddp.warm_up_buckets(model, images), 1),
     }
-    return {name: timed(work, times) for name, (work, times) in works.items()}
 
 
 def sides(folder: Path, world: World) -> dict[str, Side]:
-    found: dict[str, Side] = {}
+    savers: dict[str, Side] = {}
+    processes = "1 process" if world.size == 1 else f"{world.size} processes"
     for model, build in MODELS.items():
-        content = state_of(build(), world)
-        place = folder / f"{model}-{world.size}"
-        place.mkdir(exist_ok=True)
-        label = f"{model}, {world.size} process{'es' * (world.size > 1)}"
-        found[f"{label}: {OURS}"] = ours(place, world, content)
-        found[f"{label}: {NEW}"] = plainly(place, world, content, files=3)
-        found[f"{label}: {SAME}"] = plainly(place, world, content, files=1)
-    return found | (training(world) if world.size == 2 else {})
+        content = make_state(build(), world)
+        model_folder = folder / f"{model}-{world.size}"
+        model_folder.mkdir(exist_ok=True)
+        label = f"{model}, {processes}"
+        savers[f"{label}: {OURS}"] = make_project_side(model_folder, world, content)
+        savers[f"{label}: {NEW_FILE}"] = make_torch_side(model_folder, world, content, files=3)
+        savers[f"{label}: {SAME_FILE}"] = make_torch_side(model_folder, world, content, files=1)
+    return savers | training(world) if world.size == 2 else savers
 
 
 def teams(scratch: Path) -> list[Team]:
@@ -162,25 +167,26 @@ def teams(scratch: Path) -> list[Team]:
     return [Team(size, 1, lambda world: sides(folder, world)) for size in (1, 2)]
 
 
-def table(taken: Samples) -> Table:
-    rows = [Row(f"ms: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
-    for side in taken.values:
-        label, _, who = side.partition(": ")
-        if who == OURS:
-            rows.append(at_most(f"{label}: {OURS} / {NEW}", taken.ratio(side, f"{label}: {NEW}"), GOAL))
-            rows.append(Row(f"{label}: {OURS} / {SAME}", [taken.ratio(side, f"{label}: {SAME}")]))
-    rows += [
-        at_most("% of training: a checkpoint every 100 steps", taken.ratio(SAVE, "step"), 1),  # 100 % / 100 steps
-        at_most("% of training: the vote on stop requests", taken.number("look", factor=100 / POLL_SECONDS), 0.5),
-        Row("warm-up of DDP's buckets at a start, in steps", [taken.ratio("warm up", "step")]),
-    ]
-    return Table(("measured", "value"), rows)
+def table(samples: Samples) -> Table:
+    rows = [Row(f"ms: {side}", [samples.number(side, factor=1e3)]) for side in samples.values]
+    for side in samples.values:
+        label, _, method = side.partition(": ")
+        if method == OURS:
+            slowdown = samples.ratio(side, f"{label}: {NEW_FILE}")
+            rows.append(at_most(f"{label}: {OURS} / {NEW_FILE}", slowdown, GOAL))
+            rows.append(Row(f"{label}: {OURS} / {SAME_FILE}", [samples.ratio(side, f"{label}: {SAME_FILE}")]))
+    saving = samples.ratio(SAVE, "step")  # 100 % / 100 steps
+    voting = samples.number("look", factor=100 / POLL_SECONDS)
+    rows.append(at_most("% of training: a checkpoint every 100 steps", saving, 1))
+    rows.append(at_most("% of training: the vote on stop requests", voting, 0.5))
+    rows.append(Row("warm-up of DDP's buckets at a start, in steps", [samples.ratio("warm up", "step")]))
+    return make_value_table(rows)
 
 
 PARTS = [
     Part(
         "checkpoint/save",
-        "training stands still for a checkpoint",
+        "training waits for a checkpoint",
         teams,
         table,
         rounds=20,

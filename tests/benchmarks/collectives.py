@@ -1,10 +1,11 @@
-"""What an all-reduce costs: runs of the experiment with two ranks, in each of which all sides take turns."""
+"""The cost of an all-reduce: runs of the experiment with two ranks, in each of which all sides take turns."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,137 +17,177 @@ from tests.benchmarks import hosts
 from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.parts import Part, finish
-from tests.benchmarks.records import Cell, Row, Table, at_least, at_most
+from tests.benchmarks.records import Cell, Row, Table, at_least, at_most, make_value_table
 
-NAME, RUN, ROUNDS = "collectives", "run", "rounds=20"
+NAME = "collectives"
+RUN = "run"
+ROUNDS = "rounds=20"
 SIDES = ("gloo", "isend ring", "ring, network", "ring, memory", "star, memory")
 RATIO = "gloo / isend ring"
 SETTINGS = ("launch.threads=1", "plot=false")
 SIZES = ("sizes=[4,64K,1M,4M,25M]", ROUNDS)
+CABLE_SETTINGS = ("ops=[all_reduce]", "algorithms=[ring,star]", "sizes=[1M]", ROUNDS)
 ENCRYPTING = (
     *("launch.backend=builtin", "launch.tls=true", "launch.transport=network"),
     *("ops=[all_reduce]", "algorithms=[ring]", "transports=[network,tls]"),
 )
-SLOW, FAST = "100mbit", "200mbit"  # of cables
+SLOW = "100mbit"  # rate of cables
+FAST = "200mbit"
 GOALS = {
     "ring, network": {64 << 10: 0.85, 1 << 20: 0.85, 4 << 20: 1.2, 25 << 20: 1.2},
     "ring, memory": {4 << 20: 1.8, 25 << 20: 1.8},
 }
-FEW, FEWEST_MESSAGES = 4, "halving_doubling"  # bytes; what auto takes for them between two ranks
-SLOWER = 1.3  # times gloo's time that few bytes may take
-ENCRYPTED = {4 << 20: 2.3, 25 << 20: 2.3}  # times the seconds in the clear that encrypting may take
+SMALL_BYTES = 4
+FEWEST_MESSAGES = "halving_doubling"  # what auto chooses for few bytes between two ranks
+MAX_SLOWDOWN = 1.3  # times gloo's time that few bytes may take
+MAX_ENCRYPTED_SLOWDOWN = 2.3  # times the seconds in the clear that encrypting may take
+ENCRYPTED_SIZES = (4 << 20, 25 << 20)
 
 
 def name_point(op: str, size: int) -> str:
     return f"{op}, {size:,} bytes"
 
 
-def measure_sizes(scratch: Path, *words: str, count: int = 0, rate: str = "") -> Task:
+def run_once(scratch: Path, settings: tuple[str, ...], count: int, rate: str) -> RunFolder:
+    """Run the experiment on two ranks of this host, or with a rank on each of `count` hosts."""
+    if not count:
+        return finish(scratch, RUN, NAME, "processes_per_node=2", *settings)
+    with hosts.local_cluster(scratch, count, rate=rate) as env:
+        return finish(scratch, RUN, NAME, *settings, nodes=count, env=env)
+
+
+def list_point_numbers(points: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the seconds of each side at each point, gloo's divided by them, and the bytes sent."""
+    seconds = {}
+    for point in points:
+        label = f"{name_point(point['op'], point['bytes'])}: {point['side']}"
+        seconds[label] = float(point["seconds"])
+
+    numbers = dict(seconds)
+    for point in points:
+        label = name_point(point["op"], point["bytes"])
+        side = point["side"]
+        numbers[f"gloo / {side}, {label}"] = seconds[f"{label}: {SIDES[0]}"] / point["seconds"]
+        for column in ("bytes_sent", "interface_bytes"):
+            numbers[f"{label}: {side}, {column}"] = sum(point[column])
+    return numbers
+
+
+def measure_sizes(scratch: Path, *settings: str, count: int = 0, rate: str = "") -> Task:
     """A run; of each point the seconds of each side and gloo's divided by them, and the lines fitted to them.
 
     With `count` it has a rank on each of so many hosts, whose cables have that rate.
     """
 
-    def finish_run(number: int) -> RunFolder:
-        given = (*SETTINGS, f"seed={number}", *words)
-        if not count:
-            return finish(scratch, RUN, NAME, "processes_per_node=2", *given)
-        with hosts.local_cluster(scratch, count, rate=rate) as env:
-            return finish(scratch, RUN, NAME, *given, nodes=count, env=env)
-
     def run(number: int) -> dict[str, float]:
-        folder = finish_run(number)
+        folder = run_once(scratch, (*SETTINGS, f"seed={number}", *settings), count, rate)
         result = parse_result(folder.result)
-        points = [(name_point(one["op"], one["bytes"]), one) for one in result.measured["points"]]
-        found = {f"{point}: {one['side']}": float(one["seconds"]) for point, one in points}
-        for point, one in points:
-            found[f"gloo / {one['side']}, {point}"] = found[f"{point}: {SIDES[0]}"] / one["seconds"]
-            for what in ("bytes_sent", "interface_bytes"):
-                found[f"{point}: {one['side']}, {what}"] = sum(one[what])
-        for name, line in result.measured["lines"].items():
-            found |= {f"{name}: {part}": value for part, value in line.items()}
         shutil.rmtree(folder.path.parent)
-        return {"seconds": result.timings["step_seconds"]} | ({"others": 0.0} if count else {}) | found
+
+        numbers = {"seconds": result.timings["step_seconds"]}
+        if count:
+            numbers["others"] = 0.0  # not known, because the cluster's processes are not descendants of this one
+        numbers |= list_point_numbers(result.measured["points"])
+        for name, line in result.measured["lines"].items():
+            for coefficient, fitted in line.items():
+                numbers[f"{name}: {coefficient}"] = fitted
+        return numbers
 
     return Task(RUN, run)
 
 
-def size_table(taken: Samples) -> Table:
-    """Microseconds of each side at each point, and gloo's divided by those of the ring of the script."""
-    found = taken.values[RUN]
+def size_table(samples: Samples) -> Table:
+    """Return the microseconds of each side at each point, and gloo's divided by those of the ring of the script."""
+    columns = samples.values[RUN]
+    points = dict.fromkeys(name.partition(": ")[0] for name in columns if " bytes: " in name)
 
-    def shown(point: str) -> list[Cell]:
-        names = {f"{point}: {side}": 1e6 for side in SIDES} | {f"{RATIO}, {point}": 1.0}
-        return [taken.number(RUN, name, factor) if name in found else "" for name, factor in names.items()]
+    def make_cell(name: str, factor: float = 1.0) -> Cell:
+        return samples.number(RUN, name, factor) if name in columns else ""
 
-    columns = ("operation", *(f"us: {side}" for side in SIDES), RATIO)
-    points = dict.fromkeys(name.partition(": ")[0] for name in found if " bytes: " in name)
-    return Table(columns, [Row(point, shown(point)) for point in points])
+    rows = []
+    for point in points:
+        cells = [make_cell(f"{point}: {side}", 1e6) for side in SIDES]
+        rows.append(Row(point, [*cells, make_cell(f"{RATIO}, {point}")]))
+    heads = [f"us: {side}" for side in SIDES]
+    return Table(("operation", *heads, RATIO), rows)
 
 
-def gain_table(taken: Samples) -> Table:
-    """What the built-in ring gains over gloo, and what it may cost where there are few bytes."""
-    few, rows = name_point("all_reduce", FEW), []
+def gain_table(samples: Samples) -> Table:
+    """Return what the built-in ring gains over gloo, and what it may cost for few bytes."""
+    small = name_point("all_reduce", SMALL_BYTES)
+    rows = []
     for side, bounds in GOALS.items():
-        for one in (side, side.replace("ring", FEWEST_MESSAGES)):
-            slower = taken.ratio_of(RUN, f"{few}: {one}", f"{few}: {SIDES[0]}")
-            rows.append(at_most(f"{one} / gloo, {few}", slower, SLOWER))
+        for algorithm in (side, side.replace("ring", FEWEST_MESSAGES)):
+            slowdown = samples.ratio_of(RUN, f"{small}: {algorithm}", f"{small}: {SIDES[0]}")
+            rows.append(at_most(f"{algorithm} / gloo, {small}", slowdown, MAX_SLOWDOWN))
         for size, bound in bounds.items():
             name = f"gloo / {side}, {name_point('all_reduce', size)}"
-            rows.append(at_least(name, taken.number(RUN, name), bound))
-    return Table(("measured", "value"), rows)
+            rows.append(at_least(name, samples.number(RUN, name), bound))
+    return make_value_table(rows)
 
 
-def tls_table(taken: Samples) -> Table:
-    """What encrypting costs on the loopback interface."""
+def measure_encryption(samples: Samples, point: str) -> Number:
+    """Return the time of an encrypted ring by that of a plain one."""
+    return samples.ratio_of(RUN, f"{point}: ring, tls", f"{point}: ring, network")
+
+
+def tls_table(samples: Samples) -> Table:
+    """Return what encrypting costs on the loopback interface."""
     rows = []
-    for size, bound in ENCRYPTED.items():
+    for size in ENCRYPTED_SIZES:
         point = name_point("all_reduce", size)
-        slower = taken.ratio_of(RUN, f"{point}: ring, tls", f"{point}: ring, network")
-        rows.append(at_most(f"ring, tls / ring, network, {point}", slower, bound))
-    return Table(("measured", "value"), rows)
+        slowdown = measure_encryption(samples, point)
+        rows.append(at_most(f"ring, tls / ring, network, {point}", slowdown, MAX_ENCRYPTED_SLOWDOWN))
+    return make_value_table(rows)
 
 
-def cable_table(taken: Samples) -> Table:
-    """A star's time by a ring's where every host has one cable, and the bytes of both beside the formula."""
+def cable_table(samples: Samples) -> Table:
+    """Return a star's time by a ring's if every host has one cable, and the bytes of both beside the formula."""
     point = name_point("all_reduce", 1 << 20)
-    slower = taken.ratio_of(RUN, f"{point}: star, network", f"{point}: ring, network")
-    what = f"star / ring, {point} on {SLOW}"
-    rows = [at_least(what, slower, 3.6), at_most(what, slower, 4.2)]
+    slowdown = samples.ratio_of(RUN, f"{point}: star, network", f"{point}: ring, network")
+    label = f"star / ring, {point} on {SLOW}"
+    rows = [at_least(label, slowdown, 3.6), at_most(label, slowdown, 4.2)]
+    formula_bytes = 2 * (hosts.HOSTS - 1) << 20
     for side in ("ring", "star"):
         for name, bound in (("bytes_sent", 1.01), ("interface_bytes", 1.06)):
-            share = taken.number(RUN, f"{point}: {side}, network, {name}", 1 / (2 * (hosts.HOSTS - 1) << 20))
-            rows += [row(f"{side}, {name} / 2 (p - 1) n", share, limit) for row, limit in both_ways(bound)]
-    return Table(("measured", "value"), rows)
+            share = samples.number(RUN, f"{point}: {side}, network, {name}", 1 / formula_bytes)
+            label = f"{side}, {name} / 2 (p - 1) n"
+            rows += [at_most(label, share, bound), at_least(label, share, 2 - bound)]
+    return make_value_table(rows)
 
 
-def both_ways(bound: float) -> list[tuple[Callable[[str, Number, float], Row], float]]:
-    return [(at_most, bound), (at_least, 2 - bound)]
-
-
-def tls_cable_table(taken: Samples) -> Table:
-    """What encrypting costs where the cable is the limit."""
+def tls_cable_table(samples: Samples) -> Table:
+    """Return what encrypting costs where the cable is the limit."""
     point = name_point("all_reduce", 4 << 20)
-    slower = taken.ratio_of(RUN, f"{point}: ring, tls", f"{point}: ring, network")
-    return Table(("measured", "value"), [at_most(f"ring, tls / ring, network, {point} on {FAST}", slower, 1.05)])
+    slowdown = measure_encryption(samples, point)
+    return make_value_table([at_most(f"ring, tls / ring, network, {point} on {FAST}", slowdown, 1.05)])
+
+
+def list_curves(medians: Mapping[str, float]) -> dict[str, list[tuple[float, float, float]]]:
+    """Return the points of each side of an all-reduce: bytes, microseconds, no spread."""
+    curves: dict[str, list[tuple[float, float, float]]] = {}
+    for name, seconds in medians.items():
+        point, _, side = name.partition(": ")
+        match = re.fullmatch(r"all_reduce, ([\d,]+) bytes", point)
+        if match and side in SIDES:
+            size = float(match[1].replace(",", ""))
+            curves.setdefault(side, []).append((size, 1e6 * seconds, 0.0))
+    return curves
 
 
 def draw_collectives(path: Path, part: Mapping[str, Any]) -> None:
-    """Microseconds of an all-reduce against its size, with the fitted lines."""
-    medians = {name: statistics.median(values) for name, values in part["samples"]["run"].items()}
-    series: dict[str, list[tuple[float, float, float]]] = {}
-    for name, seconds in medians.items():
-        point, _, side = name.partition(": ")
-        if point.startswith("all_reduce, ") and point.endswith(" bytes") and side in SIDES:
-            size = float(point.removeprefix("all_reduce, ").removesuffix(" bytes").replace(",", ""))
-            series.setdefault(side, []).append((size, 1e6 * seconds, 0.0))
-    lines: dict[str, list[tuple[float, float, float]]] = {}
-    for side, points in series.items():
-        alpha, beta = (medians[f"all_reduce float32 {side}: {part}"] for part in ("alpha", "beta"))
-        least, most = points[0][0], points[-1][0]
-        across = [least * (most / least) ** (i / 60) for i in range(61)]
-        lines[f"{side}, fitted"] = [(n, 1e6 * (alpha + beta * n), 0.0) for n in across]
-    plots.draw_curves(path, series, "bytes", "microseconds", computed=lines, loglog=True, title="all-reduce, two ranks")
+    """Draw the microseconds of an all-reduce against its size, with the fitted lines."""
+    medians = {name: statistics.median(column) for name, column in part["samples"]["run"].items()}
+    curves = list_curves(medians)
+    lines = {}
+    for side, points in curves.items():
+        alpha = medians[f"all_reduce float32 {side}: alpha"]
+        beta = medians[f"all_reduce float32 {side}: beta"]
+        first_size = points[0][0]
+        last_size = points[-1][0]
+        sizes = [first_size * (last_size / first_size) ** (i / 60) for i in range(61)]
+        lines[f"{side}, fitted"] = [(size, 1e6 * (alpha + beta * size), 0.0) for size in sizes]
+    plots.draw_curves(path, curves, "bytes", "microseconds", computed=lines, loglog=True, title="all-reduce, two ranks")
 
 
 PARTS = [
@@ -175,13 +216,7 @@ PARTS = [
     Part(
         f"{NAME}/cables",
         f"a star against a ring of four hosts with cables of {SLOW}",
-        lambda scratch: [
-            measure_sizes(
-                *(scratch, "ops=[all_reduce]", "algorithms=[ring,star]", "sizes=[1M]", ROUNDS),
-                count=hosts.HOSTS,
-                rate=SLOW,
-            )
-        ],
+        lambda scratch: [measure_sizes(scratch, *CABLE_SETTINGS, count=hosts.HOSTS, rate=SLOW)],
         cable_table,
         facts={"threads": "1 in each of 4 processes", "cable": SLOW, "other programs": "not known"},
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(SLOW, "")),

@@ -1,4 +1,4 @@
-"""What data parallelism gains and costs: ResNet-18 at 32 px, global batch 128, on generated images.
+"""Gains and costs of data parallelism: ResNet-18 at 32 px, global batch 128, on generated images.
 
 Two processes with one thread each against one process with one thread and with two (the same processors), and against
 the same training written with Accelerate and with Lightning Fabric.
@@ -15,7 +15,7 @@ from tests.benchmarks.drawing import Figure, draw_bars
 from tests.benchmarks.libraries import data_parallel_team, same_first_losses
 from tests.benchmarks.measure import Samples, Task, Team
 from tests.benchmarks.parts import QUIET, Part, run_of
-from tests.benchmarks.records import Row, Table, at_least, at_most
+from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times, make_value_table
 
 NAME = "ddp_multinode"
 SETTINGS = (
@@ -28,58 +28,59 @@ SETTINGS = (
     "optim.base_batch=0",
 )
 BRIEF = (*SETTINGS, "steps=8", "data.test_limit=10", "launch.threads=1")
-TWO, ONE = "processes_per_node=2", "processes_per_node=1"
+TWO = "processes_per_node=2"
 OURS = "DDP, 2 processes"
-SMALL = 16  # of a batch: the smaller, the more of a step is communication
-MEMORY, SOCKETS = "built-in, memory", "built-in, sockets"
+SINGLE = "processes_per_node=1"
+SMALL_BATCH = 16  # the smaller, the more of a step is communication
+MEMORY = "built-in, memory"
+SOCKETS = "built-in, sockets"
+SCALING_LABEL = "samples/s of 2 processes / of two times one process with 1 thread"
 
 
 def sides(scratch: Path) -> list[Team | Task]:
     cfg = config.load_config(Config, [*QUIET, *SETTINGS, TWO])
+
+    def run(label: str, *settings: str) -> Task:
+        return run_of(scratch, label, NAME, *BRIEF, *settings)
+
     return [
-        run_of(scratch, OURS, NAME, *BRIEF, TWO),
-        run_of(scratch, "FSDP2, 2 processes", NAME, *BRIEF, TWO, "strategy=fsdp"),
-        run_of(scratch, "find_unused_parameters", NAME, *BRIEF, TWO, "find_unused_parameters=true"),
-        run_of(scratch, "bf16 gradients", NAME, *BRIEF, TWO, "communication=bf16"),
-        run_of(scratch, "1 process, 1 thread", NAME, *BRIEF, ONE),
-        run_of(scratch, "1 process, 2 threads", NAME, *BRIEF, ONE, "launch.threads=2"),
+        run(OURS, TWO),
+        run("FSDP2, 2 processes", TWO, "strategy=fsdp"),
+        run("find_unused_parameters", TWO, "find_unused_parameters=true"),
+        run("bf16 gradients", TWO, "communication=bf16"),
+        run("1 process, 1 thread", SINGLE),
+        run("1 process, 2 threads", SINGLE, "launch.threads=2"),
         data_parallel_team(scratch, cfg),
     ]
 
 
-def table(taken: Samples) -> Table:
-    rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
-    rows += [
-        at_most("this script / Accelerate", taken.ratio(OURS, "Accelerate"), 1.01),
-        at_most("this script / Fabric", taken.ratio(OURS, "Fabric"), 1.01),
-        at_least(
-            "samples/s of 2 processes / of two times one process with 1 thread",
-            taken.ratio("1 process, 1 thread", OURS, 0.5),
-            0.85,
-        ),
-        Row("1 process with 2 threads / 2 processes", [taken.ratio("1 process, 2 threads", OURS)]),
-        Row("FSDP2 / DDP", [taken.ratio("FSDP2, 2 processes", OURS)]),
-        Row("bf16 gradients / float32", [taken.ratio("bf16 gradients", OURS)]),
-        Row("find_unused_parameters=true / false", [taken.ratio("find_unused_parameters", OURS)]),
-    ]
-    return Table(("measured", "value"), rows)
+def table(samples: Samples) -> Table:
+    rows = list_step_times(samples)
+    rows.append(at_most("this script / Accelerate", samples.ratio(OURS, "Accelerate"), 1.01))
+    rows.append(at_most("this script / Fabric", samples.ratio(OURS, "Fabric"), 1.01))
+    rows.append(at_least(SCALING_LABEL, samples.ratio("1 process, 1 thread", OURS, 0.5), 0.85))
+    rows.append(Row("1 process with 2 threads / 2 processes", [samples.ratio("1 process, 2 threads", OURS)]))
+    rows.append(Row("FSDP2 / DDP", [samples.ratio("FSDP2, 2 processes", OURS)]))
+    rows.append(Row("bf16 gradients / float32", [samples.ratio("bf16 gradients", OURS)]))
+    rows.append(Row("find_unused_parameters=true / false", [samples.ratio("find_unused_parameters", OURS)]))
+    return make_value_table(rows)
 
 
 def backend_sides(scratch: Path) -> list[Team | Task]:
-    words = (*BRIEF, TWO, f"batch={SMALL}", "steps=24")
-    builtin = (*words, "launch.backend=builtin")
+    settings = (*BRIEF, TWO, f"batch={SMALL_BATCH}", "steps=24")
+    builtin = (*settings, "launch.backend=builtin")
     return [
-        run_of(scratch, "gloo", NAME, *words),
+        run_of(scratch, "gloo", NAME, *settings),
         run_of(scratch, MEMORY, NAME, *builtin),
         run_of(scratch, SOCKETS, NAME, *builtin, "launch.transport=network"),
     ]
 
 
-def backend_table(taken: Samples) -> Table:
-    rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
-    rows.append(at_most(f"{MEMORY} / gloo", taken.ratio(MEMORY, "gloo"), 0.95))
-    rows.append(Row(f"{SOCKETS} / gloo", [taken.ratio(SOCKETS, "gloo")]))
-    return Table(("measured", "value"), rows)
+def backend_table(samples: Samples) -> Table:
+    rows = list_step_times(samples)
+    rows.append(at_most(f"{MEMORY} / gloo", samples.ratio(MEMORY, "gloo"), 0.95))
+    rows.append(Row(f"{SOCKETS} / gloo", [samples.ratio(SOCKETS, "gloo")]))
+    return make_value_table(rows)
 
 
 PARTS = [
@@ -93,10 +94,10 @@ PARTS = [
     ),
     Part(
         f"{NAME}/backend",
-        f"a step of two ranks by backend: {SETTINGS[0]} batch={SMALL} {' '.join(SETTINGS[2:4])}",
+        f"a step of two ranks by backend: {SETTINGS[0]} batch={SMALL_BATCH} {' '.join(SETTINGS[2:4])}",
         backend_sides,
         backend_table,
-        facts={"threads": "1 a process", "batch": SMALL},
+        facts={"threads": "1 a process", "batch": SMALL_BATCH},
     ),
     unequal_ranks.PART,
     elastic_cost.PART,

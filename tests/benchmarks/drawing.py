@@ -1,4 +1,4 @@
-"""Drawings that the figures of several experiments share."""
+"""Drawings shared by the figures of several experiments."""
 
 from __future__ import annotations
 
@@ -18,44 +18,51 @@ Figure = tuple[str, Callable[[Path, Any], None]]
 
 
 def draw_plan(path: Path, name: str, stages: int = 2, microbatches: int = 4) -> None:
-    """A schedule with equal stages and messages that take no time."""
-    played = schedules.simulate_schedule(schedules.SCHEDULES[name](stages, stages, microbatches), stages)
-    lanes = {
-        f"stage {stage}": [Span(span.action, span.start * STEP, span.end * STEP) for span in spans]
-        for stage, spans in enumerate(played)
-    }
-    bubble = schedules.compute_bubble(played)
+    """Draw a schedule with equal stages and messages that take no time."""
+    actions = schedules.SCHEDULES[name](stages, stages, microbatches)
+    simulated = schedules.simulate_schedule(actions, stages)
+    lanes = {}
+    for stage, spans in enumerate(simulated):
+        lanes[f"stage {stage}"] = [Span(span.action, span.start * STEP, span.end * STEP) for span in spans]
+    bubble = schedules.compute_bubble(simulated)
     title = f"{name} as planned: {stages} stages, {microbatches} microbatches, bubble {100 * bubble:.0f} %"
     report.draw_timeline(path, lanes, title)
 
 
 def draw_step(path: Path, timeline: Sequence[Mapping[str, Any]], title: str) -> None:
-    """A recorded step."""
+    """Draw a recorded step."""
     lanes: dict[str, list[Span]] = {}
-    for entry in sorted(timeline, key=lambda entry: (entry["stage"], entry["start"])):
-        action = Action(entry["kind"], entry["stage"], entry["microbatch"])
-        lanes.setdefault(f"stage {entry['stage']}", []).append(Span(action, entry["start"], entry["end"]))
+    for event in sorted(timeline, key=lambda event: (event["stage"], event["start"])):
+        action = Action(event["kind"], event["stage"], event["microbatch"])
+        spans = lanes.setdefault(f"stage {event['stage']}", [])
+        spans.append(Span(action, event["start"], event["end"]))
     report.draw_timeline(path, lanes, title)
 
 
 def heights(part: Mapping[str, Any], sides: Sequence[str], factor: float) -> dict[str, tuple[float, float]]:
-    """The median of each side and half its spread."""
-    found = {}
+    """Return the median of each side and half its spread."""
+    bars = {}
     for side in sides:
-        values = [factor * value for value in part["samples"][side]["seconds"]]
-        found[textwrap.fill(side, 14)] = statistics.median(values), (max(values) - min(values)) / 2
-    return found
+        times = [factor * seconds for seconds in part["samples"][side]["seconds"]]
+        label = textwrap.fill(side, 14)
+        bars[label] = statistics.median(times), (max(times) - min(times)) / 2
+    return bars
 
 
 def draw_bars(path: Path, part: Mapping[str, Any]) -> None:
-    """Milliseconds of a step of each side."""
+    """Draw the milliseconds of a step of each side."""
     plots.draw_bar_chart(path, heights(part, list(part["samples"]), 1e3), "ms a step")
 
 
-def steps_of(part: str, names: Mapping[str, str]) -> dict[str, Figure]:
-    """Figures of the recorded steps of a part's sides, by the file's name."""
+def make_step_drawer(side: str, title: str) -> Callable[[Path, Any], None]:
+    """Return a function that draws the recorded step of a side."""
+    return lambda path, content: draw_step(path, content["timelines"][side], title)
 
-    def one(side: str, words: str) -> Callable[[Path, Any], None]:
-        return lambda path, content: draw_step(path, content["timelines"][side], words)
 
-    return {f"{part.replace('/', '_')}_{side.split()[-1]}": (part, one(side, words)) for side, words in names.items()}
+def steps_of(part: str, titles: Mapping[str, str]) -> dict[str, Figure]:
+    """Return figures of the recorded steps of a part's sides, by the file's name."""
+    step_figures = {}
+    for side, title in titles.items():
+        file_name = f"{part.replace('/', '_')}_{side.split()[-1]}"
+        step_figures[file_name] = (part, make_step_drawer(side, title))
+    return step_figures

@@ -1,4 +1,4 @@
-"""What elastic=true costs a step while no rank is lost: its added calls, timed where they are made.
+"""The cost of elastic=true per step while no rank is lost: its added calls, each timed where it is called.
 
     python -m tests.benchmarks.elastic_cost key=value ...
 
@@ -26,7 +26,7 @@ from configs.ddp_multinode import Config
 from experiments import ddp_multinode
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.parts import QUIET, Part, environment
-from tests.benchmarks.records import Row, Table, at_most
+from tests.benchmarks.records import Row, Table, at_most, make_value_table
 
 CALLS = {
     "begin_step": "keep buffers and random state",
@@ -37,49 +37,52 @@ METHODS = {"begin_step": "before_step"}  # methods that have another name than i
 FILE = "elastic_cost.json"
 WARM_UP = 10  # steps
 BRIEF = ("data.name=generated", "data.samples=1280", "data.test_limit=10", "launch.threads=1", "log.seconds=60")
-LONG = "resnet18"  # takes 100 ms a step, or more
+LARGE = "resnet18"  # takes 100 ms a step, or more
 SIZES = {
     "mlp": ("model=mlp", "batch=64", "steps=300", "epochs=20"),
-    LONG: ("model=resnet18", "batch=16", "steps=40"),
+    LARGE: ("model=resnet18", "batch=16", "steps=40"),
 }
 
 
-def time_method(owner: Any, name: str, taken: list[float]) -> None:
-    """Let a method note the seconds of each call."""
-    inner: Callable[..., Any] = getattr(owner, name)
+def time_method(owner: Any, name: str, durations: list[float]) -> None:
+    """Let a method record the seconds of each call."""
+    method: Callable[..., Any] = getattr(owner, name)
 
     def call(*arguments: Any) -> Any:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         try:
-            return inner(*arguments)
+            return method(*arguments)
         finally:
-            taken.append(time.perf_counter() - began)
+            durations.append(time.perf_counter() - start_time)
 
     setattr(owner, name, call)
 
 
 def main(cfg: Config, run: Run) -> None:
-    """Train, and write down the medians."""
-    taken: dict[str, list[float]] = {name: [] for name in CALLS}
-    for name, times in taken.items():
+    """Train, and write the medians."""
+    durations: dict[str, list[float]] = {name: [] for name in CALLS}
+    for name, times in durations.items():
         time_method(ElasticRecovery, METHODS.get(name, name), times)
     ddp_multinode.main(cfg, run)
     if run.world.is_main:
-        medians = {name: median(times[WARM_UP:]) for name, times in taken.items()}
+        medians = {name: median(times[WARM_UP:]) for name, times in durations.items()}
         write_json(run.folder.attempt_folder / FILE, medians | {"step": run.compute_step_seconds()})
 
 
 def run_elastic(scratch: Path, label: str) -> Task:
+    """A run with timed calls; its seconds are those that the calls add to a step."""
+
     def run(number: int) -> dict[str, float]:
         runs = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
-        words = [*QUIET, *BRIEF, *SIZES[label], "elastic=true", "launch.device=cpu", f"runs={runs}"]
-        command = [sys.executable, "-m", "tests.benchmarks.elastic_cost", *words]
+        settings = [*QUIET, *BRIEF, *SIZES[label], "elastic=true", "launch.device=cpu", f"runs={runs}"]
+        command = [sys.executable, "-m", "tests.benchmarks.elastic_cost", *settings]
         subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, check=True)
         (path,) = runs.iterdir()
-        found = read_json(RunFolder(path).list_attempts()[-1].attempt_folder / FILE)
+        attempt = RunFolder(path).list_attempts()[-1]
+        medians = read_json(attempt.attempt_folder / FILE)
         shutil.rmtree(runs)
-        added = sum(found[name] for name in CALLS)
-        return {**found, "seconds": added, "percent": 100 * added / found["step"]}
+        added = sum(medians[name] for name in CALLS)
+        return {**medians, "seconds": added, "percent": 100 * added / medians["step"]}
 
     return Task(label, run)
 
@@ -88,15 +91,15 @@ def sides(scratch: Path) -> list[Task]:
     return [run_elastic(scratch, label) for label in SIZES]
 
 
-def table(taken: Samples) -> Table:
+def table(samples: Samples) -> Table:
     rows = []
-    for side in taken.values:
-        rows.append(Row(f"{side}: ms a step", [taken.number(side, "step", 1e3)]))
-        rows += [Row(f"{side}: us to {text}", [taken.number(side, name, 1e6)]) for name, text in CALLS.items()]
-        rows.append(at_most(f"{side}: us added to a step", taken.number(side, factor=1e6), 20))
-        share = f"{side}: % of a step", taken.number(side, "percent")
-        rows.append(at_most(*share, 1) if side == LONG else Row(share[0], [share[1]]))
-    return Table(("measured", "value"), rows)
+    for side in samples.values:
+        rows.append(Row(f"{side}: ms a step", [samples.number(side, "step", 1e3)]))
+        rows += [Row(f"{side}: us to {text}", [samples.number(side, name, 1e6)]) for name, text in CALLS.items()]
+        rows.append(at_most(f"{side}: us added to a step", samples.number(side, factor=1e6), 20))
+        bound = 1 if side == LARGE else None
+        rows.append(Row(f"{side}: % of a step", [samples.number(side, "percent")], bound, at_least=False))
+    return make_value_table(rows)
 
 
 PART = Part(

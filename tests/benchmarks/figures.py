@@ -22,6 +22,8 @@ from tests.harness.declared import import_of_experiments
 FOLDER = ROOT / "experiments" / "figures"
 PLANNED = ("naive", "gpipe", "1f1b")
 MARGIN = 120  # pixels of a window that chromium may take for itself: what lies below is not drawn in full
+CHROMIUM_OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
+CHROMIUM_TIMEOUT = 180  # seconds
 Parts = Mapping[str, Mapping[str, Any]]
 
 
@@ -34,38 +36,37 @@ def collect_figures() -> dict[str, Figure]:
 
 
 def draw(parts: Parts, folder: Path = FOLDER) -> list[Path]:
-    """Draw every figure whose part is recorded."""
+    """Draw every figure whose part is recorded, and return the files."""
     os.environ.setdefault("SOURCE_DATE_EPOCH", "0")  # the same numbers give the same file
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "figures"
     folder.mkdir(exist_ok=True)
-    drawn = []
+    files = []
     for name in PLANNED:
-        drawn.append(folder / f"schedule_{name}.svg")
-        draw_plan(drawn[-1], name)
+        file = folder / f"schedule_{name}.svg"
+        draw_plan(file, name)
+        files.append(file)
     for name, (part, figure) in collect_figures().items():
         if part in parts:
-            drawn.append(folder / f"{name}.svg")
-            figure(drawn[-1], parts[part])
-    return drawn
+            file = folder / f"{name}.svg"
+            figure(file, parts[part])
+            files.append(file)
+    return files
 
 
 def photograph(page: Path, to: Path, width: int = 1200, height: int = 870) -> None:
-    """A picture of a page as chromium shows it. Raises FileNotFoundError without chromium."""
+    """Save a picture of a page as chromium shows it. Raises FileNotFoundError without chromium."""
     chromium = shutil.which("chromium")
     if chromium is None:
         raise FileNotFoundError("chromium is missing: apt-get install chromium")
-    words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
     with tempfile.TemporaryDirectory() as home:
-        window = f"--window-size={width},{height + MARGIN}"
-        command = [chromium, *words, window, f"--user-data-dir={home}"]
-        subprocess.run(
-            [*command, f"--screenshot={to}", page.resolve().as_uri()], check=True, capture_output=True, timeout=180
-        )
+        command = [chromium, *CHROMIUM_OPTIONS, "--virtual-time-budget=8000", f"--user-data-dir={home}"]
+        command += [f"--window-size={width},{height + MARGIN}", f"--screenshot={to}", page.resolve().as_uri()]
+        subprocess.run(command, check=True, capture_output=True, timeout=CHROMIUM_TIMEOUT)
     from PIL import Image
 
-    # median cut, the default, gives thin coloured lines to grey
+    # median cut, the default, turns thin coloured lines grey
     picture = Image.open(to).convert("RGB").crop((0, 0, width, height))
     picture.quantize(64, Image.Quantize.MAXCOVERAGE).save(to, optimize=True)
 

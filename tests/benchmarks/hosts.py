@@ -27,7 +27,7 @@ WARM_UP = 10  # steps
 
 
 def find_obstacle(shape: Shape) -> str:
-    """Why this machine can have no such cluster; empty where it can."""
+    """Return why this machine cannot start such a cluster; empty if it can."""
     os.environ["PATH"] = slurm_conf.make_search_path()  # tc is an administrators' program
     try:
         slurm_conf.check_programs(slurm_conf.choose_auth(), database=False)
@@ -41,18 +41,18 @@ def find_obstacle(shape: Shape) -> str:
 def local_cluster(
     folder: Path, count: int = HOSTS, *, rate: str = "", last: Shape = Shape()
 ) -> Iterator[Mapping[str, str]]:
-    """A cluster of one's own, its cables of that rate and that of the last host in that shape.
+    """A separate local cluster, whose cables have this rate and that of the last host this shape.
 
-    Gives the environment of what uses it.
+    Yields the environment of programs that use it.
     """
-    env = {key: value for key, value in environment().items() if key != "GLOO_SOCKET_IFNAME"}
-    env |= {"CLUSTER_DIR": str(folder)}
+    env = environment() | {"CLUSTER_DIR": str(folder)}
+    del env["GLOO_SOCKET_IFNAME"]
 
-    def call(*words: str) -> None:
-        command = [sys.executable, "-m", "slurm", "cluster", *words]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(words)}: {done.stderr}")
+    def call(*arguments: str) -> None:
+        command = [sys.executable, "-m", "slurm", "cluster", *arguments]
+        process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(arguments)}: {process.stderr}")
 
     call("up", f"--nodes={count}", f"--rate={rate}")
     try:
@@ -76,7 +76,7 @@ def shape_cable(cluster: Cluster, number: int, shape: Shape) -> None:
         host = daemons.find_running_host_process(cluster.plan, number)
         status = namespaces.run_in_namespaces(host, lambda: cables.shape_device("eth0", shape))
         if status:
-            sys.exit(status)  # it has said why
+            sys.exit(status)  # the error message has been printed
 
     cluster.run_as_root(shape_ends)
 
@@ -84,7 +84,8 @@ def shape_cable(cluster: Cluster, number: int, shape: Shape) -> None:
 def time_steps(folder: RunFolder, first: int = WARM_UP) -> tuple[float, float]:
     """Return the seconds of a step and the samples/s by the clock of a run, from the end of step `first` + 1 on."""
     rows = [row for row in folder.read_metrics() if "test_loss" not in row]
-    seconds, samples = (rows[-1][name] - rows[first][name] for name in ("time", "samples"))
+    seconds = rows[-1]["time"] - rows[first]["time"]
+    samples = rows[-1]["samples"] - rows[first]["samples"]
     return seconds / (len(rows) - first - 1), samples / seconds
 
 
@@ -100,7 +101,7 @@ def run_on_hosts(
     """A run with a rank on each of `count` hosts of a cluster; `keep` as in `run_of`.
 
     Its `samples_per_second` are by the clock of the whole training, the meetings of all ranks included. The cluster's
-    processes belong to nobody, so its turns do not tell how much of the machine other programs used.
+    processes are not descendants of this one, so its turns do not show how much of the machine other programs used.
     """
 
     def run(number: int) -> dict[str, float]:
@@ -108,10 +109,10 @@ def run_on_hosts(
             folder = finish(scratch, label, experiment, *settings, nodes=count, env=env)
         result = parse_result(folder.result).flatten_values()
         seconds, rate = time_steps(folder)
-        found = {"seconds": seconds, "samples_per_second": rate, "others": 0.0}
+        measured = {"seconds": seconds, "samples_per_second": rate, "others": 0.0}
         for name in keep:
-            found |= flatten(name, result[name])
+            measured |= flatten(name, result[name])
         shutil.rmtree(folder.path.parent)
-        return found
+        return measured
 
     return Task(label, run)

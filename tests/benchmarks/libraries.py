@@ -29,10 +29,19 @@ Library = Callable[[nn.Module, Any, int, bool], Step]
 
 
 def announce(world: World) -> None:
-    """Set what torchrun would have set: the libraries look there, and use the group that exists already."""
-    places = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
-    os.environ.update({name: str(value) for name, value in places.items()} | {"GROUP_RANK": "0"})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="bench", ACCELERATE_USE_CPU="1")
+    """Set the variables of torchrun: the libraries read them, and use the group that exists already."""
+    variables = {
+        "RANK": f"{world.rank}",
+        "LOCAL_RANK": f"{world.rank}",
+        "WORLD_SIZE": f"{world.size}",
+        "LOCAL_WORLD_SIZE": f"{world.size}",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "bench",
+        "ACCELERATE_USE_CPU": "1",
+    }
+    os.environ.update(variables)
 
 
 def accelerate(model: nn.Module, optimizer: Any, window: int, bf16: bool) -> Step:
@@ -61,8 +70,13 @@ def fabric(model: nn.Module, optimizer: Any, window: int, bf16: bool) -> Step:
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-    places: Any = {"devices": dist.get_world_size(), "plugins": [TorchElasticEnvironment()]}
-    runner = Fabric(accelerator="cpu", strategy="ddp", precision="bf16-mixed" if bf16 else "32-true", **places)
+    runner = Fabric(
+        accelerator="cpu",
+        strategy="ddp",
+        precision="bf16-mixed" if bf16 else "32-true",
+        devices=dist.get_world_size(),
+        plugins=[TorchElasticEnvironment()],
+    )
     runner.launch()
     assert runner.world_size == dist.get_world_size()
     wrapped, optimizer = runner.setup(model, optimizer)
@@ -103,39 +117,40 @@ def library_side(scratch: Path, name: str, world: World, cfg: Any, prepared: Any
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
     model = networks.build_network(cfg.model, images.shape, images.class_count).train()
     rate = learning_rate.compute_learning_rate(cfg.optim, 0, 1, cfg.batch)
-    made = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, fused=True)
-    step = LIBRARIES[name](model, made, window, bf16)
-    share = (world.rank, world.size)
-    loader = data.Loader.from_config(images, cfg, world.device, batch=cfg.batch // window, shard=share)
-    batches = list(islice(loader, window * (STEPS + 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, fused=True)
+    step = LIBRARIES[name](model, optimizer, window, bf16)
+    shard = (world.rank, world.size)
+    loader = data.Loader.from_config(images, cfg, world.device, batch=cfg.batch // window, shard=shard)
+    microbatches = list(islice(loader, window * (STEPS + 1)))
     losses: list[Tensor] = []
 
-    def train(some: list[Any]) -> None:
-        parts = [step(x, y, number % window == 0) for number, (x, y) in enumerate(some, 1)]
+    def train(turn: list[Any]) -> None:
+        parts = [step(x, y, number % window == 0) for number, (x, y) in enumerate(turn, 1)]
         losses.append(torch.stack(parts[:window]).mean())
 
     def side() -> float:
-        train(batches[:window])
+        train(microbatches[:window])
         dist.barrier()
         start = time.perf_counter()
-        train(batches[window:])
+        train(microbatches[window:])
         dist.barrier()
         seconds = (time.perf_counter() - start) / STEPS
-        first = losses[0].double().clone()
-        dist.all_reduce(first)
+        first_loss = losses[0].double().clone()
+        dist.all_reduce(first_loss)
         if world.is_main:
-            (scratch / f"{name}.loss").write_text(repr(first.item() / world.size))
+            (scratch / f"{name}.loss").write_text(repr(first_loss.item() / world.size))
         return seconds
 
     return side
 
 
 def same_first_losses(ours: str, tolerance: float) -> Callable[[Path, Samples], None]:
-    """A check that the libraries began with the loss of the script."""
+    """Return a check that the libraries began with the loss of the script."""
 
-    def check(scratch: Path, taken: Samples) -> None:
+    def check(scratch: Path, samples: Samples) -> None:
+        expected = samples.values[ours]["first_loss"][:1]
         for name in LIBRARIES:
-            found = float((scratch / f"{name}.loss").read_text())
-            require_same(name, [found], taken.values[ours]["first_loss"][:1], tolerance)
+            loss = float((scratch / f"{name}.loss").read_text())
+            require_same(name, [loss], expected, tolerance)
 
     return check

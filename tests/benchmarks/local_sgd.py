@@ -20,9 +20,10 @@ from tests.benchmarks.parts import Part, finish
 from tests.benchmarks.records import Cell, Row, Table
 
 NAME = "local_sgd"
-SEEDS, MARGIN = 16, 0.2  # points of accuracy that local SGD may lose
+SEEDS = 16
+MARGIN = 0.2  # points of accuracy that local SGD may lose
 BATCH = 128
-WORDS = ("model=mlp", "data.fallback=none", f"batch={BATCH}", "epochs=1", "data.test_limit=0", "launch.threads=1")
+SETTINGS = ("model=mlp", "data.fallback=none", f"batch={BATCH}", "epochs=1", "data.test_limit=0", "launch.threads=1")
 DDP = "DDP"
 SIDES = {
     DDP: ("ddp_multinode",),
@@ -37,17 +38,23 @@ RATE = "200mbit"
 # ---- accuracy
 
 
-def train(scratch: Path, name: str, *more: str) -> Task:
+def train(scratch: Path, name: str, *settings: str) -> Task:
     """A training with the number of the round as seed."""
-    experiment, *settings = SIDES[name]
+    experiment, *side_settings = SIDES[name]
 
     def run(number: int) -> dict[str, float]:
-        folder = finish(scratch, name, experiment, *WORDS, *settings, *more, f"seed={number}")
+        folder = finish(scratch, name, experiment, *SETTINGS, *side_settings, *settings, f"seed={number}")
         result = parse_result(folder.result).flatten_values()
         shutil.rmtree(folder.path.parent)
-        found = {"seconds": result["step_seconds"], "test_accuracy": result["test_accuracy"], "others": 0.0}
-        counted = {key: float(result[key]) for key in ("exchanges", "bytes_sent") if key in result}
-        return found | counted  # other programs change the seconds alone, which no table shows
+        measured = {
+            "seconds": result["step_seconds"],
+            "test_accuracy": result["test_accuracy"],
+            "others": 0.0,  # other programs change only the seconds, which no table shows
+        }
+        for key in ("exchanges", "bytes_sent"):
+            if key in result:
+                measured[key] = float(result[key])
+        return measured
 
     return Task(name, run)
 
@@ -60,62 +67,83 @@ def compute_t_quantile(freedom: int, probability: float = 0.975) -> float:
 
 def compute_interval(values: list[float]) -> Number:
     """Return the mean with the ends of its 95 % interval, for independent values of a normal distribution."""
-    half = compute_t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    count = len(values)
+    half = math.inf
+    if count > 1:
+        half = compute_t_quantile(count - 1) * stdev(values) / math.sqrt(count)
     return Number(mean(values), mean(values) - half, mean(values) + half)
 
 
-def accuracy_table(taken: Samples) -> Table:
-    rows, right = [], taken.kept(DDP, "test_accuracy")
-    for name in taken.values:
-        accuracy = taken.number(name, "test_accuracy", 100)
+def accuracy_table(samples: Samples) -> Table:
+    ddp_accuracies = samples.list_counted(DDP, "test_accuracy")
+    rows = []
+    for name in samples.values:
+        accuracy = samples.number(name, "test_accuracy", 100)
         if name == DDP:
             rows.append(Row(name, ["", "", accuracy, "", ""]))
             continue
-        below = [100 * (a - b) for a, b in zip(right, taken.kept(name, "test_accuracy"), strict=True)]
-        found = compute_interval(below)
-        exchanges, sent = taken.number(name, "exchanges"), taken.number(name, "bytes_sent", 1e-6)
-        cells: list[Cell] = [Number(found.high, found.high, found.high), found, accuracy, exchanges, sent]
+        pairs = zip(ddp_accuracies, samples.list_counted(name, "test_accuracy"), strict=True)
+        interval = compute_interval([100 * (a - b) for a, b in pairs])
+        upper_end = Number(interval.high, interval.high, interval.high)
+        exchanges = samples.number(name, "exchanges")
+        megabytes_sent = samples.number(name, "bytes_sent", 1e-6)
+        cells: list[Cell] = [upper_end, interval, accuracy, exchanges, megabytes_sent]
         rows.append(Row(name, cells, MARGIN if name in JUDGED else None, at_least=False))
-    interval = (f"points below {DDP} at most", f"points below {DDP}, mean [95 % interval]")
-    return Table(("side", *interval, "test accuracy, %", "exchanges", "MB sent by a worker"), rows)
+    heads = (f"points below {DDP} at most", f"points below {DDP}, mean [95 % interval]")
+    return Table(("side", *heads, "test accuracy, %", "exchanges", "MB sent by a worker"), rows)
 
 
 # ---- a slow cable
+
+
+def run_cable_ranks(scratch: Path, file: Path) -> None:
+    """Let two hosts run all sides and write the numbers to a file. Raises RuntimeError."""
+    srun = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
+    program = (sys.executable, "-m", "tests.benchmarks.local_sgd_cable_ranks", str(file))
+    command = [sys.executable, "-m", "slurm", "cluster", "exec", *srun, *program]
+    with hosts.local_cluster(scratch, 2, rate=RATE) as env:
+        process = subprocess.run(
+            command, cwd=ROOT, env=dict(env), capture_output=True, text=True, timeout=300, check=False
+        )
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{process.stderr[-2000:]}")
 
 
 def measure_on_cable(scratch: Path) -> list[Task]:
     """All sides in one start of two hosts, in turns (tests/benchmarks/local_sgd_cable_ranks.py)."""
 
     def run(number: int) -> dict[str, float]:
-        out = scratch / f"cable-{number}.json"
-        with hosts.local_cluster(scratch, 2, rate=RATE) as env:
-            start = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
-            program = (sys.executable, "-m", "tests.benchmarks.local_sgd_cable_ranks", str(out))
-            command = [sys.executable, "-m", "slurm", "cluster", "exec", *start, *program]
-            done = subprocess.run(
-                command, cwd=ROOT, env=dict(env), capture_output=True, text=True, timeout=300, check=False
-            )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-        found = json.loads(out.read_text())
-        values = {f"{name}: {what}": value for name, of in found.items() for what, value in of.items()}
-        # the cluster's processes belong to nobody: who else used the machine is not known
-        return {"seconds": sum(of["seconds"] for of in found.values()), "others": 0.0, **values}
+        file = scratch / f"cable-{number}.json"
+        run_cable_ranks(scratch, file)
+        numbers_of = json.loads(file.read_text())
+        measured = {
+            "seconds": sum(numbers["seconds"] for numbers in numbers_of.values()),
+            "others": 0.0,  # not known, because the cluster's processes are not descendants of this one
+        }
+        for name, numbers in numbers_of.items():
+            for column, number_of_side in numbers.items():
+                measured[f"{name}: {column}"] = number_of_side
+        return measured
 
     return [Task("run", run)]
 
 
-def cable_table(taken: Samples) -> Table:
+def cable_table(samples: Samples) -> Table:
     from tests.benchmarks.local_sgd_cable_ranks import BF16, FP32, LOCAL, POWERSGD, TORCH  # which imports torch
 
     def compare(over: str, under: str) -> Number:
-        return taken.ratio_of("run", f"{over}: seconds", f"{under}: seconds")
+        return samples.ratio_of("run", f"{over}: seconds", f"{under}: seconds")
 
-    rows, goals = [], {LOCAL: 2.2, POWERSGD: 1.8, BF16: 1.3}
-    for name in (key.removesuffix(": seconds") for key in taken.values["run"] if key.endswith(": seconds")):
+    goals = {LOCAL: 2.2, POWERSGD: 1.8, BF16: 1.3}
+    rows = []
+    for column in samples.values["run"]:
+        name, separator, unit = column.rpartition(": ")
+        if not separator or unit != "seconds":
+            continue
         gain: Cell = "" if name == FP32 else compare(FP32, name)
-        cells = [gain, taken.number("run", f"{name}: seconds", 1e3), taken.number("run", f"{name}: megabytes")]
-        rows.append(Row(name, cells, goals.get(name)))
+        milliseconds = samples.number("run", column, 1e3)
+        megabytes = samples.number("run", f"{name}: megabytes")
+        rows.append(Row(name, [gain, milliseconds, megabytes], goals.get(name)))
     rows.append(Row(f"{LOCAL} / {TORCH}", [compare(LOCAL, TORCH), "", ""], 1.05, at_least=False))
     return Table(("side", f"{FP32} / this", "ms a step", "MB sent a step"), rows)
 

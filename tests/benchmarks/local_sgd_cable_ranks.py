@@ -7,6 +7,7 @@ Rank 0 writes JSON: of each side the seconds of a step and the MB that its host 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -36,10 +37,21 @@ from configs.shared import Launch, Optim
 from experiments.local_sgd import create_exchange, exchange_differences
 from tests.harness.local_sgd import wrap_with_torch
 
-BATCH, EVERY, DELAY, CHUNKS, WARM_UP, RANK = 16, 8, 4, 4, 2, 2
+BATCH = 16
+EVERY = 8
+DELAY = 4
+CHUNKS = 4
+WARM_UP = 2
+RANK = 2
 OPTIM = Optim(lr=0.01)
-FP32, BF16, POWERSGD, TORCH = "DDP, float32", "DDP, bf16", "DDP, PowerSGD", f"torch's PostLocalSGD, H = {EVERY}"
-LOCAL, INT8, LATER = (f"local SGD, H = {EVERY}{more}" for more in ("", ", int8", f", outer step {DELAY} later"))
+FP32 = "DDP, float32"
+BF16 = "DDP, bf16"
+POWERSGD = "DDP, PowerSGD"
+TORCH = f"torch's PostLocalSGD, H = {EVERY}"
+LOCAL = f"local SGD, H = {EVERY}"
+INT8 = f"{LOCAL}, int8"
+DELAYED = f"{LOCAL}, outer step {DELAY} later"
+REFILL_SECONDS = 0.1  # after which the bucket of the cable is full again
 Step = Callable[[Tensor, Tensor], None]
 
 
@@ -66,15 +78,17 @@ def make_local(world: World, kind: str) -> Step:
     """A step of local SGD as the experiment takes it."""
     convnet = make_network()
     optimizer = build_optimizer(convnet.parameters(), OPTIM)
-    cfg = Config(every=EVERY, delay=DELAY if kind == LATER else 0, communication="int8" if kind == INT8 else "none")
+    cfg = Config(
+        every=EVERY,
+        delay=DELAY if kind == DELAYED else 0,
+        communication="int8" if kind == INT8 else "none",
+    )
     worker = LocalWorker(convnet, optimizer, Ranks(world), create_exchange(cfg, convnet, world.size), cfg.momentum_of)
-    done = cfg.delay  # so that an exchange begins and ends within the same chunk
+    steps = itertools.count(cfg.delay + 1)  # so that an exchange begins and ends within the same chunk
 
     def step(x: Tensor, y: Tensor) -> None:
-        nonlocal done
-        done += 1
         take_step(convnet, optimizer, x, y)
-        exchange_differences(cfg, worker, done, sys.maxsize)
+        exchange_differences(cfg, worker, next(steps), sys.maxsize)
 
     return step
 
@@ -82,44 +96,55 @@ def make_local(world: World, kind: str) -> Step:
 def make_torch() -> Step:
     """A step of torch's own optimizer."""
     convnet = make_network()
-    return partial(take_step, *wrap_with_torch(convnet, build_optimizer(convnet.parameters(), OPTIM), 0, EVERY))
+    optimizer = build_optimizer(convnet.parameters(), OPTIM)
+    return partial(take_step, *wrap_with_torch(convnet, optimizer, 0, EVERY))
+
+
+def make_steps(world: World) -> dict[str, Step]:
+    """A step of each side, by name."""
+    return {
+        FP32: make_ddp(world, "none"),
+        BF16: make_ddp(world, "bf16"),
+        POWERSGD: make_ddp(world, "powersgd"),
+        TORCH: make_torch(),
+        LOCAL: make_local(world, LOCAL),
+        INT8: make_local(world, INT8),
+        DELAYED: make_local(world, DELAYED),
+    }
 
 
 def measure(world: World) -> dict[str, dict[str, float]]:
     """Let the sides take turns; return the medians over chunks of one round of local SGD each."""
-    draw = torch.Generator().manual_seed(world.rank)
-    x, y = torch.randn(BATCH, 1, 28, 28, generator=draw), torch.randint(10, (BATCH,), generator=draw)
-    makes: dict[str, Callable[[], Step]] = {
-        FP32: partial(make_ddp, world, "none"),
-        BF16: partial(make_ddp, world, "bf16"),
-    }
-    makes |= {POWERSGD: partial(make_ddp, world, "powersgd"), TORCH: make_torch}
-    makes |= {kind: partial(make_local, world, kind) for kind in (LOCAL, INT8, LATER)}
-    steps = {name: make() for name, make in makes.items()}
-    seconds, sent = {name: list[float]() for name in steps}, {name: list[float]() for name in steps}
+    generator = torch.Generator().manual_seed(world.rank)
+    images = torch.randn(BATCH, 1, 28, 28, generator=generator)
+    labels = torch.randint(10, (BATCH,), generator=generator)
+    steps = make_steps(world)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    megabytes: dict[str, list[float]] = {name: [] for name in steps}
     count_sent = partial(network.read_sent_bytes, os.environ["GLOO_SOCKET_IFNAME"])
     for chunk in range(WARM_UP + CHUNKS):  # PowerSGD begins after ten steps
         for name, step in steps.items():
             dist.barrier()
-            time.sleep(0.1)  # until the bucket of the cable is full
-            before, began = count_sent(), time.perf_counter()
+            time.sleep(REFILL_SECONDS)
+            sent_before = count_sent()
+            start = time.perf_counter()
             for _ in range(EVERY):
-                step(x, y)
-            took = time.perf_counter() - began
+                step(images, labels)
+            duration = time.perf_counter() - start
             if chunk >= WARM_UP:
-                seconds[name].append(took / EVERY)
-                sent[name].append((count_sent() - before) / EVERY / 1e6)
-    return {name: {"seconds": median(seconds[name]), "megabytes": median(sent[name])} for name in steps}
+                seconds[name].append(duration / EVERY)
+                megabytes[name].append((count_sent() - sent_before) / EVERY / 1e6)
+    return {name: {"seconds": median(seconds[name]), "megabytes": median(megabytes[name])} for name in steps}
 
 
-def main(out: str) -> int:
+def main(file: str) -> int:
     info = read_rank_info(os.environ)
     assert info is not None
     settings = Launch(device="cpu", threads=1, nodes=info.nodes, step_timeout=120)
     with rendezvous.join_world(info, settings) as world:
-        found = measure(world)
+        medians = measure(world)
         if world.is_main:
-            Path(out).write_text(json.dumps(found))
+            Path(file).write_text(json.dumps(medians))
     return 0
 
 

@@ -25,13 +25,18 @@ from tests.benchmarks.parts import Part, finish
 from tests.benchmarks.records import Cell, Row, Table
 
 NAME = "crossover"
-COUNT, RATES, FREE = 2, ("50mbit", "200mbit", "1gbit"), "no limit"
-EVERY, RANK, NUMBER = 8, 2, 4  # local steps in a round, columns of PowerSGD's matrices, bytes of a float32
+COUNT = 2  # hosts
+RATES = ("50mbit", "200mbit", "1gbit")
+FREE = "no limit"
+EVERY = 8  # local steps in a round
+RANK = 2  # columns of PowerSGD's matrices
 # the row of the step before the first one that counts: PowerSGD begins after ten, a round ends with the 16th
 FIRST = 15
-BATCH, ON_A_CABLE = 64, 32
+FLOAT_BYTES = 4
+BATCH = 64
 ON_MNIST = ("launch.threads=1", "data.fallback=none", "data.test_limit=0", "epochs=1", f"batch={BATCH}")
-BRIEF = ("data.name=digits", f"batch={ON_A_CABLE}", "launch.threads=1", "steps=40", "data.test_limit=10")
+CABLE_BATCH = 32
+BRIEF = ("data.name=digits", f"batch={CABLE_BATCH}", "launch.threads=1", "steps=40", "data.test_limit=10")
 
 
 class Strategy(NamedTuple):
@@ -41,11 +46,13 @@ class Strategy(NamedTuple):
     settings: tuple[str, ...] = ()
 
 
-DDP, LOCAL = "DDP, float32", f"local SGD, H = {EVERY}"
+DDP = "DDP, float32"
+LOCAL = f"local SGD, H = {EVERY}"
+POWERSGD_SETTINGS = ("communication=powersgd", f"powersgd_rank={RANK}", "optim.lr=0.01")
 STRATEGIES = {
     DDP: Strategy("ddp_multinode"),
     "DDP, bf16": Strategy("ddp_multinode", ("communication=bf16",)),
-    "DDP, PowerSGD": Strategy("ddp_multinode", ("communication=powersgd", f"powersgd_rank={RANK}", "optim.lr=0.01")),
+    "DDP, PowerSGD": Strategy("ddp_multinode", POWERSGD_SETTINGS),
     LOCAL: Strategy("local_sgd", (f"every={EVERY}",)),
 }
 
@@ -62,14 +69,14 @@ def count_bytes(strategy: str) -> float:
 
     PowerSGD sends r (rows + columns) numbers of a matrix where that is less than half of it, and vectors as they are.
     """
-    shapes = list(list_shapes())
-    full = sum(rows * columns for rows, columns in shapes)
-    thin = (
-        min(RANK * (rows + columns), rows * columns) if is_thin(rows, columns) else rows * columns
-        for rows, columns in shapes
-    )
-    numbers = {DDP: full, "DDP, bf16": full / 2, "DDP, PowerSGD": sum(thin), LOCAL: full / EVERY}
-    return NUMBER * numbers[strategy]
+    full = 0
+    compressed = 0
+    for rows, columns in list_shapes():
+        size = rows * columns
+        full += size
+        compressed += min(RANK * (rows + columns), size) if is_thin(rows, columns) else size
+    numbers = {DDP: full, "DDP, bf16": full / 2, "DDP, PowerSGD": compressed, LOCAL: full / EVERY}
+    return FLOAT_BYTES * numbers[strategy]
 
 
 def is_thin(rows: int, columns: int) -> bool:
@@ -84,15 +91,15 @@ def measure_rate(scratch: Path, rate: str) -> Task:
     """A cluster with cables of that rate, and a run of each strategy on it; of each the seconds of a step."""
 
     def run(number: int) -> dict[str, float]:
-        found = {}
+        seconds = {}
         with hosts.local_cluster(scratch, COUNT, rate=rate) as env:
             for name, (experiment, settings) in STRATEGIES.items():
-                words = (*BRIEF, *settings, f"seed={number}")
-                folder = finish(scratch, name, experiment, *words, nodes=COUNT, env=env)
-                found[name] = hosts.time_steps(folder, FIRST)[0]
+                settings_of_round = (*BRIEF, *settings, f"seed={number}")
+                folder = finish(scratch, name, experiment, *settings_of_round, nodes=COUNT, env=env)
+                seconds[name], _ = hosts.time_steps(folder, FIRST)
                 shutil.rmtree(folder.path.parent)
-        # the cluster's processes belong to nobody: who else used the machine is not known
-        return {"seconds": sum(found.values()), "others": 0.0, **found}
+        # `others` is not known, because the cluster's processes are not descendants of this one
+        return {"seconds": sum(seconds.values()), "others": 0.0, **seconds}
 
     return Task(rate or FREE, run)
 
@@ -102,40 +109,47 @@ def predict_seconds(free: float, strategy: str, rate: str) -> float:
     return free + 8 * count_bytes(strategy) / parse_rate_and_delay(rate, "").rate
 
 
-def table(taken: Samples) -> Table:
+def table(samples: Samples) -> Table:
     rows = []
     for strategy in STRATEGIES:
-        alone = taken.number(FREE, strategy, 1e3)
-        rows.append(Row(f"{strategy}, {FREE}", [alone, "", "", f"{count_bytes(strategy) / 1e3:,.0f}"]))
+        milliseconds = samples.number(FREE, strategy, 1e3)
+        rows.append(Row(f"{strategy}, {FREE}", [milliseconds, "", "", f"{count_bytes(strategy) / 1e3:,.0f}"]))
     for rate in RATES:
         for strategy in STRATEGIES:
-            predicted = predict_seconds(taken.number(FREE, strategy).value, strategy, rate)
-            gain: Cell = "" if strategy == DDP else taken.ratio_of(rate, DDP, strategy)
-            rows.append(
-                Row(f"{strategy}, {rate}", [taken.number(rate, strategy, 1e3), f"{1e3 * predicted:,.3g}", gain, ""])
-            )
+            predicted = predict_seconds(samples.number(FREE, strategy).value, strategy, rate)
+            milliseconds = samples.number(rate, strategy, 1e3)
+            gain: Cell = "" if strategy == DDP else samples.ratio_of(rate, DDP, strategy)
+            rows.append(Row(f"{strategy}, {rate}", [milliseconds, f"{1e3 * predicted:,.3g}", gain, ""]))
     return Table(("strategy, cable", "ms a step", "alpha + beta n, ms", f"{DDP} / this", "kB a step"), rows)
 
 
-def trace_lines(part: Mapping[str, Any]) -> dict[str, tuple[list[tuple[float, ...]], list[tuple[float, ...]]]]:
-    """Return of each strategy what was measured, (Mbit/s, ms, half the spread), and the model's line, (Mbit/s, ms)."""
-    traces = {}
-    for strategy in STRATEGIES:
-        found = {rate: [1e3 * value for value in part["samples"][rate][strategy]] for rate in (FREE, *RATES)}
-        points: list[tuple[float, ...]] = [
-            (parse_rate_and_delay(rate, "").rate / 1e6, median(found[rate]), (max(found[rate]) - min(found[rate])) / 2)
-            for rate in RATES
-        ]
-        across = [30 * 50 ** (k / 40) for k in range(41)]  # Mbit/s
-        free = median(found[FREE]) / 1e3
-        line: list[tuple[float, ...]] = [
-            (rate, 1e3 * predict_seconds(free, strategy, f"{rate:.3f}mbit")) for rate in across
-        ]
-        traces[strategy] = points, line
-    return traces
-
-
 # ---- accuracy by bytes
+
+
+class Trace(NamedTuple):
+    """What was measured of a strategy, and the line of the model."""
+
+    points: list[tuple[float, float, float]]
+    """Mbit/s, ms, half the spread."""
+    line: list[tuple[float, float]]
+    """Mbit/s, ms."""
+
+
+def make_trace(part: Mapping[str, Any], strategy: str) -> Trace:
+    """Return the trace of a strategy."""
+    samples = part["samples"]
+    points = []
+    for rate in RATES:
+        times = [1e3 * seconds for seconds in samples[rate][strategy]]
+        megabits = parse_rate_and_delay(rate, "").rate / 1e6
+        points.append((megabits, median(times), (max(times) - min(times)) / 2))
+
+    free = median(samples[FREE][strategy])
+    line = []
+    for k in range(41):
+        megabits = 30 * 50 ** (k / 40)
+        line.append((megabits, 1e3 * predict_seconds(free, strategy, f"{megabits:.3f}mbit")))
+    return Trace(points, line)
 
 
 def measure_accuracy(scratch: Path, name: str) -> Task:
@@ -145,20 +159,24 @@ def measure_accuracy(scratch: Path, name: str) -> Task:
     def run(number: int) -> dict[str, float]:
         folder = finish(scratch, name, experiment, *ON_MNIST, *settings, f"seed={number}")
         result = parse_result(folder.result).flatten_values()
-        losses = [row for row in folder.read_metrics() if row.get("loss") is not None]
+        steps = [row for row in folder.read_metrics() if row.get("loss") is not None]
         shutil.rmtree(folder.path.parent)
-        sent = result.get("bytes_sent", count_bytes(name) * len(losses))
-        found = {"seconds": result["step_seconds"], "test_accuracy": result["test_accuracy"], "bytes": sent}
-        return found | {"others": 0.0}  # which would change the seconds alone
+        return {
+            "seconds": result["step_seconds"],
+            "test_accuracy": result["test_accuracy"],
+            "bytes": result.get("bytes_sent", count_bytes(name) * len(steps)),
+            "others": 0.0,  # other programs change only the seconds, which no table shows
+        }
 
     return Task(name, run)
 
 
-def accuracy_table(taken: Samples) -> Table:
+def accuracy_table(samples: Samples) -> Table:
     rows = []
-    for name in taken.values:
-        less: Cell = "" if name == DDP else taken.difference(DDP, name, "test_accuracy", 100)
-        rows.append(Row(name, [taken.number(name, "test_accuracy", 100), less, taken.number(name, "bytes", 1e-6)]))
+    for name in samples.values:
+        loss: Cell = "" if name == DDP else samples.difference(DDP, name, "test_accuracy", 100)
+        accuracy = samples.number(name, "test_accuracy", 100)
+        rows.append(Row(name, [accuracy, loss, samples.number(name, "bytes", 1e-6)]))
     return Table(("strategy", "test accuracy, %", f"points below {DDP}", "MB sent by a rank"), rows)
 
 
@@ -167,37 +185,40 @@ def sides(scratch: Path) -> Sequence[Task]:
 
 
 def draw_rates(path: Path, part: Mapping[str, Any]) -> None:
-    """Milliseconds of a step against the rate of the cable: measured points and the lines of the model."""
-    at = plots.make_axes()
-    for number, (side, (points, line)) in enumerate(trace_lines(part).items()):
-        across, means, spread = zip(*points, strict=True)
-        at.errorbar(across, means, spread, marker="o", linestyle="", capsize=3, color=f"C{number}", label=side)
-        at.plot(*zip(*line, strict=True), linestyle="--", color=f"C{number}")
-    at.plot([], [], linestyle="--", color="0.35", label="alpha + beta n")
-    at.set(xlabel="Mbit/s", ylabel="ms a step", xscale="log", yscale="log", title="the ConvNet on two hosts")
-    at.set_xticks(across, [f"{rate:g}" for rate in across])
-    plots.save_with_legend(at, path)
+    """Draw the milliseconds of a step against the rate of the cable: measured points and the lines of the model."""
+    axes = plots.make_axes()
+    for number, strategy in enumerate(STRATEGIES):
+        trace = make_trace(part, strategy)
+        color = f"C{number}"
+        rates, means, spread = zip(*trace.points, strict=True)
+        axes.errorbar(rates, means, spread, marker="o", linestyle="", capsize=3, color=color, label=strategy)
+        axes.plot(*zip(*trace.line, strict=True), linestyle="--", color=color)
+    axes.plot([], [], linestyle="--", color="0.35", label="alpha + beta n")
+    axes.set(xlabel="Mbit/s", ylabel="ms a step", xscale="log", yscale="log", title="the ConvNet on two hosts")
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    plots.save_with_legend(axes, path)
 
 
 def draw_accuracy(path: Path, part: Mapping[str, Any]) -> None:
-    """Test accuracy after an epoch against the bytes that a rank sends for it."""
-    at = plots.make_axes()
-    for side, found in part["samples"].items():
-        values = sorted(100 * value for value in found["test_accuracy"])
-        sent = median(found["bytes"]) / 1e6
-        at.errorbar(sent, median(values), (values[-1] - values[0]) / 2, marker="o", capsize=3, label=side)
-    at.set(xlabel="MB sent by a rank", ylabel="test accuracy, %", xscale="log", title="one epoch of MNIST, two ranks")
-    plots.save_with_legend(at, path)
+    """Draw the test accuracy after an epoch against the bytes that a rank sends for it."""
+    axes = plots.make_axes()
+    for side, columns in part["samples"].items():
+        percents = sorted(100 * accuracy for accuracy in columns["test_accuracy"])
+        megabytes = median(columns["bytes"]) / 1e6
+        half_spread = (percents[-1] - percents[0]) / 2
+        axes.errorbar(megabytes, median(percents), half_spread, marker="o", capsize=3, label=side)
+    axes.set(xlabel="MB sent by a rank", ylabel="test accuracy, %", xscale="log", title="one epoch of MNIST, two ranks")
+    plots.save_with_legend(axes, path)
 
 
 PARTS = [
     Part(
         f"{NAME}/rates",
-        f"a step of two hosts by strategy, on cables of {', '.join(RATES)}: the ConvNet, batch {ON_A_CABLE}",
+        f"a step of two hosts by strategy, on cables of {', '.join(RATES)}: the ConvNet, batch {CABLE_BATCH}",
         sides,
         table,
         rounds=3,
-        facts={"threads": "1 in each of 2 processes", "batch": ON_A_CABLE, "other programs": "not known"},
+        facts={"threads": "1 in each of 2 processes", "batch": CABLE_BATCH, "other programs": "not known"},
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(RATES[0], "")),
     ),
     Part(

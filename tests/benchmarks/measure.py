@@ -49,8 +49,8 @@ class Team:
 class Task:
     """A side that this process runs itself.
 
-    `run(number)` gets the number of the round and returns what was measured, by name; `seconds` is what ratios use, and
-    `others` counts instead of what is found out about other programs.
+    `run(number)` gets the number of the round and returns measured numbers, by name. Ratios use `seconds`. A returned
+    `others` replaces the measured share of other programs.
     """
 
     name: str
@@ -73,7 +73,7 @@ def summarize_values(values: Sequence[float]) -> Number:
 
 @dataclasses.dataclass
 class Samples:
-    """What was measured: `values[side][name]` has one number a round.
+    """The measured numbers: `values[side][name]` has one number per round.
 
     Every side has `seconds`, `cores` (how many it kept busy) and `others` (the share of the machine that other
     programs used meanwhile).
@@ -83,78 +83,97 @@ class Samples:
     counted: bool = True
     """Whether rounds are added; False while warming up."""
 
-    def add(self, side: str, found: Values, before: Load) -> None:
+    def add(self, side: str, measured: Values, before: Load) -> None:
         """Record a turn that began with `before` and has just ended."""
         now = Load.now()
-        wall, own = now.time - before.time, now.own - before.own
-        others = max(0.0, now.machine - before.machine - own - SLACK) / (wall * (os.cpu_count() or 1))
         table = self.values.setdefault(side, {})
-        for name, value in {"cores": round(own / wall, 3), "others": round(others, 3), **found}.items():
-            if self.counted:
-                table.setdefault(name, []).append(float(f"{value:.7g}"))
+        if not self.counted:
+            return
+        wall = now.time - before.time
+        busy = now.family - before.family
+        busy_elsewhere = now.machine - before.machine - busy - SLACK
+        other_share = max(0.0, busy_elsewhere) / (wall * (os.cpu_count() or 1))
+
+        numbers = {"cores": round(busy / wall, 3), "others": round(other_share, 3), **measured}
+        for name, number in numbers.items():
+            table.setdefault(name, []).append(float(f"{number:.7g}"))
 
     @property
     def rounds(self) -> int:
         """Complete rounds."""
-        return min((len(found.get("seconds", [])) for found in self.values.values()), default=0)
+        counts = [len(columns.get("seconds", [])) for columns in self.values.values()]
+        return min(counts, default=0)
 
     def clean(self) -> list[int]:
-        """The rounds in which others left the machine alone."""
-        others = [found["others"] for found in self.values.values()]
-        return [number for number in range(self.rounds) if max(side[number] for side in others) <= NOISY]
+        """Return the rounds in which other programs used hardly any of the machine."""
+        shares = [columns["others"] for columns in self.values.values()]
+        rounds = []
+        for number in range(self.rounds):
+            highest = max(share[number] for share in shares)
+            if highest <= NOISY:
+                rounds.append(number)
+        return rounds
 
-    def kept(self, side: str, name: str = "seconds") -> list[float]:
-        """The numbers of the rounds that count."""
-        clean, every = self.clean(), self.values[side][name]
-        return [every[number] for number in (clean if len(clean) >= ENOUGH else range(self.rounds))]
+    def list_counted(self, side: str, name: str = "seconds") -> list[float]:
+        """Return the numbers of the rounds that count."""
+        column = self.values[side][name]
+        clean = self.clean()
+        rounds = clean if len(clean) >= ENOUGH else range(self.rounds)
+        return [column[number] for number in rounds]
 
     def number(self, side: str, name: str = "seconds", factor: float = 1.0) -> Number:
-        values = [factor * value for value in self.kept(side, name)]
-        return summarize_values(values)
+        """Return `factor` * a number of a side."""
+        scaled = [factor * number for number in self.list_counted(side, name)]
+        return summarize_values(scaled)
 
     def ratio(self, over: str, under: str, factor: float = 1.0, name: str = "seconds") -> Number:
-        """`factor` * one side / another, round by round."""
-        values = [factor * a / b for a, b in zip(self.kept(over, name), self.kept(under, name), strict=True)]
-        return summarize_values(values)
+        """Return `factor` * one side / another, round by round."""
+        pairs = zip(self.list_counted(over, name), self.list_counted(under, name), strict=True)
+        return summarize_values([factor * a / b for a, b in pairs])
 
     def ratio_of(self, side: str, over: str, under: str) -> Number:
-        """One number of a side / another of it, round by round."""
-        values = [a / b for a, b in zip(self.kept(side, over), self.kept(side, under), strict=True)]
-        return summarize_values(values)
+        """Return one number of a side / another number of this side, round by round."""
+        pairs = zip(self.list_counted(side, over), self.list_counted(side, under), strict=True)
+        return summarize_values([a / b for a, b in pairs])
 
     def difference(self, side: str, other: str, name: str, factor: float = 1.0) -> Number:
-        """`factor` * (one side - another), round by round."""
-        values = [factor * (a - b) for a, b in zip(self.kept(side, name), self.kept(other, name), strict=True)]
-        return summarize_values(values)
+        """Return `factor` * (one side - another), round by round."""
+        pairs = zip(self.list_counted(side, name), self.list_counted(other, name), strict=True)
+        return summarize_values([factor * (a - b) for a, b in pairs])
 
 
 # ---- taking turns
 
 
 class Pace:
-    """How many rounds there are, and the seconds that they may take."""
+    """The number of rounds, and the seconds that they may take."""
 
     def __init__(self, rounds: int, drop: int, seconds: float) -> None:
-        self.rounds, self.drop, self.seconds = rounds, drop, seconds
-        self.began = time.monotonic()
+        self.rounds = rounds
+        self.drop = drop
+        self.seconds = seconds
+        self.start = time.monotonic()
         self.last = 0.0  # seconds of the newest round
 
-    def goes_on(self, number: int) -> bool:
-        """Whether round `number` is begun: the first ones always, later ones if they will end in time."""
+    def allows(self, number: int) -> bool:
+        """Return whether round `number` is started: the first ones always, later ones if they will end in time."""
         if number <= self.drop:
             return True
-        return number < self.drop + self.rounds and time.monotonic() - self.began + self.last <= self.seconds
+        expected = time.monotonic() - self.start + self.last
+        return number < self.drop + self.rounds and expected <= self.seconds
 
 
 def interleave(sides: Sequence[Team | Task], pace: Pace, keep: Callable[[Samples], None]) -> Samples:
     """Let all sides take turns, round by round; `keep` is called with the samples after each round that counts.
 
-    Prints a line a round while it goes. Must be called before this process has computed anything with torch. Exits if
-    a process of a team fails.
+    Prints a line per round. Must be called before this process has computed anything with torch. Exits if a process of
+    a team fails.
     """
     teams = [side for side in sides if isinstance(side, Team)]
     tasks = [side for side in sides if isinstance(side, Task)]
-    seats = [(team, rank) for team in teams for rank in range(team.size)]
+    seats: list[tuple[Team, int]] = []
+    for team in teams:
+        seats += [(team, rank) for rank in range(team.size)]
     pipes = [Pipe() for _ in seats]
     samples = Samples()
 
@@ -173,7 +192,9 @@ def interleave(sides: Sequence[Team | Task], pace: Pace, keep: Callable[[Samples
     def meanwhile() -> None:
         for _, theirs in pipes:
             theirs.close()
-        members = [[pipes[i][0] for i, seat in enumerate(seats) if seat[0] is team] for team in teams]
+        members = []
+        for team in teams:
+            members.append([pipe for (pipe, _), seat in zip(pipes, seats, strict=True) if seat[0] is team])
         with contextlib.suppress(EOFError, BrokenPipeError):  # a process has ended, and fork_all reports why
             direct(members, tasks, samples, pace, keep)
 
@@ -194,21 +215,17 @@ def direct(
     keep: Callable[[Samples], None],
 ) -> None:
     """Give the turns; `members` are the pipes to each team's processes."""
-    turns: list[tuple[str, Callable[[int], Values]]] = [(task.name, task.run) for task in tasks]
+    turns = [(task.name, task.run) for task in tasks]
     for team in members:
         turns += [(side, call_team(team, side)) for side in hear_all(team)[0]]
     number = 0
-    while pace.goes_on(number):
-        began, samples.counted = time.monotonic(), number >= pace.drop
+    while pace.allows(number):
+        start = time.monotonic()
+        samples.counted = number >= pace.drop
         title = f"round {number + 1 - pace.drop} of {pace.rounds}" if samples.counted else "warm-up"
         print(f"  {title}:", end="", flush=True)
-        first = number % len(turns)  # another one each round: a side after a pause may have to wait for the disk
-        for name, run in turns[first:] + turns[:first]:
-            before = Load.now()
-            found = run(number)
-            samples.add(name, found, before)
-            print(f"  {name} {found['seconds']:.4g} s", end="", flush=True)
-        pace.last = time.monotonic() - began
+        take_turns(turns, number, samples)
+        pace.last = time.monotonic() - start
         print(f"  ({pace.last:.0f} s)", flush=True)
         if samples.counted:
             keep(samples)
@@ -218,8 +235,21 @@ def direct(
             pipe.send(None)
 
 
+def take_turns(turns: Sequence[tuple[str, Callable[[int], Values]]], number: int, samples: Samples) -> None:
+    """Run each side once.
+
+    Each round starts with another side, because a side after a pause may have to wait for the disk.
+    """
+    first = number % len(turns)
+    for name, run in [*turns[first:], *turns[:first]]:
+        before = Load.now()
+        measured = run(number)
+        samples.add(name, measured, before)
+        print(f"  {name} {measured['seconds']:.4g} s", end="", flush=True)
+
+
 def call_team(team: Sequence[Connection], side: str) -> Callable[[int], Values]:
-    """A turn of a team's side."""
+    """Return the function that lets a team run a side."""
 
     def run(number: int) -> Values:
         for pipe in team:
@@ -230,7 +260,7 @@ def call_team(team: Sequence[Connection], side: str) -> Callable[[int], Values]:
 
 
 def hear_all(team: Sequence[Connection]) -> list[Any]:
-    """The answer of each process of a team. Raises TimeoutError."""
+    """Return the answer of each process of a team. Raises TimeoutError."""
     for pipe in team:
         if not pipe.poll(PATIENCE):
             raise TimeoutError(f"no answer within {PATIENCE:.0f} s")
@@ -238,7 +268,7 @@ def hear_all(team: Sequence[Connection]) -> list[Any]:
 
 
 def serve(sides: Mapping[str, Side], pipe: Connection) -> None:
-    """Run the sides that are called for, in a process of a team."""
+    """Run the requested sides, in a process of a team."""
     pipe.send(list(sides))
     while (name := pipe.recv()) is not None:
         pipe.send(sides[name]())
@@ -253,33 +283,40 @@ class Load:
 
     time: float
     machine: float
-    own: float
+    family: float
 
     @classmethod
     def now(cls) -> Load:
+        """Return the present load."""
         ticks = os.sysconf("SC_CLK_TCK")
-        user, nice, system, _, _, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+        fields = Path("/proc/stat").read_text().split()[1:11]
+        user, nice, system, _, _, irq, softirq, steal, *_ = map(int, fields)
         machine = (user + nice + system + irq + softirq + steal) / ticks
-        return cls(time.perf_counter(), machine, own_ticks() / ticks)
+        return cls(time.perf_counter(), machine, count_family_ticks() / ticks)
 
 
-def own_ticks() -> int:
-    """CPU time of this process, its descendants, and those of them that have been waited for."""
-    table: dict[int, tuple[int, int]] = {}
+def count_family_ticks() -> int:
+    """Return the CPU time of this process, its descendants, and those of them that have been waited for."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        table[int(path.parent.name)] = int(fields[1]), sum(map(int, fields[11:15]))
+        pid = int(path.parent.name)
+        parents[pid] = int(fields[1])
+        ticks[pid] = sum(map(int, fields[11:15]))
+
     family = {os.getpid()}
-    while grown := {pid for pid, (parent, _) in table.items() if parent in family} - family:
+    while grown := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= grown
-    return sum(table[pid][1] for pid in family if pid in table)
+    return sum(ticks.get(pid, 0) for pid in family)
 
 
-def require_same(what: str, one: Sequence[float], other: Sequence[float], tolerance: float) -> None:
-    """Raise AssertionError unless two trainings came out the same: times of different work are not to be compared."""
-    worst = max(abs(a - b) / max(abs(b), 1e-2) for a, b in zip(one, other, strict=True))
+def require_same(label: str, losses: Sequence[float], expected: Sequence[float], tolerance: float) -> None:
+    """Raise AssertionError unless two trainings had equal results: times of different work are not comparable."""
+    pairs = zip(losses, expected, strict=True)
+    worst = max(abs(a - b) / max(abs(b), 1e-2) for a, b in pairs)
     if not worst <= tolerance:
-        raise AssertionError(f"{what}: results differ by {worst:.1e}, allowed {tolerance:.0e}")
+        raise AssertionError(f"{label}: results differ by {worst:.1e}, allowed {tolerance:.0e}")

@@ -1,4 +1,4 @@
-"""What mnist_pipeline costs, beside other engines and loops and beside its limits.
+"""The cost of mnist_pipeline, beside other engines and loops and beside its limits.
 
 Schedules: two processes with one thread each, this project's engine against torch.distributed.pipelining, the unsplit
 model, and the bound that two equal stages would reach if messages took no time: half of what one thread needs for the
@@ -35,116 +35,124 @@ from tests.benchmarks import peers
 from tests.benchmarks.drawing import steps_of
 from tests.benchmarks.measure import Samples, Side, Task, Team, require_same
 from tests.benchmarks.parts import QUIET, Part, finish, run_of, timelines
-from tests.benchmarks.records import Row, Table, at_least, at_most
+from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times, make_value_table
 
 NAME = "mnist_pipeline"
 UNSPLIT = ("stages=1", "microbatches=1")
 ACCUMULATING = ("stages=1", "microbatches=4", "schedule=naive")
-ONE, TWO = ("launch.threads=1",), ("launch.threads=2",)
+ONE_THREAD = ("launch.threads=1",)
+TWO_THREADS = ("launch.threads=2",)
 ENGINES = {"built-in": "engine=own", "torch": "engine=torch"}
 TOLERANCE = 1e-3  # of losses that differ by the order of additions
 
 # ---- a run as the README shows it
 
 
+def run_command(scratch: Path) -> dict[str, float]:
+    """Run the command of the README; keep its output in `scratch`."""
+    foreign = ("WANDB_", "SLURM_", "CLUSTER_")
+    env = {name: text for name, text in os.environ.items() if not name.startswith(foreign)}
+    command = [sys.executable, f"experiments/{NAME}.py", "data.name=digits"]
+    start = time.perf_counter()
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - start
+    (scratch / "output").write_text(process.stdout.rstrip("\n"))
+    match = re.search(r"run folder (\S+)", process.stdout)
+    assert match, process.stdout
+    scores = RunFolder(ROOT / match[1]).result["scores"]
+    return {"seconds": seconds, "test_accuracy": scores["test_accuracy"]}
+
+
 def run_side(scratch: Path) -> list[Task]:
-    def run(number: int) -> dict[str, float]:
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "SLURM_", "CLUSTER_"))}
-        command = [sys.executable, f"experiments/{NAME}.py", "data.name=digits"]
-        start = time.perf_counter()
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-        seconds = time.perf_counter() - start
-        (scratch / "output").write_text(done.stdout.rstrip("\n"))
-        found = re.search(r"run folder (\S+)", done.stdout)
-        assert found, done.stdout
-        return {"seconds": seconds, "test_accuracy": RunFolder(ROOT / found[1]).result["scores"]["test_accuracy"]}
-
-    return [Task("command", run)]
+    return [Task("command", lambda number: run_command(scratch))]
 
 
-def run_table(taken: Samples) -> Table:
+def run_table(samples: Samples) -> Table:
     rows = [
-        Row("seconds from the command to its end", [taken.number("command")]),
-        Row("test accuracy, %", [taken.number("command", "test_accuracy", 100)]),
+        Row("seconds from the command to its end", [samples.number("command")]),
+        Row("test accuracy, %", [samples.number("command", "test_accuracy", 100)]),
     ]
-    return Table(("measured", "value"), rows)
-
-
-def output(scratch: Path) -> dict[str, str]:
-    return {"output": (scratch / "output").read_text()}
+    return make_value_table(rows)
 
 
 # ---- schedules
 
 
-def pipelines(scratch: Path, schedules: list[str], engines: list[str], *values: str, keep: list[str]) -> list[Task]:
-    """Pipelines in two processes, and the unsplit model with one thread and with two."""
-    tasks = [
-        run_of(scratch, f"{engine} {s}", NAME, *ONE, ENGINES[engine], f"schedule={s}", *values, keep=keep)
-        for s in schedules
-        for engine in engines
-    ]
-    return [
-        *tasks,
-        run_of(scratch, "unsplit, 1 thread", NAME, *ONE, *UNSPLIT, *values),
-        run_of(scratch, "unsplit, 2 threads", NAME, *TWO, *UNSPLIT, *values),
-        run_of(scratch, "accumulating, 1 thread", NAME, *ONE, *ACCUMULATING, *values),
-    ]
+def read_output(scratch: Path) -> dict[str, str]:
+    return {"output": (scratch / "output").read_text()}
 
 
-def same_losses(scratch: Path, taken: Samples) -> None:
-    """All sides train the same model on the same batches."""
-    for side, found in taken.values.items():
-        other = taken.values["accumulating, 1 thread"]
-        require_same(side, found["first_loss"], other["first_loss"], TOLERANCE)
+def pipelines(scratch: Path, schedules: list[str], *settings: str) -> list[Task]:
+    """Pipelines of both engines in two processes, and the unsplit model with one thread and with two."""
+    tasks = []
+    for schedule in schedules:
+        for engine, engine_setting in ENGINES.items():
+            pipeline = (*ONE_THREAD, engine_setting, f"schedule={schedule}", *settings)
+            tasks.append(run_of(scratch, f"{engine} {schedule}", NAME, *pipeline, keep=KEEP))
+    tasks.append(run_of(scratch, "unsplit, 1 thread", NAME, *ONE_THREAD, *UNSPLIT, *settings))
+    tasks.append(run_of(scratch, "unsplit, 2 threads", NAME, *TWO_THREADS, *UNSPLIT, *settings))
+    tasks.append(run_of(scratch, "accumulating, 1 thread", NAME, *ONE_THREAD, *ACCUMULATING, *settings))
+    return tasks
 
 
-def small_table(taken: Samples) -> Table:
-    rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
+def same_losses(scratch: Path, samples: Samples) -> None:
+    """Check that all sides train the same model on the same batches."""
+    expected = samples.values["accumulating, 1 thread"]["first_loss"]
+    for side, columns in samples.values.items():
+        require_same(side, columns["first_loss"], expected, TOLERANCE)
+
+
+def small_table(samples: Samples) -> Table:
+    rows = list_step_times(samples)
     for name in ("naive", "gpipe", "1f1b"):
-        rows.append(at_least(f"torch {name} / built-in {name}", taken.ratio(f"torch {name}", f"built-in {name}"), 3))
+        gain = samples.ratio(f"torch {name}", f"built-in {name}")
+        rows.append(at_least(f"torch {name} / built-in {name}", gain, 3))
     for side in ("unsplit, 1 thread", "unsplit, 2 threads"):
-        rows.append(Row(f"{side} / built-in 1f1b (above 1 the pipeline pays)", [taken.ratio(side, "built-in 1f1b")]))
-    return Table(("measured", "value"), rows)
+        gain = samples.ratio(side, "built-in 1f1b")
+        rows.append(Row(f"{side} / built-in 1f1b (above 1 the pipeline pays)", [gain]))
+    return make_value_table(rows)
 
 
-def wide_table(taken: Samples, microbatches: int = 4) -> Table:
+def wide_table(samples: Samples, microbatches: int = 4) -> Table:
     ideal = 2 * microbatches / (microbatches + 1)
-    rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
+    rows = list_step_times(samples)
     for name in ("gpipe", "1f1b"):
-        own = f"built-in {name}"
-        rows += [
-            at_least(f"torch {name} / {own}", taken.ratio(f"torch {name}", own), 1.1),
-            at_least(f"unsplit, 1 thread / {own} (ideal {ideal:.2f})", taken.ratio("unsplit, 1 thread", own), 1.3),
-            Row(f"unsplit, 2 threads / {own}", [taken.ratio("unsplit, 2 threads", own)]),
-            at_least(f"share of the bound, {own}", taken.ratio("accumulating, 1 thread", own, 1 / ideal), 0.8),
-            Row(f"idle share of stage 0, {own}, %", [taken.number(own, "idle_share_0", 100)]),
-            Row(f"idle share of stage 1, {own}, %", [taken.number(own, "idle_share_1", 100)]),
-        ]
-    return Table(("measured", "value"), rows)
+        side = f"built-in {name}"
+        gain_over_torch = samples.ratio(f"torch {name}", side)
+        gain = samples.ratio("unsplit, 1 thread", side)
+        share = samples.ratio("accumulating, 1 thread", side, 1 / ideal)
+        rows.append(at_least(f"torch {name} / {side}", gain_over_torch, 1.1))
+        rows.append(at_least(f"unsplit, 1 thread / {side} (ideal {ideal:.2f})", gain, 1.3))
+        rows.append(Row(f"unsplit, 2 threads / {side}", [samples.ratio("unsplit, 2 threads", side)]))
+        rows.append(at_least(f"share of the bound, {side}", share, 0.8))
+        for stage in (0, 1):
+            idle = samples.number(side, f"idle_share_{stage}", 100)
+            rows.append(Row(f"idle share of stage {stage}, {side}, %", [idle]))
+    return make_value_table(rows)
 
 
 WIDTHS = (64, 256, 1024, 2048)
 
 
 def width_sides(scratch: Path) -> list[Task]:
-    found = []
+    tasks = []
     for width in WIDTHS:
         steps = max(6, min(60, 2**21 // (width * 1024)))
-        words = (f"width={width}", "batch=1024", f"steps={steps}")
-        found += [
-            run_of(scratch, f"width {width}: 1f1b", NAME, *ONE, "schedule=1f1b", *words),
-            run_of(scratch, f"width {width}: unsplit, 1 thread", NAME, *ONE, *UNSPLIT, *words),
-            run_of(scratch, f"width {width}: unsplit, 2 threads", NAME, *TWO, *UNSPLIT, *words),
-        ]
-    return found
+        settings = (f"width={width}", "batch=1024", f"steps={steps}")
+        label = f"width {width}"
+        tasks.append(run_of(scratch, f"{label}: 1f1b", NAME, *ONE_THREAD, "schedule=1f1b", *settings))
+        tasks.append(run_of(scratch, f"{label}: unsplit, 1 thread", NAME, *ONE_THREAD, *UNSPLIT, *settings))
+        tasks.append(run_of(scratch, f"{label}: unsplit, 2 threads", NAME, *TWO_THREADS, *UNSPLIT, *settings))
+    return tasks
 
 
-def width_table(taken: Samples) -> Table:
+def width_table(samples: Samples) -> Table:
     rows = []
     for width in WIDTHS:
-        own, one, two = (f"width {width}: {side}" for side in ("1f1b", "unsplit, 1 thread", "unsplit, 2 threads"))
-        rows.append(Row(f"{width}", [taken.number(own, factor=1e3), taken.ratio(one, own), taken.ratio(two, own)]))
+        side = f"width {width}: 1f1b"
+        gain = samples.ratio(f"width {width}: unsplit, 1 thread", side)
+        gain_over_threads = samples.ratio(f"width {width}: unsplit, 2 threads", side)
+        rows.append(Row(f"{width}", [samples.number(side, factor=1e3), gain, gain_over_threads]))
     columns = ("width", "ms a step of 1F1B", "unsplit with 1 thread / 1F1B", "unsplit with 2 threads / 1F1B")
     return Table(columns, rows)
 
@@ -152,19 +160,21 @@ def width_table(taken: Samples) -> Table:
 # ---- loops and loaders
 
 
-def settings() -> Config:
-    return config.load_config(Config, [*QUIET, *UNSPLIT])
-
-
 def loader_of(images: data.Images, cfg: Config) -> data.Loader:
     return data.Loader(images, cfg.batch, cfg.seed, torch.device("cpu"), torch.float32, block=cfg.data.block)
 
 
+def load_unsplit_config() -> Config:
+    return config.load_config(Config, [*QUIET, *UNSPLIT])
+
+
 class Stamped:
-    """The first `count` batches of a loader; the time of a step is read off in the steady part."""
+    """The first `count` batches of a loader, with the time of a step in the steady part."""
 
     def __init__(self, batches: Callable[[], Any], count: int, warm: int) -> None:
-        self.batches, self.count, self.warm = batches, count, warm
+        self.batches = batches
+        self.count = count
+        self.warm = warm
 
     def __len__(self) -> int:
         return self.count
@@ -178,17 +188,8 @@ class Stamped:
 
     @property
     def seconds(self) -> float:
+        """Seconds of a step."""
         return (self.end - self.start) / (self.count - 1 - self.warm)
-
-
-def trained(batches: Callable[[], Any], cfg: Config, count: int, peer: peers.Peer, found: list[float]) -> float:
-    """Seconds of a step of a peer; its first and last loss go to `found`."""
-    torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
-    model, stamped = SimpleNN(), Stamped(batches, count, warm=min(50, count // 3))
-    rates = [learning_rate.compute_learning_rate(cfg.optim, step, count, cfg.batch) for step in range(count)]
-    peer(model, cast(peers.Batches, stamped), rates, cfg.optim)
-    found[:] = [total for p in model.parameters() for total in (p.sum().item(), p.abs().sum().item())]
-    return stamped.seconds
 
 
 STEPS = 600
@@ -201,39 +202,50 @@ PEERS: dict[str, peers.Peer] = {
 }
 
 
+def train_peer(batches: Callable[[], Any], cfg: Config, count: int, peer: peers.Peer) -> tuple[float, list[float]]:
+    """Train with a peer; return the seconds of a step, and two sums of each parameter at the end."""
+    torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
+    model = SimpleNN()
+    stamped = Stamped(batches, count, warm=min(50, count // 3))
+    rates = [learning_rate.compute_learning_rate(cfg.optim, step, count, cfg.batch) for step in range(count)]
+    peer(model, cast(peers.Batches, stamped), rates, cfg.optim)
+    sums = []
+    for parameter in model.parameters():
+        sums += [parameter.sum().item(), parameter.abs().sum().item()]
+    return stamped.seconds, sums
+
+
 def loop_sides(scratch: Path) -> list[Team | Task]:
-    prepared = prepare.prepare_dataset(settings().data)
+    prepared = prepare.prepare_dataset(load_unsplit_config().data)
 
     def sides(world: World) -> dict[str, Side]:
-        cfg, images = settings(), data.Images(prepared, "train")
+        cfg = load_unsplit_config()
+        images = data.Images(prepared, "train")
         expected: list[float] = []
 
-        def timed(name: str, peer: peers.Peer) -> Side:
+        def make_side(name: str, peer: peers.Peer) -> Side:
             def side() -> float:
-                found: list[float] = []
-                seconds = trained(lambda: iter(loader_of(images, cfg)), cfg, STEPS, peer, found)
-                expected[:] = expected or found
-                require_same(name, found, expected, 1e-6)
+                seconds, sums = train_peer(lambda: iter(loader_of(images, cfg)), cfg, STEPS, peer)
+                expected[:] = expected or sums
+                require_same(name, sums, expected, 1e-6)
                 return seconds
 
             return side
 
-        return {name: timed(name, peer) for name, peer in PEERS.items()}
+        return {name: make_side(name, peer) for name, peer in PEERS.items()}
 
-    return [run_of(scratch, "this script", NAME, *TWO, *UNSPLIT, f"steps={STEPS}"), Team(1, 2, sides)]
+    return [run_of(scratch, "this script", NAME, *TWO_THREADS, *UNSPLIT, f"steps={STEPS}"), Team(1, 2, sides)]
 
 
-def loop_table(taken: Samples) -> Table:
-    rows = [Row(f"us a step: {side}", [taken.number(side, factor=1e6)]) for side in taken.values]
-    rows += [
-        at_most(
-            "this script, every loss on disk / bare loop, nothing logged", taken.ratio("this script", "bare loop"), 1.05
-        ),
-        at_least("Lightning Trainer / this script", taken.ratio("Lightning Trainer", "this script"), 2.3),
-    ]
+def loop_table(samples: Samples) -> Table:
+    slowdown = samples.ratio("this script", "bare loop")
+    gain = samples.ratio("Lightning Trainer", "this script")
+    rows = list_step_times(samples, "us")
+    rows.append(at_most("this script, every loss on disk / bare loop, nothing logged", slowdown, 1.05))
+    rows.append(at_least("Lightning Trainer / this script", gain, 2.3))
     for side in ("Lightning Trainer, nothing logged", "Accelerate", "Fabric"):
-        rows.append(Row(f"{side} / this script", [taken.ratio(side, "this script")]))
-    return Table(("measured", "value"), rows)
+        rows.append(Row(f"{side} / this script", [samples.ratio(side, "this script")]))
+    return make_value_table(rows)
 
 
 class PilImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -242,9 +254,10 @@ class PilImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
     def __init__(self, images: data.Images) -> None:
         from torchvision import transforms
 
-        self.images, self.labels = images.images, images.labels
-        steps = [transforms.ToTensor(), transforms.Normalize((images.mean,), (images.std,))]
-        self.transform = transforms.Compose(steps)
+        self.images = images.images
+        self.labels = images.labels
+        normalize = transforms.Normalize((images.mean,), (images.std,))
+        self.transform = transforms.Compose([transforms.ToTensor(), normalize])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -252,47 +265,54 @@ class PilImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         from PIL import Image
 
-        image, label = self.images[index], int(self.labels[index])
-        return self.transform(Image.fromarray(image.numpy())), label
+        image = Image.fromarray(self.images[index].numpy())
+        return self.transform(image), int(self.labels[index])
 
 
-FEW = 200
+LOADER_STEPS = 200
 
 
 def loader_sides(scratch: Path) -> list[Team]:
-    prepared = prepare.prepare_dataset(settings().data)
+    prepared = prepare.prepare_dataset(load_unsplit_config().data)
 
     def sides(world: World) -> dict[str, Side]:
-        cfg, images = settings(), data.Images(prepared, "train")
-        order = data.draw_sample_order(len(images), cfg.seed, 0)[: FEW * cfg.batch].tolist()
+        cfg = load_unsplit_config()
+        images = data.Images(prepared, "train")
+        order = data.draw_sample_order(len(images), cfg.seed, 0)[: LOADER_STEPS * cfg.batch].tolist()
 
-        def pil(workers: int) -> Any:
-            options = {"batch_size": cfg.batch, "sampler": order, "num_workers": workers}
-            return torch.utils.data.DataLoader(PilImages(images), persistent_workers=workers > 0, **options)
+        def make_data_loader(workers: int) -> Any:
+            return torch.utils.data.DataLoader(
+                PilImages(images),
+                batch_size=cfg.batch,
+                sampler=order,
+                num_workers=workers,
+                persistent_workers=workers > 0,
+            )
+
+        def make_side(batches: Callable[[], Any]) -> Side:
+            return lambda: train_peer(batches, cfg, LOADER_STEPS, peers.bare)[0]
 
         fixed = next(iter(loader_of(images, cfg)))
-        slow = {workers: pil(workers) for workers in (0, 2)}
-        feeds: dict[str, Callable[[], Any]] = {
-            "in-memory loader": lambda: iter(loader_of(images, cfg)),
-            "PIL transforms in a DataLoader": lambda: iter(slow[0]),
-            "the same with 2 workers": lambda: iter(slow[2]),
-            "one fixed batch": lambda: iter([fixed] * FEW),
+        in_process = make_data_loader(0)
+        with_workers = make_data_loader(2)
+        return {
+            "in-memory loader": make_side(lambda: iter(loader_of(images, cfg))),
+            "PIL transforms in a DataLoader": make_side(lambda: iter(in_process)),
+            "the same with 2 workers": make_side(lambda: iter(with_workers)),
+            "one fixed batch": make_side(lambda: iter([fixed] * LOADER_STEPS)),
         }
-        return {name: lambda feed=feed: trained(feed, cfg, FEW, peers.bare, []) for name, feed in feeds.items()}  # type: ignore[misc]
 
     return [Team(1, 2, sides)]
 
 
-def loader_table(taken: Samples) -> Table:
+def loader_table(samples: Samples) -> Table:
     ours = "in-memory loader"
-    rows = [Row(f"us a step: {side}", [taken.number(side, factor=1e6)]) for side in taken.values]
-    slow, workers, fixed = (side for side in taken.values if side != ours)
-    rows += [
-        at_least(f"{slow} / {ours}", taken.ratio(slow, ours), 6),
-        Row(f"{workers} / {ours}", [taken.ratio(workers, ours)]),
-        at_least(f"{fixed}, the limit / {ours}", taken.ratio(fixed, ours), 0.8),
-    ]
-    return Table(("measured", "value"), rows)
+    slow, workers, fixed = (side for side in samples.values if side != ours)
+    rows = list_step_times(samples, "us")
+    rows.append(at_least(f"{slow} / {ours}", samples.ratio(slow, ours), 6))
+    rows.append(Row(f"{workers} / {ours}", [samples.ratio(workers, ours)]))
+    rows.append(at_least(f"{fixed}, the limit / {ours}", samples.ratio(fixed, ours), 0.8))
+    return make_value_table(rows)
 
 
 # ---- time to accuracy
@@ -300,58 +320,68 @@ def loader_table(taken: Samples) -> Table:
 RECIPE = (*UNSPLIT, "batch=256", "epochs=4", "optim.name=adam", "optim.lr=0.004", "optim.decay=linear")
 
 
+def measure_training_seconds(folder: RunFolder) -> float:
+    """Return the seconds from the start to the last step, evaluations left out."""
+    total = 0.0
+    resumed_at = 0.0
+    last_step_at = 0.0
+    for row in folder.read_metrics():
+        if "loss" in row:
+            last_step_at = row["time"]
+        else:
+            total += last_step_at - resumed_at
+            resumed_at = row["time"]
+    return total
+
+
 def accuracy_sides(scratch: Path) -> list[Task]:
     def run(number: int) -> dict[str, float]:
-        words = (*RECIPE, *TWO, f"seed={number}", "data.fallback=none", "data.test_limit=0")
-        folder = finish(scratch, "accuracy", NAME, *words)
-        total = resumed = last = 0.0
-        for row in folder.read_metrics():  # from the start to the last step, evaluations left out
-            if "loss" in row:
-                last = row["time"]
-            else:
-                total, resumed = total + last - resumed, row["time"]
-        return {"seconds": total, "test_accuracy": folder.result["scores"]["test_accuracy"]}
+        settings = (*RECIPE, *TWO_THREADS, f"seed={number}", "data.fallback=none", "data.test_limit=0")
+        folder = finish(scratch, "accuracy", NAME, *settings)
+        scores = folder.result["scores"]
+        return {"seconds": measure_training_seconds(folder), "test_accuracy": scores["test_accuracy"]}
 
     return [Task("training", run)]
 
 
-def accuracy_table(taken: Samples) -> Table:
+def accuracy_table(samples: Samples) -> Table:
     rows = [
-        at_most("seconds of training", taken.number("training"), 2),
-        at_least("test accuracy at its end, %", taken.number("training", "test_accuracy", 100), 97.5),
+        at_most("seconds of training", samples.number("training"), 2),
+        at_least("test accuracy at its end, %", samples.number("training", "test_accuracy", 100), 97.5),
     ]
     return Table(("measured, one seed a round", "value"), rows)
 
 
 def no_mnist() -> str:
-    """Whether real MNIST is missing here."""
-    return "" if prepare.prepare_dataset(settings().data).name == "mnist" else "real MNIST is not here; set DATA_ROOT"
+    """Return why real MNIST cannot be used here; empty if it can."""
+    prepared = prepare.prepare_dataset(load_unsplit_config().data)
+    return "" if prepared.name == "mnist" else "real MNIST is not here; set DATA_ROOT"
 
 
-SMALL = ("microbatches=4", "steps=600")
+SMALL = ("steps=600",)
 WIDE = ("width=1024", "batch=1024", "depth=2", "microbatches=4", "steps=24")
 ALL = ["naive", "gpipe", "1f1b"]
 KEEP = ["idle_share"]
 
 PARTS = [
-    Part(f"{NAME}/run", "make exp NAME=mnist_pipeline", run_side, run_table, rounds=1, more=output),
+    Part(f"{NAME}/run", "make exp NAME=mnist_pipeline", run_side, run_table, rounds=1, attachments=read_output),
     Part(
         f"{NAME}/schedules",
         "width 128, batch 64, 4 microbatches: engines and schedules in two processes",
-        lambda scratch: pipelines(scratch, ALL, ["built-in", "torch"], *SMALL[1:], keep=KEEP),
+        lambda scratch: pipelines(scratch, ALL, *SMALL),
         small_table,
         check=same_losses,
         facts={"threads": "1 a process", "batch": 64},
-        more=timelines("built-in naive", "built-in gpipe", "built-in 1f1b"),
+        attachments=timelines("built-in naive", "built-in gpipe", "built-in 1f1b"),
     ),
     Part(
         f"{NAME}/wide",
         "width 1024, batch 1024, depth 2, 4 microbatches: engines and schedules in two processes",
-        lambda scratch: pipelines(scratch, ALL[1:], ["built-in", "torch"], *WIDE, keep=KEEP),
+        lambda scratch: pipelines(scratch, ALL[1:], *WIDE),
         wide_table,
         check=same_losses,
         facts={"threads": "1 a process", "batch": 1024},
-        more=timelines("built-in gpipe", "built-in 1f1b"),
+        attachments=timelines("built-in gpipe", "built-in 1f1b"),
     ),
     Part(
         f"{NAME}/widths",

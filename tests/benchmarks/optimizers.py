@@ -23,13 +23,17 @@ from tests.benchmarks.mnist_pipeline import no_mnist
 from tests.benchmarks.parts import Part, RunFailedError, finish
 from tests.benchmarks.records import Cell, Row, Table
 
-NAME, EXPERIMENT = "optimizers", "ddp_multinode"
-EPOCHS, BATCHES, BASE = 5, (64, 512, 2048, 8192), 64
-WORDS = (
+NAME = "optimizers"
+EXPERIMENT = "ddp_multinode"
+EPOCHS = 5
+BATCHES = (64, 512, 2048, 8192)
+BASE = 64
+SETTINGS = (
     *("model=mlp", "processes_per_node=1", "launch.threads=1", "data.fallback=none", "data.test_limit=0"),
     *("checkpoint.every_steps=0", f"epochs={EPOCHS}", f"optim.base_batch={BASE}", "optim.decay=cosine"),
 )
-SGD, LARS = "SGD, Nesterov", "LARS"
+SGD = "SGD, Nesterov"
+LARS = "LARS"
 OPTIMIZERS = {SGD: ("optim.name=sgd",), LARS: ("optim.name=lars", "optim.trust=0.02")}
 RATES = {SGD: (0.1, 0.033, 0.011, 0.0037, 0.0012, 0.0004), LARS: (0.3, 0.1, 0.033, 0.011, 0.0037, 0.0012)}  # at BASE
 DIVERGED: dict[str, float] = {"loss": math.inf}
@@ -49,51 +53,59 @@ def try_rate(scratch: Path, label: str, rate: float, *settings: str) -> dict[str
             raise
         return DIVERGED
     losses = [row["loss"] for row in folder.read_metrics() if row.get("loss") is not None]
-    last = losses[-max(1, len(losses) // EPOCHS) :]
-    found = {"loss": mean(last), "rate": rate, "test_accuracy": folder.result["scores"]["test_accuracy"]}
+    epoch_steps = max(1, len(losses) // EPOCHS)
+    accuracy = folder.result["scores"]["test_accuracy"]
     shutil.rmtree(folder.path.parent)
-    return found
+    return {"loss": mean(losses[-epoch_steps:]), "rate": rate, "test_accuracy": accuracy}
 
 
-def choose_best(tried: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the trial of the lowest loss. Raises RuntimeError where all diverged."""
-    best = min(tried, key=lambda found: found["loss"])
+def choose_best(trials: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the trial of the lowest loss. Raises RuntimeError if all diverged."""
+    best = min(trials, key=lambda trial: trial["loss"])
     if best == DIVERGED:
-        raise RuntimeError(f"all of {len(tried)} learning rates diverged")
+        raise RuntimeError(f"all of {len(trials)} learning rates diverged")
     return best
 
 
-def tune(scratch: Path, optimizer: str, batch: int, rates: Sequence[float], words: Sequence[str] = ()) -> Task:
+def tune(scratch: Path, optimizer: str, batch: int, rates: Sequence[float], settings: Sequence[str] = ()) -> Task:
     """A side that tries all rates, two runs at a time, and keeps the numbers of the best one."""
     label = f"{optimizer}, {batch}"
-    settings = [*WORDS, *OPTIMIZERS[optimizer], f"batch={batch}", f"optim.warmup={count_steps(batch) // 10}", *words]
+    warmup = count_steps(batch) // 10
+    trial_settings = [*SETTINGS, *OPTIMIZERS[optimizer], f"batch={batch}", f"optim.warmup={warmup}", *settings]
 
     def run(number: int) -> dict[str, float]:
-        began = time.perf_counter()
+        start = time.perf_counter()
+
+        def try_rate_of_round(rate: float) -> dict[str, float]:
+            return try_rate(scratch, label, rate, *trial_settings, f"seed={number}")
+
         with ThreadPoolExecutor(2) as pool:
-            tried = pool.map(lambda rate: try_rate(scratch, label, rate, *settings, f"seed={number}"), rates)
-            best = choose_best(list(tried))
-        # other programs change the seconds alone, which no table shows
-        return {"seconds": time.perf_counter() - began, "others": 0.0, **best}
+            trials = list(pool.map(try_rate_of_round, rates))
+        # other programs change only the seconds, which no table shows
+        return {"seconds": time.perf_counter() - start, "others": 0.0, **choose_best(trials)}
 
     return Task(label, run)
 
 
 def sides(scratch: Path) -> list[Task]:
-    return [tune(scratch, optimizer, batch, RATES[optimizer]) for batch in BATCHES for optimizer in OPTIMIZERS]
+    tasks = []
+    for batch in BATCHES:
+        tasks += [tune(scratch, optimizer, batch, RATES[optimizer]) for optimizer in OPTIMIZERS]
+    return tasks
 
 
-def table(taken: Samples) -> Table:
+def table(samples: Samples) -> Table:
     rows = []
     for batch in BATCHES:
-        sgd, lars = f"{SGD}, {batch}", f"{LARS}, {batch}"
+        sgd = f"{SGD}, {batch}"
+        lars = f"{LARS}, {batch}"
         cells: list[Cell] = [
-            taken.number(sgd, "test_accuracy", 100),
-            taken.number(lars, "test_accuracy", 100),
-            taken.difference(lars, sgd, "test_accuracy", 100),
+            samples.number(sgd, "test_accuracy", 100),
+            samples.number(lars, "test_accuracy", 100),
+            samples.difference(lars, sgd, "test_accuracy", 100),
             f"{count_steps(batch):,}",
-            taken.number(sgd, "rate", batch / BASE),
-            taken.number(lars, "rate", batch / BASE),
+            samples.number(sgd, "rate", batch / BASE),
+            samples.number(lars, "rate", batch / BASE),
         ]
         rows.append(Row(f"{batch:,}", cells))
     columns = ("SGD: test accuracy, %", "LARS: test accuracy, %", "LARS - SGD, points", "steps")

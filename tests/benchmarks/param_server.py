@@ -1,4 +1,4 @@
-"""What asynchrony gains and loses: four workers on one host, or on four of which one has a slow cable, beside DDP."""
+"""Gains and losses of asynchrony: four workers on one host, or on four of which one has a slow cable, beside DDP."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ MODES = {
     "async, damped": ("mode=async", "damp=true"),
     **{f"bounded, {bound}": ("mode=bounded", f"staleness={bound}") for bound in (0, 1, 3, 9)},
 }
-RATE, DDP = "100mbit", "DDP"
-FREE, OTHERS = "async, no slow cable", "async, without the slow worker"
+RATE = "100mbit"
+DDP = "DDP"
+FREE = "async, no slow cable"
+WITHOUT_SLOW = "async, without the slow worker"
 # ranks meet to write metrics, and all wait there for the slow cable: seldom, as one would set it on such a cable
 ON_HOSTS = ("model=mlp", "launch.threads=1", "epochs=1", "data.test_limit=0", "log.seconds=10")
 BATCH = 64
@@ -40,16 +42,18 @@ POLICIES: dict[str, tuple[Literal["sync", "async", "bounded"], int]] = {
 
 
 def sides(scratch: Path) -> list[Task]:
-    ours = [run_of(scratch, side, NAME, *BRIEF, *words, "plot=false", keep=KEEP) for side, words in MODES.items()]
-    return [run_of(scratch, "DDP", "ddp_multinode", *BRIEF, keep=("test_accuracy",)), *ours]
+    tasks = [run_of(scratch, DDP, "ddp_multinode", *BRIEF, keep=("test_accuracy",))]
+    for side, settings in MODES.items():
+        tasks.append(run_of(scratch, side, NAME, *BRIEF, *settings, "plot=false", keep=KEEP))
+    return tasks
 
 
-def table(taken: Samples) -> Table:
+def table(samples: Samples) -> Table:
     rows = []
-    for side in taken.values:
-        stale = "" if side == "DDP" else taken.number(side, "staleness_mean")
-        accuracy = taken.number(side, "test_accuracy", factor=100)
-        rows.append(Row(side, [taken.number(side, factor=1e3), accuracy, stale]))
+    for side in samples.values:
+        staleness: Cell = "" if side == DDP else samples.number(side, "staleness_mean")
+        accuracy = samples.number(side, "test_accuracy", factor=100)
+        rows.append(Row(side, [samples.number(side, factor=1e3), accuracy, staleness]))
     return Table(("mode", "ms a step", "test accuracy, %", "mean staleness"), rows)
 
 
@@ -57,42 +61,55 @@ def table(taken: Samples) -> Table:
 
 
 def sides_on_hosts(scratch: Path) -> list[Task]:
-    slow, shard = parse_rate_and_delay(RATE, ""), BATCH // hosts.HOSTS
+    slow = parse_rate_and_delay(RATE, "")
+    shard = BATCH // hosts.HOSTS
     keep = (*KEEP, "pushes", "bytes_received")
 
     def serve(side: str, mode: str, staleness: int, cable: Shape, count: int = hosts.HOSTS) -> Task:
         bound = (f"staleness={staleness}",) if mode == "bounded" else ()
-        words = (*ON_HOSTS, f"batch={shard * count}", f"mode={mode}", *bound, "plot=false")
-        return hosts.run_on_hosts(scratch, side, NAME, *words, last=cable, count=count, keep=keep)
+        settings = (*ON_HOSTS, f"batch={shard * count}", f"mode={mode}", *bound, "plot=false")
+        return hosts.run_on_hosts(scratch, side, NAME, *settings, last=cable, count=count, keep=keep)
 
-    words = (*ON_HOSTS, f"batch={BATCH}")
-    ddp = hosts.run_on_hosts(scratch, DDP, "ddp_multinode", *words, last=slow, keep=("test_accuracy",))
-    free = [serve(FREE, "async", 0, Shape()), serve(OTHERS, "async", 0, Shape(), hosts.HOSTS - 1)]
-    return [*free, ddp, *(serve(side, *policy, slow) for side, policy in POLICIES.items())]
+    ddp_settings = (*ON_HOSTS, f"batch={BATCH}")
+    ddp = hosts.run_on_hosts(scratch, DDP, "ddp_multinode", *ddp_settings, last=slow, keep=("test_accuracy",))
+    free = serve(FREE, "async", 0, Shape())
+    without_slow = serve(WITHOUT_SLOW, "async", 0, Shape(), hosts.HOSTS - 1)
+    servers = [serve(side, mode, staleness, slow) for side, (mode, staleness) in POLICIES.items()]
+    return [free, without_slow, ddp, *servers]
 
 
-def compute_bounds(taken: Samples, side: str) -> list[float]:
-    """Samples/s at most, round by round."""
+def compute_bounds(samples: Samples, side: str) -> list[float]:
+    """Return the highest possible samples/s, round by round."""
     mode, staleness = POLICIES[side]
-    policy, shard = StalenessPolicy(mode, staleness, hosts.HOSTS), BATCH / hosts.HOSTS
-    size = taken.kept(side, "bytes_received_0")[0] / taken.kept(side, "pushes_0")[0]
+    policy = StalenessPolicy(mode, staleness, hosts.HOSTS)
+    shard = BATCH / hosts.HOSTS
+    message_bytes = samples.list_counted(side, "bytes_received_0")[0] / samples.list_counted(side, "pushes_0")[0]
     cable = parse_rate_and_delay(RATE, "")
-    carrying = 2 * 8 * max(0, size - cable.bucket) / cable.rate  # there and back
+    carrying = 2 * 8 * max(0, message_bytes - cable.bucket) / cable.rate  # there and back
     processors = len(os.sched_getaffinity(0))
-    free, others = ([each / shard for each in taken.kept(side, "samples_per_second")] for side in (FREE, OTHERS))
-    pairs = zip(free, others, strict=True)
-    return [shard * compute_bound(policy, every, three, carrying, processors) for every, three in pairs]
+
+    bounds = []
+    rates = samples.list_counted(FREE, "samples_per_second")
+    rates_without_slow = samples.list_counted(WITHOUT_SLOW, "samples_per_second")
+    for rate, rate_without_slow in zip(rates, rates_without_slow, strict=True):
+        pushes = compute_bound(policy, rate / shard, rate_without_slow / shard, carrying, processors)
+        bounds.append(shard * pushes)
+    return bounds
 
 
-def table_on_hosts(taken: Samples) -> Table:
+def table_on_hosts(samples: Samples) -> Table:
     rows = []
-    for side in taken.values:
-        rates, cells = taken.kept(side, "samples_per_second"), list[Cell](["", ""])
+    for side in samples.values:
+        rates = samples.list_counted(side, "samples_per_second")
+        accuracy = samples.number(side, "test_accuracy", factor=100)
+        staleness: Cell = "" if side == DDP else samples.number(side, "staleness_mean")
+        share: Cell = ""
+        bound: Cell = ""
         if side in POLICIES:
-            bounds = compute_bounds(taken, side)
-            cells = [summarize_values([a / b for a, b in zip(rates, bounds, strict=True)]), summarize_values(bounds)]
-        stale = "" if side == DDP else taken.number(side, "staleness_mean")
-        cells = [cells[0], summarize_values(rates), cells[1], taken.number(side, "test_accuracy", factor=100), stale]
+            bounds = compute_bounds(samples, side)
+            share = summarize_values([a / b for a, b in zip(rates, bounds, strict=True)])
+            bound = summarize_values(bounds)
+        cells = [share, summarize_values(rates), bound, accuracy, staleness]
         rows.append(Row(side, cells, 0.8 if side in POLICIES else None))
     columns = ("mode", "samples/s / bound", "samples/s", "bound", "test accuracy, %", "mean staleness")
     return Table(columns, rows)

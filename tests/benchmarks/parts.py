@@ -1,4 +1,4 @@
-"""What a benchmark consists of: parts, each a comparison whose sides take turns and which ends in one table."""
+"""The parts of a benchmark: comparisons whose sides take turns, each of which ends in one table."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Part:
     drop: int = 0
     """Rounds before these that warm up and do not count."""
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What a reader of the table must know: threads, batch."""
+    """Conditions that the page shows below the table: threads, batch."""
     check: Callable[[Path, Samples], None] = lambda scratch, samples: None
-    """Raises AssertionError where the sides did not do the same work."""
+    """Raises AssertionError if the sides did not do the same work."""
     missing: Callable[[], str] = lambda: ""
-    """Why this machine cannot measure it; empty where it can."""
-    more: Callable[[Path], dict[str, Any]] = lambda scratch: {}
-    """What else is recorded, such as the timeline of a step."""
+    """Returns why this machine cannot measure it; empty if it can."""
+    attachments: Callable[[Path], dict[str, Any]] = lambda scratch: {}
+    """Other content of the record, such as the timeline of a step."""
 
 
 # ---- sides that are runs of experiments
@@ -62,16 +62,17 @@ def run_of(scratch: Path, label: str, experiment: str, *settings: str, keep: Seq
     """
 
     def run(number: int) -> dict[str, float]:
-        folder = finish(scratch, label, experiment, *(word.replace("{round}", str(number)) for word in settings))
+        settings_of_round = [setting.replace("{round}", str(number)) for setting in settings]
+        folder = finish(scratch, label, experiment, *settings_of_round)
         result = parse_result(folder.result).flatten_values()
         losses = [row["loss"] for row in folder.read_metrics() if row.get("loss") is not None]
-        found = {"seconds": result["step_seconds"], "first_loss": losses[0], "last_loss": losses[-1]}
+        measured = {"seconds": result["step_seconds"], "first_loss": losses[0], "last_loss": losses[-1]}
         for name in keep:
-            found |= flatten(name, result[name])
+            measured |= flatten(name, result[name])
         if result.get("timeline"):
             (scratch / f"{label}.timeline").write_text(json.dumps(result["timeline"]))
         shutil.rmtree(folder.path.parent)
-        return found
+        return measured
 
     return Task(label, run)
 
@@ -83,45 +84,52 @@ class RunFailedError(CausedRuntimeError):
 def finish(
     scratch: Path, label: str, experiment: str, *settings: str, nodes: int = 0, env: Mapping[str, str] | None = None
 ) -> RunFolder:
-    """The folder of a run that was started by its command and has ended. Raises RunFailedError if it failed.
+    """Start a run by its command, wait for its end and return its folder. Raises RunFailedError if it failed.
 
     With `nodes` it is submitted to the cluster that `env` leads to.
     """
     runs = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
-    words = applicable(experiment, [*QUIET, *BRIEF, *settings, f"runs={runs}"])
-    command = [sys.executable, f"experiments/{experiment}.py", *words]
+    arguments = applicable(experiment, [*QUIET, *BRIEF, *settings, f"runs={runs}"])
+    command = [sys.executable, f"experiments/{experiment}.py", *arguments]
     if nodes:
-        options = [f"--nodes={nodes}", "--follow=1", f"--args={shlex.join(words)}"]
+        options = [f"--nodes={nodes}", "--follow=1", f"--args={shlex.join(arguments)}"]
         command = [sys.executable, "-m", "slurm", "exp", *options, "--", experiment]
     env = dict(env or environment())
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
-    if done.returncode:
+    process = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=RUN_SECONDS, check=False
+    )
+    if process.returncode:
         results = [read_json(file) for file in runs.glob("*/result.json")]
         cause = read_cause(results[0]) if results else Cause.OTHER
-        raise RunFailedError(f"{label}: {' '.join(command)} failed:\n{done.stderr[-2000:]}", cause=cause)
+        raise RunFailedError(f"{label}: {' '.join(command)} failed:\n{process.stderr[-2000:]}", cause=cause)
     (path,) = (path for path in runs.iterdir() if path.is_dir())
     return RunFolder(path)
 
 
 def environment(wandb: str = "disabled") -> dict[str, str]:
-    """The environment of a run that no cluster, no account, and no `make bench` around it disturbs; with W&B's mode."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "SLURM_", "MAKE", "MFLAGS"))}
-    return kept | {"WANDB_MODE": wandb, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    """Return the environment of a run without variables of a cluster, an account or `make bench`; with W&B's mode."""
+    foreign = ("WANDB_", "SLURM_", "MAKE", "MFLAGS")
+    variables = {name: text for name, text in os.environ.items() if not name.startswith(foreign)}
+    return variables | {"WANDB_MODE": wandb, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def flatten(name: str, value: Any) -> dict[str, float]:
-    """A number of a result under its name; the entries of a list or mapping as name_0, name_1."""
+    """Return a number of a result under its name; the entries of a list or mapping as name_0, name_1."""
     if isinstance(value, int | float):
         return {name: float(value)}
-    entries = list(value.values()) if isinstance(value, dict) else list(value)
-    return {f"{name}_{position}": float(entry) for position, entry in enumerate(entries)}
+    numbers = list(value.values()) if isinstance(value, dict) else list(value)
+    return {f"{name}_{position}": float(number) for position, number in enumerate(numbers)}
 
 
 def timelines(*labels: str) -> Callable[[Path], dict[str, Any]]:
-    """The timeline of one step of the newest runs of these sides, for figures."""
+    """Return a function that reads the timeline of one step of the newest runs of these sides, for figures."""
 
-    def more(scratch: Path) -> dict[str, Any]:
-        files = {label: scratch / f"{label}.timeline" for label in labels}
-        return {"timelines": {label: json.loads(file.read_text()) for label, file in files.items() if file.exists()}}
+    def read_timelines(scratch: Path) -> dict[str, Any]:
+        timeline_of = {}
+        for label in labels:
+            file = scratch / f"{label}.timeline"
+            if file.exists():
+                timeline_of[label] = json.loads(file.read_text())
+        return {"timelines": timeline_of}
 
-    return more
+    return read_timelines

@@ -1,7 +1,8 @@
-"""The same training loop as others write it: bare PyTorch, Lightning's Trainer and Fabric, Accelerate.
+"""The same training loop written with other libraries: bare PyTorch, Lightning's Trainer and Fabric, Accelerate.
 
 Each takes a model, batches and the learning rate of each step, trains, and leaves the model trained. The
-optimizer is torch's fused SGD with Nesterov momentum. Imports stand inside, so that one peer costs no other.
+optimizer is torch's fused SGD with Nesterov momentum. Each function imports its library, so that no peer pays for the
+imports of another one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.training import optimizers
 from configs.shared import Optim
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -23,20 +23,13 @@ Peer = Callable[[nn.Module, Batches, Sequence[float], Optim], None]
 
 
 def sgd(model: nn.Module, settings: Optim) -> Optimizer:
-    options: dict[str, Any] = {"momentum": settings.momentum, "nesterov": True, "fused": True}
-    return torch.optim.SGD(model.parameters(), lr=settings.lr, **options)
+    parameters = model.parameters()
+    return torch.optim.SGD(parameters, lr=settings.lr, momentum=settings.momentum, nesterov=True, fused=True)
 
 
 def bare(model: nn.Module, batches: Batches, rates: Sequence[float], settings: Optim) -> None:
-    bare_loop(model, batches, rates, sgd(model, settings))
-
-
-def bare_light(model: nn.Module, batches: Batches, rates: Sequence[float], settings: Optim) -> None:
-    """The bare loop with this project's optimizer, which leaves out the wrappers around torch's."""
-    bare_loop(model, batches, rates, optimizers.build_optimizer(model.parameters(), settings))
-
-
-def bare_loop(model: nn.Module, batches: Batches, rates: Sequence[float], optimizer: Optimizer) -> None:
+    """A loop of plain PyTorch."""
+    optimizer = sgd(model, settings)
     model.train()
     for (x, y), rate in zip(batches, rates, strict=True):
         optimizer.zero_grad()
@@ -75,12 +68,12 @@ def accelerate(model: nn.Module, batches: Batches, rates: Sequence[float], setti
 
 
 def trainer(model: nn.Module, batches: Batches, rates: Sequence[float], settings: Optim) -> None:
-    """Lightning's Trainer as it comes (logger, progress bar, checkpoint), the loss logged, the rate by a scheduler."""
+    """Lightning's Trainer with default settings; it logs the loss, and a scheduler sets the rate."""
     fit(model, batches, rates, settings, logs=True)
 
 
 def trainer_lean(model: nn.Module, batches: Batches, rates: Sequence[float], settings: Optim) -> None:
-    """The same Trainer when the module logs nothing and sets the rate by hand."""
+    """The same Trainer with a module that logs nothing and sets the rate itself."""
     fit(model, batches, rates, settings, logs=False)
 
 

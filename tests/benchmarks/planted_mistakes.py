@@ -1,4 +1,4 @@
-"""Which of forty mistakes a test suite notices when they are planted in the product code one at a time.
+"""Plant forty mistakes in the product code, one at a time, and record which of them a test suite notices.
 
     python tests/benchmarks/planted_mistakes.py list
     python tests/benchmarks/planted_mistakes.py check                                  whether all can be planted
@@ -7,9 +7,9 @@
 
 `run` plants each mistake in a copy of the checkout, where it runs the test files that executed the changed lines
 according to suite_coverage.py, the quickest first, up to the first that fails. A hang counts, and a failure that no
-copy without the mistake has. --list FILE.json, for `list`, `check` and `run`, takes other mistakes: a list of objects
-with name, file, old, new, and why if you like. A mistake that --out holds already is not tried again. Run it with
-nothing else to do: a test that is too slow under load looks like a caught mistake.
+copy without the mistake has. --list FILE.json, for `list`, `check` and `run`, reads other mistakes: a list of objects
+with name, file, old, new, and optionally why. A mistake that is in --out already is not tried again. Run it on a
+machine without other load: a test that is too slow under load looks like a caught mistake.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,20 @@ from tests.benchmarks import planted_mistakes_list  # noqa: E402
 from tests.benchmarks.planted_mistakes_list import Mistake  # noqa: E402
 from tests.harness.declared import import_of_experiments  # noqa: E402
 
-OF_EXPERIMENTS = import_of_experiments("tests.benchmarks.{}_mistakes").values()
-MISTAKES: list[Mistake] = [
-    *planted_mistakes_list.MISTAKES,
-    *(mistake for module in OF_EXPERIMENTS for mistake in module.MISTAKES),
-]
+
+def list_all_mistakes() -> list[Mistake]:
+    """Return the mistakes of the shared list and of all experiments."""
+    mistakes = list(planted_mistakes_list.MISTAKES)
+    for module in import_of_experiments("tests.benchmarks.{}_mistakes").values():
+        mistakes += module.MISTAKES
+    return mistakes
+
+
+MISTAKES = list_all_mistakes()
 GIT = ["git", "-c", "user.name=planted", "-c", "user.email=planted@localhost", "-c", "commit.gpgsign=false"]
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
-SAID = re.compile(r"^E +(.*)$", re.MULTILINE)  # the summary leaves the error out where the line is full
-LATE = re.compile(r"Timeout \(?>")  # as pytest-timeout says it
+ERROR_LINE = re.compile(r"^E +(.*)$", re.MULTILINE)  # the summary leaves the error out where the line is full
+TIMEOUT_MESSAGE = re.compile(r"Timeout \(?>")  # of pytest-timeout
 RUNNING: set[subprocess.Popen[bytes]] = set()
 STOPPED = threading.Event()
 
@@ -62,25 +68,30 @@ class Covering:
     sound: bool
     """Whether it passed while it was recorded."""
 
+    @property
+    def priority(self) -> tuple[bool, int, bool]:
+        """The key by which test files are sorted: those that passed, and of these the quickest, come first."""
+        return not self.sound, round(self.seconds), not self.test.startswith("tests/unit/")
+
 
 @dataclass
 class Outcome:
-    """How pytest ended."""
+    """The outcome of pytest."""
 
     failed: bool
     hang: bool = False
     tests: list[str] = field(default_factory=list)
-    """The ids of what failed; none where it crashed or was ended."""
-    why: str = ""
+    """The ids of failed tests; empty if pytest crashed or was killed."""
+    reason: str = ""
 
 
 # ---- planting
 
 
 def problem_of(mistake: Mistake) -> str:
-    """Why a mistake cannot be planted; empty if it can."""
+    """Return why a mistake cannot be planted; empty if it can."""
     if not (ROOT / mistake.file).is_file():
-        return f"there is no {mistake.file} any more"
+        return f"{mistake.file} does not exist"
     text = (ROOT / mistake.file).read_text()
     count = text.count(mistake.old)
     if count != 1:
@@ -90,46 +101,48 @@ def problem_of(mistake: Mistake) -> str:
     try:
         compile(text.replace(mistake.old, mistake.new), mistake.file, "exec")
     except SyntaxError as error:
-        return f"{mistake.file} does not compile any more: {error}"
+        return f"{mistake.file} does not compile with the mistake: {error}"
     return ""
 
 
+def find_last_line(statement: ast.stmt) -> int:
+    """Return the last line of a statement; of a compound statement only of its head."""
+    body = getattr(statement, "body", None) or getattr(statement, "cases", None)
+    if not body:
+        return statement.end_lineno or statement.lineno
+    first = body[0].pattern if isinstance(body[0], ast.match_case) else body[0]
+    return max(statement.lineno, first.lineno - 1)
+
+
 def changed_statements(mistake: Mistake) -> set[int]:
-    """The lines in which the statements begin that the old text is a part of; coverage knows no other lines."""
+    """Return the first lines of the statements that contain the old text; coverage knows no other lines."""
     text = (ROOT / mistake.file).read_text()
     start = text.index(mistake.old)
     first = text.count("\n", 0, start) + 1
     last = first + mistake.old.rstrip("\n").count("\n")
-    found = set()
+    lines = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.stmt):
-            body = getattr(node, "body", None) or getattr(node, "cases", None)
-            end = node.end_lineno or node.lineno
-            if body:  # of a compound statement only the head
-                inside = body[0].pattern if isinstance(body[0], ast.match_case) else body[0]
-                end = max(node.lineno, inside.lineno - 1)
-            if node.lineno <= last and end >= first:
-                found.add(node.lineno)
-    return found
+        if isinstance(node, ast.stmt) and node.lineno <= last and find_last_line(node) >= first:
+            lines.add(node.lineno)
+    return lines
 
 
 def covering(mistake: Mistake, recorded: dict[str, Any]) -> list[Covering]:
-    """The test files that execute what is changed, in the order in which they are tried."""
+    """Return the test files that execute the changed lines, in the order in which they are tried."""
     lines = changed_statements(mistake)
-    found = [
-        Covering(test, run["seconds"], run["status"] == 0)
-        for test, run in recorded.items()
-        if lines & set(run["files"].get(mistake.file, {}).get("lines", ()))
-    ]
-    return sorted(found, key=lambda one: (not one.sound, round(one.seconds), not one.test.startswith("tests/unit/")))
+    files = []
+    for test, run in recorded.items():
+        executed = run["files"].get(mistake.file, {}).get("lines", ())
+        if lines & set(executed):
+            files.append(Covering(test, run["seconds"], run["status"] == 0))
+    return sorted(files, key=lambda file: file.priority)
 
 
 def copy_checkout(target: Path, mistake: Mistake | None) -> None:
     """Copy the checkout's files, as a repository of its own: the program asks git for its source."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in filter(None, listed.stdout.split("\0")):
+    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, process.stdout.split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
@@ -147,12 +160,9 @@ def copy_checkout(target: Path, mistake: Mistake | None) -> None:
 # ---- running
 
 
-def run_pytest(place: Path, tests: list[str], seconds: float) -> Outcome:
-    """Run tests in a copy up to the first failure, at most so many seconds."""
-    command = [sys.executable, "-m", "pytest", *tests, "-x", "-q", "-ra", "-p", "no:cacheprovider"]
-    environ = os.environ | {"PYTHONPATH": str(place)}  # goes before an editable install
-    if STOPPED.is_set():
-        raise RuntimeError("stopped")
+def execute(command: list[str], place: Path, seconds: float) -> tuple[int | None, str]:
+    """Run a command; return its exit status, None if it took too long, and its output."""
+    environ = os.environ | {"PYTHONPATH": str(place)}  # precedes an editable install
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, cwd=place, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -166,14 +176,23 @@ def run_pytest(place: Path, tests: list[str], seconds: float) -> Outcome:
         finally:
             RUNNING.discard(process)
         log.seek(0)
-        output = log.read().decode(errors="replace")
+        return status, log.read().decode(errors="replace")
+
+
+def run_pytest(place: Path, tests: list[str], seconds: float) -> Outcome:
+    """Run tests in a copy up to the first failure, at most so many seconds."""
+    if STOPPED.is_set():
+        raise RuntimeError("stopped")
+    command = [sys.executable, "-m", "pytest", *tests, "-x", "-q", "-ra", "-p", "no:cacheprovider"]
+    status, text = execute(command, place, seconds)
     if status is None:
-        return Outcome(failed=True, hang=True, why=f"ended after {seconds:.0f} s")
+        return Outcome(failed=True, hang=True, reason=f"killed after {seconds:.0f} s")
     if status in (0, 5):  # 5: no test was chosen
         return Outcome(failed=False)
-    said = SAID.search(output)
-    why = said[1] if said else f"exit status {status}: {output.strip()[-200:]}"
-    return Outcome(True, bool(LATE.search(output)), FAILED.findall(output), why)
+    error_line = ERROR_LINE.search(text)
+    reason = error_line[1] if error_line else f"exit status {status}: {text.strip()[-200:]}"
+    is_hang = bool(TIMEOUT_MESSAGE.search(text))
+    return Outcome(failed=True, hang=is_hang, tests=FAILED.findall(text), reason=reason)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -184,7 +203,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def fails_without(tests: list[str], seconds: float) -> bool:
-    """Whether tests fail without any mistake, too."""
+    """Return whether tests fail without any mistake, too."""
     with tempfile.TemporaryDirectory(prefix="sound-") as folder:
         copy_checkout(Path(folder), None)
         return run_pytest(Path(folder), tests, seconds).failed
@@ -192,79 +211,92 @@ def fails_without(tests: list[str], seconds: float) -> bool:
 
 def try_mistake(mistake: Mistake, recorded: dict[str, Any], timeout: float) -> dict[str, Any]:
     """Plant one mistake and look for a test that notices it."""
-    began, chosen, tried = time.monotonic(), covering(mistake, recorded), 0
+    start = time.monotonic()
+    candidates = covering(mistake, recorded)
+    files_run = 0
     result: dict[str, Any] = {"file": mistake.file, "caught": False, "by": None, "tests": [], "hang": False}
     unsure: list[str] = []  # failed, but perhaps not because of the mistake
     with tempfile.TemporaryDirectory(prefix="planted-", ignore_cleanup_errors=True) as folder:
         copy_checkout(Path(folder), mistake)
-        for one in chosen:
-            tried += 1
-            seconds = max(timeout, 3 * one.seconds)
-            outcome = run_pytest(Path(folder), [one.test], seconds)
+        for candidate in candidates:
+            files_run += 1
+            seconds = max(timeout, 3 * candidate.seconds)
+            outcome = run_pytest(Path(folder), [candidate.test], seconds)
             if not outcome.failed:
                 continue
-            if not one.sound or (not outcome.hang and fails_without(outcome.tests or [one.test], seconds)):
-                unsure.append(one.test)
+            failed_tests = outcome.tests or [candidate.test]
+            if not candidate.sound or (not outcome.hang and fails_without(failed_tests, seconds)):
+                unsure.append(candidate.test)
                 continue
-            result |= {"caught": True, "by": one.test, "tests": outcome.tests}
-            result |= {"hang": outcome.hang, "why": outcome.why}
+            result |= {"caught": True, "by": candidate.test, "tests": outcome.tests}
+            result |= {"hang": outcome.hang, "why": outcome.reason}
             break
-    result |= {"unsure": unsure, "covered_by": [one.test for one in chosen], "files_run": tried}
-    return result | {"seconds": time.monotonic() - began}
+    covered_by = [candidate.test for candidate in candidates]
+    result |= {"unsure": unsure, "covered_by": covered_by, "files_run": files_run}
+    return result | {"seconds": time.monotonic() - start}
 
 
 # ---- commands
 
 
-def read_mistakes(given: argparse.Namespace) -> list[Mistake]:
-    """The mistakes of --list, or the forty."""
-    if not given.list:
+def read_mistakes(arguments: argparse.Namespace) -> list[Mistake]:
+    """Return the mistakes of --list, or the forty."""
+    if not arguments.list:
         return MISTAKES
-    return [
-        Mistake(one["name"], one["file"], one["old"], one["new"]) for one in json.loads(Path(given.list).read_text())
-    ]
+    entries = json.loads(Path(arguments.list).read_text())
+    return [Mistake(entry["name"], entry["file"], entry["old"], entry["new"]) for entry in entries]
 
 
-def list_mistakes(given: argparse.Namespace) -> int:
-    for mistake in read_mistakes(given):
+def list_mistakes(arguments: argparse.Namespace) -> int:
+    for mistake in read_mistakes(arguments):
         print(f"{mistake.name:<32}{mistake.file}")
     return 0
 
 
-def check_mistakes(given: argparse.Namespace) -> int:
-    """Say which mistakes cannot be planted; exit status 1 if there are any."""
-    mistakes = read_mistakes(given)
-    problems = [f"{mistake.name}: {problem}" for mistake in mistakes if (problem := problem_of(mistake))]
+def check_mistakes(arguments: argparse.Namespace) -> int:
+    """Print which mistakes cannot be planted; return 1 if there are any."""
+    mistakes = read_mistakes(arguments)
+    problems = []
+    for mistake in mistakes:
+        if problem := problem_of(mistake):
+            problems.append(f"{mistake.name}: {problem}")
     names = collections.Counter(mistake.name for mistake in mistakes)
     problems += [f"{name}: {count} mistakes have this name" for name, count in names.items() if count > 1]
     print("\n".join(problems) or f"all {len(mistakes)} mistakes can be planted")
-    return int(bool(problems))
+    return 1 if problems else 0
 
 
-def run_mistakes(given: argparse.Namespace) -> int:
-    if check_mistakes(given):
+def read_results(paths: Sequence[str]) -> dict[str, Any]:
+    """Return the union of JSON files that hold mappings."""
+    union: dict[str, Any] = {}
+    for path in paths:
+        union |= json.loads(Path(path).read_text())
+    return union
+
+
+def run_mistakes(arguments: argparse.Namespace) -> int:
+    if check_mistakes(arguments):
         return 1
-    mistakes = read_mistakes(given)
-    unknown = set(given.only) - {mistake.name for mistake in mistakes}
+    mistakes = {mistake.name: mistake for mistake in read_mistakes(arguments)}
+    unknown = set(arguments.only) - set(mistakes)
     if unknown:
         print(f"unknown: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
-    recorded: dict[str, Any] = {}
-    for path in given.coverage:
-        recorded |= json.loads(Path(path).read_text())
-    out = Path(given.out)
-    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    left = [one for one in mistakes if one.name not in found and one.name in (given.only or [one.name])]
-    pool = concurrent.futures.ThreadPoolExecutor(given.jobs)
+    recorded = read_results(arguments.coverage)
+    file = Path(arguments.out)
+    results = read_results([arguments.out]) if file.exists() else {}
+    remaining = [name for name in mistakes if name not in results and name in (arguments.only or [name])]
+    pool = concurrent.futures.ThreadPoolExecutor(arguments.jobs)
     try:
-        runs = {pool.submit(try_mistake, one, recorded, given.timeout): one for one in left}
+        runs = {pool.submit(try_mistake, mistakes[name], recorded, arguments.timeout): name for name in remaining}
         for run in concurrent.futures.as_completed(runs):
-            name = runs[run].name
-            found[name] = run.result()
-            beside = out.with_name(f".{out.name}.new")
-            beside.write_text(json.dumps(found, indent=1))
-            beside.replace(out)
-            print(f"{len(found):>3}  {found[name]['seconds']:>6.0f} s  {name:<32}{told(found[name])}", flush=True)
+            name = runs[run]
+            result = run.result()
+            results[name] = result
+            new_file = file.with_name(f".{file.name}.new")
+            new_file.write_text(json.dumps(results, indent=1))
+            new_file.replace(file)
+            print(f"{len(results):>3}  {result['seconds']:>6.0f} s  {name:<32}{describe_result(result)}", flush=True)
     finally:
         STOPPED.set()
         pool.shutdown(wait=False, cancel_futures=True)
@@ -273,65 +305,83 @@ def run_mistakes(given: argparse.Namespace) -> int:
     return 0
 
 
-def told(result: dict[str, Any] | None) -> str:
-    """What became of a mistake, in words."""
+def describe_result(result: dict[str, Any] | None) -> str:
+    """Describe which test caught a mistake, or that none did."""
     if result is None:
         return "not tried"
     if result["caught"]:
-        return f"{(result['tests'] or [result['by']])[0]}{' (hang)' if result['hang'] else ''}"
+        test = (result["tests"] or [result["by"]])[0]
+        return f"{test} (hang)" if result["hang"] else test
     return f"unsure: {', '.join(result['unsure'])}" if result["unsure"] else "NOT CAUGHT"
 
 
 def tier(result: dict[str, Any] | None) -> str:
-    """The folder under tests/ in which the mistake was caught."""
+    """Return the folder under tests/ in which the mistake was caught."""
     parts = Path(result["by"]).parts if result and result["by"] else ()
     return parts[1] if len(parts) > 2 else "-"
 
 
-def print_summary(given: argparse.Namespace) -> int:
-    suites = [json.loads(Path(path).read_text()) for path in given.results]
+def print_counts(suite: dict[str, Any]) -> None:
+    """Print how many mistakes a suite caught."""
+    caught = [result for result in suite.values() if result["caught"]]
+    hung = sum(result["hang"] for result in caught)
+    unsure = [result for result in suite.values() if result["unsure"] and not result["caught"]]
+    print(f"  {len(caught)} of {len(suite)} caught, {hung} of them by a hang; {len(unsure)} unsure")
+
+
+def print_missed(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Print the mistakes that only the first suite caught."""
+    caught = {name for name, result in second.items() if result["caught"]}
+    missed = [name for name, result in first.items() if result["caught"] and name not in caught]
+    print(f"caught by the first and not by the second: {len(missed)}")
+    for name in missed:
+        print(f"  {name:<32}{first[name]['by']}; second: {describe_result(second.get(name))}")
+
+
+def print_summary(arguments: argparse.Namespace) -> int:
+    suites = [read_results([path]) for path in arguments.results]
     names = [mistake.name for mistake in MISTAKES]
-    if not set().union(*suites) <= set(names):  # mistakes of a --list
-        names = list(dict.fromkeys(name for suite in suites for name in suite))
-    for path, suite in zip(given.results, suites, strict=True):
+    tried: dict[str, None] = {}
+    for suite in suites:
+        tried |= dict.fromkeys(suite)
+    if not set(tried) <= set(names):  # mistakes of a --list
+        names = list(tried)
+    for path, suite in zip(arguments.results, suites, strict=True):
         print(path)
         for name in names:
-            found = suite.get(name)
-            print(f"  {name:<32}{tier(found):<13}{told(found)}")
-        caught = [found for found in suite.values() if found["caught"]]
-        hung, unsure = (
-            sum(f["hang"] for f in caught),
-            sum(bool(f["unsure"]) and not f["caught"] for f in suite.values()),
-        )
-        print(f"  {len(caught)} of {len(suite)} caught, {hung} of them by a hang; {unsure} unsure")
+            result = suite.get(name)
+            print(f"  {name:<32}{tier(result):<13}{describe_result(result)}")
+        print_counts(suite)
     if len(suites) == 2:
-        second = {name for name, found in suites[1].items() if found["caught"]}
-        missed = [name for name, found in suites[0].items() if found["caught"] and name not in second]
-        print(f"caught by the first and not by the second: {len(missed)}")
-        for name in missed:
-            print(f"  {name:<32}{suites[0][name]['by']}; second: {told(suites[1].get(name))}")
+        print_missed(*suites)
     return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
-    chosen = argparse.ArgumentParser(add_help=False)
-    chosen.add_argument("--list", metavar="FILE.json", help="other mistakes than the forty")
-    verbs.add_parser("list", help="names and files", parents=[chosen]).set_defaults(run=list_mistakes)
-    verbs.add_parser("check", help="whether all can be planted", parents=[chosen]).set_defaults(run=check_mistakes)
-    one = verbs.add_parser("run", help="plant them and run tests", parents=[chosen])
-    one.add_argument("--coverage", nargs="+", required=True, help="JSON files that suite_coverage.py recorded")
-    one.add_argument("--out", required=True, help="the JSON to write")
-    one.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these mistakes alone")
-    one.add_argument("--jobs", type=int, default=2, help="mistakes at a time")
-    one.add_argument("--timeout", type=float, default=900, help="seconds for a test file, or thrice what it took once")
-    one.set_defaults(run=run_mistakes)
-    two = verbs.add_parser("summary", help="a table, and with two results what the second misses")
-    two.add_argument("results", nargs="+")
-    two.set_defaults(run=print_summary)
-    given = parser.parse_args()
-    return int(given.run(given))
+    list_option = argparse.ArgumentParser(add_help=False)
+    list_option.add_argument("--list", metavar="FILE.json", help="other mistakes than the forty")
+
+    lister = verbs.add_parser("list", help="names and files", parents=[list_option])
+    lister.set_defaults(run=list_mistakes)
+    checker = verbs.add_parser("check", help="whether all can be planted", parents=[list_option])
+    checker.set_defaults(run=check_mistakes)
+
+    runner = verbs.add_parser("run", help="plant them and run tests", parents=[list_option])
+    runner.add_argument("--coverage", nargs="+", required=True, help="JSON files that suite_coverage.py recorded")
+    runner.add_argument("--out", required=True, help="the JSON to write")
+    runner.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these mistakes alone")
+    runner.add_argument("--jobs", type=int, default=2, help="mistakes at a time")
+    timeout_help = "seconds for a test file, at least three times its recorded time"
+    runner.add_argument("--timeout", type=float, default=900, help=timeout_help)
+    runner.set_defaults(run=run_mistakes)
+
+    summary = verbs.add_parser("summary", help="a table, and with two results what the second misses")
+    summary.add_argument("results", nargs="+")
+    summary.set_defaults(run=print_summary)
+    arguments = parser.parse_args()
+    return int(arguments.run(arguments))
 
 
 if __name__ == "__main__":

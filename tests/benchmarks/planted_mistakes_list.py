@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mistake:
-    """A change of one file: `old`, which stands there exactly once, becomes `new`."""
+    """A change of one file: `old`, which occurs there exactly once, becomes `new`."""
 
     name: str
     file: str
@@ -19,8 +19,7 @@ class Mistake:
     new: str
 
 
-MISTAKES = [
-    # ---- common
+COMMON_MISTAKES = [
     Mistake(
         "order-without-epoch",  # every epoch in the order of the first
         "common/data/loader.py",
@@ -100,7 +99,7 @@ MISTAKES = [
         'for stage in local_stages:\n            actions += [Action("B"',
     ),
     Mistake(
-        "slot-stays-full",  # from the second step on nobody waits for a message
+        "slot-stays-full",  # from the second step on, no stage waits for a message
         "common/techniques/pipeline/shared_memory.py",
         "        self.full.remove(number)\n",
         "",
@@ -118,7 +117,7 @@ MISTAKES = [
         "    return {name: True}",
     ),
     Mistake(
-        "saves-by-last-look",  # the clock of saving begins anew at every look
+        "saves-by-last-look",  # the clock of saving starts again at every look
         "common/checkpoint/save_or_stop_vote.py",
         "<= now - self.saved_at",
         "<= now - self.voted_at",
@@ -142,7 +141,7 @@ MISTAKES = [
         "for name, text in os.environ.items()}",
     ),
     Mistake(
-        "new-id-in-tracking",  # a run that goes on is another one in W&B
+        "new-id-in-tracking",  # a resumed run is another one in W&B
         "common/runs/tracking/wandb_run.py",
         'run_id = read_json(id_file).get("id") or secrets.token_hex(4)',
         "run_id = secrets.token_hex(4)",
@@ -167,7 +166,8 @@ MISTAKES = [
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
 """,
     ),
-    # ---- slurm
+]
+SLURM_MISTAKES = [
     Mistake(
         "requeued-without-limit",
         "slurm/scheduling/requeue.py",
@@ -222,7 +222,8 @@ MISTAKES = [
         'return int(stat[19]) == self.start and stat[0] not in "ZX"',
         'return stat[0] not in "ZX"',
     ),
-    # ---- experiments
+]
+EXPERIMENT_MISTAKES = [
     Mistake(
         "clip-before-unscale",
         "experiments/amp_accum.py",
@@ -262,3 +263,4 @@ MISTAKES = [
         "F.cross_entropy(forward(step.x), step.y)",
     ),
 ]
+MISTAKES = [*COMMON_MISTAKES, *SLURM_MISTAKES, *EXPERIMENT_MISTAKES]

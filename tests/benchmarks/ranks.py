@@ -1,4 +1,4 @@
-"""What a second rank gains: the comparison of every experiment that has none of its own."""
+"""The gain of a second rank: the comparison of every experiment that declares no others."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from pathlib import Path
 
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.parts import Part, run_of
-from tests.benchmarks.records import Row, Table
+from tests.benchmarks.records import Row, Table, list_step_times, make_value_table
 
 BRIEF = ("steps=60", "launch.threads=1")
 RANKS = {"1 process": 1, "2 processes": 2}
 
 
-def table(taken: Samples) -> Table:
-    rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
-    gain = taken.ratio("1 process", "2 processes", 0.5)
-    return Table(("measured", "value"), [*rows, Row("samples/s of 2 processes / of two times one process", [gain])])
+def table(samples: Samples) -> Table:
+    gain = samples.ratio("1 process", "2 processes", 0.5)
+    rows = list_step_times(samples)
+    rows.append(Row("samples/s of 2 processes / of two times one process", [gain]))
+    return make_value_table(rows)
 
 
 def make_part(name: str) -> Part:

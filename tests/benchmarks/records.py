@@ -1,11 +1,11 @@
-"""What benchmarks write and pages show: one JSON per machine and day, with every sample and the table made of them.
+"""Records, which benchmarks write and pages show: one JSON per machine and day, with all samples and their tables.
 
     {"format": 1, "date": "2026-11-22", "machine": {"cpu": ..., "cores": ..., "memory_gb": ...}, "versions": {...},
      "parts": {"ddp_multinode/step": {"title": ..., "command": ..., "commit": ..., "facts": {"threads": 1, ...},
        "rounds": 4, "samples": {side: {name: [one number a round]}}, "table": {"columns": [...], "rows": [...]}}}}
 
-A row of a table has `what`, `cells` (text or {"value", "low", "high"}) and, where there is one, a `goal`
-({"bound", "at_least"}), which its first cell is measured by.
+A row of a table has `what`, `cells` (text or {"value", "low", "high"}) and, if its first cell has one, a `goal`
+({"bound", "at_least"}).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ RESULTS = ROOT / "tests" / "benchmarks" / "results"
 RECORDED = ROOT / "tests" / "benchmarks" / "recorded"
 PACKAGES = ("torch", "torchvision", "numpy", "lightning", "accelerate")
 GOAL = "goal"  # head of the last column of a table in which rows have goals
-NEAR = 0.05  # a goal missed by no more counts as met
 Cell = str | Number
 Json = dict[str, Any]
 
@@ -51,18 +50,34 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Columns, of which the first is headed by what the rows are, and rows."""
+    """Heads of columns, of which the first contains the labels of rows, and rows."""
 
     columns: Sequence[str]
     rows: Sequence[Row]
 
 
-def at_least(what: str, number: Number, bound: float) -> Row:
-    return Row(what, [number], bound, at_least=True)
+GOAL_TOLERANCE = 0.05  # a goal missed by no more counts as met
 
 
-def at_most(what: str, number: Number, bound: float) -> Row:
-    return Row(what, [number], bound, at_least=False)
+def at_least(label: str, number: Number, bound: float) -> Row:
+    """Return a row whose number should be at least `bound`."""
+    return Row(label, [number], bound, at_least=True)
+
+
+def at_most(label: str, number: Number, bound: float) -> Row:
+    """Return a row whose number should be at most `bound`."""
+    return Row(label, [number], bound, at_least=False)
+
+
+def list_step_times(samples: Samples, unit: str = "ms") -> list[Row]:
+    """Return a row per side: the time of a step, in ms or us."""
+    factor = {"ms": 1e3, "us": 1e6}[unit]
+    return [Row(f"{unit} a step: {side}", [samples.number(side, factor=factor)]) for side in samples.values]
+
+
+def make_value_table(rows: Sequence[Row]) -> Table:
+    """Return a table whose rows have one number each."""
+    return Table(("measured", "value"), rows)
 
 
 def rounded(number: Number) -> Json:
@@ -78,28 +93,34 @@ class Record:
     def __init__(self, folder: Path = RESULTS) -> None:
         date = provenance.format_utc_now()[:10]
         machine = describe_machine()
-        slug = re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']}".lower().replace("(r)", "")).strip("-")
+        cpu = f"{machine['cpu']}".lower().replace("(r)", "")
+        slug = re.sub(r"[^a-z0-9]+", "-", cpu).strip("-")
         self.path = folder / f"{date}-{slug}-{machine['cores']}-cores.json"
-        self.content: Json = json.loads(self.path.read_text()) if self.path.exists() else {"parts": {}}
-        versions = {"python": platform.python_version()} | {
-            name: provenance.read_package_version(name) for name in PACKAGES
-        }
         self.written: list[str] = []  # the parts that this record was given
+
+        versions: Json = {"python": platform.python_version()}
+        for package in PACKAGES:
+            versions[package] = provenance.read_package_version(package)
+        self.content: Json = json.loads(self.path.read_text()) if self.path.exists() else {"parts": {}}
         self.content |= {"format": FORMAT, "date": date, "machine": machine, "versions": versions}
 
     def put(self, name: str, part: Json, samples: Samples, table: Table) -> None:
-        """Write what is known of a part so far. An earlier record of it of the same day is replaced."""
-        disturbed = max((max(found["others"]) for found in samples.values.values()), default=0.0)
-        counts = {"rounds": samples.rounds, "undisturbed": len(samples.clean()), "others": disturbed}
+        """Write the measurements of a part so far. An earlier record of it of the same day is replaced."""
+        shares = [max(columns["others"]) for columns in samples.values.values()]
+        counts = {
+            "rounds": samples.rounds,
+            "undisturbed": len(samples.clean()),
+            "others": max(shares, default=0.0),
+        }
         self.put_table(name, part | counts | {"samples": samples.values}, table)
 
     def put_table(self, name: str, part: Json, table: Table) -> None:
-        """Write a table and what is known of its origin: title, command, rounds."""
+        """Write a table and its origin: title, command, rounds."""
         commit = (provenance.run_git("rev-parse", "--short", "HEAD") or "").strip() or None
-        shown = {"columns": list(table.columns), "rows": [row.json() for row in table.rows]}
+        content = {"columns": list(table.columns), "rows": [row.json() for row in table.rows]}
         if name not in self.written:
             self.written.append(name)
-        self.content["parts"][name] = part | {"commit": commit, "table": shown}
+        self.content["parts"][name] = part | {"commit": commit, "table": content}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.content)
 
@@ -114,79 +135,107 @@ def describe_machine() -> Json:
 
 
 def recorded(folder: Path = RECORDED) -> dict[str, Json]:
-    """The newest record of each part, with machine, versions and date. Raises ValueError for another format."""
+    """Return the newest record of each part, with machine, versions and date. Raises ValueError for another format."""
     parts: dict[str, Json] = {}
     for path in sorted(folder.glob("20*.json")):
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
-            raise ValueError(f"{path}: format {content['format']}, not {FORMAT}; record it anew with make bench")
-        about = {key: content[key] for key in ("date", "machine", "versions")}
-        parts |= {name: about | part for name, part in content["parts"].items()}
+            raise ValueError(f"{path}: format {content['format']}, not {FORMAT}; record it again with make bench")
+        origin = {key: content[key] for key in ("date", "machine", "versions")}
+        for name, part in content["parts"].items():
+            parts[name] = origin | part
     return parts
 
 
 def text_of(cell: str | Json, digits: int = 3) -> str:
-    """A cell as it is shown: 1.34 [1.26..1.47]."""
+    """Format a cell, such as 1.34 [1.26..1.47]."""
     if isinstance(cell, str):
         return cell
-    value, low, high = (figure(cell[name], digits) for name in ("value", "low", "high"))
+    value = figure(cell["value"], digits)
+    low = figure(cell["low"], digits)
+    high = figure(cell["high"], digits)
     return value if low == high == value else f"{value} [{low}..{high}]"
 
 
-def figure(value: float, digits: int = 3) -> str:
-    """A number with three digits, and with all of those before the point."""
-    if value == 0 or abs(value) >= 10 ** (digits - 1):
-        return f"{value:,.0f}"
-    text = f"{value:.{digits}g}"
-    return text if "e" not in text else f"{value:.1e}"
+def figure(number: float, digits: int = 3) -> str:
+    """Format a number with three digits, and with all of those before the point."""
+    if number == 0 or abs(number) >= 10 ** (digits - 1):
+        return f"{number:,.0f}"
+    text = f"{number:.{digits}g}"
+    return text if "e" not in text else f"{number:.1e}"
 
 
 def goal_of(row: Json, disturbed: bool = False) -> str:
-    """A row's goal and whether it was reached: `>= 1.3, met`."""
+    """Format a row's goal and whether it was reached: `>= 1.3, met`."""
     goal = row.get("goal")
-    words = verdict(row) + " (disturbed)" * disturbed if goal else ""
-    return f"{'>=' if goal['at_least'] else '<='} {goal['bound']:g}, {words}" if goal else ""
+    if not goal:
+        return ""
+    sign = ">=" if goal["at_least"] else "<="
+    text = f"{sign} {goal['bound']:g}, {verdict(row)}"
+    return f"{text} (disturbed)" if disturbed else text
 
 
 def is_disturbed(part: Mapping[str, Any]) -> bool:
-    """Whether other programs used the machine in so many rounds that these had to count."""
+    """Return whether other programs used the machine in so many rounds that these had to count."""
     return part.get("others", 0) > NOISY and part["undisturbed"] < ENOUGH
 
 
 def verdict(row: Json) -> str:
-    """`met`, `met within 5 %` or `missed`."""
-    goal, value = row["goal"], row["cells"][0]["value"]
-    bound, sign = goal["bound"], 1 if goal["at_least"] else -1
+    """Return `met`, `met within 5 %` or `missed`."""
+    goal = row["goal"]
+    bound = goal["bound"]
+    value = row["cells"][0]["value"]
+    sign = 1 if goal["at_least"] else -1
     if sign * value >= sign * bound:
         return "met"
-    return f"met within {NEAR:.0%}".replace("%", " %") if sign * value >= sign * bound - NEAR * bound else "missed"
+    if sign * value >= sign * bound - GOAL_TOLERANCE * bound:
+        return f"met within {100 * GOAL_TOLERANCE:.0f} %"
+    return "missed"
 
 
 def lines_of(part: Mapping[str, Any]) -> list[list[str]]:
-    """The cells of a part's table as text, its head first."""
-    table, disturbed = part["table"], is_disturbed(part)
-    goals = any("goal" in row for row in table["rows"])
-    lines = [[*table["columns"], *([GOAL] if goals else [])]]
+    """Return the cells of a part's table as text, its head first."""
+    table = part["table"]
+    disturbed = is_disturbed(part)
+    has_goals = any("goal" in row for row in table["rows"])
+    head = list(table["columns"])
+    lines = [[*head, GOAL] if has_goals else head]
     for row in table["rows"]:
-        lines.append([row["what"], *map(text_of, row["cells"]), *([goal_of(row, disturbed)] if goals else [])])
+        line = [row["what"], *map(text_of, row["cells"])]
+        if has_goals:
+            line.append(goal_of(row, disturbed))
+        lines.append(line)
     return lines
 
 
 def origin_of(part: Mapping[str, Any]) -> str:
-    """Where a table comes from, in one paragraph: command, rounds, machine, versions."""
-    machine, versions = part["machine"], part["versions"]
+    """Describe the origin of a table in one paragraph: command, rounds, machine, versions."""
+    machine = part["machine"]
+    versions = part["versions"]
+    facts = part.get("facts", {})
     memory = f", {machine['memory_gb']} GB" if machine.get("memory_gb") else ""
-    words = [f"`{part['command']}`, {part['date']}"]
-    rounds = f"{part['rounds']} round{'s' * (part['rounds'] != 1)}"
-    words.append(f"{rounds}, medians [lowest..highest]" if part["rounds"] > 1 and "samples" in part else rounds)
-    words += [f"{name} {value}" for name, value in part.get("facts", {}).items()]
-    words.append(f"{machine['cpu']}, {machine['cores']} cores{memory}")
-    words.append(", ".join(f"{name} {value}" for name, value in versions.items() if name in ("python", "torch")))
+
+    phrases = [f"`{part['command']}`, {part['date']}", count_rounds(part)]
+    phrases += [f"{name} {fact}" for name, fact in facts.items()]
+    phrases.append(f"{machine['cpu']}, {machine['cores']} cores{memory}")
+    phrases.append(", ".join(f"{name} {versions[name]}" for name in versions if name in ("python", "torch")))
     if part.get("others", 0) > NOISY:
-        count = "which count all the same" if is_disturbed(part) else "which are left out"
-        words.append(
-            f"disturbed: {part['rounds'] - part['undisturbed']} of {part['rounds']}, {count} "
-            f"(other programs used up to {100 * part['others']:.0f} % of the machine)"
-        )
-    words += [part["note"]] if "note" in part else []
-    return "; ".join(words) + "."
+        phrases.append(describe_disturbance(part))
+    if "note" in part:
+        phrases.append(part["note"])
+    return "; ".join(phrases) + "."
+
+
+def count_rounds(part: Mapping[str, Any]) -> str:
+    """Describe how many rounds a table summarizes."""
+    count = part["rounds"]
+    text = "1 round" if count == 1 else f"{count} rounds"
+    return f"{text}, medians [lowest..highest]" if count > 1 and "samples" in part else text
+
+
+def describe_disturbance(part: Mapping[str, Any]) -> str:
+    """Describe the rounds in which other programs used the machine."""
+    count = part["rounds"] - part["undisturbed"]
+    effect = "which count all the same" if is_disturbed(part) else "which are left out"
+    percent = f"{100 * part['others']:.0f} %"
+    return f"disturbed: {count} of {part['rounds']}, {effect} (other programs used up to {percent} of the machine)"

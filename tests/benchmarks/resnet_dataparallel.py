@@ -1,4 +1,4 @@
-"""What a second process or a second thread gains: ResNet-18 on 28 px, global batch 64."""
+"""Gains of a second process or a second thread: ResNet-18 on 28 px, global batch 64."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ SIDES = {
 
 
 def sides(scratch: Path) -> list[Task]:
-    words = (f"batch={BATCH}", "steps=8", "data.test_limit=50", "compare=false")
-    return [run_of(scratch, name, NAME, *words, *chosen) for name, chosen in SIDES.items()]
+    shared = (f"batch={BATCH}", "steps=8", "data.test_limit=50", "compare=false")
+    return [run_of(scratch, name, NAME, *shared, *settings) for name, settings in SIDES.items()]
 
 
-def table(taken: Samples) -> Table:
+def table(samples: Samples) -> Table:
     first = next(iter(SIDES))
     rows = []
     for name in SIDES:
-        rate = [BATCH / seconds for seconds in taken.kept(name)]
-        speed = taken.ratio(first, name)
-        rows.append(Row(name, [taken.number(name, factor=1e3), f"{sorted(rate)[len(rate) // 2]:.0f}", speed]))
+        rates = sorted(BATCH / seconds for seconds in samples.list_counted(name))
+        median_rate = rates[len(rates) // 2]
+        speed = samples.ratio(first, name)
+        rows.append(Row(name, [samples.number(name, factor=1e3), f"{median_rate:.0f}", speed]))
     return Table(("strategy", "ms a step", "samples/s", "times as fast as one thread"), rows)
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline of a ResNet gains over the naive split and over one process.
+"""Gains of a pipeline of a ResNet over the naive split and over one process.
 
 Modes: ResNet-18 at 32 px unsplit, naively split, and as a pipeline with microbatches of several sizes. Split: ResNet-50
 at 64 px with channels_last in two stages of one thread each, partitioned by measured cost and as the well-known
@@ -16,7 +16,7 @@ from common.measure import plots
 from tests.benchmarks.drawing import Figure, heights, steps_of
 from tests.benchmarks.measure import Number, Samples, Task, require_same
 from tests.benchmarks.parts import Part, run_of, timelines
-from tests.benchmarks.records import Row, Table
+from tests.benchmarks.records import Cell, Row, Table
 
 NAME = "resnet_modelparallel"
 KEEP = ("idle_share", "ideal_bubble", "memory")
@@ -29,22 +29,25 @@ MODES = {
 
 
 def mode_sides(scratch: Path) -> list[Task]:
-    words = ("batch=64", f"steps={STEPS}", f"data.samples={64 * STEPS}", "data.test_limit=10", "plot=false")
-    return [
-        run_of(scratch, mode, NAME, *words, *chosen, f"launch.threads={1 + (mode == 'single')}", keep=KEEP)
-        for mode, chosen in MODES.items()
-    ]
+    shared = ("batch=64", f"steps={STEPS}", f"data.samples={64 * STEPS}", "data.test_limit=10", "plot=false")
+    tasks = []
+    for mode, settings in MODES.items():
+        threads = 2 if mode == "single" else 1
+        tasks.append(run_of(scratch, mode, NAME, *shared, *settings, f"launch.threads={threads}", keep=KEEP))
+    return tasks
 
 
-def mode_table(taken: Samples) -> Table:
+def mode_table(samples: Samples) -> Table:
     rows = []
-    for mode, found in taken.values.items():
-        stages = [name[-1] for name in found if name.startswith("idle_share_")]
-        idle = [taken.number(mode, f"idle_share_{stage}", 100) for stage in stages]
-        memory = [taken.number(mode, f"memory_{stage}", 2**-20) for stage in stages]
-        ideal = f"{100 * found['ideal_bubble'][0]:.3g}"
-        more = [ideal, *(idle if len(idle) > 1 else [*idle, "-"]), *(memory if len(memory) > 1 else [*memory, "-"])]
-        rows.append(Row(mode, [taken.number(mode, factor=1e3), *more]))
+    for mode, columns in samples.values.items():
+        stages = [name[-1] for name in columns if name.startswith("idle_share_")]
+        idle_shares: list[Cell] = [samples.number(mode, f"idle_share_{stage}", 100) for stage in stages]
+        memories: list[Cell] = [samples.number(mode, f"memory_{stage}", 2**-20) for stage in stages]
+        if len(stages) < 2:
+            idle_shares.append("-")
+            memories.append("-")
+        ideal = f"{100 * columns['ideal_bubble'][0]:.3g}"
+        rows.append(Row(mode, [samples.number(mode, factor=1e3), ideal, *idle_shares, *memories]))
     heads = ("ideal bubble, %", "idle share of stage 0, %", "of stage 1, %", "peak MiB of stage 0", "of stage 1")
     return Table(("mode, microbatch", "ms a step", *heads), rows)
 
@@ -73,41 +76,53 @@ SPLIT = {
 
 
 def deep_sides(scratch: Path) -> list[Task]:
-    tasks = [
-        run_of(scratch, name, NAME, *DEEP, *words, "launch.threads=1", keep=("idle_share",))
-        for name, words in SPLIT.items()
-    ]
-    return [*tasks, run_of(scratch, "unsplit, 2 threads", NAME, *DEEP, *SPLIT["unsplit"], "launch.threads=2")]
+    tasks = []
+    for name, settings in SPLIT.items():
+        tasks.append(run_of(scratch, name, NAME, *DEEP, *settings, "launch.threads=1", keep=("idle_share",)))
+    tasks.append(run_of(scratch, "unsplit, 2 threads", NAME, *DEEP, *SPLIT["unsplit"], "launch.threads=2"))
+    return tasks
 
 
-def deep_check(scratch: Path, taken: Samples) -> None:
-    for name, other in (("naive", "unsplit"), *((name, "accumulating") for name in list(SPLIT)[1:4])):
-        require_same(name, taken.values[name]["first_loss"], taken.values[other]["first_loss"], 1e-3)
+def deep_check(scratch: Path, samples: Samples) -> None:
+    references = {
+        "naive": "unsplit",
+        "gpipe": "accumulating",
+        "1f1b": "accumulating",
+        "gpipe, split behind layer2": "accumulating",
+    }
+    for name, reference in references.items():
+        losses = samples.values[name]["first_loss"]
+        require_same(name, losses, samples.values[reference]["first_loss"], 1e-3)
 
 
-def deep_table(taken: Samples) -> Table:
-    rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3), ""]) for side in taken.values]
+def deep_table(samples: Samples) -> Table:
+    def compare(over: str, factor: float = 1.0) -> list[Number]:
+        return [samples.ratio(over, name, factor) for name in ("gpipe", "1f1b")]
 
-    def both(over: str, factor: float = 1.0) -> list[Number]:
-        return [taken.ratio(over, name, factor) for name in ("gpipe", "1f1b")]
-
+    rows = []
+    for side in samples.values:
+        rows.append(Row(f"ms a step: {side}", [samples.number(side, factor=1e3), ""]))
     bound = (PIECES + 1) / PIECES / 2
-    cut = taken.ratio("gpipe, split behind layer2", "gpipe")
-    rows += [
-        Row("naive / pipelined", both("naive"), 1.45),
-        Row("share of the bound", both("accumulating", bound), 0.95),
-        Row("unsplit with 1 thread / pipelined", both("unsplit")),
-        Row("unsplit with 2 threads / pipelined", both("unsplit, 2 threads")),
-        Row("split behind layer2 / split by measured time", [cut, ""], 1.12),
-    ]
+    split_gain = samples.ratio("gpipe, split behind layer2", "gpipe")
+    rows.append(Row("naive / pipelined", compare("naive"), 1.45))
+    rows.append(Row("share of the bound", compare("accumulating", bound), 0.95))
+    rows.append(Row("unsplit with 1 thread / pipelined", compare("unsplit")))
+    rows.append(Row("unsplit with 2 threads / pipelined", compare("unsplit, 2 threads")))
+    rows.append(Row("split behind layer2 / split by measured time", [split_gain, ""], 1.12))
     return Table(("measured", "GPipe", "1F1B"), rows)
 
 
 def draw_sizes(path: Path, part: Mapping[str, Any]) -> None:
-    """Milliseconds a batch against the microbatch of the pipeline."""
-    found = {" ".join(name.split()): pair for name, pair in heights(part, list(part["samples"]), 1e3).items()}
-    points = [(float(name.split()[-1]), *found[name]) for name in found if name.startswith("pipelined")]
-    levels = {name: found[name][0] for name in ("single", "naive")}
+    """Draw the milliseconds a batch against the microbatch of the pipeline."""
+    points = []
+    levels = {}
+    for label, (milliseconds, half_spread) in heights(part, list(part["samples"]), 1e3).items():
+        name = " ".join(label.split())
+        if name.startswith("pipelined"):
+            size = float(name.split()[-1])
+            points.append((size, milliseconds, half_spread))
+        elif name in ("single", "naive"):
+            levels[name] = milliseconds
     plots.draw_curves(path, {"pipelined": points}, "samples in a microbatch", "ms a batch", levels, log=True)
 
 
@@ -119,7 +134,7 @@ PARTS = [
         mode_table,
         rounds=3,
         facts={"threads": "2 in all", "batch": 64},
-        more=timelines("naive", "pipelined, 16"),
+        attachments=timelines("naive", "pipelined, 16"),
     ),
     Part(
         f"{NAME}/split",
@@ -128,7 +143,7 @@ PARTS = [
         deep_table,
         check=deep_check,
         facts={"threads": "1 a stage", "batch": 64},
-        more=timelines("naive", "gpipe", "1f1b"),
+        attachments=timelines("naive", "gpipe", "1f1b"),
     ),
 ]
 FIGURES: dict[str, Figure] = {

@@ -1,4 +1,4 @@
-"""What pruning costs in accuracy and time, and what sparse inference gains.
+"""The cost of pruning in accuracy and time, and the gain of sparse inference.
 
 Criteria: LeNet-300-100 on MNIST, dense and with each criterion, one seed a round. Masks: global magnitude masks of
 ResNet-50 against torch.nn.utils.prune.global_unstructured. Step: a training step with masks against a dense one, and
@@ -21,6 +21,7 @@ from torch.nn.utils import prune as library
 from common.config import config
 from common.data import loader as data
 from common.data import prepare
+from common.data.prepare import PreparedDataset
 from common.measure import plots
 from common.models import networks
 from common.ranks.rendezvous import World
@@ -34,55 +35,45 @@ from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Samples, Side, Task, Team
 from tests.benchmarks.mnist_pipeline import no_mnist
 from tests.benchmarks.parts import QUIET, Part, run_of
-from tests.benchmarks.records import Cell, Row, Table, at_least, at_most
+from tests.benchmarks.records import Cell, Row, Table, at_least, at_most, list_step_times, make_value_table
 
 NAME = "sparse_prune"
 
 # ---- accuracy
 
-CRITERIA, LEVELS = ("magnitude", "taylor", "gradient", "random"), ("0.92", "0.97")
-BELOW = {"0.92": 0.1, "0.97": 0.5}  # points of accuracy that magnitude may lose
+CRITERIA = ("magnitude", "taylor", "gradient", "random")
+LEVELS = ("0.92", "0.97")
 KEEP = ("test_accuracy", "bytes_compressed", "nonzero")
 
 
+MAX_ACCURACY_LOSS = {"0.92": 0.1, "0.97": 0.5}  # points of accuracy that magnitude may lose
+
+
 def accuracy_sides(scratch: Path) -> list[Task]:
-    words = ("export=false", "launch.threads=1", "seed={round}", "data.fallback=none", "data.test_limit=0")
-    return [
-        run_of(scratch, "dense", NAME, *words, "schedule=none", keep=KEEP),
-        *(
-            run_of(
-                scratch,
-                f"{criterion} {level}",
-                NAME,
-                *words,
-                f"criterion={criterion}",
-                f"sparsity={level}",
-                keep=KEEP,
-            )
-            for level in LEVELS
-            for criterion in CRITERIA
-        ),
-    ]
-
-
-def accuracy_table(taken: Samples) -> Table:
-    rows = []
+    shared = ("export=false", "launch.threads=1", "seed={round}", "data.fallback=none", "data.test_limit=0")
+    tasks = [run_of(scratch, "dense", NAME, *shared, "schedule=none", keep=KEEP)]
     for level in LEVELS:
         for criterion in CRITERIA:
-            side = f"{criterion} {level}"
-            cells: list[Cell] = [
-                taken.difference("dense", side, "test_accuracy", 100),
-                taken.number(side, "test_accuracy", 100),
-                taken.number(side, "bytes_compressed", 1e-3),
-            ]
-            bound = BELOW[level] if criterion == "magnitude" else None
-            rows.append(Row(f"{criterion}, {100 * float(level):.0f} % pruned", cells, bound, at_least=False))
-    dense: list[Cell] = [
-        "0",
-        taken.number("dense", "test_accuracy", 100),
-        taken.number("dense", "bytes_compressed", 1e-3),
-    ]
-    return Table(("criterion", "points below dense", "test accuracy, %", "kB compressed"), [Row("dense", dense), *rows])
+            settings = (*shared, f"criterion={criterion}", f"sparsity={level}")
+            tasks.append(run_of(scratch, f"{criterion} {level}", NAME, *settings, keep=KEEP))
+    return tasks
+
+
+def make_accuracy_row(samples: Samples, label: str, side: str, bound: float | None = None) -> Row:
+    accuracy_loss: Cell = "0" if side == "dense" else samples.difference("dense", side, "test_accuracy", 100)
+    accuracy = samples.number(side, "test_accuracy", 100)
+    kilobytes = samples.number(side, "bytes_compressed", 1e-3)
+    return Row(label, [accuracy_loss, accuracy, kilobytes], bound, at_least=False)
+
+
+def accuracy_table(samples: Samples) -> Table:
+    rows = [make_accuracy_row(samples, "dense", "dense")]
+    for level in LEVELS:
+        for criterion in CRITERIA:
+            label = f"{criterion}, {100 * float(level):.0f} % pruned"
+            bound = MAX_ACCURACY_LOSS[level] if criterion == "magnitude" else None
+            rows.append(make_accuracy_row(samples, label, f"{criterion} {level}", bound))
+    return Table(("criterion", "points below dense", "test accuracy, %", "kB compressed"), rows)
 
 
 # ---- masks of ResNet-50
@@ -91,9 +82,10 @@ SHARE = 0.9
 
 
 def timed(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+    """Return the seconds of a call."""
+    start = time.perf_counter()
     work()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def mask_sides(world: World) -> dict[str, Side]:
@@ -102,20 +94,18 @@ def mask_sides(world: World) -> dict[str, Side]:
     model = copy.deepcopy(clean)
     masks = Masks(model)
 
-    def ours() -> float:
-        def work() -> None:
-            with torch.no_grad():
-                masks.replace_masks(pruning_masks.make_global_masks([weight.abs() for weight in masks.weights], SHARE))
+    def replace_masks() -> None:
+        with torch.no_grad():
+            magnitudes = [weight.abs() for weight in masks.weights]
+            masks.replace_masks(pruning_masks.make_global_masks(magnitudes, SHARE))
 
-        return timed(work)
-
-    def theirs() -> float:
-        other = copy.deepcopy(clean)
-        pairs = [(other.get_submodule(name), "weight") for name in masks.layers]
+    def prune_with_library() -> float:
+        pruned = copy.deepcopy(clean)
+        pairs = [(pruned.get_submodule(name), "weight") for name in masks.layers]
         seconds = timed(lambda: library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=SHARE))
-        found = [module.get_buffer("weight_mask").bool() for module, _ in pairs]
-        if not same_masks(masks, found):
-            raise AssertionError("the library's masks are other ones")
+        library_masks = [module.get_buffer("weight_mask").bool() for module, _ in pairs]
+        if not same_masks(masks, library_masks):
+            raise AssertionError("the library's masks differ from those of this project")
         return seconds
 
     def kth_value() -> float:
@@ -123,22 +113,32 @@ def mask_sides(world: World) -> dict[str, Side]:
         flat = torch.cat([weight.detach().abs().flatten() for weight in masks.weights])
         return timed(lambda: flat.kthvalue(round(SHARE * flat.numel())))
 
-    return {"this project": ours, "global_unstructured": theirs, "torch.kthvalue alone": kth_value}
+    return {
+        "this project": lambda: timed(replace_masks),
+        "global_unstructured": prune_with_library,
+        "torch.kthvalue alone": kth_value,
+    }
 
 
-def same_masks(masks: Masks, found: list[Tensor]) -> bool:
-    """Whether masks are equal but for weights of the same magnitude, and leave as many."""
-    odd = [w.detach().abs()[a != b] for w, a, b in zip(masks.weights, masks.masks, found, strict=True)]
-    return (
-        sum(int(m.sum()) for m in found) == sum(int(m.sum()) for m in masks.masks) and len(torch.cat(odd).unique()) < 2
-    )
+def same_masks(masks: Masks, library_masks: list[Tensor]) -> bool:
+    """Return whether masks are equal but for weights of the same magnitude, and keep equally many weights."""
+    kept_by_library = 0
+    kept_by_project = 0
+    differing = []
+    for weight, mask, library_mask in zip(masks.weights, masks.masks, library_masks, strict=True):
+        kept_by_project += int(mask.sum())
+        kept_by_library += int(library_mask.sum())
+        differing.append(weight.detach().abs()[mask != library_mask])
+    return kept_by_library == kept_by_project and len(torch.cat(differing).unique()) < 2
 
 
-def mask_table(taken: Samples) -> Table:
-    rows = [Row(f"ms: {side}", [taken.number(side, factor=1e3)]) for side in taken.values]
-    ours, theirs, alone = taken.values
-    rows.append(at_least(f"{theirs} / {ours}, equal masks but for ties", taken.ratio(theirs, ours), 25))
-    return Table(("measured", "value"), [*rows, Row(f"{alone} / {ours}", [taken.ratio(alone, ours)])])
+def mask_table(samples: Samples) -> Table:
+    project, unstructured, kth_value = samples.values
+    rows = [Row(f"ms: {side}", [samples.number(side, factor=1e3)]) for side in samples.values]
+    gain = samples.ratio(unstructured, project)
+    rows.append(at_least(f"{unstructured} / {project}, equal masks but for ties", gain, 25))
+    rows.append(Row(f"{kth_value} / {project}", [samples.ratio(kth_value, project)]))
+    return make_value_table(rows)
 
 
 # ---- a step of training
@@ -148,81 +148,94 @@ STEP = ("model=mlp", "batch=64", "optim.decay=constant", "optim.warmup=0", "laun
 PRUNED = ("sparsity=0.9", "schedule=oneshot", "begin=0", "end=0")
 
 
+def bare_sides(cfg: Config, prepared: PreparedDataset, world: World) -> dict[str, Side]:
+    """Bare loops without and with the library's reparametrisation."""
+    images = data.Images(prepared, "train")
+    loader = data.Loader(images, cfg.batch, cfg.seed, world.device, torch.float32, block=cfg.data.block)
+
+    def make_side(reparametrise: bool) -> Side:
+        torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
+        model = networks.SimpleNN()
+        if reparametrise:
+            pairs = [(layer, "weight") for layer in model.modules() if isinstance(layer, nn.Linear)]
+            library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=SHARE)
+
+        def train() -> float:
+            loader.epoch = 0  # the same batches in each turn
+            loader.position = 0
+            batches = islice(iter(loader), STEPS)
+            rates = [cfg.optim.lr] * STEPS
+            return timed(lambda: peers.bare(model, batches, rates, cfg.optim)) / STEPS
+
+        return train
+
+    return {"bare loop": make_side(False), "bare loop, reparametrised": make_side(True)}
+
+
 def step_sides(scratch: Path) -> list[Team | Task]:
     cfg = config.load_config(Config, [*QUIET, *STEP])
     prepared = prepare.prepare_dataset(cfg.data)
-
-    def sides(world: World) -> dict[str, Side]:
-        images = data.Images(prepared, "train")
-        loader = data.Loader(images, cfg.batch, cfg.seed, world.device, torch.float32, block=cfg.data.block)
-
-        def side(reparametrise: bool) -> Side:
-            torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
-            model = networks.SimpleNN()
-            if reparametrise:
-                pairs = [(layer, "weight") for layer in model.modules() if isinstance(layer, nn.Linear)]
-                library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=SHARE)
-
-            def turn() -> float:
-                loader.epoch = loader.position = 0  # the same batches in each turn
-                batches, rates = islice(iter(loader), STEPS), [cfg.optim.lr] * STEPS
-                return timed(lambda: peers.bare(model, batches, rates, cfg.optim)) / STEPS
-
-            return turn
-
-        return {"bare loop": side(False), "bare loop, reparametrised": side(True)}
-
-    words = (*STEP, f"steps={STEPS}")
+    settings = (*STEP, f"steps={STEPS}")
     return [
-        run_of(scratch, "dense", NAME, *words, "schedule=none"),
-        run_of(scratch, "masks", NAME, *words, *PRUNED),
-        Team(1, 1, sides),
+        run_of(scratch, "dense", NAME, *settings, "schedule=none"),
+        run_of(scratch, "masks", NAME, *settings, *PRUNED),
+        Team(1, 1, lambda world: bare_sides(cfg, prepared, world)),
     ]
 
 
-def step_table(taken: Samples) -> Table:
-    rows = [Row(f"us a step: {side}", [taken.number(side, factor=1e6)]) for side in taken.values]
-    bare = taken.ratio("bare loop, reparametrised", "bare loop")
-    rows.append(at_most("masks / dense", taken.ratio("masks", "dense"), 1.08))
+def step_table(samples: Samples) -> Table:
+    bare = samples.ratio("bare loop, reparametrised", "bare loop")
+    rows = list_step_times(samples, "us")
+    rows.append(at_most("masks / dense", samples.ratio("masks", "dense"), 1.08))
     rows.append(Row("a bare loop with the library's reparametrisation / without", [bare]))
-    return Table(("measured", "value"), rows)
+    return make_value_table(rows)
 
 
 # ---- inference
 
-WIDTH, SAMPLES = 4096, 64
+WIDTH = 4096
+SAMPLES = 64
 SPARSE = (0.8, 0.9, 0.95, 0.98)
+
+
+def make_inference_side(layer: nn.Module, inputs: Tensor) -> Side:
+    """The mean time of a pass."""
+
+    def repeat() -> None:
+        for _ in range(5):
+            layer(inputs)
+
+    def measure() -> float:
+        with torch.no_grad():
+            layer(inputs)
+            return timed(repeat) / 5
+
+    return measure
 
 
 def linear_sides(world: World) -> dict[str, Side]:
     torch.manual_seed(0)
-    layer, x = nn.Linear(WIDTH, WIDTH).requires_grad_(False), torch.randn(SAMPLES, WIDTH)
-    half, low = copy.deepcopy(layer).bfloat16(), x.bfloat16()
-
-    def side(of: Callable[[], Tensor]) -> Side:
-        def turn() -> float:
-            with torch.no_grad():
-                of()
-                return timed(lambda: [of() for _ in range(5)]) / 5
-
-        return turn
-
-    found = {"fp32": side(lambda: layer(x)), "bf16": side(lambda: half(low))}
+    layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    inputs = torch.randn(SAMPLES, WIDTH)
+    sides = {
+        "fp32": make_inference_side(layer, inputs),
+        "bf16": make_inference_side(copy.deepcopy(layer).bfloat16(), inputs.bfloat16()),
+    }
     for level in SPARSE:
-        thin = copy.deepcopy(layer)
-        thin.weight.mul_(pruning_masks.make_layer_masks([thin.weight.abs()], [level])[0])
-        rows = pruning_savings.convert_to_csr(nn.Sequential(thin))
-        if not torch.allclose(rows(x), thin(x), atol=1e-4):
-            raise AssertionError("CSR gives other outputs")
-        found[f"csr {level:.0%}"] = side(lambda rows=rows: rows(x))  # type: ignore[misc]
-    return found
+        pruned = copy.deepcopy(layer)
+        pruned.weight.mul_(pruning_masks.make_layer_masks([pruned.weight.abs()], [level])[0])
+        in_csr = pruning_savings.convert_to_csr(nn.Sequential(pruned))
+        if not torch.allclose(in_csr(inputs), pruned(inputs), atol=1e-4):
+            raise AssertionError("the outputs in CSR differ")
+        sides[f"csr {level:.0%}"] = make_inference_side(in_csr, inputs)
+    return sides
 
 
-def linear_table(taken: Samples) -> Table:
+def linear_table(samples: Samples) -> Table:
     rows = []
     for level in SPARSE:
         name = f"csr {level:.0%}"
-        cells = [taken.number(name, factor=1e3), taken.ratio("fp32", name), taken.ratio("bf16", name)]
+        cells = [samples.number(name, factor=1e3), samples.ratio("fp32", name), samples.ratio("bf16", name)]
         rows.append(Row(f"{100 * level:.0f} %", cells))
     return Table(("pruned", "ms in CSR", "dense float32 / CSR", "dense bf16 / CSR"), rows)
 
@@ -231,34 +244,36 @@ def linear_table(taken: Samples) -> Table:
 
 
 def card_sides(scratch: Path) -> list[Task]:
-    words = ("model=mlp", "scope=n:m", "pattern=2:4", "steps=50", "export=false", "launch.device=cuda")
-    return [run_of(scratch, "2:4", NAME, *words, keep=("fp16_seconds", "two_of_four_seconds"))]
+    settings = ("model=mlp", "scope=n:m", "pattern=2:4", "steps=50", "export=false", "launch.device=cuda")
+    return [run_of(scratch, "2:4", NAME, *settings, keep=("fp16_seconds", "two_of_four_seconds"))]
 
 
-def card_table(taken: Samples) -> Table:
-    dense, sparse = (taken.number("2:4", name, 1e3) for name in ("fp16_seconds", "two_of_four_seconds"))
+def card_table(samples: Samples) -> Table:
+    dense = samples.number("2:4", "fp16_seconds", 1e3)
+    sparse = samples.number("2:4", "two_of_four_seconds", 1e3)
     return Table(("784-128-64-10, one pass", "ms"), [Row("dense float16", [dense]), Row("2:4", [sparse])])
 
 
 def draw_pruning(path: Path, part: Mapping[str, Any]) -> None:
-    """Test accuracy of each criterion against the weights that are left."""
-    series: dict[str, list[tuple[float, float, float]]] = {}
-    for side, found in part["samples"].items():
-        values = sorted(100 * value for value in found["test_accuracy"])
-        point = values[len(values) // 2], (values[-1] - values[0]) / 2
+    """Draw the test accuracy of each criterion against the percentage of remaining weights."""
+    curves: dict[str, list[tuple[float, float, float]]] = {}
+    for side, columns in part["samples"].items():
+        percents = sorted(100 * accuracy for accuracy in columns["test_accuracy"])
+        median_percent = percents[len(percents) // 2]
+        half_spread = (percents[-1] - percents[0]) / 2
         criterion, _, level = side.partition(" ")
         if level:
-            series.setdefault(criterion, []).append((100 * (1 - float(level)), *point))
+            remaining = 100 * (1 - float(level))
+            curves.setdefault(criterion, []).append((remaining, median_percent, half_spread))
         else:
-            levels = {"dense": point[0]}
-    at = plots.make_axes()
-    for label, points in series.items():
-        across, means, spread = zip(*sorted(points), strict=True)
-        at.errorbar(across, means, spread, marker="o", capsize=3, label=label)
-    for label, height in levels.items():
-        at.axhline(height, linestyle="--", color="0.35", label=label)
-    at.set(xlabel="weights left, %", ylabel="test accuracy, %", title="LeNet-300-100 on MNIST")
-    plots.save_with_legend(at, path)
+            dense_percent = median_percent
+    axes = plots.make_axes()
+    for label, points in curves.items():
+        remaining_percents, means, spread = zip(*sorted(points), strict=True)
+        axes.errorbar(remaining_percents, means, spread, marker="o", capsize=3, label=label)
+    axes.axhline(dense_percent, linestyle="--", color="0.35", label="dense")
+    axes.set(xlabel="weights left, %", ylabel="test accuracy, %", title="LeNet-300-100 on MNIST")
+    plots.save_with_legend(axes, path)
 
 
 PARTS = [

@@ -16,60 +16,56 @@ import time
 
 from common.config.config import ROOT
 from tests.benchmarks.measure import summarize_values
-from tests.benchmarks.records import Record, Row, Table
+from tests.benchmarks.records import Cell, Record, Row, Table
 
 BUDGETS = {"make test": 180, "make test-all": 600, "make test-slurm": 900}  # seconds
-SHOWN = 10
 SLOW = re.compile(r"^([\d.]+)s (?:call|setup|teardown) +(\S.*)$", re.MULTILINE)
 ORIGIN = {"title": "test suites", "command": "python -m tests.benchmarks.suites"}
 
 
+TEST_COUNT = 10  # slowest tests of a suite that are printed
+
+
 def run_suite(suite: str) -> tuple[float, list[tuple[float, str]]]:
     """Run a suite; return its seconds, and seconds and name of its slowest tests. Raises RuntimeError if it fails."""
-    environ = os.environ | {"PYTEST_ADDOPTS": f"--durations={SHOWN}"}
-    began = time.monotonic()
-    done = subprocess.run(suite.split(), cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)
-    seconds = time.monotonic() - began
+    environ = os.environ | {"PYTEST_ADDOPTS": f"--durations={TEST_COUNT}"}
+    start = time.monotonic()
+    process = subprocess.run(suite.split(), cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    seconds = time.monotonic() - start
     logs = ROOT / "tests" / "benchmarks" / "results"
     logs.mkdir(exist_ok=True)
-    (logs / f"{suite.replace(' ', '-')}.log").write_text(done.stdout)
-    if done.returncode:
-        raise RuntimeError(f"{done.stdout[-3000:]}\n{suite} failed after {seconds:.0f} s")
-    return seconds, [(float(found[1]), found[2]) for found in SLOW.finditer(done.stdout)]
+    (logs / f"{suite.replace(' ', '-')}.log").write_text(process.stdout)
+    if process.returncode:
+        raise RuntimeError(f"{process.stdout[-3000:]}\n{suite} failed after {seconds:.0f} s")
+    slowest = [(float(match[1]), match[2]) for match in SLOW.finditer(process.stdout)]
+    return seconds, slowest
 
 
-def tabulate_times(known: dict[str, list[float]]) -> Table:
+def tabulate_times(seconds_of: dict[str, list[float]]) -> Table:
     """Return the times of each suite beside its budget."""
-    rows = [
-        Row(
-            f"`{suite}`",
-            [summarize_values(times), str(len(times))],
-            BUDGETS[suite],
-            at_least=False,
-        )
-        for suite, times in known.items()
-    ]
+    rows = []
+    for suite, times in seconds_of.items():
+        cells: list[Cell] = [summarize_values(times), str(len(times))]
+        rows.append(Row(f"`{suite}`", cells, BUDGETS[suite], at_least=False))
     return Table(("suite", "seconds", "runs"), rows)
 
 
-def main(wanted: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     record = Record()
-    if unknown := [word for word in wanted if word.partition("=")[0] not in BUDGETS]:
+    unknown = [argument for argument in arguments if argument.partition("=")[0] not in BUDGETS]
+    if unknown:
         raise RuntimeError(f"unknown suite {unknown[0]!r}; known are {', '.join(BUDGETS)}, as in 'make test=3'")
-    known = record.content["parts"].get("suites/times", {}).get("seconds", {})
-    for word in wanted:
-        suite, _, times = word.partition("=")
+    seconds_of = record.content["parts"].get("suites/times", {}).get("seconds", {})
+    for argument in arguments:
+        suite, _, times = argument.partition("=")
         for _ in range(int(times or 1)):
             seconds, slowest = run_suite(suite)
-            known.setdefault(suite, []).append(round(seconds, 1))
+            seconds_of.setdefault(suite, []).append(round(seconds, 1))
             print(f"{suite}: {seconds:.0f} s", flush=True)
-            for test_seconds, name in slowest[:SHOWN]:
+            for test_seconds, name in slowest[:TEST_COUNT]:
                 print(f"  {test_seconds:4.0f} s  {name}", flush=True)
-            record.put_table(
-                "suites/times",
-                ORIGIN | {"rounds": max(map(len, known.values())), "seconds": known},
-                tabulate_times(known),
-            )
+            content = ORIGIN | {"rounds": max(map(len, seconds_of.values())), "seconds": seconds_of}
+            record.put_table("suites/times", content, tabulate_times(seconds_of))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What commands cost: from the command to the first step, here and on a cluster, and reading many runs."""
+"""The time of commands: from the command to the first step, here and on a cluster, and reading many runs."""
 
 from __future__ import annotations
 
@@ -17,69 +17,83 @@ from common.config.config import ROOT
 from common.data.prepare import prepare_digits
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.parts import Part, environment
-from tests.benchmarks.records import Row, Table, at_most
-from tests.benchmarks.runs import measure_reading, several
+from tests.benchmarks.records import Row, Table, at_most, make_value_table
+from tests.benchmarks.runs import measure_reading, write_runs
 
 SCRIPT = "experiments/mnist_pipeline.py"
-FIRST_ROW = 300.0  # seconds until a start counts as failed
+FIRST_ROW_TIMEOUT = 300.0  # seconds until a start counts as failed
+Command = Callable[[list[str]], list[str]]  # from the settings of a run to the command that starts it
 
 
 # ---- from the command to the first step
 
 
-def first_row(runs: Path, words: list[str], env: dict[str, str]) -> float:
-    """Seconds from starting a command to its first row of metrics on disk; then the command runs to its end."""
+def measure_first_row(runs: Path, command: list[str], env: dict[str, str]) -> float:
+    """Return the seconds from a command to its first row of metrics on disk, then wait until the command ends."""
     start = time.perf_counter()
-    process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         while not any(file.stat().st_size for file in runs.glob("*/attempts/0001/metrics.jsonl")):
             if process.poll() is not None:
-                raise RuntimeError(f"{' '.join(words)} ended early: {process.communicate()[1].decode()}")
+                errors = process.communicate()[1].decode()
+                raise RuntimeError(f"{' '.join(command)} ended before its first step: {errors}")
             time.sleep(0.003)
         return time.perf_counter() - start
     finally:
-        process.communicate(timeout=FIRST_ROW)
+        process.communicate(timeout=FIRST_ROW_TIMEOUT)
 
 
-def commands() -> dict[str, Callable[[list[str]], list[str]]]:
-    """The ways to start a run, each as a function of the settings."""
+def is_installed() -> bool:
+    """Return whether `make exp` could start without installing anything first."""
+    if not shutil.which("make"):
+        return False
+    question = subprocess.run(["make", "--question", ".venv/.ready"], cwd=ROOT, capture_output=True, check=False)
+    return question.returncode == 0
+
+
+def commands() -> dict[str, Command]:
+    """Return the ways to start a run."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    found: dict[str, Callable[[list[str]], list[str]]] = {
+    make = ["make", "-s", "exp", "NAME=mnist_pipeline", "LAUNCH=local"]
+    by_name: dict[str, Command] = {
         "python": lambda settings: [sys.executable, SCRIPT, *settings],
         "torchrun": lambda settings: [*torchrun, "--nproc-per-node=2", SCRIPT, *settings],
     }
-    ready = ["make", "--question", ".venv/.ready"]
-    if shutil.which("make") and subprocess.run(ready, cwd=ROOT, capture_output=True, check=False).returncode == 0:
-        make = ["make", "-s", "exp", "NAME=mnist_pipeline", "LAUNCH=local"]
-        found["make exp"] = lambda settings: [*make, f"ARGS={' '.join(settings)}"]
-    return found
+    if is_installed():
+        by_name["make exp"] = lambda settings: [*make, f"ARGS={' '.join(settings)}"]
+    return by_name
+
+
+def import_torch(number: int) -> dict[str, float]:
+    """Measure the import of torch in a new process."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], cwd=ROOT, env=environment(), check=True)
+    return {"seconds": time.perf_counter() - start}
+
+
+def make_start_task(scratch: Path, name: str, command: Command) -> Task:
+    """A start of a run by one of the commands."""
+
+    def run(number: int) -> dict[str, float]:
+        runs = Path(tempfile.mkdtemp(dir=scratch))
+        arguments = command([f"runs={runs}", "steps=30", "data.test_limit=1000"])
+        return {"seconds": measure_first_row(runs, arguments, environment("offline"))}
+
+    return Task(name, run)
 
 
 def start_sides(scratch: Path) -> list[Task]:
-    def import_torch(number: int) -> dict[str, float]:
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-c", "import torch"], cwd=ROOT, env=environment(), check=True)
-        return {"seconds": time.perf_counter() - start}
-
-    def task(name: str, command: Callable[[list[str]], list[str]]) -> Task:
-        def run(number: int) -> dict[str, float]:
-            runs = Path(tempfile.mkdtemp(dir=scratch))
-            words = command([f"runs={runs}", "steps=30", "data.test_limit=1000"])
-            return {"seconds": first_row(runs, words, environment("offline"))}
-
-        return Task(name, run)
-
-    return [Task("import torch", import_torch), *(task(name, command) for name, command in commands().items())]
+    starts = [make_start_task(scratch, name, command) for name, command in commands().items()]
+    return [Task("import torch", import_torch), *starts]
 
 
-def start_table(taken: Samples) -> Table:
-    rows = [Row(f"s: {side}", [taken.number(side)]) for side in taken.values]
-    rows.append(at_most("python / import torch", taken.ratio("python", "import torch"), 1.5))
-    others = [side for side in ("torchrun", "make exp") if side in taken.values]
-    return Table(
-        ("measured", "value"),
-        [*rows, *(Row(f"{side} / import torch", [taken.ratio(side, "import torch")]) for side in others)],
-    )
+def start_table(samples: Samples) -> Table:
+    rows = [Row(f"s: {side}", [samples.number(side)]) for side in samples.values]
+    rows.append(at_most("python / import torch", samples.ratio("python", "import torch"), 1.5))
+    for side in ("torchrun", "make exp"):
+        if side in samples.values:
+            rows.append(Row(f"{side} / import torch", [samples.ratio(side, "import torch")]))
+    return make_value_table(rows)
 
 
 # ---- the same on a cluster
@@ -87,19 +101,53 @@ def start_table(taken: Samples) -> Table:
 STEPS = ("submit", "schedule", "interpreter and imports", "rendezvous", "data, model, first step")
 
 
-def call(env: dict[str, str], *words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    return done.stdout
+def call(env: dict[str, str], *arguments: str) -> str:
+    """Run a module of this project with these arguments and return its output."""
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
 
 
-def wait_for_first_row(runs: Path, began: float) -> tuple[Path, float]:
-    """The run folder, and the seconds until its first row of metrics was on disk. Raises TimeoutError."""
-    while time.time() - began < FIRST_ROW:
+def wait_for_first_row(runs: Path, start: float) -> tuple[Path, float]:
+    """Return the run folder, and the seconds until its first row of metrics was on disk. Raises TimeoutError."""
+    while time.time() - start < FIRST_ROW_TIMEOUT:
         for path in runs.glob("*/attempts/0001/metrics.jsonl"):
             if path.stat().st_size:
-                return path.parents[2], time.time() - began
+                return path.parents[2], time.time() - start
         time.sleep(0.002)
     raise TimeoutError(f"no training step in {runs}")
+
+
+def measure_submission(scratch: Path, env: dict[str, str], settings: list[str]) -> dict[str, float]:
+    """Measure one submission through `make exp`'s entry, and its steps."""
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    runs = folder / "runs"
+    stamp = folder / "started"
+    arguments = " ".join([*settings, f"runs={runs}", f"'cluster.setup=[date +%s.%N >{stamp}]'"])
+    start = time.time()
+    call(env, "slurm", "exp", "--nodes=2", f"--args={arguments}", "--", "mnist_pipeline")
+    run_folder, total = wait_for_first_row(runs, start)
+
+    submitted = (run_folder / "submit" / "job.sh").stat().st_mtime - start  # written just before sbatch is called
+    started = float(stamp.read_text()) - start
+    world = json.loads((run_folder / "attempts/0001/world.json").read_text())
+    claimed = (run_folder / "attempts/0001/logs").stat().st_ctime - start
+    rendezvous = world["rendezvous_seconds"]
+    seconds = (submitted, started - submitted, claimed - rendezvous - started, rendezvous, total - claimed)
+    call(env, "slurm", "status", str(run_folder), "--wait=60")
+    return {"seconds": total} | dict(zip(STEPS, seconds, strict=True))
+
+
+def measure_bare_sbatch(scratch: Path, env: dict[str, str], settings: list[str]) -> dict[str, float]:
+    """Measure the same script passed to sbatch by hand."""
+    runs = Path(tempfile.mkdtemp(dir=scratch)) / "runs"
+    script = " ".join([sys.executable, SCRIPT, *settings, f"runs={runs}"])
+    wrap = f"srun --kill-on-bad-exit=1 --cpus-per-task=1 {script}"
+    options = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--output=/dev/null", f"--wrap={wrap}"]
+    start = time.time()
+    call(env, "slurm", "cluster", "exec", "sbatch", *options)
+    run_folder, total = wait_for_first_row(runs, start)
+    call(env, "slurm", "status", str(run_folder), "--wait=60")
+    return {"seconds": total}
 
 
 def cluster_sides(scratch: Path) -> list[Task]:
@@ -108,76 +156,51 @@ def cluster_sides(scratch: Path) -> list[Task]:
     settings = ["data.name=digits", f"data.cache={scratch}/cache", "steps=20", "data.test_limit=100"]
     call(env, "slurm", "cluster", "up", "--nodes", "2")
     atexit.register(call, env, "slurm", "cluster", "down")
-
-    def ours(number: int) -> dict[str, float]:
-        """One submission through `make exp`'s entry, in its parts."""
-        place = Path(tempfile.mkdtemp(dir=scratch))
-        runs, stamp = place / "runs", place / "started"
-        words = " ".join([*settings, f"runs={runs}", f"'cluster.setup=[date +%s.%N >{stamp}]'"])
-        began = time.time()
-        call(env, "slurm", "exp", "--nodes=2", f"--args={words}", "--", "mnist_pipeline")
-        folder, total = wait_for_first_row(runs, began)
-        submitted = (folder / "submit" / "job.sh").stat().st_mtime - began  # written just before sbatch is called
-        started = float(stamp.read_text()) - began
-        world = json.loads((folder / "attempts/0001/world.json").read_text())
-        claimed = (folder / "attempts/0001/logs").stat().st_ctime - began
-        meet = world["rendezvous_seconds"]
-        parts = (submitted, started - submitted, claimed - meet - started, meet, total - claimed)
-        call(env, "slurm", "status", str(folder), "--wait=60")
-        return {"seconds": total} | dict(zip(STEPS, parts, strict=True))
-
-    def bare(number: int) -> dict[str, float]:
-        """The same script given to sbatch by hand."""
-        runs = Path(tempfile.mkdtemp(dir=scratch)) / "runs"
-        script = " ".join([sys.executable, SCRIPT, *settings, f"runs={runs}"])
-        wrap = f"srun --kill-on-bad-exit=1 --cpus-per-task=1 {script}"
-        options = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--output=/dev/null", f"--wrap={wrap}"]
-        began = time.time()
-        call(env, "slurm", "cluster", "exec", "sbatch", *options)
-        folder, total = wait_for_first_row(runs, began)
-        call(env, "slurm", "status", str(folder), "--wait=60")
-        return {"seconds": total}
-
-    return [Task("make exp", ours), Task("bare sbatch", bare)]
+    return [
+        Task("make exp", lambda number: measure_submission(scratch, env, settings)),
+        Task("bare sbatch", lambda number: measure_bare_sbatch(scratch, env, settings)),
+    ]
 
 
-def cluster_table(taken: Samples) -> Table:
-    rows = [Row(f"s: {side}", [taken.number(side)]) for side in taken.values]
-    rows += [Row(f"s: make exp: {step}", [taken.number("make exp", step)]) for step in STEPS]
-    return Table(
-        ("measured", "value"), [*rows, at_most("make exp / bare sbatch", taken.ratio("make exp", "bare sbatch"), 1.3)]
-    )
+def cluster_table(samples: Samples) -> Table:
+    rows = [Row(f"s: {side}", [samples.number(side)]) for side in samples.values]
+    rows += [Row(f"s: make exp: {step}", [samples.number("make exp", step)]) for step in STEPS]
+    rows.append(at_most("make exp / bare sbatch", samples.ratio("make exp", "bare sbatch"), 1.3))
+    return make_value_table(rows)
 
 
 def no_slurm() -> str:
-    missing = [
-        name
-        for name in ("slurmctld", "slurmd", "sbatch")
-        if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")
-    ]
-    return f"{missing[0]} is missing: apt-get install slurm-wlm" if missing else ""
+    """Return which program of SLURM is missing; empty if none is."""
+    path = f"{os.environ['PATH']}:/usr/sbin"
+    for name in ("slurmctld", "slurmd", "sbatch"):
+        if not shutil.which(name, path=path):
+            return f"{name} is missing: apt-get install slurm-wlm"
+    return ""
 
 
 # ---- reading many runs
 
-COUNT, ROWS = 500, 2000
+
+RUN_COUNT = 500
+STEPS_PER_RUN = 2000
+READERS = {
+    "make compare LAST=50": ["slurm", "compare", "--last=50"],
+    "make status": ["slurm", "status"],
+}
+
+
+def make_reading_task(runs: Path, name: str) -> Task:
+    return Task(name, lambda number: measure_reading(runs, READERS[name]))
 
 
 def reading_sides(scratch: Path) -> list[Task]:
-    several(scratch / "runs", COUNT, ROWS)
-    words = {
-        "make compare LAST=50": ["slurm", "compare", "--last=50"],
-        "make status": ["slurm", "status"],
-    }
-
-    def task(name: str, command: list[str]) -> Task:
-        return Task(name, lambda number: measure_reading(scratch / "runs", command))
-
-    return [task(name, command) for name, command in words.items()]
+    runs = scratch / "runs"
+    write_runs(runs, RUN_COUNT, STEPS_PER_RUN)
+    return [make_reading_task(runs, name) for name in READERS]
 
 
-def reading_table(taken: Samples) -> Table:
-    rows = [Row(side, [taken.number(side), taken.number(side, "cpu")]) for side in taken.values]
+def reading_table(samples: Samples) -> Table:
+    rows = [Row(side, [samples.number(side), samples.number(side, "cpu")]) for side in samples.values]
     return Table(("command", "s", "s of one core"), rows)
 
 
@@ -200,7 +223,7 @@ PARTS = [
     ),
     Part(
         "tools/reading",
-        f"reading {COUNT} runs of {ROWS} steps",
+        f"reading {RUN_COUNT} runs of {STEPS_PER_RUN} steps",
         reading_sides,
         reading_table,
         rounds=3,

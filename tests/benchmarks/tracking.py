@@ -1,4 +1,4 @@
-"""What W&B costs a run that is tracked offline: step time and wall time beside the same run with W&B disabled.
+"""The cost of W&B for a run that is tracked offline: step time and wall time beside the same run with W&B disabled.
 
 Wall time ends with the last process of the run. The sides take turns; each ratio is of one round.
 """
@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from common.runs.result import parse_result
-from tests.benchmarks.measure import Number, Samples, Task, summarize_values
+from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.parts import Part, environment, finish
-from tests.benchmarks.records import Row, Table, at_most
+from tests.benchmarks.records import Row, Table, at_most, make_value_table
 from tests.harness.processes import processes_of
 
 NAME = "mnist_pipeline"
@@ -31,10 +31,9 @@ def make_task(scratch: Path, run_name: str, mode: str) -> Task:
     """Make the side that trains one run in one mode of W&B."""
 
     def run(number: int) -> dict[str, float]:
+        settings = ("epochs=1000", f"wandb.mode={mode}", *RUNS[run_name])
         start = time.perf_counter()
-        folder = finish(
-            scratch, run_name, NAME, "epochs=1000", f"wandb.mode={mode}", *RUNS[run_name], env=environment(mode)
-        )
+        folder = finish(scratch, run_name, NAME, *settings, env=environment(mode))
         while processes_of(str(folder.path.parent)):
             time.sleep(POLL_SECONDS)
         wall = time.perf_counter() - start
@@ -47,13 +46,15 @@ def make_task(scratch: Path, run_name: str, mode: str) -> Task:
 
 def tracking_sides(scratch: Path) -> list[Task]:
     """The same runs, disabled and offline in turns."""
-    return [make_task(scratch, run_name, mode) for run_name in RUNS for mode in MODES]
+    tasks = []
+    for run_name in RUNS:
+        tasks += [make_task(scratch, run_name, mode) for mode in MODES]
+    return tasks
 
 
 def measure_added_wall(samples: Samples, run_name: str) -> Number:
     """Return the seconds that offline takes more than disabled, round by round."""
-    disabled, offline = (samples.kept(f"{run_name}, {mode}", "wall") for mode in MODES)
-    return summarize_values([b - a for a, b in zip(disabled, offline, strict=True)])
+    return samples.difference(f"{run_name}, offline", f"{run_name}, disabled", "wall")
 
 
 def tracking_table(samples: Samples) -> Table:
@@ -61,13 +62,12 @@ def tracking_table(samples: Samples) -> Table:
     rows = []
     for run_name in RUNS:
         disabled, offline = (f"{run_name}, {mode}" for mode in MODES)
-        rows += [
-            Row(f"ms a step, {disabled}", [samples.number(disabled, factor=1e3)]),
-            Row(f"ms a step, {offline}", [samples.number(offline, factor=1e3)]),
-            at_most(f"step time offline / disabled, {run_name}", samples.ratio(offline, disabled), 1.03),
-            at_most(f"seconds of wall time more, {run_name}", measure_added_wall(samples, run_name), 2),
-        ]
-    return Table(("measured", "value"), rows)
+        slowdown = samples.ratio(offline, disabled)
+        rows.append(Row(f"ms a step, {disabled}", [samples.number(disabled, factor=1e3)]))
+        rows.append(Row(f"ms a step, {offline}", [samples.number(offline, factor=1e3)]))
+        rows.append(at_most(f"step time offline / disabled, {run_name}", slowdown, 1.03))
+        rows.append(at_most(f"seconds of wall time more, {run_name}", measure_added_wall(samples, run_name), 2))
+    return make_value_table(rows)
 
 
 PARTS = [

@@ -1,4 +1,4 @@
-"""What shards that follow the ranks gain: two ranks on a core each, one of which a spinning process shares."""
+"""Gains of shards that follow the ranks: two ranks on a core each, one of which a spinning process shares."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from configs.ddp_multinode import Config
 from experiments import ddp_multinode
 from tests.benchmarks.measure import Samples, Side, Team
 from tests.benchmarks.parts import QUIET, Part
-from tests.benchmarks.records import Row, Table, at_least, at_most
+from tests.benchmarks.records import Table, at_least, at_most, list_step_times, make_value_table
 
 BATCH = 128
 SETTINGS = (f"batch={BATCH}", "data.name=digits", "optim.base_batch=0", "data.test_limit=10", "steps=60")
-BEGINS = 25  # the step before which a program begins in mid-run, in the last side
-FEWER = 0.8  # of the samples of rank 0: no noise, but what the other rank has once the disturbance is answered
+STARTS = 25  # the step before which a program starts in mid-run, in the last side
+FEWER = 0.8  # of the samples of rank 0: no noise, but rank 1's shard once the run has adapted to the disturbance
 ANSWERED = "steps until a disturbance is answered"
 SPIN = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.getppid() == int(sys.argv[2]): pass"
 
@@ -41,14 +41,16 @@ SPIN = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.ge
 class Spinning:
     """A process that spins on this rank's core until the end of the block, from a step on; 0 is before the first."""
 
-    def __init__(self, core: int, begins: int | None) -> None:
-        self.core, self.begins = core, begins
+    def __init__(self, core: int, first_step: int | None) -> None:
+        self.core = core
+        self.first_step = first_step
         self.process: subprocess.Popen[bytes] | None = None
 
     def reach(self, step: int) -> None:
-        if step == self.begins:
-            words = [sys.executable, "-c", SPIN, str(self.core), str(os.getpid())]
-            self.process = subprocess.Popen(words)
+        """Start the process if this is its step."""
+        if step == self.first_step:
+            command = [sys.executable, "-c", SPIN, str(self.core), str(os.getpid())]
+            self.process = subprocess.Popen(command)
 
     def __enter__(self) -> Spinning:
         self.reach(0)
@@ -65,34 +67,39 @@ class DisturbedRun(Run):
 
     spinning: Spinning
 
-    def steps(self, *given: Any, **options: Any) -> Iterator[Step]:
-        for step in super().steps(*given, **options):
+    def steps(self, *arguments: Any, **options: Any) -> Iterator[Step]:
+        for step in super().steps(*arguments, **options):
             self.spinning.reach(step.number)
             yield step
 
 
-def train(shards: str, begins: int | None, world: World, prepared: PreparedDataset, scratch: Path) -> float:
-    """Train as the script does, on one core; the seconds of a step, or the steps until rank 1 has clearly less."""
-    core = sorted(os.sched_getaffinity(0))[world.rank % len(os.sched_getaffinity(0))]
+def count_answer_steps(run: Run, first_step: int) -> float:
+    """Return the steps from a disturbance until rank 1 has clearly fewer samples."""
+    auto_shards = run.find_hook(AutoShards)
+    assert auto_shards is not None
+    for step, (shard, disturbed_shard) in auto_shards.history:
+        if step > first_step and disturbed_shard < FEWER * shard:
+            return float(step - first_step)
+    return float(run.cfg.steps)
+
+
+def train(shards: str, first_step: int | None, world: World, prepared: PreparedDataset, scratch: Path) -> float:
+    """Train as the script does, on one core; return the seconds of a step, or the steps until the run has adapted."""
+    allowed = os.sched_getaffinity(0)
+    core = sorted(allowed)[world.rank % len(allowed)]
     cfg = config.load_config(Config, [*QUIET, *SETTINGS, f"shards={shards}", f"runs={scratch}"], {})
     folder = RunFolder.create(scratch, "ddp_multinode", format_yaml(cfg)).claim_attempt() if world.is_main else None
     path = Path(world.broadcast(str(folder.path) if folder else None))
-    allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
     run = DisturbedRun(cfg, RunFolder(path, 1), Ranks(world), prepared)
     try:
-        with Spinning(core, begins if world.rank == 1 else None) as run.spinning, contextlib.redirect_stdout(None):
+        with Spinning(core, first_step if world.rank == 1 else None) as run.spinning, contextlib.redirect_stdout(None):
             ddp_multinode.main(cfg, run)
     finally:
         run.close()
         os.sched_setaffinity(0, allowed)
-    if not begins:
-        return run.compute_step_seconds()
-    auto_shards = run.find_hook(AutoShards)
-    assert auto_shards is not None
-    answers = [step for step, (first, second) in auto_shards.history if step > begins and second < FEWER * first]
-    return float(answers[0] - begins) if answers else float(cfg.steps)
+    return count_answer_steps(run, first_step) if first_step else run.compute_step_seconds()
 
 
 def sides(scratch: Path) -> list[Team]:
@@ -102,26 +109,25 @@ def sides(scratch: Path) -> list[Team]:
         "auto, quiet": ("auto", None),
         "equal, shared core": ("equal", 0),
         "auto, shared core": ("auto", 0),
-        ANSWERED: ("auto", BEGINS),
+        ANSWERED: ("auto", STARTS),
     }
 
     def make(world: World) -> dict[str, Side]:
-        return {name: partial(train, *how, world, prepared, scratch) for name, how in plan.items()}
+        trainings: dict[str, Side] = {}
+        for name, (shards, first_step) in plan.items():
+            trainings[name] = partial(train, shards, first_step, world, prepared, scratch)
+        return trainings
 
     return [Team(2, 1, make)]
 
 
-def table(taken: Samples) -> Table:
-    rows = [Row(f"ms a step: {side}", [taken.number(side, factor=1e3)]) for side in taken.values if side != ANSWERED]
-    return Table(
-        ("measured", "value"),
-        [
-            *rows,
-            at_least("equal / auto, shared core", taken.ratio("equal, shared core", "auto, shared core"), 1.35),
-            at_most("auto / equal, quiet", taken.ratio("auto, quiet", "equal, quiet"), 1.02),
-            at_most(ANSWERED, taken.number(ANSWERED), 30),
-        ],
-    )
+def table(samples: Samples) -> Table:
+    rows = [row for row in list_step_times(samples) if ANSWERED not in row.what]
+    gain = samples.ratio("equal, shared core", "auto, shared core")
+    rows.append(at_least("equal / auto, shared core", gain, 1.35))
+    rows.append(at_most("auto / equal, quiet", samples.ratio("auto, quiet", "equal, quiet"), 1.02))
+    rows.append(at_most(ANSWERED, samples.number(ANSWERED), 30))
+    return make_value_table(rows)
 
 
 PART = Part(

@@ -177,9 +177,9 @@ def test_a_failing_part_and_an_interrupt_leave_the_rest(
 def test_no_round_begins_that_would_end_after_the_budget() -> None:
     pace = Pace(rounds=10, drop=1, seconds=60)
     pace.last = 50
-    assert pace.goes_on(0) and pace.goes_on(1) and pace.goes_on(2)
+    assert pace.allows(0) and pace.allows(1) and pace.allows(2)
     pace.last = 61
-    assert pace.goes_on(1) and not pace.goes_on(2)
+    assert pace.allows(1) and not pace.allows(2)
 
 
 def test_disturbed_rounds_are_left_out_where_enough_others_are_left() -> None:

@@ -104,7 +104,10 @@ def list_classes(object_type: Type | None) -> list[TypeInfo | None]:
         case TypeType(item=item) | TypeVarType(upper_bound=item):
             return list_classes(item)
         case UnionType(items=items):
-            return [kind for item in items for kind in list_classes(item)]
+            kinds: list[TypeInfo | None] = []
+            for item in items:
+                kinds += list_classes(item)
+            return kinds
     return []
 
 

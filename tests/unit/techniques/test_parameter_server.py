@@ -274,9 +274,9 @@ def test_the_bound_limits_the_pushes_during_one_turn_of_a_slow_worker(staleness:
 
 def test_a_slow_cable_limits_the_rate_of_pushes() -> None:
     """No mode exceeds the rate without the cable, nor the sum of the rates of the other workers and of the cable."""
-    compute = partial(compute_bound, free=100, others=100)
+    compute = partial(compute_bound, free=100, without_slow=100)
     asynchronous = StalenessPolicy("async", 0, 4)
     assert compute(asynchronous, carrying=0.1, processors=4) == pytest.approx(75 + 1 / 0.14, rel=0.02)
     assert compute(asynchronous, carrying=0.1, processors=2) == 100
-    assert compute(asynchronous, others=80, carrying=0.1, processors=2) == pytest.approx(80 + 1 / 0.12)
+    assert compute(asynchronous, without_slow=80, carrying=0.1, processors=2) == pytest.approx(80 + 1 / 0.12)
     assert compute(StalenessPolicy("sync", 0, 4), carrying=0.18, processors=2) == pytest.approx(20)
