@@ -64,7 +64,7 @@ def read_losses(rows: Iterable[dict[str, Any]]) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def test_a_killed_rank_and_a_cut_host_return_and_a_dead_host_does_not(lab: Lab, cache: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_and_a_cut_host_come_back_and_a_dead_host_does_not(lab: Lab, cache: Path, tmp_path: Path) -> None:
     running = submit(lab, *LONG)
     running.wait_for_step(20)
     hosts = running.hosts()

@@ -37,7 +37,8 @@ def test_tls_hides_messages_and_no_intruder_joins_or_stalls_the_ranks(
     for runs, encrypted in (("plain", False), ("encrypted", True)):
         settings = site.settings(runs, "steps=10", *REPLICATED.smallest).removeprefix("--args=").split()
         settings += [f"weights={tmp_path / 'planted.pt'}", "launch.nodes=2", "launch.backend=builtin"]
-        settings.append(f"launch.tls={str(encrypted).lower()}")
+        if encrypted:
+            settings.append("launch.tls=true")
         script = [sys.executable, "experiments/ddp_multinode.py", *settings]
         with open_sniffer(cluster, 1) as sniffer, ThreadPoolExecutor(1) as pool:
             run = pool.submit(site.inside, "srun", *OPTIONS, *script)
