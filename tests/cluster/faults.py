@@ -148,7 +148,8 @@ def check_repeated_steps(running: Running, fault: Fault, row: Struck, struck: Ru
     last = last_step(struck)
     fewest = fault.unusable * CHECKPOINT_STEPS
     if fault.intervals is None:
-        fewest = highest = last
+        fewest = last
+        highest = last
     elif fault.notice:
         highest = 0
     else:
