@@ -1,4 +1,4 @@
-"""Clusters that the tests of one pytest process share, and what all processes share."""
+"""Clusters that the tests of one pytest process share, and a folder that all processes share."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from tests.cluster.lab import Lab, laboratory
 from tests.harness.shared import locked
 from tests.harness.site import FIRST, Site, up
 
-SEED = "FAULT_SEED"
+SEED_VARIABLE = "FAULT_SEED"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw the seed before there are worker processes, which inherit it."""
-    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**6)))
+    """Draw the seed before the worker processes start, which inherit it."""
+    os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(10**6)))
 
 
 def pytest_report_header() -> str:
-    return f"{SEED}={os.environ[SEED]} repeats the steps at which faults strike"
+    return f"{SEED_VARIABLE}={os.environ[SEED_VARIABLE]} repeats the steps at which faults strike"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What each fault cost."""
-    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
-    lines = [str(value) for report in reports for name, value in report.user_properties if name == "fault"]
+    """Print the cost of each fault."""
+    lines = []
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            lines += [str(line) for name, line in report.user_properties if name == "fault"]
     if lines:
-        terminalreporter.write_line(f"{SEED}={os.environ[SEED]}\n{fault_tables.table(lines)}")
+        terminalreporter.write_line(f"{SEED_VARIABLE}={os.environ[SEED_VARIABLE]}\n{fault_tables.table(lines)}")
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all processes of this test run see."""
+    """A folder that all processes of this test run use."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     folder.mkdir(exist_ok=True)
@@ -56,12 +58,12 @@ def cache(shared: Path) -> Path:
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
     """A cluster of two hosts, and a checkout on it."""
-    with up(Site(tmp_path_factory.mktemp("site"), cache, FIRST)) as found:
-        yield found
+    with up(Site(tmp_path_factory.mktemp("site"), cache, FIRST)) as running_site:
+        yield running_site
 
 
 @pytest.fixture(scope="session")
 def lab(shared: Path) -> Iterator[Lab]:
     """A cluster for faults."""
-    with laboratory(shared) as found:
-        yield found
+    with laboratory(shared) as fault_lab:
+        yield fault_lab

@@ -2,8 +2,8 @@
 
     python -m tests.cluster.elastic_campaign --cases=30 [--first=K] [--seed=S]      about a minute a case
 
-A job may need several attempts only where no rank with the state is left or a rank that serves a shard is lost: its log
-says so. It ends with the numbers of one process in any case.
+A job may need several attempts only if no rank with the state is left, or if a rank that serves a shard is lost. Its
+log then names this reason. Every job must reproduce the losses of one process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODEL = (
     "optim.base_batch=0",
 )
 LENGTH = (f"steps={PACE.steps}", f"epochs={PACE.steps // 100}", f"checkpoint.every_steps={PACE.saves}")
-USUAL = ("launch.device=cpu", "launch.threads=1", "data.workers=0", "data.block=1")
+JOB_SETTINGS = ("launch.device=cpu", "launch.threads=1", "data.workers=0", "data.block=1")
 
 
 class JobTarget(Target):
@@ -44,8 +44,10 @@ class JobTarget(Target):
 
     def __init__(self, running: Running) -> None:
         self.running = running
-        self.initial, self.seen = list[int](), set[int]()
-        self.newest, self.struck_first = 0, set[int]()
+        self.initial = list[int]()
+        self.seen = set[int]()
+        self.newest = 0
+        self.struck_first = set[int]()
 
     def has_ended(self) -> bool:
         return bool(self.running.folder.result)
@@ -56,16 +58,16 @@ class JobTarget(Target):
 
 def list_settings(name: str) -> tuple[str, ...]:
     """Settings of a run of an experiment, on any number of ranks."""
-    return (*MODEL, *LENGTH, *USUAL, *SETTINGS[name])
+    return (*MODEL, *LENGTH, *JOB_SETTINGS, *SETTINGS[name])
 
 
-def suffer(lab: Lab, case: Case, alone: RunFolder) -> None:
-    """Run a case and judge it."""
-    began = time.monotonic()
+def run_case(lab: Lab, case: Case, reference: RunFolder) -> None:
+    """Run a case and check its outcome."""
+    start_time = time.monotonic()
     nodes = 3 if case.ranks == 3 else 2
-    words = ("elastic=true", f"elastic.timeout={PACE.timeout}", f"processes_per_node={case.ranks // nodes}")
+    elastic = ("elastic=true", f"elastic.timeout={PACE.timeout}", f"processes_per_node={case.ranks // nodes}")
     lab.up()
-    running = lab.submit_on(nodes, case.name, *list_settings(case.name), *words)
+    running = lab.submit_on(nodes, case.name, *list_settings(case.name), *elastic)
     target = JobTarget(running)
     try:
         running.wait_for_step(case.begin)
@@ -73,28 +75,29 @@ def suffer(lab: Lab, case: Case, alone: RunFolder) -> None:
         for strike in case.strikes:
             case.struck.append(target.strike(strike))
         running.finish(400)
-        case.outcome = judge(running, alone)
+        case.outcome = check_outcome(running, reference)
     except (AssertionError, TimeoutError) as error:
         case.problem = f"FAILED: {error}; {running.folder.path}"
         for pid in running.ranks():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         lab.down()
-    case.seconds = time.monotonic() - began
+    case.seconds = time.monotonic() - start_time
 
 
-def judge(running: Running, alone: RunFolder) -> str:
-    """Say how many attempts a job has needed, and why. Raises AssertionError."""
-    folder, attempts = running.folder, len(running.folder.list_attempts())
+def check_outcome(running: Running, reference: RunFolder) -> str:
+    """Return how many attempts a job needed, and why. Raises AssertionError."""
+    folder = running.folder
+    attempts = len(folder.list_attempts())
     assert folder.result.get("state") == "finished", folder.result
-    wrong = differences(folder, alone)
-    assert not wrong, wrong
+    different = differences(folder, reference)
+    assert not different, different
     if attempts == 1:
         return "equal"
-    logs = [file.read_text(errors="replace") for file in (folder.path / "submit").glob("*.out")]
-    logs += [file.read_text(errors="replace") for file in (folder.path / "submit").glob("*.err")]
-    reasons = sorted({reason.name for reason in EndReason for log in logs if reason.value in log})
-    assert reasons, f"{attempts} attempts, and no reason that allows it"
+    log_files = [*folder.path.glob("submit/*.out"), *folder.path.glob("submit/*.err")]
+    logs = "\n".join(file.read_text(errors="replace") for file in log_files)
+    reasons = sorted(reason.name for reason in EndReason if reason.value in logs)
+    assert reasons, f"{attempts} attempts without a reason for more than one"
     return f"ended early ({', '.join(reasons)}), equal after {attempts} attempts"
 
 
@@ -102,16 +105,16 @@ def main() -> int:
     numbers, seed = parse_arguments(__doc__ or "", 30)
     outcomes = dict[str, int]()
     with tempfile.TemporaryDirectory() as scratch, laboratory() as lab:
-        alone = {}
+        references = {}
         for name in SETTINGS:
-            words = (*list_settings(name), f"data.cache={scratch}/cache", "processes_per_node=1")
-            alone[name] = run(name, *words, runs=Path(scratch) / name).folder
+            settings = (*list_settings(name), f"data.cache={scratch}/cache", "processes_per_node=1")
+            references[name] = run(name, *settings, runs=Path(scratch) / name).folder
         for number in numbers:
             case = draw_case(seed, number, PACE)
-            suffer(lab, case, alone[case.name])
+            run_case(lab, case, references[case.name])
             print(case.line(), flush=True)
-            kind = "failed" if case.problem else case.outcome.partition(",")[0]
-            outcomes[kind] = outcomes.get(kind, 0) + 1
+            outcome = "failed" if case.problem else case.outcome.partition(",")[0]
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
         print(f"seed {seed}, cases {numbers.start} to {numbers.stop - 1} on a cluster: {outcomes}")
         if outcomes.get("failed"):
             raise SystemExit(1)

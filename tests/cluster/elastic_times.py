@@ -1,16 +1,17 @@
-"""Seconds that a lost rank or host costs a job with elastic=true, and one that is queued again instead.
+"""Seconds that a lost rank or host costs a job with elastic=true, and a job that is requeued instead.
 
     python -m tests.cluster.elastic_times [--kills=10] [--rounds=3] [--requeues=1]
     python -m tests.cluster.elastic_times --minutes=10
 
-Times are from the blow until metrics.jsonl has a step that was taken after it. With --minutes a random rank is killed
-every 15 s for so long, while two are there at least, and nothing is timed. The losses of all elastic runs are compared
-with those of one process. The table goes to tests/benchmarks/results/.
+A time ends when metrics.jsonl contains a step that was taken after the fault. With --minutes, a random rank is killed
+every 15 s as long as at least two ranks are left, and nothing is timed. The losses of all elastic runs are compared
+with those of one process. The table is written to tests/benchmarks/results/.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import signal
@@ -34,16 +35,16 @@ from tests.harness.site import until
 MODEL = ("data.name=vectors", "data.samples=24000", "batch=24", "model=mlp", "dtype=float64", "optim.lr=0.01")
 SETTINGS = (*MODEL, "optim.base_batch=0", "data.workers=0", "launch.device=cpu", "launch.threads=1")
 ELASTIC = ("elastic=true", "elastic.rejoin=1000")
-STEPS_A_SECOND = 90  # more than there are, so that the run is not over before
-PAUSE = 15.0  # seconds between two random kills
+STEPS_PER_SECOND = 90  # more than a run reaches, so that it does not end early
+SECONDS_BETWEEN_KILLS = 15.0
 TIMEOUT = Elastic().timeout
 Seconds = dict[str, list[float]]
 
 
-def start(lab: Lab, nodes: int, steps: int, *words: str) -> Running:
-    """Submit a run of so many steps, an epoch for each thousand."""
+def start(lab: Lab, nodes: int, steps: int, *settings: str) -> Running:
+    """Submit a run of `steps` steps, with one epoch for each thousand."""
     length = (f"steps={steps}", f"epochs={-(-steps // 1000)}", "log.seconds=0.05", "checkpoint.every_steps=100")
-    running = lab.submit_on(nodes, "ddp_multinode", *SETTINGS, *length, *words)
+    running = lab.submit_on(nodes, "ddp_multinode", *SETTINGS, *length, *settings)
     running.wait_for_step(20)
     return running
 
@@ -54,7 +55,7 @@ def kill(running: Running, rank: int) -> None:
 
 def wait_until_complete(running: Running) -> None:
     """Wait until all three ranks train."""
-    until("all ranks are there", lambda: len(read_rank_changes(running.newest())[-1]["ranks"]) == 3, 60, 0.1)
+    until("three ranks train", lambda: len(read_rank_changes(running.newest())[-1]["ranks"]) == 3, 60, 0.1)
     step = running.step()
     running.wait_for_step(step + 20)
 
@@ -63,57 +64,64 @@ def measure_stalls(folder: RunFolder) -> list[float]:
     """Return how much longer than usual the step after each join took, in seconds."""
     times = {row["global_step"]: row["time"] for row in folder.read_metrics() if "loss" in row}
     usual = median(times[step] - times[step - 1] for step in times if step - 1 in times)
-    joins = [one["step"] for one in folder.result["measured"]["generations"] if one["joined"] and not one["lost"]]
+    changes = folder.result["measured"]["generations"]
+    joins = [change["step"] for change in changes if change["joined"] and not change["lost"]]
     return [times[step + 1] - times[step] - usual for step in joins if step + 1 in times]
 
 
 def check_losses(running: Running, steps: int) -> None:
-    """Raise ValueError where the losses differ from those of one process."""
+    """Raise ValueError if the losses differ from those of one process."""
     with tempfile.TemporaryDirectory() as runs:
-        words = (*SETTINGS, f"steps={steps}", f"epochs={-(-steps // 1000)}", f"data.cache={runs}/cache")
-        alone = run("ddp_multinode", *words, "processes_per_node=1", runs=Path(runs) / "runs", timeout=600)
-        found = differences(running.folder, alone.folder)
-    if found:
-        raise ValueError(f"{running.folder.path}: {found[:3]}")
+        settings = (*SETTINGS, f"steps={steps}", f"epochs={-(-steps // 1000)}", f"data.cache={runs}/cache")
+        reference = run("ddp_multinode", *settings, "processes_per_node=1", runs=Path(runs) / "runs", timeout=600)
+        different = differences(running.folder, reference.folder)
+    if different:
+        raise ValueError(f"{running.folder.path}: {different[:3]}")
 
 
-def measure_kills(lab: Lab, kills: int, found: Seconds) -> None:
+def time_fault(running: Running, strike: Callable[[], object]) -> float:
+    """Cause a fault; return the seconds until the run has taken another step."""
+    seconds, _ = time_step_after(running, strike)
+    return seconds
+
+
+def measure_kills(lab: Lab, kills: int, seconds: Seconds) -> None:
     steps = 600 + 700 * kills
     running = start(lab, 3, steps, *ELASTIC)
     for number in range(kills):
-        found["kill -9 of a rank"].append(time_step_after(running, lambda rank=number % 3: kill(running, rank))[0])  # type: ignore[misc]
+        seconds["kill -9 of a rank"].append(time_fault(running, functools.partial(kill, running, number % 3)))
         wait_until_complete(running)
     running.finish()
-    found["join"] += measure_stalls(running.folder)
+    seconds["join"] += measure_stalls(running.folder)
     check_losses(running, steps)
 
 
-def measure_hosts(lab: Lab, rounds: int, found: Seconds) -> None:
-    """Cut and join a host, then power it off, in one run for each round."""
+def measure_hosts(lab: Lab, rounds: int, seconds: Seconds) -> None:
+    """Cut and join a host, then power it off, in one run per round."""
     for _ in range(rounds):
         running = start(lab, 3, 1500, *ELASTIC)
         host = running.hosts()[2]
-        found["cable cut"].append(time_step_after(running, lambda host=host: lab.tool("cut", host))[0])  # type: ignore[misc]
+        seconds["cable cut"].append(time_fault(running, functools.partial(lab.tool, "cut", host)))
         lab.tool("join", host)
         wait_until_complete(running)
-        found["power-off of a host"].append(time_step_after(running, lambda host=host: lab.tool("power-off", host))[0])  # type: ignore[misc]
+        seconds["power-off of a host"].append(time_fault(running, functools.partial(lab.tool, "power-off", host)))
         running.finish()
         check_losses(running, 1500)
         lab.tool("power-on", host)
 
 
-def measure_requeues(lab: Lab, rounds: int, found: Seconds) -> None:
-    """The same blows to runs on two of the three hosts, which are queued again."""
-    blows: dict[str, Callable[[Running], object]] = {
+def measure_requeues(lab: Lab, rounds: int, seconds: Seconds) -> None:
+    """Cause the same faults in runs on two of the three hosts, which are requeued."""
+    faults: dict[str, Callable[[Running], object]] = {
         "kill -9 of a rank": lambda running: kill(running, 1),
         "cable cut": lambda running: lab.tool("cut", running.hosts()[1]),
         "power-off of a host": lambda running: lab.tool("power-off", running.hosts()[1]),
     }
     for _ in range(rounds):
-        for name, strike in blows.items():
+        for name, cause_fault in faults.items():
             running = start(lab, 2, 100_000)
             host = running.hosts()[1]
-            found[name].append(time_step_after(running, lambda: strike(running))[0])  # noqa: B023 (called at once)
+            seconds[name].append(time_fault(running, functools.partial(cause_fault, running)))
             lab.command("cancel", str(running.folder.path))
             until("no rank is left", lambda: not running.ranks(), 60, 0.2)  # noqa: B023
             if name != "kill -9 of a rank":
@@ -121,39 +129,38 @@ def measure_requeues(lab: Lab, rounds: int, found: Seconds) -> None:
 
 
 def kill_at_random(lab: Lab, minutes: float) -> Table:
-    """Kill a random rank every 15 s; return what became of the run. Raises ValueError where the losses differ."""
-    steps = round(minutes * 60 * STEPS_A_SECOND)
-    running, began, kills = start(lab, 3, steps, *ELASTIC), time.monotonic(), 0
-    while time.monotonic() < began + 60 * minutes and not running.folder.result:
-        time.sleep(PAUSE)
-        ranks, changes = running.ranks(), read_rank_changes(running.newest())
+    """Kill a random rank every 15 s; return the table of the run. Raises ValueError if the losses differ."""
+    steps = round(minutes * 60 * STEPS_PER_SECOND)
+    running = start(lab, 3, steps, *ELASTIC)
+    start_time = time.monotonic()
+    kills = 0
+    while time.monotonic() < start_time + 60 * minutes and not running.folder.result:
+        time.sleep(SECONDS_BETWEEN_KILLS)
+        ranks = running.ranks()
+        changes = read_rank_changes(running.newest())
         if (not changes or len(changes[-1]["ranks"]) > 1) and not running.folder.result:
             os.kill(random.SystemRandom().choice(ranks), signal.SIGKILL)
             kills += 1
-    struck = (time.monotonic() - began) / 60
+    minutes_of_kills = (time.monotonic() - start_time) / 60
     running.finish(3600)
-    if len(running.folder.list_attempts()) > 1:
-        raise ValueError(f"{running.folder.path}: {len(running.folder.list_attempts())} attempts")
+    attempts = len(running.folder.list_attempts())
+    if attempts > 1:
+        raise ValueError(f"{running.folder.path}: {attempts} attempts")
     check_losses(running, steps)
-    changes = running.folder.result["measured"]["generations"]
-    joined, redone = sum(len(one["joined"]) for one in changes), running.folder.result["measured"]["steps_redone"]
-    cells = [str(value) for value in (kills, joined, steps, redone, "yes")]
+    measured = running.folder.result["measured"]
+    joined = sum(len(change["joined"]) for change in measured["generations"])
+    cells = [str(kills), str(joined), str(steps), str(measured["steps_redone"]), "yes"]
     columns = ("minutes", "kills", "ranks that joined", "steps", "steps done again", "losses equal to 1e-9")
-    return Table(columns, [Row(f"{struck:.1f}", cells)])
+    return Table(columns, [Row(f"{minutes_of_kills:.1f}", cells)])
 
 
 def tabulate(elastic: Seconds, requeued: Seconds) -> Table:
-    """Return the table of the page; goals are 1 s, or a second more than the time-out."""
+    """Return the table of the page; goals are 1 s, or the timeout plus 1 s."""
     goals = {"kill -9 of a rank": 1.0, "join": 1.0, "cable cut": TIMEOUT + 1, "power-off of a host": TIMEOUT + 1}
-    rows = [
-        Row(
-            name,
-            [summarize_values(taken) if taken else "-" for taken in (elastic[name], requeued[name])],
-            goal,
-            at_least=False,
-        )
-        for name, goal in goals.items()
-    ]
+    rows = []
+    for name, goal in goals.items():
+        cells = [summarize_values(seconds) if seconds else "-" for seconds in (elastic[name], requeued[name])]
+        rows.append(Row(name, cells, goal, at_least=False))
     return Table(("what happens", "elastic: s to the next step", "queued again: s to the next step"), rows)
 
 
@@ -163,23 +170,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requeues", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=0)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     names = ("kill -9 of a rank", "join", "cable cut", "power-off of a host")
     elastic: Seconds = {name: [] for name in names}
     requeued: Seconds = {name: [] for name in names}
     command = f"python -m tests.cluster.elastic_times {' '.join(arguments)}"
     with laboratory() as lab:
         lab.up()
-        if given.minutes:
-            Record().put_table(
-                "cluster/kills", {"title": "kills", "command": command, "rounds": 1}, kill_at_random(lab, given.minutes)
-            )
+        if options.minutes:
+            about = {"title": "kills", "command": command, "rounds": 1}
+            Record().put_table("cluster/kills", about, kill_at_random(lab, options.minutes))
             return 0
-        measure_kills(lab, given.kills, elastic)
-        measure_hosts(lab, given.rounds, elastic)
-        measure_requeues(lab, given.requeues, requeued)
+        measure_kills(lab, options.kills, elastic)
+        measure_hosts(lab, options.rounds, elastic)
+        measure_requeues(lab, options.requeues, requeued)
     print(elastic, requeued, flush=True)
-    about = {"title": "losing a rank or a host", "command": command, "rounds": given.rounds}
+    about = {"title": "losing a rank or a host", "command": command, "rounds": options.rounds}
     record = about | {"seconds": {"elastic": elastic, "queued again": requeued}}
     Record().put_table("cluster/elastic", record, tabulate(elastic, requeued))
     return 0

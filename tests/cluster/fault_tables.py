@@ -1,4 +1,4 @@
-"""Tables of the fault suite: what became of each disturbed run, on the screen and in the record."""
+"""Tables of the fault suite: the outcome of each disturbed run, on the screen and in the record."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import dataclasses
 import json
 
 from tests.benchmarks.records import RESULTS, Record, Row, Table
-from tests.cluster.lab import EVERY, STEPS
+from tests.cluster.lab import CHECKPOINT_STEPS, STEPS
 
 
 @dataclasses.dataclass
 class Struck:
-    """What became of a disturbed run."""
+    """The outcome of a disturbed run."""
 
     fault: str
     experiment: str
     step: int
-    """At which it was struck."""
+    """The step at which the fault struck."""
     detected: float | None = None
-    """Seconds until SLURM no longer showed the job as running; of the time limit, since the run was slowed."""
+    """Seconds until SLURM no longer showed the job as running; for the time limit, since the run was slowed."""
     resumed: float | None = None
-    """Seconds until a new start had loaded a checkpoint; of an elastic run, until a step was done after the blow."""
+    """Seconds until a new attempt had loaded a checkpoint; for an elastic run, until it had taken another step."""
     redone: int | None = None
     """Steps that were trained again."""
     starts: int = 0
@@ -34,52 +34,76 @@ HEAD = "| fault | experiment | detected after (s) | resumed after (s) | steps re
 
 
 def table(lines: list[str]) -> str:
-    """Markdown."""
+    """Return a Markdown table."""
     return HEAD + "| --- | --- | --- | --- | --- | --- |\n" + "".join(f"{line}\n" for line in lines)
 
 
 def line(row: Struck) -> str:
-    """A run's line of the table."""
-    times = ["-" if value is None else f"{value:.1f}" for value in (row.detected, row.resumed)]
-    redone = "-" if row.redone is None else str(row.redone)
-    words = "yes" if row.equal else "NO: " + "; ".join(row.problems).replace("\n", " ")[:300]
-    return f"| {row.fault} | {row.experiment} | {times[0]} | {times[1]} | {redone} | {words} |"
+    """Return a run's line of the table."""
+    detected = "-" if row.detected is None else f"{row.detected:.1f}"
+    resumed = "-" if row.resumed is None else f"{row.resumed:.1f}"
+    equal = "yes"
+    if not row.equal:
+        equal = "NO: " + "; ".join(row.problems).replace("\n", " ")[:300]
+    return f"| {row.fault} | {row.experiment} | {detected} | {resumed} | {format_redone(row)} | {equal} |"
+
+
+def format_redone(row: Struck) -> str:
+    """Return the number of repeated steps, or "-" if it is unknown."""
+    return "-" if row.redone is None else str(row.redone)
 
 
 def save(rows: list[Struck], seed: str, rounds: int, *, elastic: bool = False) -> None:
-    """Write every run, and the table of all faults into the record of this machine and day."""
+    """Write every run, and the table of all faults, into the record of this machine and day."""
     RESULTS.mkdir(exist_ok=True)
-    name, option = ("elastic_faults", " --elastic") if elastic else ("faults", "")
-    facts = {"seed": seed, "steps": STEPS, "every": EVERY, "rows": [dataclasses.asdict(row) for row in rows]}
+    name = "elastic_faults" if elastic else "faults"
+    option = " --elastic" if elastic else ""
+    facts = {"seed": seed, "steps": STEPS, "every": CHECKPOINT_STEPS, "rows": [dataclasses.asdict(row) for row in rows]}
     (RESULTS / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
     command = f"python -m tests.cluster.faults{option} --rounds={rounds} --seed={seed}"
     about = {"title": name.replace("_", " "), "command": command, "rounds": rounds}
-    Record().put_table(f"cluster/{name}", about, summarize_elastic(rows) if elastic else summary(rows))
+    Record().put_table(f"cluster/{name}", about, summarize_elastic(rows) if elastic else summarize(rows))
 
 
-def summary(rows: list[Struck]) -> Table:
-    """One line a fault."""
+def group_by_fault(rows: list[Struck]) -> dict[str, list[Struck]]:
+    """Return the runs of each fault, in their order."""
+    groups: dict[str, list[Struck]] = {}
+    for row in rows:
+        groups.setdefault(row.fault, []).append(row)
+    return groups
+
+
+def count_equal(rows: list[Struck]) -> str:
+    """Return how many of the runs ended as the undisturbed one."""
+    return f"{sum(row.equal for row in rows)} of {len(rows)}"
+
+
+def summarize(rows: list[Struck]) -> Table:
+    """Return a table with one line per fault."""
     lines = []
-    for fault in dict.fromkeys(row.fault for row in rows):
-        mine = [row for row in rows if row.fault == fault]
-        redone = ", ".join("-" if row.redone is None else str(row.redone) for row in mine)
-        cells = [", ".join(row.experiment for row in mine), *(spread(mine, name) for name in ("detected", "resumed"))]
-        lines.append(Row(fault, [*cells, redone, f"{sum(row.equal for row in mine)} of {len(mine)}"]))
+    for fault, runs in group_by_fault(rows).items():
+        experiments = ", ".join(row.experiment for row in runs)
+        redone = ", ".join(map(format_redone, runs))
+        cells = [experiments, format_range(runs, "detected"), format_range(runs, "resumed"), redone, count_equal(runs)]
+        lines.append(Row(fault, cells))
     times = ("detected after (s)", "resumed after (s)")
     return Table(("fault", "experiment of each round", *times, "steps redone", "equal to the bit"), lines)
 
 
 def summarize_elastic(rows: list[Struck]) -> Table:
-    """One line a fault, of elastic runs."""
+    """Return a table of elastic runs with one line per fault."""
     lines = []
-    for fault in dict.fromkeys(row.fault for row in rows):
-        mine = [row for row in rows if row.fault == fault]
-        cells = [spread(mine, "resumed"), ", ".join(str(row.starts) for row in mine)]
-        lines.append(Row(fault, [*cells, f"{sum(row.equal for row in mine)} of {len(mine)}"]))
+    for fault, runs in group_by_fault(rows).items():
+        attempts = ", ".join(str(row.starts) for row in runs)
+        lines.append(Row(fault, [format_range(runs, "resumed"), attempts, count_equal(runs)]))
     return Table(("fault", "resumed after (s)", "attempts", "equal to 1e-9"), lines)
 
 
-def spread(rows: list[Struck], name: str) -> str:
-    """The least and the most of a time."""
-    values = sorted(value for row in rows if (value := getattr(row, name)) is not None)
-    return " to ".join(dict.fromkeys(f"{value:.1f}" for value in (*values[:1], *values[-1:]))) or "-"
+def format_range(rows: list[Struck], name: str) -> str:
+    """Return the shortest and the longest of the times `name`, or "-" if none was measured."""
+    seconds = [getattr(row, name) for row in rows if getattr(row, name) is not None]
+    if not seconds:
+        return "-"
+    shortest = f"{min(seconds):.1f}"
+    longest = f"{max(seconds):.1f}"
+    return shortest if shortest == longest else f"{shortest} to {longest}"

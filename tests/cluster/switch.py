@@ -1,4 +1,4 @@
-"""What others at a cluster's switch can do: read what passes a cable, and connect to a rank that waits for others."""
+"""Attacks from a cluster's switch: read the packets of a cable, and connect to a rank that waits for others."""
 
 from __future__ import annotations
 
@@ -19,9 +19,16 @@ from slurm.local_cluster.slurm_conf import Plan, format_host_address, format_hos
 from tests.harness.processes import PATIENCE, wait_until
 from tests.harness.strangers import attack
 
-ETHERNET, IP, TCP, ALL = 14, 0x0800, 6, 3  # bytes of a header; linux/if_ether.h, linux/in.h
-FORCED_BUFFER, PACKET_LEVEL, STATISTICS = 33, 263, 6  # linux/socket.h, linux/if_packet.h
-KEPT = 256 << 20  # bytes that wait until they are read
+ETHERNET_HEADER_BYTES = 14
+# linux/if_ether.h, linux/in.h
+ETH_P_IP = 0x0800
+ETH_P_ALL = 3
+IPPROTO_TCP = 6
+# linux/socket.h, linux/if_packet.h
+SO_RCVBUFFORCE = 33
+SOL_PACKET = 263
+PACKET_STATISTICS = 6
+BUFFER_BYTES = 256 << 20  # of packets that have not been read yet
 LISTENING = "0A"  # in /proc/net/tcp
 
 
@@ -29,13 +36,13 @@ LISTENING = "0A"  # in /proc/net/tcp
 
 
 def open_sniffer(cluster: Cluster, host: int) -> socket.socket:
-    """A socket at the switch that keeps whatever passes the cable of a host from now on."""
+    """Open a socket at the switch that receives all packets of a host's cable from now on."""
     ours, theirs = socket.socketpair()
 
     def tap() -> None:
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0) as sniffer:
-            sniffer.setsockopt(socket.SOL_SOCKET, FORCED_BUFFER, KEPT)
-            sniffer.bind((format_host_name(host), ALL))
+            sniffer.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER_BYTES)
+            sniffer.bind((format_host_name(host), ETH_P_ALL))
             socket.send_fds(theirs, [b"."], [sniffer.fileno()])
 
     with ours, theirs:
@@ -44,98 +51,106 @@ def open_sniffer(cluster: Cluster, host: int) -> socket.socket:
 
 
 def read_tcp(sniffer: socket.socket, hosts: set[int]) -> bytes:
-    """What two hosts have sent each other in TCP's packets, one after the other, and none was missed."""
-    ends = {socket.inet_aton(format_host_address(host)) for host in hosts}
-    found = bytearray()
+    """Return the joined TCP payloads that two hosts have sent each other; fails if a packet was missed."""
+    addresses = {socket.inet_aton(format_host_address(host)) for host in hosts}
+    payloads = bytearray()
     with contextlib.suppress(BlockingIOError):
         while True:
             frame = sniffer.recv(1 << 17, socket.MSG_DONTWAIT)
-            (kind,) = struct.unpack_from("!H", frame, ETHERNET - 2)
-            packet = frame[ETHERNET:]
-            if kind == IP and packet[9] == TCP and {packet[12:16], packet[16:20]} == ends:
+            (protocol,) = struct.unpack_from("!H", frame, ETHERNET_HEADER_BYTES - 2)
+            packet = frame[ETHERNET_HEADER_BYTES:]
+            if protocol != ETH_P_IP or packet[9] != IPPROTO_TCP:
+                continue
+            if {packet[12:16], packet[16:20]} == addresses:
                 segment = packet[4 * (packet[0] & 15) :]
-                found += segment[4 * (segment[12] >> 4) :]
-    assert struct.unpack("II", sniffer.getsockopt(PACKET_LEVEL, STATISTICS, 8))[1] == 0
-    return bytes(found)
+                payloads += segment[4 * (segment[12] >> 4) :]
+    _, dropped = struct.unpack("II", sniffer.getsockopt(SOL_PACKET, PACKET_STATISTICS, 8))
+    assert dropped == 0
+    return bytes(payloads)
 
 
 # ---- connecting
 
 
 def intrude(cluster: Cluster, foreign: Identity, seed: str) -> int:
-    """Connect from the controller to the rank of host 1 while it waits for that of host 2; returns 0 if all went well.
+    """Connect from the controller to the rank of host 1 while it waits for that of host 2; return 0 on success.
 
-    The switch keeps the hosts apart until every stranger has been refused; others are there when the ranks connect.
+    The switch separates the hosts until every intruder has been refused. Other intruders are connected when the ranks
+    connect to each other.
     """
 
     def connect_and_stay() -> None:
-        os.environ["PATH"] = make_search_path()  # ip is an administrators' program
+        os.environ["PATH"] = make_search_path()  # contains ip
         separate_hosts("on")
         try:
             port = wait_until(lambda: find_port(cluster.plan, 1), "a rank listens", 100, pause=0.01)
-            address = format_host_address(1), port
-            be_refused(address, foreign, seed)
+            address = (format_host_address(1), port)
+            check_refused(address, foreign, seed)
         finally:
             separate_hosts("off")
-        held = []
+        intruders = []
         with contextlib.suppress(ConnectionRefusedError):  # the ranks are connected: the port is closed
             while True:
-                held.append(connect(address, make_client_hello()))
+                intruders.append(connect(address, make_client_hello()))
                 time.sleep(0.01)
-        assert held, "nobody was there when the ranks connected"
-        assert all(map(is_closed, held))
+        assert intruders, "no intruder was connected when the ranks connected"
+        assert all(map(is_closed, intruders))
 
     return run_in_namespaces(cluster.process, connect_and_stay)
 
 
 def separate_hosts(switch: str) -> None:
-    """Let the switch carry packets between each host and the controller only, or again between all."""
+    """Let the switch carry packets only between each host and the controller ("on"), or between all ("off")."""
     run_ip(*(f"link set {name} type bridge_slave isolated {switch}" for name in read_cable_states()))
 
 
 def find_port(plan: Plan, host: int) -> int:
-    """The port at which a rank listens on a host's address, which a scan would find; 0 if there is none."""
+    """Return the port at which a rank listens on a host's address, or 0 if there is none."""
     pid = daemons.find_running_host_process(plan, host).pid
-    own = socket.inet_aton(format_host_address(host))[::-1].hex().upper()
+    host_address = socket.inet_aton(format_host_address(host))[::-1].hex().upper()
     with open(f"/proc/{pid}/net/tcp") as table:
         rows = [line.split() for line in table]
-    ends = [row[1].split(":") for row in rows if row[3] == LISTENING]
-    return next((int(port, 16) for address, port in ends if address == own), 0)
+    for row in rows:
+        address, _, port = row[1].partition(":")
+        if row[3] == LISTENING and address == host_address:
+            return int(port, 16)
+    return 0
 
 
-def be_refused(address: tuple[str, int], foreign: Identity, seed: str) -> None:
-    """Try all ways to get in; those who then say no more are closed by the rank, too."""
+def check_refused(address: tuple[str, int], foreign: Identity, seed: str) -> None:
+    """Check that a rank refuses all intruders, and closes the connections of those who send no more."""
     hello = make_client_hello()
-    quiet = [connect(address, data) for data in (b"", hello[:50], hello)]
+    silent = [connect(address, data) for data in (b"", hello[:50], hello)]
     attack(RankAddress(*address, "", "", ""), 60, seed)
-    bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    bare.check_hostname = False
-    for context in (bare, foreign.client):
-        context.verify_mode = ssl.CERT_NONE  # whoever this rank may be
-        with contextlib.suppress(OSError), context.wrap_socket(connect(address)) as stranger:
-            stranger.sendall(make_hello(ConnectionId("run", 1, 0), b"guess"))
-            assert not stranger.recv(1)
-    assert all(map(is_closed, quiet))
+    without_certificate = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    without_certificate.check_hostname = False
+    for context in (without_certificate, foreign.client):
+        context.verify_mode = ssl.CERT_NONE  # the intruder accepts any rank
+        with contextlib.suppress(OSError), context.wrap_socket(connect(address)) as intruder:
+            intruder.sendall(make_hello(ConnectionId("run", 1, 0), b"guess"))
+            assert not intruder.recv(1)
+    assert all(map(is_closed, silent))
 
 
 def connect(address: tuple[str, int], data: bytes = b"") -> socket.socket:
-    """A connection on which something has been said."""
-    stranger = socket.create_connection(address, timeout=PATIENCE)
-    stranger.sendall(data)
-    return stranger
+    """Open a connection and send data."""
+    intruder = socket.create_connection(address, timeout=PATIENCE)
+    intruder.sendall(data)
+    return intruder
 
 
-def is_closed(stranger: socket.socket) -> bool:
-    """Read until the other end closes, which lasts until it does."""
+def is_closed(intruder: socket.socket) -> bool:
+    """Read until the other end closes the connection."""
     with contextlib.suppress(ConnectionResetError):
-        while stranger.recv(1 << 16):
+        while intruder.recv(1 << 16):
             pass
     return True
 
 
 def make_client_hello() -> bytes:
-    """What a TLS client says first."""
-    context, said = ssl.create_default_context(), ssl.MemoryBIO()
+    """Return the first message of a TLS client."""
+    context = ssl.create_default_context()
+    message = ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
-        context.wrap_bio(ssl.MemoryBIO(), said, server_hostname="rank").do_handshake()
-    return said.read()
+        context.wrap_bio(ssl.MemoryBIO(), message, server_hostname="rank").do_handshake()
+    return message.read()

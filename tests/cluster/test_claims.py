@@ -1,4 +1,4 @@
-"""Commands that meet at a run of a cluster: one attempt trains at a time. Here: tests/recovery/test_claims.py."""
+"""Concurrent commands on a run of a cluster: one attempt trains at a time. Locally: tests/recovery/test_claims.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAIRS = [("stopped", "resume", "resume"), ("running", "resume", "cancel")]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
-def test_commands_that_meet_leave_one_attempt_that_trains(
+def test_concurrent_commands_leave_one_attempt_that_trains(
     site: Site, pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims_campaign, "STEPS", 600)

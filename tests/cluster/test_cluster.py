@@ -1,4 +1,4 @@
-"""The local cluster itself: real daemons, real jobs, real faults. Needs slurm-wlm and iproute2."""
+"""The local cluster itself: real daemons, jobs and faults. Requires slurm-wlm and iproute2."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ from tests.benchmarks import hosts
 from tests.harness.site import folder, until
 from tests.harness.warm import ROOT
 
-KINDS = ("net", "mnt", "pid", "uts")
-FAULTS = ("SlurmdTimeout=5", "KillWait=2", "GraceTime=3", "SlurmctldParameters=preempt_send_user_signal")
+NAMESPACE_KINDS = ("net", "mnt", "pid", "uts")
+FAST_FAULTS = ("SlurmdTimeout=5", "KillWait=2", "GraceTime=3", "SlurmctldParameters=preempt_send_user_signal")
 
 
 class Tool:
     """`python -m slurm cluster` with a state folder of its own."""
 
     def __init__(self, base: Path, prefix: tuple[str, ...] = (), python: str = sys.executable, root: Path = ROOT):
-        self.base, self.prefix, self.python, self.root = base, prefix, python, root
+        self.base = base
+        self.prefix = prefix
+        self.python = python
+        self.root = root
 
-    def argv(self, *words: str) -> list[str]:
-        return [*self.prefix, self.python, "-m", "slurm", "cluster", *words]
+    def argv(self, *arguments: str) -> list[str]:
+        return [*self.prefix, self.python, "-m", "slurm", "cluster", *arguments]
 
     @property
     def environ(self) -> dict[str, str]:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
-        return kept | {"CLUSTER_DIR": str(self.base), "PYTHONPATH": str(self.root)}
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
+        return inherited | {"CLUSTER_DIR": str(self.base), "PYTHONPATH": str(self.root)}
 
-    def __call__(self, *words: str, status: int | None = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            self.argv(*words),
+    def __call__(self, *arguments: str, status: int | None = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        process = subprocess.run(
+            self.argv(*arguments),
             cwd=self.root,
             env=self.environ,
             input=stdin,
@@ -50,18 +53,20 @@ class Tool:
             timeout=100,
             check=False,
         )
-        assert status is None or done.returncode == status, (words, done, self.logs())
-        return done
+        assert status is None or process.returncode == status, (arguments, process, self.logs())
+        return process
 
-    def out(self, *words: str) -> str:
-        return self(*words).stdout.strip()
+    def out(self, *arguments: str) -> str:
+        return self(*arguments).stdout.strip()
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        return subprocess.Popen(self.argv(*words), cwd=self.root, env=self.environ, stdin=pipe, stdout=pipe, text=True)
+        return subprocess.Popen(
+            self.argv(*arguments), cwd=self.root, env=self.environ, stdin=pipe, stdout=pipe, text=True
+        )
 
     def logs(self) -> str:
-        """The end of every daemon's log, for the report of a failure."""
+        """Return the end of every daemon's log, for the report of a failure."""
         return "\n".join(f"{log}:\n{log.read_text()[-1500:]}" for log in sorted(self.base.glob("*/log/*.log")))
 
     def holder(self, name: str = "local") -> int:
@@ -69,103 +74,117 @@ class Tool:
         return int(record.read_text().split()[0])
 
     def submit(self, script: str, *options: str) -> str:
-        """Submit a batch script; its job id."""
-        fixed = ("--parsable", "--output=/dev/null", *options)
-        return self("exec", "sbatch", *fixed, stdin=f"#!/bin/bash\n{script}\n").stdout.strip()
+        """Submit a batch script; return its job id."""
+        options = ("--parsable", "--output=/dev/null", *options)
+        return self("exec", "sbatch", *options, stdin=f"#!/bin/bash\n{script}\n").stdout.strip()
 
-    def job(self, number: str) -> str:
-        return self.out("exec", "squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T")
+    def read_job_state(self, job: str) -> str:
+        return self.out("exec", "squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
 
-    def node(self, number: int) -> str:
+    def wait_for_empty_queue(self) -> None:
+        until("the queue is empty", lambda: self.out("exec", "squeue", "--noheader") == "")
+
+    def list_job_hosts(self) -> list[str]:
+        """Return the host names that a job on two hosts prints."""
+        return sorted(self.out("exec", "srun", "--nodes=2", "hostname").split())
+
+    def read_status_column(self, index: int, *options: str) -> list[str]:
+        """Return a column of the hosts' table that `status` prints."""
+        return [line.split()[index] for line in self.out("status", *options).splitlines()[2:]]
+
+    def read_node_state(self, number: int) -> str:
         return self.out("exec", "sinfo", "--noheader", f"--nodes=node{number}", "--partition=main", "--format=%T")
 
 
 @contextlib.contextmanager
-def laboratory(*words: str, name: str = "local") -> Iterator[Tool]:
-    """A cluster, ended whatever happens."""
+def laboratory(*arguments: str, name: str = "local") -> Iterator[Tool]:
+    """Start a cluster, and stop it also after a failure."""
     with folder() as base:
         tool = Tool(base)
         try:
-            tool("up", "--name", name, *words)
+            tool("up", "--name", name, *arguments)
             yield tool
         finally:
-            tool("down", "--name", name, status=None)  # a test may have ended it
+            tool("down", "--name", name, status=None)  # a test may have stopped it
 
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[Tool]:
     """The cluster that most tests share."""
-    with laboratory(*(word for line in FAULTS for word in ("--conf", line))) as made:
-        yield made
+    with laboratory(*(f"--conf={line}" for line in FAST_FAULTS)) as shared_tool:
+        yield shared_tool
 
 
-def namespaces(pid: int | str) -> set[str]:
+def read_namespaces(pid: int | str) -> set[str]:
     try:
-        return {str(Path(f"/proc/{pid}/ns/{kind}").readlink()) for kind in KINDS}
+        return {str(Path(f"/proc/{pid}/ns/{kind}").readlink()) for kind in NAMESPACE_KINDS}
     except OSError:
         return set()
 
 
-def members(spaces: set[str]) -> list[Process]:
-    """The processes in any of the namespaces. Another cluster may get the numbers of namespaces that are gone."""
-    pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if namespaces(entry.name) & spaces]
-    found = []
+def list_members(namespaces: set[str]) -> list[Process]:
+    """Return the processes in any of the namespaces, whose numbers a later cluster may get."""
+    pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if read_namespaces(entry.name) & namespaces]
+    processes = []
     for pid in pids:
         with contextlib.suppress(OSError):  # it has ended
-            found.append(Process.identify(pid))
-    return found
+            processes.append(Process.identify(pid))
+    return processes
 
 
 def wait_for_end(processes: list[Process]) -> None:
     until("no process left", lambda: not any(process.is_alive() for process in processes))
 
 
-def machine() -> tuple[str, list[str], str]:
-    """What a cluster must leave alone: mounts, links, host name."""
+def read_machine_state() -> tuple[str, list[str], str]:
+    """Return what a cluster must not change: mounts, links, host name."""
     links = sorted(path.name for path in Path("/sys/class/net").iterdir())
     return Path("/proc/self/mountinfo").read_text(), links, os.uname().nodename
 
 
 def test_a_started_cluster_is_idle_at_once_and_leaves_nothing_behind() -> None:
-    before, mine = machine(), namespaces("self")
+    machine_state = read_machine_state()
+    test_namespaces = read_namespaces("self")
     with folder() as base:
         tool = Tool(base)
         print(tool.out("up"))
-        assert [tool.node(1), tool.node(2)] == ["idle", "idle"]
-        assert machine() == before  # nor does anything show while it is up
-        first = namespaces(tool.holder())
-        assert len(first) == len(KINDS) and not first & mine
-        # every process that the cluster's own process table shows, and the namespaces of each
+        assert [tool.read_node_state(1), tool.read_node_state(2)] == ["idle", "idle"]
+        assert read_machine_state() == machine_state
+        holder_namespaces = read_namespaces(tool.holder())
+        assert len(holder_namespaces) == len(NAMESPACE_KINDS)
+        assert not holder_namespaces & test_namespaces
+        # the namespaces of every process in the cluster's own process table
         inside = tool.out("exec", "sh", "-c", "for p in /proc/[0-9]*; do readlink $p/ns/*; done").split()
-        spaces = {space for space in inside if space.startswith(("net", "mnt", "pid", "uts"))} - mine
-        assert len({space for space in spaces if space.startswith("net")}) == 3  # the controller and two hosts
-        running = members(spaces)
+        namespaces = {namespace for namespace in inside if namespace.startswith(NAMESPACE_KINDS)} - test_namespaces
+        assert sum(namespace.startswith("net") for namespace in namespaces) == 3  # the controller and two hosts
+        running = list_members(namespaces)
         assert len(running) > 5
         assert "is already up" in tool.out("up", "--nodes", "2")
         refused = tool("up", "--nodes", "3", status=2).stderr
         assert "is already up with NODES=2; stop it first: make cluster-down" in refused
-        began = time.monotonic()
+        start_time = time.monotonic()
         tool("down")
-        print(f"down took {time.monotonic() - began:.2f} s")
+        print(f"down took {time.monotonic() - start_time:.2f} s")
         wait_for_end(running)
-        assert machine() == before
+        assert read_machine_state() == machine_state
         assert "is not up" in tool("status", status=2).stderr
         assert "is not up" in tool.out("down")
-        assert [path.name for path in base.iterdir()] == [f"cluster-{os.getuid()}-local"]
+        (cluster_folder,) = base.iterdir()
+        assert cluster_folder.name == f"cluster-{os.getuid()}-local"
 
 
 def test_one_kill_ends_a_cluster_and_its_next_start_is_clean() -> None:
     with laboratory("--nodes", "1") as tool:
         job = tool.submit("sleep 1000")
-        until("the job runs", lambda: tool.job(job) == "RUNNING")
-        running = members(namespaces(tool.holder()))
+        until("the job runs", lambda: tool.read_job_state(job) == "RUNNING")
+        running = list_members(read_namespaces(tool.holder()))
         os.kill(tool.holder(), signal.SIGKILL)
         wait_for_end(running)
         assert "is not up" in tool("exec", "true", status=2).stderr
         tool("up", "--nodes", "1")
         assert tool.out("exec", "squeue", "--noheader") == ""
-        assert tool.node(1) == "idle"
-        assert int(tool.submit("true")) >= int(job) + 900  # an id never comes twice
+        assert tool.read_node_state(1) == "idle"
+        assert int(tool.submit("true")) >= int(job) + 900  # job ids are unique
 
 
 SEND = """
@@ -173,22 +192,22 @@ import socket, sys, time
 if sys.argv[1] == "receive":
     with socket.create_server(("0.0.0.0", 7000)) as server:
         print("ready", flush=True)
-        taken, _ = server.accept()
-        began = time.monotonic()
-        while taken.recv(1 << 16):
+        connection, _ = server.accept()
+        start_time = time.monotonic()
+        while connection.recv(1 << 16):
             pass
-        print(time.monotonic() - began)
+        print(time.monotonic() - start_time)
 else:
-    with socket.create_connection(("10.77.0.2", 7000)) as taken:
-        taken.sendall(bytes(1_000_000))
+    with socket.create_connection(("10.77.0.2", 7000)) as connection:
+        connection.sendall(bytes(1_000_000))
 """
 
 
-def test_cables_carry_the_rate_that_was_asked_for() -> None:
+def test_cables_carry_the_requested_rate() -> None:
     with laboratory("--nodes", "2", "--rate", "20mbit") as tool:
         tool("power-off", "1")
         tool("power-on", "1")
-        assert [line.split()[3] for line in tool.out("status").splitlines()[2:]] == ["20mbit"] * 2
+        assert tool.read_status_column(3) == ["20mbit"] * 2
         host = tool.out("node", "1", "tc", "qdisc", "show", "dev", "eth0")
         assert "rate 20Mbit" in host, "the other end of the cable"
         receiver = tool.start("node", "2", sys.executable, "-c", SEND, "receive")
@@ -196,13 +215,13 @@ def test_cables_carry_the_rate_that_was_asked_for() -> None:
         tool("node", "1", sys.executable, "-c", SEND, "send")
         seconds = float(receiver.communicate()[0])
         print(f"1 MB over 20 Mbit/s in {seconds:.3f} s")
-        assert seconds > 0.38, "1 MB without what the buckets let through takes at least that long"
+        assert seconds > 0.38, "1 MB minus the bucket sizes takes at least this long"
         refused = tool("up", "--rate", "10mbit", status=2).stderr
         assert "is already up with NODES=2 and cables 20mbit; stop it first: make cluster-down" in refused
-        done = tool("up", "--name", "far", "--delay", "5ms", status=None)
+        process = tool("up", "--name", "far", "--delay", "5ms", status=None)
         try:
-            if done.returncode:
-                assert "DELAY requires the kernel module sch_netem, which is missing" in done.stderr
+            if process.returncode:
+                assert "DELAY requires the kernel module sch_netem, which is missing" in process.stderr
             else:
                 assert "5ms" in tool.out("status", "--name", "far")
         finally:
@@ -212,7 +231,7 @@ def test_cables_carry_the_rate_that_was_asked_for() -> None:
 def test_a_benchmark_slows_both_ends_of_one_hosts_cable() -> None:
     with folder() as base, hosts.local_cluster(base, last=Shape(rate=10e6)):
         tool = Tool(base)
-        assert [line.split()[3] for line in tool.out("status").splitlines()[2:]] == ["-", "-", "-", "10mbit"]
+        assert tool.read_status_column(3) == ["-", "-", "-", "10mbit"]
         assert "rate 10Mbit" in tool.out("node", "4", "tc", "qdisc", "show", "dev", "eth0")
         assert "tbf" not in tool.out("node", "3", "tc", "qdisc", "show", "dev", "eth0")
 
@@ -228,7 +247,7 @@ try:
     socket.getaddrinfo("no.such.name", 80)
 except OSError:
     pass
-assert time.monotonic() - began < 15, "waits for DNS, which gives up after 20 s"
+assert time.monotonic() - began < 15, "the look-up waits for DNS, which times out after 20 s"
 """
 
 
@@ -236,21 +255,23 @@ def test_a_cluster_ends_when_its_folder_is_deleted() -> None:
     with folder() as base:
         tool = Tool(base)
         tool("up", "--nodes", "1")
-        running = members(namespaces(tool.holder()))
+        running = list_members(read_namespaces(tool.holder()))
         shutil.rmtree(base / f"cluster-{os.getuid()}-local")
         wait_for_end(running)
 
 
-def test_a_clusters_mounts_stay_inside_where_the_machine_shares_mounts() -> None:
+def test_mounts_of_a_cluster_stay_inside_if_the_machine_shares_mounts() -> None:
     if os.getuid():
         pytest.skip("an ordinary user's mounts cannot reach the machine")
     with folder() as base:
         tool = Tool(base, ("unshare", "--mount", "--propagation=shared"))
-        look = "cat /proc/self/mountinfo"
+        list_mounts = "cat /proc/self/mountinfo"
         call = f"{sys.executable} -m slurm cluster"
-        argv = ["sh", "-c", f"{look} > {base}/1; {call} up; {look} > {base}/2; {call} down"]
-        subprocess.run([*tool.prefix, *argv], cwd=ROOT, env=tool.environ, timeout=60, check=True)
-        assert (base / "1").read_text() == (base / "2").read_text() != ""
+        script = f"{list_mounts} > {base}/before; {call} up; {list_mounts} > {base}/after; {call} down"
+        subprocess.run([*tool.prefix, "sh", "-c", script], cwd=ROOT, env=tool.environ, timeout=60, check=True)
+        mounts = (base / "before").read_text()
+        assert mounts
+        assert (base / "after").read_text() == mounts
 
 
 def test_two_hosts_have_their_own_names_and_addresses(tool: Tool) -> None:
@@ -262,41 +283,40 @@ def test_two_hosts_have_their_own_names_and_addresses(tool: Tool) -> None:
     assert {row.split()[5] for row in rows} == {"0", "1"}
 
 
-def test_commands_run_as_the_caller_where_the_caller_is(tool: Tool) -> None:
+def test_commands_run_as_the_caller_in_the_callers_folder(tool: Tool) -> None:
     assert tool("exec", "sh", "-c", "exit 7", status=7).stdout == ""
     assert tool("exec", "cat", stdin="through").stdout == "through"
     assert tool.out("exec", "sh", "-c", "id -u; hostname; pwd").split() == [str(os.getuid()), "ctl", str(ROOT)]
     assert tool.out("node", "2", "hostname") == tool.out("node", "node2", "hostname") == "node2"
     assert tool("node", "2", "sh", "-c", "exit 3", status=3)
-    assert tool("shell", stdin="sinfo --noheader --format=%R; hostname; exit 5\n", status=5).stdout.split() == [
-        "main",
-        "high",
-        "ctl",
-    ]
+    shell = tool("shell", stdin="sinfo --noheader --format=%R; hostname; exit 5\n", status=5)
+    assert shell.stdout.split() == ["main", "high", "ctl"]
     assert "10.77.0.2" in tool.out("status")
     assert tool("cut", "3", status=2).stderr == "error: N must be an integer from 1 to 2 (got '3')\n"
 
 
-def test_programs_find_the_cluster_that_is_up(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_find_the_running_cluster(tool: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_DIR", str(tool.base))
-    found = cluster.find_running_cluster()
-    assert found and cluster.find_running_cluster("other") is None
-    argv = found.build_command(["sh", "-c", "hostname; echo $SLURM_CONF; pwd"], cwd="/usr")
+    running_cluster = cluster.find_running_cluster()
+    assert running_cluster
+    assert cluster.find_running_cluster("other") is None
+    argv = running_cluster.build_command(["sh", "-c", "hostname; echo $SLURM_CONF; pwd"], cwd="/usr")
     text = subprocess.check_output(argv, text=True, timeout=20)
-    assert text.split() == ["ctl", found.plan.environment["SLURM_CONF"], "/usr"]
+    assert text.split() == ["ctl", running_cluster.plan.environment["SLURM_CONF"], "/usr"]
 
 
 def test_batch_jobs_and_arrays_show_in_the_sacct_stand_in(tool: Tool) -> None:
-    asked = ("exec", "sacct", "-o", "JobID,State,NodeList", "--parsable2", "-j")
-    good, bad = tool.submit("true"), tool.submit("exit 3", "--nodelist=node2")
+    sacct = ("exec", "sacct", "-o", "JobID,State,NodeList", "--parsable2", "-j")
+    good = tool.submit("true")
+    bad = tool.submit("exit 3", "--nodelist=node2")
     array = tool.submit("exit $((SLURM_ARRAY_TASK_ID - 1))", "--array=1-2")
-    until("jobs end", lambda: tool.out("exec", "squeue", "--noheader") == "")
-    rows = [line.split("|") for line in tool.out(*asked, good, "-j", bad, "-j", array).splitlines()]
+    tool.wait_for_empty_queue()
+    rows = [line.split("|") for line in tool.out(*sacct, good, "-j", bad, "-j", array).splitlines()]
     assert rows[0] == ["JobID", "State", "NodeList"]
     states = {row[0]: row[1] for row in rows[1:]}
     assert states == {good: "COMPLETED", bad: "FAILED", f"{array}_1": "COMPLETED", f"{array}_2": "FAILED"}
     assert [row[2] for row in rows if row[0] == bad] == ["node2"]
-    assert tool.out(*asked, "1") == "JobID|State|NodeList"
+    assert tool.out(*sacct, "1") == "JobID|State|NodeList"
 
 
 def test_a_requeued_job_starts_again(tool: Tool, tmp_path: Path) -> None:
@@ -305,7 +325,7 @@ def test_a_requeued_job_starts_again(tool: Tool, tmp_path: Path) -> None:
     until("first start", starts.exists)
     tool("requeue", job)
     until("second start", lambda: starts.read_text().split() == ["start", "start1"])
-    until("end", lambda: tool.job(job) == "COMPLETED")
+    until("end", lambda: tool.read_job_state(job) == "COMPLETED")
     assert "Invalid job id" in tool("requeue", "1", status=2).stderr
 
 
@@ -317,14 +337,15 @@ def test_preemption_gives_notice_and_starts_the_job_again(tool: Tool, tmp_path: 
     )
     job = tool.submit(script, "--signal=B:USR2@1", "--time=10", "--nodelist=node2")
     other = tool.submit("sleep 1000", "--nodelist=node1")
-    until("both run", lambda: tool.job(job) == tool.job(other) == "RUNNING" and events.exists())
+    until("both jobs run", lambda: tool.read_job_state(job) == tool.read_job_state(other) == "RUNNING")
+    until("the job has begun", events.exists)
     assert tool.out("preempt", job).endswith(" requests node2")
     until("notice and second start", lambda: events.read_text().split() == ["start", "notice", "start1"])
-    assert tool.job(other) == "RUNNING"  # only the host of the job was asked for
+    assert tool.read_job_state(other) == "RUNNING"  # only the host of the preempted job was requested
     assert tool.out("preempt").endswith(" requests node[1-2]")
-    until("the other is put back", lambda: tool.job(other) == "PENDING")
+    until("the other job is requeued", lambda: tool.read_job_state(other) == "PENDING")
     tool("exec", "scancel", other)
-    until("the queue is empty", lambda: tool.out("exec", "squeue", "--noheader") == "")
+    tool.wait_for_empty_queue()
     assert "Invalid job id" in tool("preempt", "1", status=2).stderr
 
 
@@ -349,7 +370,7 @@ except OSError as error:
 """
 
 
-def test_a_cut_host_lives_on_and_one_without_power_falls_silent(tool: Tool, tmp_path: Path) -> None:
+def test_a_cut_host_keeps_working_and_a_host_without_power_falls_silent(tool: Tool, tmp_path: Path) -> None:
     beats = tmp_path / "beats"
     tool("node", "1", "sh", "-c", f"(while :; do echo x >> {beats}; sleep 0.1; done) >/dev/null 2>&1 &")
     server = tool.start("node", "2", sys.executable, "-c", LISTEN)
@@ -360,22 +381,20 @@ def test_a_cut_host_lives_on_and_one_without_power_falls_silent(tool: Tool, tmp_
     tool("power-off", "2")
     assert client.communicate(timeout=10)[0] == "silence\n"  # a dying process would have closed its connection
     server.wait(timeout=5)
-    table = [line.split() for line in tool.out("status").splitlines()[2:]]
-    assert [row[2] for row in table] == ["cut", "off"]
+    assert tool.read_status_column(2) == ["cut", "off"]
     for verb in ("power-off", "cut", "join"):
         assert "power-on 2" in tool(verb, "2", status=2).stderr
     assert "is already on" in tool("power-on", "1", status=2).stderr
 
     size = beats.stat().st_size
-    until("hosts are down", lambda: tool.node(1) == tool.node(2) == "down*")
-    assert beats.stat().st_size > size  # the cut host still works and still writes
+    until("hosts are down", lambda: tool.read_node_state(1) == tool.read_node_state(2) == "down*")
+    assert beats.stat().st_size > size  # the cut host still works and writes
 
     tool("join", "1")
     tool("power-on", "2")
-    tool("exec", "scontrol", "update", "nodename=node1", "state=resume", status=None)  # it may have come back by itself
-    until("hosts are idle", lambda: tool.node(1) == tool.node(2) == "idle")
-    names = tool.out("exec", "srun", "--nodes=2", "hostname").split()
-    assert sorted(names) == ["node1", "node2"]
+    tool("exec", "scontrol", "update", "nodename=node1", "state=resume", status=None)  # SLURM may use it already
+    until("hosts are idle", lambda: tool.read_node_state(1) == tool.read_node_state(2) == "idle")
+    assert tool.list_job_hosts() == ["node1", "node2"]
 
 
 def test_two_clusters_do_not_see_each_other(tool: Tool) -> None:
@@ -386,14 +405,16 @@ def test_two_clusters_do_not_see_each_other(tool: Tool) -> None:
         argv = ("exec", "--name", "other", "squeue", "--noheader", f"--jobs={job}")
         assert "Invalid job id" in second(*argv, status=None).stderr
         assert second.out("exec", "--name", "other", "srun", "hostname") == "node1"
-    assert len(tool.out("exec", "srun", "--nodes=2", "hostname").split()) == 2
+    assert len(tool.list_job_hosts()) == 2
 
 
-def test_a_mistake_in_slurm_conf_is_told_and_no_process_stays() -> None:
+def test_a_mistake_in_slurm_conf_is_reported_and_no_process_is_left() -> None:
     with folder() as base:
         tool = Tool(base)
-        done = tool("up", "--conf", "NoSuchKey=1", status=2)
-        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "NoSuchKey" in done.stderr
+        message = tool("up", "--conf", "NoSuchKey=1", status=2).stderr
+        assert message.startswith("error: ")
+        assert message.count("\n") == 1
+        assert "NoSuchKey" in message
         assert not list(base.glob("*/holder"))
 
 
@@ -401,33 +422,32 @@ def test_jobs_run_under_munge() -> None:
     if not shutil.which("munged", path=f"{os.environ['PATH']}:/usr/sbin"):
         pytest.skip("NOT TESTED: munge is not installed (apt-get install munge)")
     with laboratory("--auth", "munge") as tool:
-        assert len(tool.out("exec", "srun", "--nodes=2", "hostname").split()) == 2
+        assert len(tool.list_job_hosts()) == 2
 
 
-def test_sacct_tells_from_a_private_database() -> None:
+def test_sacct_reads_a_private_database() -> None:
     path = f"{os.environ['PATH']}:/usr/sbin"
     if not all(shutil.which(name, path=path) for name in ("mariadbd", "slurmdbd")):
         pytest.skip("NOT TESTED: MariaDB is not installed (apt-get install mariadb-server slurmdbd)")
-    began = time.monotonic()
+    start_time = time.monotonic()
     with laboratory("--nodes", "1", "--db") as tool:
-        print(f"up with a database took {time.monotonic() - began:.1f} s")
+        print(f"up with a database took {time.monotonic() - start_time:.1f} s")
         job = tool.submit("exit 3")
-        asked = ("sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State,ExitCode", "-j", job)
-        until("sacct tells", lambda: tool.out("exec", *asked) == f"{job}|FAILED|3:0")
-        assert tool.out("node", "1", *asked) == f"{job}|FAILED|3:0"
+        sacct = ("sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State,ExitCode", "-j", job)
+        until("sacct shows the job", lambda: tool.out("exec", *sacct) == f"{job}|FAILED|3:0")
+        assert tool.out("node", "1", *sacct) == f"{job}|FAILED|3:0"
 
 
 def test_an_ordinary_user_starts_a_cluster_without_root() -> None:
     python = shutil.which("python3", path="/usr/local/bin:/usr/bin")
     if os.getuid():
         pytest.skip("the other tests ran as an ordinary user already")
-    if not python or b"True" not in subprocess.check_output(
-        [python, "-c", "import sys; print(sys.version_info >= (3, 11))"]
-    ):
+    version_check = "import sys; print(sys.version_info >= (3, 11))"
+    if not python or b"True" not in subprocess.check_output([python, "-c", version_check]):
         pytest.skip("NOT TESTED: no Python 3.11 that an ordinary user may run")
     prefix = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
     with folder() as base, folder() as code:
-        for package in ("slurm", "common"):  # the checkout may lie where nobody else may read
+        for package in ("slurm", "common"):  # other users may be unable to read the checkout
             shutil.copytree(ROOT / package, code / package, ignore=shutil.ignore_patterns("__pycache__"))
         code.chmod(0o755)
         tool = Tool(base, prefix, python, code)
@@ -439,8 +459,8 @@ def test_an_ordinary_user_starts_a_cluster_without_root() -> None:
             tool("cut", "1")
             tool("power-off", "2")
             tool("power-on", "2")
-            assert [line.split()[2] for line in tool.out("status").splitlines()[2:]] == ["cut", "in"]
-            running = members(namespaces(tool.holder()))
+            assert tool.read_status_column(2) == ["cut", "in"]
+            running = list_members(read_namespaces(tool.holder()))
         finally:
             tool("down")
         wait_for_end(running)

@@ -1,10 +1,12 @@
-"""Elastic runs on three hosts: they go on without what is lost, and have the numbers of one process."""
+"""Elastic runs on three hosts: they continue without lost ranks, and reproduce the losses of one process."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +19,8 @@ from tests.harness.site import until
 
 pytestmark = pytest.mark.timeout(300)
 MODEL = ("data.name=vectors", "data.samples=2400", "batch=24", "model=mlp", "dtype=float64")
-# a lost rank must be back before the end, also on a busy machine
-LONG, SHORT = ("steps=2400", "epochs=24"), ("steps=240", "epochs=3")
+LONG = ("steps=2400", "epochs=24")  # a lost rank must return before the end, also on a busy machine
+SHORT = ("steps=240", "epochs=3")
 SETTINGS = ("optim.lr=0.01", "optim.base_batch=0", "launch.device=cpu", "launch.threads=1")
 FAILING = """
 import os
@@ -33,20 +35,33 @@ def main(cfg, run):
 """
 
 
-def train_alone(cache: Path, runs: Path, *words: str) -> RunFolder:
-    """The run of one process that nothing disturbs."""
-    words = (*MODEL, *SETTINGS, f"data.cache={cache}", "processes_per_node=1", *words)
-    return run("ddp_multinode", *words, runs=runs).folder
+def train_one_process(cache: Path, runs: Path, *settings: str) -> RunFolder:
+    """Return an undisturbed run of one process."""
+    settings = (*MODEL, *SETTINGS, f"data.cache={cache}", "processes_per_node=1", *settings)
+    return run("ddp_multinode", *settings, runs=runs).folder
 
 
-def submit(lab: Lab, *words: str, nodes: int = 3) -> Running:
+def submit(lab: Lab, *settings: str, nodes: int = 3) -> Running:
     lab.up()
-    return lab.submit_on(nodes, "ddp_multinode", *MODEL, *SETTINGS, "data.workers=0", "elastic=true", *words)
+    return lab.submit_on(nodes, "ddp_multinode", *MODEL, *SETTINGS, "data.workers=0", "elastic=true", *settings)
 
 
-def changes(running: Running) -> list[tuple[list[int], list[int]]]:
-    """Of each change so far, who was lost and who joined."""
-    return [(one["lost"], one["joined"]) for one in read_rank_changes(running.newest())]
+def wait_for_change(running: Running, lost: list[int], joined: list[int], seconds: float) -> None:
+    """Wait until the last change of the ranks is this one."""
+
+    def has_changed() -> bool:
+        changes = read_rank_changes(running.newest())
+        return bool(changes) and (changes[-1]["lost"], changes[-1]["joined"]) == (lost, joined)
+
+    until(f"lost ranks {lost}, joined ranks {joined}", has_changed, seconds, 0.1)
+
+
+def wait_until_completed(running: Running) -> None:
+    until("SLURM knows that the job is over", lambda: running.state() == "COMPLETED", 60, 0.2)
+
+
+def read_losses(rows: Iterable[dict[str, Any]]) -> list[float]:
+    return [row["loss"] for row in rows if "loss" in row]
 
 
 def test_a_killed_rank_and_a_cut_host_come_back_and_a_dead_host_does_not(lab: Lab, cache: Path, tmp_path: Path) -> None:
@@ -54,25 +69,26 @@ def test_a_killed_rank_and_a_cut_host_come_back_and_a_dead_host_does_not(lab: La
     running.wait_for_step(20)
     hosts = running.hosts()
     os.kill(running.ranks()[0], signal.SIGKILL)
-    until("rank 0 is back", lambda: changes(running)[-1:] == [([], [0])], 60, 0.1)
+    wait_for_change(running, [], [0], 60)
     lab.tool("cut", hosts[1])
-    until("rank 1 is lost", lambda: changes(running)[-1:] == [([1], [])], 20, 0.1)
+    wait_for_change(running, [1], [], 20)
     lab.tool("join", hosts[1])
-    until("rank 1 is back", lambda: changes(running)[-1:] == [([], [1])], 60, 0.1)
+    wait_for_change(running, [], [1], 60)
     lab.tool("power-off", hosts[2])
     running.finish()
-    assert running.folder.result["state"] == "finished" and len(running.folder.list_attempts()) == 1
+    assert running.folder.result["state"] == "finished"
+    assert len(running.folder.list_attempts()) == 1
     assert list_changes(running.folder) == [([0], []), ([], [0]), ([1], []), ([], [1]), ([2], [])]
-    assert not differences(running.folder, train_alone(cache, tmp_path, *LONG))
-    until("SLURM knows that the job is over", lambda: running.state() == "COMPLETED", 60, 0.2)
+    assert not differences(running.folder, train_one_process(cache, tmp_path, *LONG))
+    wait_until_completed(running)
     lab.tool("power-on", hosts[2])
 
 
 @pytest.mark.parametrize("step", [0, 20])
-def test_a_job_that_loses_its_first_host_is_queued_again(step: int, lab: Lab, cache: Path, tmp_path: Path) -> None:
-    """With it are gone its script, the launcher and the coordinator: SLURM alone would let the rest wait.
+def test_a_job_that_loses_its_first_host_is_requeued(step: int, lab: Lab, cache: Path, tmp_path: Path) -> None:
+    """The first host runs the script, the launcher and the coordinator; SLURM alone would let the other ranks wait.
 
-    Before the first step its ranks may not have met yet.
+    Before the first step, the ranks may not be connected yet.
     """
     running = submit(lab, *SHORT, "launch.setup_timeout=10", nodes=2)
     if step:
@@ -83,26 +99,32 @@ def test_a_job_that_loses_its_first_host_is_queued_again(step: int, lab: Lab, ca
     lab.tool("power-off", first)
     running.finish()
     attempts = running.folder.list_attempts()
-    assert running.folder.result["state"] == "finished" and len(attempts) == (2 if step else 1)
+    assert running.folder.result["state"] == "finished"
     if step:
-        assert attempts[1].parent_record is not None and attempts[1].parent_record[1] >= step
-    assert not differences(running.folder, train_alone(cache, tmp_path, *SHORT))
-    until("SLURM knows that the job is over", lambda: running.state() == "COMPLETED", 60, 0.2)
+        _, second_attempt = attempts
+        assert second_attempt.parent_record is not None
+        assert second_attempt.parent_record[1] >= step
+    else:
+        assert len(attempts) == 1
+    assert not differences(running.folder, train_one_process(cache, tmp_path, *SHORT))
+    wait_until_completed(running)
     lab.tool("power-on", first)
 
 
-def test_too_few_ranks_save_and_an_error_ends_the_job(lab: Lab, cache: Path, tmp_path: Path) -> None:
-    """The first attempt is queued again; the second and the third one reach no step, and that is one too many."""
+def test_too_few_ranks_save_and_repeated_errors_end_the_job(lab: Lab, cache: Path, tmp_path: Path) -> None:
+    """The first attempt is requeued; the second and the third one reach no step, which ends the job."""
     running = submit(lab, *SHORT, "elastic.min=3", "checkpoint.max_restarts=0")
     with open(running.folder.path / "code/experiments/ddp_multinode.py", "a") as source:
         source.write(FAILING)
     running.wait_for_step(20)
     os.kill(running.ranks()[2], signal.SIGKILL)
     running.finish()
-    result, attempts = running.folder.result, running.folder.list_attempts()
+    result = running.folder.result
+    attempts = running.folder.list_attempts()
     assert (result["state"], result["exit_status"], len(attempts)) == ("failed", 1, 3), result
     assert any("ValueError: planted" in log.read_text() for log in running.folder.path.glob("submit/*_1_log.out"))
-    rows, expected = list(attempts[0].read_attempt_rows()), train_alone(cache, tmp_path, *SHORT).read_metrics()
+    rows = list(attempts[0].read_attempt_rows())
     assert attempts[1].find_last_step() == rows[-1]["global_step"] >= 20
-    losses = [[row["loss"] for row in given if "loss" in row] for given in (rows, expected)]
-    assert losses[0] == pytest.approx(losses[1][: len(losses[0])], abs=1e-9)
+    losses = read_losses(rows)
+    expected = read_losses(train_one_process(cache, tmp_path, *SHORT).read_metrics())
+    assert losses == pytest.approx(expected[: len(losses)], abs=1e-9)

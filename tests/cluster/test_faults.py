@@ -1,7 +1,7 @@
-"""The fault suite (tests/cluster/faults.py), each fault once; and what must not be started again, is not.
+"""The fault suite (tests/cluster/faults.py), each fault once, and runs that must not be started again.
 
-FAULT_ROUNDS=3 goes three times round, FAULT_NOTICES=20 sends twenty notices at random moments, FAULT_SEED=... strikes
-at the steps and moments of an earlier time.
+FAULT_ROUNDS=3 makes three rounds, FAULT_NOTICES=20 sends twenty notices at random moments, and FAULT_SEED=... repeats
+the steps and moments of an earlier test run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tests.harness.tracked_runs import chosen_rows
 from tests.harness.warm import ROOT
 
 pytestmark = pytest.mark.timeout(500)
-PLAN = faults.plan(int(os.environ.get("FAULT_ROUNDS", "1")), [])
+CASES = faults.plan_cases(int(os.environ.get("FAULT_ROUNDS", "1")), [])
+CASE_IDS = [f"{number}-{fault.name}-{experiment}" for number, fault, experiment in CASES]
 NOTICES = int(os.environ.get("FAULT_NOTICES", "3"))
 FAILING = """
 import time
@@ -38,124 +39,133 @@ def main(cfg, run):
     try:
         time.sleep(60)
     finally:
-        time.sleep(60)  # slower to leave than SLURM waits
+        time.sleep(60)  # longer than SLURM waits
 """
-SMALL = ("epochs=400", "steps=0", "width=64", "data.train_limit=6400")  # minutes, if nobody ends it
+LONG_RUN = ("epochs=400", "steps=0", "width=64", "data.train_limit=6400")  # minutes, unless the test ends it
 
 
-@pytest.mark.parametrize(("number", "fault", "experiment"), PLAN, ids=[f"{n}-{f.name}-{e}" for n, f, e in PLAN])
-def test_a_disturbed_run_ends_equal_to_the_bit(
+@pytest.mark.parametrize(("number", "fault", "experiment"), CASES, ids=CASE_IDS)
+def test_a_disturbed_run_equals_an_undisturbed_one_to_the_bit(
     lab: Lab, record_property: Callable[[str, object], None], number: int, fault: Fault, experiment: str
 ) -> None:
     if fault.own_disk and os.getuid():
         pytest.skip(f"NOT TESTED: {faults.NO_DISK}")
     seed = os.environ["FAULT_SEED"]
-    row = faults.suffer(lab, fault, experiment, f"{seed} {number}")
+    row = faults.disturb_run(lab, fault, experiment, f"{seed} {number}")
     record_property("fault", fault_tables.line(row))
     assert row.equal, f"FAULT_SEED={seed}: {row}"
 
 
 @pytest.fixture
 def small(lab: Lab) -> Lab:
-    """Without what a fault has set."""
+    """A lab without the settings of a fault."""
     lab.up()
     return lab
 
 
-def test_a_notice_to_a_starting_run_queues_it_again(small: Lab) -> None:
+def test_a_notice_to_a_starting_run_requeues_it(small: Lab) -> None:
     running = small.submit("mnist_pipeline")
     until("two ranks", lambda: len(running.ranks()) == 2, 30, 0.02)
     small.slurm("scancel", "--signal=USR2", running.job)
-    until("the job is queued again", lambda: running.state() == "PENDING", 30)
+    until("the job is requeued", lambda: running.state() == "PENDING", 30)
     assert not running.folder.result
     running.finish()
-    assert not faults.problems(running.folder, small.reference("mnist_pipeline"))
+    assert not faults.list_problems(running.folder, small.reference("mnist_pipeline"))
 
 
 @pytest.mark.timeout(400 + 40 * NOTICES)
 def test_notices_at_random_moments_of_jobs_lose_nothing(small: Lab) -> None:
-    """From the first process of a job to its end: while it starts, trains, saves, evaluates and exports."""
-    seed, left = os.environ["FAULT_SEED"], NOTICES
-    chance, reference = random.Random(f"{seed} notices"), small.reference("mnist_pipeline")
-    ended, made = ((reference.path / name).stat().st_mtime for name in ("result.json", "config.yaml"))
-    while left:
+    """Send notices while a job starts, trains, saves, evaluates and exports."""
+    seed = os.environ["FAULT_SEED"]
+    chance = random.Random(f"{seed} notices")
+    reference = small.reference("mnist_pipeline")
+    start_time = (reference.path / "config.yaml").stat().st_mtime
+    end_time = (reference.path / "result.json").stat().st_mtime
+    notices = 0
+    while notices < NOTICES:
         running = small.submit("mnist_pipeline", WANDB_MODE="offline")
-        while left and not running.folder.result:
-            send_notice(running, chance.uniform(0, ended - made))
-            left -= 1
+        while notices < NOTICES and not running.folder.result:
+            send_notice(running, chance.uniform(0, end_time - start_time))
+            notices += 1
         running.finish()
-        assert not faults.problems(running.folder, reference, followed=True), f"FAULT_SEED={seed}"
+        assert not faults.list_problems(running.folder, reference, tracked=True), f"FAULT_SEED={seed}"
 
 
-def send_notice(running: Running, moment: float) -> None:
-    """So many seconds after a start of the job signal all ranks that there are, and wait until they have left."""
-    until("the job runs, or is over", lambda: running.folder.result or running.state() == "RUNNING", 60, 0.1)
-    time.sleep(moment)
-    ranks, step, began = running.ranks(), running.step(), time.monotonic()
+def send_notice(running: Running, delay: float) -> None:
+    """Signal all ranks `delay` seconds after the job starts, and wait until they have exited."""
+    until("the job runs or is over", lambda: running.folder.result or running.state() == "RUNNING", 60, 0.1)
+    time.sleep(delay)
+    ranks = running.ranks()
+    step = running.step()
+    signal_time = time.monotonic()
     if not running.folder.result:
         with contextlib.suppress(RuntimeError):  # the job has ended meanwhile
             running.lab.slurm("scancel", "--signal=USR2", running.job)
-        until("the ranks have left", lambda: not set(ranks) & set(running.ranks()), 30, 0.1)
-    print(f"{len(ranks)} ranks, step {step}: left within {time.monotonic() - began:.1f} s", flush=True)
+        until("the ranks have exited", lambda: not set(ranks) & set(running.ranks()), 30, 0.1)
+    print(f"{len(ranks)} ranks, step {step}: exited within {time.monotonic() - signal_time:.1f} s", flush=True)
 
 
-# ---- what is not started again
+# ---- runs that are not started again
 
 
-def stays_ended(running: Running, state: str) -> None:
-    """Longer than a requeue takes: the job has ended as `state` and no start follows."""
+def check_not_restarted(running: Running, state: str) -> None:
+    """Check that the job ends as `state`, and that no attempt follows within the time of a requeue."""
     until("the job has ended", lambda: running.state() == state, 30)
-    starts = len(running.folder.list_attempts())
+    attempts = len(running.folder.list_attempts())
     time.sleep(3)
-    assert running.state() == state and len(running.folder.list_attempts()) == starts
+    assert running.state() == state
+    assert len(running.folder.list_attempts()) == attempts
 
 
-def test_wandb_gets_each_row_once_of_an_online_run_that_is_cancelled(small: Lab) -> None:
+def test_wandb_gets_each_row_of_a_cancelled_online_run_once(small: Lab) -> None:
     """SLURM's SIGTERM ends W&B's client; the tracking process starts it again, and make sync sends the rest."""
-    environ: dict[str, Any] = fault_kinds.start_wandb(small)
-    running = small.submit("mnist_pipeline", *SMALL, **environ)
-    sent = small.base / fault_kinds.RECORD
-    until("W&B has rows", lambda: wandb_host.read_history(sent), 90)
+    environ: dict[str, Any] = fault_kinds.start_wandb_host(small)
+    running = small.submit("mnist_pipeline", *LONG_RUN, **environ)
+    record = small.base / fault_kinds.WANDB_RECORD
+    until("W&B has rows", lambda: wandb_host.read_history(record), 90)
     small.command("cancel", f"--runs={running.folder.path.parent}", running.folder.path.name)
-    until("the job has ended", lambda: running.state() not in ("RUNNING", "COMPLETING"), 60)
+    until("the job has ended", lambda: running.state() not in faults.ACTIVE_STATES, 60)
     argv = [sys.executable, "-m", "slurm", "sync", f"--runs={running.folder.path.parent}"]
     command = small.cluster.build_command(argv, cwd=ROOT)
     env = small.env | environ | {"WANDB_ERROR_REPORTING": "false"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    sync = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert small.wandb
     small.wandb.kill()
     small.wandb.wait()
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert sync.returncode == 0, sync.stdout + sync.stderr
     for path in running.folder.path.glob("attempts/*/logs/tracker.log"):
-        print(path.read_text())  # whether the client was ended, and made up for in time
-    steps = [row["global_step"] for _, row in wandb_host.read_history(sent)]
+        print(path.read_text())  # shows whether the client was killed and restarted in time
+    steps = [row["global_step"] for _, row in wandb_host.read_history(record)]
     assert steps == [row["global_step"] for row in chosen_rows(running.folder)]
 
 
 def test_a_cancelled_run_is_not_started_again(small: Lab) -> None:
-    running = small.submit("mnist_pipeline", *SMALL)
+    running = small.submit("mnist_pipeline", *LONG_RUN)
     running.wait_for_step(20)
     small.command("cancel", str(running.folder.path))
-    stays_ended(running, "CANCELLED")
-    assert running.folder.result["state"] == "cancelled" and len(running.folder.list_attempts()) == 1
+    check_not_restarted(running, "CANCELLED")
+    assert running.folder.result["state"] == "cancelled"
+    assert len(running.folder.list_attempts()) == 1
 
 
-def test_a_loss_that_is_no_number_is_not_tried_again(small: Lab) -> None:
-    running = small.submit("mnist_pipeline", *SMALL, "optim.lr=100", "optim.decay=constant")
+def test_a_run_whose_loss_is_not_finite_is_not_restarted(small: Lab) -> None:
+    running = small.submit("mnist_pipeline", *LONG_RUN, "optim.lr=100", "optim.decay=constant")
     running.finish()
-    stays_ended(running, "FAILED")
+    check_not_restarted(running, "FAILED")
     assert len(running.folder.list_attempts()) == 1
     result = running.folder.result
-    assert result["state"] == "failed" and result["exit_status"] == 2
-    assert "the loss of step" in result["reason"] and "positions" in result["reason"]
+    assert result["state"] == "failed"
+    assert result["exit_status"] == 2
+    assert "the loss of step" in result["reason"]
+    assert "positions" in result["reason"]
 
 
-def test_a_run_that_crashes_at_every_start_is_given_up(small: Lab) -> None:
-    """Two attempts in a row may fail in vain, the third is one too many: here by an exception before the first step.
+def test_a_run_that_crashes_at_every_start_is_abandoned(small: Lab) -> None:
+    """Two attempts in a row may fail without a new checkpoint, the third may not; here, it fails before the first step.
 
-    The exit status is that of the rank that failed, although srun has to kill the other one.
+    The exit status is that of the failed rank, although srun kills the other one.
     """
-    running = small.submit("mnist_pipeline", *SMALL, "checkpoint.every_steps=0", "checkpoint.max_restarts=2")
+    running = small.submit("mnist_pipeline", *LONG_RUN, "checkpoint.every_steps=0", "checkpoint.max_restarts=2")
     for number in (1, 2):
         running.wait_for_start(number)
         if number == 2:
@@ -163,10 +173,11 @@ def test_a_run_that_crashes_at_every_start_is_given_up(small: Lab) -> None:
                 source.write(FAILING)
         os.kill(running.ranks()[number % 2], signal.SIGKILL)
     running.finish()
-    stays_ended(running, "FAILED")
+    check_not_restarted(running, "FAILED")
     assert len(running.folder.list_attempts()) == 3
     result = running.folder.result
-    assert "3 attempts in a row ended without a new checkpoint" in result["reason"] and result["exit_status"] == 1
+    assert "3 attempts in a row ended without a new checkpoint" in result["reason"]
+    assert result["exit_status"] == 1
 
 
 def test_a_restart_is_shown_by_status_and_followed_by_logs_to_the_end(small: Lab) -> None:
@@ -174,15 +185,15 @@ def test_a_restart_is_shown_by_status_and_followed_by_logs_to_the_end(small: Lab
     argv = [sys.executable, "-m", "slurm", "logs", str(running.folder.path), "--follow=1"]
     with subprocess.Popen(argv, cwd=ROOT, env=small.env, stdout=subprocess.PIPE, text=True) as follower:
         running.wait_for_step(30)
-        seen = ["RUNNING"]
+        states = ["RUNNING"]
         small.slurm("scancel", "--signal=USR2", running.job)
         while not running.folder.result:
-            shown = small.command("status", str(running.folder.path)).splitlines()[-1].split()[1]
-            if shown != seen[-1]:
-                seen.append(shown)
-            assert shown not in ("LOST", "UNKNOWN")
-        said, _ = follower.communicate(timeout=60)
-    assert seen[:3] == ["RUNNING", "PENDING", "RUNNING"]
+            state = small.command("status", str(running.folder.path)).splitlines()[-1].split()[1]
+            if state != states[-1]:
+                states.append(state)
+            assert state not in ("LOST", "UNKNOWN")
+        output, _ = follower.communicate(timeout=60)
+    assert states[:3] == ["RUNNING", "PENDING", "RUNNING"]
     assert follower.returncode == 0
-    for words in ("checkpoint saved at step", "; requeueing job ", "resumed from step", "test accuracy"):
-        assert words in said
+    for message in ("checkpoint saved at step", "; requeueing job ", "resumed from step", "test accuracy"):
+        assert message in output

@@ -1,4 +1,4 @@
-"""A run that an older version made on one machine goes on as a job of a real cluster, by its own source."""
+"""A run of an older version from one machine continues as a job of a real cluster, with its own source."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_old_run_goes_on_as_a_job(site: Site, version: str) -> None:
+def test_an_old_run_continues_as_a_job(site: Site, version: str) -> None:
     stopped, finished = unpack(version, site.folder / version)
     options = (f"--resume={stopped.path}", "--launch=slurm", f"--args=data.cache={site.cache}", "--follow=1")
-    done = site.call("slurm", "exp", *options, status=None)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert stopped.result["state"] == "finished" and stopped.result["scores"]["test_samples"] == 200
+    process = site.call("slurm", "exp", *options, status=None)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert stopped.result["state"] == "finished"
+    assert stopped.result["scores"]["test_samples"] == 200
     steps = [row["global_step"] for row in stopped.read_rows() if "loss" in row]
     assert steps == [row["global_step"] for row in finished.read_rows() if "loss" in row]
     assert [attempt.number for attempt in stopped.list_attempts()] == [1, 2]

@@ -1,4 +1,4 @@
-"""Runs on clusters unlike the usual one: an ordinary user's, and one with real accounting."""
+"""Runs on other kinds of clusters: that of an ordinary user, and one with real accounting."""
 
 from __future__ import annotations
 
@@ -24,46 +24,66 @@ AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-group
 # ---- an ordinary user
 
 
-def closed_above(path: Path) -> Path | None:
-    """The topmost folder on the way to `path` that ordinary users may not enter."""
-    return next((above for above in [*reversed(path.parents), path] if not above.stat().st_mode & 0o001), None)
+def find_closed_folder(path: Path) -> Path | None:
+    """Return the topmost folder on the way to `path` that ordinary users may not enter."""
+    for folder_on_the_way in [*reversed(path.parents), path]:
+        if not folder_on_the_way.stat().st_mode & 0o001:
+            return folder_on_the_way
+    return None
 
 
-def opened(paths: list[Path], scratch: Path) -> str:
-    """A shell script that makes the paths reachable for everybody: an open folder covers the closed one above."""
-    hidden = {path: above for path in paths if (above := closed_above(path))}
-    kept = [f"mkdir {scratch}/{i}; mount --bind '{path}' {scratch}/{i}" for i, path in enumerate(hidden)]
-    covers = [f"mount -t tmpfs -o mode=755 cover '{above}'" for above in sorted(set(hidden.values()))]
-    shown = [f"mkdir -p '{path}'; mount --bind {scratch}/{i} '{path}'" for i, path in enumerate(hidden)]
-    return "\n".join([*kept, *covers, *shown])
+def write_mount_script(paths: list[Path], scratch: Path) -> str:
+    """Return a shell script that makes the paths reachable for all users: open folders cover the closed ones."""
+    saves = []
+    covers = set()
+    restores = []
+    for index, path in enumerate(paths):
+        closed_folder = find_closed_folder(path)
+        if closed_folder:
+            saves.append(f"mkdir {scratch}/{index}; mount --bind '{path}' {scratch}/{index}")
+            covers.add(f"mount -t tmpfs -o mode=755 cover '{closed_folder}'")
+            restores.append(f"mkdir -p '{path}'; mount --bind {scratch}/{index} '{path}'")
+    return "\n".join([*saves, *sorted(covers), *restores])
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the other tests ran as an ordinary user already")
 def test_an_ordinary_user_trains_on_two_hosts(cache: Path) -> None:
     with folder() as base, folder() as scratch:
         interpreter = [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]
-        with own_mounts(opened(interpreter, scratch)) as prefix:
+        with own_mounts(write_mount_script(interpreter, scratch)) as prefix:
             site = Site(base, base / "cache", (*prefix, *AS_NOBODY))
             site.env["HOME"] = str(base)
             shutil.copytree(cache, site.cache)
-            site.cache.chmod(0o755)  # pytest's folders are for one user alone
-            trial = [*site.prefix, sys.executable, "-c", "import submitit"]
-            tried = subprocess.run(trial, capture_output=True, text=True, check=False)
-            if tried.returncode:
-                pytest.skip(f"NOT TESTED: an ordinary user cannot run {sys.executable}: {tried.stderr[-300:]}")
+            site.cache.chmod(0o755)  # pytest's folders belong to one user
+            command = [*site.prefix, sys.executable, "-c", "import submitit"]
+            process = subprocess.run(command, capture_output=True, text=True, check=False)
+            if process.returncode:
+                pytest.skip(f"NOT TESTED: an ordinary user cannot run {sys.executable}: {process.stderr[-300:]}")
             with up(site):
-                words = ("steps=10", "batch=16")
-                done = site.submit("ddp_multinode", "own", *words, options=("--nodes=2", "--follow=1"))
-                assert done.returncode == 0, done.stdout + done.stderr
-                found = site.run_of("own")
-                assert found.result["state"] == "finished" and found.path.stat().st_uid == NOBODY
-                meta = json.loads((found.path / "meta.json").read_text())
-                assert meta["world"]["hosts"] == ["node1", "node2"]
-                assert "FINISHED" in site.call("slurm", "status", str(found.path)).stdout
-                assert site.submit("ddp_multinode", "long", "epochs=500").returncode == 0
-                site.wait(site.run_of("long"), "RUNNING")
-                assert "canceled job" in site.call("slurm", "cancel", str(site.run_of("long").path)).stdout
-                site.gone(site.run_of("long"))
+                check_finished_run(site)
+                check_cancelled_run(site)
+
+
+def check_finished_run(site: Site) -> None:
+    """Check that a run finishes on two hosts and belongs to the ordinary user."""
+    options = ("--nodes=2", "--follow=1")
+    process = site.submit("ddp_multinode", "own", "steps=10", "batch=16", options=options)
+    assert process.returncode == 0, process.stdout + process.stderr
+    run_folder = site.run_of("own")
+    assert run_folder.result["state"] == "finished"
+    assert run_folder.path.stat().st_uid == NOBODY
+    meta = json.loads((run_folder.path / "meta.json").read_text())
+    assert meta["world"]["hosts"] == ["node1", "node2"]
+    assert "FINISHED" in site.call("slurm", "status", str(run_folder.path)).stdout
+
+
+def check_cancelled_run(site: Site) -> None:
+    """Check that a running job can be cancelled."""
+    assert site.submit("ddp_multinode", "long", "epochs=500").returncode == 0
+    run_folder = site.run_of("long")
+    site.wait(run_folder, "RUNNING")
+    assert "canceled job" in site.call("slurm", "cancel", str(run_folder.path)).stdout
+    site.gone(run_folder)
 
 
 # ---- accounting
@@ -77,8 +97,8 @@ def accounting(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterato
         yield site
 
 
-def forget(site: Site) -> None:
-    """Start the controller anew without what it remembered."""
+def restart_controller_without_state(site: Site) -> None:
+    """Restart the controller without its saved state."""
     (pid_file,) = site.folder.glob("cluster-*/run/slurmctld.pid")
     pid = pid_file.read_text().strip()
     site.inside("kill", pid)
@@ -86,28 +106,30 @@ def forget(site: Site) -> None:
     assert site.inside("slurmctld", "-c").returncode == 0
 
 
-def accounted(site: Site, job: str, state: str) -> bool:
-    """Whether the accounting database knows how a job has ended."""
+def is_in_accounting(site: Site, job: str, state: str) -> bool:
+    """Return whether the accounting database contains the final state of a job."""
     return site.inside("sacct", "-n", "-X", "-P", "-j", job, "-o", "State").stdout.startswith(state)
 
 
-def test_accounting_knows_what_the_controller_has_forgotten(accounting: Site) -> None:
+def test_accounting_replaces_lost_state_of_the_controller(accounting: Site) -> None:
     site = accounting
-    ends = {"COMPLETED": ("LOST", 1, 1), "FAILED": ("FAILED", 1, 2), "CANCELLED": ("CANCELLED", 0, 1)}
-    for name, words in (("COMPLETED", "steps=5"), ("FAILED", "launch.interface=eth9"), ("CANCELLED", "epochs=500")):
-        done = site.submit("mnist_pipeline", name, words)
-        assert done.returncode == 0, done.stderr
+    # the shown state, the exit status of `status --wait` and that of `logs --follow`
+    outcomes = {"COMPLETED": ("LOST", 1, 1), "FAILED": ("FAILED", 1, 2), "CANCELLED": ("CANCELLED", 0, 1)}
+    for name, setting in (("COMPLETED", "steps=5"), ("FAILED", "launch.interface=eth9"), ("CANCELLED", "epochs=500")):
+        process = site.submit("mnist_pipeline", name, setting)
+        assert process.returncode == 0, process.stderr
         job = json.loads((site.run_of(name).path / "meta.json").read_text())["job"]["id"]
         if name == "CANCELLED":
             site.wait(site.run_of(name), "RUNNING")
             site.inside("scancel", job)
-        until(f"sacct tells {name}", functools.partial(accounted, site, job, name))
-        (site.run_of(name).path / "result.json").unlink(missing_ok=True)  # it would be asked first
-    forget(site)
-    for name, (state, status, followed) in ends.items():
+        until(f"sacct shows {name}", functools.partial(is_in_accounting, site, job, name))
+        (site.run_of(name).path / "result.json").unlink(missing_ok=True)  # it would be read first
+    restart_controller_without_state(site)
+    for name, (state, status, follow_status) in outcomes.items():
         path = str(site.run_of(name).path)
         job = json.loads((site.run_of(name).path / "meta.json").read_text())["job"]["id"]
         assert "Invalid job id" in site.inside("scontrol", "show", "job", job).stderr
-        shown = site.call("slurm", "status", path, "--wait=1", status=status).stdout
-        assert f"  {state}  " in shown and f"job {job} {name}" in shown, shown
-        site.call("slurm", "logs", path, "--follow=1", status=followed)
+        output = site.call("slurm", "status", path, "--wait=1", status=status).stdout
+        assert f"  {state}  " in output
+        assert f"job {job} {name}" in output
+        site.call("slurm", "logs", path, "--follow=1", status=follow_status)

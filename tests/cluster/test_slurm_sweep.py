@@ -1,8 +1,8 @@
-"""A sweep on a real cluster, as an array of jobs, of which a host's loss is no loss; and a repetition there."""
+"""A sweep on a real cluster as an array of jobs, which survives the loss of a host, and a repeated run there."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,65 +15,85 @@ pytestmark = pytest.mark.timeout(400)
 STEPS = 300
 
 
-def started(site: Site) -> list[RunFolder]:
+def list_runs(site: Site) -> list[RunFolder]:
+    """Return the folders of all runs of the sweep that have been created."""
     return [RunFolder(path.parent) for path in site.runs.glob("swept/*/config.yaml")]
 
 
-def test_a_sweep_finishes_though_a_host_loses_its_power(site: Site) -> None:
+def write_sweep(site: Site) -> Path:
+    """Write a sweep of six points; return its file."""
+    settings = site.settings("swept", f"steps={STEPS}", "stages=1", "checkpoint.every_steps=50")
+    sweep = {
+        "experiment": "mnist_pipeline",
+        "parallel": "3",
+        "grid": {"width": ["8", "16"], "optim.lr": ["0.01", "0.02", "0.03"]},
+        "settings": dict(setting.split("=", 1) for setting in settings.removeprefix("--args=").split()),
+    }
     file = site.folder / "widths.yaml"
-    words = site.settings("swept", f"steps={STEPS}", "stages=1", "checkpoint.every_steps=50").split("=", 1)[1].split()
-    tree: dict[str, Any] = {"experiment": "mnist_pipeline", "parallel": "3"}
-    tree["grid"] = {"width": ["8", "16"], "optim.lr": ["0.01", "0.02", "0.03"]}
-    file.write_text(yaml.safe_dump(tree | {"settings": dict(word.split("=", 1) for word in words)}))
-    done = site.call("slurm", "sweep", "--", str(file))
-    assert "6 points of mnist_pipeline (6 missing); 6 to run now" in done.stdout
-    assert "array of 6 jobs, at most 3 at a time" in done.stdout
-    assert "_[" in site.inside("squeue", "-h", "-o", "%i").stdout, "an array, as a person expects it"
-    assert "0 to run now" in site.call("slurm", "sweep", "--", str(file)).stdout, "all are submitted"
-    on_2 = until("a task on node2", lambda: [f for f in started(site) if hosts(f) == ["node2"] and f.read_metrics()])
+    file.write_text(yaml.safe_dump(sweep))
+    return file
+
+
+def find_training_run(site: Site, host: str) -> RunFolder | None:
+    """Return a run that trains on a host."""
+    for folder in list_runs(site):
+        if read_hosts(folder) == [host] and folder.read_metrics():
+            return folder
+    return None
+
+
+def test_a_sweep_finishes_although_a_host_loses_power(site: Site) -> None:
+    file = write_sweep(site)
+    output = site.call("slurm", "sweep", "--", str(file)).stdout
+    assert "6 points of mnist_pipeline (6 missing); 6 to run now" in output
+    assert "array of 6 jobs, at most 3 at a time" in output
+    assert "_[" in site.inside("squeue", "-h", "-o", "%i").stdout, "squeue does not show an array"
+    assert "0 to run now" in site.call("slurm", "sweep", "--", str(file)).stdout, "not all runs are submitted"
+    struck = until("a task on node2", lambda: find_training_run(site, "node2"))
     site.call("slurm", "cluster", "power-off", "2")
     try:
-        assert not on_2[0].result, "it was still running"
-        until("all points", lambda: sum(bool(f.result) for f in started(site)) == 6, 240)
+        assert not struck.result, "the run had ended before"
+        until("all points", lambda: sum(bool(folder.result) for folder in list_runs(site)) == 6, 240)
     finally:
         site.call("slurm", "cluster", "power-on", "2")
-    folders = started(site)
-    assert [f.result["state"] for f in folders] == ["finished"] * 6
-    assert len(on_2[0].list_attempts()) > 1
+    folders = list_runs(site)
+    assert len(folders) == 6
+    assert len(struck.list_attempts()) > 1
     for folder in folders:
+        assert folder.result["state"] == "finished"
         steps = [row["global_step"] for row in folder.read_metrics() if "loss" in row]
         assert steps == list(range(1, STEPS + 1))
     cells = read_json(site.runs / "swept" / "sweeps" / "widths" / "sweep.json")["cells"]
     assert sorted(cell["run"] for cell in cells) == sorted(folder.path.name for folder in folders)
-    again = site.call("slurm", "sweep", "--follow=1", "--", str(file))
-    assert "(6 finished); 0 to run now" in again.stdout
+    output = site.call("slurm", "sweep", "--follow=1", "--", str(file)).stdout
+    assert "(6 finished); 0 to run now" in output
     log = site.call("slurm", "logs", str(folders[0].path)).stdout
     assert "test accuracy" in log
-    repeated = site.call("slurm", "rerun", "--", str(on_2[0].path))
+    repeated = site.call("slurm", "rerun", "--", str(struck.path))
     assert f"bitwise equal in {STEPS} steps" in repeated.stdout
-    assert len(started(site)) == 7
-    idle = ("sinfo", "-h", "-p", "main", "-n", "node2", "-o", "%T")
-    until("node2 is of use again", lambda: site.inside(*idle).stdout.strip() == "idle", 90)
+    assert len(list_runs(site)) == 7
+    node_state = ("sinfo", "-h", "-p", "main", "-n", "node2", "-o", "%T")
+    until("node2 is idle", lambda: site.inside(*node_state).stdout.strip() == "idle", 90)
 
 
-def test_one_look_at_the_queue_tells_of_every_task(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_query_of_the_queue_returns_every_task(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_DIR", str(site.folder))
     slurm = choose_scheduler("slurm")
     assert slurm is not None
-    words = ("sbatch", "--parsable", "--array=0-3%1", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
-    job = site.inside(*words).stdout.strip()
+    command = ("sbatch", "--parsable", "--array=0-3%1", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+    job = site.inside(*command).stdout.strip()
     until("the first task", lambda: slurm.read_job_state(f"{job}_0")[0] == "RUNNING")
-    found = slurm.read_queue()
-    mine = {task: words for task, words in found.items() if task.startswith(f"{job}_")}
-    assert {task.rpartition("_")[2]: words.partition("|")[0] for task, words in mine.items()} == {
-        "0": "RUNNING", "1": "PENDING", "2": "PENDING", "3": "PENDING"
-    }  # fmt: skip
+    states = {}
+    for task, description in slurm.read_queue().items():
+        if task.startswith(f"{job}_"):
+            states[task.removeprefix(f"{job}_")] = description.partition("|")[0]
+    assert states == {"0": "RUNNING", "1": "PENDING", "2": "PENDING", "3": "PENDING"}
     assert "JobArrayTaskLimit" in slurm.read_job_state(f"{job}_2")[1]
     site.inside("scancel", job)
-    until("they are cancelled", lambda: slurm.read_job_state(f"{job}_2")[0] == "CANCELLED")
+    until("the tasks are cancelled", lambda: slurm.read_job_state(f"{job}_2")[0] == "CANCELLED")
 
 
-def hosts(folder: RunFolder) -> list[str]:
-    """Where the newest start of a run is."""
+def read_hosts(folder: RunFolder) -> list[str]:
+    """Return the hosts of the newest attempt of a run."""
     attempts = folder.list_attempts()
     return list(read_json(attempts[-1].attempt_folder / "world.json").get("hosts", [])) if attempts else []
