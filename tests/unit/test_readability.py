@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.readability import __main__ as readability
+from tests.readability.inspection import ROOT
 from tests.readability.python_tokens import list_tokens
-from tests.readability.rules import RULES, Rule
+from tests.readability.rules import PAGE_CEILINGS, PRODUCT_RULES, SCOPES, TEST_CEILINGS, Rule
 
 READABLE = """
 def compute_mean(losses):
@@ -39,7 +40,7 @@ def test_readable_code_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", PRODUCT_RULES, ids=lambda rule: rule.name)
 def test_each_rule_prints_the_line_and_what_to_write_instead(
     rule: Rule, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +61,25 @@ def test_a_phrase_is_found_across_a_line_break(tmp_path: Path, capsys: pytest.Ca
     path.write_text("Write an optimizer of your\nown.\n")
     assert not readability.check_files([path], is_verbose=False)
     assert f"{path}:1: odd phrase `of your own`; write `custom` or `your`" in capsys.readouterr().out
+
+
+def test_a_page_must_not_contain_any_odd_phrase(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("The run resumes.\n" * 5000 + "The run goes on.\n")
+    assert not readability.check_files([path], is_verbose=False)
+
+
+def test_tests_have_limits_of_their_own() -> None:
+    assert readability.select_scope(Path("tests/unit/test_readability.py")) == "tests"
+    assert readability.select_scope(Path("experiments/local_sgd.md")) == "pages"
+    assert readability.select_scope(Path("common/tests/errors.py")) == "product"
+    names = [rule.name for rule in SCOPES["tests"]]
+    assert names == list(TEST_CEILINGS) and set(PAGE_CEILINGS) <= set(names)
+
+
+def test_the_default_paths_include_tests_and_pages() -> None:
+    files = set(readability.list_tracked_files(readability.DEFAULT_PATHS))
+    assert {Path(__file__).relative_to(ROOT), Path("CONTRIBUTING.md"), Path("tests/pitfalls/README.md")} <= files
 
 
 def test_an_exchange_of_two_names_is_allowed(tmp_path: Path) -> None:
