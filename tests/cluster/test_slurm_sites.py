@@ -37,7 +37,7 @@ def write_mount_script(paths: list[Path], scratch: Path) -> str:
     saves = []
     covers = set()
     restores = []
-    for index, path in enumerate(paths):
+    for index, path in enumerate(dict.fromkeys(paths)):
         closed_folder = find_closed_folder(path)
         if closed_folder:
             saves.append(f"mkdir {scratch}/{index}; mount --bind '{path}' {scratch}/{index}")
