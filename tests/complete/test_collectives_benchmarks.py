@@ -19,7 +19,7 @@ def measure(part: Part, folder: Path) -> Samples:
 def test_times_of_collectives_become_tables_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "SIZES", ("sizes=[4,1K]", "rounds=2"))
     monkeypatch.setattr(collectives, "GOALS", {"ring, memory": {1024: 1.8}})
-    monkeypatch.setattr(collectives, "ENCRYPTED", {1024: 2.3})
+    monkeypatch.setattr(collectives, "MAX_ENCRYPTED_SLOWDOWNS", {1024: 2.3})
     sizes, gains, tls, *_ = collectives.PARTS  # the others need a local cluster
     by_size = measure(sizes, tmp_path)
     compared = measure(gains, tmp_path)
