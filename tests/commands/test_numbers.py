@@ -70,7 +70,8 @@ def test_a_changed_number_is_noticed() -> None:
     table = {"columns": ["measured", "value"], "rows": [at_least("a / b", Number(1.5, 1, 2), 1.3).json()]}
     part = about | {"table": table, "rounds": 3, "command": "make bench NAME=x/y"}
     filled = tables.fill_page(text, {"x/y": part})
-    assert "-->1.5<!-- end -->" in filled and "| a / b | 1.5 [1..2] | >= 1.3, met |" in filled
+    assert "-->1.5<!-- end -->" in filled
+    assert "| a / b | 1.5 [1..2] | >= 1.3, met |" in filled
     assert tables.fill_page(filled, {"x/y": part}) == filled != text
     with pytest.raises(ValueError, match="no row 'a / b'"):
         tables.fill_page(text, {"x/y": part | {"table": {"columns": ["measured", "value"], "rows": []}}})
@@ -97,7 +98,8 @@ def test_a_long_table_shows_twelve_rows_with_goals_first_and_folds_the_others() 
 def test_a_table_of_twelve_rows_is_shown_in_its_order() -> None:
     rows = [["dense", ""], *([f"row {number}", ">= 1, met"] for number in range(11))]
     table = tables.fold_table(["measured", "goal"], rows)
-    assert table.splitlines()[2] == "| dense |  |" and "<details>" not in table
+    assert table.splitlines()[2] == "| dense |  |"
+    assert "<details>" not in table
 
 
 @pytest.mark.parametrize(
@@ -130,19 +132,28 @@ def test_an_interrupted_benchmark_keeps_its_rounds(tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         interleave(sides, Pace(5, 0, 60), keep)
     part = json.loads(Record(tmp_path).path.read_text())["parts"]["topic/part"]
-    assert part["rounds"] == 2 and part["samples"]["slow"]["seconds"] == [4.0, 5.0]
+    assert part["rounds"] == 2
+    assert part["samples"]["slow"]["seconds"] == [4.0, 5.0]
     assert part["table"]["rows"][0]["cells"] == [{"value": 2.25, "low": 2.0, "high": 2.5}]
 
 
+def write_record(file: Path, parts: dict[str, int]) -> None:
+    """Write a record of the day that the name of the file begins with."""
+    record = {"format": 1, "date": file.name[:10], "parts": parts}
+    file.write_text(json.dumps(record))
+
+
 def test_publishing_adds_parts_to_those_of_the_same_day(tmp_path: Path) -> None:
-    results, folder = tmp_path / "2026-01-01-cpu.json", tmp_path / "recorded"
+    results = tmp_path / "2026-01-01-cpu.json"
+    folder = tmp_path / "recorded"
     folder.mkdir()
     other, older = (folder / f"2026-01-0{day}-other.json" for day in (1, 0))
     for file in (other, older):
-        file.write_text(json.dumps({"format": 1, "date": file.name[:10], "parts": {"a/c": 0, "a/e": 0}}))
-    for parts, names in (({"a/b": 1, "a/c": 2}, []), ({"a/c": 3, "a/d": 4}, ["a/c"])):
-        results.write_text(json.dumps({"format": 1, "date": "2026-01-01", "parts": parts}))
-        tables.publish(results, names, folder)
+        write_record(file, {"a/c": 0, "a/e": 0})
+    write_record(results, {"a/b": 1, "a/c": 2})
+    tables.publish(results, [], folder)
+    write_record(results, {"a/c": 3, "a/d": 4})
+    tables.publish(results, ["a/c"], folder)
     assert json.loads((folder / results.name).read_text())["parts"] == {"a/b": 1, "a/c": 3}
     assert json.loads(other.read_text())["parts"] == {"a/e": 0}, "replaced by the newer one of the day"
     assert json.loads(older.read_text())["parts"] == {"a/c": 0, "a/e": 0}
@@ -169,7 +180,8 @@ def test_a_failing_part_and_an_interrupt_leave_the_rest(
     monkeypatch.setattr(bench, "all_parts", lambda: parts)
     assert bench.main(["x"], 1, 0, tmp_path) == 130
     output = capsys.readouterr().out
-    assert "x/interrupted  side      1.5    <= 1, missed" in output and "x/failing: failed: no such run" in output
+    assert "x/interrupted  side      1.5    <= 1, missed" in output
+    assert "x/failing: failed: no such run" in output
     (file,) = tmp_path.iterdir()
     assert list(json.loads(file.read_text())["parts"]) == ["x/interrupted"]
 
@@ -177,9 +189,12 @@ def test_a_failing_part_and_an_interrupt_leave_the_rest(
 def test_no_round_begins_that_would_end_after_the_budget() -> None:
     pace = Pace(rounds=10, drop=1, seconds=60)
     pace.last = 50
-    assert pace.allows(0) and pace.allows(1) and pace.allows(2)
+    assert pace.allows(0)
+    assert pace.allows(1)
+    assert pace.allows(2)
     pace.last = 61
-    assert pace.allows(1) and not pace.allows(2)
+    assert pace.allows(1)
+    assert not pace.allows(2)
 
 
 def test_disturbed_rounds_are_left_out_where_enough_others_are_left() -> None:

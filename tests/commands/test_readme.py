@@ -45,7 +45,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_explains_where_data_come_from_and_how_a_run_is_made_short() -> None:
-    assert "`DATA_ROOT` sets the default value of `data.root`" in TEXT and "`steps=100` ends a run" in TEXT
+    assert "`DATA_ROOT` sets the default value of `data.root`" in TEXT
+    assert "`steps=100` ends a run" in TEXT
 
 
 def test_the_readme_is_short() -> None:
@@ -70,7 +71,8 @@ def test_every_experiment_has_its_page_and_its_line(script: Path) -> None:
         rf"^\| \[{script.stem}\]\(experiments/{script.name}\) \|.*\]\(experiments/{script.stem}.md\) \|$", TEXT, re.M
     )
     page = script.with_suffix(".md").read_text()
-    assert "](https://arxiv.org/abs/" in page and f"({script.name})" in page
+    assert "](https://arxiv.org/abs/" in page
+    assert f"({script.name})" in page
     assert any(command.startswith(f"make bench NAME={script.stem}") for command in list_commands(*PAGES))
 
 
@@ -97,32 +99,57 @@ def test_no_page_holds_both_sides_of_a_merge(page: Path) -> None:
 
 
 def test_every_package_says_what_it_is_for() -> None:
-    packages = [path.parent for folder in ("common", "slurm") for path in (ROOT / folder).glob("*/**/__init__.py")]
-    page = (ROOT / "common" / "README.md").read_text()
-    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
-    assert packages and {path.name for path in packages if path.parent.name == "common"} <= listed
-    for package in packages:
-        assert ast.get_docstring(ast.parse((package / "__init__.py").read_text())), package
+    common = ROOT / "common"
+    page = (common / "README.md").read_text()
+    packages_of_page = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    packages_of_common = {path.parent.name for path in common.glob("*/__init__.py")}
+    assert packages_of_common
+    assert packages_of_common <= packages_of_page
+
+    files = [*common.glob("*/**/__init__.py"), *(ROOT / "slurm").glob("*/**/__init__.py")]
+    for file in files:
+        package = ast.parse(file.read_text())
+        assert ast.get_docstring(package), file
 
 
 def test_every_pitfall_links_the_tests_that_show_it() -> None:
     folder = ROOT / "tests/pitfalls"
-    rows = re.findall(r"^\| (?!mistake |---).*$", (folder / "README.md").read_text(), re.MULTILINE)
-    shown = [re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", row.rstrip("| ").rpartition(" | ")[2]) for row in rows]
-    assert rows and all(shown)
-    for name, file in (link for links in shown for link in links):
-        assert re.search(rf"^def {name}\(", (folder / file).read_text(), re.MULTILINE), f"{name} is not in {file}"
-    sources = [path.read_text() for path in folder.rglob("test_*.py")]
-    own = {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
-    assert own <= {name for links in shown for name, _ in links}
+    page = (folder / "README.md").read_text()
+    rows = re.findall(r"^\| (?!mistake |---).*$", page, re.MULTILINE)
+    assert rows
+    linked_tests = set()
+    for row in rows:
+        last_cell = row.rstrip("| ").rpartition(" | ")[2]
+        links = re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", last_cell)
+        assert links, row
+        for name, file in links:
+            source = (folder / file).read_text()
+            assert re.search(rf"^def {name}\(", source, re.MULTILINE), f"{name} is not in {file}"
+            linked_tests.add(name)
+
+    for file in folder.rglob("test_*.py"):
+        tests = re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)
+        assert linked_tests.issuperset(tests), file
 
 
 def test_ci_and_hooks_call_what_the_pages_name() -> None:
     assert "run: .ci/run" in (ROOT / ".github/workflows/ci.yml").read_text()
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    entries = [shlex.split(hook["entry"]) for repo in hooks for hook in repo["hooks"]]
-    assert {repo["repo"] for repo in hooks} == {"local"}  # no network
-    lint = " ".join(re.findall(r"-m (ruff \w+|mypy)", (ROOT / "Makefile").read_text()))
-    assert entries and all(entry[0] == ".venv/bin/python" and entry[2] in lint for entry in entries)
-    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert version and yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version[1]
+    makefile = (ROOT / "Makefile").read_text()
+    lint = " ".join(re.findall(r"-m (ruff \w+|mypy)", makefile))
+    assert hooks
+    for repository in hooks:
+        assert repository["repo"] == "local", "hooks must not need a network connection"
+        assert repository["hooks"]
+        for hook in repository["hooks"]:
+            program, _, module = shlex.split(hook["entry"])[:3]
+            assert program == ".venv/bin/python"
+            assert module in lint
+
+
+def test_the_citation_names_the_version_of_the_project() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    version = re.search(r'^version = "(.*)"$', project, re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert version
+    assert citation["version"] == version[1]
