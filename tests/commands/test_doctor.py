@@ -44,7 +44,10 @@ SOUND = {
 
 
 def describe_three_hosts() -> list[dict[str, Any]]:
-    return [SOUND | {"host": f"node{rank + 1}", "rank": rank} for rank in range(3)]
+    hosts = []
+    for rank in range(3):
+        hosts.append(SOUND | {"host": f"node{rank + 1}", "rank": rank})
+    return hosts
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,8 @@ def test_another_device_is_a_fault_unless_devices_are_mixed() -> None:
 @pytest.mark.parametrize("skew", [-1.8, 90.0, 0.9])
 def test_both_of_two_hosts_with_different_clocks_are_named(ranks_per_host: int, skew: float) -> None:
     facts = [SOUND | {"rank": rank} for rank in range(ranks_per_host)]
-    skewed = SOUND | {"host": "node2", "times": [100.0 + skew, 101.0 + skew, 102.0 + skew]}
+    times = [second + skew for second in (100.0, 101.0, 102.0)]
+    skewed = SOUND | {"host": "node2", "times": times}
     facts += [skewed | {"rank": ranks_per_host + rank} for rank in range(ranks_per_host)]
     expected = []
     if abs(skew) > 1:
@@ -107,7 +111,8 @@ def test_both_of_two_hosts_with_different_clocks_are_named(ranks_per_host: int, 
 def test_the_ranks_of_one_host_do_not_outvote_the_other_hosts() -> None:
     facts = describe_three_hosts()
     facts[2] |= {"times": [130.0, 131.0, 132.0]}
-    facts += [facts[2] | {"rank": rank} for rank in (3, 4)]
+    for rank in (3, 4):
+        facts.append(facts[2] | {"rank": rank})
     assert find_problems(facts, 3) == ["node3 (rank 2): its clock differs by +30.0 s from other hosts; set up NTP"]
 
 
@@ -134,11 +139,12 @@ def test_a_damaged_data_set_is_named(cache: Path, tmp_path: Path) -> None:
     completed = warm.execute(command, env=environment(), timeout=PATIENCE)
     assert completed.returncode == 1
     report = json.loads(completed.stdout)
+    problems = report["problems"]
     assert [host["rank"] for host in report["hosts"]] == [0, 1]
     assert not report["sound"]
     # Other programs may slow one of the ranks, which is a separate problem.
-    other_problems = [problem for problem in report["problems"] if f"{file} is damaged" not in problem]
-    assert len(report["problems"]) == len(other_problems) + 1
+    other_problems = [problem for problem in problems if f"{file} is damaged" not in problem]
+    assert len(problems) == len(other_problems) + 1
     for problem in other_problems:
         assert " is slow: " in problem or "writes run folders at only" in problem
     for host in report["hosts"]:
@@ -163,7 +169,8 @@ def test_a_run_that_diverged_is_explained(digits: tuple[str, ...], tmp_path: Pat
     assert facts["state"] == "failed"
     assert facts["first_error"]["rank"] in (0, 1)
     assert len(facts["ranks"]) == 2
-    status = json.loads(inside.run_verb("status", "--json=1", "--", str(run.folder.path)).stdout)[0]
+    completed = inside.run_verb("status", "--json=1", "--", str(run.folder.path))
+    (status,) = json.loads(completed.stdout)
     assert facts["step"] == status["step"]
     assert facts["first_error"]["step"] > 1, "a failing rank records its last step"
 
@@ -185,13 +192,15 @@ def test_an_error_without_a_time_is_not_the_first() -> None:
     for rank, error_time in enumerate(("", "2026-01-01 09:00:02,500", "2026-01-01 09:00:02,100")):
         heartbeat = Heartbeat(rank, "vm", 1, 1.0, None)
         ranks.append(diagnosis.RankFacts(heartbeat, 1.0, error_time, "an error", ""))
-    assert [facts.heartbeat.rank for facts in diagnosis.list_failed_ranks(ranks)] == [2, 1, 0]
+    failed_ranks = diagnosis.list_failed_ranks(ranks)
+    assert [facts.heartbeat.rank for facts in failed_ranks] == [2, 1, 0]
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -> None:
     folder = Made(steps=10, state="failed").write(tmp_path)
     reason = "rank 1 was killed by SIGKILL: the system ran out of memory"
-    write_json(folder.path / "result.json", {"state": "failed", "exit_status": 137, "reason": reason})
+    result = {"state": "failed", "exit_status": 137, "reason": reason}
+    write_json(folder.path / "result.json", result)
     report = doctor(f"--run={folder.path}")
     assert "likely cause  out of memory; lower batch" in report, report
     assert "on a machine with more memory, or start a new run with a smaller batch or model" in report, report
@@ -355,14 +364,17 @@ def test_a_recorded_cause_counts_more_than_messages(tmp_path: Path) -> None:
     folder = make_failed_run(tmp_path, cause="other")
     attempt_of_run = folder.list_attempts()[-1]
     attempt_of_run.log_file(1).write_text("2026-01-01 09:00:00,500 ERROR after step 3: ValueError: of an old log\n")
-    write_failure(attempt_of_run, 0, Failure(Cause.LOST_PEER, "after step 3: OddError: gone", 3.25))
-    write_failure(attempt_of_run, 1, Failure(Cause.OTHER, "after step 3: OddError: the loss of step 3", 4.5))
+    lost_peer = Failure(Cause.LOST_PEER, "after step 3: OddError: gone", 3.25)
+    write_failure(attempt_of_run, 0, lost_peer)
+    other_failure = Failure(Cause.OTHER, "after step 3: OddError: the loss of step 3", 4.5)
+    write_failure(attempt_of_run, 1, other_failure)
     report = diagnosis.collect_diagnosis(folder)
     assert report["cause"] == "rank 1 on vm failed first: after step 3: OddError: the loss of step 3"
     assert report["cause_kind"] == "other"
     assert report["first_error"]["rank"] == 0
     assert f"continue with  make exp RESUME={folder.path}" in doctor(f"--run={folder.path}")
-    write_failure(attempt_of_run, 1, Failure(Cause.OUT_OF_MEMORY, "after step 3: OddError", 4.5))
+    out_of_memory = Failure(Cause.OUT_OF_MEMORY, "after step 3: OddError", 4.5)
+    write_failure(attempt_of_run, 1, out_of_memory)
     report = diagnosis.collect_diagnosis(folder)
     assert report["cause"].startswith("rank 1 on vm: out of memory; lower batch")
     assert "on a machine with more memory" in doctor(f"--run={folder.path}")
@@ -374,7 +386,8 @@ def test_the_rank_with_the_fewest_steps_is_the_one_that_hangs(tmp_path: Path) ->
     hangs = "the run hangs after step 100: no sign of life from rank 1 on vm for 2 min"
     for seconds, cause in ((100, diagnosis.NO_PROBLEM), (130, hangs)):
         for rank, step in ((0, 2), (1, 1)):  # a message may take launch.step_timeout=120 seconds
-            folder.list_attempts()[-1].write_heartbeat(rank, step, time.time() - seconds - rank)
+            heartbeat_time = time.time() - seconds - rank
+            folder.list_attempts()[-1].write_heartbeat(rank, step, heartbeat_time)
         assert diagnosis.collect_diagnosis(folder)["cause"].startswith(cause)
     assert "\n  last step  100\n" in doctor(f"--run={folder.path}"), "the metrics are newer than the heartbeats"
 
@@ -385,21 +398,24 @@ def test_the_rank_with_the_fewest_steps_is_the_one_that_hangs(tmp_path: Path) ->
 def test_a_run_that_hangs_before_its_first_heartbeat_is_reported(
     tmp_path: Path, timeout: int, seconds: float, hangs: bool
 ) -> None:
-    folder = Made(state="running", settings={"launch.step_timeout": str(timeout)}).write(tmp_path)
+    settings = {"launch.step_timeout": str(timeout)}
+    folder = Made(state="running", settings=settings).write(tmp_path)
     newest_attempt = folder.list_attempts()[-1]
     attempt_folder = newest_attempt.attempt_folder
     (attempt_folder / "heartbeat-1.json").unlink()
     newest_attempt.write_heartbeat(0, 1, time.time() - seconds)
     start = time.time() - seconds - 5
     logs = attempt_folder / "logs"
-    for path in [attempt_folder / "attempt.json", attempt_folder / "world.json", logs, *logs.glob("*")]:
+    paths = [logs, *logs.glob("*")]
+    paths += [attempt_folder / "attempt.json", attempt_folder / "world.json"]
+    for path in paths:
         os.utime(path, (start, start))
     message = "the run hangs after step 100: no sign of life from rank 1 on vm for "
-    cause = diagnosis.collect_diagnosis(folder)["cause"]
-    assert cause.startswith(message if hangs else diagnosis.NO_PROBLEM)
+    report = diagnosis.collect_diagnosis(folder)
+    assert report["cause"].startswith(message if hangs else diagnosis.NO_PROBLEM)
     (attempt_folder / "heartbeat-0.json").unlink()  # no rank has completed a step
-    cause = diagnosis.collect_diagnosis(folder)["cause"]
-    assert cause.startswith("the run hangs after step " if hangs else diagnosis.NO_PROBLEM)
+    report = diagnosis.collect_diagnosis(folder)
+    assert report["cause"].startswith("the run hangs after step " if hangs else diagnosis.NO_PROBLEM)
     assert diagnosis.print_diagnosis(folder, as_json=True) == int(hangs)
 
 
@@ -443,23 +459,32 @@ def test_a_rank_of_a_job_that_failed_before_it_trained_has_a_cause(
     write_json(attempt_of_run.attempt_folder / "claim.json", claim)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
-    record_job_failure(folder, 0, Failure.from_error(UnreachableError("rank 1 is missing")), is_refusal=True)
-    record_job_failure(folder, 1, Failure.from_error(OSError(errno.ENOSPC, "x")), is_refusal=False)
+    unreachable = Failure.from_error(UnreachableError("rank 1 is missing"))
+    record_job_failure(folder, 0, unreachable, is_refusal=True)
+    disk_full = Failure.from_error(OSError(errno.ENOSPC, "x"))
+    record_job_failure(folder, 1, disk_full, is_refusal=False)
     report = diagnosis.collect_diagnosis(folder)
     assert report["cause_kind"] == "disk_full"
     assert report["cause"].startswith("rank 1 on vm: the disk is full")
     assert [rank["error"] for rank in report["ranks"]] == ["rank 1 is missing", "OSError: [Errno 28] x"]
     earlier = Failure(Cause.OUT_OF_MEMORY, "before this attempt", provenance.parse_utc_time(now) - 9)
     record_job_failure(folder, 1, earlier, is_refusal=False)
-    assert [rank["error"] for rank in diagnosis.collect_diagnosis(folder)["ranks"]] == ["rank 1 is missing", ""]
+    report = diagnosis.collect_diagnosis(folder)
+    assert [rank["error"] for rank in report["ranks"]] == ["rank 1 is missing", ""]
 
     seconds = provenance.parse_utc_time(now)
-    write_failure(attempt_of_run, 0, Failure(Cause.OTHER, "after step 3: OddError", seconds + 1))
-    record_job_failure(folder, 0, Failure(Cause.OTHER, "OddError", seconds + 2), is_refusal=False)
-    assert diagnosis.collect_diagnosis(folder)["ranks"][0]["error"] == "after step 3: OddError"
+    failure_of_rank = Failure(Cause.OTHER, "after step 3: OddError", seconds + 1)
+    write_failure(attempt_of_run, 0, failure_of_rank)
+    failure_of_task = Failure(Cause.OTHER, "OddError", seconds + 2)
+    record_job_failure(folder, 0, failure_of_task, is_refusal=False)
+    report = diagnosis.collect_diagnosis(folder)
+    assert report["ranks"][0]["error"] == "after step 3: OddError"
+
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    record_job_failure(folder, 0, Failure(Cause.OTHER, "the data has changed", seconds + 3), is_refusal=True)
-    assert diagnosis.collect_diagnosis(folder)["ranks"][0]["error"] == "the data has changed", "no second attempt began"
+    refusal = Failure(Cause.OTHER, "the data has changed", seconds + 3)
+    record_job_failure(folder, 0, refusal, is_refusal=True)
+    report = diagnosis.collect_diagnosis(folder)
+    assert report["ranks"][0]["error"] == "the data has changed", "no second attempt began"
 
 
 EXITING_OPTIMIZER = """
@@ -504,7 +529,10 @@ def test_an_error_of_an_earlier_start_of_the_job_is_ignored(tmp_path: Path) -> N
     [((0.2, 0.9), None), ((0.2, 1.3), 1), ((10.0, 12.0), None), ((10.0, 13.0), 1), ((3.0, 10.0, 3.1), 1)],
 )
 def test_the_jitter_of_short_steps_is_no_straggler(milliseconds: tuple[float, ...], slow: int | None) -> None:
-    ranks = [Heartbeat(rank, "vm", 100, 1.0, duration / 1e3) for rank, duration in enumerate(milliseconds)]
+    ranks = []
+    for rank, duration in enumerate(milliseconds):
+        seconds = duration / 1e3
+        ranks.append(Heartbeat(rank, "vm", 100, 1.0, seconds))
     slowest = find_slow_rank(ranks)
     assert (slowest and slowest.rank) == slow
 
@@ -524,7 +552,8 @@ def test_a_rank_with_more_samples_is_no_straggler(
 ) -> None:
     ranks = []
     for rank, duration in enumerate(milliseconds):
-        ranks.append(Heartbeat(rank, "vm", 100, 1.0, duration / 1e3, samples[rank]))
+        seconds = duration / 1e3
+        ranks.append(Heartbeat(rank, "vm", 100, 1.0, seconds, samples[rank]))
     slowest = find_slow_rank(ranks)
     assert (slowest and slowest.rank) == slow
 
@@ -533,9 +562,8 @@ def test_the_reason_why_a_host_is_down_may_contain_any_text(tmp_path: Path, monk
     script(tmp_path / "sinfo", "echo 'node1|idle|none'; echo 'node2|drained|disk | see ticket | 7'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     slurm = Scheduler("SLURM")
-    assert checks.describe_down_hosts(slurm, 2, "") == [
-        "node2 is drained: disk | see ticket | 7; SLURM does not start jobs on this host"
-    ]
+    expected = "node2 is drained: disk | see ticket | 7; SLURM does not start jobs on this host"
+    assert checks.describe_down_hosts(slurm, 2, "") == [expected]
     assert checks.describe_down_hosts(slurm, 1, "") == []
 
 

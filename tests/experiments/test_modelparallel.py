@@ -68,7 +68,11 @@ def test_a_mode_is_a_schedule_and_its_microbatches(settings: str, processes: int
     cfg = load_settings(*settings.split())
     pipeline = cfg.make_pipeline_config()
     assert cfg.processes == processes
-    assert (pipeline.schedule, pipeline.engine, pipeline.stages, pipeline.microbatches) == plan
+    schedule, engine, stages, microbatches = plan
+    assert pipeline.schedule == schedule
+    assert pipeline.engine == engine
+    assert pipeline.stages == stages
+    assert pipeline.microbatches == microbatches
 
 
 @pytest.mark.parametrize(
@@ -131,7 +135,8 @@ def test_one_process_uses_all_visible_gpus(settings: str, gpus: int, devices: li
 
 def test_gpus_are_counted_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"]
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev") / name for name in names])
+    devices = [Path("/dev") / name for name in names]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: devices)
     monkeypatch.setattr(provenance, "read_package_version", lambda package: "2.15.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert provenance.count_visible_gpus() == 3
@@ -171,11 +176,16 @@ def test_the_toy_learns_the_same_in_two_stages_as_in_one(tmp_path: Path) -> None
 
 def test_the_loss_of_the_toy_is_the_squared_distance_from_random_targets() -> None:
     run = cast(Any, SimpleNamespace(classes=5))
-    loss_function = resnet_modelparallel.build_loss(load_settings("model=toy", "data.name=vectors", "loss=mse"), run)
-    loss = loss_function(torch.zeros(3, 5), torch.tensor([4, 0, 4]))
-    targets = torch.randn(5, 5, generator=torch.Generator().manual_seed(derive_seed(0, "targets")))
-    squares = targets.square().sum(dim=1)
-    assert float(loss) == pytest.approx(float((2 * squares[4] + squares[0]) / 15))
+    cfg = load_settings("model=toy", "data.name=vectors", "loss=mse")
+    loss_function = resnet_modelparallel.build_loss(cfg, run)
+    labels = torch.tensor([4, 0, 4])
+    loss = loss_function(torch.zeros(3, 5), labels)
+
+    generator = torch.Generator().manual_seed(derive_seed(0, "targets"))
+    targets = torch.randn(5, 5, generator=generator)
+    squares = targets.square()
+    expected = squares[labels].mean()
+    assert loss.item() == pytest.approx(expected.item())
 
 
 # ---- where the model is split
@@ -205,7 +215,8 @@ def test_the_split_is_measured_once_and_stored_beside_the_config(tmp_path: Path)
     text = file.read_text()
     assert stored_lines in text
     file.write_text(text.replace(stored_lines, "- relu\n- pool\n"))  # no measurement chooses these layers
-    repeated = run(NAME, "--config", str(first.folder.path / "config.yaml"), runs=tmp_path / "again")
+    config_file = first.folder.path / "config.yaml"
+    repeated = run(NAME, "--config", str(config_file), runs=tmp_path / "again")
     assert repeated.status == 0, repeated.err
     assert list_first_layers(repeated) == ["conv1", "relu", "pool"]
     assert repeated.losses == first.losses, "losses do not depend on the split"
@@ -218,7 +229,8 @@ def test_runs_of_equal_microbatches_have_the_same_measured_split(tmp_path: Path)
     content = read_json(file)
     assert content["split"] == config.read_settings(first.folder.path)["split"]
 
-    file.write_text(json.dumps(content | {"split": ["relu", "pool"]}))  # no measurement chooses these layers
+    changed_content = content | {"split": ["relu", "pool"]}  # no measurement chooses these layers
+    file.write_text(json.dumps(changed_content))
     second = train(tmp_path / "second", *settings, "optim.lr=0.01")
     assert list_first_layers(second) == ["conv1", "relu", "pool"]
 
@@ -234,8 +246,9 @@ def test_a_resume_with_other_settings_leaves_the_config_unchanged(tmp_path: Path
     first = train(tmp_path, "checkpoint.every_steps=2")
     files = [first.folder.path / name for name in ("config.yaml", "resolved.yaml")]
     texts = [file.read_text() for file in files]
-    (first.folder.path / "result.json").unlink()
-    resumed = run(NAME, "--resume", str(first.folder.path), "stages=3", "split=[]", runs=tmp_path / "runs")
+    folder = first.folder.path
+    (folder / "result.json").unlink()
+    resumed = run(NAME, "--resume", str(folder), "stages=3", "split=[]", runs=folder.parent)
     assert resumed.status == 0, resumed.err
     assert len(first.result["stages"]) == 3, "the result is that of the resumed run"
     assert [file.read_text() for file in files] == texts
@@ -270,15 +283,20 @@ def build_pipeline(
 
 def test_stages_are_placed_on_their_devices() -> None:
     """Tensors of the meta device have shapes and no values."""
-    pipeline = build_pipeline(split_small_resnet(), load_three_stage_settings(), ["cpu", "meta", "meta"])
-    for stage, kind in zip(pipeline.stages, ("cpu", "meta", "meta"), strict=True):
+    devices = ["cpu", "meta", "meta"]
+    pipeline = build_pipeline(split_small_resnet(), load_three_stage_settings(), devices)
+    for stage, kind in zip(pipeline.stages, devices, strict=True):
         for tensor in stage.state_dict().values():
             assert tensor.device.type == kind
 
     calls: list[tuple[int, str]] = []
 
     def record_calls(number: int, stage: nn.Module) -> None:
-        stage.register_forward_pre_hook(lambda _, inputs: calls.append((number, inputs[0].device.type)))
+        def record_call(stage: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+            device = inputs[0].device
+            calls.append((number, device.type))
+
+        stage.register_forward_pre_hook(record_call)
 
     for number, stage in enumerate(pipeline.stages):
         record_calls(number, stage)
@@ -288,7 +306,7 @@ def test_stages_are_placed_on_their_devices() -> None:
         outputs = forward(torch.zeros(8, 3, 16, 16))
         assert outputs.shape == (8, 10)
         assert outputs.device.type == "meta"
-        assert set(calls) == {(0, "cpu"), (1, "meta"), (2, "meta")}
+        assert set(calls) == set(enumerate(devices))
     order = [number for number, _ in calls]
     assert order == [0, 1, 0, 2, 1, 0, 2, 1, 0, 2, 1, 2], "the oldest microbatch comes first, and all stages work"
 
@@ -297,7 +315,8 @@ def test_two_stages_on_cpu_equal_the_unsplit_model() -> None:
     model = networks.Toy((10,), 5).double()
     unsplit = copy.deepcopy(model)
     cfg = load_settings("model=toy", "batch=20", "split_size=5", "devices=[cpu,cpu]")
-    pipeline = build_pipeline(partition.split_into_stages(model, ["net2"]), cfg, dtype=torch.float64)
+    stages = partition.split_into_stages(model, ["net2"])
+    pipeline = build_pipeline(stages, cfg, dtype=torch.float64)
     inputs = torch.randn(20, 10).double()
     labels = torch.randint(5, (20,))
     loss = pipeline.step(inputs, labels)
@@ -311,16 +330,19 @@ def test_two_stages_on_cpu_equal_the_unsplit_model() -> None:
 @pytest.mark.parametrize("mode", ["naive", "pipelined"])
 def test_every_action_of_one_process_is_traced_once_and_in_order(mode: str) -> None:
     pipeline = build_pipeline(split_small_resnet(), load_three_stage_settings(f"mode={mode}"))
+    images = torch.randn(8, 3, 16, 16)
+    labels = torch.randint(10, (8,))
     for _ in range(2):
-        pipeline.step(torch.randn(8, 3, 16, 16), torch.randint(10, (8,)))
-    pipeline.predict(torch.randn(8, 3, 16, 16), 8)
+        pipeline.step(images, labels)
+    pipeline.predict(images, 8)
     by_stage = pipeline.collect_spans()
     assert [len(steps) for steps in by_stage] == [2, 2, 2]
 
     spans: dict[Action, Span] = {}
     for steps in by_stage:
         spans |= {span.action: span for span in steps[1]}
-    assert set(spans) == {Action(*key) for key in itertools.product("FB", range(3), range(4))}
+    keys = itertools.product("FB", range(3), range(4))
+    assert set(spans) == {Action(*key) for key in keys}
     for action, span in spans.items():
         assert span.end > span.start
         for dependency in schedules.find_dependencies(action, 3):
@@ -359,11 +381,15 @@ def test_a_timeline_of_every_kind_of_action_is_drawn(tmp_path: Path) -> None:
     spans = []
     for microbatch in range(12):
         for position, kind in enumerate("FBIW"):
+            action = Action(kind, 0, microbatch)
             start = microbatch + position / 4
-            spans.append(Span(Action(kind, 0, microbatch), start, start + 0.2))
-    report.draw_timeline(tmp_path / "timeline.png", {"stage 0": spans, "stage 1": spans[:4]}, "title")
-    assert (tmp_path / "timeline.png").stat().st_size > 5000
-    assert report.PipelineReport(0.0, [], [], drawing=(tmp_path / "none.png", "")).draw_median_step() == {}
+            spans.append(Span(action, start, start + 0.2))
+    plot = tmp_path / "timeline.png"
+    report.draw_timeline(plot, {"stage 0": spans, "stage 1": spans[:4]}, "title")
+    assert plot.stat().st_size > 5000
+
+    empty_report = report.PipelineReport(0.0, [], [], drawing=(tmp_path / "none.png", ""))
+    assert empty_report.draw_median_step() == {}
 
 
 def test_a_sweep_creates_runs_a_table_and_a_plot(tmp_path: Path) -> None:
@@ -373,8 +399,8 @@ def test_a_sweep_creates_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "runs/sweeps").iterdir()
     with open(folder / "table.csv") as file:
         rows = list(csv.DictReader(file))
-    modes = [(row["mode"], int(row["split_size"])) for row in rows]
-    assert modes == [("single", 16), ("naive", 16), ("pipelined", 4), ("pipelined", 8)]
+    assert [row["mode"] for row in rows] == ["single", "naive", "pipelined", "pipelined"]
+    assert [row["split_size"] for row in rows] == ["16", "16", "4", "8"]
     for row in rows:
         assert float(row["step_seconds"]) > 0
 
@@ -405,8 +431,10 @@ def test_a_sweep_creates_runs_a_table_and_a_plot(tmp_path: Path) -> None:
 )
 def test_a_sweep_runs_on_one_kind_of_device(settings: str, gpus: int, device: str | None, on_gpus: bool) -> None:
     cfg = load_settings(*settings.split())
-    assert {cell.get("launch.device") for cell in list_points(cfg, gpus)} == {device}
-    title = plot_times(cfg, gpus, {("pipelined", 8): Average(1.0, 0.0, 1)}).title
+    cells = list_points(cfg, gpus)
+    assert {cell.get("launch.device") for cell in cells} == {device}
+    times = {("pipelined", 8): Average(1.0, 0.0, 1)}
+    title = plot_times(cfg, gpus, times).title
     assert ("single uses the threads of all" in title) is not on_gpus
 
 

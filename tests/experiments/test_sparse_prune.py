@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,11 @@ def prune_globally(masks: Masks, cfg: Config, model: nn.Module, step: int, spars
 
 
 def compute_remaining_shares(masks: Masks) -> list[float]:
-    return [float(mask.float().mean()) for mask in masks.masks]
+    shares = []
+    for mask in masks.masks:
+        share = mask.float().mean()
+        shares.append(share.item())
+    return shares
 
 
 # ---- number of pruned weights
@@ -73,15 +78,18 @@ def test_the_requested_number_of_weights_is_pruned_despite_ties(share: float, le
 
     masks = pruning_masks.make_global_masks(scores, share)
     assert count_pruned(masks) == round(share * total)
-    pruned = torch.cat([score[~mask] for score, mask in zip(scores, masks, strict=True)])
-    remaining = torch.cat([score[mask] for score, mask in zip(scores, masks, strict=True)])
+    all_scores = torch.cat([score.flatten() for score in scores])
+    mask = torch.cat([mask.flatten() for mask in masks])
+    pruned = all_scores[~mask]
+    remaining = all_scores[mask]
     if len(pruned) and len(remaining):
         assert pruned.max() <= remaining.min()
 
     layer_masks = pruning_masks.make_layer_masks(scores, [share] * len(scores))
     assert count_pruned(layer_masks) == round(share * total)
-    for score, mask in zip(scores, layer_masks, strict=True):
-        assert abs(count_pruned([mask]) - share * score.numel()) < 1
+    for score, layer_mask in zip(scores, layer_masks, strict=True):
+        exact_count = share * score.numel()
+        assert abs(count_pruned([layer_mask]) - exact_count) < 1
 
 
 @pytest.mark.parametrize("kind", ["random", "sorted", "two values", "misleading sample"])
@@ -96,10 +104,12 @@ def test_the_kth_smallest_of_many_numbers_is_exact(kind: str) -> None:
         numbers[:: count // pruning_masks.SAMPLE_SIZE] = -1.0
 
     ordered = numbers.sort().values
-    parts = [numbers[: count // 3].view(1, -1), numbers[count // 3 :]]
+    end = count // 3
+    parts = [numbers[:end].view(1, -1), numbers[end:]]
     for k in (1, 2, count // 10, count // 2, int(0.9 * count), count - 1, count):
         assert pruning_masks.find_kth_smallest(parts, k) == ordered[k - 1], k
-        assert sum(int(mask.sum()) for mask in pruning_masks.select_lowest_scores(parts, k)) == k
+        lowest = pruning_masks.select_lowest_scores(parts, k)
+        assert sum(int(mask.sum()) for mask in lowest) == k
 
 
 def test_pruned_weights_stay_pruned_and_layers_are_normalized_on_request() -> None:
@@ -113,29 +123,34 @@ def test_pruned_weights_stay_pruned_and_layers_are_normalized_on_request() -> No
     assert shares[1] < 0.3
 
     before = [mask.clone() for mask in masks.masks]
-    prune_globally(masks, Config(criterion="random"), model, step=1, sparsity=0.8)
+    cfg = Config(criterion="random")
+    prune_globally(masks, cfg, model, step=1, sparsity=0.8)
     assert masks.sparsity == pytest.approx(0.8, abs=1 / masks.weight_count)
     for mask, earlier_mask in zip(masks.masks, before, strict=True):
-        assert not (mask & ~earlier_mask).any(), "a pruned weight returned"
+        returned = mask & ~earlier_mask
+        assert not returned.any(), "a pruned weight returned"
 
     masks.replace_masks([torch.ones_like(mask) for mask in masks.masks])
-    prune_globally(masks, Config(criterion="magnitude", normalize="layer"), model, step=0, sparsity=0.5)
+    cfg = Config(criterion="magnitude", normalize="layer")
+    prune_globally(masks, cfg, model, step=0, sparsity=0.5)
     assert compute_remaining_shares(masks) == pytest.approx([0.5] * 3, abs=0.04)
 
 
 @pytest.mark.parametrize(("pattern", "shape"), [("2:4", (6, 3, 3, 3)), ("1:4", (5, 16)), ("3:8", (4, 50))])
 def test_n_of_m_holds_in_every_group(pattern: str, shape: tuple[int, ...]) -> None:
     remaining, size = Config(pattern=pattern).parse_pattern()
+    sparsity = 1 - remaining / size
     for levels in (0, 2):
         (score,) = draw_scores(shape, levels=levels)
-        (mask,) = pruning_masks.make_group_masks([score], 1 - remaining / size, size)
+        (mask,) = pruning_masks.make_group_masks([score], sparsity, size)
         rows = mask.flatten(1)
         end = score[0].numel() // size * size
         groups = rows[:, :end].reshape(-1, size)
         assert (groups.sum(1) == remaining).all()
         assert rows[:, end:].all(), "an incomplete group was pruned"
 
-        group_scores = score.flatten(1)[:, :end].reshape(-1, size)
+        score_rows = score.flatten(1)
+        group_scores = score_rows[:, :end].reshape(-1, size)
         highest_pruned = group_scores.masked_fill(groups, -1).max(1).values
         lowest_remaining = group_scores.masked_fill(~groups, math.inf).min(1).values
         assert (highest_pruned <= lowest_remaining).all()
@@ -146,7 +161,8 @@ def test_whole_channels_are_pruned_and_the_last_layer_is_kept() -> None:
     scores[0][2] = 0.01
     scores[0][5] = 0.02
     masks = pruning_masks.make_channel_masks(scores, 0.25)
-    assert [i for i, channel in enumerate(masks[0]) if not channel.any()] == [2, 5]
+    first_mask = masks[0]
+    assert [i for i, channel in enumerate(first_mask) if not channel.any()] == [2, 5]
     for mask in masks:
         for channel in mask:
             assert channel.all() or not channel.any()
@@ -164,14 +180,20 @@ def test_whole_channels_are_pruned_and_the_last_layer_is_kept() -> None:
 
 
 def test_rigl_starts_with_the_erdos_renyi_distribution() -> None:
-    shapes = [torch.Size(shape) for shape in [(300, 784), (100, 300), (10, 100)]]
+    shapes = [torch.Size([300, 784]), torch.Size([100, 300]), torch.Size([10, 100])]
     sparsities = pruning_masks.allocate_erdos_renyi_sparsities(shapes, 0.92)
     assert sparsities[0] > sparsities[1] > sparsities[2] == 0, "the formula makes the last layer more than dense"
 
-    counts = [(1 - sparsity) * shape.numel() for sparsity, shape in zip(sparsities, shapes, strict=True)]
-    assert sum(counts) == pytest.approx(0.08 * sum(shape.numel() for shape in shapes))
+    counts = []
+    for sparsity, shape in zip(sparsities, shapes, strict=True):
+        density = 1 - sparsity
+        counts.append(density * shape.numel())
+    total = sum(shape.numel() for shape in shapes)
+    assert sum(counts) == pytest.approx(0.08 * total)
     # the density is proportional to the sum of the sides divided by their product
-    assert counts[0] / sum(shapes[0]) == pytest.approx(counts[1] / sum(shapes[1]))
+    first_ratio = counts[0] / sum(shapes[0])
+    second_ratio = counts[1] / sum(shapes[1])
+    assert first_ratio == pytest.approx(second_ratio)
 
 
 def test_rigl_replaces_the_smallest_weights_by_those_with_the_largest_gradients() -> None:
@@ -180,7 +202,8 @@ def test_rigl_replaces_the_smallest_weights_by_those_with_the_largest_gradients(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     (weight,) = masks.weights
     generator = torch.Generator().manual_seed(0)
-    masks.replace_masks(pruning_masks.make_layer_masks([torch.rand(weight.shape, generator=generator)], [0.5]))
+    scores = torch.rand(weight.shape, generator=generator)
+    masks.replace_masks(pruning_masks.make_layer_masks([scores], [0.5]))
     masks.apply_to_weights()
     gradient = torch.randn(weight.shape, generator=generator)
     weight.grad = gradient
@@ -193,15 +216,24 @@ def test_rigl_replaces_the_smallest_weights_by_those_with_the_largest_gradients(
     masks.apply_to_weights()
 
     after = masks.masks[0]
-    assert int(after.sum()) == int(before.sum()) == 100
+    assert before.sum() == 100
+    assert after.sum() == 100
     dropped = before & ~after
     grown = after & ~before
+    never_present = ~before & ~after
     kept_and_nonzero = before & after & (weight != 0)
-    assert int(grown.sum()) == int(dropped.sum()) > 0
-    assert weight_before[dropped].abs().max() <= weight_before[kept_and_nonzero].abs().min()
-    assert gradient[grown].abs().min() >= gradient[~before & ~after].abs().max()
+    assert grown.any()
+    assert grown.sum() == dropped.sum()
+
+    largest_dropped = weight_before[dropped].abs().max()
+    smallest_kept = weight_before[kept_and_nonzero].abs().min()
+    assert largest_dropped <= smallest_kept
+    smallest_grown = gradient[grown].abs().min()
+    assert smallest_grown >= gradient[never_present].abs().max()
+
     assert (weight[grown] == 0).all()
-    assert (optimizer.state[weight]["momentum_buffer"][grown] == 0).all()
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    assert (momentum[grown] == 0).all()
     assert torch.equal(weight[kept_and_nonzero], weight_before[kept_and_nonzero])
 
 
@@ -222,9 +254,12 @@ def test_every_schedule_ends_at_the_requested_sparsity(schedule: Any, total: int
     assert ordered == sorted(ordered)
     assert max(sparsities) <= round(0.6 * total)
     if total == 1000:
-        assert len(sparsities) == {"oneshot": 1, "iterative": 5, "cubic": 72, "rigl": 86}[schedule]
+        step_counts = {"oneshot": 1, "iterative": 5, "cubic": 72, "rigl": 86}
+        assert len(sparsities) == step_counts[schedule]
     if schedule == "cubic" and total == 1000:
-        assert sparsities[100 + 70] == pytest.approx(0.9 * (1 - (1 - 70 / 500) ** 3))
+        remaining_time = 1 - 70 / 500
+        expected = 0.9 * (1 - remaining_time**3)
+        assert sparsities[100 + 70] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -255,19 +290,30 @@ def test_the_sparsity_recommended_by_the_error_is_accepted(pattern: str) -> None
     settings = ["scope=n:m", f"pattern={pattern}"]
     with pytest.raises(UserError) as caught:
         config.load_config(Config, settings, {})
-    recommended = str(caught.value).partition("use ")[2].partition(" or ")[0]
+    match = re.search("use (.*?) or ", str(caught.value))
+    assert match
+    recommended = match[1]
     cfg = config.load_config(Config, [*settings, recommended], {})
     remaining, size = cfg.parse_pattern()
-    (mask,) = pruning_masks.make_group_masks(draw_scores((4, 5 * size)), cfg.sparsity, size)
-    assert (mask.view(-1, size).sum(1) == remaining).all()
+    scores = draw_scores((4, 5 * size))
+    (mask,) = pruning_masks.make_group_masks(scores, cfg.sparsity, size)
+    groups = mask.view(-1, size)
+    assert (groups.sum(1) == remaining).all()
 
 
 # ---- through training
 
 
 def load_model(checkpoint: storage.CheckpointPath) -> dict[str, Tensor]:
-    model: dict[str, Tensor] = torch.load(checkpoint.path / "rank-0.pt", weights_only=True)["model"]
+    state = torch.load(checkpoint.path / "rank-0.pt", weights_only=True)
+    model: dict[str, Tensor] = state["model"]
     return model
+
+
+def find_newest_checkpoint(completed: Done) -> storage.CheckpointPath:
+    attempts = completed.folder.list_attempts()
+    checkpoints = storage.list_checkpoints(attempts[-1])
+    return checkpoints[-1]
 
 
 def load_models(completed: Done) -> dict[int, dict[str, Tensor]]:
@@ -279,6 +325,22 @@ def load_models(completed: Done) -> dict[int, dict[str, Tensor]]:
 
 def select_masks(model: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: mask for name, mask in model.items() if name.endswith("weight_mask")}
+
+
+def check_no_unit_is_pruned_in_part(model: dict[str, Tensor]) -> None:
+    for mask in select_masks(model).values():
+        is_kept = mask.all(1)
+        is_pruned = ~mask.any(1)
+        assert (is_kept | is_pruned).all()
+
+
+def resume(killed: Done, *settings: str) -> Done:
+    """Resume a run as if it had been killed."""
+    folder = killed.folder.path
+    (folder / "result.json").unlink()
+    resumed = run("sparse_prune", "--resume", str(folder), *settings, runs=folder.parent)
+    assert resumed.status == 0, resumed.err
+    return resumed
 
 
 def check_pruned_weights_are_zero(model: dict[str, Tensor], step: int) -> None:
@@ -293,7 +355,8 @@ def check_pruned_weights_are_zero(model: dict[str, Tensor], step: int) -> None:
 def test_pruned_weights_stay_zero_to_the_bit(
     settings: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
 ) -> None:
-    completed = run("sparse_prune", *digits, *SAVING, "processes_per_node=2", *settings, runs=tmp_path)
+    settings = (*digits, *SAVING, "processes_per_node=2", *settings)
+    completed = run("sparse_prune", *settings, runs=tmp_path)
     sparsities = []
     for step, model in load_models(completed).items():
         check_pruned_weights_are_zero(model, step)
@@ -303,12 +366,14 @@ def test_pruned_weights_stay_zero_to_the_bit(
         assert sum(mask.numel() for mask in masks) == MLP_WEIGHTS
     assert len(sparsities) == 12
     assert sparsities[0] == 0
-    assert sparsities[-1] == round(0.92 * MLP_WEIGHTS) / MLP_WEIGHTS
+    pruned_count = round(0.92 * MLP_WEIGHTS)
+    assert sparsities[-1] == pruned_count / MLP_WEIGHTS
     assert sparsities == sorted(sparsities)
     assert sparsities[6:] == sparsities[-1:] * 6, "masks changed after `end`"
     assert len(set(sparsities)) == 4, "three steps prune"
     assert completed.result["sparsity"] == pytest.approx(sparsities[-1])
-    recorded = [row["sparsity"] for row in completed.folder.read_metrics() if "loss" in row]
+    rows = completed.folder.read_metrics()
+    recorded = [row["sparsity"] for row in rows if "loss" in row]
     assert recorded == pytest.approx(sparsities)
 
 
@@ -317,15 +382,15 @@ def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
     settings: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
 ) -> None:
     is_structured = settings[0] == "scope=structured"
-    first = run("sparse_prune", *digits, *SAVING, "sparsity=0.9", *settings, runs=tmp_path)
+    settings = (*digits, *SAVING, "sparsity=0.9", *settings)
+    first = run("sparse_prune", *settings, runs=tmp_path)
     last_step = max(load_models(first))
-    (first.folder.path / "result.json").unlink()  # as if the run had been killed
-    checkpoints = first.folder.list_attempts()[0].attempt_folder / "checkpoints"
-    for step in range(last_step - 4, last_step + 1):
-        shutil.rmtree(checkpoints / f"step-{step:08d}")
+    (first_attempt,) = first.folder.list_attempts()
+    for checkpoint in storage.list_checkpoints(first_attempt):
+        if checkpoint.step > last_step - 5:
+            shutil.rmtree(checkpoint.path)
 
-    resumed = run("sparse_prune", "--resume", str(first.folder.path), runs=tmp_path)
-    assert resumed.status == 0, resumed.err
+    resumed = resume(first)
     attempts = resumed.folder.list_attempts()
     assert len(attempts) == 2
     for attempt in attempts:
@@ -333,31 +398,30 @@ def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
             model = load_model(checkpoint)
             check_pruned_weights_are_zero(model, checkpoint.step)
             if is_structured:
-                for mask in select_masks(model).values():
-                    assert (mask.all(1) | ~mask.any(1)).all(), "a unit was pruned in part"
+                check_no_unit_is_pruned_in_part(model)
 
-    newest = storage.list_checkpoints(attempts[-1])[-1]
+    newest = find_newest_checkpoint(resumed)
     assert newest.step == last_step
-    masks = select_masks(load_model(newest)).values()
+    masks = list(select_masks(load_model(newest)).values())
     if is_structured:
         assert [count_units(mask) for mask in masks] == [13, 6, 10]
     else:
-        assert sum(int(mask.sum()) for mask in masks) == MLP_WEIGHTS - round(0.9 * MLP_WEIGHTS)
+        assert sum(mask.numel() for mask in masks) == MLP_WEIGHTS
+        assert count_pruned(masks) == round(0.9 * MLP_WEIGHTS)
 
 
 def test_a_resume_with_a_lower_sparsity_restores_no_weight(digits: tuple[str, ...], tmp_path: Path) -> None:
     first = run("sparse_prune", *digits, *SAVING, "steps=6", runs=tmp_path)
     before = load_models(first)[6]
-    (first.folder.path / "result.json").unlink()
-    resumed = run("sparse_prune", "--resume", str(first.folder.path), "steps=16", "sparsity=0.5", runs=tmp_path)
-    assert resumed.status == 0, resumed.err
-    newest = storage.list_checkpoints(resumed.folder.list_attempts()[-1])[-1]
+    resumed = resume(first, "steps=16", "sparsity=0.5")
+    newest = find_newest_checkpoint(resumed)
     assert newest.step == 16
     after = load_model(newest)
     masks_before = select_masks(before)
     assert count_pruned(list(masks_before.values())) > 0.5 * MLP_WEIGHTS
     for name, mask in masks_before.items():
-        assert (after[name.removesuffix("_mask")][~mask] == 0).all()
+        weight = after[name.removesuffix("_mask")]
+        assert (weight[~mask] == 0).all()
 
 
 def test_two_of_four_holds_after_fine_tuning(digits: tuple[str, ...], tmp_path: Path) -> None:
@@ -367,7 +431,9 @@ def test_two_of_four_holds_after_fine_tuning(digits: tuple[str, ...], tmp_path: 
         for name in ("conv1", "conv2", "fc1", "fc2"):
             rows = model[f"{name}.weight"].flatten(1)
             mask = model[f"{name}.weight_mask"].flatten(1)
-            remaining = mask[:, : rows.shape[1] // 4 * 4].reshape(-1, 4).sum(1)
+            end = rows.shape[1] // 4 * 4
+            groups = mask[:, :end].reshape(-1, 4)
+            remaining = groups.sum(1)
             if step >= 4:
                 assert (remaining == 2).all(), (step, name)
             assert (rows[~mask] == 0).all()
@@ -377,8 +443,11 @@ def test_a_soft_threshold_zeroes_weights_smaller_than_the_step() -> None:
     weight = torch.randn(1000)
     before = weight.clone()
     pruning_masks.soft_threshold([weight], 0.3)
-    assert torch.equal(weight != 0, before.abs() > 0.3)
-    assert torch.allclose(weight[weight != 0].abs(), before.abs()[weight != 0] - 0.3)
+    is_kept = weight != 0
+    magnitudes = before.abs()
+    assert torch.equal(is_kept, magnitudes > 0.3)
+    expected = magnitudes[is_kept] - 0.3
+    assert torch.allclose(weight[is_kept].abs(), expected)
 
 
 def test_stronger_l1_makes_more_zeros_without_masks(digits: tuple[str, ...], tmp_path: Path) -> None:
@@ -387,10 +456,14 @@ def test_stronger_l1_makes_more_zeros_without_masks(digits: tuple[str, ...], tmp
         settings = (*digits, *QUIET, "schedule=none", f"l1={l1}", "steps=20")
         completed = run("sparse_prune", *settings, runs=tmp_path / str(l1))
         assert completed.status == 0, completed.err
-        counts.append(completed.result["nonzero"])
-        assert completed.result["sparsity"] == pytest.approx(1 - counts[-1] / MLP_WEIGHTS)
-    assert counts[0] == MLP_WEIGHTS
-    assert counts[0] > 1.005 * counts[1] > 1.1 * counts[2]
+        nonzero = completed.result["nonzero"]
+        remaining_share = nonzero / MLP_WEIGHTS
+        assert completed.result["sparsity"] == pytest.approx(1 - remaining_share)
+        counts.append(nonzero)
+    without, weak, strong = counts
+    assert without == MLP_WEIGHTS
+    assert without > 1.005 * weak
+    assert 1.005 * weak > 1.1 * strong
 
 
 def test_networks_for_colour_images_are_pruned(cache: Path, tmp_path: Path) -> None:
@@ -399,7 +472,9 @@ def test_networks_for_colour_images_are_pruned(cache: Path, tmp_path: Path) -> N
     completed = run("sparse_prune", *QUIET, *images, *settings, runs=tmp_path)
     assert completed.status == 0, completed.err
     weights = completed.result["weights"]
-    assert weights == 20 * 3 * 25 + 50 * 20 * 25 + 500 * 50 + 10 * 500
+    convolutions = 20 * 3 * 25 + 50 * 20 * 25
+    linear_layers = 500 * 50 + 10 * 500
+    assert weights == convolutions + linear_layers
     assert completed.result["nonzero"] == weights - round(0.92 * weights)
 
 
@@ -415,10 +490,13 @@ def test_networks_for_colour_images_are_pruned(cache: Path, tmp_path: Path) -> N
     ],
 )
 def test_the_grid_of_a_sweep_follows_the_settings(settings: str, points: list[tuple[float, str]]) -> None:
-    cells = GRID.points(config.load_config(Config, ["sweep=true", *settings.split()], {}), 0)
+    cfg = config.load_config(Config, ["sweep=true", *settings.split()], {})
     common = {"export": False, "int8": False}
-    assert cells[0] == common | {"schedule": "none", "l1": 0}, "the dense model"
-    assert cells[1:] == [common | {"criterion": name, "sparsity": sparsity} for sparsity, name in points]
+    dense_cell = common | {"schedule": "none", "l1": 0}
+    expected = [dense_cell]
+    for sparsity, name in points:
+        expected.append(common | {"criterion": name, "sparsity": sparsity})
+    assert GRID.points(cfg, 0) == expected
 
 
 # ---- savings
@@ -428,7 +506,8 @@ def build_pruned_lenet(share: float = 0.9) -> nn.Module:
     torch.manual_seed(seeds.derive_seed(0, "init"))
     model = networks.build_network("lenet5", (28, 28), 10)
     masks = Masks(model)
-    masks.replace_masks(pruning_masks.make_global_masks([weight.abs() for weight in masks.weights], share))
+    magnitudes = [weight.abs() for weight in masks.weights]
+    masks.replace_masks(pruning_masks.make_global_masks(magnitudes, share))
     masks.apply_to_weights()
     return model
 
@@ -441,13 +520,20 @@ def test_converted_models_give_the_same_outputs() -> None:
         stripped = pruning_savings.strip_masks(model)
         assert torch.equal(stripped(images), expected)
         for parameter in stripped.parameters():
-            assert not ((parameter == 0) & parameter.signbit()).any(), "a negative zero"
-        assert stripped.state_dict().keys() == networks.build_network("lenet5", (28, 28), 10).state_dict().keys()
+            is_negative_zero = (parameter == 0) & parameter.signbit()
+            assert not is_negative_zero.any()
+        unpruned = networks.build_network("lenet5", (28, 28), 10)
+        assert stripped.state_dict().keys() == unpruned.state_dict().keys()
+
         csr = pruning_savings.convert_to_csr(stripped)
         assert torch.allclose(csr(images), expected, atol=1e-5)
-        assert [type(layer).__name__ for layer in csr.children()][4:] == ["CsrLinear", "CsrLinear"]
+        layer_types = [type(layer).__name__ for layer in csr.children()]
+        assert layer_types[4:] == ["CsrLinear", "CsrLinear"]
         quantized = int8.quantize_to_int8(stripped)(images)
-    assert 0 < float((quantized - expected).abs().max()) < 0.1 * float(expected.abs().max())
+
+    largest_error = (quantized - expected).abs().max()
+    assert largest_error > 0
+    assert largest_error < 0.1 * expected.abs().max()
     assert torch.equal(pruning_savings.strip_masks(model)(images), expected), "the conversion changed the model"
 
 
@@ -456,10 +542,12 @@ def test_zeros_save_bytes_only_when_compressed_or_in_csr() -> None:
     sparse = pruning_savings.strip_masks(build_pruned_lenet(0.9))
     dense_bytes, dense_compressed_bytes = pruning_savings.measure_file_sizes(dense)
     sparse_bytes, sparse_compressed_bytes = pruning_savings.measure_file_sizes(sparse)
-    assert dense_bytes == sparse_bytes > 4 * 431_080
+    assert dense_bytes == sparse_bytes
+    assert dense_bytes > 4 * 431_080
     assert sparse_compressed_bytes < 0.2 * dense_compressed_bytes
     for smaller in (pruning_savings.convert_to_csr(sparse), int8.quantize_to_int8(sparse)):
-        assert pruning_savings.measure_file_sizes(smaller)[0] < 0.35 * sparse_bytes
+        smaller_bytes, _ = pruning_savings.measure_file_sizes(smaller)
+        assert smaller_bytes < 0.35 * sparse_bytes
 
 
 def test_two_of_four_sparsity_is_detected() -> None:
@@ -477,7 +565,8 @@ def test_a_run_measures_int8_and_csr(digits: tuple[str, ...], tmp_path: Path) ->
     completed = run("sparse_prune", *digits, *SMALL, "steps=30", "export=false", runs=tmp_path)
     assert completed.status == 0, completed.err
     result = completed.result
-    assert abs(result["int8_accuracy"] - result["test_accuracy"]) < 0.05
+    difference = result["int8_accuracy"] - result["test_accuracy"]
+    assert abs(difference) < 0.05
     assert result["bytes_csr"] < result["bytes_raw"]
     assert result["int8_bytes_raw"] < result["bytes_raw"]
     assert "than fp32" in completed.out
@@ -489,29 +578,33 @@ def test_a_sweep_compares_accuracies_with_the_dense_model_of_the_same_seed() -> 
     rows: list[dict[str, Any]] = []
     for seed, dense_accuracy in ((0, 0.98), (1, 0.96)):
         for sparsity, lost_accuracy in ((None, 0.0), (0.995, 0.01), (0.999, 0.03)):
-            cell: dict[str, Any] = {"schedule": "none"}
+            cell: dict[str, Any] = {"schedule": "none", "seed": seed}
+            nonzero = 1000.0
             if sparsity is not None:
-                cell = {"criterion": "magnitude", "sparsity": sparsity}
-            row = {
-                "cell": cell | {"seed": seed},
-                "test_accuracy": dense_accuracy - lost_accuracy,
-                "weights": 1000,
-                "nonzero": 1000 * (1 - (sparsity or 0)),
-                "data": "digits",
-            }
+                cell = {"criterion": "magnitude", "sparsity": sparsity, "seed": seed}
+                nonzero = 1000 * (1 - sparsity)
+            row = {"cell": cell, "weights": 1000, "nonzero": nonzero, "data": "digits"}
+            row["test_accuracy"] = dense_accuracy - lost_accuracy
             rows.append(row | dict.fromkeys(sizes, 1.0))
-    table = GRID.summarize(Config(), 0, rows).lines["medians"].splitlines()
-    cells = {line[4:21].strip(): line[21:].split() for line in table[1:]}
+
+    summary = GRID.summarize(Config(), 0, rows)
+    _, *lines = summary.lines["medians"].splitlines()
+    cells = {}
+    for line in lines:
+        label = line[4:21].strip()
+        cells[label] = line[21:].split()
     assert cells["dense"][:2] == ["97.00%", "0.00"]
     assert cells["magnitude 99.5 %"][:2] == ["96.00%", "1.00"]
     assert cells["magnitude 99.9 %"][:2] == ["94.00%", "3.00"]
 
 
 def test_csr_speed_is_inconclusive_if_repeats_disagree() -> None:
-    def make_rows(*csr_seconds: float) -> list[dict[str, float]]:
-        return [{"csr_seconds": seconds, "fp32_seconds": 1.0, "bf16_seconds": 10.0} for seconds in csr_seconds]
-
-    rows = {"dense": make_rows(9, 9), "a": make_rows(2, 3), "b": make_rows(0.5, 1.5), "c": make_rows(0.1, 0.2)}
+    csr_seconds = {"dense": (9, 9), "a": (2, 3), "b": (0.5, 1.5), "c": (0.1, 0.2)}
+    rows: dict[str, list[dict[str, float]]] = {}
+    for label, repeats in csr_seconds.items():
+        rows[label] = []
+        for seconds in repeats:
+            rows[label].append({"csr_seconds": seconds, "fp32_seconds": 1.0, "bf16_seconds": 10.0})
     assert describe_csr_speed(rows) == (
         "slower than dense fp32 for a; inconclusive (varies between seeds) for b; never slower than dense bf16"
     )
@@ -520,5 +613,5 @@ def test_csr_speed_is_inconclusive_if_repeats_disagree() -> None:
 def test_repeats_of_a_python_grid_have_different_seeds() -> None:
     settings = ["levels=[0.8]", "criteria=[taylor]", "repeats=2"]
     grid = sweep_file.read_sweep_file("configs/sweeps/sparse_prune.py", settings)
-    points = [(point.values.get("criterion"), point.settings.seed) for point in grid.points]
-    assert points == [(None, 0), ("taylor", 0), (None, 1), ("taylor", 1)]
+    assert [point.values.get("criterion") for point in grid.points] == [None, "taylor"] * 2
+    assert [point.settings.seed for point in grid.points] == [0, 0, 1, 1]
