@@ -211,7 +211,8 @@ def test_cables_carry_the_requested_rate() -> None:
         host = tool.out("node", "1", "tc", "qdisc", "show", "dev", "eth0")
         assert "rate 20Mbit" in host, "the other end of the cable"
         receiver = tool.start("node", "2", sys.executable, "-c", SEND, "receive")
-        assert receiver.stdout is not None and receiver.stdout.readline() == "ready\n"
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "ready\n"
         tool("node", "1", sys.executable, "-c", SEND, "send")
         seconds = float(receiver.communicate()[0])
         print(f"1 MB over 20 Mbit/s in {seconds:.3f} s")
@@ -374,9 +375,11 @@ def test_a_cut_host_keeps_working_and_a_host_without_power_falls_silent(tool: To
     beats = tmp_path / "beats"
     tool("node", "1", "sh", "-c", f"(while :; do echo x >> {beats}; sleep 0.1; done) >/dev/null 2>&1 &")
     server = tool.start("node", "2", sys.executable, "-c", LISTEN)
-    assert server.stdout and server.stdout.readline() == "listening\n"
+    assert server.stdout
+    assert server.stdout.readline() == "listening\n"
     client = tool.start("exec", sys.executable, "-c", CONNECT)
-    assert client.stdout and client.stdout.readline() == "connected\n"
+    assert client.stdout
+    assert client.stdout.readline() == "connected\n"
     tool("cut", "1")
     tool("power-off", "2")
     assert client.communicate(timeout=10)[0] == "silence\n"  # a dying process would have closed its connection

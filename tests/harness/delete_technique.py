@@ -42,7 +42,8 @@ def clone_checkout(place: Path) -> None:
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(place)], check=True)
     venv.create(place / ".venv", symlinks=True)
     packages = importlib.util.find_spec("pytest")
-    assert packages and packages.origin
+    assert packages
+    assert packages.origin
     # A .pth file adds folders. It does not execute the .pth file that adds the sources of this checkout.
     (site_packages,) = (place / ".venv/lib").glob("python*/site-packages")
     (site_packages / "clone.pth").write_text(f"{Path(packages.origin).parents[1]}\n{place}\n")

@@ -74,7 +74,8 @@ def test_tests_have_limits_of_their_own() -> None:
     assert readability.select_scope(Path("experiments/local_sgd.md")) == "pages"
     assert readability.select_scope(Path("common/tests/errors.py")) == "product"
     names = [rule.name for rule in SCOPES["tests"]]
-    assert names == list(TEST_CEILINGS) and set(PAGE_CEILINGS) <= set(names)
+    assert names == list(TEST_CEILINGS)
+    assert set(PAGE_CEILINGS) <= set(names)
 
 
 def test_the_default_paths_include_tests_and_pages() -> None:
