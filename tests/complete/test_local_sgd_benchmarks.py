@@ -37,7 +37,7 @@ def test_the_loss_of_local_sgd_comes_with_its_interval(
     assert interval.value == pytest.approx(0.1)
     assert interval.high == pytest.approx(0.1 + 2.776 * 0.0316, abs=2e-3)
     small = ("data.name=digits", f"data.cache={cache}", "data.train_limit=2560", "data.test_limit=200")
-    monkeypatch.setattr(local_sgd, "WORDS", (*small, "model=mlp", "batch=64", "launch.threads=1"))
+    monkeypatch.setattr(local_sgd, "SETTINGS", (*small, "model=mlp", "batch=64", "launch.threads=1"))
     sides = [local_sgd.train(tmp_path, name) for name in local_sgd.SIDES]
     samples = interleave(sides, Pace(2, 0, 60), lambda _: None)
     ddp, eight_steps, *_ = local_sgd.accuracy_table(samples).rows

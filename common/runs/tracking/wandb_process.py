@@ -274,7 +274,7 @@ def convert_to_offline_run(folder: RunFolder) -> int:
     offline_folder = Path(run.dir).parent
     contents = {number: asdict(note) for number, note in forwarder.notes.items() if not note.online}
     write_json(offline_folder / NOTE_FILE, contents)
-    final_path = folder.path / "wandb" / offline_folder.name
+    final_path = wandb_scratch.choose_offline_path(folder.path / "wandb", offline_folder.name)
     offline_folder.rename(final_path)  # from now on, the conversion is in effect
     forwarder.write_notes()
     status = read_json(folder.path / "wandb" / "status.json")
