@@ -264,6 +264,8 @@ def convert_to_offline_run(folder: RunFolder) -> int:
 
     Returns the exit status of this process.
     """
+    from common.runs.tracking.offline_folder import choose_offline_path  # training does not need this module
+
     staging = wandb_scratch.get_staging_folder(folder)
     staging.mkdir()
     run = init_wandb_run(folder, "offline", staging)
@@ -274,7 +276,7 @@ def convert_to_offline_run(folder: RunFolder) -> int:
     offline_folder = Path(run.dir).parent
     contents = {number: asdict(note) for number, note in forwarder.notes.items() if not note.online}
     write_json(offline_folder / NOTE_FILE, contents)
-    final_path = wandb_scratch.choose_offline_path(folder.path / "wandb", offline_folder.name)
+    final_path = choose_offline_path(folder.path / "wandb", offline_folder.name)
     offline_folder.rename(final_path)  # from now on, the conversion is in effect
     forwarder.write_notes()
     status = read_json(folder.path / "wandb" / "status.json")

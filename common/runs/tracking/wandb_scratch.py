@@ -8,7 +8,6 @@ process, by the process that started it, or by the next tracking process.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import fcntl
 import os
 import secrets
@@ -21,8 +20,6 @@ from common.runs.folder import RunFolder, read_json, write_json
 from common.system.errors import UserError
 from common.system.processes import Process, list_children
 
-OFFLINE_PREFIX = "offline-run-"
-OFFLINE_TIME_FORMAT = "%Y%m%d_%H%M%S"
 PREFIX = "wandb-run-"  # prefix of folder names; it is short because a socket path is limited to 107 characters
 
 
@@ -97,17 +94,3 @@ def remove_temporary_state(folder: RunFolder) -> None:
     if path.name.startswith(PREFIX) and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     _record_file(folder).unlink(missing_ok=True)
-
-
-def choose_offline_path(wandb_folder: Path, name: str) -> Path:
-    """Return the path of a new offline run, whose name contains the second in which it was created.
-
-    Two attempts may be converted within the same second. The later one gets the next second that is free.
-    """
-    second, _, run_id = name.removeprefix(OFFLINE_PREFIX).partition("-")
-    created = datetime.datetime.strptime(second, OFFLINE_TIME_FORMAT)
-    path = wandb_folder / name
-    while path.exists():
-        created += datetime.timedelta(seconds=1)
-        path = wandb_folder / f"{OFFLINE_PREFIX}{created:{OFFLINE_TIME_FORMAT}}-{run_id}"
-    return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.runs.tracking.wandb_scratch import choose_offline_path
+from common.runs.tracking.offline_folder import choose_offline_path
 
 
 def test_runs_of_the_same_second_get_different_folders(tmp_path: Path) -> None:
