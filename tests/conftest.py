@@ -6,7 +6,9 @@ import gc
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,6 +20,9 @@ from tests.harness.chance import ALL_CASES_VARIABLE, SEED_VARIABLE, read_commit_
 from tests.harness.processes import script
 from tests.harness.shared import Make, make_once, run_once
 from tests.harness.warm import ROOT, Server
+
+if TYPE_CHECKING:
+    from common.ranks.rendezvous import World
 
 MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 
@@ -60,6 +65,19 @@ def seeded() -> None:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the digits set, prepared once for all tests of all workers."""
     return make_once(tmp_path_factory, "prepared", prepare_digits)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """A real process group that contains only this process."""
+    import torch
+    import torch.distributed as dist
+
+    from common.ranks.rendezvous import World
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
+    dist.destroy_process_group()
 
 
 @pytest.fixture

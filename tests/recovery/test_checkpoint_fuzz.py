@@ -9,14 +9,13 @@ import random
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from common.checkpoint import rank_file, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState
@@ -36,14 +35,6 @@ RANKS = 2
 FOREIGN_USER = 12345  # neither this user nor root
 SAVED = {1: (1, 2, 3), 2: (3, 4, 5)}  # attempt: steps; the second attempt continues from step 2 of the first
 RESUMABLE = [(2, 5), (2, 4), (2, 3), (1, 2), (1, 1)]  # attempt and step, the best choice first
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """A real process group of one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
-    dist.destroy_process_group()
 
 
 def make_state(attempt: int, step: int, rank: int) -> CheckpointState:

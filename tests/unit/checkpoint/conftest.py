@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from common.checkpoint import storage
 from common.checkpoint.checkpointer import Checkpointer
@@ -82,14 +80,6 @@ class RunWithCheckpoints:
         """Return the names in the checkpoints folder of the newest attempt."""
         self.checkpointer.wait_for_deletions()
         return sorted(path.name for path in storage.get_checkpoints_dir(self.folder).iterdir())
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """Initialize a process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from common.checkpoint.checkpointer import CheckpointState
@@ -69,14 +67,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(torch.cuda, "synchronize", fake_gpu.synchronize)
     monkeypatch.setattr(time, "perf_counter", lambda: fake_gpu.now)
     return fake_gpu
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """The world of a real process group that contains only this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
-    dist.destroy_process_group()
 
 
 @dataclasses.dataclass
