@@ -81,13 +81,13 @@ test: .settings  ## run the fast tests, which need no network, SLURM or W&B acco
 
 test-all: .settings  ## run the fast tests and all combinations: parity, recovery, compiler, export, browser, W&B host
 	@$(PY) -m pytest $(FAST) tests/parity tests/recovery tests/complete --numprocesses 3 --dist worksteal
-	@$(PY) -m tests.harness.changed_clone
+	@$(PY) -m tests.harness.verification.changed_clone
 
 test-slurm: .settings  ## run the tests that need a real SLURM cluster
 	@$(PY) -m pytest tests/cluster --numprocesses 4 --dist worksteal
 
 verify: .settings  ## run every case of every list, all campaigns and lint, without a time limit; continues if repeated
-	@$(PY) -m tests.harness.verify
+	@$(PY) -m tests.harness.verification.verify
 
 lint: .settings  ## check the code with ruff (lint and format), mypy, readability rules and import-linter
 	@$(PY) -m ruff check .

@@ -16,10 +16,10 @@ from PIL import Image
 
 from common.data.prepare import prepare_digits
 from configs.shared import Data
-from tests.harness.chance import ALL_CASES_VARIABLE, SEED_VARIABLE, read_commit_seed
-from tests.harness.processes import script
-from tests.harness.shared import Make, make_once, run_once
-from tests.harness.warm import ROOT, Server
+from tests.harness.commands.processes import script
+from tests.harness.commands.warm import ROOT, Server
+from tests.harness.environment.randomness import ALL_CASES_VARIABLE, SEED_VARIABLE, read_commit_seed
+from tests.harness.environment.shared_results import Make, make_once, run_once
 
 if TYPE_CHECKING:
     from common.ranks.rendezvous import World

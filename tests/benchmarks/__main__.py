@@ -27,7 +27,7 @@ from tests.benchmarks import records
 from tests.benchmarks.measure import Pace, Samples, interleave
 from tests.benchmarks.parts import Part
 from tests.benchmarks.records import Record
-from tests.harness.declared import import_of_experiments
+from tests.harness.experiments.discovery import import_of_experiments
 
 FAILURES = (RuntimeError, AssertionError, OSError, KeyError, ValueError, subprocess.SubprocessError, SystemExit)
 

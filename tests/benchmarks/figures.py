@@ -17,7 +17,7 @@ from typing import Any
 
 from common.config.config import ROOT
 from tests.benchmarks.drawing import Figure, draw_plan
-from tests.harness.declared import import_of_experiments
+from tests.harness.experiments.discovery import import_of_experiments
 
 FOLDER = ROOT / "experiments" / "figures"
 PLANNED = ("naive", "gpipe", "1f1b")

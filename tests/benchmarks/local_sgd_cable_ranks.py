@@ -35,7 +35,7 @@ from common.training.optimizers import build_optimizer
 from configs.local_sgd import Config
 from configs.shared import Launch, Optim
 from experiments.local_sgd import create_exchange, exchange_differences
-from tests.harness.local_sgd import wrap_with_torch
+from tests.harness.parity.local_sgd_cases import wrap_with_torch
 
 BATCH = 16
 EVERY = 8

@@ -21,7 +21,7 @@ from common.system.causes import Cause
 from common.system.errors import CausedRuntimeError
 from tests.benchmarks.measure import Samples, Task, Team
 from tests.benchmarks.records import Table
-from tests.harness.processes import applicable
+from tests.harness.commands.processes import applicable
 
 QUIET = ("log.progress=none", "log.level=error", "wandb.mode=disabled", "checkpoint.every_seconds=0")
 BRIEF = ("data.test_limit=1000",)

@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.benchmarks import planted_mistakes_list  # noqa: E402
 from tests.benchmarks.planted_mistakes_list import Mistake  # noqa: E402
-from tests.harness.declared import import_of_experiments  # noqa: E402
+from tests.harness.experiments.discovery import import_of_experiments  # noqa: E402
 
 
 def list_all_mistakes() -> list[Mistake]:

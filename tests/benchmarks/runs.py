@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.harness.made_runs import Made
+from tests.harness.runs.synthetic_runs import Made
 
 
 def write_runs(runs: Path, count: int, steps: int) -> None:

@@ -13,7 +13,7 @@ from common.runs.result import parse_result
 from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.parts import Part, environment, finish
 from tests.benchmarks.records import Row, Table, at_most, make_value_table
-from tests.harness.processes import processes_of
+from tests.harness.commands.processes import processes_of
 
 NAME = "mnist_pipeline"
 MODES = ("disabled", "offline")

@@ -12,8 +12,8 @@ import pytest
 from common.data.prepare import prepare_digits
 from tests.cluster import fault_tables
 from tests.cluster.lab import Lab, laboratory
-from tests.harness.shared import locked
-from tests.harness.site import FIRST, Site, up
+from tests.harness.environment.shared_results import locked
+from tests.harness.slurm.site import FIRST, Site, up
 
 SEED_VARIABLE = "FAULT_SEED"
 

@@ -1,4 +1,4 @@
-"""The campaign of tests/harness/elastic_campaign.py on a local cluster of three hosts.
+"""The campaign of tests/harness/elastic/campaign.py on a local cluster of three hosts.
 
     python -m tests.cluster.elastic_campaign --cases=30 [--first=K] [--seed=S]      about a minute a case
 
@@ -19,9 +19,9 @@ from pathlib import Path
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
 from tests.cluster.lab import Lab, Running, laboratory
-from tests.harness.elastic_campaign import SETTINGS, Case, Pace, Target, draw_case, parse_arguments
-from tests.harness.elastic_runs import differences
-from tests.harness.processes import run
+from tests.harness.commands.processes import run
+from tests.harness.elastic.campaign import SETTINGS, Case, Pace, Target, draw_case, parse_arguments
+from tests.harness.elastic.runs import differences
 
 PACE = Pace(steps=800, saves=50, timeout=3.0, latest=150)
 MODEL = (

@@ -28,9 +28,9 @@ from configs.dataparallel import Elastic
 from tests.benchmarks.measure import summarize_values
 from tests.benchmarks.records import Record, Row, Table
 from tests.cluster.lab import Lab, Running, laboratory, time_step_after
-from tests.harness.elastic_runs import differences
-from tests.harness.processes import run
-from tests.harness.site import until
+from tests.harness.commands.processes import run
+from tests.harness.elastic.runs import differences
+from tests.harness.slurm.site import until
 
 MODEL = ("data.name=vectors", "data.samples=24000", "batch=24", "model=mlp", "dtype=float64", "optim.lr=0.01")
 SETTINGS = (*MODEL, "optim.base_batch=0", "data.workers=0", "launch.device=cpu", "launch.threads=1")

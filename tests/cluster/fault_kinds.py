@@ -29,8 +29,8 @@ from tests.cluster.lab import (
     Running,
     last_step,
 )
-from tests.harness.site import until
-from tests.harness.warm import ROOT
+from tests.harness.commands.warm import ROOT
+from tests.harness.slurm.site import until
 
 Repair = Callable[[], object]
 
@@ -329,7 +329,7 @@ WANDB_RECORD = "sent-to-wandb"
 def start_wandb_host(lab: Lab) -> dict[str, str]:
     """Start a recording W&B host in the cluster's network; return variables that make a run use it."""
     (lab.base / WANDB_RECORD).unlink(missing_ok=True)
-    argv = [sys.executable, "-m", "tests.harness.wandb_host", CONTROLLER_ADDRESS, str(lab.base / WANDB_RECORD)]
+    argv = [sys.executable, "-m", "tests.harness.runs.wandb_host", CONTROLLER_ADDRESS, str(lab.base / WANDB_RECORD)]
     command = lab.cluster.build_command(argv, cwd=ROOT)
     lab.wandb = subprocess.Popen(command, env=lab.env, stdout=subprocess.PIPE, text=True)
     assert lab.wandb.stdout

@@ -43,9 +43,9 @@ from tests.cluster.lab import (
     last_step,
     time_step_after,
 )
-from tests.harness import elastic_runs
-from tests.harness.declared import import_of_experiments
-from tests.harness.site import until
+from tests.harness.elastic import runs
+from tests.harness.experiments.discovery import import_of_experiments
+from tests.harness.slurm.site import until
 
 FAULTS: list[Fault] = list(fault_kinds.FAULTS)
 for faults_of_experiment in import_of_experiments("tests.cluster.{}_faults").values():
@@ -100,7 +100,7 @@ def disturb_run(lab: Lab, fault: Fault, experiment: str, seed: str, *, elastic: 
         running.finish()
         row.starts = len(running.folder.list_attempts())
         if elastic:  # it may continue without another attempt: any number of attempts is correct
-            row.problems += elastic_runs.differences(running.folder, reference)
+            row.problems += runs.differences(running.folder, reference)
         else:
             row.problems += list_problems(running.folder, reference, tracked="WANDB_MODE" in environ)
             if row.starts < fault.starts or (row.starts > 1 and fault.starts == 1):

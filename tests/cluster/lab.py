@@ -22,11 +22,11 @@ from common.runs.rank_changes import read_rank_changes
 from slurm.local_cluster import namespaces
 from slurm.local_cluster.cluster import Cluster
 from slurm.local_cluster.slurm_conf import make_search_path
-from tests.harness.processes import environment, processes_of
-from tests.harness.registry import BY_NAME
-from tests.harness.shared import locked
-from tests.harness.site import find_cluster, until
-from tests.harness.warm import ROOT
+from tests.harness.commands.processes import environment, processes_of
+from tests.harness.commands.warm import ROOT
+from tests.harness.environment.shared_results import locked
+from tests.harness.experiments.registry import BY_NAME
+from tests.harness.slurm.site import find_cluster, until
 
 STEPS = 240  # of a run
 CHECKPOINT_STEPS = 20  # between two checkpoints

@@ -16,8 +16,8 @@ from slurm.local_cluster import daemons
 from slurm.local_cluster.cluster import Cluster
 from slurm.local_cluster.namespaces import read_cable_states, run_in_namespaces, run_ip
 from slurm.local_cluster.slurm_conf import Plan, format_host_address, format_host_name, make_search_path
-from tests.harness.processes import PATIENCE, wait_until
-from tests.harness.strangers import attack
+from tests.harness.commands.processes import PATIENCE, wait_until
+from tests.harness.ranks.foreign_clients import attack
 
 ETHERNET_HEADER_BYTES = 14
 # linux/if_ether.h, linux/in.h

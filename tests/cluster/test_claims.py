@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from tests.harness import claims_campaign
-from tests.harness.chance import draw_seed
-from tests.harness.claims_campaign import ClusterPlace
-from tests.harness.site import Site
+from tests.harness.environment.randomness import draw_seed
+from tests.harness.runs import claims_campaign
+from tests.harness.runs.claims_campaign import ClusterPlace
+from tests.harness.slurm.site import Site
 
 PAIRS = [("stopped", "resume", "resume"), ("running", "resume", "cancel")]
 

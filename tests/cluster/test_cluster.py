@@ -18,8 +18,8 @@ from common.system.processes import Process
 from slurm.local_cluster import cluster
 from slurm.local_cluster.cables import Shape
 from tests.benchmarks import hosts
-from tests.harness.site import folder, until
-from tests.harness.warm import ROOT
+from tests.harness.commands.warm import ROOT
+from tests.harness.slurm.site import folder, until
 
 NAMESPACE_KINDS = ("net", "mnt", "pid", "uts")
 FAST_FAULTS = ("SlurmdTimeout=5", "KillWait=2", "GraceTime=3", "SlurmctldParameters=preempt_send_user_signal")

@@ -13,9 +13,9 @@ import pytest
 from common.runs.folder import RunFolder
 from common.runs.rank_changes import read_rank_changes
 from tests.cluster.lab import Lab, Running
-from tests.harness.elastic_runs import differences, list_changes
-from tests.harness.processes import run
-from tests.harness.site import until
+from tests.harness.commands.processes import run
+from tests.harness.elastic.runs import differences, list_changes
+from tests.harness.slurm.site import until
 
 pytestmark = pytest.mark.timeout(300)
 MODEL = ("data.name=vectors", "data.samples=2400", "batch=24", "model=mlp", "dtype=float64")

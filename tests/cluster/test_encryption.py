@@ -13,10 +13,10 @@ from common.backend.certificates import Identity
 from common.models.networks import build_network
 from slurm.local_cluster.slurm_conf import CONTROLLER_ADDRESS
 from tests.cluster.switch import intrude, open_sniffer, read_tcp
-from tests.harness.chance import draw_seed
-from tests.harness.registry import REPLICATED
-from tests.harness.site import Site, find_cluster
-from tests.harness.transport import identity
+from tests.harness.environment.randomness import draw_seed
+from tests.harness.experiments.registry import REPLICATED
+from tests.harness.ranks.meeting import identity
+from tests.harness.slurm.site import Site, find_cluster
 
 __all__ = ["identity"]
 pytestmark = pytest.mark.timeout(300)

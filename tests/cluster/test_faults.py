@@ -21,10 +21,10 @@ import pytest
 from tests.cluster import fault_kinds, fault_tables, faults
 from tests.cluster.fault_kinds import Fault
 from tests.cluster.lab import Lab, Running
-from tests.harness import wandb_host
-from tests.harness.site import until
-from tests.harness.tracked_runs import chosen_rows
-from tests.harness.warm import ROOT
+from tests.harness.commands.warm import ROOT
+from tests.harness.runs import wandb_host
+from tests.harness.runs.tracked_runs import chosen_rows
+from tests.harness.slurm.site import until
 
 pytestmark = pytest.mark.timeout(500)
 CASES = faults.plan_cases(int(os.environ.get("FAULT_ROUNDS", "1")), [])

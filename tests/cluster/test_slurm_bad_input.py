@@ -19,7 +19,7 @@ from PIL import Image
 from common.runs.folder import RunFolder
 from common.system.processes import Process
 from slurm.local_cluster import cluster, daemons, namespaces, slurm_conf
-from tests.harness.site import FIRST, Site, own_mounts, up
+from tests.harness.slurm.site import FIRST, Site, own_mounts, up
 
 pytestmark = pytest.mark.timeout(300)
 SECONDS = 90  # less than the timeout of a message: no rank waited for one that had exited

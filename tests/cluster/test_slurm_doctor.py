@@ -19,7 +19,7 @@ import pytest
 from common.system.processes import Process
 from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness.site import FIRST, Site, until
+from tests.harness.slurm.site import FIRST, Site, until
 
 pytestmark = [
     pytest.mark.timeout(400),

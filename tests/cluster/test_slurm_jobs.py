@@ -14,9 +14,9 @@ import pytest
 
 from common.config import config
 from common.runs.folder import RunFolder, read_json
-from tests.harness.processes import applicable, run, values_of
-from tests.harness.registry import EXPERIMENTS, Entry
-from tests.harness.site import FIRST, Site, until, up
+from tests.harness.commands.processes import applicable, run, values_of
+from tests.harness.experiments.registry import EXPERIMENTS, Entry
+from tests.harness.slurm.site import FIRST, Site, until, up
 
 pytestmark = pytest.mark.timeout(300)
 all_experiments = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slurm.local_cluster import slurm_conf
-from tests.harness.site import Site, folder, own_mounts, until, up
+from tests.harness.slurm.site import Site, folder, own_mounts, until, up
 
 pytestmark = pytest.mark.timeout(300)
 NOBODY = 65534

@@ -9,7 +9,7 @@ import yaml
 
 from common.runs.folder import RunFolder, read_json
 from slurm.scheduling.scheduler import choose_scheduler
-from tests.harness.site import Site, until
+from tests.harness.slurm.site import Site, until
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 300

@@ -20,12 +20,12 @@ from common.config import config
 from common.data.sources import MNIST_FILES
 from common.system.errors import UserError
 from slurm.__main__ import main
-from tests.harness import inside
-from tests.harness.bad_input import DISKS, ESSENTIAL, SETTINGS, Case, check, file
-from tests.harness.damaged_runs import OF_A_RUN
-from tests.harness.made_runs import Made
-from tests.harness.processes import environment
-from tests.harness.warm import ROOT
+from tests.harness.commands import in_process
+from tests.harness.commands.bad_input import DISKS, ESSENTIAL, SETTINGS, Case, check, file
+from tests.harness.commands.processes import environment
+from tests.harness.commands.warm import ROOT
+from tests.harness.runs.damaged_runs import OF_A_RUN
+from tests.harness.runs.synthetic_runs import Made
 
 MNIST = ("data.name=mnist", "data.root={place}/raw", "data.download_timeout=0")
 
@@ -195,7 +195,7 @@ INVALID_RUNS = ["../x", "/etc/passwd", "/", ".", "~", "x; id", "$(id)", "x\ny", 
 @pytest.mark.parametrize("command", OF_A_RUN)
 def test_an_invalid_run_is_refused(command: str, text: str, tmp_path: Path) -> None:
     arguments = [argument.replace("{}", text) for argument in OF_A_RUN[command].split(" ")]
-    completed = inside.run_verb(*arguments, cwd=tmp_path)
+    completed = in_process.run_verb(*arguments, cwd=tmp_path)
     assert completed.returncode == 2, completed
     assert "Traceback" not in completed.stderr, completed
     assert completed.stderr.count("error: ") == 1, completed
@@ -221,7 +221,7 @@ def test_invalid_arguments_about_a_trained_model_are_refused(
     arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     folder = Made("mnist_pipeline", 0, 20).write(tmp_path)
-    completed = inside.run_verb(*(argument.replace("{}", str(folder.path)) for argument in arguments))
+    completed = in_process.run_verb(*(argument.replace("{}", str(folder.path)) for argument in arguments))
     assert completed.returncode == 2, completed
     assert message in completed.stderr, completed
     assert completed.stderr.count("error: ") == 1, completed
@@ -244,7 +244,7 @@ def test_invalid_arguments_about_a_trained_model_are_refused(
 def test_invalid_arguments_of_other_commands_are_refused(
     arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    completed = inside.run_verb(*arguments, cwd=tmp_path)
+    completed = in_process.run_verb(*arguments, cwd=tmp_path)
     assert completed.returncode == 2, completed
     assert message in completed.stderr, completed
     assert completed.stderr.count("\n") == 1, completed

@@ -29,11 +29,11 @@ from slurm.reports import doctor as checks
 from slurm.reports.heartbeats import Heartbeat, find_slow_rank
 from slurm.scheduling.job_failures import record_job_failure
 from slurm.scheduling.scheduler import Scheduler
-from tests.harness import inside, warm
-from tests.harness.long_runs import only_folder, ranks_of, train_long
-from tests.harness.made_runs import Made
-from tests.harness.processes import PATIENCE, environment, script
-from tests.harness.processes import run as experiment
+from tests.harness.commands import in_process, warm
+from tests.harness.commands.processes import PATIENCE, environment, script
+from tests.harness.commands.processes import run as experiment
+from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
+from tests.harness.runs.synthetic_runs import Made
 
 SOUND = {
     "host": "node1", "rank": 0, "address": "10.0.0.1", "versions": {"torch": "2.15.0", "numpy": "2.4"}, "device": "cpu",
@@ -118,7 +118,7 @@ def test_the_ranks_of_one_host_do_not_outvote_the_other_hosts() -> None:
 
 def doctor(*arguments: str, status: int = 0) -> str:
     """Run make doctor, check its exit status, and return its output."""
-    completed = inside.run_verb("doctor", *arguments)
+    completed = in_process.run_verb("doctor", *arguments)
     assert completed.returncode == status, completed.stdout + completed.stderr
     assert "Traceback" not in completed.stderr
     return completed.stdout
@@ -169,7 +169,7 @@ def test_a_run_that_diverged_is_explained(digits: tuple[str, ...], tmp_path: Pat
     assert facts["state"] == "failed"
     assert facts["first_error"]["rank"] in (0, 1)
     assert len(facts["ranks"]) == 2
-    completed = inside.run_verb("status", "--json=1", "--", str(run.folder.path))
+    completed = in_process.run_verb("status", "--json=1", "--", str(run.folder.path))
     (status,) = json.loads(completed.stdout)
     assert facts["step"] == status["step"]
     assert facts["first_error"]["step"] > 1, "a failing rank records its last step"
@@ -581,7 +581,7 @@ def test_the_reason_why_a_host_is_down_may_contain_any_text(tmp_path: Path, monk
     ],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], message: str) -> None:
-    completed = inside.run_verb("doctor", *arguments)
+    completed = in_process.run_verb("doctor", *arguments)
     assert completed.returncode == 2
     assert message in completed.stderr
     assert completed.stderr.count("error: ") == 1

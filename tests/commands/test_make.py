@@ -24,12 +24,12 @@ from common.system.errors import UserError
 from slurm.__main__ import TARGETS, VERBS
 from slurm.local_cluster import cli
 from tests.benchmarks import __main__ as bench
-from tests.harness import inside
-from tests.harness.fake_slurm import Fake
-from tests.harness.made_runs import Made
-from tests.harness.making import handed_over
-from tests.harness.processes import Done, environment, processes_of, script
-from tests.harness.warm import ROOT
+from tests.harness.commands import in_process
+from tests.harness.commands.make_targets import handed_over
+from tests.harness.commands.processes import Done, environment, processes_of, script
+from tests.harness.commands.warm import ROOT
+from tests.harness.runs.synthetic_runs import Made
+from tests.harness.slurm.fake_slurm import Fake
 
 HOSTILE = [
     "x; touch pwned",
@@ -89,7 +89,7 @@ def message_of(status: int, out: str, err: str) -> str:
 def refused_inside(place: Path, *arguments: str) -> str:
     """Check the same of a command that is called within this process."""
     before = sorted(place.iterdir())
-    completed = inside.run_verb(*arguments, cwd=place)
+    completed = in_process.run_verb(*arguments, cwd=place)
     assert sorted(place.iterdir()) == before
     return message_of(completed.returncode, completed.stdout, completed.stderr)
 
@@ -172,7 +172,7 @@ def test_help_names_the_settings_of_every_target() -> None:
 
 def test_every_verb_explains_its_settings() -> None:
     for verb, settings in VERBS.items():
-        completed = inside.run_verb(verb, "--help")
+        completed = in_process.run_verb(verb, "--help")
         assert completed.returncode == 0
         for setting in settings.settings:
             assert setting.help.split()[0] in completed.stdout
@@ -301,7 +301,7 @@ def test_missing_name_lists_the_experiments(place: Path) -> None:
 
 
 def test_help_and_print_config(place: Path) -> None:
-    completed = inside.run_verb("exp", "--args=--help", "--", "mnist_pipeline", cwd=place)
+    completed = in_process.run_verb("exp", "--args=--help", "--", "mnist_pipeline", cwd=place)
     assert completed.returncode == 0
     assert "microbatches=4" in completed.stdout
     printed = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "ARGS=--print-config batch=128")

@@ -11,10 +11,10 @@ import pytest
 
 from common.runs.folder import read_json
 from slurm.launch import new_experiment
-from tests.harness import inside, warm
-from tests.harness.making import copy_checkout
-from tests.harness.processes import environment
-from tests.harness.warm import ROOT
+from tests.harness.commands import in_process, warm
+from tests.harness.commands.make_targets import copy_checkout
+from tests.harness.commands.processes import environment
+from tests.harness.commands.warm import ROOT
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 OWN_NAME = "example_of_the_page"  # a reader of the page may have made its my_mlp in this checkout
@@ -62,7 +62,7 @@ def test_a_new_experiment_changed_as_in_the_contributing_page_trains(tmp_path: P
     (folder,) = (place / "runs").iterdir()
     facts = read_json(folder / "model.json")
     assert (facts["class"], facts["arguments"]) == ("MyMLP", None), "a network that the script defines"
-    export = inside.run_verb("export", "--format=torch.export", "--", str(folder))
+    export = in_process.run_verb("export", "--format=torch.export", "--", str(folder))
     assert "the network MyMLP is not in common/models/networks.py" in export.stderr
 
 
@@ -80,7 +80,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write_in(root: Path, name: str) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
     """Write a new experiment; return the completed command, and the changed files with their texts."""
     before = {path: path.read_text() for path in root.rglob("*") if path.is_file()}
-    completed = inside.run_verb("new-experiment", "--", name)
+    completed = in_process.run_verb("new-experiment", "--", name)
     after = {path: path.read_text() for path in root.rglob("*") if path.is_file()}
     assert before.keys() <= after.keys()
     return completed, {str(path.relative_to(root)): text for path, text in after.items() if text != before.get(path)}

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import inside, warm
-from tests.harness.made_runs import Made
-from tests.harness.processes import environment
+from tests.harness.commands import in_process, warm
+from tests.harness.commands.processes import environment
+from tests.harness.runs.synthetic_runs import Made
 
 REMAINING_FILES = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}
 
 
 def prune(runs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return inside.run_verb("prune-runs", f"--runs-folder={runs}", *arguments)
+    return in_process.run_verb("prune-runs", f"--runs-folder={runs}", *arguments)
 
 
 def files(folder: Path) -> set[str]:

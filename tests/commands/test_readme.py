@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.harness.page_commands import PAGES, README, check_command, list_commands, make_runs
-from tests.harness.processes import run
-from tests.harness.warm import ROOT
+from tests.harness.commands.processes import run
+from tests.harness.commands.warm import ROOT
+from tests.harness.pages.page_commands import PAGES, README, check_command, list_commands, make_runs
 
 TEXT = (ROOT / "README.md").read_text()
 HEADINGS = ["Question", "Answer", "Figure", "How it works", "Commands", "Results", "Limits", "Exercises"]

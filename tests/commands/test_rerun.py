@@ -25,12 +25,12 @@ from configs import ddp_multinode, mnist_pipeline
 from configs.profile import Profile
 from configs.shared import TrainingExperiment
 from slurm.launch import rerun
-from tests.harness import inside, warm
-from tests.harness.made_runs import Made
-from tests.harness.own_data import write_example, write_schedule
-from tests.harness.processes import environment, run
-from tests.harness.registry import EXPERIMENTS
-from tests.harness.warm import ROOT
+from tests.harness.commands import in_process, warm
+from tests.harness.commands.processes import environment, run
+from tests.harness.commands.warm import ROOT
+from tests.harness.custom_code.examples import write_example, write_schedule
+from tests.harness.experiments.registry import EXPERIMENTS
+from tests.harness.runs.synthetic_runs import Made
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
 
@@ -168,7 +168,7 @@ def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: P
     raw = bytearray(file.read_bytes())
     raw[500] ^= 1
     file.write_bytes(raw)
-    completed = inside.run_verb("rerun", "--", str(old))
+    completed = in_process.run_verb("rerun", "--", str(old))
     assert completed.returncode == 2
     (line,) = differing(completed.stdout)
     assert line.startswith(f"data train_labels of digits (sha256 of {file}): was ")
@@ -176,11 +176,11 @@ def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: P
     assert completed.stderr.count("\n") == 1
     assert list(old.parent.iterdir()) == [old]
     assert "\nsame " not in completed.stdout
-    completed = inside.run_verb("rerun", "--args=seed=1", "--", str(old))
+    completed = in_process.run_verb("rerun", "--args=seed=1", "--", str(old))
     assert differing(completed.stdout) == ["seed: was 0, now 1", line]
     meta = read_json(old / "meta.json")
     write_json(old / "meta.json", meta | {"data": {}})  # nothing tells what the data were
-    completed = inside.run_verb("rerun", "--", str(old))
+    completed = in_process.run_verb("rerun", "--", str(old))
     assert not differing(completed.stdout)
     assert "\nsame        settings, source, versions, and machine\n" in completed.stdout
 
@@ -227,7 +227,7 @@ def test_a_run_that_cannot_be_repeated_is_refused(tmp_path: Path, arguments: lis
     old, bare = sorted(tmp_path.iterdir())
     for name in ("experiments", "common", "slurm", "configs"):
         shutil.copytree(ROOT / name, old / "code" / name)
-    completed = inside.run_verb("rerun", *[argument.format(old=old, bare=bare) for argument in arguments])
+    completed = in_process.run_verb("rerun", *[argument.format(old=old, bare=bare) for argument in arguments])
     assert completed.returncode == 2, completed.stderr
     assert message in completed.stderr, completed.stderr
     assert completed.stderr.count("error: ") == 1
@@ -237,11 +237,11 @@ def test_a_run_that_cannot_be_repeated_is_refused(tmp_path: Path, arguments: lis
 
 def test_an_active_run_is_neither_repeated_nor_resumed(tmp_path: Path) -> None:
     run = Made("mnist_pipeline", state="running").write(tmp_path).path
-    repeated = inside.run_verb("rerun", "--", str(run))
+    repeated = in_process.run_verb("rerun", "--", str(run))
     remedy = f"wait until the run has ended (make status RUN={run} WAIT=600)"
     assert repeated.returncode == 2
     assert repeated.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
-    resumed = inside.run_verb("exp", f"--resume={run}")
+    resumed = in_process.run_verb("exp", f"--resume={run}")
     remedy = f"to resume the run elsewhere, first run make cancel RUN={run}"
     assert resumed.returncode == 2
     assert resumed.stderr == f"error: {run.name} is RUNNING; {remedy}\n"

@@ -28,11 +28,11 @@ from common.system.errors import UserError
 from common.system.processes import Process
 from configs.mnist_pipeline import Config
 from configs.shared import Wandb
-from tests.harness import warm
-from tests.harness.made_runs import Made
-from tests.harness.processes import Done, command, environment, run, values_of, wait_until
-from tests.harness.shared import make_once
-from tests.harness.tracked_runs import (
+from tests.harness.commands import warm
+from tests.harness.commands.processes import Done, command, environment, run, values_of, wait_until
+from tests.harness.environment.shared_results import make_once
+from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.tracked_runs import (
     SECRET,
     chosen_rows,
     exit_code,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from slurm.reports import wandb_sync
-from tests.harness import inside, warm
-from tests.harness.made_runs import Made
-from tests.harness.processes import environment
+from tests.harness.commands import in_process, warm
+from tests.harness.commands.processes import environment
+from tests.harness.runs.synthetic_runs import Made
 
 
 def panels(view: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def test_the_dashboard_is_shown_and_nothing_is_sent() -> None:
 
 @pytest.mark.parametrize("project", ["a/b/c", "x#y", "x" * 200, "a\nb"])
 def test_a_wrong_project_is_refused(project: str) -> None:
-    completed = inside.run_verb("dashboard", f"--project={project}", "--dry-run=1")
+    completed = in_process.run_verb("dashboard", f"--project={project}", "--dry-run=1")
     assert completed.returncode == 2
     assert "PROJECT=" in completed.stderr
     assert len(completed.stderr.splitlines()) == 1
@@ -63,7 +63,7 @@ def test_without_an_account_nothing_is_sent(tmp_path: Path) -> None:
 
 def test_only_tracked_runs_are_viewed(tmp_path: Path) -> None:
     folder = Made("mnist_pipeline", 0x12, 10).write(tmp_path / "runs")
-    refused = inside.run_verb("leet", f"--runs-folder={tmp_path / 'runs'}")
+    refused = in_process.run_verb("leet", f"--runs-folder={tmp_path / 'runs'}")
     assert refused.returncode == 2
     assert "make compare" in refused.stderr
     for began in ("20261124_231721", "20261124_231905"):

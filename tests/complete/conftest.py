@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness import warm
-from tests.harness.warm import ROOT
+from tests.harness.commands import warm
+from tests.harness.commands.warm import ROOT
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.harness.delete_technique import clone_checkout
-from tests.harness.processes import environment
+from tests.harness.commands.processes import environment
+from tests.harness.verification.delete_technique import clone_checkout
 
 FOLDERS = ("tests/commands", "tests/experiments", "tests/parity", "tests/recovery")
 FILES = ("tests/complete/test_benchmarks.py", "tests/complete/test_page_commands.py")

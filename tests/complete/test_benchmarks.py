@@ -9,8 +9,8 @@ import pytest
 from tests.benchmarks import optimizers, ranks
 from tests.benchmarks.measure import Number, Pace, Samples, interleave
 from tests.benchmarks.parts import run_of
-from tests.harness.declared import import_declared
-from tests.harness.registry import TRAINING, Entry
+from tests.harness.experiments.discovery import import_declared
+from tests.harness.experiments.registry import TRAINING, Entry
 
 
 @pytest.mark.usefixtures("forked")

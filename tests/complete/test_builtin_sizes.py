@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.harness import warm
-from tests.harness.processes import environment
+from tests.harness.commands import warm
+from tests.harness.commands.processes import environment
 
 WORLDS = [
     (1, "auto", ()),
@@ -22,6 +22,6 @@ WORLDS = [
 
 @pytest.mark.parametrize(("ranks", "transport", "cases"), WORLDS)
 def test_every_collective_equals_arithmetic(ranks: int, transport: str, cases: tuple[str, ...]) -> None:
-    argv = [sys.executable, "-m", "tests.harness.backend_calls", str(ranks), transport, *cases]
+    argv = [sys.executable, "-m", "tests.harness.ranks.backend_calls", str(ranks), transport, *cases]
     completed = warm.execute(argv, env=environment(), timeout=250)
     assert completed.returncode == 0, completed.stderr

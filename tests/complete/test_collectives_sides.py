@@ -16,8 +16,8 @@ from common.techniques.collectives import measurement
 from common.techniques.collectives.measurement import CollectiveOperation
 from configs.collectives import ALGORITHMS, TRANSPORTS
 from configs.shared import Launch
-from tests.harness import warm
-from tests.harness.processes import environment, run
+from tests.harness.commands import warm
+from tests.harness.commands.processes import environment, run
 
 VECTOR_BYTES = {"float32": 65536, "bfloat16": 2 * 65536}
 

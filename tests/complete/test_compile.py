@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.processes import run
+from tests.harness.commands.processes import run
 
 
 @pytest.mark.timeout(600)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.harness.bad_input import BAD_VALUES
-from tests.harness.chance import draw_cases
-from tests.harness.damaged_runs import DAMAGES, FILES, call_all, check_commands
-from tests.harness.made_runs import Made
-from tests.harness.registry import REPLICATED
-from tests.harness.shared import Make
+from tests.harness.commands.bad_input import BAD_VALUES
+from tests.harness.environment.randomness import draw_cases
+from tests.harness.environment.shared_results import Make
+from tests.harness.experiments.registry import REPLICATED
+from tests.harness.runs.damaged_runs import DAMAGES, FILES, call_all, check_commands
+from tests.harness.runs.synthetic_runs import Made
 
 IN_QUICK_TESTS = list(zip(FILES, itertools.cycle(DAMAGES), strict=False))  # tests/commands/test_damaged_runs.py
 REMAINING = [pair for pair in itertools.product(FILES, DAMAGES) if pair not in IN_QUICK_TESTS]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.bad_input import DISKS, ESSENTIAL, Case, check
+from tests.harness.commands.bad_input import DISKS, ESSENTIAL, Case, check
 
 
 @pytest.mark.parametrize("case", [case for case in DISKS if case.name not in ESSENTIAL], ids=lambda case: case.name)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from common.models import exporting, model_file
 from common.runs.folder import RunFolder
-from tests.harness import inside
-from tests.harness.entry import Entry
-from tests.harness.processes import run
-from tests.harness.registry import EXPERIMENTS, REPLICATED, STAGED
-from tests.harness.shared import Make
-from tests.harness.warm import ROOT
+from tests.harness.commands import in_process
+from tests.harness.commands.processes import run
+from tests.harness.commands.warm import ROOT
+from tests.harness.environment.shared_results import Make
+from tests.harness.experiments.entry import Entry
+from tests.harness.experiments.registry import EXPERIMENTS, REPLICATED, STAGED
 
 NETWORKS = [entry for entry in EXPERIMENTS if entry.exports]
 EVALUATED: list[tuple[str, tuple[str, ...]]] = []
@@ -45,7 +45,7 @@ def run_program(path: Path, images: Tensor) -> Tensor:
 
 
 def export(folder: RunFolder, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return inside.run_verb("export", *arguments, "--", str(folder.path))
+    return in_process.run_verb("export", *arguments, "--", str(folder.path))
 
 
 @pytest.mark.parametrize("entry", NETWORKS, ids=lambda entry: entry.name)
@@ -145,7 +145,7 @@ def test_models_of_every_kind_of_training_are_evaluated(
 ) -> None:
     completed = run(name, *digits, "optim.warmup=0", "steps=8", *settings, runs=tmp_path)
     assert completed.status == 0, completed.err
-    evaluated = inside.run_verb("evaluate", "--", str(completed.folder.path))
+    evaluated = in_process.run_verb("evaluate", "--", str(completed.folder.path))
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert "recorded by the run: " in evaluated.stdout, evaluated.stdout + evaluated.stderr
 

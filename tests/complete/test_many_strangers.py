@@ -6,10 +6,10 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 from common.ranks.links.connecting import RankAddress
-from tests.harness.chance import draw_seed
-from tests.harness.processes import PATIENCE
-from tests.harness.strangers import attack
-from tests.harness.transport import Meeting, identity, meeting
+from tests.harness.commands.processes import PATIENCE
+from tests.harness.environment.randomness import draw_seed
+from tests.harness.ranks.foreign_clients import attack
+from tests.harness.ranks.meeting import Meeting, identity, meeting
 
 __all__ = ["identity", "meeting"]
 

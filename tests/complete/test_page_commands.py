@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.page_commands import OTHERS, check_command, make_runs
+from tests.harness.pages.page_commands import OTHERS, check_command, make_runs
 
 
 @pytest.fixture(scope="module")

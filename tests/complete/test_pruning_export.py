@@ -11,7 +11,7 @@ from torch import nn
 from common.models import exporting, model_file, networks
 from common.techniques.pruning import pruning_savings
 from common.techniques.pruning.pruning_masks import Masks
-from tests.harness.processes import run
+from tests.harness.commands.processes import run
 
 
 def run_program(path: Path, images: torch.Tensor) -> torch.Tensor:

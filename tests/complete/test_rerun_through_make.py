@@ -13,8 +13,8 @@ import pytest
 from common.data.sources import MNIST_FILES
 from common.runs.folder import RunFolder
 from slurm.launch import rerun
-from tests.harness import making, warm
-from tests.harness.processes import environment, run
+from tests.harness.commands import make_targets, warm
+from tests.harness.commands.processes import environment, run
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
 
@@ -35,7 +35,7 @@ def read_losses(folder: RunFolder) -> list[float]:
 def test_another_seed_and_its_largest_difference_are_reported(cache: Path, place: Path, tmp_path: Path) -> None:
     arguments = ("data.name=digits", f"data.cache={cache}", *QUICK)
     old = run("mnist_pipeline", *arguments, runs=tmp_path / "runs").folder
-    handed_over = making.handed_over(place, "rerun", f"RUN={old.path}", "ARGS=seed=1")
+    handed_over = make_targets.handed_over(place, "rerun", f"RUN={old.path}", "ARGS=seed=1")
     completed = warm.execute([sys.executable, "-m", "slurm", *handed_over], env=environment())
     assert completed.returncode == rerun.DIFFERENT, completed.stdout + completed.stderr
     assert list_differences(completed) == ["seed: was 0, now 1"]

@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from tests.harness import warm
-from tests.harness.processes import environment
+from tests.harness.commands import warm
+from tests.harness.commands.processes import environment
 
 
 def test_a_benchmark_ends_with_a_table_and_leaves_its_samples(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.runs.folder import RunFolder
 from configs.sparse_prune import CRITERIA
-from tests.harness.processes import Done, run, values_of
+from tests.harness.commands.processes import Done, run, values_of
 
 QUIET = (
     "model=mlp",

@@ -25,11 +25,13 @@ import pytest
 
 from common.runs.folder import RunFolder
 from common.runs.tracking.wandb_run import load_run_config
-from tests.harness import wandb_host, warm
-from tests.harness.long_runs import only_folder, train_long
-from tests.harness.made_runs import Made
-from tests.harness.processes import environment, processes_of, run, wait_until
-from tests.harness.tracked_runs import (
+from tests.harness.commands import warm
+from tests.harness.commands.processes import environment, processes_of, run, wait_until
+from tests.harness.commands.warm import ROOT
+from tests.harness.runs import wandb_host
+from tests.harness.runs.long_runs import only_folder, train_long
+from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.tracked_runs import (
     SECRET,
     chosen_rows,
     exit_code,
@@ -41,7 +43,6 @@ from tests.harness.tracked_runs import (
     status,
     track,
 )
-from tests.harness.warm import ROOT
 
 MAX_SECONDS = 30.0  # the waits under test take up to 4 s; without their limits they would take 20 s and more
 LONG = ("epochs=1000", "steps=0", "log.seconds=0.1", "wandb.finish_timeout=200")
@@ -54,7 +55,7 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.record = folder / "record"
         self.folder = folder
-        arguments = [sys.executable, "-m", "tests.harness.wandb_host", "127.0.0.1", str(self.record)]
+        arguments = [sys.executable, "-m", "tests.harness.runs.wandb_host", "127.0.0.1", str(self.record)]
         self.process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from common.runs import provenance
-from tests.harness import warm
-from tests.harness.both_ways import everything, execute_both, without_place
-from tests.harness.long_runs import ENDLESS, only_folder, train_long
-from tests.harness.processes import PATIENCE, command, environment, processes_of, run, wait_until
-from tests.harness.warm import ROOT
+from tests.harness.commands import warm
+from tests.harness.commands.processes import PATIENCE, command, environment, processes_of, run, wait_until
+from tests.harness.commands.warm import ROOT
+from tests.harness.commands.warm_comparison import everything, execute_both, without_place
+from tests.harness.runs.long_runs import ENDLESS, only_folder, train_long
 
 
 def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick: tuple[str, ...]) -> None:
@@ -104,7 +104,7 @@ def test_output_without_a_run_is_the_same(arguments: tuple[str, ...], status: in
 
 
 def test_an_uncaught_exception_prints_the_same_traceback(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "tests.harness.ranks", "no_such_case", str(tmp_path)]
+    argv = [sys.executable, "-m", "tests.harness.ranks.launch_cases", "no_such_case", str(tmp_path)]
     fork, real = execute_both(lambda _: argv, tmp_path)
     assert fork.returncode == 1, fork.stderr
     assert real.returncode == 1, real.stderr
@@ -114,12 +114,12 @@ def test_an_uncaught_exception_prints_the_same_traceback(tmp_path: Path) -> None
     last = fork.stderr.splitlines()[-4:]
     assert last == real.stderr.splitlines()[-4:]
     assert last[-1] == "KeyError: 'no_such_case'"
-    assert last[0].startswith(f'  File "{ROOT}/tests/harness/ranks.py", line ')
+    assert last[0].startswith(f'  File "{ROOT}/tests/harness/ranks/launch_cases.py", line ')
 
 
 def test_no_command_outlives_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's stdin closes when pytest is killed. Only one of the commands leads a session and has a child."""
-    program = "from tests.harness import warm_server as server; server.preload = lambda: None; server.main()"
+    program = "from tests.harness.commands import warm_server as server; server.preload = lambda: None; server.main()"
     socket_path = tmp_path / "socket"
     monkeypatch.setattr(warm.Server, "_path", str(socket_path))
     env = environment(MARKER=str(tmp_path))

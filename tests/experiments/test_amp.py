@@ -21,11 +21,11 @@ from common.training import optimizers
 from configs.amp_accum import Config
 from configs.shared import Optim
 from experiments import amp_accum
-from tests.harness.amp_parity import PLANTS, expected
-from tests.harness.cases import train_cases
-from tests.harness.ddp_parity import wrong
-from tests.harness.processes import run
-from tests.harness.shared import make_once
+from tests.harness.commands.processes import run
+from tests.harness.environment.shared_results import make_once
+from tests.harness.parity.amp_cases import PLANTS, expected
+from tests.harness.parity.cases import train_cases
+from tests.harness.parity.ddp_cases import wrong
 
 EVEN = "data.train_limit=480"  # every window of an epoch is complete
 RIGHT = ["accumulate=4", "accumulate=4,no_sync=false", f"accumulate=1,{EVEN}", f"accumulate=4,{EVEN}"]
@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[int, 
 
     def train(folder: Path) -> None:
         for count, names in cases.items():
-            train_cases("amp_parity", folder, cache, count, names)
+            train_cases("amp_cases", folder, cache, count, names)
 
     folder = make_once(tmp_path_factory, "amp", train)
     return {count: torch.load(folder / f"results-{count}.pt", weights_only=True) for count in cases}

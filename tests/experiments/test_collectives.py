@@ -30,11 +30,11 @@ from common.techniques.collectives.report import CollectiveReport
 from configs.collectives import OPS, Config
 from experiments import collectives as script
 from slurm.launch import rerun
-from tests.harness import inside
-from tests.harness.processes import run, values_of
-from tests.harness.registry import BY_NAME
-from tests.harness.resuming import cut_off, resume, trained_steps
-from tests.harness.shared import Make
+from tests.harness.commands import in_process
+from tests.harness.commands.processes import run, values_of
+from tests.harness.environment.shared_results import Make
+from tests.harness.experiments.registry import BY_NAME
+from tests.harness.runs.resuming import cut_off, resume, trained_steps
 
 COLLECTIVES = BY_NAME["collectives"]
 BACKEND_VARIANT = CollectiveVariant({})
@@ -217,7 +217,7 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(tmp_path: Path) -
     assert "epoch" not in completed.out
     assert "data none" not in completed.out
     for verb in ("evaluate", "export"):
-        command = inside.run_verb(verb, "--", str(completed.folder.path))
+        command = in_process.run_verb(verb, "--", str(completed.folder.path))
         assert command.returncode == 2
         assert "collectives does not train a model; use another run" in command.stderr
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from common.checkpoint import storage
-from tests.harness.processes import run
+from tests.harness.commands.processes import run
 
 
 def test_divergence_in_the_last_steps_fails_the_run(tmp_path: Path, quick: tuple[str, ...]) -> None:

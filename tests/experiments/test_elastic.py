@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.elastic_runs import differences, list_changes, train, train_alone
+from tests.harness.elastic.runs import differences, list_changes, train, train_alone
 
 
 def test_losses_equal_those_of_one_process_after_rank_0_is_killed(

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import warm
-from tests.harness.long_runs import free_port
-from tests.harness.processes import PATIENCE, Done, environment
+from tests.harness.commands import warm
+from tests.harness.commands.processes import PATIENCE, Done, environment
+from tests.harness.runs.long_runs import free_port
 
 
 def run_with_error(case: str, settings: tuple[str, ...], runs: Path, **variables: str) -> Done:
-    """Run an experiment whose code raises an error (see tests/harness/errors_of_users.py)."""
-    argv = [sys.executable, "-m", "tests.harness.errors_of_users", f"runs={runs}", *settings]
+    """Run an experiment whose code raises an error (see tests/harness/commands/user_errors.py)."""
+    argv = [sys.executable, "-m", "tests.harness.commands.user_errors", f"runs={runs}", *settings]
     completed = warm.execute(argv, env=environment(ERROR_OF_USER=case, **variables), timeout=PATIENCE)
     return Done(completed.returncode, completed.stdout, completed.stderr, runs)
 

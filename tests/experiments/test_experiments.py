@@ -22,11 +22,11 @@ from common.config import config
 from common.runs.folder import read_json
 from common.runs.result import parse_result
 from configs.dataparallel import Replicated
-from tests.harness.processes import Done, command, environment, run
-from tests.harness.registry import ARCHETYPES, EXPERIMENTS, STAGED, Entry
-from tests.harness.resuming import trained_steps
-from tests.harness.shared import Make, run_once
-from tests.harness.warm import ROOT, Command
+from tests.harness.commands.processes import Done, command, environment, run
+from tests.harness.commands.warm import ROOT, Command
+from tests.harness.environment.shared_results import Make, run_once
+from tests.harness.experiments.registry import ARCHETYPES, EXPERIMENTS, STAGED, Entry
+from tests.harness.runs.resuming import trained_steps
 
 every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
 archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)

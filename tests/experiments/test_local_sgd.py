@@ -15,11 +15,11 @@ from common.models import networks
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.local_sgd import Config
-from tests.harness import inside
-from tests.harness.processes import Done
-from tests.harness.registry import BY_NAME
-from tests.harness.resuming import cut_off, resume
-from tests.harness.shared import run_once
+from tests.harness.commands import in_process
+from tests.harness.commands.processes import Done
+from tests.harness.environment.shared_results import run_once
+from tests.harness.experiments.registry import BY_NAME
+from tests.harness.runs.resuming import cut_off, resume
 
 STEPS = 30
 EVERY = 8
@@ -69,7 +69,7 @@ def test_a_resume_with_other_ranks_or_another_start_is_refused(trained: Done, tm
     assert SEPARATE_MODELS in completed.stderr
     assert "Traceback" not in completed.stderr
     for completed in (
-        inside.run_verb("exp", f"--resume={folder.path}", "--launch=local", "--nodes=5"),
+        in_process.run_verb("exp", f"--resume={folder.path}", "--launch=local", "--nodes=5"),
         resume(BY_NAME["local_sgd"], folder, "launch.nodes=5"),
     ):  # the message does not advise another batch, although five ranks cannot divide it
         assert completed.returncode == 2

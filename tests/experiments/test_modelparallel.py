@@ -29,7 +29,7 @@ from configs.resnet_modelparallel import Config
 from configs.sweeps import Average
 from configs.sweeps.resnet_modelparallel import list_points, plot_times
 from experiments import resnet_modelparallel
-from tests.harness.processes import Done, run
+from tests.harness.commands.processes import Done, run
 
 NAME = "resnet_modelparallel"
 SMALL = ("width=4", "batch=16", "steps=4", "plot=false", "data.image_size=16", "data.samples=160", "launch.threads=1")

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 from common.runs.folder import read_json
-from tests.harness import inside
-from tests.harness.own_data import write_example
-from tests.harness.processes import run
-from tests.harness.registry import REPLICATED
-from tests.harness.resuming import resume
+from tests.harness.commands import in_process
+from tests.harness.commands.processes import run
+from tests.harness.custom_code.examples import write_example
+from tests.harness.experiments.registry import REPLICATED
+from tests.harness.runs.resuming import resume
 
 
 def test_a_run_learns_and_stores_the_data_set_of_the_contributing_page(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_run_learns_and_stores_the_data_set_of_the_contributing_page(tmp_path:
     assert facts["shape"] == [12, 12]
     assert completed.result["test_samples"] == 500
     assert (folder.path / "code/own/data.py").read_text() == file.read_text()
-    evaluation = inside.run_verb("evaluate", "--", str(folder.path))
+    evaluation = in_process.run_verb("evaluate", "--", str(folder.path))
     assert evaluation.returncode == 0, evaluation.stdout + evaluation.stderr
     assert "recorded by the run: " in evaluation.stdout, evaluation.stdout + evaluation.stderr
     file.write_text("another file by now")
@@ -36,6 +36,6 @@ def test_a_run_learns_and_stores_the_data_set_of_the_contributing_page(tmp_path:
     assert "extending the run after step 60" in resumed.stdout, resumed.stderr
     assert "different data" not in resumed.stderr
     assert len(folder.read_metrics()) == 72
-    evaluation = inside.run_verb("evaluate", f"--args=data.name={file}:load", "--", str(folder.path))
+    evaluation = in_process.run_verb("evaluate", f"--args=data.name={file}:load", "--", str(folder.path))
     assert evaluation.returncode == 2
     assert f"{file}:1: SyntaxError" in evaluation.stderr, "an explicit setting uses the named file"

@@ -23,11 +23,11 @@ from common.runs.folder import MODEL_FILE, RunFolder, read_json
 from common.system import seeds
 from common.techniques.parameter_server.server import replay_recorded_steps
 from configs.param_server import Config
-from tests.harness.elastic_runs import list_changes, train_alone, train_like
-from tests.harness.processes import Done, run
-from tests.harness.registry import BY_NAME
-from tests.harness.resuming import cut_off, resume, trained_steps
-from tests.harness.shared import run_once
+from tests.harness.commands.processes import Done, run
+from tests.harness.elastic.runs import list_changes, train_alone, train_like
+from tests.harness.environment.shared_results import run_once
+from tests.harness.experiments.registry import BY_NAME
+from tests.harness.runs.resuming import cut_off, resume, trained_steps
 
 WORKERS = 3
 SERVERS = 2

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ddp_parity, parity
-from tests.harness.cases import train_cases
-from tests.harness.ddp_parity import wrong
-from tests.harness.reference import differences
+from tests.harness.parity import ddp_cases, stage_cases
+from tests.harness.parity.cases import train_cases
+from tests.harness.parity.ddp_cases import wrong
+from tests.harness.parity.reference import differences
 
 GPIPE = "engine=own,schedule=gpipe,stages=2,microbatches=6"
 LIBRARY = "engine=torch,schedule=1f1b,stages=2,microbatches=6"
@@ -33,8 +33,8 @@ def test_nan_and_missing_losses_differ_from_the_reference(losses: list[float]) -
 
 def test_both_pipeline_engines_equal_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
     mistaken = f"lose_microbatch,{GPIPE}"
-    trained = train_cases("parity", tmp_path, cache, 2, [GPIPE, LIBRARY, mistaken], "mnist_pipeline")
-    right = parity.expected(cache, "mnist_pipeline", "stages=1")
+    trained = train_cases("stage_cases", tmp_path, cache, 2, [GPIPE, LIBRARY, mistaken], "mnist_pipeline")
+    right = stage_cases.expected(cache, "mnist_pipeline", "stages=1")
     assert right["losses"][-1] < 0.9 * right["losses"][0], "without progress the comparison proves nothing"
     assert differences(trained[GPIPE], right) == []
     assert differences(trained[LIBRARY], right) == []
@@ -43,16 +43,16 @@ def test_both_pipeline_engines_equal_the_unsplit_model(tmp_path: Path, cache: Pa
 
 def test_a_pipelined_resnet_equals_the_unsplit_one_fed_the_same_microbatches(tmp_path: Path, cache: Path) -> None:
     mistaken = f"lose_microbatch,{RESNET}"
-    trained = train_cases("parity", tmp_path, cache, 2, [RESNET, mistaken], "resnet_modelparallel")
-    right = parity.expected(cache, "resnet_modelparallel", "mode=single,split_size=2")
+    trained = train_cases("stage_cases", tmp_path, cache, 2, [RESNET, mistaken], "resnet_modelparallel")
+    right = stage_cases.expected(cache, "resnet_modelparallel", "mode=single,split_size=2")
     assert differences(trained[RESNET], right) == []
     assert any("losses" in difference for difference in differences(trained[mistaken], right))
 
 
 def test_ddp_fsdp_and_synchronised_norms_equal_one_process(tmp_path: Path, cache: Path) -> None:
     mistaken = f"sums_losses,{DDP},clip=0"
-    trained = train_cases("ddp_parity", tmp_path, cache, 2, [DDP, FSDP, SYNCED, UNEQUAL, mistaken])
+    trained = train_cases("ddp_cases", tmp_path, cache, 2, [DDP, FSDP, SYNCED, UNEQUAL, mistaken])
     for case in (DDP, FSDP, SYNCED, UNEQUAL):
-        assert wrong(trained[case], ddp_parity.expected(cache, case)) == [], case
-    mistakes = wrong(trained[mistaken], ddp_parity.expected(cache, f"{DDP},clip=0"))
+        assert wrong(trained[case], ddp_cases.expected(cache, case)) == [], case
+    mistakes = wrong(trained[mistaken], ddp_cases.expected(cache, f"{DDP},clip=0"))
     assert any("losses" in difference for difference in mistakes)

@@ -24,8 +24,8 @@ from common.system.errors import UserError
 from common.techniques.pipeline.mesh import create_mesh_groups
 from configs.resnet_modelparallel import Config
 from configs.shared import Data
-from tests.harness.images import load_train_test
-from tests.harness.processes import run
+from tests.harness.commands.processes import run
+from tests.harness.environment.prepared_images import load_train_test
 
 
 class FakeWorld(SimpleNamespace):

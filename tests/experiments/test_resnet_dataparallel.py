@@ -25,21 +25,21 @@ from common.techniques.data_parallel import device_report, single_process_baseli
 from configs.resnet_dataparallel import Config
 from configs.sweeps.resnet_dataparallel import list_points
 from experiments import resnet_dataparallel
-from tests.harness.cases import train_cases
-from tests.harness.dataparallel_parity import train_run
-from tests.harness.processes import Done, run
-from tests.harness.reference import differences
+from tests.harness.commands.processes import Done, run
+from tests.harness.parity.cases import train_cases
+from tests.harness.parity.dataparallel_cases import train_run
+from tests.harness.parity.reference import differences
 
 SMALL = ("model=mlp", "batch=16", "launch.threads=1", "data.test_limit=100", "optim.warmup=0")
 
 
 def test_ddp_with_synchronised_norms_equals_one_process(cache: Path, tmp_path: Path) -> None:
-    (expected,) = train_cases("dataparallel_parity", tmp_path, cache, 1, ["strategy=single"]).values()
+    (expected,) = train_cases("dataparallel_cases", tmp_path, cache, 1, ["strategy=single"]).values()
     assert len(expected["losses"]) == 10
     assert len(expected["state"]) == 122
     assert expected["state"]["bn1.num_batches_tracked"] == 10
     cases = ["sync_batchnorm=true", "sync_batchnorm=false"]
-    synchronised, separate = train_cases("dataparallel_parity", tmp_path, cache, 2, cases).values()
+    synchronised, separate = train_cases("dataparallel_cases", tmp_path, cache, 2, cases).values()
     assert differences(synchronised, expected) == []
     # the comparison detects norms that use the local shard only, although one shard is empty
     assert any("losses" in difference for difference in differences(separate, expected))

@@ -14,9 +14,9 @@ import torch
 from common.checkpoint import storage
 from common.models import networks
 from common.runs.folder import RunFolder
-from tests.harness.processes import run
-from tests.harness.registry import ARCHETYPES, REPLICATED, STAGED, Entry
-from tests.harness.resuming import ALONE, STEPS, check_that_it_goes_on, cut_off, differences, resume, whole_run
+from tests.harness.commands.processes import run
+from tests.harness.experiments.registry import ARCHETYPES, REPLICATED, STAGED, Entry
+from tests.harness.runs.resuming import ALONE, STEPS, check_that_it_goes_on, cut_off, differences, resume, whole_run
 
 
 @pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)

@@ -24,7 +24,7 @@ from configs.sparse_prune import CRITERIA, Config
 from configs.sweeps.sparse_prune import GRID, describe_csr_speed
 from experiments import sparse_prune
 from slurm.launch import sweep_file
-from tests.harness.processes import Done, run
+from tests.harness.commands.processes import Done, run
 
 # a run takes half a second; begin=0.1 and end=0.6 are steps 1 and 7 of 12
 SMALL = ("model=mlp", "batch=16", "steps=12", "data.test_limit=100", "optim.warmup=0", "launch.threads=1")

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from common.runs.folder import read_json
-from tests.harness import ddp_parity, parity, warm
-from tests.harness.cases import train_cases
-from tests.harness.processes import Done, environment, run
-from tests.harness.reference import TOLERANCE, differences
-from tests.harness.registry import EXPERIMENTS, Entry
-from tests.harness.resuming import ALONE
-from tests.harness.shared import run_once
+from tests.harness.commands import warm
+from tests.harness.commands.processes import Done, environment, run
+from tests.harness.environment.shared_results import run_once
+from tests.harness.experiments.registry import EXPERIMENTS, Entry
+from tests.harness.parity import ddp_cases, stage_cases
+from tests.harness.parity.cases import train_cases
+from tests.harness.parity.reference import TOLERANCE, differences
+from tests.harness.runs.resuming import ALONE
 
 STEPS = 5
 EXACT = ("dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}")
@@ -88,9 +89,9 @@ def test_messages_of_pipelines_equal_the_unsplit_model(tmp_path: Path, cache: Pa
         f"engine=torch,schedule=1f1b,stages=2,microbatches=6,{WIRE}",
         f"engine=own,schedule=gpipe,stages=4,stages_per_process=2,microbatches=4,{WIRE}",
     ]
-    trained = train_cases("parity", tmp_path, cache, 2, cases, name)
+    trained = train_cases("stage_cases", tmp_path, cache, 2, cases, name)
     assert list(trained) == cases
-    expected = parity.expected(cache, name, "stages=1")
+    expected = stage_cases.expected(cache, name, "stages=1")
     for case, outcome in trained.items():
         assert differences(outcome, expected) == [], case
 
@@ -99,10 +100,10 @@ def test_messages_of_pipelines_equal_the_unsplit_model(tmp_path: Path, cache: Pa
 def test_ddp_and_fsdp_equal_one_process(transport: str, tmp_path: Path, cache: Path) -> None:
     settings = f"launch.backend=builtin,launch.transport={transport}"
     cases = [f"strategy=fsdp,{settings}", f"find_unused_parameters=true,{settings}"]
-    trained = train_cases("ddp_parity", tmp_path, cache, 2, cases)
-    expected = ddp_parity.expected(cache, "model=convnet")
+    trained = train_cases("ddp_cases", tmp_path, cache, 2, cases)
+    expected = ddp_cases.expected(cache, "model=convnet")
     for case in cases:
-        assert ddp_parity.wrong(trained[case], expected) == [], case
+        assert ddp_cases.wrong(trained[case], expected) == [], case
 
 
 def test_encrypted_ranks_equal_one(tmp_path: Path, quick: tuple[str, ...]) -> None:
@@ -120,6 +121,6 @@ def test_encrypted_ranks_equal_one(tmp_path: Path, quick: tuple[str, ...]) -> No
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ddp_and_its_hooks_equal_one_process(ranks: int) -> None:
-    argv = [sys.executable, "-m", "tests.harness.backend_calls", str(ranks), "auto", "ddp"]
+    argv = [sys.executable, "-m", "tests.harness.ranks.backend_calls", str(ranks), "auto", "ddp"]
     completed = warm.execute(argv, env=environment())
     assert completed.returncode == 0, completed.stderr

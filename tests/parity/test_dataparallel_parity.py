@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.harness.dataparallel_parity import train_run
-from tests.harness.reference import differences
+from tests.harness.parity.dataparallel_cases import train_run
+from tests.harness.parity.reference import differences
 
 STEPS = 4  # two full batches, a last one without a sample for the second rank, and one of the next epoch
 FULL = ("model=resnet18", "compare=false", "data.samples=17", "data.image_size=12")  # its last layer has 2x2 pixels

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.cases import train_cases
-from tests.harness.ddp_parity import expected, wrong
-from tests.harness.shared import make_once
+from tests.harness.environment.shared_results import make_once
+from tests.harness.parity.cases import train_cases
+from tests.harness.parity.ddp_cases import expected, wrong
 
 DDP = ["strategy=ddp", "gradient_as_bucket_view=false,bucket_mb=25", "static_graph=true", "find_unused_parameters=true"]
 MISTAKES = ("sums_losses", "no_communication", "same_share")
@@ -27,7 +27,7 @@ BRIEF = f"{SYNCED},steps=10"
 def of_two(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Any]:
     """The results of every ConvNet case of two processes, correct ones and mistakes."""
     cases = ["strategy=fsdp", *DDP, *(f"{mistake},clip=0" for mistake in MISTAKES), SLOW, *HOOKS]
-    folder = make_once(tmp_path_factory, "ddp-of-two", lambda path: train_cases("ddp_parity", path, cache, 2, cases))
+    folder = make_once(tmp_path_factory, "ddp-of-two", lambda path: train_cases("ddp_cases", path, cache, 2, cases))
     return dict(torch.load(folder / "results-2.pt", weights_only=True))
 
 
@@ -40,7 +40,7 @@ def test_ddp_and_fsdp_of_the_convnet_equal_one_process(
         trained = request.getfixturevalue("of_two")
     else:
         cases = ["strategy=fsdp", DDP[0]]
-        trained = train_cases("ddp_parity", tmp_path, cache, processes, cases)
+        trained = train_cases("ddp_cases", tmp_path, cache, processes, cases)
     single_process = expected(cache, CONVNET)
     for case in cases:
         assert wrong(trained[case], single_process) == [], case
@@ -51,7 +51,7 @@ def test_ddp_and_fsdp_of_the_convnet_equal_one_process(
 
 def test_resnet_equals_one_process_with_and_without_synchronised_norms(tmp_path: Path, cache: Path) -> None:
     brief_fsdp = f"{BRIEF},strategy=fsdp"
-    trained = train_cases("ddp_parity", tmp_path, cache, 2, [SYNCED, NOT_SYNCED, brief_fsdp])
+    trained = train_cases("ddp_cases", tmp_path, cache, 2, [SYNCED, NOT_SYNCED, brief_fsdp])
     assert wrong(trained[SYNCED], expected(cache, SYNCED)) == []
     assert wrong(trained[brief_fsdp], expected(cache, BRIEF)) == []
     not_synced = trained[NOT_SYNCED]

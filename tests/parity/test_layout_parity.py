@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.processes import run
+from tests.harness.commands.processes import run
 
 
 def test_channels_last_changes_only_rounding(tmp_path: Path, cache: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness.cases import train_cases
-from tests.harness.reference import TOLERANCE
+from tests.harness.parity.cases import train_cases
+from tests.harness.parity.reference import TOLERANCE
 
 DDP = "ddp,seed=0"
 DELAYED_START = "every=4,start=6"
@@ -42,7 +42,7 @@ def test_an_exchange_after_each_step_equals_ddp_and_own_momentum_equals_torch(
     torch_optimizer = f"torch,{DELAYED_START}"
     local_sgd_cases = [averaged, "every=1", reset, plain_sgd, DELAYED_START, "every=4"]
     cases = [*local_sgd_cases, DDP, ddp_sgd, torch_optimizer]
-    trained = train_cases("local_sgd", tmp_path, cache, workers, cases)
+    trained = train_cases("local_sgd_cases", tmp_path, cache, workers, cases)
     assert find_gap(trained[averaged], trained[DDP]) <= TOLERANCE
     assert find_gap(trained["every=1"], trained[DDP]) <= TOLERANCE
     assert find_gap(trained[plain_sgd], trained[ddp_sgd]) <= TOLERANCE
@@ -60,7 +60,7 @@ def test_one_worker_equals_plain_training_for_any_round(tmp_path: Path, cache: P
         "every=3,momentum_of=reset",
         "every=3,delay=1,outer_lr=0.5",
     ]
-    trained = train_cases("local_sgd", tmp_path, cache, 1, [DDP, *equal_cases, *unequal_cases])
+    trained = train_cases("local_sgd_cases", tmp_path, cache, 1, [DDP, *equal_cases, *unequal_cases])
     for case in equal_cases:
         assert find_gap(trained[case], trained[DDP]) <= TOLERANCE, case
     for case in unequal_cases:

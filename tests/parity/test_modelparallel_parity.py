@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.cases import train_cases
-from tests.harness.parity import expected
-from tests.harness.reference import differences
+from tests.harness.parity.cases import train_cases
+from tests.harness.parity.reference import differences
+from tests.harness.parity.stage_cases import expected
 
 NAME = "resnet_modelparallel"
 CUTS = {2: "[layer3_0]", 3: "[layer2_0,layer3_1]", 4: "[layer2_0,layer3_0,layer4_0]"}
@@ -54,7 +54,7 @@ def test_every_mode_equals_the_unsplit_resnet_fed_the_same_microbatches(
     processes: int, kind: str, tmp_path: Path, cache: Path
 ) -> None:
     chosen_cases = cases(processes)[kind]
-    trained = train_cases("parity", tmp_path, cache, processes, chosen_cases, NAME)
+    trained = train_cases("stage_cases", tmp_path, cache, processes, chosen_cases, NAME)
     assert list(trained) == chosen_cases
     for case, outcome in trained.items():
         unsplit = SIZES[8] if "split_size=8" in case else SIZES[2]
@@ -63,7 +63,7 @@ def test_every_mode_equals_the_unsplit_resnet_fed_the_same_microbatches(
 
 def test_a_resnet_of_full_width_equals_the_unsplit_one(tmp_path: Path, cache: Path) -> None:
     wide_cases = [f"{WIDE},schedule=gpipe,{cut(2)}", f"{WIDE},engine=torch,schedule=1f1b,{cut(2)}"]
-    trained = train_cases("parity", tmp_path, cache, 2, wide_cases, NAME)
+    trained = train_cases("stage_cases", tmp_path, cache, 2, wide_cases, NAME)
     assert list(trained) == wide_cases
     unsplit = expected(cache, NAME, f"{WIDE},{SIZES[2]}")
     assert unsplit["state"]["fc.weight"].shape == (10, 512)

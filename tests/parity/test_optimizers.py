@@ -8,10 +8,10 @@ from pathlib import Path
 
 from common.training.optimizer_contract import CHECKS
 from configs.shared import OPTIMIZERS
-from tests.harness import warm
-from tests.harness.own_data import write_example
-from tests.harness.own_optimizer import Breach, write_own
-from tests.harness.processes import environment
+from tests.harness.commands import warm
+from tests.harness.commands.processes import environment
+from tests.harness.custom_code.examples import write_example
+from tests.harness.custom_code.optimizers import Breach, write_own
 
 LOCAL_NORM = Breach(  # each rank divides by the norm of its shard
     'p.add_(state["mean"]',
@@ -21,7 +21,7 @@ LOCAL_NORM = Breach(  # each rank divides by the norm of its shard
 
 
 def test_sharded_parameters_get_the_values_of_full_ones() -> None:
-    command = [sys.executable, "-m", "tests.harness.sharded_optimizers", *OPTIMIZERS]
+    command = [sys.executable, "-m", "tests.harness.ranks.sharded_optimizers", *OPTIMIZERS]
     completed = warm.execute(command, env=environment())
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert not completed.stdout, completed.stdout + completed.stderr

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.runs.folder import MODEL_FILE
-from tests.harness.processes import Done, run
-from tests.harness.reference import TOLERANCE
+from tests.harness.commands.processes import Done, run
+from tests.harness.parity.reference import TOLERANCE
 
 SETTINGS = ("dtype=float64", "batch=24", "optim.base_batch=24", "optim.warmup=5", "steps=25", "epochs=5", "model=mlp")
 SMALL = ("data.train_limit=120", "data.test_limit=200")

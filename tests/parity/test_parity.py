@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import parity
-from tests.harness.cases import train_cases
-from tests.harness.parity import expected
-from tests.harness.processes import run
-from tests.harness.reference import TOLERANCE, differences
+from tests.harness.commands.processes import run
+from tests.harness.parity import stage_cases
+from tests.harness.parity.cases import train_cases
+from tests.harness.parity.reference import TOLERANCE, differences
+from tests.harness.parity.stage_cases import expected
 
 NAME = "mnist_pipeline"
 ENGINES = {
@@ -39,7 +39,7 @@ def test_pipelines_equal_the_unsplit_model(processes: int, engine: str, tmp_path
         for schedule in ("gpipe", "1f1b"):
             cases.append(f"{make_case('own', schedule, processes, stage_counts[-1])},transport=network")
 
-    trained = train_cases("parity", tmp_path, cache, processes, cases, NAME)
+    trained = train_cases("stage_cases", tmp_path, cache, processes, cases, NAME)
     assert list(trained) == cases
     unsplit = expected(cache, NAME, "stages=1")
     for case, outcome in trained.items():
@@ -51,8 +51,8 @@ def test_pipelines_equal_the_unsplit_model(processes: int, engine: str, tmp_path
 
 def test_the_check_sees_mistakes_of_pipelines(tmp_path: Path, cache: Path) -> None:
     correct_case = make_case("own", "gpipe", 2, 1)
-    cases = [f"{mistake},{correct_case}" for mistake in parity.MISTAKES]
-    trained = train_cases("parity", tmp_path, cache, 2, cases, NAME)
+    cases = [f"{mistake},{correct_case}" for mistake in stage_cases.MISTAKES]
+    trained = train_cases("stage_cases", tmp_path, cache, 2, cases, NAME)
     assert list(trained) == cases
     for case, outcome in trained.items():
         differing = differences(outcome, expected(cache, NAME, "stages=1"))
@@ -60,7 +60,7 @@ def test_the_check_sees_mistakes_of_pipelines(tmp_path: Path, cache: Path) -> No
 
 
 def test_public_command_equals_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
-    settings = [f"{name}={value}" for name, value in parity.PIPELINE.items()]
+    settings = [f"{name}={value}" for name, value in stage_cases.PIPELINE.items()]
     settings.append(f"data.cache={cache}")
     split = run(NAME, *settings, "stages=2", "schedule=1f1b", runs=tmp_path / "split")
     unsplit = run(NAME, *settings, "stages=1", "microbatches=1", runs=tmp_path / "unsplit")

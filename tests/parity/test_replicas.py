@@ -14,9 +14,9 @@ from common.data import prepare
 from common.models.networks import ResNet
 from common.system import seeds
 from configs.resnet_modelparallel import Config
-from tests.harness import reference
-from tests.harness.processes import Done, run
-from tests.harness.reference import differences
+from tests.harness.commands.processes import Done, run
+from tests.harness.parity import reference
+from tests.harness.parity.reference import differences
 
 STEPS = 10
 PARITY = (

@@ -17,8 +17,8 @@ from common.data.prepare import prepare_digits
 from common.models.networks import SimpleNN
 from common.techniques.pipeline import partition, schedules
 from common.training.evaluate import slice_batches
-from tests.harness.ddp_pitfalls import SECONDS, made
-from tests.harness.processes import run
+from tests.harness.commands.processes import run
+from tests.harness.pitfalls.ddp_pitfalls import SECONDS, made
 
 
 def tutorial_stages() -> list[nn.Module]:

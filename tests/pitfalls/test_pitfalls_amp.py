@@ -1,7 +1,7 @@
 """Mistakes of accumulation and mixed precision: what they do, and what this repository does instead.
 
-The mistakes replace functions of the experiment (tests/harness/amp_parity.py). A forward outside no_sync needs two
-ranks: tests/experiments/test_amp.py.
+The mistakes replace functions of the experiment (tests/harness/parity/amp_cases.py). A forward outside no_sync needs
+two ranks: tests/experiments/test_amp.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common.training import optimizers
 from configs.amp_accum import Config as AmpConfig
 from configs.shared import Optim
 from experiments import amp_accum
-from tests.harness.amp_parity import made
+from tests.harness.parity.amp_cases import made
 
 CPU = torch.device("cpu")
 

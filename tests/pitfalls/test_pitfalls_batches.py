@@ -14,8 +14,8 @@ from torch import nn
 from common.techniques.data_parallel.shards import StepTimeModel, choose_shard_sizes, predict_slowest_rank_seconds
 from common.training import learning_rate
 from configs.shared import Optim
-from tests.harness.batch_pitfalls import BATCH, SAMPLES
-from tests.harness.ddp_pitfalls import made
+from tests.harness.pitfalls.batch_pitfalls import BATCH, SAMPLES
+from tests.harness.pitfalls.ddp_pitfalls import made
 
 STEPS = SAMPLES // BATCH
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness.communication_pitfalls import NUMBERS, RANKS, SECONDS, TRIES
-from tests.harness.ddp_pitfalls import made
+from tests.harness.pitfalls.communication_pitfalls import NUMBERS, RANKS, SECONDS, TRIES
+from tests.harness.pitfalls.ddp_pitfalls import made
 
 TOTAL = float(sum(range(1, RANKS + 1)))
 EXACT = 1e-12

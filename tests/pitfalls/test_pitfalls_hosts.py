@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import warm
-from tests.harness.ddp_pitfalls import made
-from tests.harness.host_pitfalls import SECONDS, refusal
-from tests.harness.processes import Done, environment
-from tests.harness.warnings_of_ranks import LOST, SAID, WARNED
+from tests.harness.commands import warm
+from tests.harness.commands.processes import Done, environment
+from tests.harness.pitfalls.ddp_pitfalls import made
+from tests.harness.pitfalls.host_pitfalls import SECONDS, refusal
+from tests.harness.pitfalls.rank_warnings import LOST, SAID, WARNED
 
 
 def execute(*arguments: str, runs: Path) -> Done:
@@ -51,7 +51,7 @@ def test_nodes_that_are_only_numbers_are_one_host(digits: tuple[str, ...], tmp_p
 
 def test_warnings_of_other_ranks_are_lost_by_their_level(digits: tuple[str, ...], tmp_path: Path) -> None:
     settings = (f"runs={tmp_path}", *digits, "steps=2", "data.test_limit=10", "log.level=error")
-    completed = execute("tests.harness.warnings_of_ranks", *settings, runs=tmp_path)
+    completed = execute("tests.harness.pitfalls.rank_warnings", *settings, runs=tmp_path)
     files = [path for path in completed.folder.path.rglob("*") if path.is_file() and "code" not in path.parts]
     texts = [completed.out, completed.err, *(path.read_text(errors="replace") for path in files)]
     assert LOST not in "\n".join(texts)

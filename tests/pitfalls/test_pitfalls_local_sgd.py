@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.cases import train_cases
-from tests.harness.local_sgd import ADAMW
-from tests.harness.processes import run
-from tests.harness.reference import TOLERANCE
-from tests.harness.registry import BY_NAME
-from tests.harness.resuming import ALONE, cut_off, differences, resume
-from tests.harness.shared import make_once
+from tests.harness.commands.processes import run
+from tests.harness.environment.shared_results import make_once
+from tests.harness.experiments.registry import BY_NAME
+from tests.harness.parity.cases import train_cases
+from tests.harness.parity.local_sgd_cases import ADAMW
+from tests.harness.parity.reference import TOLERANCE
+from tests.harness.runs.resuming import ALONE, cut_off, differences, resume
 
 DDP = "ddp,seed=0"
 LOCAL = "every=1"
@@ -30,7 +30,9 @@ CASES = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Any]:
     """The training of two workers, by case."""
-    folder = make_once(tmp_path_factory, "local-mistakes", lambda path: train_cases("local_sgd", path, cache, 2, CASES))
+    folder = make_once(
+        tmp_path_factory, "local-mistakes", lambda path: train_cases("local_sgd_cases", path, cache, 2, CASES)
+    )
     return dict(torch.load(folder / "results-2.pt", weights_only=True))
 
 
@@ -72,6 +74,6 @@ def test_between_two_exchanges_the_mean_is_not_the_state_of_the_workers(tmp_path
     whole = run("local_sgd", *quick, ALONE, "model=mlp", "steps=20", runs=tmp_path / "whole")
     assert whole.status == 0, whole.err
     folder = cut_off(whole.folder, 12, tmp_path / "cut")
-    completed = resume(BY_NAME["local_sgd"], folder, careless="tests.harness.local_sgd:drop_own_state")
+    completed = resume(BY_NAME["local_sgd"], folder, careless="tests.harness.parity.local_sgd_cases:drop_own_state")
     assert completed.returncode == 0, completed.stderr
     assert differences(folder, whole.folder), "the resumed run differs, without an error"

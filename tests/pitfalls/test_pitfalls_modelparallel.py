@@ -19,9 +19,9 @@ from common.models.networks import ResNet, SimpleNN
 from common.runs.folder import RunFolder
 from common.techniques.pipeline import partition
 from common.techniques.pipeline.single_process import SingleProcessPipeline
-from tests.harness.processes import run
-from tests.harness.registry import BY_NAME
-from tests.harness.shared import Make
+from tests.harness.commands.processes import run
+from tests.harness.environment.shared_results import Make
+from tests.harness.experiments.registry import BY_NAME
 
 
 def count_parameters(parts: Sequence[nn.Module]) -> list[dict[str, int]]:

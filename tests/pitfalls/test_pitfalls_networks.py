@@ -18,8 +18,8 @@ from common.system.errors import UserError
 from common.training.evaluate import measure_accuracy
 from configs.resnet_dataparallel import Config
 from configs.shared import InitialWeights
-from tests.harness.registry import REPLICATED
-from tests.harness.shared import Make
+from tests.harness.environment.shared_results import Make
+from tests.harness.experiments.registry import REPLICATED
 
 
 class TutorialCNN(nn.Module):

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from common.models.networks import SimpleNN
 from common.techniques.pruning import pruning_masks, pruning_savings
 from common.techniques.pruning.pruning_masks import Masks, soft_threshold
-from tests.harness.ddp_pitfalls import made
+from tests.harness.pitfalls.ddp_pitfalls import made
 
 
 def prune(model: nn.Module, share: float = 0.9) -> Masks:

@@ -10,11 +10,11 @@ from pathlib import Path
 from common.config import config
 from common.runs.folder import read_json
 from configs import ddp_multinode
-from tests.harness.long_runs import ENDLESS, check_hanging_rank, only_folder, ranks_of, train_long
-from tests.harness.processes import PATIENCE, Done, processes_of, run
-from tests.harness.registry import REPLICATED
-from tests.harness.resuming import ALONE, check_that_it_goes_on, resume, trained_steps
-from tests.harness.tracked_runs import inspect
+from tests.harness.commands.processes import PATIENCE, Done, processes_of, run
+from tests.harness.experiments.registry import REPLICATED
+from tests.harness.runs.long_runs import ENDLESS, check_hanging_rank, only_folder, ranks_of, train_long
+from tests.harness.runs.resuming import ALONE, check_that_it_goes_on, resume, trained_steps
+from tests.harness.runs.tracked_runs import inspect
 
 CHAIN = """
 from os import getpid

@@ -1,6 +1,6 @@
 """Only one attempt of a run trains at a time, and a run whose folder is moved stops.
 
-At random moments: tests/harness/claims_campaign.py; on a cluster: tests/cluster/test_claims.py.
+At random moments: tests/harness/runs/claims_campaign.py; on a cluster: tests/cluster/test_claims.py.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import storage
-from tests.harness import claims_campaign
-from tests.harness.chance import draw_seed
-from tests.harness.claims_campaign import LocalPlace
-from tests.harness.long_runs import ENDLESS, only_folder, train_long
-from tests.harness.processes import PATIENCE, processes_of, wait_until
-from tests.harness.registry import REPLICATED, STAGED
-from tests.harness.resuming import resume
+from tests.harness.commands.processes import PATIENCE, processes_of, wait_until
+from tests.harness.environment.randomness import draw_seed
+from tests.harness.experiments.registry import REPLICATED, STAGED
+from tests.harness.runs import claims_campaign
+from tests.harness.runs.claims_campaign import LocalPlace
+from tests.harness.runs.long_runs import ENDLESS, only_folder, train_long
+from tests.harness.runs.resuming import resume
 
 PAIRS = [("running", "resume", "cancel"), ("running", "cancel", "resume"), ("stopped", "resume", "resume")]
 

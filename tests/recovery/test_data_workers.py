@@ -14,10 +14,10 @@ from common.checkpoint import storage
 from common.runs.folder import RunFolder
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports.diagnosis import collect_diagnosis
-from tests.harness.long_runs import only_folder, ranks_of, train_long
-from tests.harness.processes import PATIENCE, environment, run, wait_until
-from tests.harness.resuming import numbers
-from tests.harness.warm import ROOT, Command, end_session, execute
+from tests.harness.commands.processes import PATIENCE, environment, run, wait_until
+from tests.harness.commands.warm import ROOT, Command, end_session, execute
+from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
+from tests.harness.runs.resuming import numbers
 
 STEPS = 1500
 SETTINGS = ("stages=1", "microbatches=1", "data.workers=1", "checkpoint.every_steps=50", "log.seconds=0.05")

@@ -1,4 +1,4 @@
-"""Ten cases of the campaign of tests/harness/elastic_campaign.py, in short runs."""
+"""Ten cases of the campaign of tests/harness/elastic/campaign.py, in short runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.chance import draw_cases
-from tests.harness.elastic_campaign import SHORT, draw_case, list_settings, suffer
-from tests.harness.shared import run_once
+from tests.harness.elastic.campaign import SHORT, draw_case, list_settings, suffer
+from tests.harness.environment.randomness import draw_cases
+from tests.harness.environment.shared_results import run_once
 
 SEED = "37"
 CASES = (4, 17, 27, 30, 47, 56, 60, 65, 74, 78)  # two or three ranks, and strikes that come soon

@@ -11,8 +11,8 @@ from pathlib import Path
 import yaml
 
 from common.runs.folder import RunFolder, read_json
-from tests.harness import warm
-from tests.harness.processes import environment
+from tests.harness.commands import warm
+from tests.harness.commands.processes import environment
 
 SETTINGS = {
     "width": "8", "batch": "64", "steps": "300", "epochs": "5", "log.progress": "none", "data.name": "digits",

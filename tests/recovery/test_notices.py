@@ -15,11 +15,11 @@ import pytest
 from common.checkpoint import storage
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports import cancel, diagnosis, logs, status
-from tests.harness.long_runs import ENDLESS, check_hanging_rank, check_notice, only_folder, ranks_of, train_long
-from tests.harness.processes import PATIENCE, command, environment, processes_of, run, wait_until
-from tests.harness.registry import BY_NAME, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
-from tests.harness.resuming import check_notice_in_evaluation
-from tests.harness.warm import Command
+from tests.harness.commands.processes import PATIENCE, command, environment, processes_of, run, wait_until
+from tests.harness.commands.warm import Command
+from tests.harness.experiments.registry import BY_NAME, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
+from tests.harness.runs.long_runs import ENDLESS, check_hanging_rank, check_notice, only_folder, ranks_of, train_long
+from tests.harness.runs.resuming import check_notice_in_evaluation
 
 NOTICES = [(STAGED, number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)]
 NOTICES += [(entry, signal.SIGUSR2) for entry in EXPERIMENTS if entry not in (STAGED, REPLICATED)]

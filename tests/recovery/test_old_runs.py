@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from common.runs.folder import RunFolder
-from tests.harness import inside, warm
+from tests.harness.commands import in_process, warm
+from tests.harness.commands.processes import environment, values_of
+from tests.harness.commands.warm import ROOT
 from tests.harness.old_runs import VERSIONS, unpack
-from tests.harness.processes import environment, values_of
-from tests.harness.warm import ROOT
 
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,17 +29,17 @@ def losses(folder: RunFolder) -> dict[int, float]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_old_runs_are_listed_compared_and_evaluated(version: str, tmp_path: Path) -> None:
     stopped, finished = unpack(version, tmp_path)
-    status = inside.run_verb("status", "--json=1", cwd=tmp_path)
+    status = in_process.run_verb("status", "--json=1", cwd=tmp_path)
     states = {run["run"]: run["state"] for run in json.loads(status.stdout)}
     assert states == {stopped.path.name: "cancelled", finished.path.name: "finished"}
 
-    compared = inside.run_verb("compare", cwd=tmp_path, COLUMNS="200")  # wide enough for all columns
+    compared = in_process.run_verb("compare", cwd=tmp_path, COLUMNS="200")  # wide enough for all columns
     (line,) = (line for line in compared.stdout.splitlines() if line.startswith(finished.path.name))
     accuracy = values_of(finished)["test_accuracy"]
     assert f"{accuracy:.2%}" in line, compared.stdout + compared.stderr
     assert "fc2" in line, compared.stdout + compared.stderr
 
-    evaluated = inside.run_verb("evaluate", "--", finished.path.name, cwd=tmp_path)
+    evaluated = in_process.run_verb("evaluate", "--", finished.path.name, cwd=tmp_path)
     correct_samples = round(accuracy * values_of(finished)["test_samples"])
     assert f"recorded by the run: {correct_samples}" in evaluated.stdout, evaluated.stderr
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.harness.own_data import write_example
-from tests.harness.own_optimizer import BREACHES, write_own
-from tests.harness.processes import run
-from tests.harness.registry import REPLICATED
-from tests.harness.resuming import check_that_it_goes_on
+from tests.harness.commands.processes import run
+from tests.harness.custom_code.examples import write_example
+from tests.harness.custom_code.optimizers import BREACHES, write_own
+from tests.harness.experiments.registry import REPLICATED
+from tests.harness.runs.resuming import check_that_it_goes_on
 
 
 def test_a_run_keeps_optimizer_and_decay_of_the_contributing_page(tmp_path: Path, quick: tuple[str, ...]) -> None:

@@ -7,10 +7,10 @@ import signal
 from pathlib import Path
 
 from common.checkpoint.storage import list_resumable_checkpoints
-from tests.harness.long_runs import ENDLESS, only_folder, ranks_of, train_long
-from tests.harness.processes import PATIENCE, processes_of, run, wait_until
-from tests.harness.registry import BY_NAME
-from tests.harness.resuming import ALONE, differences, resume, trained_steps
+from tests.harness.commands.processes import PATIENCE, processes_of, run, wait_until
+from tests.harness.experiments.registry import BY_NAME
+from tests.harness.runs.long_runs import ENDLESS, only_folder, ranks_of, train_long
+from tests.harness.runs.resuming import ALONE, differences, resume, trained_steps
 
 SERVED = BY_NAME["param_server"]
 

@@ -10,11 +10,11 @@ import pytest
 
 from common.runs.folder import RunFolder
 from common.techniques.elastic.member import STUCK_REASON
-from tests.harness import warm
-from tests.harness.elastic_runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
-from tests.harness.processes import environment
-from tests.harness.registry import BY_NAME
-from tests.harness.resuming import resume
+from tests.harness.commands import warm
+from tests.harness.commands.processes import environment
+from tests.harness.elastic.runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
+from tests.harness.experiments.registry import BY_NAME
+from tests.harness.runs.resuming import resume
 
 NAME = "param_server"
 STEP = {"evaluation": 10, "save": 8}  # an epoch has 10 steps, and every fourth step is saved
@@ -143,7 +143,7 @@ def test_a_message_that_breaks_off_in_its_middle_is_noticed(side: str, tmp_path:
     for number in range(5):  # on a busy machine the message may arrive before the signal
         folder = tmp_path / str(number)
         folder.mkdir()
-        command = [sys.executable, "-m", "tests.harness.param_server_half_served", side, str(folder)]
+        command = [sys.executable, "-m", "tests.harness.ranks.param_server_interrupted_message", side, str(folder)]
         completed = warm.execute(command, env=environment(), timeout=100)
         if completed.stdout != "it came\n":
             break

@@ -16,9 +16,9 @@ from common.checkpoint import storage
 from common.runs import claims
 from common.runs.folder import RunFolder, write_atomic
 from common.system.exit_status import EXIT_RESUMABLE
-from tests.harness.long_runs import only_folder, ranks_of
-from tests.harness.processes import PATIENCE, environment, processes_of, run, wait_until
-from tests.harness.warm import ROOT, Command, end_session
+from tests.harness.commands.processes import PATIENCE, environment, processes_of, run, wait_until
+from tests.harness.commands.warm import ROOT, Command, end_session
+from tests.harness.runs.long_runs import only_folder, ranks_of
 
 STEPS = 600
 LENGTH = ("stages=1", "microbatches=1", f"steps={STEPS}", "epochs=100", "launch.threads=1")
@@ -28,7 +28,7 @@ SAVING = ("checkpoint.every_steps=100", "checkpoint.every_seconds=0", "log.secon
 @contextlib.contextmanager
 def started(*settings: str, without: str = "") -> Iterator[Command]:
     """Start mnist_pipeline in a new process group, without a protection."""
-    argv = [sys.executable, "-m", "tests.harness.careless", without]
+    argv = [sys.executable, "-m", "tests.harness.runs.dropped_protection", without]
     argv += [str(ROOT / "experiments" / "mnist_pipeline.py"), *settings]
     process = Command(argv, env=environment(), session=True)
     try:

@@ -1,4 +1,7 @@
-"""Stop requests at random moments, with a small set of images; with 60,000 images: tests/harness/random_moments.py."""
+"""Stop requests at random moments, with a small set of images.
+
+tests/harness/runs/random_stops.py does the same with 60,000 images.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from common.runs.folder import RunFolder
-from tests.harness import random_moments, warm
-from tests.harness.chance import open_stream
-from tests.harness.processes import environment, processes_of
-from tests.harness.random_moments import Trial, trials
+from tests.harness.commands import warm
+from tests.harness.commands.processes import environment, processes_of
+from tests.harness.environment.randomness import open_stream
+from tests.harness.runs import random_stops
+from tests.harness.runs.random_stops import Trial, trials
 
 
 def test_a_run_that_is_stopped_at_any_moment_loses_nothing(tmp_path: Path) -> None:
@@ -29,12 +33,12 @@ def test_a_failed_trial_does_not_affect_the_next_one(
     def stop(process: warm.Command, trial: Trial) -> None:
         raise OSError("of the run\nno space left")
 
-    monkeypatch.setattr(random_moments, "start", start)
-    monkeypatch.setattr(random_moments, "stop", stop)
-    monkeypatch.setattr(random_moments, "run_to_the_end", lambda root, place: (RunFolder(place), 0.01))
+    monkeypatch.setattr(random_stops, "start", start)
+    monkeypatch.setattr(random_stops, "stop", stop)
+    monkeypatch.setattr(random_stops, "run_to_the_end", lambda root, place: (RunFolder(place), 0.01))
     monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["random_moments", "--images=12", "--moments=1"])
-    assert random_moments.main() == 1
+    assert random_stops.main() == 1
     lines = capsys.readouterr().out.splitlines()
     reports_failure = ["FAILED: OSError: no space left" in line for line in lines]
     assert reports_failure == [False, True, True, False, False]

@@ -15,12 +15,13 @@ import pytest
 from common.checkpoint import storage
 from common.runs import provenance
 from slurm.reports.status import read_status
-from tests.harness import warm
-from tests.harness.chance import draw_cases
-from tests.harness.long_runs import only_folder
-from tests.harness.processes import environment, run
-from tests.harness.registry import ARCHETYPES, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
-from tests.harness.resuming import (
+from tests.harness.commands import warm
+from tests.harness.commands.processes import environment, run
+from tests.harness.commands.warm import ROOT
+from tests.harness.environment.randomness import draw_cases
+from tests.harness.experiments.registry import ARCHETYPES, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
+from tests.harness.runs.long_runs import only_folder
+from tests.harness.runs.resuming import (
     ALONE,
     STEPS,
     check_that_it_goes_on,
@@ -31,7 +32,6 @@ from tests.harness.resuming import (
     trained_steps,
     whole_run,
 )
-from tests.harness.warm import ROOT
 
 training = pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
 archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)
@@ -127,7 +127,7 @@ def test_without_settled_buckets_a_resumed_run_differs(tmp_path: Path, quick: tu
     """DDP regroups its buckets in the first steps; four ranks then round differently."""
     script = str(ROOT / "experiments" / f"{REPLICATED.name}.py")
     runs = tmp_path / "uninterrupted"
-    argv = [sys.executable, "-m", "tests.harness.careless", "settling", script]
+    argv = [sys.executable, "-m", "tests.harness.runs.dropped_protection", "settling", script]
     settings = [*quick, *REPLICATED.spread(4), f"runs={runs}"]
     warm.execute([*argv, *settings], env=environment(), check=True)
     uninterrupted = only_folder(runs)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from tests.harness.long_runs import only_folder, train_long
-from tests.harness.processes import PATIENCE, processes_of, wait_until
-from tests.harness.registry import BY_NAME
-from tests.harness.resuming import resume, trained_steps
+from tests.harness.commands.processes import PATIENCE, processes_of, wait_until
+from tests.harness.experiments.registry import BY_NAME
+from tests.harness.runs.long_runs import only_folder, train_long
+from tests.harness.runs.resuming import resume, trained_steps
 
 
 def test_a_stop_request_while_the_model_is_exported_loses_nothing(tmp_path: Path, quick: tuple[str, ...]) -> None:

@@ -7,11 +7,11 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.harness import warm
-from tests.harness.long_runs import free_port, only_folder, ranks_of
-from tests.harness.processes import PATIENCE, command, environment, run, wait_until
-from tests.harness.resuming import trained_steps
-from tests.harness.warm import Command, end_session
+from tests.harness.commands import warm
+from tests.harness.commands.processes import PATIENCE, command, environment, run, wait_until
+from tests.harness.commands.warm import Command, end_session
+from tests.harness.runs.long_runs import free_port, only_folder, ranks_of
+from tests.harness.runs.resuming import trained_steps
 
 
 def torchrun() -> list[str]:

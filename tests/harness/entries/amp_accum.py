@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.amp_accum import Config
-from tests.harness.entry import Entry
+from tests.harness.experiments.entry import Entry
 
 ENTRY = Entry(
     name="amp_accum",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.collectives import Config
-from tests.harness.entry import Entry
+from tests.harness.experiments.entry import Entry
 
 ONE_SIDE = ("algorithms=[ring]", "transports=[memory]")  # only one algorithm and transport of the built-in backend
 

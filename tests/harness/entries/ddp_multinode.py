@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.ddp_multinode import Config
-from tests.harness.entry import FEW_STEPS, MLP, SCORES, Entry
+from tests.harness.experiments.entry import FEW_STEPS, MLP, SCORES, Entry
 
 ENTRY = Entry(
     name="ddp_multinode",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.local_sgd import Config
-from tests.harness.entry import SCORES, Entry
+from tests.harness.experiments.entry import SCORES, Entry
 
 ENTRY = Entry(
     name="local_sgd",

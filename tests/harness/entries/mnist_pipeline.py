@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.mnist_pipeline import Config
-from tests.harness.entry import SCORES, Entry
+from tests.harness.experiments.entry import SCORES, Entry
 
 ENTRY = Entry(
     name="mnist_pipeline",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.param_server import Config
-from tests.harness.entry import SCORES, Entry
+from tests.harness.experiments.entry import SCORES, Entry
 
 ENTRY = Entry(
     name="param_server",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.resnet_modelparallel import Config
-from tests.harness.entry import SCORES, Entry
+from tests.harness.experiments.entry import SCORES, Entry
 
 ENTRY = Entry(
     name="resnet_modelparallel",

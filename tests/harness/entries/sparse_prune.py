@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.sparse_prune import Config
-from tests.harness.entry import Entry
+from tests.harness.experiments.entry import Entry
 
 ENTRY = Entry(
     name="sparse_prune",

@@ -17,9 +17,9 @@ from common.backend.certificates import Identity, create_identity_files, load_id
 from common.ranks.links.connecting import RankAddress
 from common.system.causes import Cause
 from common.system.errors import UnreachableError, UserError
-from tests.harness.file_limit import limit_file_size
-from tests.harness.processes import PATIENCE, wait_until
-from tests.harness.transport import Meeting, identity
+from tests.harness.commands.processes import PATIENCE, wait_until
+from tests.harness.environment.size_limit import limit_file_size
+from tests.harness.ranks.meeting import Meeting, identity
 
 __all__ = ["identity"]  # fixture
 HOUR = 3600.0

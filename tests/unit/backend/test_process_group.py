@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import warm
-from tests.harness.backend_calls import CASES
-from tests.harness.processes import PATIENCE, environment, processes_of
+from tests.harness.commands import warm
+from tests.harness.commands.processes import PATIENCE, environment, processes_of
+from tests.harness.ranks.backend_calls import CASES
 
 
 def run_ranks(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a case of tests/harness/ranks.py on three ranks, and check that all of them exit."""
-    command = [sys.executable, "-m", "tests.harness.ranks", case, str(folder), "builtin"]
+    """Run a case of tests/harness/ranks/launch_cases.py on three ranks, and check that all of them exit."""
+    command = [sys.executable, "-m", "tests.harness.ranks.launch_cases", case, str(folder), "builtin"]
     process = warm.execute(command, env=environment(), timeout=PATIENCE)
     assert not processes_of(str(folder))
     return process
@@ -29,7 +29,7 @@ def run_ranks(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
     ids=["2-auto", "3-network"],
 )
 def test_collectives_return_the_computed_values(ranks: int, transport: str, cases: Iterable[str]) -> None:
-    command = [sys.executable, "-m", "tests.harness.backend_calls", str(ranks), transport, *cases]
+    command = [sys.executable, "-m", "tests.harness.ranks.backend_calls", str(ranks), transport, *cases]
     process = warm.execute(command, env=environment())
     assert process.returncode == 0, process.stderr
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.processes import Done, run
+from tests.harness.commands.processes import Done, run
 
 BUILTIN = "launch.backend=builtin"
 INVALID_ALGORITHMS = """\

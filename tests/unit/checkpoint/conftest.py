@@ -17,7 +17,7 @@ from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from configs.shared import Checkpoint
-from tests.harness.checkpoints import right, state_of
+from tests.harness.ranks.checkpoint_cases import right, state_of
 
 
 class RunWithCheckpoints:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from common.checkpoint import checkpointer, storage
 from common.checkpoint.checkpointer import CheckpointState
 from common.system.errors import RunTakenError
-from tests.harness.checkpoints import state_of
+from tests.harness.ranks.checkpoint_cases import state_of
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
 
 

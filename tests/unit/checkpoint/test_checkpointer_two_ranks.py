@@ -20,16 +20,18 @@ from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from configs.shared import Checkpoint
-from tests.harness import warm
-from tests.harness.checkpoints import right
-from tests.harness.processes import environment
-from tests.harness.shared import make_once
+from tests.harness.commands import warm
+from tests.harness.commands.processes import environment
+from tests.harness.environment.shared_results import make_once
+from tests.harness.ranks.checkpoint_cases import right
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
 
 
 @dataclass
 class TwoRankReports:
-    """Reports of two real ranks about each case of tests/harness/checkpoints.py, and the folder of the cases."""
+    """Reports of two real ranks about each case of tests/harness/ranks/checkpoint_cases.py, and the folder of the
+    cases.
+    """
 
     folder: Path
     reports: list[dict[str, Any]]
@@ -58,7 +60,7 @@ def two_ranks(world: World, tmp_path_factory: pytest.TempPathFactory) -> TwoRank
         run.save(7)
         run.folder.path.rename(folder / "of_one")
         RunFolder(folder / "of_one").claim_attempt()
-        command = [sys.executable, "-m", "tests.harness.checkpoints", "two", str(folder)]
+        command = [sys.executable, "-m", "tests.harness.ranks.checkpoint_cases", "two", str(folder)]
         process = warm.execute(command, env=environment())
         assert process.returncode == 0, process.stderr
 

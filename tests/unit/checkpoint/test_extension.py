@@ -12,8 +12,8 @@ from common.config.config_keys import replace_values
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.ddp_multinode import Config
-from tests.harness.measurement import Measurement
-from tests.harness.permissions import permissions_apply
+from tests.harness.environment.permissions import permissions_apply
+from tests.harness.experiments.measurement_config import Measurement
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
 
 

@@ -18,8 +18,8 @@ from common.checkpoint import loading, rank_file, storage
 from common.checkpoint.storage import CheckpointPath, Manifest
 from common.system.causes import Cause
 from common.system.errors import UserError
-from tests.harness.checkpoints import right
-from tests.harness.permissions import permissions_apply
+from tests.harness.environment.permissions import permissions_apply
+from tests.harness.ranks.checkpoint_cases import right
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
 
 FOREIGN_USER = 12345  # neither the current user nor root

@@ -14,7 +14,7 @@ import pytest
 from common.checkpoint import stop_request
 from common.checkpoint.stop_request import StopRequest
 from common.system.exit_status import EXIT_RESUMABLE
-from tests.harness.processes import wait_until
+from tests.harness.commands.processes import wait_until
 
 CaseBody = Callable[[StopRequest], None]
 

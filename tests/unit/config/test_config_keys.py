@@ -13,7 +13,7 @@ from common.system.errors import UserError
 from configs.ddp_multinode import Config as DataParallelConfig
 from configs.mnist_pipeline import Config
 from configs.profile import Profile
-from tests.harness.measurement import Measurement
+from tests.harness.experiments.measurement_config import Measurement
 from tests.unit.config.conftest import get_refusal
 
 

@@ -19,8 +19,8 @@ from common.data.prepare import prepare_dataset
 from common.runs import progress
 from common.system.errors import UserError
 from configs.shared import Data, Log
-from tests.harness.images import load_train_test
-from tests.harness.processes import wait_until
+from tests.harness.commands.processes import wait_until
+from tests.harness.environment.prepared_images import load_train_test
 
 
 def make_settings(root: Path, **settings: Any) -> Data:

@@ -20,8 +20,8 @@ from common.data.synthetic_digits import generate_digits
 from common.system.causes import Cause
 from common.system.errors import UserError
 from configs.shared import Data
-from tests.harness.file_limit import limit_file_size
-from tests.harness.images import load_train_test
+from tests.harness.environment.prepared_images import load_train_test
+from tests.harness.environment.size_limit import limit_file_size
 
 
 def test_processes_that_start_together_prepare_a_data_set_once(tmp_path: Path) -> None:

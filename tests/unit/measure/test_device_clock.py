@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.measure import device_clock
-from tests.harness.fake_cuda import FakeGpu, gpu
+from tests.harness.environment.fake_cuda import FakeGpu, gpu
 
 __all__ = ["gpu"]
 

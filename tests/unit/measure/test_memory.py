@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from common.measure.memory import read_peak_memory, reset_peak_memory
-from tests.harness.processes import PATIENCE
-from tests.harness.transport import fork
+from tests.harness.commands.processes import PATIENCE
+from tests.harness.ranks.meeting import fork
 
 TENSOR_BYTES = 300_000_000
 

@@ -14,7 +14,7 @@ from common.measure.metrics_log import SharedMetricsLog
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.metrics_writer import MetricsWriter
-from tests.harness.logging_ranks import Counted
+from tests.harness.ranks.logging_ranks import Counted
 
 
 def open_log(file: Path, *, is_main: bool) -> SharedMetricsLog:

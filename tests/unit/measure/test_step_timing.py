@@ -8,7 +8,7 @@ from torch import nn
 
 from common.measure import step_timing
 from common.techniques.pipeline.stage_tracer import StageTracer
-from tests.harness.fake_cuda import FakeGpu, gpu
+from tests.harness.environment.fake_cuda import FakeGpu, gpu
 
 __all__ = ["gpu"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.harness.processes import run
+from tests.harness.commands.processes import run
 
 
 def test_missing_weights_are_refused_before_the_run_starts(tmp_path: Path) -> None:

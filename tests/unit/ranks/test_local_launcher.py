@@ -16,10 +16,10 @@ import pytest
 
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports import status
-from tests.harness import warm
-from tests.harness.control_groups import CGROUP_ROOT, create_control_group
-from tests.harness.long_runs import ENDLESS, only_folder, ranks_of, train_long
-from tests.harness.processes import PATIENCE, environment, processes_of
+from tests.harness.commands import warm
+from tests.harness.commands.processes import PATIENCE, environment, processes_of
+from tests.harness.environment.control_groups import CGROUP_ROOT, create_control_group
+from tests.harness.runs.long_runs import ENDLESS, only_folder, ranks_of, train_long
 
 LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
 LISTENING = "0A"
@@ -27,8 +27,8 @@ GROUP_BYTES = str(300 << 20)
 
 
 def fork_ranks(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a case of tests/harness/ranks.py on three forked ranks, and check that no rank is left."""
-    argv = [sys.executable, "-m", "tests.harness.ranks", case, str(folder)]
+    """Run a case of tests/harness/ranks/launch_cases.py on three forked ranks, and check that no rank is left."""
+    argv = [sys.executable, "-m", "tests.harness.ranks.launch_cases", case, str(folder)]
     process = warm.execute(argv, env=environment(), timeout=PATIENCE)
     assert not processes_of(str(folder))
     return process

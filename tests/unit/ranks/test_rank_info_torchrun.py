@@ -12,9 +12,9 @@ import pytest
 
 from common.runs.folder import read_json
 from common.system.exit_status import EXIT_RESUMABLE
-from tests.harness import warm
-from tests.harness.long_runs import free_port, only_folder
-from tests.harness.processes import PATIENCE, command, environment, run, wait_until
+from tests.harness.commands import warm
+from tests.harness.commands.processes import PATIENCE, command, environment, run, wait_until
+from tests.harness.runs.long_runs import free_port, only_folder
 
 
 def start_two_ranks(argv: Sequence[str]) -> list[warm.Command]:
@@ -41,7 +41,7 @@ def one_rank() -> dict[str, Any]:
 def test_ranks_that_are_stopped_before_the_first_step_exit_at_once(tmp_path: Path, cache: Path) -> None:
     """One rank waits for a message of the other, which exits."""
     settings = (f"runs={tmp_path / 'runs'}", "data.name=digits", f"data.cache={cache}", "launch.step_timeout=100")
-    ranks = start_two_ranks([sys.executable, "-m", "tests.harness.waiting_ranks", *settings])
+    ranks = start_two_ranks([sys.executable, "-m", "tests.harness.ranks.waiting_ranks", *settings])
     wait_until(lambda: all("waiting" in rank.out for rank in ranks), "both ranks wait in main()")
     for rank in ranks:
         rank.send_signal(signal.SIGUSR2)

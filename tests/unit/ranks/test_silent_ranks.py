@@ -19,7 +19,7 @@ from common.ranks import silent_ranks
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.ranks.silent_ranks import SilentRankWatchdog, describe_silent_ranks
-from tests.harness.processes import wait_until
+from tests.harness.commands.processes import wait_until
 
 TIMEOUT = datetime.timedelta(seconds=30)
 NO_STORE_MESSAGE = "rank 0 on a, which serves the rendezvous store, does not answer"

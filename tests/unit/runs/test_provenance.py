@@ -11,7 +11,7 @@ from common.runs import provenance
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from slurm.__main__ import main
-from tests.harness.made_runs import Made
+from tests.harness.runs.synthetic_runs import Made
 
 DAMAGED_FILE = "common/config/config.py"
 

@@ -11,7 +11,7 @@ import pytest
 
 from common.runs.folder import RunFolder
 from slurm.scheduling import scheduler
-from tests.harness.fake_slurm import Fake
+from tests.harness.slurm.fake_slurm import Fake
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 from common.runs import provenance
 from common.runs.folder import RunFolder, write_json
 from common.system.processes import Process
-from tests.harness.made_runs import Made
+from tests.harness.runs.synthetic_runs import Made
 
 
 def write_submitted_run(runs: Path, job: str, number: int = 0) -> RunFolder:

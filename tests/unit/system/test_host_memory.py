@@ -11,7 +11,7 @@ from common.config import config
 from common.system import host_memory, process_limits
 from configs.amp_accum import Config as PrecisionConfig
 from configs.resnet_modelparallel import Config as PipelineConfig
-from tests.harness.processes import run
+from tests.harness.commands.processes import run
 
 
 def test_a_model_that_does_not_fit_is_refused_before_ranks_start(tmp_path: Path, cache: Path) -> None:

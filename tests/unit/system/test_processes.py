@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.harness.warm import ROOT
+from tests.harness.commands.warm import ROOT
 
 PROGRAM = """
 import os

@@ -23,8 +23,8 @@ from common.techniques.parameter_server.server import (
 from common.training.optimizers import SGD
 from configs.param_server import Config
 from tests.benchmarks.param_server_bound import compute_bound, play_turns
-from tests.harness.chance import open_stream
-from tests.harness.processes import wait_until
+from tests.harness.commands.processes import wait_until
+from tests.harness.environment.randomness import open_stream
 
 sgd = partial(SGD, lr=1.0)
 

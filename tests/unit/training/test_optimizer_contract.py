@@ -11,7 +11,7 @@ import torch
 from common.system.errors import UserError
 from common.training.optimizer_contract import CHECKS, check_optimizer
 from configs.shared import OPTIMIZERS, Optim
-from tests.harness.own_optimizer import BREACHES, Breach, write_own
+from tests.harness.custom_code.optimizers import BREACHES, Breach, write_own
 
 ACCUMULATING = Breach(  # a step at every third call
     'p.add_(state["mean"], ',

@@ -22,8 +22,8 @@ from common.system.causes import Cause
 from common.system.errors import RunTakenError, UserError
 from common.training.run import Run
 from configs.mnist_pipeline import Config
-from tests.harness.file_limit import limit_file_size
-from tests.harness.processes import wait_until
+from tests.harness.commands.processes import wait_until
+from tests.harness.environment.size_limit import limit_file_size
 
 
 def test_images_and_histograms_of_any_step_are_written_as_files(run: Run) -> None:

@@ -23,7 +23,7 @@ from common.runs.folder import RunFolder
 from common.training.run import Run
 from configs.mnist_pipeline import Config
 from configs.shared import Checkpoint, Data
-from tests.harness.images import load_train_test
+from tests.harness.environment.prepared_images import load_train_test
 
 HOST_SECONDS = 0.001  # time of a step on the host
 GPU_SECONDS = 0.1  # time of a step on the GPU afterward

@@ -18,8 +18,8 @@ from common.ranks.links.connecting import RankAddress, RankLinks
 from common.ranks.links.outgoing import LinkError
 from common.ranks.links.welcome import ANSWER_BYTES
 from common.system.errors import UnreachableError
-from tests.harness.processes import PATIENCE
-from tests.harness.transport import LARGE_BYTES, Meeting, fork, identity, meeting, pair
+from tests.harness.commands.processes import PATIENCE
+from tests.harness.ranks.meeting import LARGE_BYTES, Meeting, fork, identity, meeting, pair
 
 __all__ = ["identity", "meeting", "pair"]
 

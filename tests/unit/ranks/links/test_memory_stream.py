@@ -13,8 +13,8 @@ from common.ranks.links.memory_stream import (
     allocate_memory,
     choose_polling_seconds,
 )
-from tests.harness.file_limit import limit_file_size
-from tests.harness.transport import LARGE_BYTES, identity, meeting, pair
+from tests.harness.environment.size_limit import limit_file_size
+from tests.harness.ranks.meeting import LARGE_BYTES, identity, meeting, pair
 
 __all__ = ["identity", "meeting", "pair"]
 

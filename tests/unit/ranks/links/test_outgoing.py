@@ -10,8 +10,8 @@ import pytest
 from common.ranks.links.connecting import RankLinks
 from common.ranks.links.outgoing import LinkTimeout
 from common.ranks.links.socket_stream import PIECE_BYTES, SMALL_BYTES
-from tests.harness.processes import PATIENCE
-from tests.harness.transport import LARGE_BYTES, Meeting, fork, identity, meeting, pair
+from tests.harness.commands.processes import PATIENCE
+from tests.harness.ranks.meeting import LARGE_BYTES, Meeting, fork, identity, meeting, pair
 
 __all__ = ["identity", "meeting", "pair"]
 

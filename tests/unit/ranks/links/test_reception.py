@@ -16,10 +16,10 @@ from common.ranks.links.connecting import RankAddress, RankLinks
 from common.ranks.links.reception import MAX_PENDING
 from common.ranks.links.welcome import ANSWER_BYTES, ConnectionId, make_hello
 from common.system.errors import UnreachableError
-from tests.harness.chance import draw_seed
-from tests.harness.processes import PATIENCE
-from tests.harness.strangers import attack
-from tests.harness.transport import Meeting, fork, identity, meeting
+from tests.harness.commands.processes import PATIENCE
+from tests.harness.environment.randomness import draw_seed
+from tests.harness.ranks.foreign_clients import attack
+from tests.harness.ranks.meeting import Meeting, fork, identity, meeting
 
 __all__ = ["identity", "meeting"]
 

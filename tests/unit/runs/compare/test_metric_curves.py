@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.runs.compare import metric_curves
-from tests.harness.made_runs import Made
+from tests.harness.runs.synthetic_runs import Made
 
 STEP_SECONDS = 0.1
 PAUSE_SECONDS = 60

@@ -8,7 +8,7 @@ from unittest import mock
 from common.runs.folder import RunFolder
 from common.runs.tracking.wandb_process import RowForwarder
 from common.runs.tracking.wandb_rows import TrackingNote, list_incomplete_notes, read_note, write_note
-from tests.harness.made_runs import Made
+from tests.harness.runs.synthetic_runs import Made
 
 
 def test_sending_the_rows_of_an_attempt_does_not_change_newer_attempts(tmp_path: Path) -> None:

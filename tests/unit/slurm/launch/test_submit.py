@@ -24,11 +24,11 @@ from configs.profile import Profile
 from slurm.__main__ import main as slurm_main
 from slurm.launch.submit import check_source_knows_settings, prepare_run_folder, submit_prepared_run
 from slurm.scheduling import scheduler
-from tests.harness import inside
-from tests.harness.fake_slurm import Fake, call, call_here
-from tests.harness.made_runs import Made
-from tests.harness.own_data import write_example, write_schedule
-from tests.harness.warm import ROOT
+from tests.harness.commands import in_process
+from tests.harness.commands.warm import ROOT
+from tests.harness.custom_code.examples import write_example, write_schedule
+from tests.harness.runs.synthetic_runs import Made
+from tests.harness.slurm.fake_slurm import Fake, call, call_here
 
 
 def list_arguments(cache: Path, runs: Path, *options: str) -> tuple[str, ...]:
@@ -171,7 +171,7 @@ def test_a_dry_run_prints_the_job_and_changes_nothing(fake: Fake, cache: Path, r
 def run_exp(fake: Fake, settings: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Call `exp` of data parallelism within this process."""
     arguments = (f"--args={settings}", *options, "--", "ddp_multinode")
-    return inside.run_verb("exp", *arguments, cwd=ROOT, **fake.environment())
+    return in_process.run_verb("exp", *arguments, cwd=ROOT, **fake.environment())
 
 
 def test_a_dry_run_prints_the_number_of_ranks_of_the_job(fake: Fake) -> None:

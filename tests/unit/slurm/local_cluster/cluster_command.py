@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness import warm
+from tests.harness.commands import warm
 
 PLAN = Plan("local", Path("/tmp/c"), 3, 2, 1000, "me", 1000, 100, "none", False, 5000, {})
 

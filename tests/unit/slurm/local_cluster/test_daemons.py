@@ -10,7 +10,7 @@ import pytest
 from common.system.errors import UserError
 from slurm.local_cluster import daemons
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness.fake_slurm import Fake
+from tests.harness.slurm.fake_slurm import Fake
 
 
 @pytest.fixture

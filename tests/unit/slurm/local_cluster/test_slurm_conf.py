@@ -12,7 +12,7 @@ import pytest
 from common.system.errors import UserError
 from slurm.local_cluster import slurm_conf
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness.processes import script
+from tests.harness.commands.processes import script
 from tests.unit.slurm.local_cluster.cluster_command import PLAN
 
 

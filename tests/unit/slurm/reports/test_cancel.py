@@ -14,7 +14,7 @@ from common.runs.folder import RunFolder, write_json
 from common.runs.result import Result
 from common.system.processes import Process
 from slurm.reports import cancel, status
-from tests.harness.fake_slurm import Fake, report
+from tests.harness.slurm.fake_slurm import Fake, report
 from tests.unit.slurm.submitted_runs import identify_process, write_submitted_run
 
 

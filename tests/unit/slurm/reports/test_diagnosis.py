@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurm.reports import diagnosis
-from tests.harness.fake_slurm import Fake
+from tests.harness.slurm.fake_slurm import Fake
 from tests.unit.slurm.submitted_runs import write_submitted_run
 
 

@@ -15,8 +15,8 @@ from common.runs import provenance
 from common.system.processes import Process
 from slurm.reports import logs
 from slurm.scheduling import scheduler
-from tests.harness.fake_slurm import Fake
-from tests.harness.made_runs import Made
+from tests.harness.runs.synthetic_runs import Made
+from tests.harness.slurm.fake_slurm import Fake
 from tests.unit.slurm.submitted_runs import write_submitted_run
 
 LAST_LINE = "W&B: offline"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.harness.fake_slurm import Fake
+from tests.harness.slurm.fake_slurm import Fake
 
 JOB: dict[str, Any] = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
 """Environment variables of a job that was requeued once."""

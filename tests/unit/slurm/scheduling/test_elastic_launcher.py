@@ -24,7 +24,7 @@ from configs.profile import Profile
 from slurm.scheduling import sbatch
 from slurm.scheduling.elastic_launcher import KILLED, JobLauncher, JobStep
 from slurm.scheduling.scheduler import Scheduler
-from tests.harness.processes import wait_until
+from tests.harness.commands.processes import wait_until
 
 SRUN_MESSAGES = """srun: error: node2: tasks 0,2-3: Killed
 srun: error: node1: task 1: Exited with exit code 76

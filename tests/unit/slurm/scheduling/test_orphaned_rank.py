@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.runs.folder import RunFolder
-from tests.harness.fake_slurm import Fake, call
+from tests.harness.slurm.fake_slurm import Fake, call
 from tests.unit.slurm.scheduling.job_states import JOB, make_state_script
 
 UNREACHABLE = "127.0.0.1:9"

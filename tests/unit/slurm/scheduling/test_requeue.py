@@ -15,7 +15,7 @@ from common.system.errors import UnreachableError, UserError
 from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
 from slurm.scheduling import requeue
 from slurm.scheduling.job_failures import record_job_failure
-from tests.harness.fake_slurm import Fake, call, call_here
+from tests.harness.slurm.fake_slurm import Fake, call, call_here
 from tests.unit.slurm.scheduling.job_states import JOB, make_state_script
 
 SAME_START = "JobState=RUNNING Restarts=1"

@@ -14,7 +14,7 @@ from slurm.local_cluster import cluster
 from slurm.reports.status import find_scheduler
 from slurm.scheduling import scheduler
 from slurm.scheduling.scheduler import choose_scheduler
-from tests.harness.fake_slurm import Fake
+from tests.harness.slurm.fake_slurm import Fake
 from tests.unit.slurm.local_cluster.cluster_command import PLAN, run_cluster_command
 
 

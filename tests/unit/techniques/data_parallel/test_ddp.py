@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from common.models import networks
-from tests.harness.ddp_pitfalls import made
-from tests.harness.processes import run
+from tests.harness.commands.processes import run
+from tests.harness.pitfalls.ddp_pitfalls import made
 
 
 def test_each_rank_keeps_its_own_batch_statistics() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from common.models import networks
 from common.techniques.data_parallel import sync_batchnorm
-from tests.harness.ddp_pitfalls import made
+from tests.harness.pitfalls.ddp_pitfalls import made
 
 
 def test_torchs_synchronised_norm_refuses_the_cpu() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from common.techniques.elastic.member import Generation, Member
 from common.techniques.elastic.supervisor import Supervisor
 from configs.dataparallel import Elastic
-from tests.harness.processes import wait_until
+from tests.harness.commands.processes import wait_until
 
 KEY = "secret"
 

@@ -9,7 +9,7 @@ import pytest
 
 from common.techniques.elastic.coordinator import EndReason
 from common.techniques.elastic.member import Generation, GenerationEnded
-from tests.harness.processes import wait_until
+from tests.harness.commands.processes import wait_until
 from tests.unit.techniques.elastic.elastic_run import ElasticRun, StartRun
 
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 from common.ranks.rank_info import ORPHAN_COMMAND_VARIABLE
-from tests.harness.processes import environment
-from tests.harness.warm import ROOT
+from tests.harness.commands.processes import environment
+from tests.harness.commands.warm import ROOT
 
 PROGRAM = """
 import socket, sys, time

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.harness.processes import wait_until
+from tests.harness.commands.processes import wait_until
 from tests.unit.techniques.elastic.elastic_run import ElasticRun, StartRun
 
 

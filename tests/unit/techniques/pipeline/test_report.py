@@ -9,7 +9,7 @@ from PIL import Image
 
 from common.techniques.pipeline import report, schedules
 from common.techniques.pipeline.schedules import Action, Span, simulate_schedule
-from tests.harness.processes import run
+from tests.harness.commands.processes import run
 
 
 def test_idle_shares_are_those_of_the_median_step() -> None:

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from tests.harness import warm
-from tests.harness.processes import environment
+from tests.harness.commands import warm
+from tests.harness.commands.processes import environment
 
 
 def exchange_messages(mode: str) -> subprocess.CompletedProcess[str]:
     """Exchange the messages of three steps between two processes."""
-    return warm.execute([sys.executable, "-m", "tests.harness.exchange", mode], env=environment())
+    return warm.execute([sys.executable, "-m", "tests.harness.ranks.message_memory", mode], env=environment())
 
 
 @pytest.mark.parametrize("mode", ["memory", "network", "groups", "small"])

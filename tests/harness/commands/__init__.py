@@ -1,0 +1,1 @@
+"""Start commands of the project in tests."""

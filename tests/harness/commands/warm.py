@@ -1,0 +1,227 @@
+"""Start commands of the project as forks of a process that has executed their imports (warm_server.py).
+
+Exit status, output and run folder are those of a real process (tests/complete/test_warm.py). A command is a real
+process if variables are set that are read when an interpreter or a library starts, and in folders outside of the
+project, unless PYTHONPATH names the sources that are executed there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parents[3]
+START_PREFIXES = (  # of variables that are read when an interpreter or a library starts
+    "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LD_",
+    "PYTHON", "TORCH", "COVERAGE_", "FAKETIME",
+)  # fmt: skip
+SOCKET_VARIABLE = "WARM_SERVER"  # names the socket of the server that pytest has started for its workers
+EXECUTED_PACKAGES = ("common", "slurm")  # packages with modules that are executed
+REAL = "WARM_REAL"  # the variable of a command that starts only real processes
+INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # torch's compiler sets it in a process that imports it, such as this one
+
+
+class Server:
+    """The server of pytest and its workers. pytest starts it before the workers; otherwise, the first use starts it."""
+
+    _path = os.environ.get(SOCKET_VARIABLE, "")
+    _process: subprocess.Popen[bytes] | None = None
+    _start_variables: dict[str, str] | None = None
+
+    @classmethod
+    def start(cls) -> None:
+        """Start a server for this process and its child processes."""
+        cls._path = str(Path(tempfile.mkdtemp(prefix="warm-")) / "socket")
+        os.environ[SOCKET_VARIABLE] = cls._path
+        argv = [sys.executable, "-m", "tests.harness.commands.warm_server", cls._path]
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+        cls._process = subprocess.Popen(argv, cwd=ROOT, env=environ, stdin=subprocess.PIPE, start_new_session=True)
+        atexit.register(cls._end)
+
+    @classmethod
+    def connect(cls) -> socket.socket:
+        """Connect to the server after it has executed its imports."""
+        if not cls._path:
+            cls.start()
+        if cls._start_variables is None:
+            cls._start_variables = select_start_variables(os.environ)
+        while True:
+            client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                client.connect(cls._path)
+                return client
+            except (ConnectionRefusedError, FileNotFoundError):
+                client.close()
+                if cls._process is not None and cls._process.poll() is not None:
+                    raise RuntimeError(f"the warm server ended: exit status {cls._process.returncode}") from None
+                time.sleep(0.02)
+
+    @classmethod
+    def get_start_variables(cls) -> dict[str, str]:
+        """Return the variables that were read at the start of the server, or would be read at its start."""
+        if cls._start_variables is None:
+            return select_start_variables(os.environ, find_sources(os.environ))
+        return cls._start_variables
+
+    @classmethod
+    def _end(cls) -> None:
+        assert cls._process
+        assert cls._process.stdin
+        cls._process.stdin.close()
+        cls._process.wait(20)
+        Path(cls._path).unlink(missing_ok=True)
+        Path(cls._path).parent.rmdir()
+
+
+class Command:
+    """A started command, real or forked. Its output goes to files, so that it never waits for a reader."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path = ROOT,
+        session: bool = False,
+        real: bool = False,
+        root: Path = ROOT,
+    ) -> None:
+        """`root` is the checkout with the sources. Those of a copy are imported again; torch is not."""
+        self.argv = list(argv)
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
+        self._err = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
+        self._client: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self.returncode: int | None = None
+        if real or not can_fork(argv, env, cwd, root):
+            self._process = subprocess.Popen(
+                argv,
+                cwd=cwd,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=self._out,
+                stderr=self._err,
+                start_new_session=session,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 (a shell's & ignores it)
+            )
+            self.pid = self._process.pid
+            return
+        request = {"argv": list(argv[1:]), "env": dict(env), "session": session, "cwd": str(cwd), "root": str(root)}
+        self._client = Server.connect()
+        with open(os.devnull) as null_file:
+            streams = [null_file.fileno(), self._out.fileno(), self._err.fileno()]
+            socket.send_fds(self._client, [json.dumps(request).encode()], streams)
+            self.pid = int(self._client.recv(100))
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit status, negative for a signal. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None and self._process is not None:
+            self.returncode = self._process.wait(timeout)
+        elif self.returncode is None:
+            assert self._client
+            self._client.settimeout(timeout)
+            try:
+                self.returncode = os.waitstatus_to_exitcode(int(self._client.recv(100)))
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(self.argv, timeout or 0, self.out, self.err) from None
+            self._client.close()
+        assert self.returncode is not None
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.001)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    @property
+    def out(self) -> str:
+        return read(self._out)
+
+    @property
+    def err(self) -> str:
+        return read(self._err)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        return self.out, self.err
+
+
+def read(file: IO[bytes]) -> str:
+    """Return the content of a file without moving its position."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
+
+
+def find_sources(env: Mapping[str, str]) -> Path:
+    """Return the checkout that an interpreter with these variables imports: the copy in a run, or this one."""
+    return Path(env["PYTHONPATH"]) if env.get("PYTHONSAFEPATH") and env.get("PYTHONPATH") else ROOT
+
+
+def can_fork(argv: Sequence[str], env: Mapping[str, str], cwd: Path, root: Path = ROOT) -> bool:
+    """Return whether a fork of the server is equivalent to a real process."""
+    is_module = argv[1] == "-m"
+    if argv[0] != sys.executable or not (is_module or argv[1].endswith(".py")):
+        return False
+    if Path(cwd) != root and env.get("PYTHONPATH") != str(root):
+        return False
+    if select_start_variables(env, root) != Server.get_start_variables():
+        return False
+    return is_module or Path(argv[1]).is_relative_to(root)
+
+
+def select_start_variables(env: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
+    """Return variables that are read when an interpreter or a library starts, without the import path of `root`."""
+    variables = {name: value for name, value in env.items() if name.startswith(START_PREFIXES)}
+    variables.pop(INDUCTOR_VARIABLE, None)
+    if variables.get("PYTHONPATH") == str(root):
+        del variables["PYTHONPATH"]
+        variables.pop("PYTHONSAFEPATH", None)
+    return variables
+
+
+def execute(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path = ROOT,
+    timeout: float = 120,
+    real: bool = False,
+    root: Path = ROOT,
+    check: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, like subprocess.run with captured text."""
+    command = Command(argv, env=env, cwd=cwd, session=True, real=real, root=root)
+    try:
+        status = command.wait(timeout)
+    except BaseException:
+        end_session(command.pid)
+        command.wait(10)
+        raise
+    completed = subprocess.CompletedProcess(list(argv), status, command.out, command.err)
+    if check:
+        completed.check_returncode()
+    return completed
+
+
+def end_session(pid: int) -> None:
+    """Kill the process group of a process, and wait until its processes have exited."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    time.sleep(0.05)

@@ -1,0 +1,92 @@
+"""Execute a command as a fork of the warm server and as a real process, and compare outputs and run folders.
+
+Values that differ between any two runs, such as times, and the names of folders are replaced before the comparison.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import torch
+
+from tests.harness.commands import warm
+from tests.harness.commands.processes import PATIENCE, environment
+from tests.harness.runs.long_runs import only_folder
+
+VARYING_KEYS = {
+    "end", "idle_share", "memory", "pid", "pid_started", "rendezvous_seconds", "samples_per_second", "seconds",
+    "start", "step_seconds", "time",
+}  # fmt: skip
+"""Keys of values that differ between two real processes, too: times, process numbers and memory."""
+MEASURED = re.compile(
+    r"^ +(throughput|idle share|pipeline) .*|^ +stage \d \|.*\|$|^\d{4}-\d\d-\d\d [\d:,]+", re.MULTILINE
+)
+
+
+def mask_varying(content: Any, varying_keys: set[str] = VARYING_KEYS) -> Any:
+    """Replace the values of varying keys by their types."""
+    if isinstance(content, dict):
+        masked = {}
+        for key, child in content.items():
+            masked[key] = describe_types(child) if key in varying_keys else mask_varying(child, varying_keys)
+        return masked
+    if isinstance(content, list | tuple):
+        return [mask_varying(child, varying_keys) for child in content]
+    if isinstance(content, torch.Tensor):
+        return content.dtype, content.tolist()
+    return content
+
+
+def describe_types(content: Any) -> Any:
+    """Replace all values by the names of their types."""
+    if isinstance(content, dict):
+        return {key: describe_types(child) for key, child in content.items()}
+    if isinstance(content, list):
+        return [describe_types(child) for child in content]
+    return type(content).__name__
+
+
+def read_masked(path: Path, runs: Path) -> Any:
+    """Read a file of a run without varying values and folder names."""
+    if path.suffix == ".pt":
+        return mask_varying(torch.load(path, weights_only=True))
+    if path.suffix == ".safetensors":
+        return path.read_bytes()
+    text = without_place(path.read_text(), runs)
+    if path.suffix == ".jsonl":
+        return [mask_varying(json.loads(line)) for line in text.splitlines()]
+    if path.name == "manifest.json":
+        return mask_varying(json.loads(text), VARYING_KEYS | {"sha256"})  # hashes of files that contain times
+    if path.suffix == ".json":
+        return mask_varying(json.loads(text))
+    return MEASURED.sub("*", text)
+
+
+def without_place(text: str, runs: Path) -> str:
+    """Replace the paths of a runs folder and the names of its runs."""
+    for folder in runs.iterdir() if runs.exists() else ():
+        text = text.replace(folder.name, "RUN")
+    return text.replace(str(runs), "RUNS")
+
+
+def everything(runs: Path) -> dict[str, Any]:
+    """Read all files of the only run in a folder."""
+    path = only_folder(runs).path
+    return {str(file.relative_to(path)): read_masked(file, runs) for file in path.rglob("*") if file.is_file()}
+
+
+def execute_both(argv: Callable[[Path], list[str]], place: Path) -> list[CompletedProcess[str]]:
+    """Execute a command as a fork and as a real process; return both with masked outputs."""
+    processes = []
+    for name, real in (("fork", False), ("real", True)):
+        runs = place / name
+        process = warm.execute(argv(runs), env=environment(), timeout=PATIENCE, real=real)
+        process.stdout = MEASURED.sub("*", without_place(process.stdout, runs))
+        process.stderr = MEASURED.sub("*", without_place(process.stderr, runs))
+        processes.append(process)
+    return processes

@@ -1,0 +1,1 @@
+"""Custom data sets, optimizers and schedules, as users write them."""

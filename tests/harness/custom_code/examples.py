@@ -1,0 +1,28 @@
+"""Custom code: the data set, optimizer and decay that configs/README.md shows, and a pipeline schedule."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.harness.commands.warm import ROOT
+
+EXAMPLES = ("shapes.py", "lion.py", "halving.py")
+
+
+def write_example(folder: Path, name: str = "shapes.py") -> Path:
+    """Write one of the examples of configs/README.md into a folder."""
+    page = (ROOT / "configs/README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    texts = dict(zip(EXAMPLES, blocks, strict=True))
+    file = folder / name
+    file.write_text(texts[name])
+    return file
+
+
+def write_schedule(folder: Path, kinds: str = "FB") -> Path:
+    """Write a file whose function `own` is GPipe's schedule with one stage per rank. Other `kinds` make it invalid."""
+    (folder / "own.py").write_text(f"""def own(ranks, stages, microbatches):
+    return [[(kind, rank, m) for kind in {kinds!r} for m in range(microbatches)] for rank in range(ranks)]
+""")
+    return folder / "own.py"

@@ -1,0 +1,1 @@
+"""Elastic runs whose ranks are killed or stopped."""

@@ -1,0 +1,101 @@
+"""Elastic runs of the tests, and undisturbed runs on one rank with which they are compared."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.runs.folder import RunFolder
+from common.techniques.elastic.coordinator import EndReason
+from common.techniques.elastic.member import STUCK_REASON
+from tests.harness.commands import warm
+from tests.harness.commands.processes import Done, environment
+from tests.harness.environment.shared_results import run_once
+from tests.harness.experiments.registry import BY_NAME
+from tests.harness.runs.resuming import resume
+
+TRIES = 3
+SMALL = (
+    *("data.name=digits", "data.train_limit=240", "data.test_limit=50", "batch=24", "steps=25", "epochs=3"),
+    *("dtype=float64", "model=mlp", "launch.threads=1", "launch.device=cpu", "log.progress=none"),
+    *("checkpoint.every_steps=4", "checkpoint.every_seconds=0", "optim.lr=0.1"),
+)
+
+
+def train(faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") -> Done:
+    """Train with `faults` as described in tests/harness/elastic/faults.py."""
+    command = [sys.executable, "-m", "tests.harness.elastic.faults", name, faults, f"runs={runs}", *SMALL, *settings]
+    process = warm.execute(command, env=environment(), timeout=120)
+    return Done(process.returncode, process.stdout, process.stderr, runs)
+
+
+def train_alone(factory: pytest.TempPathFactory, *settings: str, name: str = "ddp_multinode") -> RunFolder:
+    """Return the undisturbed run on one rank, which is trained only once per test run."""
+    key = "-".join(["alone", name, *(setting for setting in settings if "/" not in setting)])
+    return run_once(factory, key, name, *SMALL, *settings, "processes_per_node=1").folder
+
+
+def train_like(
+    undisturbed: RunFolder, faults: str, *settings: str, runs: Path, name: str = "ddp_multinode"
+) -> RunFolder:
+    """Train with `faults`; check that the run finishes with the losses and scores of `undisturbed`.
+
+    If a rank is stuck in gloo, this rank is lost, too. If it was the only one with a part of the state, the run is
+    resumed. Its losses are checked as well, but other ranks were lost than in `faults`, so another run is trained.
+    """
+    for number in range(TRIES):
+        process = train(faults, *settings, runs=runs / str(number), name=name)
+        logs = [file.read_text() for file in process.folder.path.glob("attempts/*/logs/rank-*.log")]
+        is_stuck = ":block" not in faults and any(STUCK_REASON in log for log in logs)
+        if is_stuck and EndReason.SHARD_LOST.value in process.err:
+            resumed = resume(BY_NAME[name], process.folder)
+            assert resumed.returncode == 0, (faults, resumed.stderr, logs)
+        else:
+            assert process.status == 0, (faults, process.err, logs)
+        problems = differences(process.folder, undisturbed)
+        assert not problems, (faults, problems)
+        if not is_stuck:
+            return process.folder
+    raise AssertionError(f"{faults}: a rank was stuck in gloo in each of {TRIES} runs: {logs}")
+
+
+def list_row_keys(rows: list[dict[str, Any]]) -> list[tuple[int, bool]]:
+    """Return the step of each row, and whether the row is an evaluation."""
+    return [(row["global_step"], "test_loss" in row) for row in rows]
+
+
+def differences(run: RunFolder, undisturbed: RunFolder) -> list[str]:
+    """Return the differences between the metrics of two runs, except those of rounding."""
+    rows = run.read_metrics()
+    expected_rows = undisturbed.read_metrics()
+    keys = list_row_keys(rows)
+    expected_keys = list_row_keys(expected_rows)
+    if keys != expected_keys:
+        missing = sorted(set(expected_keys) - set(keys))
+        unexpected = sorted(set(keys) - set(expected_keys))
+        return [f"missing rows: {missing}; unexpected rows: {unexpected}; or the order differs"]
+
+    problems = []
+    for row, expected in zip(rows, expected_rows, strict=True):
+        for name in ("loss", "test_loss", "test_accuracy", "samples", "skipped"):
+            if abs(row.get(name, 0.0) - expected.get(name, 0.0)) > 1e-9:
+                problems.append(f"step {row['global_step']}: {name} {row.get(name)}, expected {expected.get(name)}")
+    return problems
+
+
+def list_changes(folder: RunFolder) -> list[tuple[list[int], list[int]]]:
+    """Return the lost ranks and the joined ranks of each change of the world."""
+    return [(change["lost"], change["joined"]) for change in folder.result["measured"]["generations"]]
+
+
+def list_lost_and_joined(folder: RunFolder) -> tuple[list[int], list[int]]:
+    """Return all lost ranks and all joined ranks, in order."""
+    all_lost = []
+    all_joined = []
+    for lost, joined in list_changes(folder):
+        all_lost += lost
+        all_joined += joined
+    return all_lost, all_joined

@@ -1,0 +1,1 @@
+"""The environment of tests: shared results, random choices, permissions, limits and fake devices."""

@@ -1,0 +1,50 @@
+"""Random choices of tests. A seed that the tests print repeats them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+Case = TypeVar("Case")
+
+ROOT = Path(__file__).resolve().parents[3]
+SEED_VARIABLE = "TEST_SEED"
+ALL_CASES_VARIABLE = "ALL_CASES"
+"""Environment variable that `make verify` sets: lists of cases are executed whole."""
+
+
+def draw_seed(name: str) -> str:
+    """Return a new seed, or that of TEST_SEED. pytest shows the printed line if the test fails."""
+    seed = os.environ.get(SEED_VARIABLE) or str(time.time_ns() % 10**9)
+    print(f"{SEED_VARIABLE}={seed} repeats the random choices of {name}")
+    return f"{seed}/{name}"
+
+
+def open_stream(name: str) -> random.Random:
+    return random.Random(draw_seed(name))
+
+
+@functools.cache
+def read_commit_seed() -> str:
+    """Return the seed for drawn cases: TEST_SEED, or the commit that is checked out.
+
+    All workers of a test run must draw the same cases.
+    """
+    command = ["git", "rev-parse", "--short=12", "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return os.environ.get(SEED_VARIABLE) or commit or "0"
+
+
+def draw_cases(name: str, cases: Sequence[Case], count: int) -> list[Case]:
+    """Draw `count` cases of a list, and keep their order. `make verify` executes all cases."""
+    if os.environ.get(ALL_CASES_VARIABLE):
+        return list(cases)
+    stream = random.Random(f"{read_commit_seed()}/{name}")
+    positions = stream.sample(range(len(cases)), min(count, len(cases)))
+    return [cases[position] for position in sorted(positions)]

@@ -1,0 +1,1 @@
+"""The list of experiments, and what tests need to know about each."""

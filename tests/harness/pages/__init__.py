@@ -1,0 +1,1 @@
+"""The commands and figures of the pages."""

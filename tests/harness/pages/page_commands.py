@@ -1,0 +1,133 @@
+"""The commands of the pages, and a function that executes each of them with small settings."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.benchmarks import tables
+from tests.benchmarks.__main__ import all_parts
+from tests.harness.commands import make_targets, warm
+from tests.harness.commands.processes import applicable, environment
+from tests.harness.commands.warm import ROOT
+from tests.harness.experiments.registry import BY_NAME, EXPERIMENTS
+from tests.harness.runs.synthetic_runs import Made
+
+PAGES = tables.list_pages()
+WITH_REAL_MAKE = {"make compare", "make status"}  # make starts a real interpreter
+EXECUTED_BY_CI = {
+    "make exp NAME=mnist_pipeline",
+    "make lint",
+    "make test-all",
+    "make test-slurm",
+}  # lines of .ci/run
+EXECUTED_ELSEWHERE = {
+    "make requirements": "needs the package index",
+    "make tables": "tests/commands/test_numbers.py",
+    "make test": "a part of make test-all",
+    "make leet": "tests/complete/test_wandb_host.py",
+    "make dashboard PROJECT=distributed-experiments DRY_RUN=1": "tests/commands/test_upload.py",
+    "make tour": "tests/complete/test_tour.py",
+    "make new-experiment NAME=my_mlp": "tests/commands/test_new_experiment.py",
+    "make exp NAME=ddp_multinode ARGS=data.name=shapes.py:load": "tests/experiments/test_own_data.py",
+    "make check-optimizer FILE=lion.py:Lion": "tests/parity/test_optimizers.py",
+    "make exp NAME=ddp_multinode 'ARGS=optim.name=lion.py:Lion optim.lr=0.001 optim.decay=halving.py:halve'": (
+        "tests/recovery/test_own_optimizer.py"
+    ),
+    "make exp NAME=my_mlp": "tests/commands/test_new_experiment.py",
+    "make exp NAME=mnist_pipeline NODES=2": "tests/commands/test_make.py",
+    "make exp NAME=mnist_pipeline NODES=2 FOLLOW=1": "tests/commands/test_make.py",
+    "make exp 'RESUME=<id>'": "tests/recovery/test_resume.py",
+    "make exp 'RESUME=<id>' ARGS=stages=1": "tests/recovery/test_resume.py",
+    "make exp 'RESUME=<id>' ARGS=epochs=22": "tests/experiments/test_trained_model.py",
+    "make evaluate 'RUN=<id>'": "tests/experiments/test_trained_model.py",
+    "make evaluate 'RUN=<id>' ARGS=data.test_limit=1000": "tests/experiments/test_trained_model.py",
+    "make export 'RUN=<id>' FORMAT=torch.export": "tests/complete/test_exported_models.py",
+    "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml": "tests/commands/test_sweep.py",
+    "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml FAILED=1": "tests/commands/test_sweep.py",
+    "make doctor NODES=2": "tests/commands/test_doctor.py",
+    "make doctor NODES=2 JSON=1": "tests/commands/test_doctor.py",
+    "make doctor 'RUN=<id>'": "tests/commands/test_doctor.py",
+    "make rerun 'RUN=<id>'": "tests/commands/test_rerun.py",
+    "make rerun 'RUN=<id>' ARGS=seed=1": "tests/complete/test_rerun_through_make.py",
+    "make cluster-up NODES=2": "tests/cluster/test_cluster.py",
+    "make cluster-status": "tests/cluster/test_cluster.py",
+    "make cluster-down": "tests/cluster/test_cluster.py",
+}
+for entry in EXPERIMENTS:
+    EXECUTED_ELSEWHERE.update(entry.page_commands)
+
+
+def list_commands(*pages: Path) -> list[str]:
+    """Return the lines of the pages' shell blocks, without comments."""
+    commands = set()
+    for page in pages:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
+            for line in block.splitlines():
+                commands.add(shlex.join(shlex.split(line, comments=True)))
+    return sorted(commands - {""})
+
+
+README = list_commands(ROOT / "README.md")
+OTHERS = [command for command in list_commands(*PAGES) if command not in README]
+
+
+def make_runs(folder: Path) -> Path:
+    """Write the runs for commands about runs, into `folder`/runs."""
+    for number, name in enumerate(("mnist_pipeline", "ddp_multinode") * 2):
+        Made(name, number, 60).write(folder / "runs")
+    return folder
+
+
+def execute_target(arguments: list[str], place: Path, runs: Path) -> subprocess.CompletedProcess[str]:
+    """Execute a make target in a folder with runs and configs."""
+    (place / "runs").symlink_to(runs / "runs")
+    (place / "configs").symlink_to(ROOT / "configs")
+    ids = iter(sorted(path.name for path in (runs / "runs").glob("*-*")))
+    arguments = [re.sub("<id>", lambda _: next(ids), argument) for argument in arguments]
+    if shlex.join(arguments) in WITH_REAL_MAKE:
+        return subprocess.run(
+            arguments, cwd=place, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        )
+    return make_targets.call(place, *arguments[1:])
+
+
+def check_command(command: str, cache: Path, folder: Path, place: Path, runs: Path) -> None:
+    """Execute a command. If CI or another test executes it, check that it exists there."""
+    arguments = shlex.split(command)
+    target = arguments[1] if arguments[0] == "make" else ""
+    if command in EXECUTED_BY_CI:
+        lines = (ROOT / ".ci" / "run").read_text().splitlines()
+        assert command in [line.removeprefix("timed ").removeprefix("tested ") for line in lines]
+        return
+    if target == "bench":  # tests/complete/test_benchmarks.py runs two
+        names = set()
+        for part in all_parts():
+            topic = part.name.partition("/")[0]
+            names |= {f"NAME={part.name}", f"NAME={topic}"}
+        assert arguments[2] in names
+        return
+    if command in EXECUTED_ELSEWHERE or (target == "test" and len(arguments) > 2):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        test_file = EXECUTED_ELSEWHERE.get(command, arguments[-1].removeprefix("TESTS="))
+        assert not test_file.startswith("tests/") or (ROOT / test_file).exists()
+        return
+    process = execute_target(arguments, place, runs) if target else execute_script(arguments, cache, folder)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout
+
+
+def execute_script(arguments: list[str], cache: Path, runs: Path) -> subprocess.CompletedProcess[str]:
+    """Execute a Python command of a page. An experiment gets settings for a short run."""
+    script = arguments[1:2]
+    small_settings: list[str] = []
+    if arguments[1].startswith("experiments/"):
+        settings = ["data.name=digits", f"data.cache={cache}", f"runs={runs}", "steps=20", "data.test_limit=100"]
+        settings.append("launch.threads=1")  # another worker uses the other core
+        name = Path(arguments[1]).stem
+        small_settings = [*applicable(name, settings), *BY_NAME[name].page_settings]
+        script = [str(ROOT / arguments[1])]
+    return warm.execute([sys.executable, *script, *arguments[2:], *small_settings], env=environment())

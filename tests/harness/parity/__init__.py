@@ -1,0 +1,1 @@
+"""Training cases that parity tests compare with a reference."""

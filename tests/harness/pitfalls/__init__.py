@@ -1,0 +1,1 @@
+"""Mistakes that tests/pitfalls plants in real processes."""

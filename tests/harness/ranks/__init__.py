@@ -1,0 +1,1 @@
+"""Programs whose ranks tests start and observe."""

@@ -1,0 +1,296 @@
+"""Save and load checkpoints in other processes, for test_checkpointer_two_ranks.py and test_checkpoint_fuzz.py.
+
+python -m tests.harness.ranks.checkpoint_cases two OUT   execute all cases on two ranks; write a JSON file for each rank
+python -m tests.harness.ranks.checkpoint_cases kill OUT SEED
+    start processes one after another; kill each while it saves
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from common.checkpoint import state_dicts, storage
+from common.checkpoint.checkpointer import Checkpointer, CheckpointState
+from common.checkpoint.loading import LoadedCheckpoint
+from common.ranks import local_launcher, rendezvous
+from common.ranks.rank_info import RankInfo
+from common.ranks.ranks import Ranks
+from common.ranks.rendezvous import World
+from common.runs.folder import RunFolder
+from common.training import optimizers
+from configs.shared import Checkpoint, Launch, Optim
+from tests.harness.commands.processes import wait_until
+
+ROUNDS = 20  # killed processes
+NUMBERS = 400_000  # numbers in the tensor that these processes save
+SETTINGS = Checkpoint(retries=0)
+
+
+def state_of(step: int, rank: int = 0, size: int = 1, numbers: int = 8) -> CheckpointState:
+    """Return a state whose values depend on the step and, except for common values, on the rank."""
+    name = f"layer{rank}.weight"
+    weight = torch.arange(numbers) + 1000.0 * step + 100 * rank
+    momentum = {"momentum_buffer": -weight, "step": torch.tensor(float(step))}
+    return CheckpointState(
+        {name: weight}, {name: momentum}, {"epoch": step, "size": size}, {"mine": torch.tensor([step, rank])}
+    )
+
+
+def right(loaded: LoadedCheckpoint, rank: int | None, numbers: int = 8) -> bool:
+    """Return whether a loaded checkpoint has every value that its step saved; `rank` is None without local state."""
+    states = [state_of(loaded.step, r, loaded.processes, numbers) for r in range(loaded.processes)]
+    model: dict[str, torch.Tensor] = {}
+    optimizer: dict[str, Any] = {}
+    for state in states:
+        model |= state.model
+        optimizer |= state.optimizer
+    if loaded.model.keys() != model.keys() or loaded.optimizer.keys() != optimizer.keys():
+        return False
+
+    tensor_pairs = [(loaded.model[name], tensor) for name, tensor in model.items()]
+    for name, buffers in optimizer.items():
+        tensor_pairs += [(loaded.optimizer[name][key], buffer) for key, buffer in buffers.items()]
+    if rank is not None:
+        tensor_pairs.append(((loaded.local or {})["mine"], states[rank].local["mine"]))
+    return loaded.common == states[0].common and all(torch.equal(*pair) for pair in tensor_pairs)
+
+
+class Case:
+    """The run folder of a case, and the messages of its checkpointer on this rank."""
+
+    def __init__(self, world: World, path: Path, name: str) -> None:
+        self.world = world
+        self.messages: list[str] = []
+        if world.is_main:
+            folder = RunFolder(path / name)
+            folder.path.mkdir()
+            folder.claim_attempt().record_parent_attempt(None, 0)
+        world.broadcast(None)
+        self.folder = RunFolder(path / name, 1)
+        self.checkpoints = Checkpointer(self.folder, Ranks(world), SETTINGS, self.messages.append)
+
+    def save(self, *steps: int) -> list[bool]:
+        return [self.checkpoints.save(step, state_of(step, self.world.rank, self.world.size)) for step in steps]
+
+    def files(self) -> list[str]:
+        return self.world.broadcast(sorted(path.name for path in storage.get_checkpoints_dir(self.folder).glob("*")))
+
+
+# ---- two ranks
+
+
+def round_trip(case: Case) -> Any:
+    saved = case.save(100, 200)
+    loaded = case.checkpoints.load()
+    assert loaded is not None
+    return {
+        "saved": saved,
+        "step": loaded.step,
+        "right": right(loaded, case.world.rank),
+        "exact": loaded.resumes_exactly,
+    }
+
+
+def one_rank_cannot_write(case: Case) -> Any:
+    """The kernel limits the size of rank 1's file, so that writing fails as on a full disk."""
+    case.save(1)
+    if case.world.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    failed = case.save(2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    files = case.files()
+    return {"failed": failed, "files": files, "healed": case.save(3), "after": case.files()}
+
+
+def rank_0_cannot_begin(case: Case) -> Any:
+    if case.world.is_main:
+        storage.get_checkpoints_dir(case.folder).write_text("in the way")
+    return {"failed": case.save(1)}
+
+
+def one_rank_sees_less(case: Case) -> Any:
+    """Rank 1 cannot read the newest checkpoint. Ranks that agree load the older one; others load different ones."""
+    case.save(1, 2)
+    read = storage.read_verified_rank_file
+
+    def read_on_rank_0(checkpoint: storage.CheckpointPath, manifest: storage.Manifest, rank: int) -> bytes:
+        if checkpoint.step == 2 and case.world.rank == 1:
+            raise storage.InvalidCheckpoint("rank-0.pt is missing")
+        return read(checkpoint, manifest, rank)
+
+    class WorldOfOne(World):
+        """A world in which every rank decides without the others."""
+
+        is_main = True
+
+        def all_gather(self, value: Any) -> list[Any]:
+            return [value]
+
+        def broadcast(self, value: Any) -> Any:
+            return value
+
+    with mock.patch.object(storage, "read_verified_rank_file", read_on_rank_0):
+        agreed = case.checkpoints.load()
+        ranks_of_one = Ranks(WorldOfOne(**vars(case.world)))
+        parted = Checkpointer(case.folder, ranks_of_one, SETTINGS, lambda message: None).load()
+    assert agreed
+    assert parted
+    return {"agreed": agreed.step, "right": right(agreed, case.world.rank), "parted": parted.step}
+
+
+def both_give_a_name(case: Case) -> Any:
+    try:
+        case.checkpoints.save(1, state_of(1, 0, 2))
+    except ValueError as error:
+        return {"error": str(error), "files": case.files()}
+    return None
+
+
+def sharded(case: Case) -> Any:
+    """FSDP2 with Adam: save after two steps, execute the third one, and repeat it from the checkpoint."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+        fully_shard(model, mesh=init_device_mesh("cpu", (case.world.size,)))
+        return model, optimizers.build_optimizer(model.parameters(), Optim(name="adam", lr=0.1))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).pow(2).sum().backward()
+        optimizer.step()
+
+    def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> tuple[Any, Any]:
+        parameters = list(model.named_parameters())
+        tensors = state_dicts.gather_full_tensors(parameters, keep)
+        return tensors, state_dicts.collect_optimizer_state(optimizer, parameters, keep)
+
+    model, optimizer = build(1)
+    for _ in range(2):
+        step(model, optimizer)
+    saved = collect_state(model, optimizer, keep=case.world.is_main)
+    case.checkpoints.save(2, CheckpointState(*saved, {}))
+    step(model, optimizer)
+
+    loaded = case.checkpoints.load()
+    assert loaded is not None
+    resumed_model, resumed_optimizer = build(2)
+    parameters = list(resumed_model.named_parameters())
+    state_dicts.load_tensors(parameters, loaded.model)
+    state_dicts.load_optimizer_state(resumed_optimizer, parameters, loaded.optimizer)
+    step(resumed_model, resumed_optimizer)
+    expected = collect_state(model, optimizer)
+    resumed = collect_state(resumed_model, resumed_optimizer)
+    return {"equal": str(expected) == str(resumed), "sizes": [len(part) for part in saved]}
+
+
+CASES = (round_trip, one_rank_cannot_write, rank_0_cannot_begin, one_rank_sees_less, both_give_a_name, sharded)
+
+
+def two(out: Path) -> int:
+    """Execute CASES on two ranks, and load a checkpoint of one rank. Return the exit status."""
+
+    def execute_cases(rank_info: RankInfo) -> None:
+        with rendezvous.join_world(rank_info, Launch(device="cpu", threads=1, step_timeout=20)) as world:
+            report: dict[str, Any] = {}
+            for execute in CASES:
+                case = Case(world, out, execute.__name__)
+                report[execute.__name__] = {"found": execute(case), "said": case.messages}
+            report["of_one"] = load_checkpoint_of_one(RunFolder(out / "of_one", 2), world)
+            (out / f"rank-{world.rank}.json").write_text(json.dumps(report))
+
+    return local_launcher.run_ranks(execute_cases, 2, 1, lambda: None)
+
+
+def load_checkpoint_of_one(folder: RunFolder, world: World) -> dict[str, Any]:
+    """Load a checkpoint of one rank on two ranks: it contains no local state for them."""
+    messages: list[str] = []
+    loaded = Checkpointer(folder, Ranks(world), SETTINGS, messages.append).load()
+    assert loaded is not None
+    has_model_only = right(loaded, None) and loaded.local is None and not loaded.resumes_exactly
+    return {"found": {"step": loaded.step, "whole": has_model_only}, "said": messages}
+
+
+# ---- killed while saving
+
+
+def save_until_killed(folder: RunFolder, notes: Path) -> None:
+    """Resume from the newest checkpoint, append a line to the notes, and save every step until killed."""
+    rank_info = RankInfo(master=str(Path(tempfile.mkdtemp()) / "store"))
+    with rendezvous.join_world(rank_info, Launch(device="cpu", threads=1)) as world:
+        folder = folder.claim_attempt()
+        messages: list[str] = []
+        checkpoints = Checkpointer(folder, Ranks(world), SETTINGS, messages.append)
+        newest = find_newest_step(folder)
+        loaded = checkpoints.load()
+        step = loaded.step if loaded else 0
+        folder.record_parent_attempt(loaded.attempt if loaded else None, step)
+        note = {
+            "newest": newest,
+            "step": step,
+            "said": messages,
+            "right": loaded is None or right(loaded, 0, NUMBERS),
+            "left": len(storage.list_staging_dirs(folder)),
+        }
+        with open(notes, "a") as file:
+            file.write(json.dumps(note) + "\n")
+        while True:
+            step += 1
+            checkpoints.save(step, state_of(step, numbers=NUMBERS))
+
+
+def kill(out: Path, seed: str) -> int:
+    """Kill processes that save, one after another, at random moments. Return the exit status."""
+    folder = RunFolder(out / "run")
+    folder.path.mkdir()
+    notes = out / "notes"
+    chance = random.Random(seed)
+    for number in range(ROUNDS + 1):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                save_until_killed(folder, notes)
+            finally:
+                os._exit(1)
+        wait_until(partial(has_lines, notes, number + 1), "the process saves", pause=0.002)
+        if number % 3 == 0:  # every third process saves a checkpoint, even on a slow disk
+            first_step = json.loads(notes.read_text().splitlines()[number])["step"]
+            wait_until(partial(has_newer_step, folder, first_step), "a checkpoint is saved", pause=0.002)
+        time.sleep(chance.uniform(0, 0.1))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return 0
+
+
+def has_lines(file: Path, count: int) -> bool:
+    return file.exists() and file.read_text().count("\n") >= count
+
+
+def find_newest_step(folder: RunFolder) -> int:
+    return max((checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)), default=0)
+
+
+def has_newer_step(folder: RunFolder, step: int) -> bool:
+    return find_newest_step(folder) > step
+
+
+if __name__ == "__main__":
+    mode, out_folder, *seeds = sys.argv[1:]
+    sys.exit(two(Path(out_folder)) if mode == "two" else kill(Path(out_folder), *seeds))

@@ -1,0 +1,50 @@
+"""Kill rank 1 while it sends 64 MB to rank 0, and print the error on rank 0.
+
+python -m tests.harness.ranks.interrupted_message FOLDER
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from common.ranks import objects
+
+SIZE = 64 << 20
+TIMEOUT = datetime.timedelta(seconds=12)
+
+
+def broadcast_from_rank_1(folder: Path, rank: int) -> None:
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    objects.broadcast_bytes(bytes(SIZE if rank else 0), 1, torch.device("cpu"))
+
+
+def count_written(process: int) -> int:
+    """Return the bytes that a process has written to files and sockets."""
+    return int(Path(f"/proc/{process}/io").read_text().split("wchar:")[1].split()[0])
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    sender = os.fork()
+    if sender == 0:
+        broadcast_from_rank_1(folder, 1)
+        time.sleep(60)
+    if os.fork() == 0:
+        while count_written(sender) < SIZE // 4:
+            time.sleep(0.0005)
+        os.kill(sender, signal.SIGKILL)
+        os._exit(0)
+    try:
+        broadcast_from_rank_1(folder, 0)
+        print("received everything")
+    except RuntimeError as error:
+        print(error)

@@ -1,0 +1,120 @@
+"""A small model with non-contiguous activations and BatchNorm, trained by every engine and schedule on two ranks.
+
+python -m tests.harness.ranks.pipeline_engines
+    exits with 0 if gradients, buffers and evaluation equal those of one process
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.ranks import local_launcher, rendezvous
+from common.ranks.rank_info import RankInfo
+from common.ranks.rendezvous import World
+from common.techniques.pipeline import partition
+from common.techniques.pipeline.executor import PipelineEngine
+from common.techniques.pipeline.torch_engine import TorchPipelineEngine
+from configs.pipeline import PipelineConfig
+from configs.shared import Launch
+
+TOLERANCE = 1e-12
+SCHEDULES = {
+    "own": ("naive", "gpipe", "1f1b"),
+    "torch": ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"),
+}
+# Layers before which four stages are split. torch's engine needs parameters in every stage.
+BOUNDARIES_OF_FOUR_STAGES = {"own": ["l2", "l5", "l8"], "torch": ["l3", "l5", "l9"]}
+
+
+class Transpose(nn.Module):
+    """Swap two dimensions. The output shares the memory of the input and is not contiguous."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [Transpose(), Transpose(), nn.Linear(6, 5), Transpose(), nn.BatchNorm1d(5), nn.ReLU(inplace=True)]
+    layers += [Transpose(), Transpose(), nn.Linear(7, 4), nn.Flatten(), nn.Linear(20, 3)]
+    return nn.Sequential(OrderedDict((f"l{i}", layer) for i, layer in enumerate(layers))).double()
+
+
+def train_unsplit(x: Tensor, y: Tensor) -> tuple[nn.Sequential, Tensor]:
+    """Return the model in one process after a backward pass, and its logits in evaluation mode."""
+    model = make_model()
+    for inputs, targets in zip(x.chunk(4), y.chunk(4), strict=True):  # BatchNorm gets microbatches, as in a pipeline
+        loss = F.cross_entropy(model(inputs), targets) / 4
+        loss.backward()
+    with torch.no_grad():
+        return model, model.eval()(x)
+
+
+def list_cases() -> list[PipelineConfig]:
+    cases = []
+    for engine, schedules in SCHEDULES.items():
+        for schedule in schedules:
+            for stages_per_process in (1, 2):
+                case = PipelineConfig(
+                    engine=engine,  # type: ignore[arg-type]
+                    schedule=schedule,
+                    stages=2 * stages_per_process,
+                    stages_per_process=stages_per_process,
+                    microbatches=4,
+                )
+                cases.append(case)
+    return cases
+
+
+def build_engine(case: PipelineConfig, world: World) -> PipelineEngine:
+    boundaries = BOUNDARIES_OF_FOUR_STAGES[case.engine] if case.stages == 4 else ["l5"]
+    stages = partition.split_into_stages(make_model(), boundaries)
+    engine = PipelineEngine if case.engine == "own" else TorchPipelineEngine
+    return engine(case, stages, F.cross_entropy, world, batch=8, sample=(7, 6), dtype=torch.float64)
+
+
+def compare_with_unsplit(pipe: PipelineEngine, unsplit: nn.Sequential, case: PipelineConfig) -> None:
+    """Compare gradients and buffers of this rank's stages with those of the unsplit model."""
+    for stage in pipe.local_stages.values():
+        for name, parameter in stage.named_parameters():
+            gradient = parameter.grad
+            expected = unsplit.get_parameter(name).grad
+            assert gradient is not None
+            assert expected is not None
+            gap = (gradient - expected).abs().max().item()
+            assert gap < TOLERANCE, (case, name, gap)
+        for name, buffer in stage.named_buffers():
+            expected_buffer = unsplit.get_buffer(name).double()
+            assert torch.allclose(buffer.double(), expected_buffer, atol=TOLERANCE), (case, name)
+
+
+def compare(info: RankInfo) -> None:
+    """Compare every case with one process, on this rank."""
+    torch.manual_seed(1)
+    x = torch.randn(8, 7, 6).double()
+    y = torch.randint(3, (8,))
+    unsplit, logits = train_unsplit(x, y)
+    with rendezvous.join_world(info, Launch(device="cpu", threads=1)) as world:
+        for case in list_cases():
+            pipe = build_engine(case, world)
+            pipe.module.train()
+            clock_refreshes: list[PipelineEngine] = []
+            pipe.clock.refresh_reference_event = partial(clock_refreshes.append, pipe)  # type: ignore[method-assign]
+            pipe.step(x, y)
+            assert len(clock_refreshes) == 1, (case, "a clock that is not refreshed loses its precision on a GPU")
+            compare_with_unsplit(pipe, unsplit, case)
+
+            pipe.module.eval()
+            predicted = pipe.predict(x, 8)
+            assert predicted is None or torch.allclose(predicted, logits, atol=TOLERANCE), case
+            world.gather(None)  # no rank closes its connections before all ranks have received
+
+
+if __name__ == "__main__":
+    sys.exit(local_launcher.run_ranks(compare, 2, 1, lambda: None))

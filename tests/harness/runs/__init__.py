@@ -1,0 +1,1 @@
+"""Runs and run folders: long, resumed, tracked, damaged and synthetic ones."""

@@ -1,0 +1,356 @@
+"""Execute start, resume and cancel at random moments: one attempt trains at a time, and no result is lost.
+
+    python -m tests.harness.runs.claims_campaign --cases=50 --seed=1              on this machine, about ten minutes
+    python -m tests.harness.runs.claims_campaign --cases=20 --seed=1 --cluster    on a new local SLURM cluster
+
+Each case starts a run and executes two commands: both while the run trains, or both after it has stopped. Afterwards
+the run is resumed until it is finished, and its losses must equal those of an undisturbed run bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from common.data.prepare import prepare_digits
+from common.runs.folder import RunFolder
+from slurm.reports import status
+from tests.harness.commands import warm
+from tests.harness.commands.processes import command, environment, processes_of, wait_until
+from tests.harness.slurm.site import Site, folder, up
+
+NAME = "mnist_pipeline"
+RUN_SETTINGS = (
+    "width=32",
+    "epochs=20",
+    "data.test_limit=500",
+    "log.progress=none",
+    "launch.threads=1",
+    "checkpoint.every_seconds=1",
+)
+STEPS = 5000
+ALLOWED_OVERLAP = 2.0  # seconds during which two attempts may train at the same time
+STOPPING_SECONDS = 20.0  # from `make cancel` until no process trains
+PATIENCE = 150.0
+PAIRS = [
+    *(("running", "resume", "resume"), ("running", "resume", "cancel"), ("running", "cancel", "resume")),
+    *(("running", "cancel", "cancel"), ("stopped", "resume", "resume"), ("stopped", "resume", "cancel")),
+    ("beginning", "resume", "cancel"),
+]
+"""When two commands are executed (while the run trains, after it has stopped, or while it starts), and the commands."""
+REFUSAL = re.compile(
+    r"is already running|is stopping|is still running|being started|being submitted|was superseded|is RUNNING"
+    r"|is PENDING|was just started|has just finished|cannot start"
+)
+Done = subprocess.CompletedProcess[str]
+
+
+class LocalPlace:
+    """Runs of this machine."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.runs = scratch / "runs"
+        self.cache = scratch / "cache"
+        prepare_digits(self.cache)
+        self.env = environment()
+
+    def start(self) -> Done:
+        settings = (*RUN_SETTINGS, f"steps={STEPS}", "data.name=digits", f"data.cache={self.cache}")
+        return warm.execute(command(NAME, *settings, runs=self.runs), env=self.env, timeout=PATIENCE)
+
+    def resume(self, run: RunFolder, draw: random.Random) -> Done:
+        script = [sys.executable, str(warm.ROOT / "experiments" / f"{NAME}.py"), "--resume", str(run.path)]
+        verb = [sys.executable, "-m", "slurm", "exp", f"--resume={run.path}", "--launch=local"]
+        return warm.execute(draw.choice([script, script, verb]), env=self.env, timeout=PATIENCE)
+
+    def cancel(self, run: RunFolder) -> Done:
+        verb = [sys.executable, "-m", "slurm", "cancel", str(run.path)]
+        return warm.execute(verb, env=self.env, timeout=PATIENCE)
+
+    def read_state(self, run: RunFolder) -> str:
+        return status.read_state(run)[0]
+
+
+class ClusterPlace:
+    """Runs of a local SLURM cluster. Some are resumed on this machine instead."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.runs = site.runs / "campaign"
+
+    def start(self) -> Done:
+        return self.site.submit(NAME, "campaign", *RUN_SETTINGS, f"steps={STEPS}", options=("--nodes=1",))
+
+    def resume(self, run: RunFolder, draw: random.Random) -> Done:
+        launch = draw.choice(["auto", "auto", "auto", "local"])
+        return self.site.call("slurm", "exp", f"--resume={run.path}", f"--launch={launch}", status=None)
+
+    def cancel(self, run: RunFolder) -> Done:
+        return self.site.call("slurm", "cancel", str(run.path), status=None)
+
+    def read_state(self, run: RunFolder) -> str:
+        table = self.site.call("slurm", "status", str(run.path), status=None).stdout.splitlines()
+        return table[-1].split()[1]
+
+
+@dataclasses.dataclass
+class Case:
+    """A run, two commands that are executed on it, and the results."""
+
+    place: LocalPlace | ClusterPlace
+    when: str
+    commands: tuple[str, str]
+    draw: random.Random
+    outputs: list[tuple[str, Done]] = dataclasses.field(default_factory=list)
+    """The finished commands, each with its name."""
+    problems: list[str] = dataclasses.field(default_factory=list)
+    losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    """Each step with its loss, once the run is finished."""
+
+    def run(self) -> RunFolder:
+        """Start the run, execute the commands, and check the results; adds to `problems`."""
+        earlier_runs = set(self.place.runs.glob("*")) if self.place.runs.exists() else set()
+        starter = self.call_later("start", 0.0)
+        run = wait_until(lambda: find_new_run(self.place.runs, earlier_runs), "the run has a folder", PATIENCE)
+        watch = Watch(run)
+        if self.when != "beginning":
+            wait_until(lambda: has_rows(run) or run.result, "the run trains", PATIENCE)
+        delay = self.draw.uniform(0.0, 2.0)
+        if self.when == "stopped":
+            time.sleep(delay)
+            self.call_later("cancel", 0.0, run).join()
+            starter.join()
+            wait_until(lambda: not processes_of(str(run.path)), "the run has stopped", PATIENCE)
+            delay = 0.0
+        threads = [starter]
+        for name in self.commands:
+            threads.append(self.call_later(name, delay, run))
+            delay += self.draw.choice([0.0, self.draw.uniform(0.0, 0.5), self.draw.uniform(0.0, 3.0)])
+        for thread in threads:
+            thread.join()
+        self.wait_for_end(run)
+        watch.stop()
+        self.problems += watch.find_problems()
+        self.check_outputs(run)
+        return run
+
+    def call_later(self, name: str, delay: float, run: RunFolder | None = None) -> threading.Thread:
+        """Execute a command after `delay` seconds in a thread."""
+        draw = random.Random(self.draw.random())
+
+        def call() -> None:
+            time.sleep(delay)
+            try:
+                self.outputs.append((name, self.execute(name, run, draw)))
+            except subprocess.TimeoutExpired:
+                self.problems.append(f"{name} did not exit")
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        return thread
+
+    def execute(self, name: str, run: RunFolder | None, draw: random.Random) -> Done:
+        if name == "start":
+            return self.place.start()
+        assert run is not None
+        return self.place.resume(run, draw) if name == "resume" else self.place.cancel(run)
+
+    def wait_for_end(self, run: RunFolder) -> None:
+        try:
+            wait_until(lambda: self.place.read_state(run) in status.FINAL_STATES, "the run has ended", PATIENCE, 0.3)
+            wait_until(lambda: not processes_of(str(run.path)), "all its processes have exited", PATIENCE, 0.3)
+        except TimeoutError as error:
+            self.problems.append(str(error))
+
+    def check_outputs(self, run: RunFolder) -> None:
+        """Check that a refused command gives a reason, and that exit status 0 means that the run is finished."""
+        is_finished = "finished" in list_results(run)
+        for name, process in self.outputs:
+            output = process.stdout + process.stderr
+            if "Traceback" in output:
+                self.problems.append(f"{name}: a traceback: {output}")
+            if name == "resume" and process.returncode == 2 and not REFUSAL.search(output):
+                self.problems.append(f"{name}: refused without a reason: {output}")
+            has_trained = isinstance(self.place, LocalPlace) and name != "cancel"
+            if has_trained and process.returncode == 0 and not is_finished:
+                self.problems.append(f"{name}: exit status 0, but no result is finished: {output}")
+        tables = [log for log in run.path.glob("attempts/*/logs/rank-*.log") if "test accuracy" in log.read_text()]
+        if tables and not is_finished:
+            self.problems.append(f"{tables} have a final table, but no result is finished")
+
+    def finish(self, run: RunFolder) -> None:
+        """Resume the run until it is finished."""
+        for _ in range(3):
+            if run.result.get("state") == "finished":
+                return
+            if isinstance(self.place, LocalPlace):
+                process = self.place.resume(run, self.draw)
+            else:
+                process = self.place.site.call("slurm", "exp", f"--resume={run.path}", status=None)
+            self.outputs.append(("last resume", process))
+            self.wait_for_end(run)
+        if run.result.get("state") != "finished":
+            self.problems.append(f"the run could not be finished: {self.outputs[-1][1]}")
+
+    def describe(self) -> str:
+        """Return one line and, if there is a problem, the outputs of the commands."""
+        lines = [f"{self.when:<9} {' + '.join(self.commands):<16} {'; '.join(self.problems) or 'passed'}"]
+        if self.problems:
+            for name, process in self.outputs:
+                outputs = f"{process.stdout[-300:]!r} {process.stderr[-600:]!r}"
+                lines.append(f"    {name}: {process.returncode} {outputs}")
+        return "\n".join(lines)
+
+
+class Watch:
+    """Record, in a thread, when the metrics of each attempt of a run grow."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.folder = run
+        self.growth_times: dict[int, list[float]] = {}
+        self.seconds_after_cancel = 0.0
+        """Seconds for which an attempt trained after `make cancel`."""
+        self.is_over = threading.Event()
+        self.thread = threading.Thread(target=self.record)
+        self.thread.start()
+
+    def record(self) -> None:
+        sizes: dict[int, int] = {}
+        while not self.is_over.wait(0.1):
+            for attempt in self.folder.list_attempts():
+                size = attempt.metrics_file.stat().st_size if attempt.metrics_file.exists() else 0
+                if size > sizes.get(attempt.number, 0):
+                    self.growth_times.setdefault(attempt.number, []).append(time.time())
+                    self.record_cancelled()
+                sizes[attempt.number] = size
+
+    def record_cancelled(self) -> None:
+        if self.folder.result.get("state") == "cancelled":
+            seconds = time.time() - (self.folder.path / "result.json").stat().st_mtime
+            self.seconds_after_cancel = max(self.seconds_after_cancel, seconds)
+
+    def stop(self) -> None:
+        self.is_over.set()
+        self.thread.join()
+
+    def find_problems(self) -> list[str]:
+        problems = []
+        if self.seconds_after_cancel > STOPPING_SECONDS:
+            problems.append(f"the run trained for {self.seconds_after_cancel:.1f} s after it was cancelled")
+        for (number, times), (next_number, next_times) in itertools.pairwise(sorted(self.growth_times.items())):
+            overlap = min(times[-1], next_times[-1]) - max(times[0], next_times[0])
+            if overlap > ALLOWED_OVERLAP:
+                problems.append(f"attempts {number} and {next_number} trained together for {overlap:.1f} s")
+        return problems
+
+
+def find_new_run(runs: Path, earlier_runs: set[Path]) -> RunFolder | None:
+    for path in runs.glob("*-*"):
+        if path not in earlier_runs and (path / "config.yaml").exists():
+            return RunFolder(path)
+    return None
+
+
+def has_rows(run: RunFolder) -> bool:
+    return any(attempt.metrics_file.exists() for attempt in run.list_attempts())
+
+
+def list_results(run: RunFolder) -> list[str]:
+    """Return the states in the results of the run and of its attempts."""
+    folders = [RunFolder(run.path)]
+    folders += [RunFolder(attempt.attempt_folder) for attempt in run.list_attempts()]
+    return [str(folder.result.get("state")) for folder in folders if folder.result]
+
+
+def list_losses(run: RunFolder) -> list[tuple[int, float]]:
+    return [(row["global_step"], row["loss"]) for row in run.read_metrics() if "loss" in row]
+
+
+def train_undisturbed(place: LocalPlace | ClusterPlace) -> list[tuple[int, float]]:
+    """Train an undisturbed run, the first one of its place; return its losses."""
+    place.start()
+    (path,) = place.runs.glob("*-*")
+    wait_until(lambda: RunFolder(path).result, "the undisturbed run is finished", PATIENCE)
+    losses = list_losses(RunFolder(path))
+    assert len(losses) == STEPS, RunFolder(path).result
+    return losses
+
+
+def do_case(
+    place: LocalPlace | ClusterPlace, draw: random.Random, pair: tuple[str, str, str], *, finishes: bool = True
+) -> Case:
+    """Execute a case and print a line about it.
+
+    If it `finishes`, the run is resumed until it is finished. The metrics must contain each step once.
+    """
+    when, first_command, second_command = pair
+    case = Case(place, when, (first_command, second_command), random.Random(draw.random()))
+    run = case.run()
+    if finishes:
+        case.finish(run)
+    case.losses = list_losses(run)
+    steps = STEPS if finishes else len(case.losses)
+    if [step for step, _ in case.losses] != list(range(1, steps + 1)):
+        case.problems.append("the metrics do not contain each step once")
+    print(f"{run.path.name}  {case.describe()}", flush=True)
+    if not case.problems:
+        shutil.rmtree(run.path)
+    return case
+
+
+def do_cases(place: LocalPlace | ClusterPlace, draw: random.Random, pairs: list[tuple[str, str, str]]) -> list[Case]:
+    """Execute a case for each pair, and compare its losses with those of an undisturbed run."""
+    expected_losses = train_undisturbed(place)
+    cases = []
+    for pair in pairs:
+        case = do_case(place, draw, pair)
+        if case.losses != expected_losses:
+            case.problems.append("the losses differ from those of an undisturbed run")
+            print(case.describe(), flush=True)
+        cases.append(case)
+    return cases
+
+
+def choose_pairs(count: int, draw: random.Random) -> list[tuple[str, str, str]]:
+    """Choose `count` pairs, each equally often, in random order."""
+    pairs = [PAIRS[number % len(PAIRS)] for number in range(count)]
+    draw.shuffle(pairs)
+    return pairs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--cluster", action="store_true")
+    arguments = parser.parse_args()
+    print(f"--seed={arguments.seed} --cases={arguments.cases} repeats the random choices", flush=True)
+    draw = random.Random(arguments.seed)
+    pairs = choose_pairs(arguments.cases, draw)
+    started = time.monotonic()
+    if arguments.cluster:
+        with folder() as scratch:
+            prepare_digits(scratch / "cache")
+            with up(Site(scratch / "site", scratch / "cache")) as site:
+                cases = do_cases(ClusterPlace(site), draw, pairs)
+    else:
+        scratch = Path(tempfile.mkdtemp(prefix="claims-"))
+        cases = do_cases(LocalPlace(scratch), draw, pairs)
+    failed = [case for case in cases if case.problems]
+    seconds = time.monotonic() - started
+    print(f"{len(cases)} cases, {len(failed)} with problems, {seconds:.0f} s, seed {arguments.seed}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

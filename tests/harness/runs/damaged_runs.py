@@ -1,0 +1,145 @@
+"""Commands that read runs with a damaged file: they print at most one line, and overwrite nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.runs.folder import RunFolder
+from tests.harness.commands import in_process
+from tests.harness.runs.synthetic_runs import Made
+
+FILES = (
+    "config.yaml",
+    "meta.json",
+    "result.json",
+    "model.json",
+    "model.safetensors",
+    "attempts/0001/metrics.jsonl",
+    "attempts/0001/heartbeat-0.json",
+    "attempts/0001/world.json",
+    "attempts/0001/attempt.json",
+    "attempts/0001/checkpoints/step-00000040/manifest.json",
+    "attempts/0001/checkpoints/step-00000040/rank-0.pt",
+    "attempts/0001/changed.json",
+)
+
+
+OTHER_TYPES = {dict: "text", list: 7, str: {"a": 1}, int: "seven", float: [1.5], bool: "no", type(None): [None]}
+"""For each JSON type, a value of another type."""
+
+
+def read_first_object(content: bytes) -> Any:
+    """Parse a JSON file, or the first line of a file of JSON lines. Raises ValueError."""
+    has_json_lines = content[:1] == b"{" and b"}\n{" in content
+    return json.loads(content.splitlines()[0] if has_json_lines else content)
+
+
+def null_values(content: bytes) -> bytes:
+    """Replace every value of a JSON object by null."""
+    try:
+        return json.dumps(dict.fromkeys(read_first_object(content))).encode() + b"\n"
+    except (ValueError, TypeError):
+        return b"null: null\n"
+
+
+def other_types(content: bytes) -> bytes:
+    """Replace every value of a JSON object by a value of another type."""
+    try:
+        fields = read_first_object(content).items()
+    except (ValueError, AttributeError):
+        return b"seed: [1]\ndata: 5\n"
+    return json.dumps({name: OTHER_TYPES[type(field)] for name, field in fields}).encode() + b"\n"
+
+
+def drop_keys(content: bytes) -> bytes:
+    """Remove every second key of a JSON object and of the objects in it."""
+    try:
+        return json.dumps(drop_every_second_key(read_first_object(content))).encode() + b"\n"
+    except ValueError:
+        return b"seed: 0\n"
+
+
+def drop_every_second_key(content: Any) -> Any:
+    if isinstance(content, list):
+        return [drop_every_second_key(child) for child in content]
+    if isinstance(content, dict):
+        return {key: drop_every_second_key(content[key]) for key in list(content)[::2]}
+    return content
+
+
+Damage = Callable[[bytes], bytes]
+DAMAGES: dict[str, Damage] = {
+    "garbage": lambda content: bytes(range(256)) * 3,
+    "empty": lambda content: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "a list": lambda content: b'[1, "two", null]\n',
+    "nulls": null_values,
+    "other types": other_types,
+    "missing names": drop_keys,
+}
+
+
+def compute_digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 hash of each file."""
+    digests = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digests[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests
+
+
+def check_commands(source: RunFolder, name: str, damage: str, tmp_path: Path) -> None:
+    """Damage the file `name` in a copy of a finished run, and call every command that reads runs."""
+    runs = tmp_path / "runs"
+    run = runs / source.path.name
+    shutil.copytree(source.path, run, ignore=shutil.ignore_patterns("code"))
+    (run / "attempts/0001/changed.json").write_text('{"optim.lr": ["0.1", "0.2"]}')
+    (run / name).write_bytes(DAMAGES[damage]((run / name).read_bytes()))
+    call_all(run)
+
+
+OF_A_RUN = {
+    "status": "status --json=1 -- {}",
+    "logs": "logs -- {}",
+    "cancel": "cancel -- {}",
+    "doctor": "doctor --run={}",
+    "rerun": "rerun -- {}",
+    "resume": "exp --resume={} --launch=local --dry-run=1",
+    "evaluate": "evaluate -- {}",
+    "export": "export -- {}",
+}
+"""The commands that take RUN."""
+
+
+def call_all(run: Path) -> None:
+    """Call every command that reads runs, on this run and on all runs: at most one line, and nothing is written."""
+    runs = run.parent
+    Made("ddp_multinode", 1, 20).write(runs)  # a second, undamaged run
+    digests = compute_digests(runs)
+    runs_option = f"--runs-folder={runs}"
+    commands = {
+        "status of all": ["status", runs_option],
+        "compare": ["compare", runs_option, "--json=1", f"--page={runs.parent / 'page.html'}"],
+        "prune": ["prune-runs", runs_option],
+        "sync": ["sync", runs_option, "--dry-run=1"],
+    }
+    for name, template in OF_A_RUN.items():
+        commands[name] = [argument.replace("{}", str(run)) for argument in template.split(" ")]
+
+    for name, arguments in commands.items():
+        process = in_process.run_verb(*arguments)
+        assert process.returncode in (0, 1, 2, 3), (name, process)
+        errors = [line for line in process.stderr.splitlines() if not line.startswith("WARNING")]
+        assert len(errors) <= 1, (name, process.stderr)
+        assert "Traceback" not in process.stdout + process.stderr, (name, process.stderr)
+        if process.returncode == 2:
+            assert errors and errors[0].startswith("error: "), (name, process.stderr)
+        assert compute_digests(runs) == digests, f"{name} has written into a run"
+    table = in_process.run_verb("status", runs_option).stdout
+    assert "ddp_multinode-2026" in table, "the undamaged run is missing in the table"
+    assert "FINISHED" in table

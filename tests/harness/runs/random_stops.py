@@ -1,0 +1,197 @@
+"""Stop a run at random moments, from its preparation to its final report, and resume it.
+
+    python -m tests.harness.runs.random_stops --images=60000 --moments=20       forty trials, about half an hour
+
+Each trial prepares a folder of small JPEGs, trains, evaluates and saves. The moment is uniform in the duration of a
+complete run. The resumed run must be equal to the bit to a run without interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from common.runs.folder import RunFolder
+from tests.harness.commands import warm
+from tests.harness.commands.processes import command, environment, processes_of
+from tests.harness.commands.warm import ROOT
+from tests.harness.environment.randomness import open_stream
+from tests.harness.runs.resuming import differences
+
+CLASSES = 10
+SIDE = 32  # pixels
+MAX_STOP_SECONDS = 10.0
+NAME = "ddp_multinode"
+SETTINGS = ("data.name=imagefolder", f"data.image_size={SIDE}", "batch=64", "steps=30", "epochs=1",
+            "optim.warmup=0", "checkpoint.every_steps=10", "checkpoint.every_seconds=0",
+            "log.progress=none", "launch.threads=1", "processes_per_node=2")  # fmt: skip
+
+
+@dataclasses.dataclass
+class Trial:
+    """The outcome of one stopped run."""
+
+    number: signal.Signals
+    moment: float
+    """Seconds from the start to the stop request."""
+    stop_seconds: float = math.nan
+    """Seconds from the stop request to the end of the processes."""
+    status: int | None = None
+    """Exit status of the stopped run."""
+    reached: str = "?"
+    problem: str = ""
+    """The first difference from the complete run, or the error."""
+
+    def line(self) -> str:
+        """Return a line of the report."""
+        progress = f"{self.number.name:<8} after {self.moment:6.2f} s, {self.reached:<24}"
+        stop = f"stopped within {self.stop_seconds:5.2f} s, status {self.status}"
+        return f"{progress} {stop}  {self.problem or 'equal to the bit'}"
+
+
+def make_images(root: Path, count: int) -> None:
+    """Write `count` JPEGs, five of six for training: noise around a grey level of their class."""
+    generator = np.random.default_rng(0)
+    train_count = count * 5 // 6
+    for part, part_count in (("train", train_count), ("val", count - train_count)):
+        for label in range(CLASSES):
+            (root / part / f"class-{label}").mkdir(parents=True)
+        for number in range(part_count):
+            label = number % CLASSES
+            pixels = generator.integers(0, 60, (SIDE, SIDE, 3)) + 19 * label
+            image = Image.fromarray(pixels.astype(np.uint8))
+            image.save(root / part / f"class-{label}" / f"{number}.jpg", quality=80)
+
+
+def start(root: Path, place: Path, *, real: bool) -> warm.Command:
+    argv = command(NAME, *SETTINGS, f"data.root={root}", f"data.cache={place / 'cache'}", runs=place / "runs")
+    return warm.Command(argv, env=environment(), session=True, real=real)
+
+
+def resume(folder: RunFolder) -> None:
+    argv = [sys.executable, str(ROOT / "experiments" / f"{NAME}.py"), "--resume", str(folder.path)]
+    process = warm.execute(argv, env=environment(), timeout=600)
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+def run_to_the_end(root: Path, place: Path) -> tuple[RunFolder, float]:
+    """Run without interruption. Return the run folder and the duration in seconds."""
+    started = time.monotonic()
+    process = start(root, place, real=False)
+    out, err = process.communicate(600)
+    assert process.returncode == 0, out + err
+    return get_only_run(place), time.monotonic() - started
+
+
+def get_only_run(place: Path) -> RunFolder:
+    (path,) = (place / "runs").iterdir()
+    return RunFolder(path)
+
+
+def describe_progress(place: Path) -> str:
+    """Return the phase or the last step of a run."""
+    paths = list((place / "runs").glob("*")) if (place / "runs").exists() else []
+    if not paths:
+        return "preparing"
+    folder = RunFolder(paths[0])
+    rows = folder.read_metrics()
+    if folder.result.get("state") == "finished":
+        return "finished"
+    if any("test_loss" in row for row in rows):
+        return "evaluated"
+    last_step = max((row["global_step"] for row in rows), default=0)
+    return f"step {last_step}"
+
+
+def execute_trial(root: Path, complete_run: RunFolder, place: Path, number: signal.Signals, moment: float) -> Trial:
+    """Stop a new run after `moment` seconds, resume it, and compare it with the complete run.
+
+    A failure is recorded, so that the next trials are executed.
+    """
+    trial = Trial(number, moment)
+    process = start(root, place, real=False)
+    try:
+        stop(process, trial)
+        trial.reached = describe_progress(place)
+        assert not processes_of(str(place)), "a process has outlived the run"
+        if trial.reached == "preparing":
+            run_to_the_end(root, place)
+            assert not list((place / "cache").glob(".imagefolder-*")), "partly written arrays were not deleted"
+        else:
+            resume(get_only_run(place))
+        for name in differences(complete_run, get_only_run(place))[:1]:
+            trial.problem = f"DIFFERENT: {name}"
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        last_line = lines[-1] if lines else ""
+        trial.problem = f"FAILED: {type(error).__name__}: {last_line}"
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        for pid in processes_of(str(place)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return trial
+
+
+def stop(process: warm.Command, trial: Trial) -> None:
+    """Send the signal of a trial at its moment, and wait for the end of the run."""
+    time.sleep(trial.moment)
+    started = time.monotonic()
+    process.send_signal(trial.number)
+    out, err = process.communicate(600)
+    trial.stop_seconds = time.monotonic() - started
+    trial.status = process.returncode
+    assert "Traceback" not in err, out + err
+
+
+def trials(images: int, moments: int, draw: random.Random, scratch: Path) -> list[Trial]:
+    """Execute `moments` trials each for Ctrl-C and a cluster's stop request. Folders of failed trials are kept."""
+    root = scratch / "images"
+    make_images(root, images)
+    complete_run, seconds = run_to_the_end(root, scratch / "complete")
+    executed = []
+    for index in range(2 * moments):
+        place = scratch / f"trial-{index}"
+        number = (signal.SIGINT, signal.SIGUSR2)[index % 2]
+        trial = execute_trial(root, complete_run, place, number, draw.uniform(0, seconds))
+        executed.append(trial)
+        print(trial.line(), flush=True)
+        shutil.rmtree(place / "cache" if trial.problem else place, ignore_errors=True)
+    shutil.rmtree(root)
+    return executed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=60_000)
+    parser.add_argument("--moments", type=int, default=20)
+    arguments = parser.parse_args()
+    scratch = Path(tempfile.mkdtemp(prefix="moments-"))
+    executed = trials(arguments.images, arguments.moments, open_stream("random moments"), scratch)
+    failed = [trial for trial in executed if trial.problem]
+    slow = [trial for trial in executed if trial.stop_seconds > MAX_STOP_SECONDS]
+    all_seconds = [trial.stop_seconds for trial in executed if not math.isnan(trial.stop_seconds)]
+    slowest = max(all_seconds, default=math.nan)
+    summary = f"{len(slow)} stopped later than {MAX_STOP_SECONDS:g} s, the slowest after {slowest:.1f} s"
+    print(f"{len(executed)} trials: {len(failed)} different or failed, {summary}")
+    if failed:
+        print(f"folders of failed trials: {scratch}")
+    else:
+        shutil.rmtree(scratch)
+    return 1 if failed or slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Interrupted and resumed runs, for the tests of resuming."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+
+from common.checkpoint import storage
+from common.runs.folder import RunFolder
+from common.system.exit_status import EXIT_RESUMABLE
+from tests.harness.commands import warm
+from tests.harness.commands.processes import PATIENCE, Done, environment, wait_until
+from tests.harness.commands.warm import ROOT
+from tests.harness.environment.randomness import open_stream
+from tests.harness.environment.shared_results import run_once
+from tests.harness.experiments.registry import Entry
+from tests.harness.runs.long_runs import only_folder, train_long
+
+STEPS = 30  # of a run with the settings of the fixture `quick`, which saves after every third step
+ALONE = "launch.threads=1"  # several threads wait actively for each other and slow other tests down
+COLUMNS = ("global_step", "samples", "loss", "test_loss", "test_accuracy", "test_samples")
+
+
+def whole_run(factory: pytest.TempPathFactory, quick: tuple[str, ...], entry: Entry, ranks: int) -> Done:
+    """Return an uninterrupted run on `ranks` ranks, executed once for all tests, which must not change its folder."""
+    name = f"whole-{entry.name}-{ranks}"
+    run = run_once(factory, name, entry.name, *quick, *entry.spread(ranks), "data.block=2", ALONE)
+    assert run.status == 0, run.err
+    return run
+
+
+def cut_off(folder: RunFolder, step: int, place: Path) -> RunFolder:
+    """Copy a run and change the copy to that of a run killed shortly after `step`, its last saved step."""
+    shutil.copytree(folder.path, place / folder.path.name)
+    copy = RunFolder(place / folder.path.name)
+    (copy.path / "result.json").unlink()
+    attempt = copy.list_attempts()[-1]
+    first_step = attempt.parent_record[1] if attempt.parent_record else 0
+    for checkpoint in storage.list_checkpoints(attempt):
+        if checkpoint.step > step:
+            shutil.rmtree(checkpoint.path)
+    for pointer in ("latest", "best"):
+        name = storage.read_pointer_file(attempt, pointer)
+        if name is not None and int(name.removeprefix("step-")) > step:
+            (storage.get_checkpoints_dir(attempt) / pointer).unlink()
+    rows = attempt.metrics_file.read_text().splitlines(keepends=True)
+    kept_rows = rows[: step - first_step + 2]
+    attempt.metrics_file.write_text("".join(kept_rows) + '{"global_step": 99, "lo')
+    return copy
+
+
+def resume(
+    entry: Entry, folder: RunFolder, *arguments: str, careless: str = "", real: bool = False
+) -> CompletedProcess[str]:
+    """Resume a run; `careless` names a protection that is removed."""
+    prefix = ["-m", "tests.harness.runs.dropped_protection", careless] if careless else []
+    script = str(ROOT / "experiments" / f"{entry.name}.py")
+    argv = [sys.executable, *prefix, script, "--resume", str(folder.path), *arguments]
+    return warm.execute(argv, env=environment(), real=real)
+
+
+def numbers(folder: RunFolder) -> list[tuple[Any, ...]]:
+    """Return all rows without the times."""
+    rows = []
+    for row in folder.read_metrics():
+        values = tuple(row.get(column) for column in COLUMNS)
+        rows.append(values)
+    return rows
+
+
+def trained_steps(folder: RunFolder) -> list[int]:
+    return [row["global_step"] for row in folder.read_metrics() if "test_loss" not in row]
+
+
+def final_state(folder: RunFolder) -> dict[str, torch.Tensor]:
+    """Return parameters and optimizer state after the last step, of all ranks."""
+    (attempt, _), *_ = folder.trace_attempts()
+    path = storage.list_checkpoints(attempt)[-1].path
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("rank-*.pt")):
+        shard = torch.load(file, weights_only=True)
+        tensors |= shard["model"]
+        for key, value in shard["common"].get("scaler", {}).items():
+            tensors[f"scaler/{key}"] = torch.tensor(value)
+        tensors |= list_moments(shard["optimizer"])
+        worker = shard["local"].get("worker", {"vectors": {}, "optimizer": {}})  # of models that differ between ranks
+        local_tensors = worker["vectors"] | list_moments(worker["optimizer"])
+        tensors |= {f"{file.stem}/{name}": tensor for name, tensor in local_tensors.items()}
+    return tensors
+
+
+def list_moments(optimizer: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return the tensors of an optimizer's state, by parameter and name."""
+    tensors = {}
+    for name, state in optimizer.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{name}/{key}"] = value
+    return tensors
+
+
+def differences(run: RunFolder, other_run: RunFolder) -> list[str]:
+    """Return what is not equal to the bit in the rows, the result and the final state of two runs."""
+    differing = []
+    if numbers(run) != numbers(other_run):
+        differing.append("rows")
+    if run.result.get("scores") != other_run.result.get("scores"):
+        differing.append("test_loss of the result")
+    state = final_state(run)
+    other_state = final_state(other_run)
+    for name in sorted(state.keys() | other_state.keys()):
+        if name not in state or name not in other_state or not torch.equal(state[name], other_state[name]):
+            differing.append(name)
+    return differing
+
+
+def check_that_it_goes_on(
+    entry: Entry, complete_run: Done, name: str, place: Path, *arguments: str, real: bool = False
+) -> RunFolder:
+    """Interrupt a run after a random saved step, resume it, and compare it with the complete run to the bit."""
+    (attempt,) = complete_run.folder.list_attempts()
+    step = open_stream(name).choice(storage.list_checkpoints(attempt)[:-1]).step
+    folder = cut_off(complete_run.folder, step, place)
+    process = resume(entry, folder, *arguments, real=real)
+    assert process.returncode == 0, f"resumed after step {step}: {process.stderr}"
+    assert f"resumed from step {step}" in process.stdout, process.stdout
+    differing = differences(folder, complete_run.folder)
+    assert not differing, f"resumed after step {step}: {differing} differ"
+    times = [row["time"] for row in folder.read_metrics()]
+    assert times == sorted(times), "times must not decrease after a resume"
+    steps = trained_steps(complete_run.folder)
+    assert steps == list(range(1, len(steps) + 1))
+    assert trained_steps(folder) == steps, f"resumed after step {step}"
+    return folder
+
+
+def check_notice_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path) -> None:
+    """Send a stop request in a slow evaluation: the state before it is saved, and a resume repeats the evaluation."""
+    slow = (*digits, *entry.smallest, "steps=20", "eval_batch=2", "data.test_limit=0", "checkpoint.grace=120")
+    with train_long(entry.name, *slow, runs=runs) as process:
+        folder = only_folder(runs)
+        wait_until(lambda: len(folder.read_metrics()) == 20, "the evaluation begins")
+        process.send_signal(signal.SIGUSR2)
+        started = time.monotonic()
+        out, err = process.communicate(PATIENCE)
+        seconds = time.monotonic() - started
+    assert process.returncode == EXIT_RESUMABLE, out + err
+    assert "stopped on request; checkpoint saved at step 20" in out, out + err
+    assert len(folder.read_metrics()) == 20
+    assert [checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)] == [20]
+    assert seconds < 60, "the run must not wait for the end of the evaluation"
+
+    resumed = resume(entry, folder, "data.test_limit=100")
+    assert resumed.returncode == 0, resumed.stderr
+    rows = numbers(folder)
+    assert [row[0] for row in rows] == [*range(1, 21), 20], "the evaluation was not repeated"
+    assert rows[-1][-1] == 100

@@ -1,0 +1,135 @@
+"""A W&B host that accepts every request: python -m tests.harness.runs.wandb_host ADDRESS [RECORD]
+
+It prints its URL and serves until it is killed. Each request is appended to the file RECORD, as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+LOCK = threading.Lock()
+LINES: dict[str, dict[str, dict[int, str]]] = {}  # run -> file -> number -> line
+VIEWER = {"id": "u", "entity": "e", "username": "u", "email": "e@e", "teams": {"edges": []}, "flags": "{}"}
+
+
+class Host(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        sent = json.loads(body)
+        if len(sys.argv) > 2:
+            with LOCK, open(sys.argv[2], "a") as file:
+                file.write(json.dumps({"path": self.path, "sent": sent}) + "\n")
+        if self.path.endswith("/file_stream"):
+            store_lines(self.path.split("/")[-2], sent.get("files") or {})
+        self.answer(reply(sent) if self.path == "/graphql" else {"exitcode": None, "limits": {}})
+
+    def do_GET(self) -> None:
+        self.answer({})
+
+    def answer(self, value: dict[str, Any]) -> None:
+        text = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+def read_sent(record: Path, part: str) -> list[Any]:
+    """Return the requests to paths that contain `part`."""
+    lines = record.read_text().splitlines() if record.exists() else []
+    requests = [json.loads(line) for line in lines]
+    return [request["sent"] for request in requests if part in request["path"]]
+
+
+def read_history(record: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the rows of metrics that were sent, each with its line number."""
+    rows = []
+    for sent in read_sent(record, "file_stream"):
+        files = sent.get("files") or {}
+        if "wandb-history.jsonl" in files:
+            part = files["wandb-history.jsonl"]
+            for number, line in enumerate(part["content"], part["offset"]):
+                rows.append((number, json.loads(line)))
+    return rows
+
+
+def store_lines(run: str, files: dict[str, Any]) -> None:
+    """Store the lines of a run's files by their line numbers."""
+    for name, part in files.items():
+        lines = LINES.setdefault(run, {}).setdefault(name, {})
+        lines |= dict(enumerate(part["content"], part["offset"]))
+
+
+def make_resumed_bucket(run: str) -> dict[str, Any] | None:
+    """Return the host's record of a run that is resumed, or None for an unknown run."""
+    if run not in LINES:
+        return None
+    history = LINES[run].get("wandb-history.jsonl", {})
+    events = LINES[run].get("wandb-events.jsonl", {})
+    return {
+        "id": "b",
+        "name": run,
+        "displayName": "",
+        "config": "{}",
+        "summaryMetrics": "{}",
+        "tags": [],
+        "notes": "",
+        "wandbConfig": '{"t": 1}',
+        "logLineCount": 0,
+        "historyLineCount": len(history),
+        "eventsLineCount": len(events),
+        "historyTail": format_last_line(history),
+        "eventsTail": format_last_line(events),
+    }
+
+
+def format_last_line(lines: dict[int, str]) -> str:
+    """Return a JSON list of the line with the highest number."""
+    return json.dumps([lines[max(lines)]] if lines else [])
+
+
+def reply(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer that W&B's client needs to start an online run."""
+    variables = request.get("variables") or {}
+    operation = request.get("operationName")
+    if not operation:
+        match = re.search(r"(?:query|mutation) (\w+)", request.get("query", ""))
+        operation = match[1] if match else ""
+    return {"data": make_reply_data(operation, variables.get("name"), variables.get("project") or "p")}
+
+
+def make_reply_data(operation: str, run: Any, project_name: str) -> dict[str, Any]:
+    """Return the data of the answer to a GraphQL operation."""
+    project = {"id": "p", "name": project_name, "entity": {"id": "e", "name": "e"}}
+    match operation:
+        case "UpsertBucket":
+            bucket = {"id": "b", "name": run, "displayName": "", "config": "{}", "project": project}
+            return {"upsertBucket": {"bucket": bucket | {"historyLineCount": 0}, "inserted": True}}
+        case "RunResumeStatus":
+            return {"model": project | {"bucket": make_resumed_bucket(str(run))}}
+        case "UpsertView2":
+            return {"upsertView": {"view": {"id": "v", "name": run}, "inserted": True}}
+        case "CreateRunFiles":
+            return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}
+    return {"viewer": VIEWER}
+
+
+if __name__ == "__main__":
+    server = ThreadingHTTPServer((sys.argv[1], 0), Host)
+    print(f"http://{sys.argv[1]}:{server.server_address[1]}", flush=True)
+    server.serve_forever()

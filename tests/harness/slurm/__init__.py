@@ -1,0 +1,1 @@
+"""SLURM: fake commands, and a real cluster."""

@@ -1,0 +1,1 @@
+"""Programs that verify a checkout, and a clone without a technique."""
