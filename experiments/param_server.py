@@ -65,8 +65,9 @@ def report_servers(cfg: Config, run: Run, worker: ParameterServerRank) -> list[R
         record = {"workers": run.world.size, "after_step": run.resumed_after, "events": server.events}
         write_json(run.folder.attempt_folder / f"served-{run.world.rank}.json", record)
     report = ServerReport(worker.policy, gather_server_counts(run.world, server))
-    if cfg.plot and report.staleness:  # only rank 0 has staleness values
-        heights = {str(staleness): (100 * share, 0.0) for staleness, share in report.compute_staleness_shares().items()}
+    shares = report.compute_staleness_shares()  # only rank 0 has them
+    if cfg.plot and len(shares) > 1:
+        heights = {str(staleness): (100 * share, 0.0) for staleness, share in shares.items()}
         plots.draw_bar_chart(run.folder.path / "staleness.png", heights, "% of pushes, by staleness", title=cfg.mode)
     return [report, time_ddp(cfg, run)] if cfg.compare else [report]
 

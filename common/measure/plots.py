@@ -7,8 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+BAR_COLOR = "#4878a8"
 Points = Sequence[tuple[float, float, float]]
 """Points of a curve. A point consists of x, the mean of y, and the standard deviation of y."""
+Fits = Mapping[str, tuple[str, Points]]
+"""Curves that were fitted to measured series: the label and the points of each, by the label of the series."""
+MAX_VERTICAL_BARS = 5
+"""Maximum number of vertical bars. The labels of more bars would overlap, so these bars are horizontal."""
 MAX_TICKS = 8
 """Maximum number of x values for which the x-axis has one tick per value."""
 
@@ -49,22 +54,28 @@ def draw_curves(
     levels: Mapping[str, float] | None = None,
     *,
     computed: Mapping[str, Points] | None = None,
+    fits: Fits | None = None,
     log: bool = False,
     loglog: bool = False,
     title: str = "",
 ) -> None:
     """Draw curves through measured points with error bars, and write the plot to `path`.
 
-    `series` contains the measured points by label, and `computed` contains the points of dashed curves by label.
-    `levels` contains the heights of horizontal lines by label. `log` selects a logarithmic x-axis with base 2, and with
-    a tick at each measured x if there are at most MAX_TICKS of them. `loglog` selects logarithmic axes with base 10.
+    `series` contains the measured points by label, and `computed` contains the points of dashed curves by label. The
+    dashed curves of `fits` have the colors of their series. `levels` contains the heights of horizontal lines by label.
+    `log` selects a logarithmic x-axis with base 2, and with a tick at each measured x if there are at most MAX_TICKS of
+    them. `loglog` selects logarithmic axes with base 10.
     """
     axes = make_axes()
     ticks: set[float] = set()
     for label, points in series.items():
         x_values, means, deviations = zip(*sorted(points), strict=True)
-        axes.errorbar(x_values, means, deviations, marker="o", capsize=3, label=label)
+        container = axes.errorbar(x_values, means, deviations, marker="o", capsize=3, label=label)
         ticks |= {round(value, 3) for value in x_values}
+        if fits and label in fits:
+            fit_label, fit_points = fits[label]
+            fit_x, fit_y, _ = zip(*sorted(fit_points), strict=True)
+            axes.plot(fit_x, fit_y, linestyle="--", color=container.lines[0].get_color(), label=fit_label)
 
     for label, points in (computed or {}).items():
         x_values, heights, _ = zip(*sorted(points), strict=True)
@@ -89,26 +100,31 @@ def draw_curves(
 def draw_bar_chart(path: Path, heights: Mapping[str, tuple[float, float]], y: str, *, title: str = "") -> None:
     """Draw a bar chart with error bars, and write the chart to `path`.
 
-    `heights` contains the mean and the standard deviation of y for each label. The number above a bar is the mean.
+    `heights` contains the mean and the standard deviation of y for each label. The number beside a bar is the mean.
     """
-    axes = make_axes()
     means, deviations = zip(*heights.values(), strict=True)
-    bars = axes.bar(list(heights), means, yerr=deviations, capsize=4, color="#4878a8")
+    if len(heights) <= MAX_VERTICAL_BARS:
+        axes = make_axes()
+        bars = axes.bar(list(heights), means, yerr=deviations, capsize=4, color=BAR_COLOR)
+        axes.set(ylabel=y)
+        axes.margins(y=0.12)  # space for the numbers above the bars
+    else:
+        axes = make_axes(height=1.2 + 0.4 * len(heights))
+        bars = axes.barh(list(heights), means, xerr=deviations, capsize=4, color=BAR_COLOR)
+        axes.set(xlabel=y)
+        axes.invert_yaxis()  # the first bar is at the top
+        axes.margins(x=0.12)
     axes.bar_label(bars, fmt=lambda mean: f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}", padding=3)
-    axes.set(ylabel=y, title=title)
-    axes.margins(y=0.12)  # space for the numbers above the bars
-    if len(heights) > 5:  # horizontal labels would overlap
-        for label in axes.get_xticklabels():
-            label.set(rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
+    axes.set(title=title)
     save_figure(axes, path)
 
 
-def draw_times_by_size(folder: Path, curves: Mapping[str, tuple[Mapping[str, Points], Mapping[str, Points]]]) -> None:
+def draw_times_by_size(folder: Path, curves: Mapping[str, tuple[Mapping[str, Points], Fits]]) -> None:
     """Plot time in microseconds against size in bytes, in one or more figures.
 
     `curves` contains, for each title of a figure, the measured curves and the fitted lines. The curves and
-    the lines have the format of the arguments `series` and `computed` of `draw_curves`.
+    the lines have the format of the arguments `series` and `fits` of `draw_curves`.
     """
-    for name, (measured, fitted) in curves.items():
+    for name, (measured, fits) in curves.items():
         path = folder / f"{name.replace(' ', '_')}.png"
-        draw_curves(path, measured, "bytes", "microseconds", computed=fitted, loglog=True, title=name)
+        draw_curves(path, measured, "bytes", "microseconds", fits=fits, loglog=True, title=name)

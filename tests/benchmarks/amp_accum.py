@@ -198,7 +198,7 @@ def no_gpu() -> str:
 def draw_precisions(path: Path, part: Mapping[str, Any]) -> None:
     """Draw the milliseconds of a step of each precision."""
     sides = [side for side in part["samples"] if "product" not in side]
-    plots.draw_bar_chart(path, heights(part, sides, 1e3), "ms a step")
+    plots.draw_bar_chart(path, heights(part, sides, 1e3), "ms per step", title="ResNet-50 at 64 pixels by precision")
 
 
 def make_bit_part(pixels: int) -> Part:

@@ -179,15 +179,17 @@ def draw_collectives(path: Path, part: Mapping[str, Any]) -> None:
     """Draw the microseconds of an all-reduce against its size, with the fitted lines."""
     medians = {name: statistics.median(column) for name, column in part["samples"]["run"].items()}
     curves = list_curves(medians)
-    lines = {}
+    fits = {}
     for side, points in curves.items():
         alpha = medians[f"all_reduce float32 {side}: alpha"]
         beta = medians[f"all_reduce float32 {side}: beta"]
         first_size = points[0][0]
         last_size = points[-1][0]
-        sizes = [first_size * (last_size / first_size) ** (i / 60) for i in range(61)]
-        lines[f"{side}, fitted"] = [(size, 1e6 * (alpha + beta * size), 0.0) for size in sizes]
-    plots.draw_curves(path, curves, "bytes", "microseconds", computed=lines, loglog=True, title="all-reduce, two ranks")
+        sizes = [first_size * (last_size / first_size) ** (i / 30) for i in range(31)]
+        fitted = [(size, 1e6 * (alpha + beta * size), 0.0) for size in sizes]
+        fits[side] = (f"{side}, fitted", fitted)
+    title = "All-reduce of two ranks, fitted: alpha + beta n"
+    plots.draw_curves(path, curves, "bytes", "microseconds", fits=fits, loglog=True, title=title)
 
 
 PARTS = [

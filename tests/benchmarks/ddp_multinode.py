@@ -11,7 +11,7 @@ from pathlib import Path
 from common.config import config
 from configs.ddp_multinode import Config
 from tests.benchmarks import elastic_cost, unequal_ranks
-from tests.benchmarks.drawing import Figure, draw_bars
+from tests.benchmarks.drawing import Figure, make_bar_drawer
 from tests.benchmarks.libraries import data_parallel_team, same_first_losses
 from tests.benchmarks.measure import Samples, Task, Team
 from tests.benchmarks.parts import QUIET, Part, run_of
@@ -102,4 +102,4 @@ PARTS = [
     unequal_ranks.PART,
     elastic_cost.PART,
 ]
-FIGURES: dict[str, Figure] = {NAME: (f"{NAME}/step", draw_bars)}
+FIGURES: dict[str, Figure] = {NAME: (f"{NAME}/step", make_bar_drawer("ResNet-18, batch 128"))}

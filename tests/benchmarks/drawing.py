@@ -12,7 +12,8 @@ from common.measure import plots
 from common.techniques.pipeline import report, schedules
 from common.techniques.pipeline.schedules import Action, Span
 
-STEP = 1e-3  # seconds of a planned forward
+FORWARD = 1e-3  # duration of a planned forward pass; the axis of a timeline counts thousandths
+NAMES = {"naive": "Naive", "gpipe": "GPipe", "1f1b": "1F1B"}
 Figure = tuple[str, Callable[[Path, Any], None]]
 """The part that a figure shows, and the function that draws it."""
 
@@ -23,10 +24,10 @@ def draw_plan(path: Path, name: str, stages: int = 2, microbatches: int = 4) -> 
     simulated = schedules.simulate_schedule(actions, stages)
     lanes = {}
     for stage, spans in enumerate(simulated):
-        lanes[f"stage {stage}"] = [Span(span.action, span.start * STEP, span.end * STEP) for span in spans]
+        lanes[f"stage {stage}"] = [Span(span.action, span.start * FORWARD, span.end * FORWARD) for span in spans]
     bubble = schedules.compute_bubble(simulated)
-    title = f"{name} as planned: {stages} stages, {microbatches} microbatches, bubble {100 * bubble:.0f} %"
-    report.draw_timeline(path, lanes, title)
+    title = f"{NAMES[name]} as planned: {stages} stages, {microbatches} microbatches, bubble {100 * bubble:.0f} %"
+    report.draw_timeline(path, lanes, title, "time in forward passes of one microbatch")
 
 
 def draw_step(path: Path, timeline: Sequence[Mapping[str, Any]], title: str) -> None:
@@ -44,14 +45,18 @@ def heights(part: Mapping[str, Any], sides: Sequence[str], factor: float) -> dic
     bars = {}
     for side in sides:
         times = [factor * seconds for seconds in part["samples"][side]["seconds"]]
-        label = textwrap.fill(side, 14)
+        label = textwrap.fill(side, 14, break_long_words=False) if len(sides) <= plots.MAX_VERTICAL_BARS else side
         bars[label] = statistics.median(times), (max(times) - min(times)) / 2
     return bars
 
 
-def draw_bars(path: Path, part: Mapping[str, Any]) -> None:
-    """Draw the milliseconds of a step of each side."""
-    plots.draw_bar_chart(path, heights(part, list(part["samples"]), 1e3), "ms a step")
+def make_bar_drawer(title: str) -> Callable[[Path, Any], None]:
+    """Return a function that draws the milliseconds of a step of each side."""
+
+    def draw(path: Path, part: Mapping[str, Any]) -> None:
+        plots.draw_bar_chart(path, heights(part, list(part["samples"]), 1e3), "ms per step", title=title)
+
+    return draw
 
 
 def make_step_drawer(side: str, title: str) -> Callable[[Path, Any], None]:

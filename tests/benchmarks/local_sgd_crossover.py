@@ -193,8 +193,8 @@ def draw_rates(path: Path, part: Mapping[str, Any]) -> None:
         rates, means, spread = zip(*trace.points, strict=True)
         axes.errorbar(rates, means, spread, marker="o", linestyle="", capsize=3, color=color, label=strategy)
         axes.plot(*zip(*trace.line, strict=True), linestyle="--", color=color)
-    axes.plot([], [], linestyle="--", color="0.35", label="alpha + beta n")
-    axes.set(xlabel="Mbit/s", ylabel="ms a step", xscale="log", yscale="log", title="the ConvNet on two hosts")
+    axes.plot([], [], linestyle="--", color="0.35", label="fitted: alpha + beta n")
+    axes.set(xlabel="Mbit/s", ylabel="ms per step", xscale="log", yscale="log", title="ConvNet on two hosts")
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     plots.save_with_legend(axes, path)
 
@@ -207,7 +207,7 @@ def draw_accuracy(path: Path, part: Mapping[str, Any]) -> None:
         megabytes = median(columns["bytes"]) / 1e6
         half_spread = (percents[-1] - percents[0]) / 2
         axes.errorbar(megabytes, median(percents), half_spread, marker="o", capsize=3, label=side)
-    axes.set(xlabel="MB sent by a rank", ylabel="test accuracy, %", xscale="log", title="one epoch of MNIST, two ranks")
+    axes.set(xlabel="MB sent by a rank", ylabel="test accuracy, %", xscale="log", title="One epoch of MNIST, two ranks")
     plots.save_with_legend(axes, path)
 
 

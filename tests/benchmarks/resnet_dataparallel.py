@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.benchmarks.drawing import Figure, draw_bars
+from tests.benchmarks.drawing import Figure, make_bar_drawer
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.parts import Part, run_of
 from tests.benchmarks.records import Row, Table
@@ -44,4 +44,4 @@ PARTS = [
         facts={"threads": "as named", "batch": BATCH},
     )
 ]
-FIGURES: dict[str, Figure] = {NAME: (f"{NAME}/strategies", draw_bars)}
+FIGURES: dict[str, Figure] = {NAME: (f"{NAME}/strategies", make_bar_drawer("ResNet-18, batch 64"))}

@@ -123,7 +123,9 @@ def draw_sizes(path: Path, part: Mapping[str, Any]) -> None:
             points.append((size, milliseconds, half_spread))
         elif name in ("single", "naive"):
             levels[name] = milliseconds
-    plots.draw_curves(path, {"pipelined": points}, "samples in a microbatch", "ms a batch", levels, log=True)
+    curves = {"pipelined": points}
+    title = "ResNet-18 in two stages"
+    plots.draw_curves(path, curves, "samples in a microbatch", "ms per batch", levels, log=True, title=title)
 
 
 PARTS = [

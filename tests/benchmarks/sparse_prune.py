@@ -272,7 +272,7 @@ def draw_pruning(path: Path, part: Mapping[str, Any]) -> None:
         remaining_percents, means, spread = zip(*sorted(points), strict=True)
         axes.errorbar(remaining_percents, means, spread, marker="o", capsize=3, label=label)
     axes.axhline(dense_percent, linestyle="--", color="0.35", label="dense")
-    axes.set(xlabel="weights left, %", ylabel="test accuracy, %", title="LeNet-300-100 on MNIST")
+    axes.set(xlabel="remaining weights, %", ylabel="test accuracy, %", title="LeNet-300-100 on MNIST")
     plots.save_with_legend(axes, path)
 
 

@@ -18,7 +18,7 @@ from common.config.config import ROOT
 from tests.benchmarks.measure import summarize_values
 from tests.benchmarks.records import Cell, Record, Row, Table
 
-BUDGETS = {"make test": 180, "make test-all": 600, "make test-slurm": 900}  # seconds
+BUDGETS = {"make test": 150, "make test-all": 500, "make test-slurm": 800}  # seconds
 SLOW = re.compile(r"^([\d.]+)s (?:call|setup|teardown) +(\S.*)$", re.MULTILINE)
 ORIGIN = {"title": "test suites", "command": "python -m tests.benchmarks.suites"}
 

@@ -133,10 +133,10 @@ class CollectiveReport:
             return None
         return predict_seconds(algorithm, MessageTimeLines(line), side.compute_vector_bytes(cell.point))
 
-    def list_curves(self) -> dict[str, tuple[dict[str, Curve], dict[str, Curve]]]:
+    def list_curves(self) -> dict[str, tuple[dict[str, Curve], dict[str, tuple[str, Curve]]]]:
         """Return the measured and the fitted curves of all variants, grouped by operation and data type.
 
-        A curve is a list of points (bytes, microseconds, 0).
+        A curve is a list of points (bytes, microseconds, 0). A fitted curve has a label of its own.
         """
         lines = self.fit_lines()
         curves = {}
@@ -144,10 +144,11 @@ class CollectiveReport:
             measured: dict[str, Curve] = {}
             for cell in cells:
                 measured.setdefault(cell.side, []).append((cell.point.nbytes, 1e6 * cell.time, 0.0))
-            fitted: dict[str, Curve] = {}
+            fitted: dict[str, tuple[str, Curve]] = {}
             for side, curve in measured.items():
                 if line := lines.get((name, side)):
-                    fitted[f"{side}: {format_fitted_line(line)}"] = sample_fitted_line(line, curve[0][0], curve[-1][0])
+                    fitted_curve = sample_fitted_line(line, curve[0][0], curve[-1][0])
+                    fitted[side] = (format_fitted_line(line), fitted_curve)
             curves[name] = (measured, fitted)
         return curves
 

@@ -28,9 +28,10 @@ ACTION_STYLES = {  # label of each kind of action, and its colors for even and o
 }
 
 
-def draw_timeline(path: Path, lanes: Mapping[str, Sequence[Span]], title: str = "") -> None:
+def draw_timeline(path: Path, lanes: Mapping[str, Sequence[Span]], title: str = "", x: str = "ms") -> None:
     """Draw a chart with one lane per stage and one bar per action; gaps between bars are idle time.
 
+    `x` is the label of the axis, which counts thousandths of the times in `lanes`.
     Each bar is labeled with the number of its microbatch. If a bar is too narrow for the number, the number is drawn
     above the bar for a forward, and below the bar for any other action. Numbers that would overlap are omitted.
     """
@@ -60,7 +61,7 @@ def draw_timeline(path: Path, lanes: Mapping[str, Sequence[Span]], title: str = 
                 axes.text(middle, row + 0.42 * side, number, ha="center", va="center", fontsize=6)
                 next_free[side] = middle + 0.4 * number_width
     axes.set_yticks(range(len(lanes)), list(lanes))
-    axes.set(xlabel="ms", xlim=(0, length * 1e3), ylim=(len(lanes) - 0.45, -0.55))  # the first lane is at the top
+    axes.set(xlabel=x, xlim=(0, length * 1e3), ylim=(len(lanes) - 0.45, -0.55))  # the first lane is at the top
     axes.set_title(title, fontsize=10)
     legend_bottom = -0.32 if len(lanes) < 4 else -0.2
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, legend_bottom), ncols=3, frameon=False)
