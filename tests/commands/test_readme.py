@@ -17,6 +17,8 @@ from tests.harness.pages.page_commands import PAGES, README, check_command, list
 TEXT = (ROOT / "README.md").read_text()
 HEADINGS = ["Question", "Answer", "Figure", "How it works", "Commands", "Results", "Limits", "Exercises"]
 MAX_PAGE_LINES = 180
+TECHNIQUES_PAGE = ROOT / "experiments" / "README.md"  # recommends a technique for each situation
+EXPERIMENT_PAGES = sorted(set((ROOT / "experiments").glob("*.md")) - {TECHNIQUES_PAGE})
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,12 @@ def test_the_readme_is_short() -> None:
     assert len(TEXT.splitlines()) <= 170
 
 
+def test_the_page_for_choosing_a_technique_is_short_and_linked() -> None:
+    assert TECHNIQUES_PAGE in PAGES
+    assert len(TECHNIQUES_PAGE.read_text().splitlines()) <= 90
+    assert "](experiments/README.md)" in TEXT
+
+
 def test_sample_output_has_the_lines_of_a_real_run(cache: Path, tmp_path: Path) -> None:
     done = run("mnist_pipeline", "data.name=digits", f"data.cache={cache}", "steps=20", runs=tmp_path)
     sample = re.search(r"```text\n(mnist_pipeline: .*?)```", TEXT, re.DOTALL)
@@ -83,7 +91,7 @@ def test_pages_beside_the_code_are_short_and_checked(page: Path) -> None:
     assert len(page.read_text().splitlines()) <= max_lines
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "experiments").glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", EXPERIMENT_PAGES, ids=lambda page: page.stem)
 def test_every_experiment_page_has_the_same_headings(page: Path) -> None:
     text = page.read_text()
     without_code = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
 
+from common.runs.folder import read_json
 from tests.harness.commands import warm
 from tests.harness.commands.processes import PATIENCE, command, environment, run, wait_until
 from tests.harness.commands.warm import Command, end_session
+from tests.harness.pages.page_commands import TORCHRUN
 from tests.harness.runs.long_runs import free_port, only_folder, ranks_of
 from tests.harness.runs.resuming import trained_steps
 
@@ -56,3 +59,24 @@ def test_torchrun_starts_the_same_script(tmp_path: Path, digits: tuple[str, ...]
     assert len(losses) == 30
     assert losses == without_torchrun.losses
     assert '"launched_by": "torchrun"' in (folder.path / "meta.json").read_text()
+
+
+def test_the_command_for_two_machines_trains_on_both(tmp_path: Path, digits: tuple[str, ...]) -> None:
+    """Both agents run on this machine. Each starts one rank, and the second agent differs only in --node-rank."""
+    port = f"--master-port={free_port()}"
+    page_command = TORCHRUN.replace("--master-port=29500", port).replace("<host>", "127.0.0.1")
+    torchrun_options = shlex.split(page_command)[1:-1]
+    settings = (*digits, "steps=4", "data.test_limit=50", "launch.threads=1")
+    script = command("ddp_multinode", *settings, runs=tmp_path / "runs")[1:]
+    first = [sys.executable, "-m", "torch.distributed.run", *torchrun_options, *script]
+    second = ["--node-rank=1" if option == "--node-rank=0" else option for option in first]
+    agents = [Command(agent, env=environment(), session=True) for agent in (first, second)]
+    try:
+        for agent in agents:
+            agent.wait(PATIENCE)
+    finally:
+        for agent in agents:
+            end_session(agent.pid)
+    assert [agent.returncode for agent in agents] == [0, 0], [agent.err[-3000:] for agent in agents]
+    world = read_json(only_folder(tmp_path / "runs").path / "meta.json")["world"]
+    assert (world["launched_by"], world["processes"]) == ("torchrun", 2)
