@@ -46,6 +46,12 @@ def save_with_legend(axes: Any, path: Path) -> None:
     save_figure(axes, path)
 
 
+def draw_dashed_curve(axes: Any, label: str, points: Points, color: str | None = None) -> None:
+    """Add a dashed curve to a figure, by default in the next color of the figure."""
+    x_values, heights, _ = zip(*sorted(points), strict=True)
+    axes.plot(x_values, heights, linestyle="--", color=color, label=label)
+
+
 def draw_curves(
     path: Path,
     series: Mapping[str, Points],
@@ -73,13 +79,10 @@ def draw_curves(
         container = axes.errorbar(x_values, means, deviations, marker="o", capsize=3, label=label)
         ticks |= {round(value, 3) for value in x_values}
         if fits and label in fits:
-            fit_label, fit_points = fits[label]
-            fit_x, fit_y, _ = zip(*sorted(fit_points), strict=True)
-            axes.plot(fit_x, fit_y, linestyle="--", color=container.lines[0].get_color(), label=fit_label)
+            draw_dashed_curve(axes, *fits[label], container.lines[0].get_color())
 
     for label, points in (computed or {}).items():
-        x_values, heights, _ = zip(*sorted(points), strict=True)
-        axes.plot(x_values, heights, linestyle="--", label=label)
+        draw_dashed_curve(axes, label, points)
     line_styles = itertools.cycle(("--", ":", "-."))
     for label, height in (levels or {}).items():
         axes.axhline(height, linestyle=next(line_styles), color="0.35", label=label)

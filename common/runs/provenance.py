@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import datetime
 import hashlib
 import importlib.metadata
@@ -20,7 +19,6 @@ from common.config.config import ROOT
 from common.config.custom_code import list_custom_settings
 from common.config.custom_function import locate_file_copy
 from common.runs.folder import RunFolder, convert_disk_errors, read_json, write_atomic, write_json
-from common.system.errors import UserError
 from common.system.processes import Process
 from common.system.text import read_text_or_empty
 
@@ -34,7 +32,6 @@ ENTRY_TYPES: dict[str, type] = dict.fromkeys(GROUPS, dict) | {"argv": list, "his
 JOB_TYPES: dict[str, Any] = {"id": str, "scheduler": str, "logs": str | None, "profile": dict | None}
 METADATA_FORMAT = 2  # format of meta.json
 FIRST_FORMAT_WITH_CAUSES = 2  # ranks of runs with an older format do not record the causes of their failures
-MAX_DAMAGED_FILES = 5  # maximum number of files that a message lists
 
 
 def format_utc_now() -> str:
@@ -168,42 +165,6 @@ def copy_source(folder: RunFolder) -> None:
             (code / name).write_bytes(content)
             checksums.append(f"{hashlib.sha256(content).hexdigest()}  {name}\n")
     write_atomic(code / CHECKSUMS, "".join(checksums))
-
-
-def check_source(folder: RunFolder) -> None:
-    """Raise UserError if a file in a run's `code/` is missing or has changed since it was copied.
-
-    If the run stored no checksums, only Python files with syntax errors are detected.
-    """
-    code = folder.path / "code"
-    damaged = []
-    lines = read_text_or_empty(str(code / CHECKSUMS)).splitlines()
-    for line in lines:
-        digest, _, name = line.partition("  ")
-        path = code / name
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            damaged.append(name)
-    if not lines:
-        damaged = find_unparsable_files(code)
-    if damaged:
-        names = ", ".join(damaged[:MAX_DAMAGED_FILES])
-        if len(damaged) > MAX_DAMAGED_FILES:
-            names += ", ..."
-        raise UserError(
-            f"the run's copy of the source code is damaged: {names} in {code}; restore the files or start a new run. "
-            f"If the changes were intentional, delete {code / CHECKSUMS}"
-        )
-
-
-def find_unparsable_files(code: Path) -> list[str]:
-    """Return the Python files below a folder that cannot be parsed, as paths relative to the folder."""
-    damaged = []
-    for path in code.rglob("*.py"):
-        try:
-            ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
-            damaged.append(str(path.relative_to(code)))
-    return damaged
 
 
 def write_metadata(folder: RunFolder, arguments: list[str], data: dict[str, Any]) -> None:

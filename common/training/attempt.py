@@ -10,6 +10,7 @@ import contextlib
 import shlex
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -109,10 +110,18 @@ class Attempt:
 
     @classmethod
     def from_content(cls, content: dict[str, Any]) -> Attempt:
-        """Create an attempt from the `content` that another rank has sent; see `to_content`."""
+        """Create an attempt from the `content` that another rank has sent; see `to_content`.
+
+        Raises UserError if this host cannot see the folder of the attempt.
+        """
         facts = content["prepared"]
         prepared = PreparedDataset(**facts | {"path": Path(facts["path"])})
         folder = RunFolder(Path(content["folder"]), content["number"])
+        if not folder.attempt_folder.is_dir():
+            raise UserError(
+                f"host {socket.gethostname()} cannot see the run folder {folder.path}, which rank 0 has created; "
+                "mount a shared disk at the same path on all hosts, and set runs to a folder on it"
+            )
         return cls(folder, prepared, content["is_new"])
 
     def to_content(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import split_experiment_and_cluster_settings
 from slurm.launch import submit
+from slurm.launch.source_check import check_source
 from slurm.reports import logs, selection, status
 from slurm.scheduling import sbatch
 from slurm.scheduling.entry_points import CHECK_COMMAND, check_source_version
@@ -57,7 +58,7 @@ def find_repeatable_run(run: str) -> RunFolder:
         raise UserError(f"{folder.path.name} is {state}; wait until the run has ended (make status RUN={run} WAIT=600)")
     if not (folder.path / "code" / "experiments" / f"{folder.experiment}.py").is_file():
         raise UserError(f"{folder.path} no longer has its source code in code/ and cannot be repeated; start a new run")
-    provenance.check_source(folder)
+    check_source(folder)
     unknown = result.describe_unknown_format(folder.result)
     if unknown:
         raise UserError(f"{folder.path.name} cannot be compared: {unknown}")

@@ -40,6 +40,7 @@ from slurm.arguments import (
     parse_zero_or_one,
     split_experiment_and_cluster_arguments,
 )
+from slurm.launch.source_check import check_source
 from slurm.reports import liveness, logs, selection, status
 from slurm.scheduling import sbatch, submission
 from slurm.scheduling.entry_points import check_source_version
@@ -145,7 +146,7 @@ def find_resumable_run(run: str, name: str) -> RunFolder:
         place = f" ({claim.describe()})" if claim is not None else ""
         remedy = f"to resume the run elsewhere, first run make cancel RUN={shlex.quote(run)}"
         raise UserError(f"{folder.path.name} is {state}{place}; {remedy}")
-    provenance.check_source(folder)
+    check_source(folder)
     return folder
 
 

@@ -11,6 +11,7 @@ from common.runs import provenance
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from slurm.__main__ import main
+from slurm.launch.source_check import check_source
 from tests.harness.runs.synthetic_runs import Made
 
 DAMAGED_FILE = "common/config/config.py"
@@ -20,7 +21,7 @@ DAMAGED_FILE = "common/config/config.py"
 def folder(tmp_path: Path) -> RunFolder:
     run_folder = Made("mnist_pipeline", 0, 20).write(tmp_path)
     provenance.copy_source(run_folder)
-    provenance.check_source(run_folder)
+    check_source(run_folder)
     return run_folder
 
 
@@ -44,6 +45,6 @@ def test_a_missing_source_file_is_named_unless_checksums_were_deleted_on_purpose
     code = folder.path / "code"
     (code / DAMAGED_FILE).unlink()
     with pytest.raises(UserError, match=f"{DAMAGED_FILE} in .* intentional, delete .*{provenance.CHECKSUMS}"):
-        provenance.check_source(folder)
+        check_source(folder)
     (code / provenance.CHECKSUMS).unlink()
-    provenance.check_source(folder)
+    check_source(folder)
