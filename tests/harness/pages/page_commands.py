@@ -42,12 +42,18 @@ EXECUTED_ELSEWHERE = {
     "make exp NAME=mnist_pipeline NODES=2 FOLLOW=1": "tests/commands/test_make.py",
     "make exp 'RESUME=<id>'": "tests/recovery/test_resume.py",
     "make exp 'RESUME=<id>' ARGS=stages=1": "tests/recovery/test_resume.py",
+    "make exp 'RESUME=<id>' ARGS=processes_per_node=1": "tests/recovery/test_resume.py",
+    "make exp 'RESUME=<id>' NODES=1": "tests/unit/slurm/scheduling/test_submission.py",
     "make exp 'RESUME=<id>' ARGS=epochs=22": "tests/experiments/test_trained_model.py",
+    "make exp NAME=ddp_multinode NODES=2 'ARGS=launch.device=cpu launch.backend=builtin launch.tls=true'": (
+        "tests/cluster/test_slurm_jobs.py"
+    ),
     "make evaluate 'RUN=<id>'": "tests/experiments/test_trained_model.py",
     "make evaluate 'RUN=<id>' ARGS=data.test_limit=1000": "tests/experiments/test_trained_model.py",
     "make export 'RUN=<id>' FORMAT=torch.export": "tests/complete/test_exported_models.py",
     "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml": "tests/commands/test_sweep.py",
     "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml FAILED=1": "tests/commands/test_sweep.py",
+    "make compare SWEEP=mnist_pipeline_rates": "tests/commands/test_sweep.py",
     "make doctor NODES=2": "tests/commands/test_doctor.py",
     "make doctor NODES=2 JSON=1": "tests/commands/test_doctor.py",
     "make doctor 'RUN=<id>'": "tests/commands/test_doctor.py",
