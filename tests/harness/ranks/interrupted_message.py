@@ -17,18 +17,18 @@ import torch.distributed as dist
 
 from common.ranks import objects
 
-SIZE = 64 << 20
+MESSAGE_BYTES = 64 << 20
 TIMEOUT = datetime.timedelta(seconds=12)
 
 
 def broadcast_from_rank_1(folder: Path, rank: int) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
-    objects.broadcast_bytes(bytes(SIZE if rank else 0), 1, torch.device("cpu"))
+    objects.broadcast_bytes(bytes(MESSAGE_BYTES if rank else 0), 1, torch.device("cpu"))
 
 
-def count_written(process: int) -> int:
-    """Return the bytes that a process has written to files and sockets."""
+def count_written_bytes(process: int) -> int:
+    """Return the number of bytes that a process has written to files and sockets."""
     return int(Path(f"/proc/{process}/io").read_text().split("wchar:")[1].split()[0])
 
 
@@ -39,7 +39,7 @@ if __name__ == "__main__":
         broadcast_from_rank_1(folder, 1)
         time.sleep(60)
     if os.fork() == 0:
-        while count_written(sender) < SIZE // 4:
+        while count_written_bytes(sender) < MESSAGE_BYTES // 4:
             time.sleep(0.0005)
         os.kill(sender, signal.SIGKILL)
         os._exit(0)
