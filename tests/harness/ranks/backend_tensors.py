@@ -71,7 +71,7 @@ def make_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
 
 
 def require_work(work: dist.Work | None) -> dist.Work:
-    """Return the handle of an asynchronous call, which is None for ranks outside the group."""
+    """Check that an asynchronous call has returned a handle, as on all members of the group."""
     assert work is not None
     return work
 

@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -267,33 +266,32 @@ def kill_while_saving(out: Path, seed: str) -> None:
     folder = RunFolder(out / "run")
     folder.path.mkdir()
     notes = out / "notes"
-    chance = random.Random(seed)
+    generator = random.Random(seed)
+    notes.touch()
     for number in range(KILLS + 1):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                save_until_killed(folder, notes)
-            finally:
-                os._exit(1)
-        wait_until(partial(has_lines, notes, number + 1), "the process saves", pause=0.002)
-        if number % 3 == 0:  # every third process saves a checkpoint, even on a slow disk
-            first_step = json.loads(notes.read_text().splitlines()[number])["step"]
-            wait_until(partial(has_newer_step, folder, first_step), "a checkpoint is saved", pause=0.002)
-        time.sleep(chance.uniform(0, 0.1))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        # every third process saves a checkpoint, even on a slow disk
+        kill_one_process(folder, notes, after_checkpoint=number % 3 == 0, delay=generator.uniform(0, 0.1))
 
 
-def has_lines(file: Path, count: int) -> bool:
-    return file.exists() and file.read_text().count("\n") >= count
+def kill_one_process(folder: RunFolder, notes: Path, after_checkpoint: bool, delay: float) -> None:
+    notes_before = notes.read_text()
+    step_before = find_newest_step(folder)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            save_until_killed(folder, notes)
+        finally:
+            os._exit(1)
+    wait_until(lambda: notes.read_text() != notes_before, "the process saves", pause=0.002)
+    if after_checkpoint:
+        wait_until(lambda: find_newest_step(folder) > step_before, "a checkpoint is saved", pause=0.002)
+    time.sleep(delay)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def find_newest_step(folder: RunFolder) -> int:
     return max((checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)), default=0)
-
-
-def has_newer_step(folder: RunFolder, step: int) -> bool:
-    return find_newest_step(folder) > step
 
 
 def main(out_name: str, *seeds: str) -> int:

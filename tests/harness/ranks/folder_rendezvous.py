@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ class FolderRendezvous:
         self.folder = folder
         self.options = options
         self.warnings: list[str] = []
+        self.links: list[RankLinks] = []
         folder.mkdir(exist_ok=True)
 
     def set(self, key: str, value: str) -> None:
@@ -45,11 +47,18 @@ class FolderRendezvous:
         defaults = {"group": "run", "address": "127.0.0.1", "setup_timeout": PATIENCE, "timeout": PATIENCE}
         keywords: dict[str, Any] = defaults | {"warn": self.warnings.append} | self.options | options
         lookup = functools.partial(self.get, seconds=keywords["setup_timeout"])
-        return connect_ranks(rank, size, self.set, lookup, **keywords)
+        links = connect_ranks(rank, size, self.set, lookup, **keywords)
+        self.links.append(links)
+        return links
 
     def join_all(self, size: int, **options: Any) -> list[RankLinks]:
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(lambda rank: self.join(rank, size, **options), range(size)))
+
+    def close(self) -> None:
+        """Close the links of all ranks that have joined in this process."""
+        for links in self.links:
+            links.close()
 
 
 def make_connection_options(kind: str, identity: Identity) -> dict[str, Any]:
@@ -69,18 +78,17 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
 
 
 @pytest.fixture(params=CONNECTION_KINDS)
-def rendezvous(request: pytest.FixtureRequest, identity: Identity, tmp_path: Path) -> FolderRendezvous:
-    """A rendezvous for each kind of connection."""
-    return FolderRendezvous(tmp_path / "rendezvous", **make_connection_options(request.param, identity))
+def rendezvous(request: pytest.FixtureRequest, identity: Identity, tmp_path: Path) -> Iterator[FolderRendezvous]:
+    """A rendezvous for each kind of connection, whose links are closed at the end."""
+    options = make_connection_options(request.param, identity)
+    with contextlib.closing(FolderRendezvous(tmp_path / "rendezvous", **options)) as rendezvous:
+        yield rendezvous
 
 
 @pytest.fixture
-def connected_ranks(rendezvous: FolderRendezvous) -> Iterator[list[RankLinks]]:
+def connected_ranks(rendezvous: FolderRendezvous) -> list[RankLinks]:
     """Two connected ranks."""
-    ranks = rendezvous.join_all(2)
-    yield ranks
-    for links in ranks:
-        links.close()
+    return rendezvous.join_all(2)
 
 
 def fork(function: Callable[..., object], *arguments: object) -> multiprocessing.context.ForkProcess:

@@ -32,6 +32,13 @@ def count_written_bytes(process: int) -> int:
     return int(Path(f"/proc/{process}/io").read_text().split("wchar:")[1].split()[0])
 
 
+def interrupt_message(writer: int, target: int, signal_number: int, bytes_before: int = 0) -> None:
+    """Send a signal to `target` when `writer` has written `bytes_before` bytes and a quarter of the message."""
+    while count_written_bytes(writer) < bytes_before + MESSAGE_BYTES // 4:
+        time.sleep(0.0005)
+    os.kill(target, signal_number)
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     sender = os.fork()
@@ -39,9 +46,7 @@ if __name__ == "__main__":
         broadcast_from_rank_1(folder, 1)
         time.sleep(60)
     if os.fork() == 0:
-        while count_written_bytes(sender) < MESSAGE_BYTES // 4:
-            time.sleep(0.0005)
-        os.kill(sender, signal.SIGKILL)
+        interrupt_message(sender, sender, signal.SIGKILL)
         os._exit(0)
     try:
         broadcast_from_rank_1(folder, 0)

@@ -32,7 +32,7 @@ from common.ranks.rendezvous import World
 from common.techniques.elastic import group
 from common.techniques.parameter_server.server import StalenessPolicy
 from common.techniques.parameter_server.worker import ParameterServerRank
-from tests.harness.ranks.interrupted_message import MESSAGE_BYTES, count_written_bytes
+from tests.harness.ranks.interrupted_message import MESSAGE_BYTES, count_written_bytes, interrupt_message
 
 TIMEOUT = datetime.timedelta(seconds=60)
 
@@ -58,13 +58,6 @@ def join(folder: Path, rank: int) -> ParameterServerRank:
     network.weight.grad = torch.ones_like(network.weight)
     worker.start_serving(0)
     return worker
-
-
-def interrupt_message(writer: int, target: int, signal_number: int, bytes_before: int) -> None:
-    """Send a signal to `target` when `writer` has written `bytes_before` bytes and a quarter of the message."""
-    while count_written_bytes(writer) < bytes_before + MESSAGE_BYTES // 4:
-        time.sleep(0.0005)
-    os.kill(target, signal_number)
 
 
 def shut_down_after(interruption: threading.Thread, connections: group.Connections) -> None:

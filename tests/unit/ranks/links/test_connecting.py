@@ -80,7 +80,6 @@ def test_a_rank_that_is_killed_is_named_at_once(rendezvous: FolderRendezvous) ->
                 future.result(PATIENCE)
     os.kill(child, signal.SIGKILL)
     process.join()
-    links.close()
 
 
 def test_closed_links_leave_no_threads(rendezvous: FolderRendezvous) -> None:

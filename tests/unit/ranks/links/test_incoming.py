@@ -50,8 +50,6 @@ def test_a_patient_receiver_waits_longer_than_the_time_limit(rendezvous: FolderR
         for future in futures:
             future.result(PATIENCE)
     assert buffers == [b"\0\0\0\0", b"\1\1\1\1"]
-    for links in ranks:
-        links.close()
 
 
 def test_a_message_of_unexpected_size_is_refused(connected_ranks: list[RankLinks]) -> None:

@@ -89,7 +89,6 @@ def test_the_last_message_of_a_rank_arrives_after_its_exit(rendezvous: FolderRen
     received = bytearray(len(message))
     links.incoming[1].receive(0, received)
     assert received == message
-    links.close()
 
 
 def test_a_silent_rank_is_named_after_the_time_limit(rendezvous: FolderRendezvous) -> None:
@@ -100,5 +99,3 @@ def test_a_silent_rank_is_named_after_the_time_limit(rendezvous: FolderRendezvou
         ranks[0].incoming[1].receive(0, bytearray(4))
     with pytest.raises(LinkTimeout, match=message):
         ranks[0].outgoing[1].wait_until_written(ticket)
-    for links in ranks:
-        links.close()

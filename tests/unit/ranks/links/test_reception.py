@@ -69,8 +69,6 @@ class WaitingRank:
         links_of_rank_1.incoming[0].receive(0, received)
         assert received == b"four"
 
-        links_of_rank_0.close()
-        links_of_rank_1.close()
         for connection in self.connections:
             connection.close()
         self.pool.shutdown()
