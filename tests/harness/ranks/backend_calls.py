@@ -2,7 +2,7 @@
 
     python -m tests.harness.ranks.backend_calls RANKS TRANSPORT [CASE ...]   execute cases on RANKS ranks; all but `ddp`
 
-The cases are in this module, in backend_reductions.py, backend_copies.py, backend_messages.py and torch_features.py.
+The cases are in this module, in backend_collectives.py, backend_messages.py and torch_features.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from common.backend.algorithms import build_algorithm, count_bytes_per_rank
 from common.config.config import read_config_file, read_settings
 from common.ranks.rendezvous import World
 from configs.shared import Launch
-from tests.harness.ranks import backend_copies, backend_messages, backend_reductions
-from tests.harness.ranks.backend_tensors import SETTINGS, make_group
+from tests.harness.ranks import backend_collectives as collectives
+from tests.harness.ranks import backend_messages as messages
+from tests.harness.ranks.backend_collectives import SETTINGS, make_group
 from tests.harness.ranks.programs import run_on_ranks
 
 
@@ -115,13 +116,21 @@ def check_unsupported_calls(world: World) -> None:
     assert tensor.item() == size
 
 
-CASES = {
+CASES: dict[str, Callable[[World], None]] = {
+    "reductions": collectives.check_reductions,
+    "half_precision_sums": collectives.check_half_precision_sums,
+    "reproducible_bits": collectives.check_reproducible_bits,
+    "copies": collectives.check_copies,
+    "all_to_all": collectives.check_all_to_all,
+    "overlapping_arguments": collectives.check_overlapping_arguments,
+    "unusual_tensors": collectives.check_unusual_tensors,
+    "messages": messages.check_messages,
+    "time_limits": messages.check_time_limits,
+    "asynchronous_calls": messages.check_asynchronous_calls,
+    "objects": collectives.check_objects,
     "algorithm_choice": check_algorithm_choice,
     "subgroups": check_subgroups,
     "unsupported_calls": check_unsupported_calls,
-    **backend_copies.CASES,
-    **backend_messages.CASES,
-    **backend_reductions.CASES,
 }
 
 

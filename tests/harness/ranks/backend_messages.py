@@ -6,13 +6,30 @@ import concurrent.futures
 import datetime
 import itertools
 import threading
+from collections.abc import Iterable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common.ranks.rendezvous import World
-from tests.harness.ranks.backend_tensors import assert_times_out, require_work, wait_for_all
+
+
+def require_work(work: dist.Work | None) -> dist.Work:
+    """Check that an asynchronous call has returned a handle, as on all members of the group."""
+    assert work is not None
+    return work
+
+
+def assert_times_out(work: dist.Work) -> None:
+    with pytest.raises(TimeoutError):
+        work.wait(datetime.timedelta(seconds=0.02))
+
+
+def wait_for_all(works: Iterable[dist.Work | None]) -> None:
+    for work in works:
+        require_work(work).wait()
 
 
 def check_messages(world: World) -> None:
@@ -179,10 +196,3 @@ def check_independent_ranks(world: World) -> None:
         if world.rank == 1:
             dist.send(token, 0)
     assert tensor.eq(world.size).all()
-
-
-CASES = {
-    "messages": check_messages,
-    "time_limits": check_time_limits,
-    "asynchronous_calls": check_asynchronous_calls,
-}
