@@ -39,8 +39,8 @@ def train(model: nn.Module, x: Tensor) -> None:
 def compare_parameters(model: nn.Module, expected: nn.Module, tolerance: float = EXACT_TOLERANCE) -> None:
     for parameter, expected_parameter in zip(model.parameters(), expected.parameters(), strict=True):
         full_parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        gap = (full_parameter - expected_parameter).abs().max()
-        assert gap <= tolerance, gap
+        difference = (full_parameter - expected_parameter).abs().max()
+        assert difference <= tolerance, difference
 
 
 def train_reference(x: Tensor) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Ranks of a SLURM job meet by the id of the job. Nobody has to choose a port."""
+"""Ranks of a SLURM job connect by the id of the job, so that no port has to be chosen."""
 
 from __future__ import annotations
 

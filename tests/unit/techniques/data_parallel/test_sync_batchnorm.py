@@ -1,4 +1,4 @@
-"""Synchronised batch normalisation on the CPU, which torch does not support."""
+"""Synchronized batch normalisation on the CPU, which torch does not support."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.techniques.data_parallel import sync_batchnorm
 from tests.harness.pitfalls.outcomes import collect_outcome
 
 
-def test_torchs_synchronised_norm_refuses_the_cpu() -> None:
+def test_torch_sync_batchnorm_refuses_the_cpu() -> None:
     for outcome in collect_outcome("ddp_pitfalls", "call_torch_sync_batchnorm"):
         assert "GPU" in outcome["error"]
 
