@@ -1,8 +1,9 @@
 """Collectives of the backend `builtin`, compared with gloo and with arithmetic, for test_process_group.py.
 
-    python -m tests.harness.ranks.backend_calls RANKS TRANSPORT [CASE ...]   execute cases on RANKS ranks; all but `ddp`
+    python -m tests.harness.ranks.backend_calls RANKS TRANSPORT [CASE ...]   execute cases on RANKS ranks
 
-The cases are in this module, in backend_collectives.py, backend_messages.py and torch_features.py.
+Without CASE, executes all cases except `ddp`. The cases are here, in backend_collectives.py, in backend_messages.py
+and in torch_features.py.
 """
 
 from __future__ import annotations
