@@ -17,7 +17,7 @@ from slurm.local_cluster.cluster import Cluster
 from slurm.local_cluster.namespaces import read_cable_states, run_in_namespaces, run_ip
 from slurm.local_cluster.slurm_conf import Plan, format_host_address, format_host_name, make_search_path
 from tests.harness.commands.processes import PATIENCE, wait_until
-from tests.harness.ranks.foreign_clients import attack
+from tests.harness.ranks.foreign_clients import send_random_inputs
 
 ETHERNET_HEADER_BYTES = 14
 # linux/if_ether.h, linux/in.h
@@ -121,7 +121,7 @@ def check_refused(address: tuple[str, int], foreign: Identity, seed: str) -> Non
     """Check that a rank refuses all intruders, and closes the connections of those who send no more."""
     hello = make_client_hello()
     silent = [connect(address, data) for data in (b"", hello[:50], hello)]
-    attack(RankAddress(*address, "", "", ""), 60, seed)
+    send_random_inputs(RankAddress(*address, "", "", ""), 60, seed)
     without_certificate = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     without_certificate.check_hostname = False
     for context in (without_certificate, foreign.client):

@@ -15,7 +15,7 @@ from slurm.local_cluster.slurm_conf import CONTROLLER_ADDRESS
 from tests.cluster.switch import intrude, open_sniffer, read_tcp
 from tests.harness.environment.randomness import draw_seed
 from tests.harness.experiments.registry import REPLICATED
-from tests.harness.ranks.meeting import identity
+from tests.harness.ranks.folder_rendezvous import identity
 from tests.harness.slurm.site import Site, find_cluster
 
 __all__ = ["identity"]

@@ -8,23 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from common.ranks.links.connecting import RankAddress
 from tests.harness.commands.processes import PATIENCE
 from tests.harness.environment.randomness import draw_seed
-from tests.harness.ranks.foreign_clients import attack
-from tests.harness.ranks.meeting import Meeting, identity, meeting
+from tests.harness.ranks.folder_rendezvous import FolderRendezvous, identity, rendezvous
+from tests.harness.ranks.foreign_clients import send_random_inputs
 
-__all__ = ["identity", "meeting"]
+__all__ = ["identity", "rendezvous"]
 
 
-def test_ten_thousand_inputs_crash_no_rank(meeting: Meeting) -> None:
+def test_ten_thousand_inputs_crash_no_rank(rendezvous: FolderRendezvous) -> None:
     with ThreadPoolExecutor(1) as pool:
-        pending_rank_0 = pool.submit(meeting.join, 0, 2)
-        address = RankAddress(*json.loads(meeting.get("link/0")))
-        attack(address, 10_000, draw_seed("strangers"), is_local=bool(address.unix_socket_name))
-        rank_1 = meeting.join(1, 2)
+        pending_rank_0 = pool.submit(rendezvous.join, 0, 2)
+        address = RankAddress(*json.loads(rendezvous.get("link/0")))
+        send_random_inputs(address, 10_000, draw_seed("strangers"), is_local=bool(address.unix_socket_name))
+        rank_1 = rendezvous.join(1, 2)
         rank_1.outgoing[0].send(0, b"four")
         rank_0 = pending_rank_0.result(PATIENCE)
         received = bytearray(4)
         rank_0.incoming[1].receive(0, received)
         assert received == b"four"
-        assert 1 <= len(meeting.lines) <= 2
-        rank_1.close()
-        rank_0.close()
+        assert 1 <= len(rendezvous.warnings) <= 2

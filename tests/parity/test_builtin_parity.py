@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.runs.folder import read_json
-from tests.harness.commands import warm
-from tests.harness.commands.processes import Done, environment, run
+from tests.harness.commands.processes import Done, run
 from tests.harness.environment.shared_results import run_once
 from tests.harness.experiments.registry import EXPERIMENTS, Entry
 from tests.harness.parity import ddp_cases, stage_cases
 from tests.harness.parity.cases import train_cases
 from tests.harness.parity.reference import TOLERANCE, differences
+from tests.harness.ranks.programs import check_program
 from tests.harness.runs.resuming import ALONE
 
 STEPS = 5
@@ -121,6 +120,4 @@ def test_encrypted_ranks_equal_one(tmp_path: Path, quick: tuple[str, ...]) -> No
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ddp_and_its_hooks_equal_one_process(ranks: int) -> None:
-    argv = [sys.executable, "-m", "tests.harness.ranks.backend_calls", str(ranks), "auto", "ddp"]
-    completed = warm.execute(argv, env=environment())
-    assert completed.returncode == 0, completed.stderr
+    check_program("backend_calls", ranks, "auto", "ddp")

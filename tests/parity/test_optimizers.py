@@ -12,6 +12,7 @@ from tests.harness.commands import warm
 from tests.harness.commands.processes import environment
 from tests.harness.custom_code.examples import write_example
 from tests.harness.custom_code.optimizers import Breach, write_own
+from tests.harness.ranks.programs import execute_program
 
 LOCAL_NORM = Breach(  # each rank divides by the norm of its shard
     'p.add_(state["mean"]',
@@ -21,8 +22,7 @@ LOCAL_NORM = Breach(  # each rank divides by the norm of its shard
 
 
 def test_sharded_parameters_get_the_values_of_full_ones() -> None:
-    command = [sys.executable, "-m", "tests.harness.ranks.sharded_optimizers", *OPTIMIZERS]
-    completed = warm.execute(command, env=environment())
+    completed = execute_program("sharded_optimizers", *OPTIMIZERS)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert not completed.stdout, completed.stdout + completed.stderr
 

@@ -18,10 +18,10 @@ from common.models.networks import SimpleNN
 from common.techniques.pipeline import partition, schedules
 from common.training.evaluate import slice_batches
 from tests.harness.commands.processes import run
-from tests.harness.pitfalls.ddp_pitfalls import SECONDS, made
+from tests.harness.pitfalls.outcomes import TIMEOUT_SECONDS, collect_outcomes
 
 
-def tutorial_stages() -> list[nn.Module]:
+def build_tutorial_stages() -> list[nn.Module]:
     """Build each half of the model separately, without the flatten and the ReLU between the layers."""
     return [nn.Sequential(nn.Linear(784, 128)), nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 10))]
 
@@ -35,7 +35,7 @@ def chain(stages: list[Any], x: torch.Tensor) -> torch.Tensor:
 def test_split_without_flatten_does_not_take_images() -> None:
     images = torch.randn(4, 28, 28)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        chain(tutorial_stages(), images)
+        chain(build_tutorial_stages(), images)
     model = SimpleNN()
     assert torch.equal(chain(partition.split_into_stages(model, ["fc2"]), images), model(images))
 
@@ -49,13 +49,13 @@ def test_split_without_relu_is_one_linear_layer() -> None:
         """Return 0 for an affine function: f(a + b) + f(0) = f(a) + f(b)."""
         return (f(a + b) + f(zero) - f(a) - f(b)).abs().max().item()
 
-    stages = tutorial_stages()
+    stages = build_tutorial_stages()
     assert measure_nonlinearity(lambda x: chain(stages, x)) < 1e-5
     correct_stages = partition.split_into_stages(SimpleNN(), ["fc2"])
     assert measure_nonlinearity(lambda x: chain(correct_stages, x.view(-1, 28, 28))) > 1e-2
 
 
-def test_halves_of_two_models_are_neither_of_them() -> None:
+def test_halves_of_two_models_equal_neither_model() -> None:
     images = torch.randn(4, 28, 28)
     first = SimpleNN()
     second = SimpleNN()
@@ -109,48 +109,46 @@ def test_mean_of_batch_means_is_not_the_mean_over_samples() -> None:
 
 
 @pytest.fixture(scope="module")
-def mistakes() -> dict[str, Any]:
-    """The observations of all mistakes, from one launch.
-
-    Ranks in a loop come last, because they leave an incomplete process group.
-    """
-    names = ["group_in_a_function_that_returns", "barrier_on_one_rank", "several_devices", "model_parallelism"]
-    return made(*names, "ranks_in_a_loop")
+def outcomes() -> dict[str, Any]:
+    """The outcomes of all mistakes, from one launch."""
+    names = ["group_used_after_workers_exit", "barrier_on_one_rank", "several_device_ids", "count_parameters_per_rank"]
+    names.append("ranks_in_a_loop")  # the last one, because it leaves an incomplete process group
+    return collect_outcomes("ddp_pitfalls", *names)
 
 
-def test_ranks_in_a_loop_wait_for_ever(mistakes: dict[str, Any]) -> None:
-    observed = mistakes["ranks_in_a_loop"]
-    assert observed["began"] == [0], "rank 1 does not start, because rank 0 waits for it"
-    assert observed["loop"]["seconds"] >= SECONDS
-    assert observed["together"] == [2, 2]
+def test_ranks_in_a_loop_wait_for_ever(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["ranks_in_a_loop"]
+    assert outcome["started_ranks"] == [0], "rank 1 does not start, because rank 0 waits for it"
+    assert outcome["loop"]["seconds"] >= TIMEOUT_SECONDS
+    assert outcome["size_on_ranks"] == [2, 2]
 
 
-def test_a_group_does_not_outlive_the_processes_that_made_it(mistakes: dict[str, Any]) -> None:
-    observed = mistakes["group_in_a_function_that_returns"]
-    assert observed["inside"] == [True, True]
-    assert observed["after"] is False
-    assert "process group has not been initialized" in observed["use"]["error"]
+def test_a_group_does_not_outlive_the_processes_that_created_it(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["group_used_after_workers_exit"]
+    assert outcome["in_workers"] == [True, True]
+    assert outcome["in_parent"] is False
+    assert "process group has not been initialized" in outcome["all_reduce"]["error"]
 
 
-def test_a_barrier_on_one_rank_hangs_both(mistakes: dict[str, Any]) -> None:
-    observed = mistakes["barrier_on_one_rank"]
-    for rank in observed["one"]:
+def test_a_barrier_on_one_rank_hangs_both(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["barrier_on_one_rank"]
+    for rank in outcome["one rank"]:
         assert "error" in rank
-    assert max(rank["seconds"] for rank in observed["one"]) >= SECONDS
-    assert observed["all"] == [2.0, 2.0]
+    assert max(rank["seconds"] for rank in outcome["one rank"]) >= TIMEOUT_SECONDS
+    assert outcome["all ranks"] == [2.0, 2.0]
 
 
-def test_a_ddp_process_has_one_device(mistakes: dict[str, Any]) -> None:
-    for wrong, right in mistakes["several_devices"]:
-        assert "device_ids" in wrong["error"]
-        assert right == "DistributedDataParallel"
+def test_a_ddp_process_has_one_device(outcomes: dict[str, Any]) -> None:
+    for rank in outcomes["several_device_ids"]:
+        assert "device_ids" in rank["outcome"]["error"]
+        assert rank["correct_class"] == "DistributedDataParallel"
 
 
-def test_ddp_does_not_split_the_model(mistakes: dict[str, Any]) -> None:
+def test_ddp_does_not_split_the_model(outcomes: dict[str, Any]) -> None:
     count = sum(parameter.numel() for parameter in SimpleNN().parameters())
-    for ddp_count, fsdp_count in mistakes["model_parallelism"]:
-        assert ddp_count == count
-        assert 0.45 * count < fsdp_count < 0.55 * count
+    for rank in outcomes["count_parameters_per_rank"]:
+        assert rank["ddp"] == count
+        assert 0.45 * count < rank["fsdp"] < 0.55 * count
 
 
 def test_without_set_epoch_every_epoch_has_the_same_order(cache: Path) -> None:

@@ -15,48 +15,48 @@ from common.techniques.data_parallel.shards import StepTimeModel, choose_shard_s
 from common.training import learning_rate
 from configs.shared import Optim
 from tests.harness.pitfalls.batch_pitfalls import BATCH, SAMPLES
-from tests.harness.pitfalls.ddp_pitfalls import made
+from tests.harness.pitfalls.outcomes import collect_outcome
 
 STEPS = SAMPLES // BATCH
 
 
 @pytest.fixture(scope="module")
 def epochs(cache: Path) -> list[dict[str, Any]]:
-    """The observations of each of two ranks in an epoch, by case."""
-    return list(made("epochs", module="batch_pitfalls", CACHE=str(cache))["epochs"])
+    """The samples and distances of each of two ranks in an epoch, by case."""
+    return list(collect_outcome("batch_pitfalls", "train_epochs", CACHE=str(cache)))
 
 
 def list_samples(epochs: list[dict[str, Any]], case: str) -> list[list[int]]:
     """Return the samples of each step, over both ranks."""
-    first, second = (rank[case]["seen"] for rank in epochs)
+    first, second = (rank[case]["samples"] for rank in epochs)
     return [samples + other_samples for samples, other_samples in zip(first, second, strict=True)]
 
 
 def count_samples(steps: list[list[int]]) -> list[tuple[int, int]]:
-    """Return the numbers of all and of different samples of each step."""
+    """Return the number of samples and the number of different samples of each step."""
     return [(len(step), len(set(step))) for step in steps]
 
 
-def test_without_a_sampler_two_ranks_do_the_work_of_one(epochs: list[dict[str, Any]]) -> None:
+def test_without_a_sampler_all_ranks_train_on_the_same_samples(epochs: list[dict[str, Any]]) -> None:
     steps = list_samples(epochs, "no sampler")
     assert count_samples(steps) == [(2 * BATCH, BATCH)] * STEPS, "both ranks have the same samples"
     for rank in epochs:
-        assert sorted(chain(*rank["no sampler"]["seen"])) == list(range(SAMPLES)), "every rank trains on all samples"
-        assert rank["no sampler"]["apart"][0] < 1e-12, "one process with the batch of one rank learns the same"
-    correct_steps = list_samples(epochs, "right")
+        assert sorted(chain(*rank["no sampler"]["samples"])) == list(range(SAMPLES)), "every rank trains on all samples"
+        assert rank["no sampler"]["distances"][0] < 1e-12, "one process with the batch of one rank has the same weights"
+    correct_steps = list_samples(epochs, "correct")
     assert count_samples(correct_steps) == [(BATCH, BATCH)] * STEPS
     assert sorted(chain(*correct_steps)) == list(range(SAMPLES)), "both ranks together train on all samples once"
 
 
-def test_the_batch_of_a_rank_is_not_that_of_a_step(epochs: list[dict[str, Any]]) -> None:
+def test_the_batch_size_of_a_rank_is_not_the_global_batch_size(epochs: list[dict[str, Any]]) -> None:
     steps = list_samples(epochs, "batch per rank")
     assert [len(set(step)) for step in steps] == [2 * BATCH] * (STEPS // 2), "twice the batch, in half as many steps"
     for rank in epochs:
-        distance_from_double_batch, distance_from_batch = rank["batch per rank"]["apart"]
+        distance_from_double_batch, distance_from_batch = rank["batch per rank"]["distances"]
         assert distance_from_double_batch < 1e-12
         assert distance_from_batch > 1e-3
-        assert [len(step) for step in rank["right"]["seen"]] == [BATCH // 2] * STEPS
-        assert rank["right"]["apart"][0] < 1e-12, "one process with the batch learns the same"
+        assert [len(step) for step in rank["correct"]["samples"]] == [BATCH // 2] * STEPS
+        assert rank["correct"]["distances"][0] < 1e-12, "one process with the global batch has the same weights"
     settings = Optim(lr=0.1, base_batch=BATCH, decay="constant")  # scales the learning rate for the larger batch
     assert learning_rate.compute_learning_rate(settings, 0, STEPS, 2 * BATCH) == pytest.approx(0.2)
 
@@ -103,7 +103,7 @@ def test_statistics_of_the_smallest_shard_are_not_those_of_the_batch() -> None:
     assert compute_running_variance(small) > 3 * compute_running_variance(large)
 
 
-def test_shards_of_a_busy_moment_do_not_fit_a_quiet_run() -> None:
+def test_shards_chosen_on_a_busy_machine_are_too_uneven_on_an_idle_one() -> None:
     quiet = [StepTimeModel(0.0, 0.001), StepTimeModel(0.0, 0.001)]
     disturbed_shards = choose_shard_sizes([quiet[0], quiet[1].rescale_line(48, 3 * 0.048)], 96)
     quiet_seconds = predict_slowest_rank_seconds(quiet, (48, 48))

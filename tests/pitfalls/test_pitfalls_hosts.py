@@ -11,9 +11,9 @@ import pytest
 
 from tests.harness.commands import warm
 from tests.harness.commands.processes import Done, environment
-from tests.harness.pitfalls.ddp_pitfalls import made
-from tests.harness.pitfalls.host_pitfalls import SECONDS, refusal
-from tests.harness.pitfalls.rank_warnings import LOST, SAID, WARNED
+from tests.harness.pitfalls.host_pitfalls import TIMEOUT_SECONDS, find_namespace_problem
+from tests.harness.pitfalls.outcomes import collect_outcome
+from tests.harness.pitfalls.rank_warnings import LOGGER_WARNING, PYTHON_WARNING, RUN_WARNING
 
 
 def execute(*arguments: str, runs: Path) -> Done:
@@ -22,20 +22,20 @@ def execute(*arguments: str, runs: Path) -> Done:
     return Done(completed.returncode, completed.stdout, completed.stderr, runs)
 
 
-def test_a_loopback_address_is_another_on_each_host() -> None:
-    if problem := refusal():
+def test_hosts_do_not_meet_at_their_loopback_addresses() -> None:
+    if problem := find_namespace_problem():
         pytest.skip(f"NOT TESTED, networks cannot be created here: {problem}")
-    observed = made("loopback_of_each_host", module="host_pitfalls")["loopback_of_each_host"]
-    first, second = observed["wrong"]
+    outcome = collect_outcome("host_pitfalls", "loopback_master_address")
+    first, second = outcome["mistake"]
     assert "1/2 clients joined" in first["error"], "rank 0 waits alone"
     assert "trying to connect to (127.0.0.1, 29500)" in second["error"], "no process listens on the second host"
-    assert min(first["seconds"], second["seconds"]) >= SECONDS
-    assert observed["right"] == [{"sum": 1.0, "hosts": ["host0", "host1"]}] * 2
+    assert min(first["seconds"], second["seconds"]) >= TIMEOUT_SECONDS
+    assert outcome["correct"] == [{"sum": 1.0, "hosts": ["host0", "host1"]}] * 2
 
 
-def test_nodes_that_are_only_numbers_are_one_host(digits: tuple[str, ...], tmp_path: Path) -> None:
-    ranks = made("nodes_by_number", module="host_pitfalls")["nodes_by_number"]
-    assert [rank["sum"] for rank in ranks] == [0 + 1 + 2 + 3] * 4, "all four ranks meet, without an error"
+def test_two_node_ranks_on_one_machine_are_one_host(digits: tuple[str, ...], tmp_path: Path) -> None:
+    ranks = collect_outcome("host_pitfalls", "two_node_ranks_on_one_host")
+    assert [rank["sum"] for rank in ranks] == [0 + 1 + 2 + 3] * 4, "all four ranks join, without an error"
     assert [rank["node_rank"] for rank in ranks] == [0, 0, 1, 1]
     assert len({rank["host"] for rank in ranks}) == 1
     assert [rank["device"] for rank in ranks] == ["cuda:0", "cuda:1"] * 2, "two ranks share each device"
@@ -49,15 +49,15 @@ def test_nodes_that_are_only_numbers_are_one_host(digits: tuple[str, ...], tmp_p
     assert world["hosts"] == [ranks[0]["host"]] * 2, "both simulated nodes have the name of this host"
 
 
-def test_warnings_of_other_ranks_are_lost_by_their_level(digits: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_log_level_per_rank_loses_the_warnings_of_other_ranks(digits: tuple[str, ...], tmp_path: Path) -> None:
     settings = (f"runs={tmp_path}", *digits, "steps=2", "data.test_limit=10", "log.level=error")
     completed = execute("tests.harness.pitfalls.rank_warnings", *settings, runs=tmp_path)
     files = [path for path in completed.folder.path.rglob("*") if path.is_file() and "code" not in path.parts]
     texts = [completed.out, completed.err, *(path.read_text(errors="replace") for path in files)]
-    assert LOST not in "\n".join(texts)
+    assert LOGGER_WARNING not in "\n".join(texts)
     logs = [completed.folder.list_attempts()[0].log_file(rank).read_text() for rank in range(2)]
-    assert f"WARNING {SAID}" in logs[1]
-    assert f"UserWarning: {WARNED}" in logs[1]
+    assert f"WARNING {RUN_WARNING}" in logs[1]
+    assert f"UserWarning: {PYTHON_WARNING}" in logs[1]
     for text in (completed.out, completed.err, logs[0]):
-        assert SAID not in text
-        assert WARNED not in text
+        assert RUN_WARNING not in text
+        assert PYTHON_WARNING not in text

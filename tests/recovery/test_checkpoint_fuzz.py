@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
@@ -26,9 +25,8 @@ from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.shared import Checkpoint
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
 from tests.harness.environment.randomness import ALL_CASES_VARIABLE, draw_seed
+from tests.harness.ranks.programs import check_program
 
 ROUNDS = 300 if os.environ.get(ALL_CASES_VARIABLE) else 100
 RANKS = 2
@@ -269,15 +267,14 @@ def test_random_corruptions(world: World, undamaged_run: Path, tmp_path: Path) -
 
 
 def test_every_start_loads_the_newest_complete_checkpoint_after_kills_during_a_save(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "tests.harness.ranks.checkpoint_cases", "kill", str(tmp_path), draw_seed("kills")]
-    completed = warm.execute(argv, env=environment())
-    assert completed.returncode == 0, completed.stderr
+    check_program("checkpoint_cases", tmp_path, draw_seed("kills"))
     notes = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
     assert len(notes) == 21
     for before, after in pairwise(notes):
-        assert after["right"]
+        assert after["equal"]
         assert after["newest"] == after["step"]
         assert after["step"] >= before["step"]
-        assert not any("step-" in message for message in after["said"]), "a complete checkpoint was reported as damaged"
-    assert any(note["left"] for note in notes), "no kill interrupted a save"
+        reports_of_damage = [message for message in after["messages"] if "step-" in message]
+        assert not reports_of_damage, "all checkpoints are complete"
+    assert any(note["staging_folders"] for note in notes), "no kill interrupted a save"
     assert notes[-1]["step"] >= 7

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
 
 from common.runs.folder import RunFolder
 from common.techniques.elastic.member import STUCK_REASON
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
 from tests.harness.elastic.runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
 from tests.harness.experiments.registry import BY_NAME
+from tests.harness.ranks.programs import execute_program
 from tests.harness.runs.resuming import resume
 
 NAME = "param_server"
@@ -143,8 +141,7 @@ def test_a_message_that_breaks_off_in_its_middle_is_noticed(side: str, tmp_path:
     for number in range(5):  # on a busy machine the message may arrive before the signal
         folder = tmp_path / str(number)
         folder.mkdir()
-        command = [sys.executable, "-m", "tests.harness.ranks.param_server_interrupted_message", side, str(folder)]
-        completed = warm.execute(command, env=environment(), timeout=100)
-        if completed.stdout != "it came\n":
+        completed = execute_program("param_server_interrupted_message", side, folder)
+        if completed.stdout != "message arrived\n":
             break
     assert float(completed.stdout) < 20, completed.stderr

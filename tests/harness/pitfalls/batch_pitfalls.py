@@ -1,13 +1,8 @@
-"""Mistakes about the batches of two real ranks, for tests/pitfalls/: an epoch of each, compared with one process.
-
-CACHE=FOLDER python -m tests.harness.pitfalls.batch_pitfalls epochs      print the results of each rank as JSON
-"""
+"""Mistakes with the batches of two ranks: an epoch of each, compared with one process. CACHE names the data folder."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +18,7 @@ from common.data.prepare import prepare_digits
 from common.models.networks import SimpleNN
 from common.ranks.rendezvous import World
 from common.techniques.data_parallel import ddp
-from tests.harness.pitfalls.ddp_pitfalls import in_two
+from tests.harness.pitfalls.outcomes import collect_from_ranks
 
 SAMPLES = 128
 BATCH = 16
@@ -38,21 +33,21 @@ class Epoch:
     weights: Tensor
 
     def compare(self, *references: Epoch) -> dict[str, Any]:
-        """Return the samples and the largest difference from the weights of each reference."""
-        distances = [(self.weights - reference.weights).abs().max().item() for reference in references]
-        return {"seen": self.samples, "apart": distances}
+        """Return the samples, and the largest difference from the weights of each reference."""
+        differences = [self.weights - reference.weights for reference in references]
+        return {"samples": self.samples, "distances": [difference.abs().max().item() for difference in differences]}
 
 
-def epochs() -> Any:
-    """Train an epoch with each mistake and without on two ranks; return the comparisons of each rank."""
+def train_epochs() -> Any:
+    """Train an epoch with each mistake and without one on two ranks; return the comparisons of each rank."""
     images = Images(prepare_digits(Path(os.environ["CACHE"])), "train", SAMPLES)
     x = images.load_inputs(slice(0, SAMPLES), CPU, torch.float64)
     y = images.load_targets(slice(0, SAMPLES), CPU)
     dataset = TensorDataset(x, y)
     sample_numbers = {sample.numpy().tobytes(): number for number, sample in enumerate(x)}
 
-    def load(batch: int, **options: Any) -> Iterable[Any]:
-        torch.manual_seed(0)  # a script seeds every rank equally, for equal weights
+    def load_all(batch: int, **options: Any) -> Iterable[Any]:
+        torch.manual_seed(0)  # scripts use one seed on all ranks, for equal weights
         return DataLoader(dataset, batch, **options)
 
     def load_shard(rank: int, ranks: int) -> Iterable[Any]:
@@ -76,18 +71,14 @@ def epochs() -> Any:
         def wrap(model: nn.Module) -> nn.Module:
             return ddp.wrap_ddp(model, world.device)
 
-        without_sampler = train(load(BATCH, shuffle=True), wrap)
+        without_sampler = train(load_all(BATCH, shuffle=True), wrap)
         sampler: Any = DistributedSampler(dataset, world.size, world.rank, shuffle=False)
-        batch_per_rank = train(load(BATCH, sampler=sampler), wrap)
+        batch_per_rank = train(load_all(BATCH, sampler=sampler), wrap)
         sharded = train(load_shard(world.rank, world.size), wrap)
         return {
-            "no sampler": without_sampler.compare(train(load(BATCH, shuffle=True))),
-            "batch per rank": batch_per_rank.compare(train(load(2 * BATCH)), train(load(BATCH))),
-            "right": sharded.compare(train(load_shard(0, 1))),
+            "no sampler": without_sampler.compare(train(load_all(BATCH, shuffle=True))),
+            "batch per rank": batch_per_rank.compare(train(load_all(2 * BATCH)), train(load_all(BATCH))),
+            "correct": sharded.compare(train(load_shard(0, 1))),
         }
 
-    return in_two(train_all)
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: globals()[name]() for name in sys.argv[1:]}))
+    return collect_from_ranks(2, train_all)

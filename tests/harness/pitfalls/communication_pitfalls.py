@@ -1,17 +1,12 @@
-"""Mistakes of communication on four real ranks, for tests/pitfalls/.
-
-python -m tests.harness.pitfalls.communication_pitfalls every      print the results of each rank and case as JSON
-"""
+"""Mistakes with communication on four ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import os
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,25 +18,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.ranks.rendezvous import World
-from tests.harness.pitfalls.ddp_pitfalls import attempt, in_ranks
+from tests.harness.pitfalls.outcomes import collect_from_ranks, record_outcome
 
 RANKS = 4
-TRIES = 20
+EXCHANGES = 20
 STEPS = 5
-RATE = 0.1
-NUMBERS = 1 << 18  # float32: 1 MB
-PATIENCE = 120.0  # time limit of operations that succeed
-SECONDS = 0.5  # time limit of operations that block
+LEARNING_RATE = 0.1
+ELEMENTS = 1 << 18  # 1 MB of float32
+STEP_TIMEOUT = 120.0  # seconds, of operations that succeed
+BLOCKED_TIMEOUT = 0.5  # seconds, of operations that block
 
 
-def neighbours() -> tuple[int, int]:
-    """Return the left and the right neighbour in the ring."""
+def get_neighbors() -> tuple[int, int]:
+    """Return the left and the right neighbor in the ring."""
     return (dist.get_rank() - 1) % RANKS, (dist.get_rank() + 1) % RANKS
 
 
 def exchange_in_ring(outgoing: Tensor, incoming: Tensor) -> None:
-    """Send to the right neighbour and receive from the left one at the same time."""
-    left, right = neighbours()
+    """Send to the right neighbor and receive from the left one at the same time."""
+    left, right = get_neighbors()
     request = dist.isend(outgoing, right)
     dist.recv(incoming, left)
     assert request is not None
@@ -62,18 +57,17 @@ def shadowed_all_gather(world: World) -> Any:
     """Show the mistakes of `all_gather` one after another."""
     x = torch.tensor([float(world.rank)])
     torch_all_gather: Any = dist.all_gather
-    findings = {
-        "as written": attempt(lambda: all_gather(x)),
-        "torch's": attempt(lambda: torch_all_gather([None] * RANKS)),
-        "with the tensor": attempt(lambda: torch_all_gather([None] * RANKS, x)),
+    repeated_output = [torch.empty(1)] * RANKS
+    torch_all_gather(repeated_output, x)
+    outputs = [torch.empty(1) for _ in range(RANKS)]
+    torch_all_gather(outputs, x)
+    return {
+        "shadowed": record_outcome(lambda: all_gather(x)),
+        "without input": record_outcome(lambda: torch_all_gather([None] * RANKS)),
+        "None as output": record_outcome(lambda: torch_all_gather([None] * RANKS, x)),
+        "one output repeated": torch.cat(repeated_output).tolist(),
+        "correct": torch.cat(outputs).tolist(),
     }
-    gathered = [torch.empty(1)] * RANKS
-    torch_all_gather(gathered, x)
-    findings["one tensor"] = torch.cat(gathered).tolist()
-    gathered = [torch.empty(1) for _ in range(RANKS)]
-    torch_all_gather(gathered, x)
-    findings["right"] = torch.cat(gathered).tolist()
-    return findings
 
 
 # ---- ring all-reduce
@@ -111,7 +105,7 @@ def reduce_as_new_tutorial(send: Tensor, recv: Tensor) -> None:
     recv[:] = accum
 
 
-def count_received() -> int:
+def count_received_bytes() -> int:
     """Return the bytes received over TCP so far, from the kernel: tcpi_bytes_received in linux/tcp.h."""
     count = 0
     for path in Path("/proc/self/fd").iterdir():
@@ -123,22 +117,24 @@ def count_received() -> int:
     return count
 
 
-def rings(world: World) -> Any:
+def ring_all_reduces(world: World) -> Any:
     """Return the sum that each ring computes, and the received bytes as a multiple of the tensor's bytes."""
-    x = torch.full((NUMBERS,), world.rank + 1.0)
+    x = torch.full((ELEMENTS,), world.rank + 1.0)
     maxima: list[float] = []
 
     def measure(ring: Callable[[Tensor, Tensor], object]) -> Any:
         total = torch.zeros_like(x)
         dist.barrier()
-        before = count_received()
+        bytes_before = count_received_bytes()
         ring(x, total)
-        return {"sum": total.unique().tolist(), "bytes": (count_received() - before) / x.nbytes}
+        received_bytes = count_received_bytes() - bytes_before
+        return {"sum": total.unique().tolist(), "relative_bytes": received_bytes / x.nbytes}
 
     return {
-        "old": measure(lambda send, recv: reduce_as_old_tutorial(send, recv, maxima)) | {"came": maxima},
-        "right": measure(lambda send, recv: dist.all_reduce(recv.copy_(send))),
-        "whole": measure(reduce_as_new_tutorial),
+        "old tutorial": measure(lambda send, recv: reduce_as_old_tutorial(send, recv, maxima)),
+        "received maxima of old tutorial": maxima,
+        "new tutorial": measure(reduce_as_new_tutorial),
+        "correct": measure(lambda send, recv: dist.all_reduce(recv.copy_(send))),
     }
 
 
@@ -147,12 +143,12 @@ def rings(world: World) -> Any:
 
 def blocking_sends(world: World) -> Any:
     """The mistake: every rank sends to the right before it receives from the left."""
-    left, right = neighbours()
+    left, right = get_neighbors()
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
 
     def send_first() -> None:
-        limit = datetime.timedelta(seconds=SECONDS)
+        limit = datetime.timedelta(seconds=BLOCKED_TIMEOUT)
         group.send([torch.ones(1)], right, 0).wait(limit)  # dist.send of one number, with a time limit
         group.recv([torch.empty(1)], left, 0).wait()
 
@@ -161,33 +157,32 @@ def blocking_sends(world: World) -> Any:
         exchange_in_ring(torch.full((count,), float(world.rank)), received)
         return received.unique().tolist()
 
-    exchanged = [exchange(count) for count in (1, NUMBERS)]
+    exchanged = [exchange(count) for count in (1, ELEMENTS)]
     dist.barrier()
-    return {"mistake": attempt(send_first), "right": exchanged}
+    return {"mistake": record_outcome(send_first), "correct": exchanged}
 
 
 def blocking_sockets(world: World) -> Any:
-    """The same mistake over custom sockets with buffers of about 10 kB: with a few bytes, and with many."""
+    """The same mistake over custom sockets with buffers of about 10 kB: with a small and a large message."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as to_right:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         to_right.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
         ports = torch.empty(RANKS, dtype=torch.int64)
         dist.all_gather_into_tensor(ports, torch.tensor([server.getsockname()[1]]))
-        to_right.connect(("127.0.0.1", int(ports[neighbours()[1]])))
+        to_right.connect(("127.0.0.1", int(ports[get_neighbors()[1]])))
         from_left, _ = server.accept()
         with from_left:
-            findings: dict[str, Any] = {}
             to_right.sendall(bytes(4))
-            findings["few"] = len(from_left.recv(4, socket.MSG_WAITALL))
-            large_message = bytes(4 * NUMBERS)
+            received_small = from_left.recv(4, socket.MSG_WAITALL)
+            large_message = bytes(4 * ELEMENTS)
             sender = threading.Thread(target=to_right.sendall, args=(large_message,))
             sender.start()
-            findings["right"] = len(from_left.recv(len(large_message), socket.MSG_WAITALL))
+            received_large = from_left.recv(len(large_message), socket.MSG_WAITALL)
             sender.join()
-            to_right.settimeout(SECONDS)
-            findings["many"] = attempt(lambda: to_right.sendall(large_message))
-            dist.barrier()  # no rank closes its sockets before all have tried
-    return findings
+            to_right.settimeout(BLOCKED_TIMEOUT)
+            outcome = record_outcome(lambda: to_right.sendall(large_message))
+            dist.barrier()  # no rank closes its sockets before all ranks have sent
+    return {"mistake": outcome, "small message": len(received_small), "correct": len(received_large)}
 
 
 # ---- `out=`
@@ -204,7 +199,7 @@ def gather_by_torch(out: Tensor, x: Tensor) -> None:
     dist.all_gather_into_tensor(out, x.view(1))
 
 
-def overlapping_outputs(world: World) -> Any:
+def output_overlaps_input(world: World) -> Any:
     """Return results of an all-gather whose input is a slice of its output, as in FSDP2, and of in-place exchanges."""
 
     def gather(all_gather: Callable[[Tensor, Tensor], Any], from_slice: bool) -> Any:
@@ -217,7 +212,7 @@ def overlapping_outputs(world: World) -> Any:
     def count_wrong_exchanges(in_place: bool) -> int:
         expected = [10.0 * rank + world.rank for rank in range(RANKS)]
         wrong_count = 0
-        for _ in range(TRIES):
+        for _ in range(EXCHANGES):
             x = torch.arange(RANKS) + 10.0 * world.rank
             out = x if in_place else torch.empty_like(x)
             dist.all_to_all_single(out, x)
@@ -226,11 +221,11 @@ def overlapping_outputs(world: World) -> Any:
         return wrong_count
 
     return {
-        "slice": gather(gather_by_sum, from_slice=True),
-        "apart": gather(gather_by_sum, from_slice=False),
-        "torch's": gather(gather_by_torch, from_slice=True),
-        "in place": count_wrong_exchanges(in_place=True),
-        "exchanged": count_wrong_exchanges(in_place=False),
+        "sum of slices": gather(gather_by_sum, from_slice=True),
+        "sum of separate inputs": gather(gather_by_sum, from_slice=False),
+        "torch with slices": gather(gather_by_torch, from_slice=True),
+        "wrong exchanges in place": count_wrong_exchanges(in_place=True),
+        "wrong exchanges": count_wrong_exchanges(in_place=False),
     }
 
 
@@ -246,25 +241,25 @@ def draw_shard(rank: int, ranks: int) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    shard: tuple[Tensor, Tensor], synchronise: Callable[[list[Tensor]], object], rate: float = RATE
+    shard: tuple[Tensor, Tensor], synchronize: Callable[[list[Tensor]], object], learning_rate: float = LEARNING_RATE
 ) -> list[float]:
     """Return the weights after STEPS steps of SGD."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1, dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), rate)
+    optimizer = torch.optim.SGD(model.parameters(), learning_rate)
     for _ in range(STEPS):
         optimizer.zero_grad()
         F.mse_loss(model(shard[0]), shard[1]).backward()
-        synchronise([p.grad for p in model.parameters() if p.grad is not None])
+        synchronize([p.grad for p in model.parameters() if p.grad is not None])
         optimizer.step()
     return nn.utils.parameters_to_vector(model.parameters()).tolist()
 
 
-def nothing(gradients: list[Tensor]) -> None:
-    """Do not synchronise gradients: one process trains."""
+def keep_local_gradients(gradients: list[Tensor]) -> None:
+    """Train one process, without synchronization."""
 
 
-def barrier_for_gradients(world: World) -> Any:
+def barrier_instead_of_all_reduce(world: World) -> Any:
     """The mistake: a barrier between backward and step, instead of an all-reduce."""
     shard = draw_shard(world.rank, RANKS)
 
@@ -275,13 +270,13 @@ def barrier_for_gradients(world: World) -> Any:
 
     return {
         "barrier": train(shard, lambda _: dist.barrier()),
-        "alone": train(shard, nothing),
-        "right": train(shard, average),
-        "whole batch": train(draw_shard(0, 1), nothing),
+        "no synchronization": train(shard, keep_local_gradients),
+        "correct": train(shard, average),
+        "full batch": train(draw_shard(0, 1), keep_local_gradients),
     }
 
 
-def server_that_averages(world: World) -> Any:
+def gradients_averaged_twice(world: World) -> Any:
     """The mistake: workers divide gradients by the number of workers, and the server (rank 0) averages them again."""
     workers = RANKS - 1
 
@@ -301,23 +296,19 @@ def server_that_averages(world: World) -> Any:
 
     batch = draw_shard(0, 1)
     return {
-        "twice": train_with_server(workers),
-        "a third": train(batch, nothing, RATE / workers),
-        "right": train_with_server(1),
-        "alone": train(batch, nothing),
+        "mistake": train_with_server(workers),
+        "reduced learning rate": train(batch, keep_local_gradients, LEARNING_RATE / workers),
+        "correct": train_with_server(1),
+        "one process": train(batch, keep_local_gradients),
     }
 
 
 CASES = (
-    *(shadowed_all_gather, rings, blocking_sends, blocking_sockets),
-    *(overlapping_outputs, barrier_for_gradients, server_that_averages),
+    *(shadowed_all_gather, ring_all_reduces, blocking_sends, blocking_sockets),
+    *(output_overlaps_input, barrier_instead_of_all_reduce, gradients_averaged_twice),
 )
 
 
-def every() -> Any:
-    """Execute all cases in one launch of ranks."""
-    return in_ranks(RANKS, lambda world: {case.__name__: case(world) for case in CASES}, PATIENCE)
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: globals()[name]() for name in sys.argv[1:]}))
+def execute_all() -> Any:
+    """Execute all cases in one launch of ranks, and return the outcomes of each rank by case."""
+    return collect_from_ranks(RANKS, lambda world: {case.__name__: case(world) for case in CASES}, STEP_TIMEOUT)

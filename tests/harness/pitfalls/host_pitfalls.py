@@ -1,6 +1,4 @@
-"""Mistakes about hosts, made by real ranks, for tests/pitfalls/.
-
-python -m tests.harness.pitfalls.host_pitfalls NAME ...      print the results of each named function as JSON
+"""Mistakes with several hosts.
 
 Two hosts are two network namespaces that are connected by a cable, or two values of node_rank on one host.
 """
@@ -13,7 +11,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,15 +24,15 @@ from common.ranks import objects, rendezvous
 from common.ranks.rank_info import RankInfo
 from configs.shared import Launch
 from slurm.local_cluster import namespaces
-from tests.harness.pitfalls.ddp_pitfalls import attempt
+from tests.harness.pitfalls.outcomes import record_outcome
 
-SECONDS = 1.0
-TIME_LIMITS = Launch(device="cpu", threads=1, setup_timeout=60, step_timeout=60)
+TIMEOUT_SECONDS = 1.0
+SETTINGS = Launch(device="cpu", threads=1, setup_timeout=60, step_timeout=60)
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 
 
-def refusal() -> str:
-    """Return why two hosts cannot be created on this machine, or an empty string."""
+def find_namespace_problem() -> str:
+    """Return why network namespaces cannot be created on this machine, or an empty string."""
     user_options = ["--user", "--map-root-user"] if os.getuid() else []
     command = ["unshare", *user_options, "--net", "--uts", "ip", "link", "add", "name", "a", "type", "veth"]
     try:
@@ -45,7 +42,7 @@ def refusal() -> str:
 
 
 def call_on_two_hosts(*functions: Callable[[int], Any]) -> list[list[Any]]:
-    """Call functions with the number of the host on two hosts; return the results of each host.
+    """Call functions with the number of the host on two hosts; return the outcomes of each host.
 
     Each host has its own name and its own loopback interface.
     """
@@ -55,7 +52,7 @@ def call_on_two_hosts(*functions: Callable[[int], Any]) -> list[list[Any]]:
     namespaces.unshare_namespaces("net")  # without root, cables can only be added from a network of the user namespace
     socket_pairs = [socket.socketpair() for _ in ADDRESSES]
     host_ends = [pair[0] for pair in socket_pairs]
-    our_ends = [pair[1] for pair in socket_pairs]
+    parent_ends = [pair[1] for pair in socket_pairs]
 
     def run_host(number: int) -> None:
         def wait_for_other_host() -> None:
@@ -66,41 +63,41 @@ def call_on_two_hosts(*functions: Callable[[int], Any]) -> list[list[Any]]:
         socket.sethostname(f"host{number}")
         wait_for_other_host()  # afterwards the hosts are connected
         namespaces.run_ip("link set lo up", f"addr add {ADDRESSES[number]}/24 dev eth0", "link set eth0 up")
-        findings = []
+        outcomes = []
         for function in functions:
             wait_for_other_host()
-            findings.append(attempt(functools.partial(function, number)))
-        (folder / str(number)).write_text(json.dumps(findings))
+            outcomes.append(record_outcome(functools.partial(function, number)))
+        (folder / str(number)).write_text(json.dumps(outcomes))
 
     pids = [namespaces.fork_child(functools.partial(run_host, number)) for number in range(2)]
     for host_end in host_ends:
         host_end.close()
     cable_ends = [f"name eth0 netns /proc/{pid}/ns/net" for pid in pids]
     for barrier in range(1 + len(functions)):
-        assert all(end.recv(1) for end in our_ends), "a host has exited"
+        assert all(end.recv(1) for end in parent_ends), "a host has exited"
         if barrier == 0:
             namespaces.run_ip(f"link add {cable_ends[0]} type veth peer {cable_ends[1]}")
-        for end in our_ends:
+        for end in parent_ends:
             end.send(b".")
     assert [namespaces.wait_for_child(pid) for pid in pids] == [0, 0]
     return [json.loads((folder / str(number)).read_text()) for number in range(2)]
 
 
-def loopback_of_each_host() -> Any:
+def loopback_master_address() -> Any:
     """The mistake: every host gets MASTER_ADDR=127.0.0.1."""
 
-    def meet_at_loopback(rank: int) -> None:
+    def join_at_loopback(rank: int) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"}
-        limit = datetime.timedelta(seconds=SECONDS)
+        limit = datetime.timedelta(seconds=TIMEOUT_SECONDS)
         dist.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
 
-    def meet_at_rank_0(rank: int) -> Any:
+    def join_at_rank_0(rank: int) -> Any:
         rank_info = RankInfo(rank, 2, nodes=2, launcher="slurm", master=ADDRESSES[0], attempt_id="1.0.0")
-        with rendezvous.join_world(rank_info, TIME_LIMITS) as world:
+        with rendezvous.join_world(rank_info, SETTINGS) as world:
             return {"sum": sum_over_ranks(), "hosts": world.hosts}
 
-    wrong, right = zip(*call_on_two_hosts(meet_at_loopback, meet_at_rank_0), strict=True)
-    return {"wrong": wrong, "right": right}
+    hosts = call_on_two_hosts(join_at_loopback, join_at_rank_0)
+    return {"mistake": [host[0] for host in hosts], "correct": [host[1] for host in hosts]}
 
 
 def sum_over_ranks() -> float:
@@ -110,38 +107,34 @@ def sum_over_ranks() -> float:
     return total.item()
 
 
-def nodes_by_number() -> Any:
-    """The mistake: `mp.spawn` with node_rank=0 and with node_rank=1 on one host. Return what each of four ranks has."""
+def two_node_ranks_on_one_host() -> Any:
+    """The mistake: `mp.spawn` with node_rank=0 and node_rank=1 on one host. Return the properties of the four ranks."""
     folder = Path(tempfile.mkdtemp())
     nodes = []
     for node_rank in range(2):
         arguments = (node_rank, str(folder))
         # Spawned ranks would import torch again. Forked ranks show the same mistake.
-        nodes.append(mp.start_processes(describe_rank, arguments, nprocs=2, join=False, start_method="fork"))
+        nodes.append(mp.start_processes(save_rank_properties, arguments, nprocs=2, join=False, start_method="fork"))
     for node in nodes:
         while not node.join():
             pass
     return json.loads((folder / "ranks.json").read_text())
 
 
-def describe_rank(local_rank: int, node_rank: int, folder: str) -> None:
-    """Join the group of four ranks, and save what each rank has."""
+def save_rank_properties(local_rank: int, node_rank: int, folder: str) -> None:
+    """Join the group of four ranks, and save the properties of all ranks."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     rank = 2 * node_rank + local_rank
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    description = {
+    properties = {
         "host": socket.gethostname(),
         "cores": sorted(os.sched_getaffinity(0)),
         "device": f"cuda:{local_rank}",
         "node_rank": node_rank,
         "sum": sum_over_ranks(),
     }
-    descriptions = objects.all_gather_json(description, torch.device("cpu"))
+    properties_of_ranks = objects.all_gather_json(properties, torch.device("cpu"))
     if rank == 0:
-        Path(folder, "ranks.json").write_text(json.dumps(descriptions))
+        Path(folder, "ranks.json").write_text(json.dumps(properties_of_ranks))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: globals()[name]() for name in sys.argv[1:]}))

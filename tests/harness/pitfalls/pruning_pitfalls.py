@@ -1,9 +1,7 @@
-"""Mistakes about pruning, planted in two processes (tests/harness/pitfalls/ddp_pitfalls.py)."""
+"""Mistakes with pruning on two ranks."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import torch
@@ -14,17 +12,17 @@ from common.models.networks import SimpleNN
 from common.ranks.rendezvous import World
 from common.techniques.pruning import pruning_masks
 from common.techniques.pruning.pruning_masks import Masks
-from tests.harness.pitfalls.ddp_pitfalls import attempt, in_two
+from tests.harness.pitfalls.outcomes import collect_from_ranks, record_outcome
 
 
 def masks_per_rank() -> Any:
-    """The mistake: each process scores weights by its local gradient."""
+    """The mistake: each rank scores weights by its local gradient. Afterward, the gradients are averaged."""
 
-    def work(world: World) -> Any:
+    def prune(world: World) -> Any:
         torch.manual_seed(0)
         model = SimpleNN()
         masks = Masks(model)
-        torch.manual_seed(world.rank)  # each process has a different shard of the batch
+        torch.manual_seed(world.rank)  # each rank has a different shard of the batch
         F.cross_entropy(model(torch.randn(8, 28, 28)), torch.arange(8)).backward()
         gradients = [weight.grad for weight in masks.weights if weight.grad is not None]
 
@@ -33,15 +31,16 @@ def masks_per_rank() -> Any:
             return masks.compute_digest()
 
         digest_of_local_gradients = prune_and_digest()
-        error_of_local_gradients = attempt(masks.assert_equal_on_ranks)
+        outcome_of_local_gradients = record_outcome(masks.assert_equal_on_ranks)
         for gradient in gradients:
             dist.all_reduce(gradient)
         digest = prune_and_digest()
-        error = attempt(masks.assert_equal_on_ranks)
-        return [digest_of_local_gradients, error_of_local_gradients, digest, error]
+        outcome = record_outcome(masks.assert_equal_on_ranks)
+        return {
+            "digest of local gradients": digest_of_local_gradients,
+            "outcome of local gradients": outcome_of_local_gradients,
+            "digest": digest,
+            "outcome": outcome,
+        }
 
-    return in_two(work)
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: globals()[name]() for name in sys.argv[1:]}))
+    return collect_from_ranks(2, prune)

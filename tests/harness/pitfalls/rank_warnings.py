@@ -1,4 +1,4 @@
-"""ddp_multinode with warnings of rank 1, logged as in tutorials and as in this project: for tests/pitfalls/.
+"""ddp_multinode with warnings of rank 1, logged as in tutorials and as in this project.
 
 python -m tests.harness.pitfalls.rank_warnings key=value ...
 """
@@ -13,17 +13,17 @@ from common.training.run import Run
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode
 
-LOST = "a batch of rank 1 is empty"
-SAID = "a batch of this rank is empty"
-WARNED = "this rank averages over nothing"
+LOGGER_WARNING = "a batch of rank 1 is empty"
+RUN_WARNING = "a batch of this rank is empty"
+PYTHON_WARNING = "the mean of an empty batch is undefined"
 
 
 def main(cfg: Config, run: Run) -> None:
     logging.basicConfig(level=logging.INFO if run.world.is_main else logging.ERROR, force=True)
     if not run.world.is_main:
-        logging.getLogger("train").warning(LOST)
-        run.log_message(SAID, logging.WARNING)
-        warnings.warn(WARNED, stacklevel=1)  # as torch and numpy do
+        logging.getLogger("train").warning(LOGGER_WARNING)
+        run.log_message(RUN_WARNING, logging.WARNING)
+        warnings.warn(PYTHON_WARNING, stacklevel=1)  # as torch and numpy do
     ddp_multinode.main(cfg, run)
 
 

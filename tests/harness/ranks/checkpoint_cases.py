@@ -1,8 +1,7 @@
 """Save and load checkpoints in other processes, for test_checkpointer_two_ranks.py and test_checkpoint_fuzz.py.
 
-python -m tests.harness.ranks.checkpoint_cases two OUT   execute all cases on two ranks; write a JSON file for each rank
-python -m tests.harness.ranks.checkpoint_cases kill OUT SEED
-    start processes one after another; kill each while it saves
+python -m tests.harness.ranks.checkpoint_cases OUT         execute all cases on two ranks; write a report for each rank
+python -m tests.harness.ranks.checkpoint_cases OUT SEED    kill processes one after another while they save
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import signal
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +24,7 @@ from torch import nn
 from common.checkpoint import state_dicts, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState
 from common.checkpoint.loading import LoadedCheckpoint
-from common.ranks import local_launcher, rendezvous
+from common.ranks import rendezvous
 from common.ranks.rank_info import RankInfo
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
@@ -34,25 +32,25 @@ from common.runs.folder import RunFolder
 from common.training import optimizers
 from configs.shared import Checkpoint, Launch, Optim
 from tests.harness.commands.processes import wait_until
+from tests.harness.ranks.programs import run_on_ranks
 
-ROUNDS = 20  # killed processes
-NUMBERS = 400_000  # numbers in the tensor that these processes save
+KILLS = 20
+ELEMENTS_IN_KILLED_SAVE = 400_000
 SETTINGS = Checkpoint(retries=0)
 
 
-def state_of(step: int, rank: int = 0, size: int = 1, numbers: int = 8) -> CheckpointState:
+def make_state(step: int, rank: int = 0, size: int = 1, elements: int = 8) -> CheckpointState:
     """Return a state whose values depend on the step and, except for common values, on the rank."""
     name = f"layer{rank}.weight"
-    weight = torch.arange(numbers) + 1000.0 * step + 100 * rank
+    weight = torch.arange(elements) + 1000.0 * step + 100 * rank
     momentum = {"momentum_buffer": -weight, "step": torch.tensor(float(step))}
-    return CheckpointState(
-        {name: weight}, {name: momentum}, {"epoch": step, "size": size}, {"mine": torch.tensor([step, rank])}
-    )
+    local = {"step_and_rank": torch.tensor([step, rank])}
+    return CheckpointState({name: weight}, {name: momentum}, {"epoch": step, "size": size}, local)
 
 
-def right(loaded: LoadedCheckpoint, rank: int | None, numbers: int = 8) -> bool:
-    """Return whether a loaded checkpoint has every value that its step saved; `rank` is None without local state."""
-    states = [state_of(loaded.step, r, loaded.processes, numbers) for r in range(loaded.processes)]
+def equals_saved_state(loaded: LoadedCheckpoint, rank: int | None, elements: int = 8) -> bool:
+    """Compare a loaded checkpoint with the states of its step. `rank` is None if no local state is expected."""
+    states = [make_state(loaded.step, r, loaded.processes, elements) for r in range(loaded.processes)]
     model: dict[str, torch.Tensor] = {}
     optimizer: dict[str, Any] = {}
     for state in states:
@@ -65,11 +63,12 @@ def right(loaded: LoadedCheckpoint, rank: int | None, numbers: int = 8) -> bool:
     for name, buffers in optimizer.items():
         tensor_pairs += [(loaded.optimizer[name][key], buffer) for key, buffer in buffers.items()]
     if rank is not None:
-        tensor_pairs.append(((loaded.local or {})["mine"], states[rank].local["mine"]))
+        local = loaded.local or {}
+        tensor_pairs.append((local["step_and_rank"], states[rank].local["step_and_rank"]))
     return loaded.common == states[0].common and all(torch.equal(*pair) for pair in tensor_pairs)
 
 
-class Case:
+class CheckpointCase:
     """The run folder of a case, and the messages of its checkpointer on this rank."""
 
     def __init__(self, world: World, path: Path, name: str) -> None:
@@ -84,47 +83,50 @@ class Case:
         self.checkpoints = Checkpointer(self.folder, Ranks(world), SETTINGS, self.messages.append)
 
     def save(self, *steps: int) -> list[bool]:
-        return [self.checkpoints.save(step, state_of(step, self.world.rank, self.world.size)) for step in steps]
+        states = {step: make_state(step, self.world.rank, self.world.size) for step in steps}
+        return [self.checkpoints.save(step, state) for step, state in states.items()]
 
-    def files(self) -> list[str]:
-        return self.world.broadcast(sorted(path.name for path in storage.get_checkpoints_dir(self.folder).glob("*")))
+    def list_files(self) -> list[str]:
+        folder = storage.get_checkpoints_dir(self.folder)
+        return self.world.broadcast(sorted(path.name for path in folder.glob("*")))
 
 
 # ---- two ranks
 
 
-def round_trip(case: Case) -> Any:
+def save_and_load(case: CheckpointCase) -> Any:
     saved = case.save(100, 200)
     loaded = case.checkpoints.load()
     assert loaded is not None
-    return {
-        "saved": saved,
-        "step": loaded.step,
-        "right": right(loaded, case.world.rank),
-        "exact": loaded.resumes_exactly,
-    }
+    is_equal = equals_saved_state(loaded, case.world.rank)
+    return {"saved": saved, "step": loaded.step, "equal": is_equal, "resumes_exactly": loaded.resumes_exactly}
 
 
-def one_rank_cannot_write(case: Case) -> Any:
+def rank_1_cannot_write(case: CheckpointCase) -> Any:
     """The kernel limits the size of rank 1's file, so that writing fails as on a full disk."""
     case.save(1)
     if case.world.rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-    failed = case.save(2)
+    saved_with_limit = case.save(2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    files = case.files()
-    return {"failed": failed, "files": files, "healed": case.save(3), "after": case.files()}
+    files_with_limit = case.list_files()
+    return {
+        "saved_with_limit": saved_with_limit,
+        "files_with_limit": files_with_limit,
+        "saved": case.save(3),
+        "files": case.list_files(),
+    }
 
 
-def rank_0_cannot_begin(case: Case) -> Any:
+def rank_0_cannot_create_folder(case: CheckpointCase) -> Any:
     if case.world.is_main:
-        storage.get_checkpoints_dir(case.folder).write_text("in the way")
-    return {"failed": case.save(1)}
+        storage.get_checkpoints_dir(case.folder).write_text("a file in place of the folder")
+    return {"saved": case.save(1)}
 
 
-def one_rank_sees_less(case: Case) -> Any:
-    """Rank 1 cannot read the newest checkpoint. Ranks that agree load the older one; others load different ones."""
+def rank_1_cannot_read_newest(case: CheckpointCase) -> Any:
+    """Load on ranks that agree on the older checkpoint, and on ranks that decide without the others."""
     case.save(1, 2)
     read = storage.read_verified_rank_file
 
@@ -133,35 +135,25 @@ def one_rank_sees_less(case: Case) -> Any:
             raise storage.InvalidCheckpoint("rank-0.pt is missing")
         return read(checkpoint, manifest, rank)
 
-    class WorldOfOne(World):
-        """A world in which every rank decides without the others."""
-
-        is_main = True
-
-        def all_gather(self, value: Any) -> list[Any]:
-            return [value]
-
-        def broadcast(self, value: Any) -> Any:
-            return value
-
+    single_rank = Ranks(case.world.make_subgroup([case.world.rank]))
     with mock.patch.object(storage, "read_verified_rank_file", read_on_rank_0):
         agreed = case.checkpoints.load()
-        ranks_of_one = Ranks(WorldOfOne(**vars(case.world)))
-        parted = Checkpointer(case.folder, ranks_of_one, SETTINGS, lambda message: None).load()
+        without_agreement = Checkpointer(case.folder, single_rank, SETTINGS, lambda message: None).load()
     assert agreed
-    assert parted
-    return {"agreed": agreed.step, "right": right(agreed, case.world.rank), "parted": parted.step}
+    assert without_agreement
+    is_equal = equals_saved_state(agreed, case.world.rank)
+    return {"step": agreed.step, "equal": is_equal, "step_without_agreement": without_agreement.step}
 
 
-def both_give_a_name(case: Case) -> Any:
+def ranks_save_the_same_name(case: CheckpointCase) -> Any:
     try:
-        case.checkpoints.save(1, state_of(1, 0, 2))
+        case.checkpoints.save(1, make_state(1, 0, 2))
     except ValueError as error:
-        return {"error": str(error), "files": case.files()}
+        return {"error": str(error), "files": case.list_files()}
     return None
 
 
-def sharded(case: Case) -> Any:
+def resume_sharded_parameters(case: CheckpointCase) -> Any:
     """FSDP2 with Adam: save after two steps, execute the third one, and repeat it from the checkpoint."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -201,31 +193,33 @@ def sharded(case: Case) -> Any:
     return {"equal": str(expected) == str(resumed), "sizes": [len(part) for part in saved]}
 
 
-CASES = (round_trip, one_rank_cannot_write, rank_0_cannot_begin, one_rank_sees_less, both_give_a_name, sharded)
+CASES = (
+    save_and_load,
+    rank_1_cannot_write,
+    rank_0_cannot_create_folder,
+    rank_1_cannot_read_newest,
+    ranks_save_the_same_name,
+    resume_sharded_parameters,
+)
 
 
-def two(out: Path) -> int:
-    """Execute CASES on two ranks, and load a checkpoint of one rank. Return the exit status."""
-
-    def execute_cases(rank_info: RankInfo) -> None:
-        with rendezvous.join_world(rank_info, Launch(device="cpu", threads=1, step_timeout=20)) as world:
-            report: dict[str, Any] = {}
-            for execute in CASES:
-                case = Case(world, out, execute.__name__)
-                report[execute.__name__] = {"found": execute(case), "said": case.messages}
-            report["of_one"] = load_checkpoint_of_one(RunFolder(out / "of_one", 2), world)
-            (out / f"rank-{world.rank}.json").write_text(json.dumps(report))
-
-    return local_launcher.run_ranks(execute_cases, 2, 1, lambda: None)
+def execute_cases(out: Path, world: World) -> None:
+    """Execute CASES, and load a checkpoint of one rank. Write the report of this rank."""
+    report: dict[str, Any] = {}
+    for execute in CASES:
+        case = CheckpointCase(world, out, execute.__name__)
+        report[execute.__name__] = {"result": execute(case), "messages": case.messages}
+    report["saved_by_one_rank"] = load_checkpoint_of_one_rank(RunFolder(out / "saved_by_one_rank", 2), world)
+    (out / f"rank-{world.rank}.json").write_text(json.dumps(report))
 
 
-def load_checkpoint_of_one(folder: RunFolder, world: World) -> dict[str, Any]:
+def load_checkpoint_of_one_rank(folder: RunFolder, world: World) -> dict[str, Any]:
     """Load a checkpoint of one rank on two ranks: it contains no local state for them."""
     messages: list[str] = []
     loaded = Checkpointer(folder, Ranks(world), SETTINGS, messages.append).load()
     assert loaded is not None
-    has_model_only = right(loaded, None) and loaded.local is None and not loaded.resumes_exactly
-    return {"found": {"step": loaded.step, "whole": has_model_only}, "said": messages}
+    has_no_local_state = equals_saved_state(loaded, None) and loaded.local is None and not loaded.resumes_exactly
+    return {"result": {"step": loaded.step, "has_no_local_state": has_no_local_state}, "messages": messages}
 
 
 # ---- killed while saving
@@ -245,52 +239,58 @@ def save_until_killed(folder: RunFolder, notes: Path) -> None:
         note = {
             "newest": newest,
             "step": step,
-            "said": messages,
-            "right": loaded is None or right(loaded, 0, NUMBERS),
-            "left": len(storage.list_staging_dirs(folder)),
+            "messages": messages,
+            "equal": loaded is None or equals_saved_state(loaded, 0, ELEMENTS_IN_KILLED_SAVE),
+            "staging_folders": len(storage.list_staging_dirs(folder)),
         }
         with open(notes, "a") as file:
             file.write(json.dumps(note) + "\n")
         while True:
             step += 1
-            checkpoints.save(step, state_of(step, numbers=NUMBERS))
+            checkpoints.save(step, make_state(step, elements=ELEMENTS_IN_KILLED_SAVE))
 
 
-def kill(out: Path, seed: str) -> int:
-    """Kill processes that save, one after another, at random moments. Return the exit status."""
+def kill_while_saving(out: Path, seed: str) -> None:
+    """Kill processes that save, one after another, at random moments."""
     folder = RunFolder(out / "run")
     folder.path.mkdir()
     notes = out / "notes"
-    chance = random.Random(seed)
-    for number in range(ROUNDS + 1):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                save_until_killed(folder, notes)
-            finally:
-                os._exit(1)
-        wait_until(partial(has_lines, notes, number + 1), "the process saves", pause=0.002)
-        if number % 3 == 0:  # every third process saves a checkpoint, even on a slow disk
-            first_step = json.loads(notes.read_text().splitlines()[number])["step"]
-            wait_until(partial(has_newer_step, folder, first_step), "a checkpoint is saved", pause=0.002)
-        time.sleep(chance.uniform(0, 0.1))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return 0
+    generator = random.Random(seed)
+    notes.touch()
+    for number in range(KILLS + 1):
+        # every third process saves a checkpoint, even on a slow disk
+        kill_one_process(folder, notes, after_checkpoint=number % 3 == 0, delay=generator.uniform(0, 0.1))
 
 
-def has_lines(file: Path, count: int) -> bool:
-    return file.exists() and file.read_text().count("\n") >= count
+def kill_one_process(folder: RunFolder, notes: Path, after_checkpoint: bool, delay: float) -> None:
+    notes_before = notes.read_text()
+    step_before = find_newest_step(folder)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            save_until_killed(folder, notes)
+        finally:
+            os._exit(1)
+    wait_until(lambda: notes.read_text() != notes_before, "the process saves", pause=0.002)
+    if after_checkpoint:
+        wait_until(lambda: find_newest_step(folder) > step_before, "a checkpoint is saved", pause=0.002)
+    time.sleep(delay)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def find_newest_step(folder: RunFolder) -> int:
     return max((checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)), default=0)
 
 
-def has_newer_step(folder: RunFolder, step: int) -> bool:
-    return find_newest_step(folder) > step
+def main(out_name: str, *seeds: str) -> int:
+    out = Path(out_name)
+    if seeds:
+        kill_while_saving(out, *seeds)
+        return 0
+    settings = Launch(device="cpu", threads=1, step_timeout=20)
+    return run_on_ranks(lambda world: execute_cases(out, world), 2, settings)
 
 
 if __name__ == "__main__":
-    mode, out_folder, *seeds = sys.argv[1:]
-    sys.exit(two(Path(out_folder)) if mode == "two" else kill(Path(out_folder), *seeds))
+    sys.exit(main(*sys.argv[1:]))

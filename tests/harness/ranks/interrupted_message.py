@@ -17,19 +17,26 @@ import torch.distributed as dist
 
 from common.ranks import objects
 
-SIZE = 64 << 20
+MESSAGE_BYTES = 64 << 20
 TIMEOUT = datetime.timedelta(seconds=12)
 
 
 def broadcast_from_rank_1(folder: Path, rank: int) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
-    objects.broadcast_bytes(bytes(SIZE if rank else 0), 1, torch.device("cpu"))
+    objects.broadcast_bytes(bytes(MESSAGE_BYTES if rank else 0), 1, torch.device("cpu"))
 
 
-def count_written(process: int) -> int:
-    """Return the bytes that a process has written to files and sockets."""
+def count_written_bytes(process: int) -> int:
+    """Return the number of bytes that a process has written to files and sockets."""
     return int(Path(f"/proc/{process}/io").read_text().split("wchar:")[1].split()[0])
+
+
+def interrupt_message(writer: int, target: int, signal_number: int, bytes_before: int = 0) -> None:
+    """Send a signal to `target` when `writer` has written `bytes_before` bytes and a quarter of the message."""
+    while count_written_bytes(writer) < bytes_before + MESSAGE_BYTES // 4:
+        time.sleep(0.0005)
+    os.kill(target, signal_number)
 
 
 if __name__ == "__main__":
@@ -39,9 +46,7 @@ if __name__ == "__main__":
         broadcast_from_rank_1(folder, 1)
         time.sleep(60)
     if os.fork() == 0:
-        while count_written(sender) < SIZE // 4:
-            time.sleep(0.0005)
-        os.kill(sender, signal.SIGKILL)
+        interrupt_message(sender, sender, signal.SIGKILL)
         os._exit(0)
     try:
         broadcast_from_rank_1(folder, 0)

@@ -1,4 +1,4 @@
-"""Two ranks that log some values in some steps only: python -m tests.harness.ranks.logging_ranks FOLDER MODE
+"""Two ranks that log some values in only some of the steps: python -m tests.harness.ranks.logging_ranks FOLDER MODE
 
 MODE is `averaged` (both ranks have values) or the only rank that has values. The rows are in metrics.jsonl of the only
 run folder in FOLDER.
@@ -14,18 +14,18 @@ from pathlib import Path
 import torch
 
 from common.measure.metrics_log import MEAN, MetricsLog
-from common.ranks import local_launcher, rendezvous
-from common.ranks.rank_info import RankInfo
 from common.ranks.ranks import Ranks
+from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
 from configs.shared import Launch
+from tests.harness.ranks.programs import run_on_ranks
 
 STEPS = 24
 
 
-class Counted:
-    """Steps of one sample each."""
+class OneSamplePerStep:
+    """A sample counter for steps of one sample each."""
 
     steps = STEPS
 
@@ -33,29 +33,30 @@ class Counted:
         return steps
 
 
+def log_steps(mode: str, folder: RunFolder, world: World) -> None:
+    source = MEAN if mode == "averaged" else int(mode)
+    writer = MetricsWriter(folder.metrics_file, print)
+    log = MetricsLog(Ranks(world), writer, OneSamplePerStep(), source=source)
+    for step in range(1, STEPS + 1):
+        values: dict[str, torch.Tensor | float | None] = {"loss": torch.tensor(float(step + world.rank))}
+        if step % 10 == 1:
+            values["every_10_steps"] = 2.0 * step
+        if step % 7 == 0:
+            values["infinite"] = torch.tensor(math.inf)
+        if log.is_averaged and world.rank == 1 and step == 5:
+            values["on_rank_1"] = 7.0
+        has_values = log.is_averaged or world.rank == log.source
+        logged_values = values if has_values else dict.fromkeys(values)
+        log.add_step(step, time.perf_counter(), logged_values)
+        if log.is_flush_due or step in (4, 16):
+            log.flush()
+    log.flush()
+
+
 def main(path: str, mode: str) -> int:
     folder = RunFolder.create(Path(path), "mnist_pipeline", "").claim_attempt()
-
-    def body(info: RankInfo) -> None:
-        with rendezvous.join_world(info, Launch(device="cpu", threads=1, step_timeout=5.0)) as world:
-            source = MEAN if mode == "averaged" else int(mode)
-            log = MetricsLog(Ranks(world), MetricsWriter(folder.metrics_file, print), Counted(), source=source)
-            for step in range(1, STEPS + 1):
-                values: dict[str, torch.Tensor | float | None] = {"loss": torch.tensor(float(step + world.rank))}
-                if step % 10 == 1:
-                    values["rare"] = 2.0 * step
-                if step % 7 == 0:
-                    values["other"] = torch.tensor(math.inf)
-                if log.is_averaged and world.rank == 1 and step == 5:
-                    values["of_rank_1"] = 7.0
-                has_values = log.is_averaged or world.rank == log.source
-                logged_values = values if has_values else dict.fromkeys(values)
-                log.add_step(step, time.perf_counter(), logged_values)
-                if log.is_flush_due or step in (4, 16):
-                    log.flush()
-            log.flush()
-
-    return local_launcher.run_ranks(body, 2, 1, lambda: None)
+    settings = Launch(device="cpu", threads=1, step_timeout=5.0)
+    return run_on_ranks(lambda world: log_steps(mode, folder, world), 2, settings)
 
 
 if __name__ == "__main__":

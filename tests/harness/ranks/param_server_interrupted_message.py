@@ -1,4 +1,4 @@
-"""Interrupt a 64 MB message of a parameter server half-way. Print the seconds until the other side detects it.
+"""Interrupt a 64 MB message of a parameter server. Print the seconds until the other side detects it.
 
 python -m tests.harness.ranks.param_server_interrupted_message SIDE FOLDER
 
@@ -32,7 +32,7 @@ from common.ranks.rendezvous import World
 from common.techniques.elastic import group
 from common.techniques.parameter_server.server import StalenessPolicy
 from common.techniques.parameter_server.worker import ParameterServerRank
-from tests.harness.ranks.interrupted_message import SIZE, count_written
+from tests.harness.ranks.interrupted_message import MESSAGE_BYTES, count_written_bytes, interrupt_message
 
 TIMEOUT = datetime.timedelta(seconds=60)
 
@@ -51,7 +51,7 @@ def join(folder: Path, rank: int) -> ParameterServerRank:
         timeout=TIMEOUT,
         coordinator="as in an elastic run",
     )
-    network = nn.Linear(SIZE // 8, 2, bias=False)
+    network = nn.Linear(MESSAGE_BYTES // 8, 2, bias=False)
     make_optimizer = partial(torch.optim.SGD, lr=0.1)
     policy = StalenessPolicy("sync", 0, 2)
     worker = ParameterServerRank(network, Ranks(world), make_optimizer, servers=1, policy=policy)
@@ -60,16 +60,9 @@ def join(folder: Path, rank: int) -> ParameterServerRank:
     return worker
 
 
-def send_signal_when_half_is_sent(writer: int, target: int, number: int, bytes_before: int) -> None:
-    """Send a signal to `target` when `writer` has written `bytes_before` bytes and a part of the message."""
-    while count_written(writer) < bytes_before + SIZE // 4:
-        time.sleep(0.0005)
-    os.kill(target, number)
-
-
-def shut_down_after(strike: threading.Thread, connections: group.Connections) -> None:
-    """Shut down connections after the other side is suspended and its bytes have arrived."""
-    strike.join()
+def shut_down_after(interruption: threading.Thread, connections: group.Connections) -> None:
+    """Shut down connections after the other side has been suspended and its bytes have arrived."""
+    interruption.join()
     time.sleep(0.2)
     group.shut_down_connections(connections)
 
@@ -79,7 +72,7 @@ def run_other_side(side: str, folder: Path, pipe: int) -> None:
     worker = join(folder, 1 if side == "server" else 0)
     if side == "server":
         worker.pull(0.1)
-    os.write(pipe, str(count_written(os.getpid())).encode())
+    os.write(pipe, str(count_written_bytes(os.getpid())).encode())
     if side == "server":
         worker.push()
     elif side == "all":
@@ -101,15 +94,15 @@ def main(side: str, folder: Path) -> None:
     writer = child
     if side == "sender":
         writer = os.getpid()
-        bytes_before = count_written(writer)
-    number = signal.SIGKILL if side == "server" else signal.SIGSTOP
-    arguments = (writer, child, number, bytes_before)
-    strike = threading.Thread(target=send_signal_when_half_is_sent, args=arguments)
-    strike.start()
+        bytes_before = count_written_bytes(writer)
+    signal_number = signal.SIGKILL if side == "server" else signal.SIGSTOP
+    arguments = (writer, child, signal_number, bytes_before)
+    interruption = threading.Thread(target=interrupt_message, args=arguments)
+    interruption.start()
     if side != "server":
-        threading.Thread(target=shut_down_after, args=(strike, group.list_connections())).start()
+        threading.Thread(target=shut_down_after, args=(interruption, group.list_connections())).start()
 
-    started = time.monotonic()
+    start = time.monotonic()
     try:
         match side:
             case "worker":
@@ -118,10 +111,10 @@ def main(side: str, folder: Path) -> None:
                 worker.fetch_parameters()
             case _:
                 worker.push()
-        print("it came", flush=True)
+        print("message arrived", flush=True)
     except RuntimeError:
         worker.stop_serving(together=False)
-        print(f"{time.monotonic() - started:.3f}", flush=True)
+        print(f"{time.monotonic() - start:.3f}", flush=True)
     os.kill(child, signal.SIGKILL)
     os._exit(0)
 

@@ -6,6 +6,7 @@ python -m tests.harness.ranks.pipeline_engines
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import OrderedDict
 from functools import partial
@@ -14,14 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.ranks import local_launcher, rendezvous
-from common.ranks.rank_info import RankInfo
 from common.ranks.rendezvous import World
 from common.techniques.pipeline import partition
 from common.techniques.pipeline.executor import PipelineEngine
 from common.techniques.pipeline.torch_engine import TorchPipelineEngine
 from configs.pipeline import PipelineConfig
 from configs.shared import Launch
+from tests.harness.ranks.programs import run_on_ranks
 
 TOLERANCE = 1e-12
 SCHEDULES = {
@@ -59,16 +59,15 @@ def train_unsplit(x: Tensor, y: Tensor) -> tuple[nn.Sequential, Tensor]:
 def list_cases() -> list[PipelineConfig]:
     cases = []
     for engine, schedules in SCHEDULES.items():
-        for schedule in schedules:
-            for stages_per_process in (1, 2):
-                case = PipelineConfig(
-                    engine=engine,  # type: ignore[arg-type]
-                    schedule=schedule,
-                    stages=2 * stages_per_process,
-                    stages_per_process=stages_per_process,
-                    microbatches=4,
-                )
-                cases.append(case)
+        for schedule, stages_per_process in itertools.product(schedules, (1, 2)):
+            case = PipelineConfig(
+                engine=engine,  # type: ignore[arg-type]
+                schedule=schedule,
+                stages=2 * stages_per_process,
+                stages_per_process=stages_per_process,
+                microbatches=4,
+            )
+            cases.append(case)
     return cases
 
 
@@ -87,34 +86,33 @@ def compare_with_unsplit(pipe: PipelineEngine, unsplit: nn.Sequential, case: Pip
             expected = unsplit.get_parameter(name).grad
             assert gradient is not None
             assert expected is not None
-            gap = (gradient - expected).abs().max().item()
-            assert gap < TOLERANCE, (case, name, gap)
+            difference = (gradient - expected).abs().max().item()
+            assert difference < TOLERANCE, (case, name, difference)
         for name, buffer in stage.named_buffers():
             expected_buffer = unsplit.get_buffer(name).double()
             assert torch.allclose(buffer.double(), expected_buffer, atol=TOLERANCE), (case, name)
 
 
-def compare(info: RankInfo) -> None:
+def compare_cases(world: World) -> None:
     """Compare every case with one process, on this rank."""
     torch.manual_seed(1)
     x = torch.randn(8, 7, 6).double()
     y = torch.randint(3, (8,))
     unsplit, logits = train_unsplit(x, y)
-    with rendezvous.join_world(info, Launch(device="cpu", threads=1)) as world:
-        for case in list_cases():
-            pipe = build_engine(case, world)
-            pipe.module.train()
-            clock_refreshes: list[PipelineEngine] = []
-            pipe.clock.refresh_reference_event = partial(clock_refreshes.append, pipe)  # type: ignore[method-assign]
-            pipe.step(x, y)
-            assert len(clock_refreshes) == 1, (case, "a clock that is not refreshed loses its precision on a GPU")
-            compare_with_unsplit(pipe, unsplit, case)
+    for case in list_cases():
+        pipe = build_engine(case, world)
+        pipe.module.train()
+        clock_refreshes: list[PipelineEngine] = []
+        pipe.clock.refresh_reference_event = partial(clock_refreshes.append, pipe)  # type: ignore[method-assign]
+        pipe.step(x, y)
+        assert len(clock_refreshes) == 1, (case, "a clock that is not refreshed loses its precision on a GPU")
+        compare_with_unsplit(pipe, unsplit, case)
 
-            pipe.module.eval()
-            predicted = pipe.predict(x, 8)
-            assert predicted is None or torch.allclose(predicted, logits, atol=TOLERANCE), case
-            world.gather(None)  # no rank closes its connections before all ranks have received
+        pipe.module.eval()
+        predicted = pipe.predict(x, 8)
+        assert predicted is None or torch.allclose(predicted, logits, atol=TOLERANCE), case
+        world.gather(None)  # no rank closes its connections before all ranks have received
 
 
 if __name__ == "__main__":
-    sys.exit(local_launcher.run_ranks(compare, 2, 1, lambda: None))
+    sys.exit(run_on_ranks(compare_cases, 2, Launch(device="cpu", threads=1)))

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import sys
 
-from common.ranks import local_launcher, rendezvous
-from common.ranks.rank_info import RankInfo
+from common.ranks.rendezvous import World
 from common.training.optimizer_contract import check_sharded_parameters
 from configs.shared import Launch, Optim
+from tests.harness.ranks.programs import run_on_ranks
 
 
-def compare(info: RankInfo) -> None:
-    launch = Launch(device="cpu", setup_timeout=60, step_timeout=60)
-    with rendezvous.join_world(info, launch) as world:
-        for name in sys.argv[1:]:
-            for settings in (Optim(name=name), Optim(name=name, weight_decay=0.01, decayed="matrices")):
-                try:
-                    check_sharded_parameters(settings, world.size)
-                except ValueError as error:
-                    if world.is_main:
-                        print(f"{name}: {error}", flush=True)
+def compare_optimizers(world: World) -> None:
+    for name in sys.argv[1:]:
+        for settings in (Optim(name=name), Optim(name=name, weight_decay=0.01, decayed="matrices")):
+            try:
+                check_sharded_parameters(settings, world.size)
+            except ValueError as error:
+                if world.is_main:
+                    print(f"{name}: {error}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(local_launcher.run_ranks(compare, 2, 1, lambda: None))
+    sys.exit(run_on_ranks(compare_optimizers, 2, Launch(device="cpu", setup_timeout=60, step_timeout=60)))

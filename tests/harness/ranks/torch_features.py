@@ -36,25 +36,26 @@ def train(model: nn.Module, x: Tensor) -> None:
         optimizer.step()
 
 
-def compare(model: nn.Module, expected: nn.Module, tolerance: float = EXACT_TOLERANCE) -> None:
+def compare_parameters(model: nn.Module, expected: nn.Module, tolerance: float = EXACT_TOLERANCE) -> None:
     for parameter, expected_parameter in zip(model.parameters(), expected.parameters(), strict=True):
         full_parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        gap = (full_parameter - expected_parameter).abs().max()
-        assert gap <= tolerance, gap
+        difference = (full_parameter - expected_parameter).abs().max()
+        assert difference <= tolerance, difference
 
 
-def train_alone(x: Tensor) -> nn.Module:
+def train_reference(x: Tensor) -> nn.Module:
     model = make_model()
-    before = next(model.parameters()).clone()
+    initial_weight = next(model.parameters()).clone()
     train(model, x)
-    assert (next(model.parameters()) - before).abs().max() > 1e-3, "the model must learn, or the test proves nothing"
+    change = next(model.parameters()) - initial_weight
+    assert change.abs().max() > 1e-3, "the parameters must change, or the comparison proves nothing"
     return model
 
 
-def ddp(world: World) -> None:
+def train_with_ddp(world: World) -> None:
     """Train with DDP and its hooks, which use futures. Those of PowerSGD wait for each other."""
     x = make_batch(world.size)
-    expected = train_alone(x)
+    expected = train_reference(x)
     shard = x.chunk(world.size)[world.rank]
     tolerances = {"default": EXACT_TOLERANCE, "small buckets": EXACT_TOLERANCE, "bf16": 1e-3, "powersgd": 0.1}
     for kind, tolerance in tolerances.items():
@@ -67,10 +68,10 @@ def ddp(world: World) -> None:
             state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=0.5)
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         train(model, shard)
-        compare(model, expected, tolerance)
+        compare_parameters(model, expected, tolerance)
 
 
-def fsdp(world: World) -> None:
+def train_with_fsdp(world: World) -> None:
     """Train with FSDP2, which gathers into slices of an output and averages in its reduce-scatter."""
     x = make_batch(world.size)
     model = make_model()
@@ -78,25 +79,26 @@ def fsdp(world: World) -> None:
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh)
     train(model, x.chunk(world.size)[world.rank])
-    compare(model, train_alone(x))
+    compare_parameters(model, train_reference(x))
 
 
-def tensor_parallelism(world: World) -> None:
+def train_with_tensor_parallelism(world: World) -> None:
     """Train with column-wise and row-wise shards of two layers. Every rank gets the full batch."""
     x = make_batch(world.size)
     mesh = init_device_mesh("cpu", (world.size,))
     model = parallelize_module(make_model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     train(model, x)
-    compare(model, train_alone(x))
+    compare_parameters(model, train_reference(x))
 
 
-def meshes(world: World) -> None:
+def use_device_meshes(world: World) -> None:
     """Reduce over one dimension of a mesh, and redistribute a tensor."""
-    first = 2 if world.size % 2 == 0 else 1
-    mesh = init_device_mesh("cpu", (first, world.size // first), mesh_dim_names=("a", "b"))
+    rows = 2 if world.size % 2 == 0 else 1
+    columns = world.size // rows
+    mesh = init_device_mesh("cpu", (rows, columns), mesh_dim_names=("a", "b"))
     value = torch.tensor([1.0])
     dist.all_reduce(value, group=mesh.get_group("b"))
-    assert value.item() == world.size // first
+    assert value.item() == columns
     matrix = torch.arange(float(world.size * world.size)).view(world.size, world.size)
     flat_mesh = init_device_mesh("cpu", (world.size,))
     by_rows = distribute_tensor(matrix, flat_mesh, [Shard(0)])
@@ -105,7 +107,7 @@ def meshes(world: World) -> None:
     assert torch.equal(by_rows.full_tensor(), matrix)
 
 
-def functional(world: World) -> None:
+def call_functional_collectives(world: World) -> None:
     """Call the functional collectives, which torch.compile and DTensor use."""
     rank = world.rank
     size = world.size
@@ -125,7 +127,7 @@ def functional(world: World) -> None:
     assert funcol.broadcast(value, size - 1, group).eq(size - 1).all()
 
 
-def coalesced(world: World) -> None:
+def call_coalesced_collectives(world: World) -> None:
     """Call the functional collectives that communicate several tensors at once."""
     size = world.size
     group = dist.group.WORLD
@@ -143,4 +145,11 @@ def coalesced(world: World) -> None:
     assert all(tensor.eq(total).all() for tensor in scattered)
 
 
-CASES = (ddp, fsdp, tensor_parallelism, meshes, functional, coalesced)
+CASES = {
+    "ddp": train_with_ddp,
+    "fsdp": train_with_fsdp,
+    "tensor_parallelism": train_with_tensor_parallelism,
+    "meshes": use_device_meshes,
+    "functional_collectives": call_functional_collectives,
+    "coalesced_collectives": call_coalesced_collectives,
+}

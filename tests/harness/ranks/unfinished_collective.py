@@ -1,4 +1,4 @@
-"""A rank that leaves a process group while one of its collectives never ends, and prints a line afterward.
+"""Leave a process group with a collective that never ends, and print a line afterward.
 
 python -m tests.harness.ranks.unfinished_collective FOLDER
 """
@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
     group.leave_process_group()
     group.free_left_process_groups()
     os.kill(child, signal.SIGKILL)
-    print("goes on", flush=True)
+    print("left the process group", flush=True)
     os._exit(0)
 
 

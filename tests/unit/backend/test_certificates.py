@@ -19,7 +19,7 @@ from common.system.causes import Cause
 from common.system.errors import UnreachableError, UserError
 from tests.harness.commands.processes import PATIENCE, wait_until
 from tests.harness.environment.size_limit import limit_file_size
-from tests.harness.ranks.meeting import Meeting, identity
+from tests.harness.ranks.folder_rendezvous import FolderRendezvous, identity
 
 __all__ = ["identity"]  # fixture
 HOUR = 3600.0
@@ -143,29 +143,29 @@ def test_clients_of_other_runs_are_rejected(
     assert with_certificate is not None
     with_certificate.load_cert_chain(foreign_folder / "certificate.pem", foreign_folder / "key.pem")
 
-    meeting = Meeting(tmp_path / "meeting", identity=identity)
+    rendezvous = FolderRendezvous(tmp_path / "rendezvous", identity=identity)
     with ThreadPoolExecutor(1) as pool:
-        rank_0 = pool.submit(meeting.join, 0, 2)
-        rank_address = RankAddress(*json.loads(meeting.get("link/0")))
+        rank_0 = pool.submit(rendezvous.join, 0, 2)
+        rank_address = RankAddress(*json.loads(rendezvous.get("link/0")))
         answer = connect_to_rank(contexts[kind], rank_address)
-        wait_until(lambda: meeting.lines, "a line about the client")
-        (line,) = meeting.lines
-        assert f"rank 0 rejected a connection from {rank_address.address}:" in line, (line, answer)
-        assert reason in line, (line, answer)
-        rank_1 = meeting.join(1, 2)
+        wait_until(lambda: rendezvous.warnings, "a warning about the client")
+        (warning,) = rendezvous.warnings
+        assert f"rank 0 rejected a connection from {rank_address.address}:" in warning, (warning, answer)
+        assert reason in warning, (warning, answer)
+        rank_1 = rendezvous.join(1, 2)
         rank_1.close()
         rank_0.result(PATIENCE).close()
 
 
 def test_a_rank_waits_if_another_run_answers(identity: Identity, foreign_folder: Path, tmp_path: Path) -> None:
     foreign_identity = load_identity(foreign_folder)
-    meeting = Meeting(tmp_path / "meeting", identity=identity)
+    rendezvous = FolderRendezvous(tmp_path / "rendezvous", identity=identity)
     reason = "presented a certificate of another run"
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         listener.settimeout(0.1)
         port = listener.getsockname()[1]
-        meeting.set("link/1", json.dumps(RankAddress("127.0.0.1", port, "00", "", "")))
-        rank_0 = pool.submit(meeting.join, 0, 2, setup_timeout=0.5)
+        rendezvous.set("link/1", json.dumps(RankAddress("127.0.0.1", port, "00", "", "")))
+        rank_0 = pool.submit(rendezvous.join, 0, 2, setup_timeout=0.5)
         while not rank_0.done():
             with contextlib.suppress(OSError):
                 connection, _ = listener.accept()
@@ -173,4 +173,4 @@ def test_a_rank_waits_if_another_run_answers(identity: Identity, foreign_folder:
                 foreign_identity.server.wrap_socket(connection, server_side=True).close()
         with pytest.raises(UnreachableError, match=f"at 127.0.0.1:{port}: the peer {reason}"):
             rank_0.result()
-    assert meeting.lines == [f"rank 0 is waiting for rank 1 at 127.0.0.1:{port}: the peer {reason}"]
+    assert rendezvous.warnings == [f"rank 0 is waiting for rank 1 at 127.0.0.1:{port}: the peer {reason}"]

@@ -3,54 +3,41 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import warm
-from tests.harness.commands.processes import PATIENCE, environment, processes_of
 from tests.harness.ranks.backend_calls import CASES
-
-
-def run_ranks(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a case of tests/harness/ranks/launch_cases.py on three ranks, and check that all of them exit."""
-    command = [sys.executable, "-m", "tests.harness.ranks.launch_cases", case, str(folder), "builtin"]
-    process = warm.execute(command, env=environment(), timeout=PATIENCE)
-    assert not processes_of(str(folder))
-    return process
+from tests.harness.ranks.programs import check_program, execute_launch_case
 
 
 @pytest.mark.parametrize(
     ("ranks", "transport", "cases"),
-    [(2, "auto", ("copies", "messages", "time_limits", "later", "groups")), (3, "network", CASES)],
+    [(2, "auto", ("copies", "messages", "time_limits", "asynchronous_calls", "subgroups")), (3, "network", CASES)],
     ids=["2-auto", "3-network"],
 )
 def test_collectives_return_the_computed_values(ranks: int, transport: str, cases: Iterable[str]) -> None:
-    command = [sys.executable, "-m", "tests.harness.ranks.backend_calls", str(ranks), transport, *cases]
-    process = warm.execute(command, env=environment())
-    assert process.returncode == 0, process.stderr
+    check_program("backend_calls", ranks, transport, *cases)
 
 
 def test_ranks_that_wait_for_a_killed_rank_fail_at_once(tmp_path: Path) -> None:
-    process = run_ranks("one_is_killed", tmp_path)
+    process = execute_launch_case("rank_2_is_killed", tmp_path, "builtin")
     assert process.returncode == 128 + signal.SIGKILL, process.stderr
     assert "error: rank 2 (pid" in process.stderr
     assert "Traceback" not in process.stderr
 
 
 def test_a_collective_fails_after_the_step_timeout_and_names_the_silent_rank(tmp_path: Path) -> None:
-    process = run_ranks("one_hangs", tmp_path)
+    process = execute_launch_case("rank_0_hangs", tmp_path, "builtin")
     assert process.returncode == 1
     assert "TimeoutError: barrier: rank 0 does not answer (no progress for 1 s); see its log" in process.stderr
 
 
 def test_aborting_a_group_in_another_thread_ends_all_pending_collectives(tmp_path: Path) -> None:
     """The abort on rank 1 also ends those of rank 2. With gloo, rank 2 would wait for the timeout."""
-    process = run_ranks("one_aborts", tmp_path)
-    assert process.stderr == "error: all was ended\n"
+    process = execute_launch_case("rank_1_aborts_the_group", tmp_path, "builtin")
+    assert process.stderr == "error: all collectives have ended\n"
     errors = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert errors["1-0"].startswith("DistNetworkError: the process group was destroyed on this rank")
     assert errors["1-1"].startswith("DistNetworkError: all_reduce: the connection with rank 0 was closed by this rank")
@@ -61,7 +48,7 @@ def test_aborting_a_group_in_another_thread_ends_all_pending_collectives(tmp_pat
 
 def test_ranks_of_a_job_meet_in_a_private_folder_and_encrypt_everything(tmp_path: Path) -> None:
     """The key is deleted once all ranks are connected, and the folder at the end."""
-    process = run_ranks("meet_in_private", tmp_path)
+    process = execute_launch_case("join_with_tls", tmp_path, "builtin")
     assert process.returncode == 0, process.stderr
-    assert [file.name for file in tmp_path.iterdir()] == ["seen"]
-    assert (tmp_path / "seen").read_text() == "0o700 ['store']"
+    assert [file.name for file in tmp_path.iterdir()] == ["key_folder"]
+    assert (tmp_path / "key_folder").read_text() == "0o700 ['store']"

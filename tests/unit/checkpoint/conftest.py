@@ -17,7 +17,7 @@ from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from configs.shared import Checkpoint
-from tests.harness.ranks.checkpoint_cases import right, state_of
+from tests.harness.ranks.checkpoint_cases import equals_saved_state, make_state
 
 
 class RunWithCheckpoints:
@@ -38,7 +38,7 @@ class RunWithCheckpoints:
 
     def save(self, *steps: int, best: bool = False) -> None:
         for step in steps:
-            assert self.checkpointer.save(step, state_of(step), best=best)
+            assert self.checkpointer.save(step, make_state(step), best=best)
 
     def load_checkpoint(self) -> LoadedCheckpoint:
         loaded = self.checkpointer.load()
@@ -50,7 +50,7 @@ class RunWithCheckpoints:
         loaded = self.checkpointer.load()
         if loaded is None:
             return None
-        assert right(loaded, 0)
+        assert equals_saved_state(loaded, 0)
         return loaded.step
 
     def restart(self, parent_attempt: int, step: int) -> None:

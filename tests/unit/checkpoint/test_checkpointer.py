@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from common.checkpoint import checkpointer, storage
 from common.checkpoint.checkpointer import CheckpointState
 from common.system.errors import RunTakenError
-from tests.harness.ranks.checkpoint_cases import state_of
+from tests.harness.ranks.checkpoint_cases import make_state
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
 
 
@@ -96,7 +96,7 @@ def test_a_superseded_attempt_saves_and_deletes_nothing(run: RunWithCheckpoints)
     message = r"attempt 1 of run was superseded by attempt 2; stopping without saving"
     for step in (3, 4, 5):
         with pytest.raises(RunTakenError, match=message):
-            old_checkpointer.save(step, state_of(step))
+            old_checkpointer.save(step, make_state(step))
     assert run.list_steps(attempt_number=1) == [1, 2]
     assert not storage.list_staging_dirs(old_attempt)
     assert run.load() == 1, "checkpoints of the parent after the branching step do not count"
@@ -224,7 +224,7 @@ def test_a_read_only_disk_is_reported_and_training_continues(small_disk_run: Run
     disk = run.folder.path.parent
     run.save(1)
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    assert run.checkpointer.save(2, state_of(2)) is False
+    assert run.checkpointer.save(2, make_state(2)) is False
     assert os.strerror(errno.EROFS) in run.messages[0]
     assert run.load() == 1
     subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
@@ -237,8 +237,8 @@ def test_writing_is_retried(run: RunWithCheckpoints, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(checkpointer, "RETRY_SECONDS", 0.3)
     obstacle = storage.get_checkpoints_dir(run.folder)
     obstacle.write_text("not a folder")
-    assert not run.make_checkpointer(retries=0).save(1, state_of(1))
+    assert not run.make_checkpointer(retries=0).save(1, make_state(1))
     timer = threading.Timer(0.1, obstacle.unlink)
     timer.start()
-    assert run.make_checkpointer(retries=1).save(1, state_of(1))
+    assert run.make_checkpointer(retries=1).save(1, make_state(1))
     timer.join()

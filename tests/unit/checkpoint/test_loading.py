@@ -19,7 +19,7 @@ from common.checkpoint.storage import CheckpointPath, Manifest
 from common.system.causes import Cause
 from common.system.errors import UserError
 from tests.harness.environment.permissions import permissions_apply
-from tests.harness.ranks.checkpoint_cases import right
+from tests.harness.ranks.checkpoint_cases import equals_saved_state
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
 
 FOREIGN_USER = 12345  # neither the current user nor root
@@ -175,7 +175,7 @@ def test_wrong_weights_would_be_loaded_without_checksums(
     monkeypatch.setattr(storage, "read_verified_rank_file", read_without_checksum)
     loaded = run.load_checkpoint()
     assert loaded.step == 2
-    assert not right(loaded, 0)
+    assert not equals_saved_state(loaded, 0)
     monkeypatch.undo()
     assert run.load() == 1
 
@@ -194,7 +194,7 @@ def test_a_file_of_another_step_is_refused_even_with_a_valid_checksum(
     monkeypatch.setattr(loading, "read_rank_file", lambda *arguments: read_rank_file(*arguments) | {"step": 2})
     loaded = run.load_checkpoint()
     assert loaded.step == 2
-    assert not right(loaded, 0)
+    assert not equals_saved_state(loaded, 0)
 
 
 @pytest.mark.parametrize("pointer", ["", "step-99999999\n", "../../..\n", "step-00000001\n", None])

@@ -6,7 +6,7 @@ import torch
 
 from common.measure.memory import read_peak_memory, reset_peak_memory
 from tests.harness.commands.processes import PATIENCE
-from tests.harness.ranks.meeting import fork
+from tests.harness.ranks.folder_rendezvous import fork
 
 TENSOR_BYTES = 300_000_000
 

@@ -14,13 +14,13 @@ from common.measure.metrics_log import SharedMetricsLog
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.metrics_writer import MetricsWriter
-from tests.harness.ranks.logging_ranks import Counted
+from tests.harness.ranks.logging_ranks import OneSamplePerStep
 
 
 def open_log(file: Path, *, is_main: bool) -> SharedMetricsLog:
     world = World(hosts=("here", "here"), device=torch.device("cpu"), backend="gloo", threads=1)
     ranks = Ranks(dataclasses.replace(world, rank=0 if is_main else 1, size=2))
-    return SharedMetricsLog(ranks, MetricsWriter(file, print), Counted())
+    return SharedMetricsLog(ranks, MetricsWriter(file, print), OneSamplePerStep())
 
 
 def add_steps(log: SharedMetricsLog, first: int, last: int) -> None:

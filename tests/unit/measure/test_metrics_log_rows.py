@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
-from tests.harness.ranks.logging_ranks import STEPS, Counted
+from tests.harness.ranks.logging_ranks import STEPS, OneSamplePerStep
+from tests.harness.ranks.programs import check_program
 
 
 def select_values(rows: list[dict[str, Any]], name: str) -> dict[int, Any]:
@@ -29,17 +27,15 @@ def select_values(rows: list[dict[str, Any]], name: str) -> dict[int, Any]:
 
 @pytest.mark.parametrize(("mode", "mean_rank"), [("averaged", 0.5), ("0", 0.0), ("1", 1.0)])
 def test_values_of_single_steps_and_ranks_are_written(mode: str, mean_rank: float, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.harness.ranks.logging_ranks", str(tmp_path), mode]
-    process = warm.execute(command, env=environment())
-    assert process.returncode == 0, process.stderr
+    check_program("logging_ranks", tmp_path, mode)
     (path,) = tmp_path.iterdir()
     rows = list(RunFolder(path).list_attempts()[0].read_attempt_rows())
     steps = list(range(1, STEPS + 1))
     assert [row["global_step"] for row in rows] == steps
     assert [row["loss"] for row in rows] == [step + mean_rank for step in steps]
-    assert select_values(rows, "rare") == {1: 2.0, 11: 22.0, 21: 42.0}
-    assert select_values(rows, "other") == {7: None, 14: None, 21: None}, "JSON has no infinity"
-    assert select_values(rows, "of_rank_1") == ({5: 7.0} if mode == "averaged" else {})
+    assert select_values(rows, "every_10_steps") == {1: 2.0, 11: 22.0, 21: 42.0}
+    assert select_values(rows, "infinite") == {7: None, 14: None, 21: None}, "JSON has no infinity"
+    assert select_values(rows, "on_rank_1") == ({5: 7.0} if mode == "averaged" else {})
 
 
 @pytest.fixture
@@ -53,7 +49,7 @@ def group() -> Iterator[None]:
 def test_an_evaluation_is_written_after_the_steps_before_it(tmp_path: Path, group: None) -> None:
     folder = RunFolder.create(tmp_path, "mnist_pipeline", "").claim_attempt()
     ranks = Ranks(World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1))
-    log = MetricsLog(ranks, MetricsWriter(folder.metrics_file, print), Counted(), source=0)
+    log = MetricsLog(ranks, MetricsWriter(folder.metrics_file, print), OneSamplePerStep(), source=0)
     for step in (1, 2, 3):
         log.add_step(step, 0.0, {"loss": torch.tensor(float(step))})
     log.write_values(3, {"test_loss": 0.5})

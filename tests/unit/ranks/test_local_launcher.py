@@ -6,8 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +14,9 @@ import pytest
 
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports import status
-from tests.harness.commands import warm
-from tests.harness.commands.processes import PATIENCE, environment, processes_of
+from tests.harness.commands.processes import PATIENCE, processes_of
 from tests.harness.environment.control_groups import CGROUP_ROOT, create_control_group
+from tests.harness.ranks.programs import execute_launch_case
 from tests.harness.runs.long_runs import ENDLESS, only_folder, ranks_of, train_long
 
 LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
@@ -26,27 +24,19 @@ LISTENING = "0A"
 GROUP_BYTES = str(300 << 20)
 
 
-def fork_ranks(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a case of tests/harness/ranks/launch_cases.py on three forked ranks, and check that no rank is left."""
-    argv = [sys.executable, "-m", "tests.harness.ranks.launch_cases", case, str(folder)]
-    process = warm.execute(argv, env=environment(), timeout=PATIENCE)
-    assert not processes_of(str(folder))
-    return process
-
-
 def test_ranks_wait_for_each_other_by_name_on_nccl(tmp_path: Path) -> None:
     """A barrier would occupy the GPUs."""
-    process = fork_ranks("meet_by_name", tmp_path)
+    process = execute_launch_case("wait_for_ranks_by_name", tmp_path)
     assert process.returncode == 0, process.stderr
 
 
 def test_ranks_join_a_process_group_and_reduce(tmp_path: Path) -> None:
-    process = fork_ranks("add_up", tmp_path)
+    process = execute_launch_case("reduce_and_gather_ranks", tmp_path)
     assert process.returncode == 0, process.stderr
 
 
 def test_the_first_traceback_is_shown_once(tmp_path: Path) -> None:
-    process = fork_ranks("one_raises", tmp_path)
+    process = execute_launch_case("rank_1_raises_an_error", tmp_path)
     assert process.returncode == 1
     assert process.stderr.count("Traceback") == 1
     assert "KeyError: 'the cause'" in process.stderr
@@ -54,13 +44,13 @@ def test_the_first_traceback_is_shown_once(tmp_path: Path) -> None:
 
 
 def test_a_user_error_of_a_rank_has_no_traceback(tmp_path: Path) -> None:
-    process = fork_ranks("user_error", tmp_path)
+    process = execute_launch_case("ranks_raise_user_error", tmp_path)
     assert process.returncode == 2
     assert process.stderr == "error: change this\n"
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    process = fork_ranks("one_is_killed", tmp_path)
+    process = execute_launch_case("rank_2_is_killed", tmp_path)
     assert process.returncode == 128 + signal.SIGKILL
     assert "error: rank 2 (pid" in process.stderr
     assert "was killed by SIGKILL" in process.stderr
@@ -78,28 +68,28 @@ def small_group() -> Iterator[Path]:
 
 
 def test_a_rank_that_the_kernel_kills_for_memory_is_reported(small_group: Path, tmp_path: Path) -> None:
-    (tmp_path / "group").write_text(str(small_group))
-    process = fork_ranks("one_takes_too_much", tmp_path)
+    (tmp_path / "memory_group").write_text(str(small_group))
+    process = execute_launch_case("rank_2_exceeds_memory_limit", tmp_path)
     assert process.returncode == 128 + signal.SIGKILL
     message = "was killed by SIGKILL: the system ran out of memory; the other 2 ranks were stopped"
     assert message in process.stderr
 
 
 def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
-    process = fork_ranks("one_does_not_arrive", tmp_path)
+    process = execute_launch_case("rank_1_does_not_join", tmp_path)
     assert process.returncode == 2
     remedy = "check the logs of the missing ranks, or raise launch.setup_timeout"
     assert process.stderr == f"error: rank 1 did not join within 3 s; {remedy}\n"
 
 
 def test_a_rank_that_hangs_ends_the_run_after_the_step_timeout(tmp_path: Path) -> None:
-    process = fork_ranks("one_hangs", tmp_path)
+    process = execute_launch_case("rank_0_hangs", tmp_path)
     assert process.returncode == 1
     assert re.search("[Tt]imed out", process.stderr)
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    assert fork_ranks("one_ignores_being_asked", tmp_path).returncode == 1
+    assert execute_launch_case("rank_0_ignores_sigterm", tmp_path).returncode == 1
 
 
 def list_open_files(pids: list[int]) -> set[str]:

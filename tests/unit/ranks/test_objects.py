@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ import torch
 
 from common.ranks import objects
 from common.techniques.pipeline.schedules import Action
-from tests.harness.commands import warm
-from tests.harness.commands.processes import PATIENCE, environment
+from tests.harness.ranks.programs import execute_launch_case
 
 
-@pytest.mark.parametrize("case", ["send_values", "one_sends_pickles"])
+@pytest.mark.parametrize("case", ["exchange_values", "rank_1_sends_pickles"])
 def test_values_arrive_unchanged_and_pickles_are_refused(case: str, tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "tests.harness.ranks.launch_cases", case, str(tmp_path)]
-    process = warm.execute(argv, env=environment(), timeout=PATIENCE)
+    process = execute_launch_case(case, tmp_path)
     assert process.returncode == 0, process.stderr
 
 

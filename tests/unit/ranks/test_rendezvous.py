@@ -1,4 +1,4 @@
-"""Ranks of a SLURM job meet by the id of the job. Nobody has to choose a port."""
+"""Ranks of a SLURM job connect by the id of the job, so that no port has to be chosen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.ranks.rank_info import RankInfo
 from common.system import network
 from common.system.errors import UnreachableError, UserError
 from configs.shared import Launch
-from tests.harness.ranks.meeting import fork
+from tests.harness.ranks.folder_rendezvous import fork
 
 TIMEOUT = timedelta(seconds=20)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.ranks.rendezvous_dir import create_rendezvous_dir
-from tests.harness.ranks.meeting import fork
+from tests.harness.ranks.folder_rendezvous import fork
 
 
 def create_folder_and_die() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -13,8 +12,7 @@ from common.ranks.ranks import Ranks
 from common.system.errors import UserError
 from common.techniques.local_sgd.exchange import Exchange
 from common.techniques.local_sgd.worker import LocalWorker
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.ranks.programs import check_program
 
 
 class RecordingExchange(Exchange):
@@ -41,9 +39,7 @@ def make_ranks(*moments_of_other: str) -> Ranks:
 
 @pytest.mark.parametrize("arguments", [[], ["builtin"]], ids=["gloo", "builtin"])
 def test_entries_that_a_message_omits_are_sent_later(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "tests.harness.ranks.local_sgd_exchanges", *arguments]
-    process = warm.execute(command, env=environment())
-    assert process.returncode == 0, process.stderr
+    check_program("local_sgd_exchanges", *arguments)
 
 
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -19,9 +19,7 @@ from common.ranks.links.outgoing import LinkError
 from common.ranks.links.welcome import ANSWER_BYTES
 from common.system.errors import UnreachableError
 from tests.harness.commands.processes import PATIENCE
-from tests.harness.ranks.meeting import LARGE_BYTES, Meeting, fork, identity, meeting, pair
-
-__all__ = ["identity", "meeting", "pair"]
+from tests.harness.ranks.folder_rendezvous import LARGE_BYTES, FolderRendezvous, fork
 
 
 @contextlib.contextmanager
@@ -34,10 +32,10 @@ def wait_in_threads(calls: Sequence[Callable[[], object]]) -> Iterator[list[Futu
         yield futures
 
 
-def test_closing_the_links_ends_all_waits_at_once(pair: list[RankLinks]) -> None:
+def test_closing_the_links_ends_all_waits_at_once(connected_ranks: list[RankLinks]) -> None:
     """The time limit of the links is longer than that of the test."""
-    sender = pair[0].outgoing[1]
-    receiver = pair[0].incoming[1]
+    sender = connected_ranks[0].outgoing[1]
+    receiver = connected_ranks[0].incoming[1]
     ticket = sender.send(0, bytes(20 * LARGE_BYTES))
     calls: list[Callable[[], object]] = [
         lambda: sender.wait_until_written(ticket),
@@ -46,7 +44,7 @@ def test_closing_the_links_ends_all_waits_at_once(pair: list[RankLinks]) -> None
     ]
     message = "the connection with rank 1 was closed by this rank"
     with wait_in_threads(calls) as futures:
-        pair[0].close()
+        connected_ranks[0].close()
         for future in futures:
             with pytest.raises(LinkError, match=message):
                 future.result(PATIENCE)
@@ -57,18 +55,18 @@ def test_closing_the_links_ends_all_waits_at_once(pair: list[RankLinks]) -> None
             call()
 
 
-def test_a_rank_that_is_killed_is_named_at_once(meeting: Meeting) -> None:
+def test_a_rank_that_is_killed_is_named_at_once(rendezvous: FolderRendezvous) -> None:
     def join_and_sleep() -> None:
-        links = meeting.join(1, 2)
+        links = rendezvous.join(1, 2)
         child = os.fork()  # such as a data worker, which may outlive its rank
         if child:
-            meeting.set("child", str(child))
+            rendezvous.set("child", str(child))
         time.sleep(PATIENCE)
         links.close()
 
     process = fork(join_and_sleep)
-    links = meeting.join(0, 2)
-    child = int(meeting.get("child"))
+    links = rendezvous.join(0, 2)
+    child = int(rendezvous.get("child"))
     ticket = links.outgoing[1].send(0, bytes(20 * LARGE_BYTES))
     calls: list[Callable[[], object]] = [
         lambda: links.outgoing[1].wait_until_written(ticket),
@@ -82,12 +80,11 @@ def test_a_rank_that_is_killed_is_named_at_once(meeting: Meeting) -> None:
                 future.result(PATIENCE)
     os.kill(child, signal.SIGKILL)
     process.join()
-    links.close()
 
 
-def test_closed_links_leave_no_threads(meeting: Meeting) -> None:
+def test_closed_links_leave_no_threads(rendezvous: FolderRendezvous) -> None:
     threads_before = set(threading.enumerate())
-    ranks = meeting.join_all(2)
+    ranks = rendezvous.join_all(2)
     for rank in (0, 1):
         ranks[rank].outgoing[1 - rank].send(0, bytes(LARGE_BYTES))
     for links in ranks:
@@ -97,13 +94,13 @@ def test_closed_links_leave_no_threads(meeting: Meeting) -> None:
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("meeting", ["tcp"], indirect=True)
-def test_a_program_that_does_not_know_the_token_is_not_accepted_as_a_rank(meeting: Meeting) -> None:
+@pytest.mark.parametrize("rendezvous", ["tcp"], indirect=True)
+def test_a_program_that_does_not_know_the_token_is_not_accepted_as_a_rank(rendezvous: FolderRendezvous) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         port = listener.getsockname()[1]
         address = RankAddress("127.0.0.1", port, "00", "", "")
-        meeting.set("link/1", json.dumps(address))
-        future = pool.submit(meeting.join, 0, 2, setup_timeout=0.2)
+        rendezvous.set("link/1", json.dumps(address))
+        future = pool.submit(rendezvous.join, 0, 2, setup_timeout=0.2)
         listener.settimeout(0.05)
         while not future.done():
             with contextlib.suppress(TimeoutError):
@@ -115,14 +112,14 @@ def test_a_program_that_does_not_know_the_token_is_not_accepted_as_a_rank(meetin
             future.result()
 
 
-def test_a_rank_without_an_address_is_named(meeting: Meeting) -> None:
+def test_a_rank_without_an_address_is_named(rendezvous: FolderRendezvous) -> None:
     with pytest.raises(UnreachableError, match="rank 1 has not published its address"):
-        meeting.join(0, 2, setup_timeout=0.1)
+        rendezvous.join(0, 2, setup_timeout=0.1)
 
 
-def test_a_rank_that_does_not_listen_is_named(meeting: Meeting) -> None:
+def test_a_rank_that_does_not_listen_is_named(rendezvous: FolderRendezvous) -> None:
     address = RankAddress("127.0.0.1", 1, "00", "", "")
-    meeting.set("link/1", json.dumps(address))
+    rendezvous.set("link/1", json.dumps(address))
     message = "rank 0 cannot connect to rank 1 at 127.0.0.1:1: Connection refused; see the log of rank 1, check"
     with pytest.raises(UnreachableError, match=message):
-        meeting.join(0, 2, setup_timeout=0.1)
+        rendezvous.join(0, 2, setup_timeout=0.1)

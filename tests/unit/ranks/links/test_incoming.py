@@ -11,14 +11,12 @@ from common.ranks.links.connecting import RankLinks
 from common.ranks.links.outgoing import LinkError
 from common.ranks.links.socket_stream import SMALL_BYTES
 from tests.harness.commands.processes import PATIENCE
-from tests.harness.ranks.meeting import LARGE_BYTES, Meeting, identity, meeting, pair
-
-__all__ = ["identity", "meeting", "pair"]
+from tests.harness.ranks.folder_rendezvous import LARGE_BYTES, FolderRendezvous
 
 
-def test_messages_are_stored_until_their_tag_is_received(pair: list[RankLinks]) -> None:
-    sender = pair[0].outgoing[1]
-    receiver = pair[1].incoming[0]
+def test_messages_are_stored_until_their_tag_is_received(connected_ranks: list[RankLinks]) -> None:
+    sender = connected_ranks[0].outgoing[1]
+    receiver = connected_ranks[1].incoming[0]
     for tag in (1, 2, 3, 2):
         sender.send(tag, bytes([tag]) * SMALL_BYTES * tag)
     for tag in (2, 3, 2, 1):
@@ -26,9 +24,9 @@ def test_messages_are_stored_until_their_tag_is_received(pair: list[RankLinks]) 
             assert bytes(piece) == bytes([tag]) * len(piece)
 
 
-def test_several_threads_may_wait_for_different_tags(pair: list[RankLinks]) -> None:
-    sender = pair[0].outgoing[1]
-    receiver = pair[1].incoming[0]
+def test_several_threads_may_wait_for_different_tags(connected_ranks: list[RankLinks]) -> None:
+    sender = connected_ranks[0].outgoing[1]
+    receiver = connected_ranks[1].incoming[0]
     buffers = [bytearray(LARGE_BYTES) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(receiver.receive, tag, buffer) for tag, buffer in enumerate(buffers)]
@@ -39,8 +37,8 @@ def test_several_threads_may_wait_for_different_tags(pair: list[RankLinks]) -> N
     assert [set(buffer) for buffer in buffers] == [{0}, {1}, {2}, {3}]
 
 
-def test_a_patient_receiver_waits_longer_than_the_time_limit(meeting: Meeting) -> None:
-    ranks = meeting.join_all(2, timeout=0.1)
+def test_a_patient_receiver_waits_longer_than_the_time_limit(rendezvous: FolderRendezvous) -> None:
+    ranks = rendezvous.join_all(2, timeout=0.1)
     sender = ranks[1].outgoing[0]
     receiver = ranks[0].incoming[1]
     buffers = [bytearray(4), bytearray(4)]
@@ -52,20 +50,18 @@ def test_a_patient_receiver_waits_longer_than_the_time_limit(meeting: Meeting) -
         for future in futures:
             future.result(PATIENCE)
     assert buffers == [b"\0\0\0\0", b"\1\1\1\1"]
-    for links in ranks:
-        links.close()
 
 
-def test_a_message_of_unexpected_size_is_refused(pair: list[RankLinks]) -> None:
-    pair[0].outgoing[1].send(5, bytes(8))
+def test_a_message_of_unexpected_size_is_refused(connected_ranks: list[RankLinks]) -> None:
+    connected_ranks[0].outgoing[1].send(5, bytes(8))
     with pytest.raises(LinkError, match=r"rank 0 sent 8 bytes instead of 12 \(tag 5\); check that all ranks"):
-        pair[1].incoming[0].receive(5, bytearray(12))
+        connected_ranks[1].incoming[0].receive(5, bytearray(12))
 
 
-def test_a_message_that_is_not_read_completely_ends_the_link(pair: list[RankLinks]) -> None:
-    pair[0].outgoing[1].send(5, bytes(LARGE_BYTES))
-    pieces = pair[1].incoming[0].receive_pieces(5, LARGE_BYTES)
+def test_a_message_that_is_not_read_completely_ends_the_link(connected_ranks: list[RankLinks]) -> None:
+    connected_ranks[0].outgoing[1].send(5, bytes(LARGE_BYTES))
+    pieces = connected_ranks[1].incoming[0].receive_pieces(5, LARGE_BYTES)
     next(pieces)
     del pieces
     with pytest.raises(LinkError, match="a message to or from rank 0 was interrupted"):
-        pair[1].incoming[0].receive(6, bytearray(4))
+        connected_ranks[1].incoming[0].receive(6, bytearray(4))

@@ -14,9 +14,7 @@ from common.ranks.links.memory_stream import (
     choose_polling_seconds,
 )
 from tests.harness.environment.size_limit import limit_file_size
-from tests.harness.ranks.meeting import LARGE_BYTES, identity, meeting, pair
-
-__all__ = ["identity", "meeting", "pair"]
+from tests.harness.ranks.folder_rendezvous import LARGE_BYTES
 
 
 def test_ranks_do_not_poll_if_there_are_more_ranks_than_allowed_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,10 +34,10 @@ def test_memory_is_allocated_before_it_is_used() -> None:
         assert os.fstat(file.fileno()).st_blocks * 512 >= 1 << 20
 
 
-@pytest.mark.parametrize("meeting", ["memory"], indirect=True)
-def test_without_shared_memory_messages_go_through_the_socket(pair: list[RankLinks]) -> None:
-    sender = pair[0].outgoing[1]
-    receiver = pair[1].incoming[0]
+@pytest.mark.parametrize("rendezvous", ["memory"], indirect=True)
+def test_without_shared_memory_messages_go_through_the_socket(connected_ranks: list[RankLinks]) -> None:
+    sender = connected_ranks[0].outgoing[1]
+    receiver = connected_ranks[1].incoming[0]
     stream = sender.stream
     assert isinstance(stream, MemoryStream)
     message = os.urandom(LARGE_BYTES)

@@ -11,16 +11,14 @@ from common.ranks.links.connecting import RankLinks
 from common.ranks.links.outgoing import LinkTimeout
 from common.ranks.links.socket_stream import PIECE_BYTES, SMALL_BYTES
 from tests.harness.commands.processes import PATIENCE
-from tests.harness.ranks.meeting import LARGE_BYTES, Meeting, fork, identity, meeting, pair
-
-__all__ = ["identity", "meeting", "pair"]
+from tests.harness.ranks.folder_rendezvous import LARGE_BYTES, FolderRendezvous, fork
 
 MESSAGE_BYTES = (0, 1, 4, SMALL_BYTES, SMALL_BYTES + 1, PIECE_BYTES, LARGE_BYTES)
 
 
-def test_messages_of_every_size_arrive_and_are_counted(pair: list[RankLinks]) -> None:
-    sender = pair[0].outgoing[1]
-    receiver = pair[1].incoming[0]
+def test_messages_of_every_size_arrive_and_are_counted(connected_ranks: list[RankLinks]) -> None:
+    sender = connected_ranks[0].outgoing[1]
+    receiver = connected_ranks[1].incoming[0]
     for tag, size in enumerate(MESSAGE_BYTES):
         message = os.urandom(size)
         received = bytearray(size)
@@ -35,10 +33,10 @@ def test_messages_of_every_size_arrive_and_are_counted(pair: list[RankLinks]) ->
     assert sender.bytes_sent == 2 * sum(MESSAGE_BYTES)
 
 
-def test_all_ranks_may_send_before_any_rank_receives(pair: list[RankLinks]) -> None:
+def test_all_ranks_may_send_before_any_rank_receives(connected_ranks: list[RankLinks]) -> None:
     def exchange(rank: int) -> bool:
-        sender = pair[rank].outgoing[1 - rank]
-        receiver = pair[rank].incoming[1 - rank]
+        sender = connected_ranks[rank].outgoing[1 - rank]
+        receiver = connected_ranks[rank].incoming[1 - rank]
         tickets = [sender.send(0, os.urandom(LARGE_BYTES))]
         small = bytearray(SMALL_BYTES)
         for number in range(300):
@@ -57,10 +55,10 @@ def test_all_ranks_may_send_before_any_rank_receives(pair: list[RankLinks]) -> N
         assert list(pool.map(exchange, (0, 1))) == [True, True]
 
 
-def test_a_small_message_that_waits_is_a_copy(pair: list[RankLinks]) -> None:
+def test_a_small_message_that_waits_is_a_copy(connected_ranks: list[RankLinks]) -> None:
     """A message waits if all slots of the shared memory are occupied, or if the buffer of the socket is full."""
-    sender = pair[0].outgoing[1]
-    receiver = pair[1].incoming[0]
+    sender = connected_ranks[0].outgoing[1]
+    receiver = connected_ranks[1].incoming[0]
     message = bytearray(SMALL_BYTES)
     tickets = []
     for number in range(200):
@@ -76,31 +74,28 @@ def test_a_small_message_that_waits_is_a_copy(pair: list[RankLinks]) -> None:
     sender.wait_until_written(tickets[-1])
 
 
-def test_the_last_message_of_a_rank_arrives_after_its_exit(meeting: Meeting) -> None:
+def test_the_last_message_of_a_rank_arrives_after_its_exit(rendezvous: FolderRendezvous) -> None:
     message = b"x" * SMALL_BYTES * 3
 
     def send_and_exit() -> None:
-        links = meeting.join(1, 2)
+        links = rendezvous.join(1, 2)
         ticket = links.outgoing[0].send(0, message)
         links.outgoing[0].wait_until_written(ticket)
         links.close()
 
     process = fork(send_and_exit)
-    links = meeting.join(0, 2)
+    links = rendezvous.join(0, 2)
     process.join(PATIENCE)
     received = bytearray(len(message))
     links.incoming[1].receive(0, received)
     assert received == message
-    links.close()
 
 
-def test_a_silent_rank_is_named_after_the_time_limit(meeting: Meeting) -> None:
-    ranks = meeting.join_all(2, timeout=0.2)
+def test_a_silent_rank_is_named_after_the_time_limit(rendezvous: FolderRendezvous) -> None:
+    ranks = rendezvous.join_all(2, timeout=0.2)
     ticket = ranks[0].outgoing[1].send(0, bytes(20 * LARGE_BYTES))
     message = r"rank 1 does not answer \(no progress for 0.2 s\); see its log, or raise launch.step_timeout"
     with pytest.raises(LinkTimeout, match=message):
         ranks[0].incoming[1].receive(0, bytearray(4))
     with pytest.raises(LinkTimeout, match=message):
         ranks[0].outgoing[1].wait_until_written(ticket)
-    for links in ranks:
-        links.close()

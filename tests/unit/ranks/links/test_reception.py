@@ -18,10 +18,8 @@ from common.ranks.links.welcome import ANSWER_BYTES, ConnectionId, make_hello
 from common.system.errors import UnreachableError
 from tests.harness.commands.processes import PATIENCE
 from tests.harness.environment.randomness import draw_seed
-from tests.harness.ranks.foreign_clients import attack
-from tests.harness.ranks.meeting import Meeting, fork, identity, meeting
-
-__all__ = ["identity", "meeting"]
+from tests.harness.ranks.folder_rendezvous import FolderRendezvous, fork
+from tests.harness.ranks.foreign_clients import send_random_inputs
 
 RANK_1_TO_RANK_0 = ConnectionId("run", 1, 0)
 WRONG_TOKEN = b"a guess, not the token"
@@ -32,12 +30,12 @@ NOBODY = 65534  # id of a user without rights
 class WaitingRank:
     """Rank 0, which waits for rank 1."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
+    def __init__(self, rendezvous: FolderRendezvous) -> None:
+        self.rendezvous = rendezvous
         self.connections: list[socket.socket] = []
         self.pool = ThreadPoolExecutor(1)
-        self.links: Future[RankLinks] = self.pool.submit(meeting.join, 0, 2)
-        self.address = RankAddress(*json.loads(meeting.get("link/0")))
+        self.links: Future[RankLinks] = self.pool.submit(rendezvous.join, 0, 2)
+        self.address = RankAddress(*json.loads(rendezvous.get("link/0")))
 
     @property
     def is_local(self) -> bool:
@@ -64,28 +62,26 @@ class WaitingRank:
 
     def finish(self) -> None:
         """Check that rank 1 can still connect and receive a message."""
-        links_of_rank_1 = self.meeting.join(1, 2)
+        links_of_rank_1 = self.rendezvous.join(1, 2)
         links_of_rank_0 = self.links.result(PATIENCE)
         links_of_rank_0.outgoing[1].send(0, b"four")
         received = bytearray(4)
         links_of_rank_1.incoming[0].receive(0, received)
         assert received == b"four"
 
-        links_of_rank_0.close()
-        links_of_rank_1.close()
         for connection in self.connections:
             connection.close()
         self.pool.shutdown()
 
 
 @pytest.fixture
-def waiting_rank(meeting: Meeting) -> Iterator[WaitingRank]:
-    rank = WaitingRank(meeting)
+def waiting_rank(rendezvous: FolderRendezvous) -> Iterator[WaitingRank]:
+    rank = WaitingRank(rendezvous)
     yield rank
     rank.finish()
 
 
-@pytest.mark.parametrize("meeting", ["tcp", "memory"], indirect=True)
+@pytest.mark.parametrize("rendezvous", ["tcp", "memory"], indirect=True)
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
@@ -100,17 +96,17 @@ def test_a_foreign_connection_is_rejected_and_named_once(
     waiting_rank: WaitingRank, message: bytes, reason: str
 ) -> None:
     assert waiting_rank.send(message) == b""
-    (line,) = waiting_rank.meeting.lines
+    (warning,) = waiting_rank.rendezvous.warnings
     peer = "this host" if waiting_rank.is_local else "127.0.0.1:"
-    assert line.startswith(f"rank 0 rejected a connection from {peer}")
-    assert f": the peer {reason};" in line
+    assert warning.startswith(f"rank 0 rejected a connection from {peer}")
+    assert f": the peer {reason};" in warning
 
     waiting_rank.send(message)
-    assert waiting_rank.meeting.lines == [line], "an address is mentioned once"
+    assert waiting_rank.rendezvous.warnings == [warning], "an address is mentioned once"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize("meeting", ["memory"], indirect=True)
+@pytest.mark.parametrize("rendezvous", ["memory"], indirect=True)
 def test_another_user_of_this_host_is_rejected_even_with_the_token(waiting_rank: WaitingRank) -> None:
     def connect_as_another_user() -> None:
         os.setuid(NOBODY)
@@ -120,7 +116,7 @@ def test_another_user_of_this_host_is_rejected_even_with_the_token(waiting_rank:
     process = fork(connect_as_another_user)
     process.join(PATIENCE)
     assert process.exitcode == 0
-    assert "this host: the peer belongs to another user" in waiting_rank.meeting.lines[0]
+    assert "this host: the peer belongs to another user" in waiting_rank.rendezvous.warnings[0]
 
 
 @pytest.fixture
@@ -130,22 +126,22 @@ def short_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_handshakes")
 def test_incomplete_handshakes_are_closed_after_their_time_limit(waiting_rank: WaitingRank) -> None:
-    is_encrypted = "identity" in waiting_rank.meeting.options
+    is_encrypted = "identity" in waiting_rank.rendezvous.options
     hello = make_hello(RANK_1_TO_RANK_0, WRONG_TOKEN)
     with waiting_rank.connect() as silent, waiting_rank.connect() as incomplete:
         incomplete.sendall(TLS_CLIENT_HELLO_START if is_encrypted else hello[:20])
         assert silent.recv(1) == b""
         with contextlib.suppress(ConnectionResetError):  # the rank has not read all of the bytes
             assert incomplete.recv(1) == b""
-    warnings = "\n".join(waiting_rank.meeting.lines)
+    warnings = "\n".join(waiting_rank.rendezvous.warnings)
     assert "did not prove within 0.2 s that it is a rank of this run" in warnings
 
 
-@pytest.mark.parametrize("meeting", ["tcp"], indirect=True)
-def test_a_second_connection_of_a_connected_rank_is_rejected(meeting: Meeting) -> None:
+@pytest.mark.parametrize("rendezvous", ["tcp"], indirect=True)
+def test_a_second_connection_of_a_connected_rank_is_rejected(rendezvous: FolderRendezvous) -> None:
     with ThreadPoolExecutor(1) as pool:
-        links = pool.submit(meeting.join, 0, 3, setup_timeout=0.5)
-        address = RankAddress(*json.loads(meeting.get("link/0")))
+        links = pool.submit(rendezvous.join, 0, 3, setup_timeout=0.5)
+        address = RankAddress(*json.loads(rendezvous.get("link/0")))
         hello = make_hello(RANK_1_TO_RANK_0, bytes.fromhex(address.token))
         with socket.create_connection((address.address, address.port)) as first:
             first.sendall(hello)
@@ -155,7 +151,7 @@ def test_a_second_connection_of_a_connected_rank_is_rejected(meeting: Meeting) -
                 assert second.recv(100) == b""
         with pytest.raises(UnreachableError, match="rank 1 has not published its address"):
             links.result(PATIENCE)
-    assert "claims to be rank 1, which is already connected" in meeting.lines[0]
+    assert "claims to be rank 1, which is already connected" in rendezvous.warnings[0]
 
 
 @pytest.fixture
@@ -170,4 +166,4 @@ def test_more_pending_connections_than_allowed_do_not_keep_rank_1_out(waiting_ra
 
 
 def test_random_input_does_not_end_the_rank(waiting_rank: WaitingRank) -> None:
-    attack(waiting_rank.address, 150, draw_seed("strangers"), is_local=waiting_rank.is_local)
+    send_random_inputs(waiting_rank.address, 150, draw_seed("strangers"), is_local=waiting_rank.is_local)

@@ -8,11 +8,11 @@ import pytest
 
 from common.models import networks
 from tests.harness.commands.processes import run
-from tests.harness.pitfalls.ddp_pitfalls import made
+from tests.harness.pitfalls.outcomes import collect_outcome
 
 
 def test_each_rank_keeps_its_own_batch_statistics() -> None:
-    assert made("own_statistics")["own_statistics"] == [True, True]
+    assert collect_outcome("ddp_pitfalls", "compare_batchnorm_statistics") == [True, True]
 
 
 def test_fsdp_shows_the_state_of_a_rank_and_that_of_ddp(tmp_path: Path, digits: tuple[str, ...]) -> None:

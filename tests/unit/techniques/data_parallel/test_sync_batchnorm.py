@@ -1,4 +1,4 @@
-"""Synchronised batch normalisation on the CPU, which torch does not support."""
+"""Synchronized batch normalisation on the CPU, which torch does not support."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 from common.models import networks
 from common.techniques.data_parallel import sync_batchnorm
-from tests.harness.pitfalls.ddp_pitfalls import made
+from tests.harness.pitfalls.outcomes import collect_outcome
 
 
-def test_torchs_synchronised_norm_refuses_the_cpu() -> None:
-    answers = made("torchs_norm")["torchs_norm"]
-    assert all("GPU" in answer["error"] for answer in answers)
+def test_torch_sync_batchnorm_refuses_the_cpu() -> None:
+    for outcome in collect_outcome("ddp_pitfalls", "call_torch_sync_batchnorm"):
+        assert "GPU" in outcome["error"]
 
 
 def test_all_norms_are_replaced_and_keep_their_state() -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.ranks.programs import check_program
 
 
 def test_every_engine_and_schedule_equals_training_in_one_process() -> None:
     """Gradients, running statistics of BatchNorm and the evaluation, also for activations that are not contiguous."""
-    process = warm.execute([sys.executable, "-m", "tests.harness.ranks.pipeline_engines"], env=environment())
-    assert process.returncode == 0, process.stderr
+    check_program("pipeline_engines")

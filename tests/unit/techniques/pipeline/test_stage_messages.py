@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
-
-
-def exchange_messages(mode: str) -> subprocess.CompletedProcess[str]:
-    """Exchange the messages of three steps between two processes."""
-    return warm.execute([sys.executable, "-m", "tests.harness.ranks.message_memory", mode], env=environment())
+from tests.harness.ranks.programs import check_program, execute_program
 
 
 @pytest.mark.parametrize("mode", ["memory", "network", "groups", "small"])
 def test_messages_arrive_through_every_transport(mode: str) -> None:
-    process = exchange_messages(mode)
-    assert process.returncode == 0, process.stderr
+    check_program("message_memory", mode)
 
 
 def test_a_silent_rank_is_named_after_the_timeout() -> None:
-    process = exchange_messages("silent")
+    process = execute_program("message_memory", "silent")
     assert process.returncode == 1
     message = "rank 0 received no message from rank 1 for the backward of microbatch 0 on stage 0 within 2 s"
     assert message in process.stderr
 
 
 def test_a_rank_that_exits_is_named_before_the_timeout() -> None:
-    process = exchange_messages("gone")
+    process = execute_program("message_memory", "exits")
     assert process.returncode == 1
     assert "rank 1 has closed its connection; see its log" in process.stderr

@@ -1,7 +1,8 @@
-"""Ranks that meet through a folder, as threads or as processes, for the tests of common/backend."""
+"""A rendezvous of ranks in a folder, for tests of common/ranks/links. Ranks are threads or processes."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -23,13 +24,14 @@ CONNECTION_KINDS = ("tcp", "tls", "memory")
 LARGE_BYTES = 3 * SLOT_COUNT * PIECE_BYTES + 5  # more than the buffers of the kernel or the shared memory hold
 
 
-class Meeting:
-    """A rendezvous in a folder, with `set` and `get` like those of a store, and the ranks' warnings in `lines`."""
+class FolderRendezvous:
+    """A rendezvous with the methods `set` and `get` of a store. `warnings` contains the warnings of the ranks."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.folder = folder
         self.options = options
-        self.lines: list[str] = []
+        self.warnings: list[str] = []
+        self.links: list[RankLinks] = []
         folder.mkdir(exist_ok=True)
 
     def set(self, key: str, value: str) -> None:
@@ -43,16 +45,23 @@ class Meeting:
 
     def join(self, rank: int, size: int, **options: Any) -> RankLinks:
         defaults = {"group": "run", "address": "127.0.0.1", "setup_timeout": PATIENCE, "timeout": PATIENCE}
-        keywords: dict[str, Any] = defaults | {"warn": self.lines.append} | self.options | options
+        keywords: dict[str, Any] = defaults | {"warn": self.warnings.append} | self.options | options
         lookup = functools.partial(self.get, seconds=keywords["setup_timeout"])
-        return connect_ranks(rank, size, self.set, lookup, **keywords)
+        links = connect_ranks(rank, size, self.set, lookup, **keywords)
+        self.links.append(links)
+        return links
 
     def join_all(self, size: int, **options: Any) -> list[RankLinks]:
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(lambda rank: self.join(rank, size, **options), range(size)))
 
+    def close(self) -> None:
+        """Close the links of all ranks that have joined in this process."""
+        for links in self.links:
+            links.close()
 
-def options_of(kind: str, identity: Identity) -> dict[str, Any]:
+
+def make_connection_options(kind: str, identity: Identity) -> dict[str, Any]:
     options: dict[str, dict[str, Any]] = {
         "tls": {"identity": identity},
         "memory": {"host": "here", "polling_seconds": 1e-3},
@@ -69,18 +78,17 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
 
 
 @pytest.fixture(params=CONNECTION_KINDS)
-def meeting(request: pytest.FixtureRequest, identity: Identity, tmp_path: Path) -> Meeting:
-    """A rendezvous for each kind of connection."""
-    return Meeting(tmp_path / "meeting", **options_of(request.param, identity))
+def rendezvous(request: pytest.FixtureRequest, identity: Identity, tmp_path: Path) -> Iterator[FolderRendezvous]:
+    """A rendezvous for each kind of connection, whose links are closed at the end."""
+    options = make_connection_options(request.param, identity)
+    with contextlib.closing(FolderRendezvous(tmp_path / "rendezvous", **options)) as rendezvous:
+        yield rendezvous
 
 
 @pytest.fixture
-def pair(meeting: Meeting) -> Iterator[list[RankLinks]]:
+def connected_ranks(rendezvous: FolderRendezvous) -> list[RankLinks]:
     """Two connected ranks."""
-    ranks = meeting.join_all(2)
-    yield ranks
-    for links in ranks:
-        links.close()
+    return rendezvous.join_all(2)
 
 
 def fork(function: Callable[..., object], *arguments: object) -> multiprocessing.context.ForkProcess:
